@@ -14,11 +14,11 @@ import torch
 from model.build import build_model
 from model.config import ModelConfig
 from model.regularisation import Regularisation
-from pipeline.engine.protocol import StepResult
+from pipeline.engine.protocol import Flags, StepResult
 from pipeline.evaluation.evaluate import evaluate
 from pipeline.ranks.phases import Phases
-from pipeline.ranks.stopping import Requests, StopFlag, StopOrSave
-from pipeline.recipe.schedule import Schedule
+from pipeline.ranks.stopping import Requests, StopFlag
+from pipeline.recipe.optimizer import Schedule
 from pipeline.recipe.stage_plan import StagePlan
 from pipeline.stage.task import Example, Tally
 from pipeline.training.train_loop import TrainJob
@@ -35,11 +35,12 @@ def quiet(*names: str) -> dict[str, Any]:
 def stepping(*, applied: bool, noted: list[float] | None = None) -> Callable[..., StepResult]:
     """An engine's `step` of a single rank."""
 
-    def step(*, lr: float, requests: StopOrSave, measure: str) -> StepResult:
+    def step(*, lr: float, flags: Flags, measure: str) -> StepResult:
         if noted is not None:
             noted.append(lr)
-        flags = torch.tensor(requests).float()
-        return StepResult.known(grad_norm=1.0 if applied else math.nan, applied=applied, requests=flags)
+        return StepResult.known(
+            grad_norm=1.0 if applied else math.nan, applied=applied, flags=torch.tensor(flags).float()
+        )
 
     return step
 
@@ -65,7 +66,7 @@ def job(*, patch_dropout: float, first_step: int) -> tuple[Any, list[tuple[str, 
         backward=lambda loss: loss.backward(),
         step=stepping(applied=True),
         measured=dict,
-        pass_over=lambda requests: StepResult.passed_over(torch.tensor(requests).float()),
+        pass_over=lambda flags: StepResult.passed_over(torch.tensor(flags).float()),
     )
     ranks: Any = SimpleNamespace(
         place=SimpleNamespace(rank=0),

@@ -203,7 +203,6 @@ def _ours(size: work.Size, meter: Meter, device: torch.device) -> Note:
     from pipeline.kernels.settle import settled_kernels
     from pipeline.ranks.group import Ranks
     from pipeline.ranks.place import Place
-    from pipeline.ranks.stopping import StopOrSave
     from pipeline.recipe.stage_plan import plan_stage
     from pipeline.stage.task import make_task
 
@@ -235,7 +234,7 @@ def _ours(size: work.Size, meter: Meter, device: torch.device) -> Note:
             meter.phase_done()
             engine.backward(loss)
             meter.phase_done()
-            late.put(step, engine.step(lr=work.LR, requests=StopOrSave()))
+            late.put(step, engine.step(lr=work.LR, flags=(False, False)))
             late.ready()
             meter.end(loss)
     ranks.leave()

@@ -35,7 +35,6 @@ from pipeline.kernels.settle import settled_kernels
 from pipeline.optimizers.optim import build_optimizer
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.place import Place
-from pipeline.ranks.stopping import StopOrSave
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import plan_stage
 from pipeline.report.losses import LossWindow
@@ -268,7 +267,7 @@ class _Ours:
             with counts.rest:
                 self.losses.add(loss, self.task.train_score(outputs, example.targets))
         with counts.step:
-            result = self.engine.step(lr=_LR, requests=StopOrSave())
+            result = self.engine.step(lr=_LR, flags=(False, False))
         with counts.rest:
             self.losses.end_step()
             self.number += 1

@@ -24,10 +24,11 @@ from launch.pages.blocks import PageBlock, PageImage, PagePicture, PageSection, 
 from launch.pages.page import render_page
 from launch.target import INDEX_FILE, page_mark
 from pipeline.pictures.set_figures import contact_sheet, image_sizes, label_histogram
+from pipeline.pictures.style import rendered
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import StagePlan
 from pipeline.recipe.vocabulary import StageName
-from pipeline.runs.pictures import Picture, rendered
+from pipeline.runs.pictures import Picture
 from pipeline.stage.data import StageData, open_data
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from pipeline.engine.host_copy import Hold
 from pipeline.engine.importing import import_deepspeed
 from pipeline.engine.masters import named_masters, put_average, put_state, round_masters, slots
 from pipeline.engine.portable import DEEPSPEED_FOLDER
-from pipeline.engine.protocol import StepResult, exchange_requests
+from pipeline.engine.protocol import Flags, StepResult, reduce_flags
 from pipeline.engine.shared import open_shared
 from pipeline.engine.state_files import StateFile, state_file
 from pipeline.engine.weight_norms import Measure, WeightNorms
@@ -38,7 +38,6 @@ from pipeline.optimizers.flat import flat_optimizer, merged
 from pipeline.optimizers.optim import build_optimizer, set_lr
 from pipeline.optimizers.parameter_groups import parameter_groups
 from pipeline.ranks.group import Ranks
-from pipeline.ranks.stopping import StopOrSave
 from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage import EmaConfig
@@ -115,21 +114,21 @@ class DeepSpeedEngine:
         if self._micro_step < self._accumulation_steps:
             self._engine.step()  # not a boundary: DeepSpeed only counts
 
-    def step(self, *, lr: float, requests: StopOrSave, measure: Measure = "nothing") -> StepResult:
+    def step(self, *, lr: float, flags: Flags, measure: Measure = "nothing") -> StepResult:
         assert self._micro_step == self._accumulation_steps, "step() before all micro-batches"
         self._micro_step = 0
         self.hold.release()
         set_lr(self._engine.optimizer.param_groups, lr)
         if self._judge:
-            self._judge.requests = requests
+            self._judge.flags = flags
         with self._norms.around(measure, device=self.device):
             self._engine.step()
         if self._judge:
             result = StepResult(self._judge.numbers)
         else:
             applied, grad_norm = bool(self._engine.was_step_applied()), float(self._engine.get_global_grad_norm())
-            sent = exchange_requests(requests, device=self.device)
-            result = StepResult.known(grad_norm=grad_norm, applied=applied, requests=sent)
+            raised = reduce_flags(flags, device=self.device)
+            result = StepResult.known(grad_norm=grad_norm, applied=applied, flags=raised)
         if self._average:
             self._average.update(applied=result.applied)
         return result
@@ -142,8 +141,8 @@ class DeepSpeedEngine:
         places = slots(self._engine, rank=self._ranks.place.rank).values()
         return [each.master.detach().view(-1).narrow(0, each.start, each.count) for each in places]
 
-    def pass_over(self, *, requests: StopOrSave) -> StepResult:
-        return StepResult.passed_over(exchange_requests(requests, device=self.device))
+    def pass_over(self, *, flags: Flags) -> StepResult:
+        return StepResult.passed_over(reduce_flags(flags, device=self.device))
 
     def snapshot(self) -> tuple[StateFile, ...]:
         self._round_if_due()

@@ -1,7 +1,7 @@
 """The flat gradients of ZeRO 1 and 2 in bf16 and float32: averaged at once, where nothing overlaps, and judged.
 
-`GradientJudge` finds the norm over all ranks, whether it is finite, and what the ranks request, by one message of three
-numbers a step (none in a single process). Nothing comes to the host: the verdict goes to the optimizer's kernels, the
+`GradientJudge` finds the norm over all ranks, whether it is finite, and the flags that any rank raised, by one message
+a step (none in a single process). Nothing comes to the host: the verdict goes to the optimizer's kernels, the
 numbers to `late_metrics`. `reduce_at_once` takes the place of DeepSpeed's hooks, which copy each gradient twice and
 average by all-reduce: one concatenation and one reduce-scatter after the backward pass, of half the bytes.
 """
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, distributed
 from torch._utils import _flatten_dense_tensors
 
+from pipeline.engine.protocol import Flags
 from pipeline.optimizers.flat import GradientVerdict
-from pipeline.ranks.stopping import StopOrSave
 
 _EPS = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 _ROW_ELEMENTS = 1 << 16
@@ -26,22 +26,22 @@ class GradientJudge:
     """Judges the pieces that the ranks hold of one gradient; `clip_grad_norm` 0: nothing is clipped.
 
     Attributes:
-        requests: of this rank, to be sent with the next norm.
+        flags: of this rank, sent with the next norm.
         numbers: of the last gradient, see `protocol.StepResult`.
     """
 
     def __init__(self, *, clip_grad_norm: float) -> None:
-        self.requests = StopOrSave()
+        self.flags: Flags = ()
         self.numbers = torch.empty(0)
         self._skipped: Tensor | None = None
         self._clip_grad_norm = clip_grad_norm
 
     def __call__(self, gradient: Tensor) -> GradientVerdict:
         """`gradient`: this rank's piece, float32 [any]; collective."""
-        shared = torch.zeros(3, dtype=torch.float64, device=gradient.device)
+        shared = torch.zeros(1 + len(self.flags), dtype=torch.float64, device=gradient.device)
         shared[0] = _norm(gradient)
-        for number, requested in enumerate(self.requests, start=1):
-            if requested:
+        for number, flag in enumerate(self.flags, start=1):
+            if flag:
                 shared[number].fill_(1.0)  # a copy from the host would wait for the device
         if distributed.get_world_size() > 1:
             shared[0].square_()

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeline.engine.protocol import StepResult
-from pipeline.ranks.stopping import StopOrSave
+from pipeline.engine.protocol import Flags, StepResult
 
 _SLOTS = 4  # two are in use
 
@@ -27,7 +26,7 @@ class StepOutcome:
     step: int  # from 1
     grad_norm: float
     applied: bool
-    requested: StopOrSave  # by any rank
+    flags: Flags  # of any rank
 
 
 class LateMetrics:
@@ -40,13 +39,16 @@ class LateMetrics:
     def __init__(self, *, device: torch.device) -> None:
         self.grad_norm = math.nan
         on_gpu = device.type == "cuda"
-        self._slots = [torch.zeros(4, pin_memory=on_gpu) for _ in range(_SLOTS)]
+        self._slots: list[torch.Tensor] = []  # made for the first step's numbers
         self._events = [torch.cuda.Event() for _ in range(_SLOTS)] if on_gpu else None
         self._pending: deque[int] = deque()
 
     def put(self, step: int, result: StepResult) -> None:
         """Send for the numbers of `step`, higher than the last."""
         assert len(self._pending) < _SLOTS, "put() without ready() or drain()"
+        if not self._slots:
+            pinned = self._events is not None
+            self._slots = [torch.zeros(len(result.numbers), pin_memory=pinned) for _ in range(_SLOTS)]
         slot = step % _SLOTS
         self._slots[slot].copy_(result.numbers, non_blocking=True)
         if self._events is not None:
@@ -73,7 +75,5 @@ class LateMetrics:
         slot = step % _SLOTS
         if self._events is not None:
             self._events[slot].synchronize()
-        self.grad_norm, applied, stop, save = self._slots[slot].tolist()
-        return StepOutcome(
-            step, grad_norm=self.grad_norm, applied=bool(applied), requested=StopOrSave(bool(stop), bool(save))
-        )
+        self.grad_norm, applied, *flags = self._slots[slot].tolist()
+        return StepOutcome(step, self.grad_norm, applied=bool(applied), flags=tuple(map(bool, flags)))

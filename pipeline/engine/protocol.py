@@ -19,7 +19,8 @@ from torch import distributed, nn
 from pipeline.engine.host_copy import Hold
 from pipeline.engine.state_files import StateFile
 from pipeline.engine.weight_norms import Measure
-from pipeline.ranks.stopping import StopOrSave
+
+Flags = tuple[bool, ...]  # one rank's, or of any rank; the engine reduces them and need not know what they mean
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,10 @@ class StepResult:
     """The outcome of an optimizer step, the same on all ranks.
 
     Attributes:
-        numbers: float32 [4], still on the engine's device: the global gradient norm before clipping (not finite when
-            the step was not applied); 1 if it was applied, 0 if the gradient was not finite and nothing moved; how many
-            ranks request a stop; how many request a checkpoint, or 1 if any does. Reading them waits for the device, so
-            the loop does that a step later (`late_metrics`).
+        numbers: float32 [2 + flags], still on the engine's device: the global gradient norm before clipping (not finite
+            when the step was not applied); 1 if it was applied, 0 if the gradient was not finite and nothing moved;
+            for each flag, not 0 if any rank raised it. Reading them waits for the device, so the loop does that a step
+            later (`late_metrics`).
     """
 
     numbers: torch.Tensor
@@ -41,26 +42,26 @@ class StepResult:
         return self.numbers[1]
 
     @classmethod
-    def known(cls, *, grad_norm: float, applied: bool, requests: torch.Tensor) -> StepResult:
-        """Of a step that is known to the host already; `requests`: what `exchange_requests` returned."""
-        known = torch.tensor([grad_norm, applied], dtype=torch.float32, device=requests.device)
-        return cls(torch.cat([known, requests]))
+    def known(cls, *, grad_norm: float, applied: bool, flags: torch.Tensor) -> StepResult:
+        """The result of a step that the host knows already; `flags`: from `reduce_flags`."""
+        known = torch.tensor([grad_norm, applied], dtype=torch.float32, device=flags.device)
+        return cls(torch.cat([known, flags]))
 
     @classmethod
-    def passed_over(cls, requests: torch.Tensor) -> StepResult:
-        """Of a step that was not done."""
-        return cls.known(grad_norm=math.nan, applied=False, requests=requests)
+    def passed_over(cls, flags: torch.Tensor) -> StepResult:
+        """The result of a skipped step."""
+        return cls.known(grad_norm=math.nan, applied=False, flags=flags)
 
 
-def exchange_requests(requests: StopOrSave, *, device: torch.device) -> torch.Tensor:
-    """Float32 [2] on `device`, where the default process group reduces: for stop and save, 1 if any rank requests it.
-    Collective; for steps whose gradient norm takes no message of ours that the requests could travel in."""
-    flags = torch.zeros(2, device=device)
-    for number, requested in enumerate(requests):
-        if requested:
-            flags[number].fill_(1.0)  # without a copy from the host, which would wait for the device
-    distributed.all_reduce(flags, op=distributed.ReduceOp.MAX)
-    return flags
+def reduce_flags(flags: Flags, *, device: torch.device) -> torch.Tensor:
+    """Float32 [flags] on `device`: 1 for each flag that any rank raised; collective. For steps whose gradient norm is
+    sent in no message of ours that the flags could travel in."""
+    raised = torch.zeros(len(flags), device=device)
+    for number, flag in enumerate(flags):
+        if flag:
+            raised[number].fill_(1.0)  # a copy from the host would wait for the device
+    distributed.all_reduce(raised, op=distributed.ReduceOp.MAX)
+    return raised
 
 
 class Engine(Protocol):
@@ -98,9 +99,9 @@ class Engine(Protocol):
         """Add the gradient of a micro-batch's mean loss, divided by the accumulation steps."""
         ...
 
-    def step(self, *, lr: float, requests: StopOrSave, measure: Measure = "nothing") -> StepResult:
-        """Average over the ranks, clip, and move the weights, unless the gradient is not finite; exchange what this
-        rank requests; collective. `measure`: what of this step `measured` is asked for, the same on all ranks."""
+    def step(self, *, lr: float, flags: Flags, measure: Measure = "nothing") -> StepResult:
+        """Average over the ranks, clip, and move the weights, unless the gradient is not finite; reduce `flags` over
+        the ranks; collective. `measure`: what `measured` will be asked about this step, the same on all ranks."""
         ...
 
     def measured(self) -> dict[str, float]:
@@ -108,9 +109,8 @@ class Engine(Protocol):
         `opt/update_ratio`, `opt/loss_scale`), where it is known; waits for the device; collective."""
         ...
 
-    def pass_over(self, *, requests: StopOrSave) -> StepResult:
-        """In place of a step that the run does without: only exchange what this rank requests; collective. The norm is
-        nan."""
+    def pass_over(self, *, flags: Flags) -> StepResult:
+        """Skip this step after a rollback: only reduce `flags`; collective. The norm is nan."""
         ...
 
     def snapshot(self) -> tuple[StateFile, ...]:

@@ -28,13 +28,12 @@ from pipeline.engine.frozen import frozen_weights
 from pipeline.engine.host_copy import Hold
 from pipeline.engine.masters import Slot, put_average
 from pipeline.engine.portable import LossScale, PortableState
-from pipeline.engine.protocol import StepResult, exchange_requests
+from pipeline.engine.protocol import Flags, StepResult, reduce_flags
 from pipeline.engine.shared import open_shared
 from pipeline.engine.state_files import StateFile, state_file
 from pipeline.engine.weight_norms import Measure, WeightNorms
 from pipeline.optimizers.optim import build_optimizer, set_lr
 from pipeline.ranks.group import Ranks
-from pipeline.ranks.stopping import StopOrSave
 from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.stage import EmaConfig
 from pipeline.recipe.stage_plan import StagePlan
@@ -86,9 +85,9 @@ class WholeState:
         self._skips_on_device = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
         self._average = WeightAverage(self._masters, config=ema) if ema else None
 
-    def step(self, *, lr: float, requests: Tensor) -> StepResult:
-        """Clip and move the weights by the parameters' averaged gradients, unless those are not finite; `requests`:
-        what `exchange_requests` returned."""
+    def step(self, *, lr: float, flags: Tensor) -> StepResult:
+        """Clip and move the weights by the parameters' averaged gradients, unless those are not finite; `flags`: from
+        `reduce_flags`."""
         self.hold.release()
         set_lr(self.optimizer.param_groups, lr)
         gradients = self._float_gradients()
@@ -111,7 +110,7 @@ class WholeState:
             for master in self._masters.values():
                 master.grad = None
         self.round()
-        return StepResult(torch.cat([torch.stack([norm, finite.float()]), requests]))
+        return StepResult(torch.cat([torch.stack([norm, finite.float()]), flags]))
 
     def masters(self) -> list[Tensor]:
         """What is trained, in float32; the same tensors as long as this lives."""
@@ -254,11 +253,11 @@ class WholeEngine(ABC):
     def hold(self) -> Hold:
         return self._whole.hold
 
-    def step(self, *, lr: float, requests: StopOrSave, measure: Measure = "nothing") -> StepResult:
+    def step(self, *, lr: float, flags: Flags, measure: Measure = "nothing") -> StepResult:
         assert self._micro_step == self._accumulation_steps, "step() before all micro-batches"
         self._micro_step = 0
         with self._norms.around(measure, device=self.device):
-            result = self._whole.step(lr=lr, requests=exchange_requests(requests, device=self.device))
+            result = self._whole.step(lr=lr, flags=reduce_flags(flags, device=self.device))
         self._clear_gradients()
         return result
 
@@ -269,8 +268,8 @@ class WholeEngine(ABC):
     @abstractmethod
     def _clear_gradients(self) -> None: ...
 
-    def pass_over(self, *, requests: StopOrSave) -> StepResult:
-        return StepResult.passed_over(exchange_requests(requests, device=self.device))
+    def pass_over(self, *, flags: Flags) -> StepResult:
+        return StepResult.passed_over(reduce_flags(flags, device=self.device))
 
     def snapshot(self) -> tuple[StateFile, ...]:
         return self._whole.files(self.file) if self._ranks.place.is_main else ()

@@ -20,11 +20,10 @@ from data_shards.store.cache import CacheConfig, default_cache_folder
 from data_shards.store.store import Store
 from data_shards.text import counted, named, parse_bytes, show_bytes
 from pipeline.recipe.data import ShardsConfig
-from pipeline.recipe.metrics import chosen_metrics
 from pipeline.recipe.roles import missing_paths
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import MaskedPatchStage, TrainStage
-from pipeline.recipe.stage_plan import StagePlan
+from pipeline.recipe.stage_plan import StagePlan, chosen_metrics
 from pipeline.recipe.vocabulary import OWN_SET, EvalMetric, StageName
 
 Report = Callable[[str], None]

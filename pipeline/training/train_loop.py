@@ -20,7 +20,7 @@ from pipeline.engine.late_metrics import LateMetrics, StepOutcome
 from pipeline.engine.protocol import Engine
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.phases import Phase
-from pipeline.ranks.stopping import Requests, Stopped
+from pipeline.ranks.stopping import Requests, StopOrSave, Stopped
 from pipeline.recipe.stage_plan import StagePlan
 from pipeline.report.losses import LossWindow, Spike, SpikeFinder
 from pipeline.report.reporter import Report
@@ -82,7 +82,7 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
 
         if step in passed_over:  # after a rollback; the batches come without it
             losses.pass_over(device=engine.device)
-            result = engine.pass_over(requests=job.requests.mine)
+            result = engine.pass_over(flags=job.requests.mine)
         else:
             for micro_step in range(plan.accumulation_steps):
                 with job.phase("reading", step):
@@ -98,7 +98,7 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
                 losses.add(loss, task.train_score(outputs, example.targets))
             with job.phase("step", step):
                 measure = "norms" if plan.logs_after(step + 1) else "nothing"
-                result = engine.step(lr=lr, requests=job.requests.mine, measure=measure)
+                result = engine.step(lr=lr, flags=job.requests.mine, measure=measure)
             losses.end_step()
             job.report.step(plan.global_batch_images)
         state.advance(images=plan.global_batch_images)
@@ -142,7 +142,7 @@ def _settle(job: TrainJob, state: TrainState, outcomes: Sequence[StepOutcome]) -
             state.settle(applied=outcome.applied)
             if not outcome.applied:
                 job.report.skipped(outcome.step)
-        job.requests.heard(outcome.step, outcome.requested)
+        job.requests.heard(outcome.step, StopOrSave(*outcome.flags))
 
 
 def _skips_may_be_too_many(plan: StagePlan, state: TrainState, *, late: LateMetrics) -> bool:

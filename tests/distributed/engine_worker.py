@@ -18,8 +18,7 @@ from pipeline.engine.open import open_engine
 from pipeline.engine.state_files import write_file
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.place import Place
-from pipeline.ranks.stopping import StopOrSave
-from pipeline.recipe.schedule import Schedule
+from pipeline.recipe.optimizer import Schedule
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import StagePlan
 
@@ -125,7 +124,7 @@ def run_steps(
             loss = torch.nn.functional.cross_entropy(engine.forward(inputs).float(), labels[part])
             engine.backward(loss)
             losses.append(loss.detach())
-        late.put(step + 1, engine.step(lr=lr(step), requests=StopOrSave(), measure=measure))
+        late.put(step + 1, engine.step(lr=lr(step), flags=(False, False), measure=measure))
         (outcome,) = late.drain()
         mean = float(ranks.gather(torch.stack(losses)).mean())
         rows.append({"loss": mean, "grad_norm": outcome.grad_norm, "applied": outcome.applied})
@@ -216,20 +215,20 @@ def what_was_held(engine, change) -> dict[str, bool]:
     return {"whole when waited for": seen == [True], "changed after": not all(map(torch.equal, shared, before))}
 
 
-def run_requests(case: tuple, ranks: Ranks) -> list[tuple[StopOrSave, StopOrSave]]:
-    """What is heard of a stop that one rank requests, a checkpoint that another one does, and in steps passed over."""
+def run_flags(case: tuple, ranks: Ranks) -> list[tuple[tuple[bool, ...], tuple[bool, ...]]]:
+    """Reduced and raised flags: one rank raises one at a time; also in skipped steps."""
     recipe, plan = recipe_for(*case), plan_for(ranks.place.world_size, accumulation=1)
     engine = open_engine(recipe, stage="pretrain", plan=plan, model=build_model(recipe), ranks=ranks)
     late, heard = LateMetrics(device=engine.device), []
-    for step, wanted in enumerate((StopOrSave(), StopOrSave(stop=True), StopOrSave(save=True))):
-        mine = wanted if ranks.place.rank == step % ranks.place.world_size else StopOrSave()
+    for step, wanted in enumerate(((False, False), (True, False), (False, True))):
+        mine = wanted if ranks.place.rank == step % ranks.place.world_size else (False, False)
         images, labels = batch(step)
         engine.backward(
             torch.nn.functional.cross_entropy(engine.forward(images[:8].to(engine.input_dtype)), labels[:8])
         )
-        late.put(2 * step, engine.step(lr=0.01, requests=mine))
-        late.put(2 * step + 1, engine.pass_over(requests=mine))
-        heard += [(outcome.requested, wanted) for outcome in late.drain()]
+        late.put(2 * step, engine.step(lr=0.01, flags=mine))
+        late.put(2 * step + 1, engine.pass_over(flags=mine))
+        heard += [(outcome.flags, wanted) for outcome in late.drain()]
     return heard
 
 
@@ -267,7 +266,7 @@ def main() -> None:
         folder.mkdir(exist_ok=True)
         ranks.barrier()
         results[case] = (run_case if case in CASES else run_kind)(case, ranks, folder)
-    results["heard"] = {case: run_requests(case, ranks) for case in CASES}
+    results["heard"] = {case: run_flags(case, ranks) for case in CASES}
     everyone = ranks.gather_objects(results["heard"])
     assert all(heard == results["heard"] for heard in everyone)
     assert "deepspeed" in sys.modules and "mlflow" not in sys.modules  # it costs every rank 1.9 CPU seconds

@@ -163,7 +163,7 @@ def test_weight_decay_of_the_groups_survives_a_restore(case, results):
 
 
 @pytest.mark.parametrize("case", worker.CASES, ids=str)
-def test_what_one_rank_requests_all_hear_in_the_same_step(case, results):
+def test_a_flag_that_one_rank_raises_all_see_in_the_same_step(case, results):
     heard = results["heard"][case]
     assert len(heard) == 6 and all(got == wanted for got, wanted in heard)
 

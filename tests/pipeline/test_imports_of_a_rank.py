@@ -28,7 +28,6 @@ from model.init import initialise
 from pipeline.engine.open import open_engine
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.place import Place
-from pipeline.ranks.stopping import StopOrSave
 from pipeline.recipe.io import load_recipe
 from pipeline.recipe.stage_plan import plan_stage
 
@@ -43,7 +42,7 @@ engine = open_engine(recipe, stage=stage, plan=plan, model=model, ranks=ranks)
 before = [parameter.detach().clone() for parameter in engine.module.parameters()]
 size = recipe.train_stage(stage).image_size
 engine.backward((engine.forward(torch.randn(2, 3, size, size)) + 1).square().sum())
-engine.step(lr=0.1, requests=StopOrSave(stop=False, save=False))
+engine.step(lr=0.1, flags=(False, False))
 engine.snapshot()
 moved = any(not torch.equal(*pair) for pair in zip(before, engine.module.parameters(), strict=True))
 print(json.dumps({"modules": sorted(sys.modules), "moved": moved, "compile": torch.compile.__module__}))

@@ -89,8 +89,8 @@ def test_a_step_is_waited_for_only_where_its_numbers_are_needed() -> None:
 def test_of_a_point_the_gradient_norm_is_that_of_its_step() -> None:
     whole, _ = saving(kind=Requests, save_steps=0)
     norms = iter([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-    whole.engine.step = lambda *, lr, requests, measure: StepResult.known(
-        grad_norm=next(norms), applied=True, requests=torch.zeros(2)
+    whole.engine.step = lambda *, lr, flags, measure: StepResult.known(
+        grad_norm=next(norms), applied=True, flags=torch.zeros(2)
     )
     told: list[float] = []
     whole.report.curve = lambda state, *, grad_norm, **more: told.append(grad_norm)

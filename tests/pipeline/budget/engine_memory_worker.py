@@ -30,7 +30,6 @@ from pipeline.engine.open import open_engine
 from pipeline.optimizers import optim
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.place import Place
-from pipeline.ranks.stopping import StopOrSave
 from pipeline.recipe.schema import Recipe
 from tests.pipeline.budget.planning import recipe, stage_plan
 
@@ -132,7 +131,7 @@ def measure(case: tuple[Any, ...], *, tracker: Tracker, ranks: Ranks) -> dict[st
         for _ in range(accumulation):
             engine.backward(torch.nn.functional.cross_entropy(engine.forward(images).float(), labels))
         backward_peak = tracker.peak
-        engine.step(lr=0.001, requests=StopOrSave())
+        engine.step(lr=0.001, flags=(False, False))
         return backward_peak
 
     step()  # makes the moments

@@ -14,7 +14,6 @@ from pipeline.engine.late_metrics import LateMetrics, StepOutcome
 from pipeline.engine.protocol import StepResult
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.place import Place
-from pipeline.ranks.stopping import StopOrSave
 
 ROW = 1 << 16
 
@@ -69,11 +68,11 @@ def test_what_is_not_finite_is_skipped_and_counted(wrong: float) -> None:
 
 @pytest.mark.parametrize("stop", [False, True])
 @pytest.mark.parametrize("save", [False, True])
-def test_requests_travel_with_the_norm_and_nothing_waits_for_the_device(stop: bool, save: bool) -> None:
+def test_flags_travel_with_the_norm_and_nothing_waits_for_the_device(stop: bool, save: bool) -> None:
     judge, gradient = GradientJudge(clip_grad_norm=1.0), torch.ones(100)
     judge(gradient)
-    judge.requests = StopOrSave(stop, save)
+    judge.flags = (stop, save)
     with Operations() as counted:
         judge(gradient)
     assert not counted.waits and counted.total <= 20
-    assert outcome(judge).requested == StopOrSave(stop, save)
+    assert outcome(judge).flags == (stop, save)

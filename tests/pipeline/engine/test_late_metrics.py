@@ -6,7 +6,6 @@ import torch
 
 from pipeline.engine.late_metrics import LateMetrics
 from pipeline.engine.protocol import StepResult
-from pipeline.ranks.stopping import StopOrSave
 
 CPU = torch.device("cpu")
 
@@ -30,5 +29,5 @@ def test_what_an_outcome_says():
     late.put(1, StepResult(torch.tensor([2.5, 1.0, 0.0, 1.0])))
     late.put(2, StepResult(torch.tensor([math.inf, 0.0, 1.0, 0.0])))
     first, second = late.drain()
-    assert (first.grad_norm, first.applied, first.requested) == (2.5, True, StopOrSave(save=True))
-    assert (second.grad_norm, second.applied, second.requested) == (math.inf, False, StopOrSave(stop=True))
+    assert (first.grad_norm, first.applied, first.flags) == (2.5, True, (False, True))
+    assert (second.grad_norm, second.applied, second.flags) == (math.inf, False, (True, False))

@@ -113,7 +113,7 @@ def test_a_state_of_one_file_is_read_by_rank_0_alone(
     model, whole = state(1)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
-    whole.step(lr=0.1, requests=torch.zeros(2))
+    whole.step(lr=0.1, flags=torch.zeros(2))
     for file in whole.files(DDP_FILE):
         write_file(tmp_path, file)
 

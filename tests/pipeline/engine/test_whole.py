@@ -59,7 +59,7 @@ def train(model: nn.Module, whole: WholeState, *, steps: int = 1, scaler: Any = 
         images = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)) * value
         loss = model(images.to(next(model.parameters()).dtype)).float().square().mean()
         (loss if scaler is None else scaler.scale(loss)).backward()
-        applied.append(bool(whole.step(lr=0.01, requests=torch.zeros(2)).numbers[1]))
+        applied.append(bool(whole.step(lr=0.01, flags=torch.zeros(2)).numbers[1]))
         whole.clear_gradients(keep_memory=False)
     return applied
 
@@ -84,7 +84,7 @@ def test_a_step_is_as_many_operations_for_a_deep_model_as_for_a_shallow_one_and_
         train(model, whole)  # makes the moments
         model(torch.randn(4, 8).to(dtype)).float().square().mean().backward()
         with Seen() as seen:
-            whole.step(lr=0.01, requests=torch.zeros(2))
+            whole.step(lr=0.01, flags=torch.zeros(2))
         assert "_local_scalar_dense" not in seen.names  # `item`, `float` and `bool` of a tensor
         counts.append(seen.names.total())
     assert counts[0] == counts[1] <= 40
@@ -128,7 +128,7 @@ def test_fp16_finds_its_loss_scale_and_follows_float32():
     for step in range(first, 30):
         loss = exact_model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().mean()
         loss.backward()
-        exact.step(lr=0.01, requests=torch.zeros(2))
+        exact.step(lr=0.01, flags=torch.zeros(2))
         exact.clear_gradients(keep_memory=False)
     for name, tensor in exact.weights().items():
         assert whole.weights()[name].dtype == torch.float32
