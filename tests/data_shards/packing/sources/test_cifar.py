@@ -130,9 +130,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("part", ["data_batch_2", "batches.meta"])
-def test_a_pickle_that_is_not_published_is_not_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
-):
+def test_a_pickle_that_is_not_published_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str):
     marker, files = tmp_path / "ran", cifar10()
     genuine = {hashlib.md5(data).hexdigest() for data in files.values()}
     monkeypatch.setattr(ours, "_published_md5", lambda: genuine)
