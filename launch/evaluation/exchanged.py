@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pipeline.evaluation.request import EvalRequest
 
 if TYPE_CHECKING:
-    from pipeline.evaluation.of_model import ModelEvaluated
+    from pipeline.evaluation.evaluate_file import ModelEvaluated
 
 _REQUEST, _RESULT, _EVALUATION = "request.json", "result.json", "evaluation"
 
@@ -29,7 +29,7 @@ def read_request(folder: Path) -> EvalRequest:
 
 def write_result(folder: Path, result: ModelEvaluated) -> None:
     """By the first process; result.json is the last file."""
-    from pipeline.evaluation.result import write_evaluation
+    from pipeline.runs.evaluations import write_evaluation
 
     write_evaluation(folder / _EVALUATION, result.evaluation)
     rest = {name: value for name, value in vars(result).items() if name != "evaluation"}
@@ -40,8 +40,8 @@ def write_result(folder: Path, result: ModelEvaluated) -> None:
 def read_result(folder: Path) -> ModelEvaluated:
     """What `write_result` was given."""
     from data_shards.loading.batch import Fault
-    from pipeline.evaluation.of_model import ModelEvaluated
-    from pipeline.evaluation.result import load_evaluation
+    from pipeline.evaluation.evaluate_file import ModelEvaluated
+    from pipeline.runs.evaluations import load_evaluation
 
     content = json.loads((folder / _RESULT).read_text(encoding="ascii"))
     content |= {"damaged": tuple(Fault(**each) for each in content["damaged"]), "notes": tuple(content["notes"])}

@@ -28,8 +28,8 @@ def main(folder: Path) -> int:
         request = read_request(folder)
         import torch
 
-        from pipeline.evaluation.of_model import evaluate_model
-        from pipeline.evaluation.opening import open_set
+        from pipeline.evaluation.evaluate_file import evaluate_model
+        from pipeline.evaluation.truth import open_set
         from pipeline.ranks.group import Ranks
         from pipeline.ranks.threads import settle_threads
 

@@ -19,8 +19,7 @@ from pipeline.tracking.one_run import log_result
 from pipeline.tracking.runs import DatasetInput
 from pipeline.transfer.features import FeatureReading, FeatureStore, default_features_folder
 from pipeline.transfer.measure import SetMeasured
-from pipeline.transfer.origin import model_origin
-from pipeline.transfer.results import Command, TransferRecord, TransferScore, metrics_of, save_record
+from pipeline.transfer.results import Command, TransferRecord, TransferScore, metrics_of, model_origin, save_record
 from pipeline.using.predict import open_predictor
 
 _MOST_WORKERS = 16

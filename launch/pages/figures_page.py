@@ -26,16 +26,17 @@ from launch.local.output import say
 from launch.pages.blocks import PageBlock, PageImage, PagePicture, PageSection, PageText
 from launch.pages.shards_page import Shown, write_page
 from model.saved import SavedModelMeta
-from pipeline.evaluation.result import OWN_SET
 from pipeline.pictures.held_out_images import held_out_access
 from pipeline.pictures.paper.attention import Drawn
 from pipeline.pictures.paper.attention_inputs import images_to_look_at, look
 from pipeline.pictures.paper.images import images_of_files, images_of_shards
 from pipeline.pictures.paper.model_figures import built, figures_of_attention, figures_of_weights, left_out, numbers_of
+from pipeline.pictures.style import rendered
 from pipeline.recipe.io import parse_recipe
 from pipeline.recipe.vocabulary import RECIPE_FILE, WeightsKind
-from pipeline.runs.pictures import DrawRequest, rendered
-from pipeline.transfer.origin import model_origin
+from pipeline.runs.evaluations import OWN_SET
+from pipeline.runs.pictures import DrawRequest
+from pipeline.transfer.results import model_origin
 from pipeline.using.find_model import FoundModel, find_model
 from pipeline.using.predict import DeviceChoice, chosen_device
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from data_shards.text import one_line
 from launch.pages.blocks import PageBlock, PageCell, PageImage, PagePicture, PageSection, PageTable
 from launch.pages.facts import set_label
+from pipeline.pictures.style import rendered
 from pipeline.runs.history import RunHistory, StageHistory
-from pipeline.runs.pictures import KeptPicture, Picture, PictureGroup, kept_pictures, rendered
+from pipeline.runs.pictures import KeptPicture, Picture, PictureGroup, kept_pictures
 
 MOST_ROWS = 1200  # of a table on the page
 _GROUPS: tuple[PictureGroup, ...] = ("evaluation", "data", "model", "paper")

@@ -30,10 +30,11 @@ from launch.pages.kept import LONG_TABLE, MOST_ROWS, figures_across, pictures_be
 from launch.pages.page import Page, render_page
 from launch.pages.timeline import event_table, time_line
 from model.formats.export import formats_of
-from pipeline.checkpoint.identity import STATE, checkpoint_folders
+from pipeline.checkpoint.identity import STATE
 from pipeline.recipe.io import differences, dump_recipe, flatten
 from pipeline.recipe.vocabulary import ALL_STAGES, DIFFERENCE_FILE, StageName
 from pipeline.runs.history import RunHistory
+from pipeline.runs.run_folder import checkpoint_folders
 from pipeline.stage.initial_model import model_to_come
 from pipeline.transfer.results import TransferRecord, transfer_records
 

@@ -251,7 +251,7 @@ class PipelineRun:
         """Check MLflow's address and every stage's data, sizes, model and checkpoints; returns what was not checked."""
         from pipeline.recipe.stage_plan import plan_stage  # numpy and the network only for a recipe that was read
         from pipeline.stage.data import open_data, training_order
-        from pipeline.transfer.few_shot_data import open_few_shot
+        from pipeline.transfer.data_sets import open_few_shot
 
         tracking_uri()  # UserError: it is no address
         notes: list[str] = []

@@ -138,7 +138,9 @@ class Watcher:
                 queued=queued.get(jobs.get(name, "")),
                 submission=submission,
             )
-            for name in self._folder.shown_stages(recipe, notes=notes)
+            for name in [
+                n for n in ALL_STAGES if n in ((recipe and recipe.stages.names) or ()) or self._folder.stage(n).is_dir()
+            ]
         )
         begun = [stage for stage in stages if stage.state != "waits"]
         open_ones = [stage for stage in begun if stage.state != "done"]
@@ -190,7 +192,11 @@ class _Follower:
         self._curves: dict[str, list[tuple[int, float]]] = {name: [] for name in ("train/loss", *_SCORES)}
 
     def look(self, notes: list[str], *, job: str, queued: Queued | None, submission: Submission | None) -> StageView:
-        record = self._folder.shown_record(self._name, notes=notes)
+        record = self._folder.peek(self._name)
+        try:
+            self._folder.record(self._name)
+        except UserError as error:
+            notes.append(str(error))
         self._read_curve(notes)
         self._read_events()
         ranks = self._ranks()

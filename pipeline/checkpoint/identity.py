@@ -15,10 +15,9 @@ from typing import Any
 from data_shards.errors import UserError
 from pipeline.recipe.schema import FEW_PROCESSES, Recipe
 from pipeline.recipe.vocabulary import StageName
-from pipeline.runs.run_folder import recipe_digest
+from pipeline.runs.run_folder import checkpoint_folders, recipe_digest
 
 STATE = "state.json"
-FOLDER_PREFIX = "step-"
 _LAYOUT = ("zero_stage", "processes")  # how the state is cut up
 _FIXED_ENGINE = ("backend", "precision")
 
@@ -63,13 +62,6 @@ def check_identity(found: dict[str, Any], expected: dict[str, Any], *, folder: P
         f"checkpoint {folder} was written with {shown}: {advice}, give the run another name, or begin again with "
         f"--restart {expected['stage']}"
     )
-
-
-def checkpoint_folders(root: Path) -> list[Path]:
-    """The committed checkpoints below `root`, newest first; a user's renamed copies are ignored."""
-    paths = root.glob(f"{FOLDER_PREFIX}*")
-    found = [path for path in paths if path.name.removeprefix(FOLDER_PREFIX).isdecimal() and path.is_dir()]
-    return sorted(found, reverse=True)
 
 
 def read_state_file(folder: Path) -> dict[str, Any]:

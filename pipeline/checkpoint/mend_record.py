@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from data_shards.errors import UserError
-from pipeline.checkpoint.identity import checkpoint_folders, read_state_file
+from pipeline.checkpoint.identity import read_state_file
 from pipeline.recipe.vocabulary import StageName
-from pipeline.runs.run_folder import BrokenRecord, RunFolder, StageRecord
+from pipeline.runs.run_folder import BrokenRecord, RunFolder, StageRecord, checkpoint_folders
 
 
 def mend_records(folder: RunFolder, stages: Iterable[StageName]) -> list[str]:

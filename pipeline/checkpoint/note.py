@@ -11,10 +11,10 @@ from data_shards.errors import UserError
 from data_shards.order.mixture import AnyOrder
 from data_shards.shards.shard_set import ShardSet
 from pipeline.checkpoint.store import Restored
-from pipeline.checkpoint.written_by import changed_since
 from pipeline.recipe.io import flatten, parse_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import StagePlan
+from pipeline.runs.written_by import changed_since
 
 _LAYOUT = {"processes": "processes", "zero_stage": "ZeRO stage"}
 

@@ -27,7 +27,7 @@ from typing import Any, Literal, NoReturn
 
 from data_shards.errors import UserError
 from data_shards.text import show_bytes
-from pipeline.checkpoint.identity import STATE, checkpoint_folders
+from pipeline.checkpoint.identity import STATE
 from pipeline.checkpoint.room import free_bytes, spare_host_bytes
 from pipeline.checkpoint.store import (
     Retention,
@@ -43,6 +43,7 @@ from pipeline.engine.protocol import Engine
 from pipeline.engine.state_files import Abandoned, Seal, StateFile, text_file, write_file
 from pipeline.ranks.group import Agreement, Ranks
 from pipeline.recipe.vocabulary import RECIPE_FILE
+from pipeline.runs.run_folder import checkpoint_folders
 
 _BEAT_SECONDS = 5.0
 # A file server that is away, or one bad transfer: a retry may succeed without anybody's help.

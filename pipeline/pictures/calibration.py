@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.text import counted
-from pipeline.evaluation.result import Calibration
 from pipeline.evaluation.scores import calibration_error
 from pipeline.pictures.evaluated import EvaluatedSet, of_each_set, percent
-from pipeline.pictures.style import ACCENT, BAD, GRID, INK, MUTED, PAPER, SERIES, new_figure
-from pipeline.runs.pictures import DrawRequest, Picture, keep_picture
+from pipeline.pictures.style import ACCENT, BAD, GRID, INK, MUTED, PAPER, SERIES, keep_picture, new_figure
+from pipeline.runs.evaluations import Calibration
+from pipeline.runs.pictures import DrawRequest, Picture
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

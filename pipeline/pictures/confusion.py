@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from data_shards.text import counted
 from pipeline.pictures.evaluated import EvaluatedSet, brief, of_each_set, percent
-from pipeline.pictures.style import ACCENT, GRID, INK, MUTED, PAPER, new_figure, plain
-from pipeline.runs.pictures import DrawRequest, Picture, keep_picture
+from pipeline.pictures.style import ACCENT, GRID, INK, MUTED, PAPER, keep_picture, new_figure, plain
+from pipeline.runs.pictures import DrawRequest, Picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,9 +14,9 @@ from data_shards.durable import make_folders, replace_text
 from data_shards.errors import UserError
 from data_shards.safe_paths import read_inside, require_inside
 from data_shards.text import one_line, parse_json, show_duration
-from pipeline.evaluation.result import evaluated_step, evaluations
 from pipeline.recipe.io import parse_recipe
 from pipeline.recipe.vocabulary import ALL_STAGES, PICTURES_FOLDER, RECIPE_FILE, StageName
+from pipeline.runs.evaluations import evaluated_step, evaluations
 from pipeline.runs.pictures import DrawRequest, Moment
 from pipeline.runs.run_folder import RunFolder
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import wraps
 
 from data_shards.text import one_line
-from pipeline.evaluation.result import Evaluation, evaluated_step, evaluations, load_evaluation
 from pipeline.pictures.style import plain
 from pipeline.recipe.vocabulary import OWN_SET
+from pipeline.runs.evaluations import Evaluation, evaluated_step, evaluations, load_evaluation
 from pipeline.runs.pictures import DrawRequest
 
 

@@ -11,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.text import counted, one_line
-from pipeline.evaluation.result import Evaluation, Judged
 from pipeline.pictures.evaluated import EvaluatedSet, brief, of_each_set, percent
 from pipeline.pictures.grid import Cell, image_grid, shortened
 from pipeline.pictures.held_out_images import held_out_images
-from pipeline.runs.pictures import DrawRequest, Picture, keep_picture
+from pipeline.pictures.style import keep_picture
+from pipeline.runs.evaluations import Evaluation, Judged
+from pipeline.runs.pictures import DrawRequest, Picture
 
 _MOST_EXAMPLES = 36
 _MOST_MISTAKES = 24

@@ -15,9 +15,10 @@ from data_shards.text import counted
 from pipeline.pictures.evaluated import percent
 from pipeline.pictures.grid import Cell, image_grid
 from pipeline.pictures.held_out_images import held_out_images
+from pipeline.pictures.style import keep_picture
 from pipeline.recipe.stage import MaskedPatchStage
 from pipeline.recipe.vocabulary import OWN_SET
-from pipeline.runs.pictures import DrawRequest, Picture, keep_picture
+from pipeline.runs.pictures import DrawRequest, Picture
 
 _IMAGES = 8
 _CELL_INCHES = 1.4

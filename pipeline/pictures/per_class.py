@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from data_shards.text import counted, one_line
-from pipeline.evaluation.result import Evaluation
 from pipeline.pictures.calibration import wilson_interval
 from pipeline.pictures.confusion import row_shares
 from pipeline.pictures.evaluated import EvaluatedSet, brief, of_each_set, percent
-from pipeline.pictures.style import ACCENT, BAD, GRID, MUTED, new_figure, plain
-from pipeline.runs.pictures import Cell, DrawRequest, Picture, keep_picture, keep_table
+from pipeline.pictures.style import ACCENT, BAD, GRID, MUTED, keep_picture, new_figure, plain
+from pipeline.runs.evaluations import Evaluation
+from pipeline.runs.pictures import Cell, DrawRequest, Picture, keep_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

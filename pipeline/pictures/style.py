@@ -6,11 +6,16 @@ Figures are drawn in the light palette. In an SVG each colour of the palette is 
 
 from __future__ import annotations
 
+import base64
+import io
 import re
+import warnings
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_shards.text import one_line
+from pipeline.runs.pictures import Picture, keep_image
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,6 +59,8 @@ DARK = {
 
 PNG_DOTS_PER_INCH = 160
 _SMALLEST_POINTS = 8.0
+_EMBEDDED = re.compile(r"data:image/png;base64,([A-Za-z0-9+/=\s]+)")
+_WORTH_JPEG_BYTES, _MOST_COLOURS, _JPEG_QUALITY = 8_000, 4096, 85
 _LONGEST_NAME = 40
 
 
@@ -93,6 +100,39 @@ def plain(text: str, *, longest: int = _LONGEST_NAME) -> str:
         return text
     head = (longest - 1) * 2 // 3
     return f"{text[:head]}…{text[len(text) - (longest - 1 - head) :]}"
+
+
+def keep_picture(stage_folder: Path, picture: Picture, *, figure: Figure, step: int) -> Path:
+    """Write a figure as PNG and SVG with its words; raises as `keep_image`."""
+    png, svg = rendered(figure)
+    return keep_image(stage_folder, picture, png=png, svg=svg, step=step)
+
+
+def rendered(figure: Figure) -> tuple[bytes, bytes]:
+    """Render a figure as PNG and as SVG."""
+    png, svg = io.BytesIO(), io.StringIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"Glyph .* missing from")  # a class may have any name; the SVG has it
+        figure.savefig(png, format="png")
+        figure.suppressComposite = True  # several images as such, not as one with holes
+        figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
+    return png.getvalue(), finished_svg(_EMBEDDED.sub(_smaller, svg.getvalue())).encode()
+
+
+def _smaller(found: re.Match[str]) -> str:
+    """Make an embedded image a JPEG if it is a photograph: opaque, and of more colours than any palette has."""
+    from PIL import Image
+
+    content = base64.b64decode(found[1])
+    if len(content) < _WORTH_JPEG_BYTES:
+        return found[0]
+    with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
+        rgba = image.convert("RGBA")
+    if rgba.getchannel("A").getextrema() != (255, 255) or rgba.getcolors(maxcolors=_MOST_COLOURS) is not None:
+        return found[0]
+    jpeg = io.BytesIO()
+    rgba.convert("RGB").save(jpeg, "JPEG", quality=_JPEG_QUALITY)
+    return f"data:image/jpeg;base64,{base64.b64encode(jpeg.getvalue()).decode('ascii')}"
 
 
 def finished_svg(svg: str) -> str:

@@ -28,13 +28,14 @@ from data_shards.reading.shard_reader import ShardReader
 from data_shards.text import counted
 from data_shards.vocabulary import GOOGLES, Normalisation, RandomStream
 from pipeline.pictures.grid import MOST_LABELS, Cell, image_grid, label_names, percent
+from pipeline.pictures.style import keep_picture
 from pipeline.ranks.place import Place
 from pipeline.recipe.data import AugmentConfig
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import MaskedPatchStage, TrainStage
 from pipeline.recipe.stage_plan import StagePlan, plan_stage
 from pipeline.recipe.vocabulary import StageName
-from pipeline.runs.pictures import DrawRequest, Picture, keep_picture, kept_pictures
+from pipeline.runs.pictures import DrawRequest, Picture, kept_pictures
 from pipeline.stage.batches import eval_transform, train_stream, train_transform
 from pipeline.stage.data import StageData, open_data
 from pipeline.stage.task import model_input, targets

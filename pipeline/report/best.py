@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from pipeline.checkpoint.identity import FOLDER_PREFIX
 from pipeline.runs.metrics_log import MetricRow
+from pipeline.runs.run_folder import FOLDER_PREFIX
 
 SCORES = {"val/top1": "top-1", "val/accuracy": "accuracy"}  # on the screen
 AVERAGES_SCORES = {"val/ema_top1": "top-1", "val/ema_accuracy": "accuracy"}  # of the moving average of the weights

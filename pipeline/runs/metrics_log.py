@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -97,16 +98,38 @@ def iter_metrics(path: Path) -> Iterator[MetricRow]:
     return (row for _, row in _decoded_lines(path) if row is not None)
 
 
-def read_readable(path: Path) -> tuple[list[MetricRow], int]:
-    """The readable rows and how many lines were not; a last line that is still being written does not count."""
-    rows: list[MetricRow] = []
-    damaged = 0
-    for line, row in _decoded_lines(path):
-        if row is not None:
-            rows.append(row)
-        else:
-            damaged += line.endswith(b"\n")
-    return rows, damaged
+class MetricsFollower:
+    """Reads a metrics.jsonl while it grows, and from its start again when a resumed stage has cut it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """Forget what was read."""
+        self.count = self.damaged = self._offset = 0  # readable rows, unreadable lines, bytes so far
+        self._file: tuple[int, int] | None = None  # device and inode
+
+    def new_rows(self) -> Iterator[MetricRow]:
+        """The readable rows after those read so far, up to a last line that is still being written; `count` then
+        includes them. OSError as `lines_from`."""
+        try:
+            stat = self.path.stat()
+        except FileNotFoundError:
+            return self.begin_again()
+        # A resumed stage replaces the file by one without the rows that it will write again.
+        if (stat.st_dev, stat.st_ino) != self._file or stat.st_size < self._offset:
+            self.begin_again()
+            self._file = (stat.st_dev, stat.st_ino)
+        for line, row in _decoded_lines(self.path, offset=self._offset):
+            if not line.endswith(b"\n"):
+                return None
+            self._offset += len(line)
+            if row is None:
+                self.damaged += 1
+            else:
+                self.count += 1
+                yield row
 
 
 def follow_metrics(path: Path, *, offset: int) -> Iterator[tuple[MetricRow, int]]:
@@ -134,7 +157,7 @@ def _decode(line: bytes) -> MetricRow | None:
             step=step,
             images_seen=images_seen,
             time=seconds,
-            metrics={str(name): float(value) for name, value in record["metrics"].items()},
+            metrics={sys.intern(str(name)): float(value) for name, value in record["metrics"].items()},
         )
     except (ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError):
         return None

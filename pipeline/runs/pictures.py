@@ -1,39 +1,30 @@
 """What a picture is, and how a stage keeps it: STAGE/pictures/NAME/step-00000400.png, .svg and .json.
 
 The .json comes last and has the words: a picture without it is not there. A table has its rows in the .json and no
-image. All steps stay; the report shows the newest. No torch here, and matplotlib only where a figure is written.
+image. All steps stay; the report shows the newest. No torch and no matplotlib here.
 """
 
 from __future__ import annotations
 
-import base64
 import errno
-import io
 import json
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from data_shards.durable import make_folders, replaced
 from data_shards.safe_paths import is_inside, read_inside
 from data_shards.text import parse_json
-from pipeline.pictures.style import finished_svg
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import PICTURES_FOLDER, StageName
 from pipeline.runs.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 PictureGroup = Literal["data", "evaluation", "model", "paper"]
 Moment = Literal["begin", "evaluated", "end"]
 Cell = str | int | float | None
 
-_EMBEDDED = re.compile(r"data:image/png;base64,([A-Za-z0-9+/=\s]+)")
-_WORTH_JPEG_BYTES, _MOST_COLOURS, _JPEG_QUALITY = 8_000, 4096, 85
 _STEP = "step-{:08d}"
 _FILE = re.compile(r"step-(\d{8,18})\.json")
 
@@ -86,42 +77,14 @@ class KeptPicture:
     words: Path  # the .json
 
 
-def keep_picture(stage_folder: Path, picture: Picture, *, figure: Figure, step: int) -> Path:
-    """Write a figure as PNG and SVG, then its words; returns these. FileNotFoundError: the stage's folder is gone;
+def keep_image(stage_folder: Path, picture: Picture, *, png: bytes, svg: bytes, step: int) -> Path:
+    """Write a picture's two files, then its words; returns these. FileNotFoundError: the stage's folder is gone;
     other OSError: the disk is full or fails."""
-    png, svg = rendered(figure)
     words = _words_file(stage_folder, picture, step=step)
     for ending, content in ((".png", png), (".svg", svg)):
         with replaced(words.with_suffix(ending), sync="none", writers="several") as beside:
             beside.write_bytes(content)
     return _keep_words(words, picture, step=step, more={})
-
-
-def rendered(figure: Figure) -> tuple[bytes, bytes]:
-    """A figure as PNG and as SVG."""
-    png, svg = io.BytesIO(), io.StringIO()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"Glyph .* missing from")  # a class may have any name; the SVG has it
-        figure.savefig(png, format="png")
-        figure.suppressComposite = True  # several images as such, not as one with holes
-        figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
-    return png.getvalue(), finished_svg(_EMBEDDED.sub(_smaller, svg.getvalue())).encode()
-
-
-def _smaller(found: re.Match[str]) -> str:
-    """An embedded image, as a JPEG if it is a photograph: opaque, and of more colours than any palette has."""
-    from PIL import Image
-
-    content = base64.b64decode(found[1])
-    if len(content) < _WORTH_JPEG_BYTES:
-        return found[0]
-    with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
-        rgba = image.convert("RGBA")
-    if rgba.getchannel("A").getextrema() != (255, 255) or rgba.getcolors(maxcolors=_MOST_COLOURS) is not None:
-        return found[0]
-    jpeg = io.BytesIO()
-    rgba.convert("RGB").save(jpeg, "JPEG", quality=_JPEG_QUALITY)
-    return f"data:image/jpeg;base64,{base64.b64encode(jpeg.getvalue()).decode('ascii')}"
 
 
 def keep_table(stage_folder: Path, picture: Picture, *, columns: Mapping[str, Sequence[Cell]], step: int) -> Path:

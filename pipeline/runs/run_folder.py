@@ -35,7 +35,6 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from data_shards.durable import replace_text
 from data_shards.errors import UserError
 from data_shards.safe_paths import is_inside, read_inside
-from data_shards.text import one_line
 from pipeline.recipe.io import differences, dump_recipe, flatten, parse_recipe, without_free_keys
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import (
@@ -51,6 +50,7 @@ from pipeline.recipe.vocabulary import (
     StageName,
 )
 
+FOLDER_PREFIX = "step-"  # of a checkpoint
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
@@ -113,19 +113,17 @@ class RunFolder:
         """Whether a stage's folder is a link beyond the boundary."""
         return not is_inside(self.stage(name), folder=self.boundary)
 
-    def shown_stages(self, recipe: Recipe | None, *, notes: list[str]) -> list[StageName]:
-        """The recipe's stages and those that have a folder, for a reader; a link out is left out, and noted."""
-        wanted = () if recipe is None else recipe.stages.names
-        names: list[StageName] = [name for name in ALL_STAGES if name in wanted or self.stage(name).is_dir()]
-        for name in filter(self.leads_out, names):
-            notes.append(one_line(f"{self.stage(name)} is a link out of the run, and is not followed"))
-        return [name for name in names if not self.leads_out(name)]
-
     def stage(self, name: StageName) -> Path:
         return self.path / name
 
     def checkpoints(self, name: StageName) -> Path:
         return self.stage(name) / CHECKPOINTS_FOLDER
+
+    def is_begun(self) -> bool:
+        """Whether there is a run here."""
+        return (self.path / RECIPE_FILE).is_file() or any(
+            (self.stage(name) / STAGE_FILE).is_file() for name in ALL_STAGES
+        )
 
     def ranks(self, name: StageName) -> Path:
         return self.stage(name) / RANKS_FOLDER
@@ -153,15 +151,6 @@ class RunFolder:
             return self.record(name)
         except BrokenRecord:
             return StageRecord(state="running")
-
-    def shown_record(self, name: StageName, *, notes: list[str]) -> StageRecord:
-        """Like `record`, for a reader: what is wrong with it is noted, and a broken one counts as begun."""
-        try:
-            return self.record(name)
-        except UserError as error:
-            is_broken = isinstance(error, BrokenRecord)
-            notes.append(one_line(f"{error.path} is broken ({error.why})" if is_broken else str(error)))
-            return StageRecord(state="running" if is_broken else "new")
 
     def update(self, name: StageName, **changes: object) -> StageRecord:
         """Change fields of a stage's record, on disk and at once; OSError: the disk is full or fails, or the run
@@ -228,6 +217,13 @@ class RunFolder:
 
     def is_complete(self, recipe: Recipe) -> bool:
         return all(self.record(name).state == "done" for name in recipe.stages.names)
+
+
+def checkpoint_folders(root: Path) -> list[Path]:
+    """The committed checkpoints below `root`, newest first; a user's renamed copies are ignored."""
+    paths = root.glob(f"{FOLDER_PREFIX}*")
+    found = [path for path in paths if path.name.removeprefix(FOLDER_PREFIX).isdecimal() and path.is_dir()]
+    return sorted(found, reverse=True)
 
 
 def recipe_digest(recipe: Recipe, *, stage: StageName) -> str:

@@ -12,11 +12,11 @@ from pipeline.budget.cost import stage_cost
 from pipeline.checkpoint.identity import checkpoint_identity
 from pipeline.checkpoint.note import describe_changes, describe_restored
 from pipeline.checkpoint.store import Restored
-from pipeline.checkpoint.written_by import written_by
 from pipeline.ranks.place import Place
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import StagePlan
 from pipeline.recipe.vocabulary import StageName
+from pipeline.runs.written_by import written_by
 from pipeline.stage.data import StageData, cache_advice, training_order
 from pipeline.stage.task import Task
 

@@ -12,10 +12,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.checkpoint.identity import checkpoint_folders, read_state_file
+from pipeline.checkpoint.identity import read_state_file
 from pipeline.checkpoint.store import remove_checkpoint
 from pipeline.checkpoint.train_state import TrainState
 from pipeline.recipe.vocabulary import StageName
+from pipeline.runs.run_folder import checkpoint_folders
 from pipeline.stage.context import StageContext
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from data_shards.durable import replace_text
 from data_shards.text import show_bytes
-from pipeline.checkpoint import written_by
-from pipeline.checkpoint.written_by import git_tags, source_tags
+from pipeline.runs import written_by
+from pipeline.runs.written_by import git_tags, source_tags
 from pipeline.tracking.tracking_thread import without_credentials
 
 ENVIRONMENT_FILE = "environment.txt"

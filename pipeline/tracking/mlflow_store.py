@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from data_shards.safe_paths import is_inside
-from pipeline.checkpoint.written_by import source_tags
 from pipeline.recipe.vocabulary import (
     CORRUPT_SAMPLES_FILE,
     DIFFERENCE_FILE,
@@ -34,6 +33,7 @@ from pipeline.recipe.vocabulary import (
     TRACKING_FOLDER,
 )
 from pipeline.runs.metrics_log import MetricRow, MetricsLog, iter_metrics
+from pipeline.runs.written_by import source_tags
 from pipeline.tracking.client import MODEL_TRAINING, open_client
 from pipeline.tracking.describe import (
     final_results,

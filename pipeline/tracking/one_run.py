@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.checkpoint.written_by import source_tags
 from pipeline.recipe.vocabulary import MLFLOW_FILE
 from pipeline.runs.run_folder import RunFolder
+from pipeline.runs.written_by import source_tags
 from pipeline.tracking.client import open_client, store_uri
 from pipeline.tracking.runs import DatasetInput, log_datasets, log_metrics, log_new_params
 from pipeline.tracking.settings import home_of

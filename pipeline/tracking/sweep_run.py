@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pipeline.checkpoint.written_by import source_tags
 from pipeline.recipe.vocabulary import MLFLOW_FILE
+from pipeline.runs.written_by import source_tags
 from pipeline.tracking.client import open_client, store_uri
 from pipeline.tracking.runs import log_metrics, set_tags
 from pipeline.tracking.tracking_state import load_run_state

@@ -28,11 +28,10 @@ from pipeline.checkpoint.room import check_free_space, estimate_bytes
 from pipeline.checkpoint.saver import CheckpointSaver
 from pipeline.checkpoint.store import Restored, Retention, restore_checkpoint
 from pipeline.checkpoint.train_state import TrainState
-from pipeline.checkpoint.written_by import written_by
 from pipeline.engine.open import open_engine
 from pipeline.engine.protocol import Engine
 from pipeline.evaluation.evaluate import Evaluated, evaluate, keep_evaluations
-from pipeline.evaluation.one_answer import one_answer
+from pipeline.evaluation.scores import one_answer
 from pipeline.kernels.settle import Kernels, settled_kernels
 from pipeline.ranks.pace import Pace
 from pipeline.ranks.phases import Phases
@@ -47,6 +46,7 @@ from pipeline.report.best import best_results, describe_best
 from pipeline.report.reporter import Report, stage_report
 from pipeline.runs.metrics_log import iter_metrics
 from pipeline.runs.run_folder import StageRecord, check_inputs, weights_digest
+from pipeline.runs.written_by import written_by
 from pipeline.stage.batches import held_out, held_out_loader, train_loader, train_stream
 from pipeline.stage.context import StageContext
 from pipeline.stage.damage import FaultLedger
@@ -58,7 +58,7 @@ from pipeline.stage.initial_model import stage_model
 from pipeline.stage.rollback import GoBack, abandoned_checkpoints, note_rollback, remove_abandoned
 from pipeline.stage.task import Task, make_task
 from pipeline.training.train_loop import TrainingFailed, TrainJob, train
-from pipeline.transfer.few_shot_stage import few_shot_evaluation
+from pipeline.transfer.during_training import few_shot_evaluation
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from pipeline.evaluation.request import Among, EvalRequest, LabelSet, Matching
 from pipeline.recipe.vocabulary import EXIT_USER_ERROR, EvalMetric
 
 if TYPE_CHECKING:
-    from pipeline.evaluation.of_model import ModelEvaluated
+    from pipeline.evaluation.evaluate_file import ModelEvaluated
 
 _MOST_WORKERS = 8  # threads that read ahead, of a process
 _NAMED_FAULTS = 5
@@ -143,14 +143,14 @@ def evaluate(
         workers=max(1, min(_MOST_WORKERS, cores // processes)) if on_gpus else 1,
         device=device,
     )
-    from pipeline.evaluation.opening import open_set, what_is_asked
+    from pipeline.evaluation.truth import open_set, what_is_asked
     from pipeline.using.find_model import find_record
 
     record, opened = find_record(model), open_set(request, report=say)
     if record is not None:  # else the weights tell, seconds later
         what_is_asked(request, class_names=record.class_names, shards=opened[0])
     if processes == 1:
-        from pipeline.evaluation.of_model import NoPeers, evaluate_model
+        from pipeline.evaluation.evaluate_file import NoPeers, evaluate_model
 
         result = evaluate_model(request, opened, ranks=NoPeers())
     else:
@@ -193,8 +193,8 @@ def _finish(
     processes: int,
 ) -> int:
     """Show, keep and track the result; returns the exit code."""
-    from pipeline.evaluation.one_answer import one_answer
-    from pipeline.evaluation.result import write_evaluation
+    from pipeline.evaluation.scores import one_answer
+    from pipeline.runs.evaluations import write_evaluation
 
     if result.origin != request.model:
         say(f"the model is {result.origin}")
@@ -299,7 +299,7 @@ def _confused(result: ModelEvaluated) -> list[dict[str, object]]:
 def _track(result: ModelEvaluated, request: EvalRequest, *, processes: int) -> None:
     from pipeline.tracking.one_run import log_result
     from pipeline.tracking.runs import DatasetInput
-    from pipeline.transfer.origin import model_origin
+    from pipeline.transfer.results import model_origin
 
     counts, evaluation = result.evaluation.per_class, result.evaluation
     origin = model_origin(result.origin)

@@ -227,7 +227,7 @@ def _one_set(
     from data_shards.store.cache import CacheConfig
     from data_shards.store.store import Store
     from pipeline.recipe.data import ShardsConfig
-    from pipeline.transfer.few_shot_data import TransferSet, check_sets, open_set
+    from pipeline.transfer.data_sets import TransferSet, check_sets, open_set
 
     options.check(model, command=settings.method)
     store = Store(CacheConfig())

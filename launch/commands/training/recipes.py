@@ -55,9 +55,8 @@ def recipes(
             raise UserError("--data and --all-keys are for one recipe: name it")
         print(listing(), end="")
         return 0
-    from pipeline.recipe.header import read_header
     from pipeline.recipe.io import dump_recipe, load_recipe
-    from pipeline.recipe.sources import find_recipe, read_source
+    from pipeline.recipe.sources import find_recipe, read_header, read_source
 
     recipe = load_recipe(name, overrides=overrides, paths=paths_file(data))
     path = find_recipe(name, beside=Path())
@@ -69,9 +68,8 @@ def recipes(
 def listing() -> str:
     """All recipes that ship as one table for each family, then the fine-tuning sets."""
     from data_shards.text import table
-    from pipeline.recipe.header import read_header
     from pipeline.recipe.io import load_recipe
-    from pipeline.recipe.sources import finetune_sets, read_source, shipped_recipes
+    from pipeline.recipe.sources import finetune_sets, read_header, read_source, shipped_recipes
 
     rows: dict[str, list[list[str]]] = {family: [] for family in _FAMILIES}
     for name, path in shipped_recipes().items():

@@ -9,8 +9,9 @@ from pipeline.pictures.held_out_images import held_out_access
 from pipeline.pictures.paper.attention_inputs import images_to_look_at, look
 from pipeline.pictures.paper.images import images_of_shards
 from pipeline.pictures.paper.model_figures import built, figures_of_attention, figures_of_weights
+from pipeline.pictures.style import keep_picture
 from pipeline.recipe.vocabulary import OWN_SET
-from pipeline.runs.pictures import DrawRequest, keep_picture
+from pipeline.runs.pictures import DrawRequest
 from pipeline.using.find_model import find_model
 
 

@@ -10,12 +10,13 @@ import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
 
-from pipeline.evaluation.result import Calibration, Evaluation, Judged, PerClass, save_evaluation
+from pipeline.pictures.style import keep_picture
 from pipeline.recipe.io import load_recipe
 from pipeline.recipe.vocabulary import StageName
+from pipeline.runs.evaluations import Calibration, Evaluation, Judged, PerClass, save_evaluation
 from pipeline.runs.events import EventsLog
 from pipeline.runs.metrics_log import open_metrics_log
-from pipeline.runs.pictures import Picture, keep_picture, keep_table
+from pipeline.runs.pictures import Picture, keep_table
 from pipeline.runs.run_folder import RunFolder
 from pipeline.transfer.results import TransferRecord, TransferScore, UsedSet, save_record
 

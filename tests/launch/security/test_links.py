@@ -15,8 +15,8 @@ from PIL import Image
 
 from data_shards.durable import break_links
 from launch.slurm.records import Submission, write_submission
-from pipeline.evaluation.result import load_evaluation, save_evaluation
 from pipeline.ranks.heartbeat import Heartbeat, write_heartbeat
+from pipeline.runs.evaluations import load_evaluation, save_evaluation
 from pipeline.runs.pictures import Picture, keep_table
 from pipeline.runs.run_folder import RunFolder
 from pipeline.transfer.results import load_record, save_record

@@ -13,9 +13,9 @@ from pipeline.checkpoint.identity import checkpoint_identity
 from pipeline.checkpoint.note import describe_changes, describe_restored
 from pipeline.checkpoint.store import Restored
 from pipeline.checkpoint.train_state import TrainState
-from pipeline.checkpoint.written_by import written_by
 from pipeline.recipe.io import dump_recipe, load_recipe
 from pipeline.recipe.stage_plan import plan_stage
+from pipeline.runs.written_by import written_by
 
 NOW = written_by()
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipeline.evaluation.one_answer import one_answer
-from pipeline.evaluation.result import Evaluation, PerClass
+from pipeline.evaluation.scores import one_answer
+from pipeline.runs.evaluations import Evaluation, PerClass
 
 
 def evaluated(images: Sequence[int], answers: Sequence[int], *, set_name: str = "val") -> Evaluation:

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from pipeline.evaluation.result import Calibration, Evaluation, Judged, PerClass
+from pipeline.runs.evaluations import Calibration, Evaluation, Judged, PerClass
 
 HOSTILE = (
     "<script>alert(1)</script>",

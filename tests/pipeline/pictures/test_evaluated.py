@@ -15,7 +15,6 @@ from scipy.stats import binomtest
 from sklearn.calibration import calibration_curve
 from torchmetrics.functional.classification import multiclass_calibration_error
 
-from pipeline.evaluation.result import Evaluation, PerClass, save_evaluation
 from pipeline.evaluation.scores import calibration_error
 from pipeline.pictures.calibration import draw_reliability, wilson_interval
 from pipeline.pictures.confusion import (
@@ -30,6 +29,7 @@ from pipeline.pictures.drawing import draw, drawers
 from pipeline.pictures.per_class import class_scores, draw_per_class, draw_per_class_table
 from pipeline.recipe.io import load_recipe
 from pipeline.runs import pictures as picture_module
+from pipeline.runs.evaluations import Evaluation, PerClass, save_evaluation
 from pipeline.runs.pictures import DrawRequest, KeptPicture, kept_pictures
 from pipeline.runs.run_folder import RunFolder
 from tests.pipeline.pictures.evaluated_sets import HOSTILE, evaluation_of, random_evaluation

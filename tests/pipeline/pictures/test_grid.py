@@ -7,8 +7,7 @@ import pytest
 from PIL import Image
 
 from pipeline.pictures.grid import Cell, image_grid, shortened
-from pipeline.pictures.style import PNG_DOTS_PER_INCH, finished_svg
-from pipeline.runs.pictures import rendered
+from pipeline.pictures.style import PNG_DOTS_PER_INCH, finished_svg, rendered
 
 
 def noise(height: int, width: int, *, seed: int = 0) -> np.ndarray:

@@ -27,13 +27,13 @@ from model.init import initialise
 from model.masked_patch import build_masked_patch, colour_classes
 from model.saved import save_model
 from model.vocabulary import COLOURS
-from pipeline.evaluation.result import Evaluation, Judged, save_evaluation
 from pipeline.pictures import held_out_images as held_out_module
 from pipeline.pictures.drawing import draw, drawers
 from pipeline.pictures.evaluation_grid import draw_evaluation_grid, draw_worst_mistakes, is_right
 from pipeline.pictures.held_out_images import held_out_images
 from pipeline.pictures.masked_patches import colour_of, draw_masked_patches, fill_in
 from pipeline.recipe.schema import Recipe
+from pipeline.runs.evaluations import Evaluation, Judged, save_evaluation
 from pipeline.runs.pictures import DrawRequest, kept_pictures
 from pipeline.runs.run_folder import RunFolder
 from pipeline.stage.batches import eval_transform

@@ -13,7 +13,7 @@ from data_shards.reading.overview import DrawnImage, Overview
 from data_shards.shards.labels import LabelSpec
 from data_shards.shards.shard_set import ShardEntry, ShardSet
 from pipeline.pictures.set_figures import contact_sheet, image_sizes, label_histogram
-from pipeline.runs.pictures import rendered
+from pipeline.pictures.style import rendered
 
 HOSTILE = ("<script>alert(1)</script>", "$x^2$", "a\x1b[2J\nb")
 

@@ -24,10 +24,10 @@ import torch
 from data_shards.errors import UserError
 from model.build import build_model
 from model.saved import SavedModelMeta, load_model, save_model
-from pipeline.pictures.style import new_figure
+from pipeline.pictures.style import keep_picture, new_figure
 from pipeline.recipe.io import dump_recipe, load_recipe
 from pipeline.runs.metrics_log import open_metrics_log, read_metrics
-from pipeline.runs.pictures import Picture, keep_picture, keep_table
+from pipeline.runs.pictures import Picture, keep_table
 from pipeline.runs.run_folder import RunFolder
 from pipeline.tracking import tracking_thread
 from pipeline.tracking.mlflow_store import open_tracker

@@ -24,7 +24,6 @@ from pipeline.checkpoint.identity import checkpoint_identity
 from pipeline.checkpoint.mend_record import mend_records
 from pipeline.checkpoint.store import Restored
 from pipeline.checkpoint.train_state import TrainState
-from pipeline.checkpoint.written_by import written_by
 from pipeline.ranks.place import Place
 from pipeline.ranks.stopping import StopFlag
 from pipeline.recipe.io import dump_recipe
@@ -32,6 +31,7 @@ from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import plan_stage
 from pipeline.runs.metrics_log import open_metrics_log
 from pipeline.runs.run_folder import RunFolder
+from pipeline.runs.written_by import written_by
 from pipeline.stage.context import StageContext, Tracking
 from pipeline.stage.data import open_data
 from pipeline.training import stage_training

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from data_shards.packing.sources import open_source
+from data_shards.packing.sources.recognise import open_source
 from data_shards.vocabulary import GOOGLES
 from launch.commands.training.demo import CHOICES, comparison, next_commands
 from launch.commands.training.demo import _shard_paths as shard_paths

@@ -14,10 +14,9 @@ from data_shards.text import show_duration
 from launch.commands.training.recipes import listing
 from launch.plan.gathering import make_plan
 from launch.plan.options import PlanOptions
-from pipeline.recipe.header import RecipeHeader, read_header
 from pipeline.recipe.io import load_recipe, parse_recipe
 from pipeline.recipe.schema import Recipe
-from pipeline.recipe.sources import SHIPPED, finetune_sets, read_source, shipped_recipes
+from pipeline.recipe.sources import SHIPPED, RecipeHeader, finetune_sets, read_header, read_source, shipped_recipes
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")

@@ -11,9 +11,10 @@ from model.counting.flops import account
 from model.saved import SavedModelMeta
 from pipeline.pictures.paper.across_runs import few_shot_over_size, transfer_over_cost
 from pipeline.pictures.paper.measured_runs import cost_points, few_shot_points, table8_rows
+from pipeline.pictures.style import keep_picture
 from pipeline.recipe.io import load_recipe
 from pipeline.runs.history import RunHistory, read_history
-from pipeline.runs.pictures import keep_picture, kept_pictures
+from pipeline.runs.pictures import kept_pictures
 from pipeline.runs.run_folder import RunFolder, StageRecord
 from pipeline.transfer.results import TransferRecord, TransferScore, save_record
 

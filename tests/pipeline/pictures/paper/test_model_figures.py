@@ -21,7 +21,8 @@ from pipeline.pictures.paper.attention_inputs import images_to_look_at, look
 from pipeline.pictures.paper.images import images_of_files
 from pipeline.pictures.paper.model_figures import built, figures_of_attention, figures_of_weights, left_out
 from pipeline.pictures.paper.tiles import evenly, tiled
-from pipeline.runs.pictures import keep_picture, kept_pictures
+from pipeline.pictures.style import keep_picture
+from pipeline.runs.pictures import kept_pictures
 from pipeline.stage.task import model_input
 from pipeline.using.find_model import FoundModel
 from tests.model.comparing import randomise

@@ -6,7 +6,9 @@ from typing import Any, Literal
 import pytest
 
 from data_shards.errors import UserError
-from data_shards.packing.sources import Published, Source, Unpacking, open_source
+from data_shards.packing.sources.archive import Unpacking
+from data_shards.packing.sources.base import Source
+from data_shards.packing.sources.recognise import Published, open_source
 
 
 def opened(path: Path, *, unfit: Literal["refuse", "skip"] = "refuse", **options: Any) -> Source:

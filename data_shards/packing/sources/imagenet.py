@@ -23,9 +23,9 @@ from typing import Literal
 import numpy as np
 
 from data_shards.errors import UserError
+from data_shards.packing.sources import val_labels
 from data_shards.packing.sources.archive import Archive, Unpacking, list_archives
 from data_shards.packing.sources.base import ImageSet, Source, SplitName, is_image, left_out_notes
-from data_shards.packing.sources.published import val_labels
 from data_shards.packing.sources.tree import ArchiveTree, Tree, is_archive, open_tree
 from data_shards.text import counted, named
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.checkpoint.written_by import changed_since, git_tags, source_tags, written_by
+from pipeline.runs.written_by import changed_since, git_tags, source_tags, written_by
 
 
 def test_versions_and_revision_are_those_that_run():

@@ -6,8 +6,8 @@ import pytest
 
 from data_shards.errors import UserError
 from pipeline.recipe.io import load_recipe
-from pipeline.runs.history import read_history, run_folder_at
 from pipeline.runs.metrics_log import open_metrics_log
+from pipeline.runs.read import RunReader, read_run, run_folder_at
 from pipeline.runs.run_folder import RunFolder
 
 
@@ -24,14 +24,14 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def test_a_run_is_read_with_the_stages_that_have_not_begun(folder: RunFolder) -> None:
-    history = read_history(folder)
-    assert history.recipe == load_recipe("digits") and history.notes == ()
-    assert [stage.name for stage in history.stages] == ["pretrain", "swap_head", "finetune"]
-    pretrain = history.stages[0]
+    run = read_run(folder)
+    assert run.recipe == load_recipe("digits") and run.notes == ()
+    assert [stage.name for stage in run.stages] == ["pretrain", "swap_head", "finetune"]
+    pretrain = run.stages[0]
     assert pretrain.record.results == {"val/top1": 0.75} and pretrain.metrics == ("train/loss", "val/top1")
     assert pretrain.points("train/loss") == [(step, 1 / step) for step in range(1, 11)]
     assert pretrain.last("val/top1") == 0.75 and pretrain.last("val/top5") is None
-    assert history.stages[2].record.state == "new" and history.stages[2].rows == ()
+    assert run.stages[2].record.state == "new" and run.stages[2].rows == ()
 
 
 def test_what_is_damaged_is_named_and_the_rest_is_read(folder: RunFolder) -> None:
@@ -44,15 +44,15 @@ def test_what_is_damaged_is_named_and_the_rest_is_read(folder: RunFolder) -> Non
     os.mkfifo(folder.path / "fifo")
     folder.stage("finetune").mkdir()
     os.mkfifo(folder.stage("finetune") / "metrics.jsonl")
-    history = read_history(folder)
-    assert history.recipe is None
-    assert [stage.name for stage in history.stages] == ["pretrain", "finetune"]
-    assert len(history.stages[0].points("train/loss")) == 10  # the torn last line is still being written
-    assert len(history.notes) == 4
-    assert all(note.isprintable() for note in history.notes)
-    for note, name in zip(history.notes, ("recipe.yaml", "stage.json", "metrics.jsonl", "metrics.jsonl"), strict=True):
+    run = read_run(folder)
+    assert run.recipe is None
+    assert [stage.name for stage in run.stages] == ["pretrain", "finetune"]
+    assert len(run.stages[0].points("train/loss")) == 10  # the torn last line is still being written
+    assert len(run.notes) == 4
+    assert all(note.isprintable() for note in run.notes)
+    for note, name in zip(run.notes, ("recipe.yaml", "stage.json", "metrics.jsonl", "metrics.jsonl"), strict=True):
         assert name in note
-    assert "2 damaged lines" in history.notes[2]
+    assert "2 damaged lines" in run.notes[2]
 
 
 def test_a_stage_that_is_a_link_is_read_if_it_leads_to_a_run_of_the_same_sweep(
@@ -67,13 +67,13 @@ def test_a_stage_that_is_a_link_is_read_if_it_leads_to_a_run_of_the_same_sweep(
     (sweep / "pretrain-1a2b").mkdir()
     folder.stage("pretrain").rename(sweep / "pretrain-1a2b/pretrain")
     folder.stage("pretrain").symlink_to(sweep / "pretrain-1a2b/pretrain")
-    inside, outside, alone = (read_history(each) for each in (RunFolder(sweep, "inside"), point, folder))
+    inside, outside, alone = (read_run(each) for each in (RunFolder(sweep, "inside"), point, folder))
     assert inside.stages[0].name == "pretrain" and inside.notes == ()
     assert inside.stages[0].last("val/top1") == 0.75
     (sweep / "sweep.json").unlink()
-    for history in (read_history(RunFolder(sweep, "inside")), alone):
-        assert [stage.name for stage in history.stages] == ["swap_head", "finetune"]
-        assert "pretrain is a link out of the run" in history.notes[0]
+    for run in (read_run(RunFolder(sweep, "inside")), alone):
+        assert [stage.name for stage in run.stages] == ["swap_head", "finetune"]
+        assert "pretrain is a link out of the run" in run.notes[0]
     assert outside.stages[0].name == "pretrain"  # it leads back into the sweep
 
 
@@ -81,3 +81,18 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, folder: RunFolder) -
     assert run_folder_at(folder.path) == RunFolder(tmp_path.resolve(), "digits")
     with pytest.raises(UserError, match="no run"):
         run_folder_at(tmp_path)
+
+
+def test_read_again_has_what_is_new_and_forgets_what_a_resumed_stage_takes_back(folder: RunFolder) -> None:
+    reader, file = RunReader(folder), folder.stage("pretrain") / "metrics.jsonl"
+    assert len(reader.read().stages[0].rows) == 11
+    with open_metrics_log(file, resume_step=10) as log:
+        log.append(step=11, images_seen=704, metrics={"train/loss": 1 / 11})
+        with file.open("ab") as torn:
+            torn.write(b'{"step": 12')
+        assert [row.step for row in reader.read().stages[0].rows][-2:] == [10, 11]
+    with open_metrics_log(file, resume_step=4) as log:
+        log.append(step=5, images_seen=320, metrics={"train/loss": 9.0})
+        assert reader.read().stages[0].points("train/loss") == [*((step, 1 / step) for step in range(1, 5)), (5, 9.0)]
+    file.unlink()
+    assert reader.read().stages[0].rows == ()

@@ -27,10 +27,10 @@ from data_shards.store.store import Store
 from data_shards.vocabulary import EvalProtocol, Normalisation
 from model.loss import loss_function
 from pipeline.evaluation.evaluate import Exchange, evaluate
-from pipeline.evaluation.opening import what_is_asked
 from pipeline.evaluation.request import EvalRequest
-from pipeline.evaluation.result import Evaluation
+from pipeline.evaluation.truth import what_is_asked
 from pipeline.ranks.place import Place
+from pipeline.runs.evaluations import Evaluation
 from pipeline.stage.task import Classification
 from pipeline.using.predict import Predictor, open_predictor
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from data_shards.errors import UserError
 from data_shards.packing.sources.archive import Unpacking
 from data_shards.packing.sources.base import ImageSet, Source, SplitName, is_image
-from data_shards.packing.sources.published.val_labels import read_mat
 from data_shards.packing.sources.tree import Tree, is_archive, open_tree, rows_by_name
+from data_shards.packing.sources.val_labels import read_mat
 
 PETS_IMAGES, PETS_LISTS = ("images.tar.gz", "images"), ("annotations.tar.gz", "annotations")
 FLOWERS_IMAGES, FLOWERS_LABELS, FLOWERS_SPLITS = ("102flowers.tgz", "jpg"), "imagelabels.mat", "setid.mat"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.evaluation.result import (
+from pipeline.runs.evaluations import (
     Calibration,
     Evaluation,
     Judged,

@@ -10,9 +10,9 @@ import pytest
 from torchvision.datasets import Flowers102, OxfordIIITPet, flowers102
 
 from data_shards.errors import UserError
-from data_shards.packing.sources import Source
-from tests.data_shards.packing.sources.published.layouts import flowers, jpeg, mat, pets, write_files, write_tar
-from tests.data_shards.packing.sources.published.opening import opened, refused
+from data_shards.packing.sources.base import Source
+from tests.data_shards.packing.sources.layouts import flowers, jpeg, mat, pets, write_files, write_tar
+from tests.data_shards.packing.sources.opening import opened, refused
 
 
 def samples(source: Source, split: str) -> list[tuple[bytes, int]]:

@@ -12,9 +12,9 @@ import pytest
 from torchvision.datasets import imagenet as theirs
 
 from data_shards.errors import UserError
-from data_shards.packing.sources import Source
-from data_shards.packing.sources.published import imagenet
-from tests.data_shards.packing.sources.published.layouts import (
+from data_shards.packing.sources import imagenet
+from data_shards.packing.sources.base import Source
+from tests.data_shards.packing.sources.layouts import (
     SYNSETS,
     class_tars,
     devkit,
@@ -26,7 +26,7 @@ from tests.data_shards.packing.sources.published.layouts import (
     write_files,
     write_tar,
 )
-from tests.data_shards.packing.sources.published.opening import opened, refused
+from tests.data_shards.packing.sources.opening import opened, refused
 
 TRAIN = imagenet_train()
 VAL, VAL_SYNSETS = imagenet_val()

@@ -11,8 +11,7 @@ from data_shards.reading.opening import open_shards
 from data_shards.shards.location import Commands
 from data_shards.shards.shard_set import ShardSet
 from data_shards.store.store import Store
-from pipeline.recipe.data import ShardsConfig
-from pipeline.recipe.few_shot import FewShotConfig
+from pipeline.recipe.data import FewShotConfig, ShardsConfig
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import PretrainStage
 from pipeline.recipe.vocabulary import StageName

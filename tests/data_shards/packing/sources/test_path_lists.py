@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from data_shards.errors import UserError
-from data_shards.packing.sources import Source
-from tests.data_shards.packing.sources.published.layouts import jpeg, write_files
-from tests.data_shards.packing.sources.published.opening import opened, refused
+from data_shards.packing.sources.base import Source
+from tests.data_shards.packing.sources.layouts import jpeg, write_files
+from tests.data_shards.packing.sources.opening import opened, refused
 
 
 def task(root: Path) -> Path:

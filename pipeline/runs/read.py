@@ -1,0 +1,233 @@
+"""THE reader of a run: its recipe, and each stage's record, curve, events, pictures, evaluations and checkpoints.
+
+Reads a run that is being written, half broken or hostile as far as it goes, and says in `notes` what it could not read;
+raises only for a path that is no run. 100,000 points take about two seconds, and what is new of them next to nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data_shards.errors import UserError
+from data_shards.text import one_line
+from pipeline.recipe.io import parse_recipe
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.vocabulary import ALL_STAGES, EVENTS_FILE, METRICS_FILE, RECIPE_FILE, StageName
+from pipeline.runs.events import Event, read_events
+from pipeline.runs.metrics_log import MetricRow, MetricsFollower
+from pipeline.runs.pictures import KeptPicture, kept_pictures
+from pipeline.runs.run_folder import BrokenRecord, RunFolder, StageRecord, checkpoint_folders
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+    Counts = NDArray[np.int64]
+
+SUBMITTED_RECIPE = f"slurm/{RECIPE_FILE}"  # until the first job begins
+
+
+@dataclass(frozen=True)
+class RunStage:
+    """One stage of a run, as it is on disk."""
+
+    name: StageName
+    folder: Path
+    record: StageRecord
+    rows: tuple[MetricRow, ...]  # in the order they were written; steps ascend, but for a damaged file
+    events: tuple[Event, ...] = ()  # of all attempts
+
+    @property
+    def restarts(self) -> int:
+        """Attempts after the first one."""
+        return max(0, sum(event.kind == "start" for event in self.events) - 1)
+
+    @cached_property
+    def pictures(self) -> list[KeptPicture]:
+        """All pictures and tables, by name and step."""
+        return kept_pictures(self.folder)
+
+    @cached_property
+    def evaluations(self) -> dict[str, list[Path]]:
+        """The folders of each held-out set's evaluations, oldest first; `load_evaluation` reads one."""
+        from pipeline.runs.evaluations import evaluations
+
+        return evaluations(self.folder)
+
+    @cached_property
+    def checkpoints(self) -> list[Path]:
+        """Newest first."""
+        return checkpoint_folders(self.folder / "checkpoints")
+
+    @property
+    def checkpoint_age_seconds(self) -> float | None:
+        """Since the newest checkpoint; None: there is none."""
+        for path in self.checkpoints:
+            with suppress(OSError):  # pruned meanwhile
+                return max(0.0, time.time() - path.stat().st_mtime)
+        return None
+
+    def points(self, metric: str) -> list[tuple[int, float]]:
+        """(step, value) of a metric, nan included."""
+        return [(row.step, row.metrics[metric]) for row in self.rows if metric in row.metrics]
+
+    def last(self, metric: str) -> float | None:
+        """Its last value on the curve."""
+        return next((row.metrics[metric] for row in reversed(self.rows) if metric in row.metrics), None)
+
+    @cached_property
+    def latest(self) -> Mapping[str, float]:
+        """The last value of every metric."""
+        return {name: value for row in self.rows for name, value in row.metrics.items()}
+
+    @cached_property
+    def times(self) -> Floats:
+        """[rows], unix seconds."""
+        import numpy as np
+
+        return np.array([row.time for row in self.rows], dtype=np.float64)
+
+    @cached_property
+    def _steps_and_images(self) -> tuple[Counts, Counts]:
+        import numpy as np
+
+        return (
+            np.array([row.step for row in self.rows], dtype=np.int64),
+            np.array([row.images_seen for row in self.rows], dtype=np.int64),
+        )
+
+    def columns(self, metric: str) -> tuple[Counts, Counts, Floats, Floats]:
+        """Steps, images seen, unix times and values of a metric, nan included, in the order of the rows."""
+        import numpy as np
+
+        found = [number for number, row in enumerate(self.rows) if metric in row.metrics]
+        values = np.fromiter((self.rows[number].metrics[metric] for number in found), np.float64, len(found))
+        steps, images = self._steps_and_images
+        return steps[found], images[found], self.times[found], values
+
+    @cached_property
+    def metrics(self) -> tuple[str, ...]:
+        """The names that occur, those of the first rows first."""
+        return tuple(dict.fromkeys(name for row in self.rows for name in row.metrics))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run; `recipe` None: it cannot be read. `stages`: the recipe's, and those that have a folder, in order."""
+
+    name: str
+    folder: RunFolder
+    recipe: Recipe | None
+    stages: tuple[RunStage, ...]
+    notes: tuple[str, ...] = ()  # what could not be read, a line each
+
+    def stage(self, name: StageName) -> RunStage | None:
+        return next((stage for stage in self.stages if stage.name == name), None)
+
+
+def run_folder_at(path: Path) -> RunFolder:
+    """The run whose folder `path` is; UserError if it is none."""
+    place = path.resolve()
+    folder = RunFolder(runs_root=place.parent, name=place.name)
+    if not folder.is_begun():
+        raise UserError(f"{path} is no run: give the folder RUNS/NAME of one, which holds {RECIPE_FILE}")
+    return folder
+
+
+def read_run(folder: RunFolder) -> Run:
+    """Everything of a run that can be read."""
+    return RunReader(folder).read()
+
+
+class RunReader:
+    """Reads a run again and again, of its curves and events only what is new."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._stages: dict[StageName, _StageReader] = {}
+
+    def read(self) -> Run:
+        """The run as it is now."""
+        folder, notes = self._folder, list[str]()
+        recipe = self._recipe(notes)
+        wanted = () if recipe is None else recipe.stages.names
+        stages: list[RunStage] = []
+        for name in ALL_STAGES:
+            if name not in wanted and not folder.stage(name).is_dir():
+                continue
+            if folder.leads_out(name):
+                notes.append(one_line(f"{folder.stage(name)} is a link out of the run, and is not followed"))
+            else:
+                stages.append(self._stages.setdefault(name, _StageReader(folder, name)).read(notes))
+        return Run(folder.name, folder, recipe, tuple(stages), tuple(dict.fromkeys(notes)))
+
+    def _recipe(self, notes: list[str]) -> Recipe | None:
+        submitted = self._folder.path / SUBMITTED_RECIPE
+        path = self._folder.path / RECIPE_FILE
+        if not path.exists() and submitted.exists():
+            path = submitted
+        try:
+            return parse_recipe(path)
+        except (UserError, OSError, ValueError, RecursionError) as error:
+            notes.append(_unread(path, error))
+        return None
+
+
+class _StageReader:
+    def __init__(self, folder: RunFolder, name: StageName) -> None:
+        self._folder, self._name = folder, name
+        self._curve = MetricsFollower(folder.stage(name) / METRICS_FILE)
+        self._rows: tuple[MetricRow, ...] = ()
+        self._events: tuple[Event, ...] = ()
+        self._events_stamp: tuple[int, int] | None = None
+
+    def read(self, notes: list[str]) -> RunStage:
+        record = self._record(notes)
+        self._read_curve(notes)
+        self._read_events(notes)
+        return RunStage(self._name, self._folder.stage(self._name), record, self._rows, self._events)
+
+    def _record(self, notes: list[str]) -> StageRecord:
+        """A broken record counts as begun."""
+        try:
+            return self._folder.record(self._name)
+        except BrokenRecord as error:
+            notes.append(one_line(f"{error.path} is broken ({error.why})"))
+            return StageRecord(state="running")
+        except UserError as error:
+            notes.append(one_line(str(error)))
+            return StageRecord()
+
+    def _read_curve(self, notes: list[str]) -> None:
+        curve = self._curve
+        try:
+            new = tuple(curve.new_rows())
+            self._rows = new if curve.count == len(new) else self._rows + new
+        except OSError as error:
+            notes.append(_unread(curve.path, error))
+        if curve.damaged:
+            lines = f"{curve.damaged:,} damaged line{'s' if curve.damaged > 1 else ''}"
+            notes.append(one_line(f"{curve.path}: {lines} left out"))
+
+    def _read_events(self, notes: list[str]) -> None:
+        path = self._folder.stage(self._name) / EVENTS_FILE
+        try:
+            stat = path.stat()
+            if (stat.st_size, stat.st_mtime_ns) != self._events_stamp:
+                self._events, self._events_stamp = tuple(read_events(path)), (stat.st_size, stat.st_mtime_ns)
+        except FileNotFoundError:
+            self._events, self._events_stamp = (), None
+        except OSError as error:
+            notes.append(_unread(path, error))
+
+
+def _unread(path: Path, error: Exception) -> str:
+    text = one_line(str(error.strerror if isinstance(error, OSError) else error))
+    return text if text.startswith(str(path)) else f"{one_line(str(path))} cannot be read ({text})"
