@@ -166,9 +166,9 @@ def embedded(
 def _ways(image: PageImage, kind: str) -> list[Callable[[], tuple[str, bytes]]]:
     ways: list[Callable[[], tuple[str, bytes]]] = []
     svg = image.svg
-    if svg is not None and b"<svg" in svg[:2000] and svg.rstrip().endswith(b"</svg>"):
-        if len(svg) <= min(_SVG_MOST_BYTES, _SVG_MUCH_LARGER * len(image.raster)):
-            ways.append(lambda: ("image/svg+xml", svg))
+    is_whole = svg is not None and b"<svg" in svg[:2000] and svg.rstrip().endswith(b"</svg>")
+    if svg is not None and is_whole and len(svg) <= min(_SVG_MOST_BYTES, _SVG_MUCH_LARGER * len(image.raster)):
+        ways.append(lambda: ("image/svg+xml", svg))
     ways.append(lambda: (kind, image.raster))
     ways += [lambda way=way: ("image/webp", _as_webp(image.raster, quality=way[0], longest=way[1])) for way in _WEBP]
     return ways

@@ -13,7 +13,7 @@ from launch.pages.facts import stage_result
 from launch.pages.sections import recipe_rows
 from launch.terminal_curves import draw_curves
 from pipeline.recipe.vocabulary import ALL_STAGES, METRICS
-from pipeline.runs.history import RunHistory, StageHistory
+from pipeline.runs.read import Run, RunStage
 
 WIDTH = 80
 _HEIGHT = 11  # of a curve, in lines
@@ -22,7 +22,7 @@ _LONGEST_VALUE = 24
 _CURVES = (("val/loss", "train/loss"), ("val/top1", "val/accuracy"), ("opt/lr",))  # the first known of each
 
 
-def comparison(histories: Sequence[RunHistory], names: Sequence[str]) -> str:
+def comparison(histories: Sequence[Run], names: Sequence[str]) -> str:
     """The whole text, without a final line end."""
     runs = [(one_line(name), history) for name, history in zip(names, histories, strict=True)]
     heads = [
@@ -39,7 +39,7 @@ def comparison(histories: Sequence[RunHistory], names: Sequence[str]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _recipes(runs: Sequence[tuple[str, RunHistory]]) -> str:
+def _recipes(runs: Sequence[tuple[str, Run]]) -> str:
     rows = recipe_rows([history for _, history in runs])
     if rows is None:
         return "recipes: one cannot be read"
@@ -54,8 +54,8 @@ def _cut(value: str) -> str:
     return value if len(value) <= _LONGEST_VALUE else f"{value[: _LONGEST_VALUE - 1]}…"
 
 
-def _results(stages: Sequence[tuple[str, RunHistory, StageHistory | None]], *, title: str) -> str:
-    rows = [(title, "state", "images seen", "time", "score", "best", "difference")]
+def _results(stages: Sequence[tuple[str, Run, RunStage | None]], *, title: str) -> str:
+    rows: list[tuple[str, ...]] = [(title, "state", "images seen", "time", "score", "best", "difference")]
     first: float | None = None
     for name, history, stage in stages:
         if stage is None or (not stage.rows and stage.record.state == "new"):
@@ -68,7 +68,7 @@ def _results(stages: Sequence[tuple[str, RunHistory, StageHistory | None]], *, t
     return table(rows, align="llr", heading="ruled") if len(rows) > 1 else ""
 
 
-def _metrics(begun: Sequence[tuple[str, StageHistory]]) -> str:
+def _metrics(begun: Sequence[tuple[str, RunStage]]) -> str:
     """The last value of each metric that two runs have, with the difference to the first."""
     rows = []
     for metric in METRICS:
@@ -85,7 +85,7 @@ def _metrics(begun: Sequence[tuple[str, StageHistory]]) -> str:
     return table([heading[:2] + heading[3:], *rows], align="lr", heading="ruled") if rows else ""
 
 
-def _curves(stages: Sequence[StageHistory | None]) -> list[str]:
+def _curves(stages: Sequence[RunStage | None]) -> list[str]:
     """Held-out loss and score, or else those of training, and the learning rate."""
     found: list[str] = []
     for wanted in _CURVES:

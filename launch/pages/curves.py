@@ -20,7 +20,7 @@ from data_shards.text import printable
 from launch.pages.blocks import ChartBlock, DrawnChart, Legend
 from pipeline.recipe.vocabulary import METRICS
 from pipeline.runs.events import EventKind
-from pipeline.runs.history import StageHistory
+from pipeline.runs.read import RunStage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -118,7 +118,7 @@ _TITLES = {
 
 
 def stage_charts(
-    stages: Mapping[str, StageHistory], *, key: str, title: str, runs: Sequence[str], data_bytes: int
+    stages: Mapping[str, RunStage], *, key: str, title: str, runs: Sequence[str], data_bytes: int
 ) -> tuple[ChartBlock | None, list[str]]:
     """All charts of a stage (None: nothing to draw), and the titles of those that are always zero.
 
@@ -199,7 +199,7 @@ def chart_kinds(names: Sequence[str]) -> list[ChartKind]:
 
 
 def read_curve(
-    stage: StageHistory, metric: str, *, label: str = "", style: str = "", has_dots: bool = False
+    stage: RunStage, metric: str, *, label: str = "", style: str = "", has_dots: bool = False
 ) -> Curve | None:
     """A metric of a stage; None: it has no value that can be drawn."""
     steps, images, times, values = stage.columns(metric)
@@ -210,7 +210,7 @@ def read_curve(
     return Curve(label, style, has_dots, steps, images, training_seconds(stage, times), values).at(order)
 
 
-def training_seconds(stage: StageHistory, times: Floats) -> Floats:
+def training_seconds(stage: RunStage, times: Floats) -> Floats:
     """Seconds of training at these unix times, without the pauses before it was resumed; steps that were done twice
     count twice. Never descending."""
     starts = np.array([event.time for event in stage.events if event.kind == "start"])
@@ -274,7 +274,7 @@ def text(value: str) -> str:
     return escape(printable(value))
 
 
-def _styled(stage: StageHistory, kind: ChartKind, number: int, *, run: str, runs: Sequence[str]) -> Curve | None:
+def _styled(stage: RunStage, kind: ChartKind, number: int, *, run: str, runs: Sequence[str]) -> Curve | None:
     """The chart's metric of that number, with its colour and label."""
     metric, label = kind.metrics[number]
     if len(runs) > 1:
@@ -298,7 +298,7 @@ def _is_log(kind: ChartKind, curves: Sequence[Curve]) -> bool:
     return kind.scale == "log" and bool(values.min() > 0 and values.max() / values.min() > _LOG_RATIO)
 
 
-def _marks(stages: Mapping[str, StageHistory], *, is_named: bool) -> list[dict[str, Any]]:
+def _marks(stages: Mapping[str, RunStage], *, is_named: bool) -> list[dict[str, Any]]:
     """Restarts and trouble, which explain a curve; not the first start."""
     marks: list[dict[str, Any]] = []
     for run, stage in stages.items():
@@ -325,7 +325,7 @@ def _static_svg(kind: ChartKind, curves: Sequence[Curve], *, is_log: bool) -> st
         ys = (values - ends[0]) / (ends[1] - ends[0]) if high > low else np.where(np.isnan(values), values, 0.5)
         places = [f"{4 + 392 * x:.1f} {196 - 176 * y:.1f}" for x, y in zip(xs.tolist(), ys.tolist(), strict=True)]
         path = "".join(
-            f"{'M' if number == 0 or 'nan' in places[number - 1] else 'L'}{place}{'h.1' * (len(places) == 1)}"
+            f"M{place}h.1" if number == 0 or "nan" in places[number - 1] else f"L{place}"  # h: a lone point is seen
             for number, place in enumerate(places)
             if "nan" not in place
         )
@@ -343,8 +343,8 @@ def _alt(kind: ChartKind, curves: Sequence[Curve]) -> str:
     parts: list[str] = []
     for curve in curves[:8]:
         finite = curve.values[np.isfinite(curve.values)]
-        first, last, low, high = (kind.show(float(each)) for each in (finite[0], finite[-1], finite.min(), finite.max()))
-        parts.append(f"{curve.label} from {first} to {last}, between {low} and {high}")
+        said = (kind.show(float(each)) for each in (finite[0], finite[-1], finite.min(), finite.max()))
+        parts.append("{} from {} to {}, between {} and {}".format(curve.label, *said))
     return f"{kind.title} over images seen: {'; '.join(parts)}"
 
 

@@ -2,9 +2,9 @@
 
 import sys
 
-from launch.commands.results.report import write_report
+from launch.pages.sections import write_runs
 from pipeline.pictures.draw_process import main
-from pipeline.runs.history import read_history
+from pipeline.runs.read import read_run
 
 if __name__ == "__main__":
-    main(*sys.argv[1:], write_page=lambda folder: write_report([read_history(folder)]))
+    main(*sys.argv[1:], write_page=lambda folder: write_runs([read_run(folder)]))

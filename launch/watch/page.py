@@ -182,11 +182,15 @@ def _curves(stage: StageView, *, width: int, lines: int, glyphs: Glyphs) -> list
     columns = [
         [
             f"{name} {points[-1][1]:.4f}",
-            *draw_curves([tuple(zip(*points, strict=True))], width=each, height=lines - 1, marks=[mark]),
+            *draw_curves([_columns(points)], width=each, height=lines - 1, marks=[mark]),
         ]
         for name, points in shown
     ]
     return [Text("  ".join(cell.ljust(each) for cell in row).rstrip()) for row in zip(*columns, strict=True)]
+
+
+def _columns(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    return [step for step, _ in points], [value for _, value in points]
 
 
 def _events(events: Sequence[Event], *, width: int, lines: int, now: float) -> list[Text]:

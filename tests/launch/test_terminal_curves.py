@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from launch.terminal_curves import bar, draw_curves
 
+
 def chart(points: list[tuple[int, float]], *, width: int, height: int, mark: str = "") -> list[str]:
     steps, values = zip(*points, strict=True) if points else ((), ())
     return draw_curves([(steps, values)], width=width, height=height, marks=[mark])
@@ -75,3 +76,11 @@ def test_a_bar_is_full_at_the_end_alone() -> None:
     assert [bar(share, width=10, glyphs="ascii").count("#") for share in (-1, 0, 0.05, 0.5, 0.9999, 1, 2)] == [
         *(0, 0, 0, 5, 9, 10, 10)
     ]
+
+
+def test_marks_tell_curves_apart_and_one_without_values_keeps_its_own() -> None:
+    steps = list(range(1, 11))
+    curves = [(steps, steps), (steps, [math.nan] * 10), (steps, [-step for step in steps])]
+    lines = draw_curves(curves, width=60, height=8, marks="AxB", x_name="images")
+    assert all(len(line) <= 60 for line in lines) and "x" not in "".join(lines)
+    assert "A" in lines[0] and "B" in lines[6] and lines[0].rindex("A") > 50

@@ -43,7 +43,7 @@ def sync(
     from launch.run.lock import locked
     from pipeline.recipe.io import parse_recipe
     from pipeline.recipe.vocabulary import RECIPE_FILE
-    from pipeline.runs.history import run_folder_at
+    from pipeline.runs.read import run_folder_at
     from pipeline.tracking.sync import sync_run
 
     if to is not None and not to.startswith(_SCHEMES):
