@@ -1,4 +1,4 @@
-"""Read only what lies inside a folder that may be a stranger's: no links out of it, no FIFOs or devices (30 µs a file)."""
+"""Read only what lies inside a stranger's folder: no links out of it, no FIFOs or devices (30 µs a file)."""
 
 from __future__ import annotations
 

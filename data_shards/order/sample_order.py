@@ -1,16 +1,17 @@
 """Find the sample at any position of the stream, by a pure function without I/O.
 
-An epoch is a permutation of all samples. The shards are permuted and laid end to end, which gives every sample of the
-epoch a place 0..N-1; the places are cut into `lanes` equal spans, and each lane is shuffled within fixed windows. Global batch s takes the places [s*c, (s+1)*c) of every lane's stream, in lane order, where c = global
-batch / lanes. A rank owns whole lanes and so reads few shards. The position in training is one number, the images seen.
+An epoch is a permutation of all samples. The shards are permuted and laid end to end, which gives every sample a place
+0..N-1; the places are cut into `lanes` equal spans, and each lane is shuffled within windows. Global batch s takes the
+places [s*c, (s+1)*c) of every lane's stream, in lane order, where c = global batch / lanes. A rank owns whole lanes and
+so reads few shards. The position in training is one number, the images seen.
 
 No remainder is dropped or repeated. A lane's stream is its span of epoch 0, then of epoch 1, and so on. Where `lanes`
 does not divide N, the lanes take turns with a span longer by one sample: after e epochs lane l has been given
-floor((e*N + l) / lanes) samples, which sums to exactly e*N over the lanes (Hermite's identity). So each sample is
-visited exactly once an epoch; only the batch on the boundary may mix samples of two epochs.
+floor((e*N + l) / lanes) samples, which sums to exactly e*N over the lanes (Hermite's identity). So each sample comes
+exactly once an epoch; only the batch on the boundary may mix samples of two epochs.
 
-Cost: constant time and memory a sample; 16 bytes a shard for each epoch in use. Every product is at most the number
-of images seen, so 64-bit integers last for `MOST_IMAGES` (4 * 10^9 epochs of 10^9 samples). No I/O here.
+Cost: constant time a sample; 16 bytes a shard for each epoch in use (launch/bench/order.py: 10^9 samples in 10^5
+shards). Every product is at most the number of images seen, so 64-bit integers last for `MOST_IMAGES`.
 """
 
 from __future__ import annotations
