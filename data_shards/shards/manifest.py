@@ -256,11 +256,15 @@ def _shards(entries: list[Any]) -> PackedShards:
         is_plain = all(map(_PLAIN_FILE.fullmatch, files)) and "".join(digests).isascii()
         if is_plain and min(counts) >= 0 and max(counts) <= _MOST:
             return PackedShards.of(files, num_samples, num_bytes, digests)
-    counts = ("num_samples", "num_bytes")
     return PackedShards.of_shards(
         [
-            Shard(_inside(_typed(one, "file", str)), *(_count(one, key) for key in counts), _typed(one, "sha256", str))
-            for one in entries
+            Shard(
+                _inside(_typed(entry, "file", str)),
+                _count(entry, "num_samples"),
+                _count(entry, "num_bytes"),
+                _typed(entry, "sha256", str),
+            )
+            for entry in entries
         ]
     )
 
