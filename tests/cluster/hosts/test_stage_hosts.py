@@ -279,7 +279,7 @@ def test_what_an_attempt_that_was_cut_off_has_left_is_ended_by_the_next_one(host
         run.process.wait(timeout=PATIENCE_SECONDS)
         assert len(ranks) == 2 and all(rank.is_running() for rank in ranks)  # stand-ins do not watch their parents
         again = subprocess.Popen(
-            hosts.on("alpha", *drive(hosts, "ssh", 600.0), folder=run.folder),
+            hosts.on("alpha", *drive(hosts, 600.0), folder=run.folder),
             env={
                 **os.environ,
                 **hosts.environment(),
