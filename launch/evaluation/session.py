@@ -9,10 +9,10 @@ from pathlib import Path
 
 from data_shards.processes import num_cores
 from data_shards.text import one_line, table
-from launch.env import experiment_name, tracking_uri
 from launch.evaluation.options import TransferOptions
 from launch.flags import pixel_limit
-from launch.output import say
+from launch.local.env import experiment_name, tracking_uri
+from launch.local.output import say
 from launch.target import tell_result
 from pipeline.ranks.start_clock import StartClock
 from pipeline.tracking.one_run import log_result

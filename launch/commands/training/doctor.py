@@ -11,9 +11,9 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from launch.doctor.findings import Check, Diagnosis
-from launch.env import num_gpus, tracking_uri, without_place
 from launch.flags import CacheFolder, JsonFlag
-from launch.output import say
+from launch.local.env import num_gpus, tracking_uri, without_place
+from launch.local.output import say
 from pipeline.ranks.start_clock import StartClock
 
 _LEFT_OUT = ("imports", "arithmetic", "decoding", "all-reduce")

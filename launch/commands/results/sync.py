@@ -9,8 +9,8 @@ from cyclopts import Parameter
 
 from data_shards.errors import UserError
 from data_shards.text import one_line
-from launch.env import experiment_name, tracking_uri
-from launch.output import say
+from launch.local.env import experiment_name, tracking_uri
+from launch.local.output import say
 
 _SCHEMES = ("http:", "https:", "sqlite:", "postgresql", "mysql", "mssql", "databricks", "file:")
 

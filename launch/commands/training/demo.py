@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from data_shards.text import table
-from launch.env import num_gpus
 from launch.flags import RunsFolder
-from launch.output import go_on
+from launch.local.env import num_gpus
+from launch.local.output import go_on
 
 if TYPE_CHECKING:
     from pipeline.recipe.vocabulary import StageName
@@ -93,7 +93,7 @@ def demo(
         folders.append(run.folder)
     transferred, scratch = folders
     print(f"\n{comparison(transferred, scratch=scratch)}\n\n{next_commands(choice, runs_root=runs)}\n", flush=True)
-    from launch.commands.report import report_beside
+    from launch.commands.results.report import report_beside
 
     print(f"report  {report_beside(transferred, others=[scratch])}")
     return 0

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from launch.commands import predict as predict_command
+from launch.commands.models import predict as predict_command
 from model.config import ModelConfig
 from model.formats.torch_export import write_torch_export
 from model.saved import SavedModelMeta, build_described, save_model
@@ -174,7 +174,7 @@ def test_a_reader_that_has_seen_enough(work: Path) -> None:
 
 def test_nothing_is_loaded_before_mistakes_are_found(run_cli: RunCli, work: Path) -> None:
     """Importing the command is cheap: `shardvit --help` imports it."""
-    code = "import launch.commands.predict, sys\n"
+    code = "import launch.commands.models.predict, sys\n"
     code += "print([name for name in ('torch', 'numpy', 'timm') if name in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -17,7 +17,7 @@ from data_shards.shards.manifest import Manifest, Shard, write_manifest
 from data_shards.store.download import StoreError
 from data_shards.store.store import Store
 from data_shards.text import show_bytes
-from launch.commands.plan import plan
+from launch.commands.training.plan import plan
 from launch.plan import gathering as planning
 from launch.plan.gathering import make_plan
 from launch.plan.options import PlanOptions
@@ -289,7 +289,7 @@ def test_the_command_prints_the_page_or_json(tmp_path: Path, capsys: pytest.Capt
 def test_a_plan_needs_no_torch(tmp_path: Path):
     (tmp_path / "three.yaml").write_text(yaml.safe_dump(tree()), encoding="utf-8")
     code = (
-        "import sys; from launch.commands.plan import PlanOptions, plan; "
+        "import sys; from launch.commands.training.plan import PlanOptions, plan; "
         "plan('three.yaml', options=PlanOptions(gpus=8, gpu='h200')); "
         "assert not {'torch', 'deepspeed', 'timm', 'mlflow'} & set(sys.modules)"
     )

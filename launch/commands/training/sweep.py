@@ -9,9 +9,9 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from data_shards.errors import UserError
-from launch.env import paths_file
 from launch.flags import DataFile, RunsFolder
-from launch.output import go_on
+from launch.local.env import paths_file
+from launch.local.output import go_on
 from pipeline.recipe.vocabulary import StageName
 
 

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from launch.evaluation.options import MostImages, SetOptions, TransferOptions
 from launch.flags import demand_counts, flag_mistake
-from launch.output import say
+from launch.local.output import say
 from pipeline.ranks.start_clock import StartClock
 
 if TYPE_CHECKING:

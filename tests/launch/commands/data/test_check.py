@@ -18,7 +18,7 @@ from PIL import Image
 # `main` reads sys.argv, which is what these tests set.
 pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 Call = Callable[..., tuple[int, str, str]]
 
 

@@ -11,7 +11,7 @@ from data_shards.errors import UserError
 from data_shards.text import printable
 from data_shards.vocabulary import USUAL_MOST_PIXELS
 from launch.flags import MaxImagePixels, pixel_limit, size_bytes
-from launch.output import go_on
+from launch.local.output import go_on
 
 if TYPE_CHECKING:
     from data_shards.packing.request import Exclusion

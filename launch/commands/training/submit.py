@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from data_shards.errors import UserError
-from launch.env import paths_file
 from launch.flags import DataFile
-from launch.output import say
+from launch.local.env import paths_file
+from launch.local.output import say
 from launch.slurm.options import JobOptions
 from pipeline.recipe.vocabulary import StageName
 

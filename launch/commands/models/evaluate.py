@@ -13,7 +13,6 @@ from cyclopts import Parameter
 from data_shards.errors import UserError
 from data_shards.text import one_line, table
 from data_shards.vocabulary import USUAL_MOST_PIXELS, EvalProtocol
-from launch.env import experiment_name, num_gpus, tracking_uri
 from launch.evaluation.exchanged import read_result, write_request
 from launch.flags import (
     Device,
@@ -26,7 +25,8 @@ from launch.flags import (
     pixel_limit,
 )
 from launch.local.endings import reason
-from launch.output import say
+from launch.local.env import experiment_name, num_gpus, tracking_uri
+from launch.local.output import say
 from launch.target import Force, JsonFile, demand_target, tell_result
 from pipeline.evaluation.request import Among, EvalRequest, LabelSet, Matching
 from pipeline.recipe.vocabulary import EXIT_USER_ERROR, EvalMetric

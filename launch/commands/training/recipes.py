@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from data_shards.errors import UserError
-from launch.env import paths_file
 from launch.flags import DataFile
+from launch.local.env import paths_file
 
 if TYPE_CHECKING:
     from pipeline.recipe.schema import Recipe

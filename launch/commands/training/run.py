@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from data_shards.errors import UserError
-from launch.env import paths_file
 from launch.flags import DataFile, RunsFolder
-from launch.output import go_on
+from launch.local.env import paths_file
+from launch.local.output import go_on
 from pipeline.recipe.vocabulary import StageName
 
 
@@ -127,7 +127,7 @@ def train(
     """Run one stage of a recipe on this rank: what every launcher starts (`shardvit run` does it for you).
 
     Some examples:
-        python -P -m launch.local.torchrun --nproc-per-node 8 -m launch.train my.yaml --stage pretrain --runs runs
+        python -P -m launch.local.torchrun --nproc-per-node 8 -m launch.train my.yaml --stage pretrain
 
         shardvit train my.yaml --stage swap_head
     """

@@ -10,8 +10,8 @@ import pytest
 from cyclopts import App
 
 from data_shards.errors import UserError
-from launch.commands import table8
-from launch.commands.table8 import CELLS, RECIPE, Result, format_results, run_cells
+from launch.commands.models import table8
+from launch.commands.models.table8 import CELLS, RECIPE, Result, format_results, run_cells
 from launch.local.start import Launch
 from launch.run import pipeline_run
 from pipeline.recipe.io import load_recipe

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from launch.env import paths_file
 from launch.flags import DataFile, JsonFlag
+from launch.local.env import paths_file
 from launch.plan.options import PlanOptions
 
 _NO_OPTIONS = PlanOptions()

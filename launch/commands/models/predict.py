@@ -19,7 +19,7 @@ from data_shards.errors import UserError
 from data_shards.text import one_line
 from data_shards.vocabulary import USUAL_MOST_PIXELS
 from launch.flags import Device, MaxImagePixels, WhichWeights, demand_counts, pixel_limit
-from launch.output import say
+from launch.local.output import say
 
 if TYPE_CHECKING:
     from pipeline.using.predict import ImagePrediction

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.env import first_host, meeting_port, most_tasks, read_step
+from launch.local.env import first_host, meeting_port, most_tasks, read_step
 
 
 @pytest.mark.parametrize(

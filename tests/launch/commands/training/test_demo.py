@@ -8,8 +8,8 @@ import pytest
 
 from data_shards.packing.sources.recognise import open_source
 from data_shards.vocabulary import GOOGLES
-from launch.commands.demo import CHOICES, comparison, next_commands
-from launch.commands.demo import _shard_paths as shard_paths
+from launch.commands.training.demo import CHOICES, comparison, next_commands
+from launch.commands.training.demo import _shard_paths as shard_paths
 from model.formats.export import formats_of
 from model.vocabulary import ExportFormat
 from pipeline.recipe.io import load_recipe

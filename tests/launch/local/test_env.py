@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from data_shards.errors import UserError
-from launch.env import (
+from launch.local.env import (
     experiment_name,
     job_tags,
     num_gpus,

@@ -13,7 +13,6 @@ from data_shards.errors import UserError
 from data_shards.shards.location import redacted
 from data_shards.text import printable
 from data_shards.vocabulary import USUAL_MOST_PIXELS
-from launch.env import paths_file
 from launch.flags import (
     CacheFolder,
     DataFile,
@@ -25,6 +24,7 @@ from launch.flags import (
     pixel_limit,
     size_bytes,
 )
+from launch.local.env import paths_file
 from launch.target import INDEX_FILE, Force, demand_target, page_mark
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from data_shards.errors import UserError
-from launch.output import say
+from launch.local.output import say
 from launch.target import Force, demand_target, page_mark
 from pipeline.recipe.vocabulary import PAGE_FILE
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from data_shards.errors import UserError
-from launch.commands.report import compare, report, report_beside, run_names
+from launch.commands.results.report import compare, report, report_beside, run_names
 from launch.pages.blocks import ShownNumber
 from launch.pages.compare import WIDTH, plot
 from launch.pages.curves import Curve

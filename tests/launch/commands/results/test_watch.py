@@ -17,7 +17,7 @@ from typing import Literal
 import pytest
 
 from launch.cli import app
-from launch.commands import watch as command
+from launch.commands.results import watch as command
 from tests.launch.watch.test_page import Run
 from tests.terminal import terminal
 

@@ -11,7 +11,7 @@ import pytest
 
 import launch.train
 from data_shards.text import show_duration
-from launch.commands.recipes import listing
+from launch.commands.training.recipes import listing
 from launch.plan.gathering import make_plan
 from launch.plan.options import PlanOptions
 from pipeline.recipe.io import load_recipe, parse_recipe
@@ -124,7 +124,7 @@ def test_a_misspelt_name_is_answered(call: Call):
 
 def test_listing_imports_neither_torch_nor_numpy():
     script = (
-        "import sys\nfrom launch.commands.recipes import listing\nlisting()\n"
+        "import sys\nfrom launch.commands.training.recipes import listing\nlisting()\n"
         "print([name for name in ('torch', 'numpy', 'mlflow', 'deepspeed') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
