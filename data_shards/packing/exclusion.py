@@ -1,9 +1,9 @@
 """Leave out training images that are also in other sets, such as test sets, and list them.
 
-OUT/excluded.jsonl has one image a line: path, split, label; kind, likeness and mirrored (see
-`near_duplicates.matches`); the other set, and shard and key there. OUT/unsure.jsonl has images that may be in another set and were packed.
-OUT/excluded.html shows both as pairs. Decodes every training image once more; fingerprints are kept in the user's
-cache, so a packing that was killed does not decode them again.
+OUT/excluded.jsonl has one image a line: path, split, label; kind, likeness and mirrored (see `matches`); the other set,
+and shard and key there. OUT/unsure.jsonl has images that may be in another set and were packed. OUT/excluded.html shows
+both as pairs. Decodes every training image once more; fingerprints are kept in the user's cache, so a packing that was
+killed does not decode them again.
 """
 
 from __future__ import annotations

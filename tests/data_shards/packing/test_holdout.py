@@ -73,7 +73,7 @@ def test_the_list_file(tmp_path: Path):
     (tmp_path / "same.txt").write_text("b/ü 2.jpg\na/1.jpg\n")
     assert str(read_holdout_list(tmp_path / "same.txt", root=tmp_path)).split()[-1] == str(found).split()[-1]
     (tmp_path / "other.txt").write_text("b/ü 2.jpg\n")
-    assert read_holdout_list(tmp_path / "other.txt", root=tmp_path).digest != found.digest
+    assert str(read_holdout_list(tmp_path / "other.txt", root=tmp_path)).split()[-1] != str(found).split()[-1]
 
 
 @pytest.mark.parametrize(
