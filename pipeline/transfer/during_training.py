@@ -25,7 +25,7 @@ from data_shards.images.transforms import EvalTransform
 from data_shards.loading.assemble import Access
 from data_shards.loading.batch import Batch, batch_of
 from data_shards.loading.loader import EvalBatches, eval_batches
-from data_shards.reading.label_column import label_column
+from data_shards.reading.shard_reader import label_column
 from data_shards.shards.shard_set import ShardSet
 from data_shards.text import parse_bytes
 from pipeline.engine.protocol import Engine

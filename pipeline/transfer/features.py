@@ -31,7 +31,7 @@ from data_shards.loading.assemble import Access
 from data_shards.loading.batch import Batch, Fault
 from data_shards.loading.device_prefetch import Batches, prefetch_to_device
 from data_shards.loading.loader import EvalBatches, eval_batches
-from data_shards.reading.label_column import UNKNOWN
+from data_shards.reading.shard_reader import UNKNOWN
 from data_shards.shards.shard_set import ShardSet
 from data_shards.store.store import Store
 from data_shards.vocabulary import GOOGLES, Normalisation

@@ -15,7 +15,7 @@ import torch
 
 from data_shards.errors import UserError
 from data_shards.loading.batch import Fault
-from data_shards.reading.label_column import UNKNOWN, label_column
+from data_shards.reading.shard_reader import UNKNOWN, label_column
 from pipeline.transfer.data_sets import TransferSet, check_sets
 from pipeline.transfer.features import Features, FeatureStore, shot_features
 from pipeline.transfer.knn import knn_votes

@@ -153,7 +153,7 @@ def test_a_repeat_reads_and_decodes_nothing(work: Path, monkeypatch: pytest.Monk
 
 
 def _shots(data: TransferSet) -> int:
-    from data_shards.reading.label_column import label_column
+    from data_shards.reading.shard_reader import label_column
     from pipeline.transfer.shots import choose_shots
 
     labels = label_column(data.train)
