@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from data_shards.shards.shard_set import ShardEntry, ShardSet
-from data_shards.store.cache import NoRoom
-from data_shards.store.cache_folder import TOUCH_SECONDS
+from data_shards.store.cache import TOUCH_SECONDS, CacheFull
 from data_shards.store.remote_errors import DownloadStopped
 from data_shards.store.store import Store
 
@@ -95,7 +94,7 @@ class Prefetcher:
                 self._store.prefetch(self._entries[shard], stop=self._pulse)
                 self._ahead[shard] = step, self._store.keep(self._entries[shard]) or 0
                 return
-            except NoRoom:
+            except CacheFull:
                 self._pause(_NO_ROOM_SECONDS)
             except DownloadStopped:
                 raise
