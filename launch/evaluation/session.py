@@ -15,8 +15,8 @@ from launch.flags import pixel_limit
 from launch.output import say
 from launch.target import tell_result
 from pipeline.ranks.start_clock import StartClock
-from pipeline.tracking.one_run import log_result
-from pipeline.tracking.runs import DatasetInput
+from pipeline.tracking.command_runs import CommandResult, log_result
+from pipeline.tracking.facts import DatasetInput
 from pipeline.transfer.features import FeatureReading, FeatureStore, default_features_folder
 from pipeline.transfer.measure import SetMeasured
 from pipeline.transfer.origin import model_origin
@@ -113,8 +113,8 @@ class Session:
             "value": [each.value for each in record.results],
         }
         about = {"model": record.model, "layer": record.layer, "images_seen": record.images_seen}
-        log_result(
-            f"{record.command}-{record.run or Path(record.model).stem}-{record.name}",
+        result = CommandResult(
+            name=f"{record.command}-{record.run or Path(record.model).stem}-{record.name}",
             kind=record.command,
             params={**about, **params},
             metrics=metrics_of(record),
@@ -129,10 +129,8 @@ class Session:
             files=[file],
             tables={"transfer": columns},
             of_run=self._origin.run,
-            tracking_uri=tracking_uri(),
-            experiment=experiment_name(),
-            say=say,
         )
+        log_result(result, tracking_uri=tracking_uri(), experiment=experiment_name(), say=say)
 
 
 def tell(measured: SetMeasured) -> None:
