@@ -31,7 +31,7 @@ import psutil
 
 from data_shards.durable import break_links
 from data_shards.text import parse_json, printable
-from launch.env import experiment_name, tracking_uri
+from launch.local.env import experiment_name, tracking_uri
 from pipeline.recipe.io import parse_recipe
 from pipeline.recipe.vocabulary import ALL_STAGES, PICTURES_LOG, RECIPE_FILE, TRACKING_FOLDER, StageName
 from pipeline.runs.pictures import Moment
@@ -235,7 +235,7 @@ def _draw_all(
     while pending := _pending(lines):
         if pictures == "off":
             continue
-        from launch.commands.report import write_report
+        from launch.commands.results.report import write_report
         from pipeline.pictures.drawing import draw, request_of
 
         for asked in pending:

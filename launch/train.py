@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, NoReturn
 from data_shards.errors import AgreedError, SampleError, UserError, WorkerDied
 from data_shards.working_folder import leave_out
 from launch.draw_and_send import DrawAndSend
-from launch.env import (
+from launch.local.env import (
     job_tags,
     node_share,
     omp_num_threads,
@@ -45,9 +45,9 @@ from launch.env import (
     tracking_uri,
     without_place,
 )
+from launch.local.output import go_on, say
 from launch.local.processes import RANK_COMMAND, handled
 from launch.local.start import run_node
-from launch.output import go_on, say
 from launch.run.disk import Presence, disk_problem, gone
 from launch.run.lock import locked
 from launch.run.results import describe_results

@@ -280,7 +280,7 @@ class TrainLoader:
 
     def _start(self) -> None:
         access, upcoming = self._batches.access, self._batches.upcoming(self.step)
-        self._prefetcher = start_prefetch(access.store, access.shards.shards, upcoming=upcoming)
+        self._prefetcher = start_prefetch(access.store, access.shards, upcoming=upcoming)
         numbers = self._numbers()
         self._coming = iter(numbers)
         self._iterator = iterate(self._batches, numbers=numbers, workers=self._workers, kind=self._kind)
@@ -307,7 +307,7 @@ def eval_batches(
     """All batches of an evaluation from number `first` on, in order; raises UserError and WorkerDied as `TrainLoader`
     does."""
     upcoming = ((number, shards) for number, shards in batches.upcoming() if number >= first)
-    prefetcher = start_prefetch(batches.access.store, batches.access.shards.shards, upcoming=upcoming)
+    prefetcher = start_prefetch(batches.access.store, batches.access.shards, upcoming=upcoming)
     try:
         items = iterate(batches, numbers=range(first, len(batches)), workers=workers, kind=kind)
         for number, batch in enumerate(items, start=first):

@@ -24,8 +24,7 @@ from data_shards.checking.near_duplicates.page import write_page
 from data_shards.packing.found import EXCLUDED_FILE, UNSURE_FILE, write_lines
 from data_shards.packing.request import PackRequest
 from data_shards.packing.shard_plan import PackPlan, ShardPlan
-from data_shards.packing.sources import Source
-from data_shards.packing.sources.base import SplitName
+from data_shards.packing.sources.base import Source, SplitName
 from data_shards.shards.shard_set import Report
 
 EXCLUDED_PAGE = "excluded.html"

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from data_shards.durable import flush
 from data_shards.errors import UserError
 from data_shards.packing.shard_plan import PackPlan
-from data_shards.packing.sources import Source
-from data_shards.packing.sources.base import SplitName
+from data_shards.packing.sources.base import Source, SplitName
 from data_shards.packing.work import DIGEST_BYTES, ShardRecord
 from data_shards.shards.manifest import Manifest
 from data_shards.text import counted, show_bytes, show_duration

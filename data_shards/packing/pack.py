@@ -52,8 +52,9 @@ from data_shards.packing.request import PackRequest
 from data_shards.packing.seen import compare_seen, write_seen
 from data_shards.packing.shard_plan import LABEL_SPECS, PackPlan, ShardPlan, class_numbers, make_plan, needed_bytes
 from data_shards.packing.shard_writer import plan_mark, read_digests, write_shards
-from data_shards.packing.sources import Source, Unpacking, open_source
-from data_shards.packing.sources.base import SplitName
+from data_shards.packing.sources.archive import Unpacking
+from data_shards.packing.sources.base import Source, SplitName
+from data_shards.packing.sources.recognise import open_source
 from data_shards.packing.split import read_holdout_list
 from data_shards.packing.work import ShardRecord, WorkFolder, open_work, unpacked_path, work_path
 from data_shards.processes import num_cores

@@ -10,7 +10,9 @@ from typing import Literal
 from data_shards.errors import UserError
 from data_shards.images.decode import PixelLimit
 from data_shards.packing.image import PACKED_LIMIT, Resize
-from data_shards.packing.sources import LabelList, Published, Source
+from data_shards.packing.sources.base import Source
+from data_shards.packing.sources.label_list import LabelList
+from data_shards.packing.sources.recognise import Published
 from data_shards.packing.split import Holdout, HoldoutCount, HoldoutList
 from data_shards.shards.shard_set import ShardSet
 from data_shards.store.store import Store

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from data_shards.errors import UserError
 from data_shards.packing.request import PackRequest
-from data_shards.packing.sources import ImageSet, Source
-from data_shards.packing.sources.base import SplitName
+from data_shards.packing.sources.base import ImageSet, Source, SplitName
 from data_shards.packing.split import HoldoutCount, hash_order, hold_out
 from data_shards.shards.labels import LabelSpec, similar_names
 from data_shards.text import named

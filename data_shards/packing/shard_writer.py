@@ -24,7 +24,7 @@ from data_shards.errors import UnreadableImage
 from data_shards.packing.image import prepare_image
 from data_shards.packing.request import PackRequest
 from data_shards.packing.shard_plan import LABEL_SPECS, ShardPlan
-from data_shards.packing.sources import ImageSet
+from data_shards.packing.sources.base import ImageSet
 from data_shards.packing.work import DIGEST_BYTES, RefusedImage, ShardRecord
 from data_shards.progress_line import Progress
 from data_shards.shards.manifest import Shard

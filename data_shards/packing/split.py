@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.errors import UserError
-from data_shards.packing.sources import ImageSet, Source
-from data_shards.packing.sources.base import SplitName
+from data_shards.packing.sources.base import ImageSet, Source, SplitName
 from data_shards.packing.sources.label_list import clean_path, read_lines
 
 

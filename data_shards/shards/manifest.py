@@ -261,7 +261,7 @@ def _shards(entries: list[Any]) -> PackedShards:
         counts = num_samples + num_bytes
         is_plain = all(map(_PLAIN_FILE.fullmatch, files)) and "".join(digests).isascii()
         if is_plain and min(counts) >= 0 and max(counts) <= _MOST:
-            return PackedShards.of(files, num_samples=num_samples, num_bytes=num_bytes, sha256=digests)
+            return PackedShards.of(files, num_samples, num_bytes, digests)
     return PackedShards.of_shards(
         [
             Shard(

@@ -17,8 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from data_shards.errors import UserError
-from data_shards.shards.shard_index import MOST_TAR_BYTES, ShardIndex, Texts, load_index
+from data_shards.shards.shard_index import MOST_TAR_BYTES, ShardIndex, load_index
 from data_shards.shards.tar_walk import TarDamage, walk_tar
+from data_shards.shards.texts import Texts
 from data_shards.shards.webdataset_parts import split_name
 from data_shards.text import one_line
 from data_shards.vocabulary import LabelPart

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from data_shards.shards.location import PIPE, protocol, redact_text
 from data_shards.shards.webdataset_parts import part
-from data_shards.store.remote_errors import DownloadStopped, Refused, Stop, Transient, Wrong, translated
+from data_shards.store.remote_errors import DownloadStopped, Refused, Stop, Transient, Wrong, translate_errors
 from data_shards.working_folder import users_environment
 
 _PIECE_BYTES = 2**20
@@ -60,7 +60,7 @@ def pipe_pieces(url: str, *, stall_seconds: float, stop: Stop) -> Generator[byte
 
 def gopen_pieces(url: str, *, stall_seconds: float, stop: Stop) -> Generator[bytes, None, None]:
     """What `gopen` reads from `url`; raises as `pipe_pieces`. A handler that runs no program has its own timeouts."""
-    with translated():
+    with translate_errors():
         try:
             stream: Any = part("gopen").gopen(url, bufsize=0)
         except FileNotFoundError as error:
@@ -73,7 +73,7 @@ def gopen_pieces(url: str, *, stall_seconds: float, stop: Stop) -> Generator[byt
             while True:
                 if stop():
                     raise DownloadStopped
-                with translated():
+                with translate_errors():
                     piece = stream.read(_PIECE_BYTES)
                 if not piece:
                     return

@@ -11,10 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from data_shards.shards.location import is_local
-from data_shards.shards.shard_set import ColumnShards, ShardEntry
-from data_shards.store.cache import NoRoom
-from data_shards.store.cache_folder import TOUCH_SECONDS
+from data_shards.shards.shard_set import ShardEntry, ShardSet
+from data_shards.store.cache import TOUCH_SECONDS, CacheFull
 from data_shards.store.remote_errors import DownloadStopped
 from data_shards.store.store import Store
 
@@ -28,18 +26,13 @@ _CLOSE_SECONDS = 5.0
 
 
 def start_prefetch(
-    store: Store | None, entries: Sequence[ShardEntry], *, upcoming: Iterator[tuple[int, Sequence[int]]]
+    store: Store | None, shards: ShardSet, *, upcoming: Iterator[tuple[int, Sequence[int]]]
 ) -> Prefetcher | None:
-    """A running prefetcher; None if every shard is a local file (`upcoming` is not touched)."""
-    if store is None or store.cache is None or all_local(entries):
+    """Start a prefetcher; None if every shard is a local file (`upcoming` is not touched)."""
+    if store is None or store.cache is None or shards.is_local:
         return None
     lookahead_bytes = int(store.cache.limit_bytes * _LOOKAHEAD_SHARE)
-    return Prefetcher(store, entries, upcoming=upcoming, lookahead_bytes=lookahead_bytes)
-
-
-def all_local(entries: Sequence[ShardEntry]) -> bool:
-    """Whether all are local files."""
-    return entries.is_local if isinstance(entries, ColumnShards) else all(is_local(entry.url) for entry in entries)
+    return Prefetcher(store, shards.shards, upcoming=upcoming, lookahead_bytes=lookahead_bytes)
 
 
 class Prefetcher:
@@ -101,7 +94,7 @@ class Prefetcher:
                 self._store.prefetch(self._entries[shard], stop=self._pulse)
                 self._ahead[shard] = step, self._store.keep(self._entries[shard]) or 0
                 return
-            except NoRoom:
+            except CacheFull:
                 self._pause(_NO_ROOM_SECONDS)
             except DownloadStopped:
                 raise

@@ -117,7 +117,7 @@ class Store:
 
         Raises:
             StoreError, UserError: it failed, as it will for the shard's reader.
-            NoRoom: all shards in the cache are in use.
+            CacheFull: all shards in the cache are in use.
             DownloadStopped: `stop`, which is asked several times a second, returned True.
         """
         if not is_local(entry.url):

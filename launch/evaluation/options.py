@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from data_shards.vocabulary import USUAL_MOST_PIXELS
-from launch.env import tracking_uri
 from launch.flags import Device, MaxImagePixels, TarClasses, TarLabel, WhichWeights, demand_counts, pixel_limit
+from launch.local.env import tracking_uri
 from launch.target import Force, JsonFile, demand_target
 
 MostImages = Annotated[

@@ -9,18 +9,17 @@ from pathlib import Path
 
 from data_shards.processes import num_cores
 from data_shards.text import one_line, table
-from launch.env import experiment_name, tracking_uri
 from launch.evaluation.options import TransferOptions
 from launch.flags import pixel_limit
-from launch.output import say
+from launch.local.env import experiment_name, tracking_uri
+from launch.local.output import say
 from launch.target import tell_result
 from pipeline.ranks.start_clock import StartClock
 from pipeline.tracking.command_runs import CommandResult, log_result
 from pipeline.tracking.facts import DatasetInput
 from pipeline.transfer.features import FeatureReading, FeatureStore, default_features_folder
 from pipeline.transfer.measure import SetMeasured
-from pipeline.transfer.origin import model_origin
-from pipeline.transfer.results import Command, TransferRecord, TransferScore, metrics_of, save_record
+from pipeline.transfer.results import Command, TransferRecord, TransferScore, metrics_of, model_origin, save_record
 from pipeline.using.predict import open_predictor
 
 _MOST_WORKERS = 16

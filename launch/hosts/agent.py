@@ -33,7 +33,7 @@ from pathlib import Path
 import psutil
 
 from data_shards.durable import replace_text
-from launch.env import RENDEZVOUS, RUN_MARK, SUPERVISOR_PID, num_gpus, without_place
+from launch.local.env import RENDEZVOUS, RUN_MARK, SUPERVISOR_PID, num_gpus, without_place
 from launch.local.processes import join_thread, kill_all, marked, marked_ranks
 
 _POLL_SECONDS = 0.05

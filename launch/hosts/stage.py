@@ -29,7 +29,6 @@ from pathlib import Path
 from data_shards.shards.location import Commands, is_local, local_path
 from data_shards.shards.manifest import MANIFEST_FILE
 from data_shards.shards.shard_set import ShardSet
-from launch.env import RENDEZVOUS, RUN_MARK, without_place
 from launch.hosts import pdsh
 from launch.hosts.agent import AgentOrder, rendezvous_name
 from launch.hosts.hostfile import Fleet, Host
@@ -37,13 +36,14 @@ from launch.hosts.preflight import Ready, preflight
 from launch.hosts.remote import Connection
 from launch.hosts.variables import travelling
 from launch.local.endings import overall_code, signal_of
+from launch.local.env import RENDEZVOUS, RUN_MARK, without_place
+from launch.local.output import say
 from launch.local.processes import STOP_SIGNALS, handled
 from launch.local.start import STOPPING, Launch, rank_arguments, run_stage_locally
-from launch.output import say
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import EXIT_STOPPED, StageName
 from pipeline.stage.data import open_data
-from pipeline.transfer.few_shot_data import open_few_shot
+from pipeline.transfer.data_sets import open_few_shot
 
 _HEARTBEAT_SECONDS = 5.0  # to the agents
 _SILENCE_SECONDS = 45.0  # longer than ssh's own timeout: both sides notice

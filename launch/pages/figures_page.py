@@ -22,7 +22,7 @@ from data_shards.shards.shard_set import ShardsSpec
 from data_shards.store.cache import CacheConfig
 from data_shards.store.store import Store
 from data_shards.text import one_line
-from launch.output import say
+from launch.local.output import say
 from launch.pages.blocks import PageBlock, PageImage, PagePicture, PageSection, PageText
 from launch.pages.shards_page import Shown, write_page
 from model.saved import SavedModelMeta
@@ -36,7 +36,7 @@ from pipeline.recipe.io import parse_recipe
 from pipeline.recipe.vocabulary import RECIPE_FILE, WeightsKind
 from pipeline.runs.evaluations import OWN_SET
 from pipeline.runs.pictures import DrawRequest
-from pipeline.transfer.origin import model_origin
+from pipeline.transfer.results import model_origin
 from pipeline.using.find_model import FoundModel, find_model
 from pipeline.using.predict import DeviceChoice, chosen_device
 

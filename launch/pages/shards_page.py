@@ -18,7 +18,6 @@ from data_shards.reading.opening import open_shards, splits_below
 from data_shards.reading.overview import Overview, inspect_shards
 from data_shards.shards.location import redacted
 from data_shards.shards.shard_set import ShardSet, ShardsSpec
-from data_shards.store.prefetch import all_local
 from data_shards.store.store import Store
 from data_shards.text import counted, one_line, show_bytes
 from launch.pages.blocks import PageBlock, PageImage, PagePicture, PageSection, PageTable, PageText
@@ -212,7 +211,7 @@ def _set_section(
     size = "" if shards.num_bytes is None else f", {show_bytes(shards.num_bytes)}"
     of = "" if seen.is_whole else f" of {seen.opened:,} shards"
     effort = f"{show_bytes(seen.bytes_read)} were read{of}"
-    if not all_local(shards.shards):
+    if not shards.is_local:
         effort = f"{counted(seen.opened, 'shard')} {'was' if seen.opened == 1 else 'were'} fetched"
     intro = (
         f"{shards.source}: {counted(shards.num_samples, 'image')} of {shards.num_classes:,} classes in "

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from data_shards.durable import replace_text
 from data_shards.text import parse_json, table
-from launch.env import experiment_name, tracking_uri
+from launch.local.env import experiment_name, tracking_uri
 from launch.sweep.points import FINAL, Point, Sweep
 from launch.sweep.worth import beyond, standard_error
 from pipeline.recipe.schema import Recipe
@@ -188,7 +188,7 @@ def _number(value: float | None) -> str:
 
 def tell(sweep: Sweep, record: SweepRecord, *, status: RunStatus) -> None:
     """Bring the sweep's own MLflow run, the parent of its runs, up to date; says what goes wrong, raises nothing."""
-    from launch.output import say
+    from launch.local.output import say
     from pipeline.tracking.command_runs import SweepNews, log_sweep
 
     chosen = next((one for one in record.points if one.name == record.chosen), None)

@@ -21,8 +21,7 @@ import torch
 from data_shards.loading.batch import Batch
 from pipeline.engine.protocol import Engine
 from pipeline.evaluation import scores
-from pipeline.evaluation.average_precision import average_precision
-from pipeline.evaluation.scores import Answered
+from pipeline.evaluation.scores import Answered, average_precision
 from pipeline.ranks.place import Place
 from pipeline.recipe.vocabulary import OWN_SET, EvalMetric, WeightsKind
 from pipeline.runs.evaluations import KEPT_SAMPLES, Evaluation, Floats, Judged, PerClass, save_evaluation

@@ -10,9 +10,20 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from pipeline.runs.evaluations import CALIBRATION_BINS, MOST_CONFUSED_CLASSES, Calibration, Counts, Floats, PerClass
+from data_shards.text import one_line
+from pipeline.runs.evaluations import (
+    CALIBRATION_BINS,
+    MOST_CONFUSED_CLASSES,
+    OWN_SET,
+    Calibration,
+    Counts,
+    Evaluation,
+    Floats,
+    PerClass,
+)
 
 
 @dataclass(frozen=True)
@@ -100,3 +111,43 @@ def worst(answered: Answered, *, count: int) -> Counts:
 def shares(part: NDArray[np.int64] | Floats, *, of: Counts) -> Floats:
     """Element by element; NaN where `of` is 0."""
     return np.divide(part, of, out=np.full(len(of), math.nan), where=of > 0)
+
+
+def average_precision(scores: torch.Tensor, *, positive: torch.Tensor) -> float:
+    """sum_k (R_k - R_(k-1)) P_k over the thresholds k, without interpolation (scikit-learn's too); NaN without a
+    positive.
+
+    Args:
+        scores: [n], of any range; NaN counts as the lowest.
+        positive: bool [n], images that have the class.
+    """
+    if not positive.any():
+        return math.nan
+    from torchmetrics.functional.classification import binary_precision_recall_curve
+
+    # torchmetrics puts scores beyond [0, 1] through a sigmoid, where large ones become equal; their order is enough.
+    values, place = scores.double().nan_to_num(nan=-torch.inf).unique(return_inverse=True)
+    precision, recall, _ = binary_precision_recall_curve(place.double() / len(values), positive.long(), thresholds=None)
+    gained = (recall[:-1] - recall[1:]).double() * precision[:-1]  # the curve begins at the lowest threshold
+    return math.fsum(gained.tolist())  # a sum in parallel would depend on the threads
+
+
+_MOST = 0.95  # of the answers
+
+
+def one_answer(evaluation: Evaluation) -> str:
+    """A warning if all answers, or 95 % of them, are one class; "": they are not, or the images are of one class
+    themselves. Of a set in which a class has 95 % of the images only if all answers are one."""
+    images, answers = evaluation.images, evaluation.per_class.answers
+    if not images or answers is None or not all(map(math.isfinite, evaluation.metrics.values())):
+        return ""
+    best, commonest = int(answers.argmax()), int(evaluation.per_class.images.max()) / images
+    if commonest == 1 or answers[best] < (images if commonest >= _MOST else _MOST * images):
+        return ""
+    own = int(evaluation.per_class.images[best]) / images
+    which = "the held-out images" if evaluation.set_name == OWN_SET else one_line(evaluation.set_name)
+    return (
+        f"warning: {answers[best]:,} of {images:,} answers on {which} are the class "
+        f"{one_line(evaluation.classes[best])!r}, which {100 * own:.1f} % of them have: the model does not tell the "
+        "classes apart"
+    )

@@ -31,7 +31,7 @@ from pipeline.checkpoint.train_state import TrainState
 from pipeline.engine.open import open_engine
 from pipeline.engine.protocol import Engine
 from pipeline.evaluation.evaluate import Evaluated, evaluate, keep_evaluations
-from pipeline.evaluation.one_answer import one_answer
+from pipeline.evaluation.scores import one_answer
 from pipeline.kernels.settle import Kernels, settled_kernels
 from pipeline.ranks.pace import Pace
 from pipeline.ranks.phases import Phases
@@ -58,7 +58,7 @@ from pipeline.stage.initial_model import stage_model
 from pipeline.stage.rollback import GoBack, abandoned_checkpoints, note_rollback, remove_abandoned
 from pipeline.stage.task import Task, make_task
 from pipeline.training.train_loop import TrainingFailed, TrainJob, train
-from pipeline.transfer.few_shot_stage import few_shot_evaluation
+from pipeline.transfer.during_training import few_shot_evaluation
 
 
 @dataclass(frozen=True)

@@ -26,19 +26,22 @@ from data_shards.loading.assemble import Access
 from data_shards.loading.batch import Batch, batch_of
 from data_shards.loading.device_prefetch import prefetch_to_device
 from data_shards.loading.loader import EvalBatches, eval_batches
-from data_shards.reading.label_column import UNKNOWN, label_column
+from data_shards.reading.shard_reader import UNKNOWN, label_column
 from data_shards.shards.shard_set import ShardSet
 from data_shards.text import parse_bytes
 from pipeline.engine.protocol import Engine
 from pipeline.ranks.group import Ranks
-from pipeline.recipe.few_shot import FewShotConfig
+from pipeline.ranks.watch import Watch
+from pipeline.recipe.data import FewShotConfig
 from pipeline.recipe.stage_plan import StagePlan
-from pipeline.recipe.vocabulary import FeatureLayer
+from pipeline.recipe.vocabulary import FeatureLayer, StageName
+from pipeline.stage.batches import access_of, eval_transform
+from pipeline.stage.context import StageContext
+from pipeline.stage.data import StageData
 from pipeline.stage.data_workers import DataWorkers
 from pipeline.stage.task import model_input
-from pipeline.transfer.capture import captured_features
-from pipeline.transfer.features import Features, merged, of_batch
-from pipeline.transfer.few_shot_data import TransferSet
+from pipeline.transfer.data_sets import TransferSet, few_shot_of, open_few_shot
+from pipeline.transfer.features import Features, captured_features, merged, of_batch
 from pipeline.transfer.least_squares import LinearClassifier, fit_least_squares
 from pipeline.transfer.results import few_shot_name
 from pipeline.transfer.shots import Int64s, choose_shots
@@ -277,3 +280,44 @@ class _DecodedPart:
 def _own(batch: Batch) -> Batch:
     """Not in memory that it shares with a worker process, of which there is little."""
     return replace(batch, images=batch.images.clone()) if batch.images.is_shared() else batch
+
+
+def few_shot_evaluation(
+    context: StageContext,
+    *,
+    stage: StageName,
+    plan: StagePlan,
+    data: StageData,
+    engine: Engine,
+    workers: DataWorkers,
+    watch: Watch,
+    say: Callable[[str], None],
+) -> Callable[[int], dict[str, float]]:
+    """What measures the sets that are due after a step, of the weights that become the stage's model; see
+    `during_training`. Collective, as is what it returns; UserError as `open_few_shot`."""
+    if not few_shot_of(context.recipe, stage=stage):
+        return lambda step: {}
+    from pipeline.transfer.during_training import FewShotContext, FewShotMeasures
+
+    recipe, ranks = context.recipe, context.ranks
+    opened = context.on_main(
+        lambda: open_few_shot(recipe, stage=stage, report=context.say, commands="run", store=data.store), takes="long"
+    )
+    sets = ranks.from_main(opened)
+    assert sets is not None
+    for line in (damage for each in sets for one in (each.train, each.eval) for damage in one.damage):
+        say(line)
+
+    shared = FewShotContext(
+        engine=engine,
+        ranks=ranks,
+        plan=plan,
+        workers=workers,
+        access=lambda shards: replace(access_of(shards, data=data, recipe=recipe), on_corrupt="substitute"),
+        transform=eval_transform(recipe.train_stage(stage)),
+        progress=lambda step: watch.progress(step, status="few-shot evaluation"),
+        say=say,
+    )
+    measures = FewShotMeasures(few_shot_of(recipe, stage=stage), sets, shared)
+    ema = recipe.train_stage(stage).ema
+    return lambda step: measures(step, of_average=ema is not None and ema.model == "ema")

@@ -14,14 +14,15 @@ import json
 import os
 import re
 import zipfile
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from data_shards.durable import replaced
 from data_shards.errors import UserError
@@ -34,10 +35,10 @@ from data_shards.loading.loader import EvalBatches, eval_batches
 from data_shards.shards.shard_set import ShardSet
 from data_shards.store.store import Store
 from data_shards.vocabulary import Normalisation
+from model.head import MlpHead
 from pipeline.ranks.start_clock import StartClock
 from pipeline.recipe.vocabulary import FeatureLayer
 from pipeline.stage.task import model_input
-from pipeline.transfer.capture import Captured, captured_features
 from pipeline.transfer.shots import Int64s
 from pipeline.using.predict import Predictor
 
@@ -259,3 +260,32 @@ def _remove_old(root: Path, *, keep: Path) -> None:
                     file.unlink(missing_ok=True)
                 total -= sizes[folder]
                 folder.rmdir()
+
+
+class Captured:
+    """What the hook has seen since the last `take`."""
+
+    def __init__(self) -> None:
+        self._seen: list[Tensor] = []
+
+    def note(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._seen.append(inputs[0].detach())
+
+    def take(self) -> Tensor:
+        """The features [n, D] of the one forward pass since the last call, in the type that they were computed in."""
+        (features,) = self._seen
+        self._seen.clear()
+        return features
+
+
+@contextmanager
+def captured_features(model: nn.Module, *, layer: FeatureLayer) -> Iterator[Captured]:
+    """Within it, each forward pass of `model` leaves its features; afterwards the model is as before."""
+    head = model.get_submodule("head")
+    last = head.logits if layer == "pre_logits" and isinstance(head, MlpHead) else head
+    captured = Captured()
+    hook = last.register_forward_pre_hook(captured.note)
+    try:
+        yield captured
+    finally:
+        hook.remove()

@@ -15,9 +15,9 @@ import torch
 
 from data_shards.errors import UserError
 from data_shards.loading.batch import Fault
-from data_shards.reading.label_column import UNKNOWN, label_column
+from data_shards.reading.shard_reader import UNKNOWN, label_column
+from pipeline.transfer.data_sets import TransferSet, check_sets
 from pipeline.transfer.features import Features, FeatureStore
-from pipeline.transfer.few_shot_data import TransferSet, check_sets
 from pipeline.transfer.knn import knn_votes
 from pipeline.transfer.least_squares import fit_least_squares
 from pipeline.transfer.probe import fit_probe

@@ -18,7 +18,7 @@ from pipeline.engine.open import open_engine
 from pipeline.engine.state_files import write_file
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.place import Place
-from pipeline.recipe.schedule import Schedule
+from pipeline.recipe.optimizer import Schedule
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import StagePlan
 

@@ -61,7 +61,7 @@ from launch.hosts.hostfile import Fleet
 from launch.hosts.hostfile import Host
 from launch.hosts.preflight import Ready
 from launch.hosts.variables import travelling
-from launch.env import without_place
+from launch.local.env import without_place
 from launch.local.start import Launch
 from pipeline.recipe.io import load_recipe
 launcher, address, follow_seconds = sys.argv[1:]

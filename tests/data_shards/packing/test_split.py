@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_shards.errors import UserError
-from data_shards.packing.sources import Source
-from data_shards.packing.sources.base import ArrayImages
+from data_shards.packing.sources.base import ArrayImages, Source
 from data_shards.packing.split import HoldoutCount, HoldoutList, hold_out, read_holdout_list
 
 

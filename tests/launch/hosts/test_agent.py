@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.env import RUN_MARK
 from launch.hosts.agent import AgentOrder, rendezvous_name
+from launch.local.env import RUN_MARK
 from tests.launch.clock import AGENTS_CLOCK, pass_an_hour
 
 ROOT = Path(__file__).resolve().parents[3]

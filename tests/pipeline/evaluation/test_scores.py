@@ -14,8 +14,7 @@ from torchmetrics.functional import classification as library
 from model.loss import image_losses, loss_function, probabilities
 from model.vocabulary import LossKind
 from pipeline.evaluation import scores
-from pipeline.evaluation.average_precision import average_precision
-from pipeline.evaluation.scores import Answered
+from pipeline.evaluation.scores import Answered, average_precision
 from pipeline.stage.task import answers
 
 IMAGES, CLASSES = 400, 12

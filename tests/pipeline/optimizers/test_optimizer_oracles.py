@@ -18,8 +18,7 @@ from model.build import build_model
 from model.config import ModelConfig
 from pipeline.engine.frozen import freeze
 from pipeline.optimizers.optim import build_optimizer, set_lr
-from pipeline.recipe.optimizer import OptimizerConfig
-from pipeline.recipe.schedule import Schedule
+from pipeline.recipe.optimizer import OptimizerConfig, Schedule
 
 optax = pytest.importorskip("optax")
 jax = pytest.importorskip("jax")

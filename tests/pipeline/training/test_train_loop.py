@@ -16,7 +16,7 @@ from data_shards.errors import UserError
 from pipeline.checkpoint.train_state import TrainState
 from pipeline.ranks.slow_rank import Slowest
 from pipeline.ranks.stopping import Requests, StopOrSave
-from pipeline.recipe.schedule import Schedule
+from pipeline.recipe.optimizer import Schedule
 from pipeline.recipe.stage import RollbackConfig
 from pipeline.report.losses import Spike
 from pipeline.stage.rollback import GoBack
