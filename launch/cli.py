@@ -16,8 +16,7 @@ from launch.commands.data.show import show
 from launch.commands.models.convert import export_model, import_model
 from launch.commands.models.evaluate import evaluate
 from launch.commands.models.predict import predict
-from launch.commands.models.table8 import table8
-from launch.commands.models.transfer import fewshot, knn, probe, transfer
+from launch.commands.models.transfer import transfer
 from launch.commands.results.figures import figures
 from launch.commands.results.report import compare, report
 from launch.commands.results.sync import sync
@@ -43,6 +42,16 @@ app = App(
 )
 
 
+_GONE = {
+    **{
+        name: f"`shardvit transfer MODEL TRAIN_SHARDS EVAL_SHARDS --method {name}`"
+        for name in ("fewshot", "probe", "knn")
+    },
+    "table8": "`shardvit sweep digits_positions model.position=none,learned_1d,learned_2d,relative,sincos_2d`",
+}
+"""Former commands, and what to type instead."""
+
+
 def main() -> None:
     """Entry point of the console script."""
     leave_out()
@@ -59,6 +68,8 @@ def main() -> None:
 
 def _run_command() -> int:
     try:
+        if (old := sys.argv[1] if len(sys.argv) > 1 else "") in _GONE:
+            raise UserError(f"there is no command {old} any more: give {_GONE[old]}")
         return app(exit_on_error=False, print_error=False, result_action="return_value") or 0
     except KeyboardInterrupt:  # between two stages, while packing or exporting: files are renamed when they are whole
         print("\nshardvit: interrupted: nothing is broken, type the same command again", file=sys.stderr)
@@ -79,8 +90,8 @@ _GROUPS: dict[str, dict[str, Callable[..., int | None]]] = {
     "Training": {"demo": demo, "doctor": doctor, "recipes": recipes, "plan": plan, "run": run, "train": train}
     | {"sweep": sweep, "submit": submit, "cancel": cancel},
     "Runs": {"watch": watch, "status": status, "report": report, "compare": compare, "figures": figures, "sync": sync},
-    "Models": {"eval": evaluate, "predict": predict, "transfer": transfer, "fewshot": fewshot, "probe": probe}
-    | {"knn": knn, "table8": table8, "import": import_model, "export": export_model},
+    "Models": {"eval": evaluate, "predict": predict, "transfer": transfer}
+    | {"import": import_model, "export": export_model},
 }
 for order, (title, commands) in enumerate(_GROUPS.items()):
     group = Group(title, sort_key=order)

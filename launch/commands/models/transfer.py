@@ -1,337 +1,187 @@
-"""The commands `shardvit fewshot`, `probe`, `knn` and `transfer`; imports are inside, so that --help is fast."""
+"""`shardvit transfer`: the command line; imports are inside, so that --help is fast."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from launch.evaluation.options import MostImages, SetOptions, TransferOptions
-from launch.flags import demand_counts, flag_mistake
-from launch.local.output import say
-from pipeline.ranks.start_clock import StartClock
+from data_shards.errors import UserError
+from data_shards.vocabulary import USUAL_MOST_PIXELS
+from launch.flags import (
+    Device,
+    MaxImagePixels,
+    TarClasses,
+    TarLabel,
+    WhichWeights,
+    demand_counts,
+    flag_mistake,
+    pixel_limit,
+)
+from launch.local.env import tracking_uri
+from launch.target import Force, JsonFile, demand_target
 
 if TYPE_CHECKING:
-    from pipeline.transfer.measure import SetMeasured
-    from pipeline.transfer.results import TransferScore
-    from pipeline.transfer.settings import FewShotSettings, KnnSettings, ProbeSettings, Settings
+    from pipeline.transfer.settings import Settings
 
-Kind = TypeVar("Kind", "FewShotSettings", "ProbeSettings", "KnnSettings")
-OfOneSet = Annotated[SetOptions, Parameter(name="*")]
-OfATable = Annotated[TransferOptions, Parameter(name="*")]
+Method = Literal["fewshot", "probe", "knn"]
+_FLAGS = {"fewshot": ("shots", "seeds", "l2"), "probe": ("c", "hold_out"), "knn": ("k", "temperature")}
 
 
-def fewshot(
-    model: Path,
-    train_shards: str,
-    eval_shards: str,
-    /,
-    *,
-    shots: Annotated[tuple[int, ...], Parameter(consume_multiple=True, negative="", help="Images of each class.")] = (
-        5,
-        10,
-        25,
-    ),
-    seeds: Annotated[int, Parameter(help="How often the images are drawn; the result is the mean.")] = 3,
+@Parameter(name="*")
+@dataclass(frozen=True)
+class MethodOptions:
+    """Options of the methods; None: the method's default."""
+
+    shots: Annotated[
+        tuple[int, ...] | None,
+        Parameter(consume_multiple=True, negative="", help="fewshot: images of each class; default: 5 10 25."),
+    ] = None
+    seeds: Annotated[int | None, Parameter(help="fewshot: how often they are drawn; the mean counts; default: 3.")] = (
+        None
+    )
     l2: Annotated[
-        tuple[float, ...],
+        tuple[float, ...] | None,
         Parameter(
             consume_multiple=True,
             negative="",
-            help="Strength of the regularisation; of several the one with the least leave-one-out error on the shots.",
+            help="fewshot: regularisation; of several the least leave-one-out error wins; default: 1024.",
         ),
-    ] = (1024.0,),
-    options: OfOneSet = SetOptions(),  # noqa: B008 - frozen
-) -> int:
-    """Measure a model by few-shot least squares on its features, in closed form, as the ViT paper and big_vision do.
-
-    A few images of each class of TRAIN_SHARDS are drawn by seed, a linear map
-    onto the classes is fitted to the features before the model's head, and
-    EVAL_SHARDS are classified by it. Of TRAIN_SHARDS only the images that were
-    drawn are read. Features are kept, so that the same again takes seconds.
-    MODEL is anything that `shardvit predict` takes but ONNX.
-
-    Some examples:
-        shardvit fewshot runs/digits/pretrain shards/digits-transfer/train shards/digits-transfer/val
-
-        shardvit fewshot vit_b16.npz shards/pets/train shards/pets/val --shots 1 5 10 25 --json pets.json
-    """
-    from pipeline.transfer.settings import FewShotSettings
-
-    settings = _settings(FewShotSettings, shots=shots, seeds=seeds, l2=l2)
-    return _one_set(model, train_shards, eval_shards, settings, options=options)
-
-
-def probe(
-    model: Path,
-    train_shards: str,
-    eval_shards: str,
-    /,
-    *,
+    ] = None
     c: Annotated[
-        tuple[float, ...],
+        tuple[float, ...] | None,
         Parameter(
             consume_multiple=True,
             negative="",
-            help="Inverse strength of the regularisation, scikit-learn's C; of several the best on the held-out part.",
+            help="probe: scikit-learn's C; of several the best on the held-out part; default: 1e-5 to 10.",
         ),
-    ] = (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0),
-    hold_out: Annotated[
-        float | None,
-        Parameter(help="Share of TRAIN_SHARDS that chooses C, and is then learned from, too; default: 0.2."),
-    ] = None,
-    options: OfOneSet = SetOptions(),  # noqa: B008 - frozen
-) -> int:
-    """Measure a model by a linear probe: logistic regression on its features.
+    ] = None
+    hold_out: Annotated[float | None, Parameter(help="probe: share of TRAIN_SHARDS that chooses C; default: 0.2.")] = (
+        None
+    )
+    k: Annotated[
+        tuple[int, ...] | None, Parameter(consume_multiple=True, negative="", help="knn: neighbours; default: 20.")
+    ] = None
+    temperature: Annotated[
+        float | None, Parameter(help="knn: a vote weighs exp(cosine / temperature); default: 0.07.")
+    ] = None
 
-    Fitted on all of TRAIN_SHARDS (features of mean 0 and deviation 1), with C
-    chosen on a part of them; scored on EVAL_SHARDS. MODEL is anything that
-    `shardvit predict` takes but ONNX.
+    def given(self) -> dict[str, object]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
-    Some examples:
-        shardvit probe runs/digits/pretrain shards/digits-transfer/train shards/digits-transfer/val
+    def settings(self, method: Method) -> Settings:
+        """UserError: a flag of another method, or a value out of range."""
+        from pydantic import ValidationError
 
-        shardvit probe vit_b16.npz shards/pets/train shards/pets/val --images 1000
-    """
-    from pipeline.transfer.settings import ProbeSettings
+        from pipeline.transfer.settings import FewShotSettings, KnnSettings, ProbeSettings
 
-    settings = _settings(ProbeSettings, c=c, **({} if hold_out is None else {"hold_out": hold_out}))
-    return _one_set(model, train_shards, eval_shards, settings, options=options)
+        for name in self.given().keys() - _FLAGS[method]:
+            raise UserError(f"--{name.replace('_', '-')}: --method {method} has no such option: leave it out")
+        kinds = {"fewshot": FewShotSettings, "probe": ProbeSettings, "knn": KnnSettings}
+        try:
+            return kinds[method].model_validate(self.given())
+        except ValidationError as error:
+            raise flag_mistake(error) from None
 
 
-def knn(
-    model: Path,
-    train_shards: str,
-    eval_shards: str,
-    /,
-    *,
-    k: Annotated[tuple[int, ...], Parameter(consume_multiple=True, negative="", help="So many neighbours vote.")] = (
-        20,
-    ),
-    temperature: Annotated[float, Parameter(help="A neighbour's vote weighs exp(cosine / temperature).")] = 0.07,
-    options: OfOneSet = SetOptions(),  # noqa: B008 - frozen
-) -> int:
-    """Measure a model by k nearest neighbours of its features, as DINO: nothing is fitted.
+@Parameter(name="*")
+@dataclass(frozen=True)
+class TransferOptions:
+    """How features are computed, and where the result goes."""
 
-    Each image of EVAL_SHARDS gets the class for which its K nearest of
-    TRAIN_SHARDS, by cosine, vote. MODEL is anything that `shardvit predict`
-    takes but ONNX.
+    images: Annotated[
+        int | None, Parameter(help="Training images at most, always the same ones; VTAB-1k has 1000.")
+    ] = None
+    name: Annotated[str | None, Parameter(help="Data set's name in the result; default: its shards'.")] = None
+    label: TarLabel = None
+    classes: TarClasses = None
+    layer: Annotated[
+        Literal["pre_logits", "pooled"],
+        Parameter(help="Input of the last linear layer (as big_vision), or the trunk's pooled output."),
+    ] = "pre_logits"
+    weights: WhichWeights = None
+    device: Device = "auto"
+    batch_size: Annotated[int, Parameter(help="Images of a forward pass.")] = 64
+    workers: Annotated[
+        int | None, Parameter(help="Threads that read and decode images; default: one a core, at most 16.")
+    ] = None
+    features: Annotated[
+        Path | None, Parameter(help="Folder where computed features are kept; default: in ~/.cache/shardvit.")
+    ] = None
+    json_file: JsonFile = None
+    force: Force = False
+    tracking: Annotated[
+        bool, Parameter(name="--tracking", negative="--no-tracking", help="Make an MLflow run of the result.")
+    ] = True
+    max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS
 
-    Some examples:
-        shardvit knn runs/digits/pretrain shards/digits-transfer/train shards/digits-transfer/val --k 1 10 20
-    """
-    from pipeline.transfer.settings import KnnSettings
+    def check(self, model: Path, *, command: str) -> None:
+        """UserError: a bad number or MLflow address, a file that `command` may not replace, or no model."""
+        from pipeline.using.find_model import find_record
 
-    settings = _settings(KnnSettings, k=k, temperature=temperature)
-    return _one_set(model, train_shards, eval_shards, settings, options=options)
+        demand_counts(batch_size=self.batch_size, workers=self.workers, images=self.images)
+        pixel_limit(self.max_image_pixels)
+        demand_target(self.json_file, flag="--json", force=self.force, mark=f'"command": "{command}"')
+        if self.tracking:
+            tracking_uri()
+        find_record(model)
 
 
 def transfer(
     model: Path,
-    table: Path,
+    source: str,
+    eval_shards: str | None = None,
     /,
     *,
-    images: MostImages = None,
-    options: OfATable = TransferOptions(),  # noqa: B008 - frozen
+    method: Method | None = None,
+    of_method: MethodOptions = MethodOptions(),
+    options: TransferOptions = TransferOptions(),
 ) -> int:
-    """Measure a model on a table of small data sets, as VTAB does: one command, one table of results.
+    """Measure what a model's features are worth on other images: few-shot, linear probe, kNN, or a table of data sets.
 
-    TABLE is a YAML file:
+    MODEL TRAIN_SHARDS EVAL_SHARDS --method fewshot: least squares on a few images
+    of each class, in closed form, as the ViT paper and big_vision. probe: logistic
+    regression on all of TRAIN_SHARDS. knn: votes of the nearest images by cosine,
+    as DINO. EVAL_SHARDS are classified. Features are kept, so the same again takes
+    seconds. MODEL is anything that `shardvit predict` takes but ONNX.
 
-      method: probe    # of the sets that say none: fewshot, probe or knn
+    MODEL TABLE.yaml measures all data sets of a table, as VTAB does, and goes on
+    after an interruption:
+
+      method: probe    # of the sets that say none
       data_sets:
       - {name: pets, group: natural, train: SHARDS, eval: SHARDS}
       - {name: dmlab, train: SHARDS, eval: SHARDS, method: fewshot, shots: 5}
 
-    with VTAB's groups natural, specialized and structured, or none, and the keys
-    of each method as the flags of its command. The result is kept after each set:
-    interrupted, the same command goes on. MODEL is anything that `shardvit
-    predict` takes but ONNX.
-
     Some examples:
+        shardvit transfer runs/digits shards/pets/train shards/pets/val --method fewshot --shots 1 5 10
+
+        shardvit transfer vit_b16.npz shards/pets/train shards/pets/val --method probe --images 1000
+
         shardvit transfer runs/vit_b16/pretrain vtab.yaml --images 1000
     """
-    demand_counts(images=images)
-    from data_shards.store.cache import CacheConfig
-    from data_shards.store.store import Store
-    from pipeline.transfer.results import SetGroup
-    from pipeline.transfer.table import TableProgress, mean_score, measure_table, open_table, read_table, set_scores
+    if eval_shards is None:
+        _demand_table_options(source, method=method, of_method=of_method, options=options)
+        options.check(model, command="transfer")
+        from launch.evaluation.transfer import measure_a_table
 
-    options.check(model, command="transfer")
-    content = read_table(table)
-    sets = open_table(content, store=Store(CacheConfig()), say=say)
-    with closing(StartClock("transfer", say=say, part="importing libraries")) as clock:
-        from launch.evaluation.session import Session, spread, tell
+        return measure_a_table(model, Path(source), options=options)
+    if method is None:
+        raise UserError("--method: give fewshot, probe or knn")
+    settings = of_method.settings(method)
+    options.check(model, command=method)
+    from launch.evaluation.transfer import measure_one_set
 
-        session = Session(model, command="transfer", options=options, clock=clock)
-        name = (content.name or table.stem) + (f"-{images}" if images else "")
-
-        def told(progress: TableProgress) -> None:
-            if progress.measured is not None:
-                tell(progress.measured)
-            done = "done" if progress.measured is not None else "done before"
-            say(f"{progress.number} of {progress.of}: {progress.name} {done}")
-
-        file = session.record_file(name)
-        file.parent.parent.mkdir(parents=True, exist_ok=True)
-        record = measure_table(
-            content,
-            sets,
-            features=session.features,
-            record=session.record(name),
-            file=file,
-            most_images=images,
-            told=told,
-        )
-        scores = set_scores(record)
-        groups = [
-            group for group in (*get_args(SetGroup), None) if any(each.group == group for each in record.data_sets)
-        ]
-        rows = [("data set", "classes", "train", "eval", "method", "top-1", "±")]
-        for group in groups:
-            for used in record.data_sets:
-                if used.group == group:
-                    score = scores[used.name]
-                    rows.append(
-                        (
-                            used.name,
-                            f"{used.num_classes:,}",
-                            f"{used.train_images:,}",
-                            f"{used.eval_images:,}",
-                            _how(score),
-                            f"{score.value:.4f}",
-                            spread(score),
-                        )
-                    )
-            if group is not None:
-                rows.append((f"mean of {group}", "", "", "", "", f"{mean_score(record, group=group):.4f}", ""))
-        rows.append(("mean of all", "", "", "", "", f"{record.mean:.4f}", ""))
-        return session.finish(
-            record, file, rows=rows, footer=(), params={"table": str(table), "images": images, "method": content.method}
-        )
+    return measure_one_set(model, source, eval_shards, settings, options=options)
 
 
-def _one_set(
-    model: Path,
-    train_shards: str,
-    eval_shards: str,
-    settings: Settings,
-    *,
-    options: SetOptions,
-) -> int:
-    from dataclasses import replace
-
-    from data_shards.store.cache import CacheConfig
-    from data_shards.store.store import Store
-    from pipeline.recipe.data import ShardsConfig
-    from pipeline.transfer.data_sets import TransferSet, check_sets, open_set
-
-    options.check(model, command=settings.method)
-    store = Store(CacheConfig())
-    opened = [
-        open_set(
-            ShardsConfig.model_construct(
-                shards=each, label=options.label, classes=str(options.classes) if options.classes else None
-            ),
-            store=store,
-            say=say,
-        )
-        for each in (train_shards, eval_shards)
-    ]
-    data = TransferSet(options.name or opened[1].name, *opened, store=store)
-    check_sets(data)
-    with closing(StartClock(settings.method, say=say, part="importing libraries")) as clock:
-        from launch.evaluation.session import Session, tell
-        from pipeline.transfer.measure import measure
-
-        session = Session(model, command=settings.method, options=options, clock=clock)
-        measured = measure(session.features, data, settings, most_images=options.images)
-        tell(measured)
-        record = replace(session.record(data.name), data_sets=(measured.used,), results=measured.scores)
-        file = session.keep(record)
-        used = measured.used
-        footer = (
-            f"{used.eval_images:,} images of {used.num_classes:,} classes"
-            + (f", {used.damaged_images:,} more could not be read" if used.damaged_images else "")
-            + f"; features: {record.layer}"
-            + (
-                "; ±: standard deviation over the seeds" if any(len(each.values) > 1 for each in record.results) else ""
-            ),
-        )
-        return session.finish(
-            record,
-            file,
-            rows=_rows(measured),
-            footer=footer,
-            params={**settings.model_dump(mode="json"), "images": options.images},
-            more={"shots": _shots_as_json(measured, data.train.classes)} if measured.shots else None,
-        )
-
-
-def _rows(measured: SetMeasured) -> list[tuple[str, ...]]:
-    from launch.evaluation.session import spread
-
-    first = measured.scores[0]
-    if first.method == "fewshot":
-        heading = ("shots", "images", "l2", "top-1", "±", "seeds")
-        return [
-            heading,
-            *(
-                (
-                    str(each.settings["shots"]),
-                    _numbers(each.settings["images"]),
-                    _numbers(each.settings["l2"]),
-                    f"{each.value:.4f}",
-                    spread(each),
-                    str(each.settings["seeds"]),
-                )
-                for each in measured.scores
-            ),
-        ]
-    names = list(dict.fromkeys(each.metric for each in measured.scores))
-    keys = list(first.settings)
-    by_settings: dict[tuple[str, ...], dict[str, TransferScore]] = {}
-    for each in measured.scores:
-        by_settings.setdefault(tuple(_numbers(each.settings[key]) for key in keys), {})[each.metric] = each
-    shown = {"top1": "top-1", "top5": "top-5"}
-    rows = [(*keys, "images", *(shown.get(each, each) for each in names))]
-    for values, scores in by_settings.items():
-        rows.append((*values, f"{measured.used.train_images:,}", *(f"{scores[each].value:.4f}" for each in names)))
-    return rows
-
-
-def _settings(kind: type[Kind], **given: Any) -> Kind:
-    """UserError for a value that is out of range, with the flag's name."""
-    from pydantic import ValidationError
-
-    try:
-        return kind.model_validate(given)
-    except ValidationError as error:
-        raise flag_mistake(error) from None
-
-
-def _numbers(value: object) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(_numbers, dict.fromkeys(value)))
-    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
-
-
-def _how(score: TransferScore) -> str:
-    match score.method:
-        case "fewshot":
-            return f"{score.settings['shots']}-shot"
-        case "probe":
-            return f"probe, C {_numbers(score.settings['c'])}"
-        case "knn":
-            return f"kNN, k {score.settings['k']}"
-
-
-def _shots_as_json(measured: SetMeasured, classes: Sequence[str]) -> Mapping[str, Mapping[str, list[int]]]:
-    """Seed -> class -> the numbers of its samples in TRAIN_SHARDS, in the order drawn: the first 5 are the 5 shots."""
-    return {
-        str(seed): {classes[label]: samples for label, samples in by_class.items()}
-        for seed, by_class in measured.shots.items()
-    }
+def _demand_table_options(
+    source: str, *, method: Method | None, of_method: MethodOptions, options: TransferOptions
+) -> None:
+    if not source.endswith((".yaml", ".yml")):
+        raise UserError(f"transfer: give EVAL_SHARDS behind {source}, or a table of data sets, TABLE.yaml")
+    given = {"method": method, "name": options.name, "label": options.label, "classes": options.classes}
+    for name in [*of_method.given(), *(name for name, value in given.items() if value is not None)]:
+        raise UserError(f"--{name.replace('_', '-')}: {source} says it for each of its data sets: leave it out")

@@ -1,4 +1,4 @@
-"""`shardvit fewshot`, `probe`, `knn` and `transfer`: tables, JSON, what is kept and tracked, and mistakes."""
+"""`shardvit transfer`: tables, JSON, what is kept and tracked, and mistakes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def cells(out: str) -> list[list[str]]:
 
 def test_fewshot_prints_a_table_and_keeps_the_result_with_the_run(call: Call, folder: Path) -> None:
     options = ("--shots", 2, 5, "--seeds", 2, "--no-tracking", "--json", "few.json")
-    code, out, err = call("fewshot", "runs/small", *SETS, *options)
+    code, out, err = call("transfer", "runs/small", *SETS, *options, "--method", "fewshot")
     assert code == 0, err
     heading, _, two, five, *_ = cells(out)
     assert (
@@ -64,18 +64,22 @@ def test_fewshot_prints_a_table_and_keeps_the_result_with_the_run(call: Call, fo
     assert {name: len(taken) for name, taken in written["shots"]["1"].items()} == dict.fromkeys("0123", 5)
     # the same again, as JSON alone, from what is kept; and into the file that it wrote
     for place in ("-", "few.json"):
-        code, out, err = call("fewshot", "runs/small", *SETS, *options[:-1], place)
+        code, out, err = call("transfer", "runs/small", *SETS, *options[:-1], place, "--method", "fewshot")
         assert code == 0 and "features of" not in err
         assert json.loads(out if place == "-" else Path(place).read_text()) == written
-    code, _, err = call("knn", "runs/small", *SETS, "--no-tracking", "--json", "few.json")
+    code, _, err = call("transfer", "runs/small", *SETS, "--no-tracking", "--json", "few.json", "--method", "knn")
     assert code == 2 and "few.json" in err and "--force" in err
 
 
 def test_probe_and_knn_of_a_model_from_elsewhere(call: Call, folder: Path) -> None:
-    code, out, err = call("probe", "model", *SETS, "--c", 0.1, "--no-tracking", "--features", "own")
+    code, out, err = call(
+        "transfer", "model", *SETS, "--c", 0.1, "--no-tracking", "--features", "own", "--method", "probe"
+    )
     assert code == 0, err
     assert cells(out)[0] == ["c", "images", "top-1", "loss"]
-    code, out, err = call("knn", "model", *SETS, "--k", 1, 7, "--images", 40, "--no-tracking", "--features", "own")
+    code, out, err = call(
+        "transfer", "model", *SETS, "--k", 1, 7, "--images", 40, "--no-tracking", "--features", "own", "--method", "knn"
+    )
     assert code == 0 and [row[:3] for row in cells(out)[2:4]] == [["1", "0.07", "40"], ["7", "0.07", "40"]]
     kept = [load_record(file) for file in (folder / "own" / "results").glob("*.json")]
     assert {each.command for each in kept} == {"probe", "knn"} and all(each.run is None for each in kept)
@@ -85,7 +89,7 @@ def test_results_of_several_sets_of_one_name_stay(call: Call, folder: Path) -> N
     pack_digits(folder / "other" / "shards", seed=1)
     before = transfer_records(folder / "runs" / "small")
     for sets in (SETS, ("other/shards/train", "other/shards/val"), ("other/shards/train", SETS[1]), SETS):
-        assert call("knn", "runs/small", *sets, "--no-tracking")[0] == 0
+        assert call("transfer", "runs/small", *sets, "--no-tracking", "--method", "knn")[0] == 0
     files = list((folder / "runs" / "small" / "transfer").glob("knn-shards-*-pretrain.json"))
     assert len(files) == 3
     digests = {(used.train_digest, used.eval_digest) for file in files for used in load_record(file).data_sets}
@@ -122,17 +126,23 @@ def test_a_table_goes_on_where_it_was_and_ends_in_mlflow(call: Call, folder: Pat
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("fewshot", "nowhere", *SETS), "nowhere"),
-        (("fewshot", "model", "shards/none", "shards/val"), "shards/none"),
-        (("fewshot", "model", *SETS, "--shots", 0), "--shots"),
-        (("fewshot", "model", *SETS, "--l2", 0), "--l2"),
-        (("fewshot", "model", *SETS, "--l2", 1, 1), "--l2"),
-        (("probe", "model", *SETS, "--c", 1, "--hold-out", 0.1), "hold_out"),
-        (("knn", "model", *SETS, "--temperature", 0), "--temperature"),
-        (("knn", "model", *SETS, "--batch-size", 0), "--batch-size"),
-        (("knn", "model", *SETS, "--images", 0), "--images"),
-        (("knn", "model", *SETS, "--label", "cls"), "label"),
+        (("transfer", "nowhere", *SETS, "--method", "fewshot"), "nowhere"),
+        (("transfer", "model", "shards/none", "shards/val", "--method", "fewshot"), "shards/none"),
+        (("transfer", "model", *SETS, "--shots", 0, "--method", "fewshot"), "--shots"),
+        (("transfer", "model", *SETS, "--l2", 0, "--method", "fewshot"), "--l2"),
+        (("transfer", "model", *SETS, "--l2", 1, 1, "--method", "fewshot"), "--l2"),
+        (("transfer", "model", *SETS, "--c", 1, "--hold-out", 0.1, "--method", "probe"), "hold_out"),
+        (("transfer", "model", *SETS, "--temperature", 0, "--method", "knn"), "--temperature"),
+        (("transfer", "model", *SETS, "--batch-size", 0, "--method", "knn"), "--batch-size"),
+        (("transfer", "model", *SETS, "--images", 0, "--method", "knn"), "--images"),
+        (("transfer", "model", *SETS, "--label", "cls", "--method", "knn"), "label"),
+        (("transfer", "model", *SETS), "--method"),
+        (("transfer", "model", *SETS, "--k", 3, "--method", "probe"), "--k"),
+        (("transfer", "model", "shards/train"), "EVAL_SHARDS"),
+        (("transfer", "model", "nowhere.yaml", "--method", "knn"), "--method"),
         (("transfer", "model", "nowhere.yaml"), "nowhere.yaml"),
+        (("fewshot", "model", *SETS), "transfer MODEL TRAIN_SHARDS EVAL_SHARDS --method fewshot"),
+        (("table8",), "shardvit sweep digits_positions"),
     ],
 )
 def test_mistakes_are_one_sentence(call: Call, arguments: tuple[object, ...], words: str) -> None:

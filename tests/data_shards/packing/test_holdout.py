@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_shards.errors import UserError
+from data_shards.packing.request import HoldoutCount, HoldoutList, read_holdout_list
+from data_shards.packing.shard_plan import hold_out
 from data_shards.packing.sources.base import ArrayImages, Source
-from data_shards.packing.split import HoldoutCount, HoldoutList, hold_out, read_holdout_list
 
 
 def source(count: int, *, multi: bool = False, lists: bool = False) -> Source:
@@ -70,9 +71,9 @@ def test_the_list_file(tmp_path: Path):
     found = read_holdout_list(file, root=tmp_path)
     assert found.lines == {"a/1.jpg": 1, "b/ü 2.jpg": 3}
     (tmp_path / "same.txt").write_text("b/ü 2.jpg\na/1.jpg\n")
-    assert read_holdout_list(tmp_path / "same.txt", root=tmp_path).digest == found.digest
+    assert str(read_holdout_list(tmp_path / "same.txt", root=tmp_path)).split()[-1] == str(found).split()[-1]
     (tmp_path / "other.txt").write_text("b/ü 2.jpg\n")
-    assert read_holdout_list(tmp_path / "other.txt", root=tmp_path).digest != found.digest
+    assert str(read_holdout_list(tmp_path / "other.txt", root=tmp_path)).split()[-1] != str(found).split()[-1]
 
 
 @pytest.mark.parametrize(
