@@ -198,9 +198,6 @@ def _run(
         say(few_files)
     import torch
 
-    from model.importing import import_timm
-
-    import_timm()
     from pipeline.checkpoint.saver import SaveFailed
     from pipeline.pictures.draw_process import Beside
     from pipeline.ranks.group import Ranks

@@ -94,7 +94,6 @@ OPTIMIZERS: dict[OptimizerName, OptimizerState] = {
 # ---- how products are computed ----
 
 AttentionKernel = Literal["cudnn", "flash", "efficient", "math"]
-Fp8Scaling = Literal["off", "tensorwise", "rowwise"]
 
 # ---- the weights that are trained, and their moving average (EMA) ----
 
