@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, NoReturn, get_args
 
 from data_shards.errors import AgreedError, SampleError, UserError, WorkerDied
 from data_shards.working_folder import leave_out
-from launch.env import (
+from launch.local.env import (
     experiment_name,
     job_tags,
     node_share,
@@ -44,9 +44,9 @@ from launch.env import (
     tracking_uri,
     without_place,
 )
+from launch.local.output import go_on, say
 from launch.local.processes import RANK_COMMAND, handled
 from launch.local.start import run_node
-from launch.output import go_on, say
 from launch.run.disk import Presence, disk_problem, gone
 from launch.run.lock import locked
 from launch.run.results import describe_results
@@ -131,13 +131,13 @@ def _failed(error: Exception, *, folder: RunFolder, at: _At, place: Place) -> in
             # The first rank may report the same error; then the launcher ends this one with a SIGTERM.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(_COLLATERAL_WAIT_SECONDS)
-        from pipeline.ranks.gone import is_to_say_mistake
+        from pipeline.ranks.dead_ranks import is_to_say_mistake
 
         if is_to_say_mistake(folder.stage(at.stage) / "ranks", place=place):
             say(problem)
         return EXIT_USER_ERROR
     if place.world_size > 1:
-        from pipeline.ranks.gone import peer_is_gone, report_gone
+        from pipeline.ranks.dead_ranks import peer_is_gone, report_gone
         from pipeline.ranks.group import PeerGone
 
         if isinstance(error, PeerGone):

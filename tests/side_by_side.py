@@ -46,7 +46,6 @@ FIRST = (
     "pipeline/tracking/test_client.py",
     "data_shards/loading/test_assemble.py",
     "pipeline/checkpoint/test_killed_anywhere.py",
-    "launch/commands/test_table8.py",
     "cluster/hosts/test_preflight_hosts.py",
     "launch/bench/test_data.py",
     "launch/hosts/test_agent.py",

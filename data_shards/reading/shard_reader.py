@@ -23,7 +23,7 @@ from data_shards.shards.shard_index import ShardIndex
 from data_shards.shards.shard_set import ShardEntry, ShardSet
 from data_shards.shards.tar_index import ReadableIndex, index_path, read_index, readable_index, readable_open
 from data_shards.shards.tar_walk import BLOCK_BYTES, stated_member
-from data_shards.store.cache_folder import TOUCH_SECONDS, is_evicted, touch
+from data_shards.store.cache import TOUCH_SECONDS, is_evicted, touch
 from data_shards.store.download import StoreError
 from data_shards.store.store import Store
 

@@ -1,8 +1,7 @@
-"""Downloads upcoming shards during training: one background thread per rank, over the shared cache.
+"""Download upcoming shards during training: one background thread per rank, over the shared cache.
 
-It follows the order in which training will need them, up to a number of bytes ahead. These are marked as wanted, so
-that no prefetching evicts them; only idle shards make room. Errors are left to the reader that needs the shard, which
-retries or reports them; this thread retries until training has passed the shard.
+It follows training order, up to a number of bytes ahead. These shards are marked as wanted, so that no prefetching
+evicts them; only idle shards make room. It retries until training has passed the shard, whose reader reports errors.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from data_shards.shards.shard_set import ShardEntry, ShardSet
-from data_shards.store.cache import NoRoom
-from data_shards.store.cache_folder import TOUCH_SECONDS
+from data_shards.store.cache import TOUCH_SECONDS, CacheFull
 from data_shards.store.remote_errors import DownloadStopped
 from data_shards.store.store import Store
 
@@ -95,7 +93,7 @@ class Prefetcher:
                 self._store.prefetch(self._entries[shard], stop=self._pulse)
                 self._ahead[shard] = step, self._store.keep(self._entries[shard]) or 0
                 return
-            except NoRoom:
+            except CacheFull:
                 self._pause(_NO_ROOM_SECONDS)
             except DownloadStopped:
                 raise

@@ -21,7 +21,7 @@ from data_shards.control_groups import core_quota, memory_limit_bytes
 from data_shards.processes import num_cores
 from data_shards.text import parse_bytes, show_bytes
 from launch.doctor.findings import Check, judge
-from launch.env import omp_num_threads
+from launch.local.env import omp_num_threads
 from pipeline.checkpoint.room import free_bytes
 from pipeline.recipe.data import CacheRecipe
 

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from data_shards.text import show_bytes
 from launch.doctor.child import Answer, ask
 from launch.doctor.findings import Check, judge
-from launch.env import read_place
+from launch.local.env import read_place
 from pipeline.tracking.tracking_thread import without_credentials
 
 ALL_REDUCE_SECONDS = 60.0

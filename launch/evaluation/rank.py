@@ -12,9 +12,9 @@ from pathlib import Path
 
 from data_shards.errors import SampleError, UserError
 from data_shards.processes import num_cores
-from launch.env import omp_num_threads, read_place
 from launch.evaluation.exchanged import read_request, write_result
-from launch.output import go_on, say
+from launch.local.env import omp_num_threads, read_place
+from launch.local.output import go_on, say
 from pipeline.recipe.vocabulary import EXIT_USER_ERROR
 
 _TIMEOUT_SECONDS = 24 * 3600.0  # the first process may index tars for hours

@@ -2,7 +2,7 @@
 
 import sys
 
-from launch.commands.report import write_report
+from launch.commands.results.report import write_report
 from pipeline.pictures.draw_process import main
 from pipeline.runs.history import read_history
 

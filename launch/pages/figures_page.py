@@ -22,7 +22,7 @@ from data_shards.shards.shard_set import ShardsSpec
 from data_shards.store.cache import CacheConfig
 from data_shards.store.store import Store
 from data_shards.text import one_line
-from launch.output import say
+from launch.local.output import say
 from launch.pages.blocks import PageBlock, PageImage, PagePicture, PageSection, PageText
 from launch.pages.shards_page import Shown, write_page
 from model.saved import SavedModelMeta

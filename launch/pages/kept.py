@@ -72,9 +72,8 @@ def pictures_beside(histories: Sequence[RunHistory], *, names: Sequence[str], no
 
 
 def figures_across(histories: Sequence[RunHistory], *, notes: list[str]) -> list[PageBlock]:
-    """Few-shot accuracy over size, transfer over cost, and Table 8, as far as they have been measured."""
+    """Few-shot accuracy over size, and transfer over cost, as far as they have been measured."""
     from pipeline.pictures.paper.across_runs import few_shot_over_size, transfer_over_cost
-    from pipeline.pictures.paper.measured_runs import table8_rows
 
     blocks: list[PageBlock] = []
     for draw in (few_shot_over_size, transfer_over_cost):
@@ -87,11 +86,6 @@ def figures_across(histories: Sequence[RunHistory], *, notes: list[str]) -> list
             words, (png, svg) = found.picture, rendered(found.figure)
             blocks.append(PagePicture(words.title, words.caption, words.alt, [PageImage(png, svg)]))
             blocks.append(_columns(found.table, title=f"{words.title}: the numbers", caption="", folded=True))
-    for root in {history.folder.runs_root: None for history in histories}:
-        table8 = table8_rows(root)
-        if table8 is not None:
-            caption = f"Position embeddings, by shardvit table8 in {root}, beside the paper's Table 8."
-            blocks.append(_columns(table8, title="Position embeddings (Table 8)", caption=caption, folded=False))
     return blocks
 
 

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 from data_shards.durable import break_links
 from data_shards.errors import UserError
-from launch.output import say as to_stderr
+from launch.local.output import say as to_stderr
 from launch.run.disk import Presence, gone
 from pipeline.ranks.pid import process_started, this_machine
 from pipeline.recipe.vocabulary import EXIT_FAILED, EXIT_USER_ERROR

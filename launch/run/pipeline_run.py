@@ -16,12 +16,12 @@ from typing import Literal
 
 from data_shards.errors import UserError
 from data_shards.shards.location import CommandRefused, Commands
-from launch.env import SUPERVISOR_PID, num_gpus, tracking_uri
 from launch.hosts.hostfile import Fleet
 from launch.local.endings import memory_kills, reason
+from launch.local.env import SUPERVISOR_PID, num_gpus, tracking_uri
+from launch.local.output import say
 from launch.local.processes import handled, kill_all
 from launch.local.start import Launch, run_stage_locally
-from launch.output import say
 from launch.run.disk import Presence, disk_problem
 from launch.run.lock import locked
 from launch.run.restarts import PAUSE_SECONDS, Restarts

@@ -10,8 +10,8 @@ import signal
 from collections.abc import Callable
 
 from data_shards.errors import UserError
+from launch.local.output import say
 from launch.local.processes import handled
-from launch.output import say
 from launch.run.lock import locked
 from launch.run.pipeline_run import PipelineRun
 from launch.sweep.points import FINAL, Earlier, Point, Sweep, link_earlier

@@ -7,8 +7,8 @@ import math
 import threading
 from typing import Literal
 
-from launch.env import experiment_name, tracking_uri
-from launch.output import say
+from launch.local.env import experiment_name, tracking_uri
+from launch.local.output import say
 from launch.sweep.points import FINAL, Sweep
 from launch.sweep.record import Outcome, SweepRecord
 from pipeline.tracking.sweep_run import SweepNews, tell_sweep

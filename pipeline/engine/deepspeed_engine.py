@@ -22,16 +22,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.engine.average import WeightAverage, average_file
 from pipeline.engine.flat_step import GradientJudge, reduce_at_once
-from pipeline.engine.frozen import FILE as FROZEN_FILE
-from pipeline.engine.frozen import frozen_weights
-from pipeline.engine.host_copy import Hold
-from pipeline.engine.masters import named_masters, put_average, put_state, round_masters, slots
-from pipeline.engine.portable import DEEPSPEED_FOLDER
 from pipeline.engine.protocol import Flags, StepResult, reduce_flags
-from pipeline.engine.shared import open_shared
-from pipeline.engine.state_files import StateFile, state_file
+from pipeline.engine.saved_state.average import WeightAverage, average_file
+from pipeline.engine.saved_state.frozen import FILE as FROZEN_FILE
+from pipeline.engine.saved_state.frozen import frozen_weights
+from pipeline.engine.saved_state.host_copy import Hold
+from pipeline.engine.saved_state.masters import named_masters, put_average, put_state, round_masters, slots
+from pipeline.engine.saved_state.portable import DEEPSPEED_FOLDER
+from pipeline.engine.saved_state.shared import open_shared
+from pipeline.engine.saved_state.state_files import StateFile, state_file
 from pipeline.engine.weight_norms import Measure, WeightNorms
 from pipeline.engine.zero_config import deepspeed_config, reduces_at_once, takes_flat_step
 from pipeline.optimizers.flat import flat_optimizer, merged

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from data_shards.errors import UserError
-from pipeline.engine.frozen import freeze
 from pipeline.engine.protocol import Engine
+from pipeline.engine.saved_state.frozen import freeze
 from pipeline.ranks.group import Ranks
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import StagePlan

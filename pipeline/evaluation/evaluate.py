@@ -282,6 +282,6 @@ def _average_precisions(
         rows = rows[rows[:, 0] >= 0]
         for at in range(number):
             if (first + at) % place.world_size == place.rank:
-                positive = rows[:, 1 + number + at] > 0
-                found[first + at] = average_precision(rows[:, 1 + at], positive=positive)
+                positive = rows[:, 1 + number + at].numpy() > 0
+                found[first + at] = average_precision(rows[:, 1 + at].numpy(), positive=positive)
     return ranks.gather(found).sum(dim=0).numpy()

@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from data_shards.text import one_line
@@ -113,23 +112,15 @@ def shares(part: NDArray[np.int64] | Floats, *, of: Counts) -> Floats:
     return np.divide(part, of, out=np.full(len(of), math.nan), where=of > 0)
 
 
-def average_precision(scores: torch.Tensor, *, positive: torch.Tensor) -> float:
-    """sum_k (R_k - R_(k-1)) P_k over the thresholds k, without interpolation (scikit-learn's too); NaN without a
-    positive.
-
-    Args:
-        scores: [n], of any range; NaN counts as the lowest.
-        positive: bool [n], images that have the class.
-    """
+def average_precision(scores: Floats, *, positive: NDArray[np.bool_]) -> float:
+    """scikit-learn's average precision of one class, which does not interpolate; NaN without a positive. `scores`: [n],
+    of any range; NaN counts as the lowest."""
     if not positive.any():
         return math.nan
-    from torchmetrics.functional.classification import binary_precision_recall_curve
+    from sklearn.metrics import average_precision_score  # takes a second
 
-    # torchmetrics puts scores beyond [0, 1] through a sigmoid, where large ones become equal; their order is enough.
-    values, place = scores.double().nan_to_num(nan=-torch.inf).unique(return_inverse=True)
-    precision, recall, _ = binary_precision_recall_curve(place.double() / len(values), positive.long(), thresholds=None)
-    gained = (recall[:-1] - recall[1:]).double() * precision[:-1]  # the curve begins at the lowest threshold
-    return math.fsum(gained.tolist())  # a sum in parallel would depend on the threads
+    _, places = np.unique(np.nan_to_num(scores, nan=-np.inf, posinf=np.inf, neginf=-np.inf), return_inverse=True)
+    return float(average_precision_score(positive, places))  # their order is enough, and is finite
 
 
 _MOST = 0.95  # of the answers

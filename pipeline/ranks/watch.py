@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 
 from data_shards.durable import make_folders
-from pipeline.ranks.gone import (
+from pipeline.ranks.dead_ranks import (
     LEAVE_SECONDS,
     NEWS_FILE,
     failure,

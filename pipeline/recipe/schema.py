@@ -26,7 +26,7 @@ _MOST_PATCHES = 2**20  # of an image
 _LONGEST_NAME = 200  # file systems take 255 bytes, MLflow's server 250
 _LONGEST_MLFLOW_NAME = 250  # of a registered model and an alias
 _MLFLOW_VERSION = re.compile("v[0-9]+", re.IGNORECASE)  # MLflow's own names of versions
-_TAKEN_NAMES = ("mlartifacts", "mlflow.db", "table8.txt", "table8.json")  # beside the runs, in the folder of them all
+_TAKEN_NAMES = ("mlartifacts", "mlflow.db")  # beside the runs, in the folder of them all
 
 
 class TrackingConfig(Strict):

@@ -207,9 +207,13 @@ METRICS: dict[str, Metric] = {
     "val/fewshot_NAME_Kshot": Metric(
         "share", "top-1 on set NAME of least squares on K images of each class, mean over the seeds"
     ),
-    "val/probe_NAME_top1": Metric("share", "shardvit probe: top-1 on set NAME of logistic regression; also _top5"),
+    "val/probe_NAME_top1": Metric(
+        "share", "transfer --method probe: top-1 on set NAME of logistic regression; also _top5"
+    ),
     "val/probe_NAME_loss": Metric("nats", "the same: its mean cross-entropy"),
-    "val/knn_NAME_Knn_top1": Metric("share", "shardvit knn: top-1 on set NAME of K nearest neighbours; also _top5"),
+    "val/knn_NAME_Knn_top1": Metric(
+        "share", "transfer --method knn: top-1 on set NAME of K nearest neighbours; also _top5"
+    ),
     "val/transfer_mean": Metric("share", "shardvit transfer: mean over the data sets of their first top-1"),
     "model/parameters": Metric("parameters", "swap_head: parameters of the model"),
     "model/head_parameters_dropped": Metric("parameters", "swap_head: parameters of the head that was dropped"),

@@ -18,7 +18,7 @@ from data_shards.errors import UserError
 from data_shards.loading.batch import Fault
 from data_shards.text import counted
 from pipeline.checkpoint.train_state import TrainState
-from pipeline.ranks.gone import peer_is_gone
+from pipeline.ranks.dead_ranks import peer_is_gone
 from pipeline.ranks.phases import Phases
 from pipeline.ranks.stopping import Stopped
 from pipeline.ranks.threads import WORTH_A_WORD

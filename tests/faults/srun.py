@@ -16,7 +16,7 @@ import tempfile
 import time
 from types import FrameType
 
-from launch.env import RENDEZVOUS, SUPERVISOR_PID, without_place
+from launch.local.env import RENDEZVOUS, SUPERVISOR_PID, without_place
 
 
 def main() -> int:

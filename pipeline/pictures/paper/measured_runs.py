@@ -14,7 +14,6 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from data_shards.safe_paths import read_inside
@@ -123,28 +122,6 @@ def cost_points(run: RunHistory, *, name: str) -> Iterator[CostPoint]:
         for score in record.results:
             if score.metric == "top1" and _is_share(score.value):
                 yield point(_measure(record, score_name(score)), score.value)
-
-
-def table8_rows(runs_root: Path) -> dict[str, list[str | float | None]] | None:
-    """The table that `shardvit table8` left beside its runs, by its columns: ours, and the paper's 5-shot accuracy on
-    ImageNet of a B/16 from JFT-300M. None: there is none, or it is damaged."""
-    try:
-        cells = parse_json(read_inside(runs_root / "table8.json", folder=runs_root))
-        rows = [
-            (str(cell["position"]), str(cell["position_at"]), float(cell["top1"]), cell["paper_5_shot"])
-            for cell in cells
-        ]
-        paper = [None if value is None else round(100 * float(value), 2) for *_, value in rows]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    if not rows:
-        return None
-    return {
-        "position": [plain(position) for position, *_ in rows],
-        "position_at": [plain(at) for _, at, *_ in rows],
-        "top-1, %": [round(100 * top1, 2) for _, _, top1, _ in rows],
-        "paper, 5-shot, %": [*paper],
-    }
 
 
 def model_name(run: RunHistory) -> str:

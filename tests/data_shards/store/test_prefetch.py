@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from data_shards.shards.shard_set import ShardEntry, ShardSet
-from data_shards.store import cache_folder
+from data_shards.store import cache as cache_module
 from data_shards.store import prefetch as prefetch_module
 from data_shards.store.cache import CacheConfig
 from data_shards.store.prefetch import Prefetcher, start_prefetch
@@ -38,7 +38,7 @@ def entries(server: FaultServer, make_tar: MakeTar, make_entry: MakeEntry) -> li
 def _slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where everything may be held up for a while: a thread may take long to end, and what was just used is in use."""
     monkeypatch.setattr(prefetch_module, "_CLOSE_SECONDS", 240.0)
-    monkeypatch.setattr(cache_folder, "IDLE_SECONDS", 3600.0)
+    monkeypatch.setattr(cache_module, "IDLE_SECONDS", 3600.0)
 
 
 @pytest.fixture

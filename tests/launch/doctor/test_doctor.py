@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from cyclopts import App
 
-from launch.commands import doctor as command
-from launch.commands.doctor import doctor, examine
+from launch.commands.training import doctor as command
+from launch.commands.training.doctor import doctor, examine
 from launch.doctor.findings import Check, Diagnosis
 from pipeline.ranks.start_clock import StartClock
 
@@ -83,7 +83,7 @@ def test_a_finding_that_says_nothing_of_what_to_do_is_our_own_mistake(verdict):
 
 
 def test_quick_on_this_machine(tmp_path: Path):
-    code = "import sys; from launch.commands.doctor import doctor; from pathlib import Path\n"
+    code = "import sys; from launch.commands.training.doctor import doctor; from pathlib import Path\n"
     code += (
         f"code = doctor(quick=True, runs=Path({str(tmp_path)!r}), cache=Path({str(tmp_path)!r}), as_json_text=True)\n"
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.commands.report import write_report
+from launch.commands.results.report import write_report
 from pipeline.runs.history import read_history
 from tests.launch.report.browser import FONT_SETS, Browser, font_config, open_browser, program
 from tests.launch.report.runs import HOSTILE, make_hostile, make_run

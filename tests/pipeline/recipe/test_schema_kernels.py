@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from pipeline.recipe.io import flatten
 from pipeline.recipe.schema import Recipe
 from pipeline.runs.run_folder import recipe_digest
 from tests.pipeline.recipe.test_schema import refusal, tree

@@ -10,7 +10,7 @@ from model.config import ModelConfig
 from model.counting.flops import account
 from model.saved import SavedModelMeta
 from pipeline.pictures.paper.across_runs import few_shot_over_size, transfer_over_cost
-from pipeline.pictures.paper.measured_runs import cost_points, few_shot_points, table8_rows
+from pipeline.pictures.paper.measured_runs import cost_points, few_shot_points
 from pipeline.pictures.style import keep_picture
 from pipeline.recipe.io import load_recipe
 from pipeline.runs.history import RunHistory, read_history
@@ -177,21 +177,3 @@ def test_damaged_records_cost_their_points_alone(tmp_path: Path) -> None:
     assert {each.training_images for each in few_shot_points(again, name="a")} == {None}
     assert {each.exaflops for each in cost_points(again, name="a")} == {None}
     assert few_shot_over_size([again]) is not None and transfer_over_cost([again]) is None
-
-
-def test_table8_is_read_by_columns(tmp_path: Path) -> None:
-    assert table8_rows(tmp_path) is None
-    cells = [
-        {"position": "none", "position_at": "stem", "paper_5_shot": 0.61, "run": "a", "top1": 0.9, "images": 5},
-        {"position": "sincos_2d", "position_at": "stem", "paper_5_shot": None, "run": "b", "top1": 0.97, "images": 5},
-    ]
-    (tmp_path / "table8.json").write_text(json.dumps(cells))
-    assert table8_rows(tmp_path) == {
-        "position": ["none", "sincos_2d"],
-        "position_at": ["stem", "stem"],
-        "top-1, %": [90, 97],
-        "paper, 5-shot, %": [61, None],
-    }
-    for damaged in ("[", "[1]", '[{"position": 1}]', "[]", '{"a": 1}'):
-        (tmp_path / "table8.json").write_text(damaged)
-        assert table8_rows(tmp_path) is None
