@@ -25,8 +25,8 @@ from pipeline.ranks import dead_ranks as gone
 from pipeline.ranks import heartbeat
 from pipeline.ranks.dead_ranks import NEWS_FILE, report_gone
 from pipeline.ranks.heartbeat import Heartbeat, read_heartbeat, write_heartbeat
-from pipeline.ranks.pid import process_started
 from pipeline.ranks.place import Log, Place
+from pipeline.ranks.process import process_started
 
 _ATTEMPT = "simulated"
 _EVENTS = ("open", "os.listdir", "os.scandir", "os.mkdir", "os.remove", "os.rename")

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.ranks.heartbeat import Heartbeat, read_beat, read_heartbeat, write_beat, write_heartbeat
-from pipeline.ranks.pid import process_started, this_machine
 from pipeline.ranks.place import Place
+from pipeline.ranks.process import process_started, this_machine
 
 About = Literal["a rank", "nobody known", "a mistake"]
 

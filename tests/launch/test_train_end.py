@@ -170,7 +170,7 @@ def test_what_ends_training_in_good_order_has_its_own_exit_code_and_no_traceback
         assert timeout_seconds == 7.0  # the recipe's
         return SimpleNamespace(leave=lambda: None, gather_objects=lambda value: [value])
 
-    monkeypatch.setattr("pipeline.ranks.threads.settle_threads", lambda **_: "")  # this process's are the tests'
+    monkeypatch.setattr("pipeline.ranks.process.settle_threads", lambda **_: "")  # this process's are the tests'
     monkeypatch.setattr("pipeline.training.stages.run_stage", run_stage)
     monkeypatch.setattr("pipeline.ranks.group.Ranks", alone)
     monkeypatch.setattr("pipeline.ranks.stopping.StopFlag.listen", lambda flag: None)

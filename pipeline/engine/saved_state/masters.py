@@ -1,6 +1,6 @@
 """Where a running DeepSpeed engine keeps its master weights and moments, and how saved ones are put there.
 
-Stages 1 and 2 keep a piece of each flattened group, stage 3 a piece of each parameter (stage 0: `replicated`); `slots` maps
+Stages 1 and 2 keep a piece of each flattened group, stage 3 a piece of each parameter (0: `replicated`); `slots` maps
 them all, so that restoring is one copy in every stage. DeepSpeed's own setters are not used: stage 3's
 fails where the world size does not divide a parameter's size, and none creates moments. Relies on attributes of
 DeepSpeed 0.19's optimizers; does not import it.

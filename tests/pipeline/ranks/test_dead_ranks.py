@@ -12,8 +12,8 @@ from launch.bench.scale_ranks import beat_of, counting, simulate_death
 from pipeline.ranks import dead_ranks as gone
 from pipeline.ranks.dead_ranks import NEWS_FILE, About, is_to_say, is_to_say_mistake, tell_all_hosts
 from pipeline.ranks.heartbeat import read_beat, write_heartbeat
-from pipeline.ranks.pid import this_machine
 from pipeline.ranks.place import Log, Place
+from pipeline.ranks.process import this_machine
 
 
 @pytest.mark.parametrize("victim", [0, 5, 8], ids=["rank 0", "in the middle of a host", "the first of a host"])

@@ -23,8 +23,8 @@ from pipeline.ranks.heartbeat import (
     read_heartbeat,
     write_heartbeat,
 )
-from pipeline.ranks.pid import process_started, this_machine
 from pipeline.ranks.place import Place
+from pipeline.ranks.process import process_started, this_machine
 from pipeline.ranks.watch import Watch
 
 

@@ -1,16 +1,47 @@
-"""Torch's threads against the cores, and how long they wait for one: from the scheduler's own figures."""
+"""One process: its limit of open files, its threads, its state between stages."""
 
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
-from pipeline.ranks.threads import CoreWaits, settle_threads
+from pipeline.ranks.process import CoreWaits, ProcessState, needed_open_files, settle_threads
+
+ROOT = Path(__file__).resolve().parents[3]
+CHILD = """
+import resource, sys
+from pipeline.ranks.process import allow_open_files
+soft, hard, needed = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+said = allow_open_files(needed)
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], said, sep="|")
+"""
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "needed", "after", "told"),
+    [(256, 2000, 1500, 1500, []), (1000, 2000, 500, 1000, []), (256, 600, 1500, 600, ["1,500", "600", "data.workers"])],
+)
+def test_the_soft_limit_is_raised_as_far_as_needed_and_allowed(
+    soft: int, hard: int, needed: int, after: int, told: list[str]
+):
+    command = [sys.executable, "-c", CHILD, *map(str, (soft, hard, needed))]
+    limit, said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("|")
+    assert int(limit) == after and bool(said.strip()) == bool(told)
+    assert all(each in said for each in told)
+
+
+def test_readers_and_peers_are_counted():
+    assert needed_open_files(world_size=1, reading_threads=0) < 1024
+    assert needed_open_files(world_size=1024, reading_threads=0) > 2 * 1024
+    assert needed_open_files(world_size=8, reading_threads=16) > 16 * 256
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +94,7 @@ def test_the_share_is_of_the_time_since_the_last_call(tmp_path: Path) -> None:
 
 ON_ONE_CORE = """
 import os, subprocess, sys, time
-from pipeline.ranks.threads import CoreWaits
+from pipeline.ranks.process import CoreWaits
 
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
@@ -100,3 +131,17 @@ def test_torch_s_threads_sleep_soon_unless_the_user_says_otherwise(given: dict[s
     assert ended.stdout.strip() == spins
     if "GOMP_SPINCOUNT" in ended.stderr and spins:  # elsewhere torch has another library
         assert f"GOMP_SPINCOUNT = '{spins}'" in ended.stderr
+
+
+def draw() -> tuple[list[float], float, float]:
+    return torch.rand(3).tolist(), random.random(), float(numpy.random.rand())
+
+
+def test_all_generators_return_to_where_they_were_and_again():
+    fresh = ProcessState()
+    first = draw()
+    draw()
+    torch.manual_seed(7)
+    for _ in range(2):
+        fresh.reset()
+        assert draw() == first
