@@ -17,6 +17,7 @@ import argparse
 import atexit
 import contextlib
 import os
+import platform
 import signal
 import sys
 import threading
@@ -26,12 +27,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, get_args
+from typing import TYPE_CHECKING, NoReturn
 
 from data_shards.errors import AgreedError, SampleError, UserError, WorkerDied
 from data_shards.working_folder import leave_out
+from launch.draw_and_send import DrawAndSend
 from launch.local.env import (
-    experiment_name,
     job_tags,
     node_share,
     omp_num_threads,
@@ -185,7 +186,7 @@ def _run(
         earlier_cpu_seconds=time.process_time(),
     )
     clock.set_status("importing libraries")
-    wants_pictures, mlflow_uri = pictures_wanted(), tracking_uri()
+    wants_pictures, _ = pictures_wanted(), tracking_uri()  # a mistake is said before anything slow is imported
     from pipeline.ranks.stopping import StopFlag, Stopped
 
     stop = StopFlag()
@@ -202,12 +203,11 @@ def _run(
 
     import_timm()
     from pipeline.checkpoint.saver import SaveFailed
-    from pipeline.pictures.draw_process import Beside
     from pipeline.ranks.group import Ranks
     from pipeline.ranks.threads import settle_threads
-    from pipeline.runs.pictures import Moment
-    from pipeline.stage.context import StageContext, Tracking, draw_nothing
+    from pipeline.stage.context import StageContext, draw_nothing
     from pipeline.stage.data_workers import cores_of
+    from pipeline.tracking.system_metrics import node_metrics
     from pipeline.training.stages import run_stage  # noqa: F401 - while nobody waits in the process group
     from pipeline.training.train_loop import TrainingFailed
 
@@ -233,16 +233,17 @@ def _run(
                     say(too_many)
             there = held.enter_context(contextlib.closing(Presence(folder.path)))
         beside = None
-        if place.is_main and wants_pictures:
-            moments = get_args(Moment) if recipe.pictures == "auto" else ("end",)
-            module = "launch.pages.draw_process"
-            beside = Beside(folder, environ=without_place(), say=say, module=module, moments=moments)
-            held.enter_context(beside)
+        if place.is_main:
+            pictures = "draw" if wants_pictures else "off"
+            beside = held.enter_context(DrawAndSend(folder, environ=without_place(), pictures=pictures, say=say))
+        if place.local_rank == 0 and recipe.tracking.system_metrics:
+            nodes = -(-place.world_size // place.local_world_size)
+            node = f"node{place.rank // place.local_world_size}-{platform.node()}" if nodes > 1 else ""
+            held.enter_context(node_metrics(folder, node=node, environ=without_place()))
         context = StageContext(
             recipe=recipe,
             folder=folder,
             ranks=ranks,
-            tracking=Tracking(uri=mlflow_uri, experiment=experiment_name() or recipe.experiment),
             stop=stop,
             job_tags=job_tags(),
             start=clock,

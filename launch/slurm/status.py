@@ -25,7 +25,7 @@ from pipeline.recipe.vocabulary import METRICS_FILE, MLFLOW_FILE, RECIPE_FILE, S
 from pipeline.report.progress import RecentSpeed
 from pipeline.runs.metrics_log import iter_metrics
 from pipeline.runs.run_folder import RunFolder, checkpoint_folders
-from pipeline.tracking.tracking_state import load_run_state
+from pipeline.tracking.run_state import load_run_state
 
 SPEED_WINDOW_SECONDS = 1800.0
 

@@ -1,4 +1,4 @@
-"""What every stage is given: recipe, run folder, process group, MLflow's address, stop flag, clock of its start."""
+"""What every stage is given: recipe, run folder, process group, stop flag, clock of its start."""
 
 from __future__ import annotations
 
@@ -25,14 +25,6 @@ from pipeline.runs.run_folder import RunFolder
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Tracking:
-    """Where MLflow's records go."""
-
-    uri: str | None  # None: mlflow.db in the folder of all runs
-    experiment: str
-
-
 def draw_nothing(stage: StageName, moment: Moment, step: int) -> None:
     """Where no pictures are wanted."""
 
@@ -44,7 +36,6 @@ class StageContext:
     recipe: Recipe
     folder: RunFolder
     ranks: Ranks
-    tracking: Tracking
     stop: StopFlag
     job_tags: dict[str, str]  # facts of this attempt: host, launcher, job id
     start: StartClock = field(default_factory=StartClock)  # until the stage's first step

@@ -1,4 +1,4 @@
-"""mlflow.json: which MLflow run this is (its id), and how much of it was sent. Knows nothing of mlflow.
+"""mlflow.json: which run of a tracking service this is, and what of it was sent. Only the sender writes it.
 
 The key is drawn and saved before the run exists, and is a tag of it: if a kill or a lost answer comes before its id is
 written, the key finds the run, so that none is created twice.
@@ -19,24 +19,25 @@ from data_shards.text import parse_json
 
 @dataclass
 class RunState:
-    """mlflow.json of one run, the pipeline's or a stage's."""
+    """mlflow.json of one run, a sweep's, a pipeline's or a stage's."""
 
     file: Path
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
     run_id: str | None = None
-    attempt: int = 0  # how often the stage was opened
+    attempt: int = 0  # the last one whose cut of metrics.jsonl was taken into account
     sent_rows: int = 0  # of metrics.jsonl; a count, because bytes shift when a damaged row is dropped
-    sent: dict[str, str] = field(default_factory=dict)  # what else: its name, and what it changes with
+    sent: dict[str, str] = field(default_factory=dict)  # what else: its name, and a mark that changes with it
 
     def save(self) -> None:
         """Replace the file atomically. Raises OSError; a missing folder is not made again."""
         record = {name: value for name, value in vars(self).items() if name != "file"}
         replace_text(self.file, json.dumps(record) + "\n", sync="none")
 
-
-def forget_run(state: RunState) -> None:
-    """Its run is not in the store: everything is to be sent to another one."""
-    state.run_id, state.sent_rows, state.sent = None, 0, {}
+    def point_to(self, run_id: str) -> None:
+        """Belong to this run; all is to be sent again to another one than before."""
+        if self.run_id not in (None, run_id):
+            self.sent_rows, self.sent = 0, {}
+        self.run_id = run_id
 
 
 def load_run_state(file: Path) -> RunState:
@@ -58,3 +59,8 @@ def load_run_state(file: Path) -> RunState:
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is not the state of a run") from error
+
+
+def without_credentials(text: str) -> str:
+    """The text without the `user:password@` of its URLs."""
+    return re.sub(r"(\w://)[^/\s@]+@", r"\1***@", text)

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.watch.chart import bar, chart
+from launch.terminal_curves import bar, draw_curves
+
+
+def chart(points: list[tuple[int, float]], *, width: int, height: int, mark: str = "") -> list[str]:
+    steps, values = zip(*points, strict=True) if points else ((), ())
+    return draw_curves([(steps, values)], width=width, height=height, marks=[mark])
+
 
 POINTS = st.lists(st.tuples(st.integers(0, 2**62), st.floats()), max_size=40)
 
@@ -26,11 +32,11 @@ def dots(lines: list[str], *, first_column: int) -> set[tuple[int, int]]:
     return found
 
 
-@given(POINTS, st.integers(20, 90), st.integers(3, 12), st.sampled_from(["braille", "ascii"]))
-def test_any_points_make_so_many_lines_of_at_most_that_width(points, width, height, glyphs) -> None:
-    lines = chart(points, width=width, height=height, glyphs=glyphs)
+@given(POINTS, st.integers(20, 90), st.integers(3, 12), st.sampled_from(["", "*"]))
+def test_any_points_make_so_many_lines_of_at_most_that_width(points, width, height, mark) -> None:
+    lines = chart(points, width=width, height=height, mark=mark)
     assert len(lines) == height and max(map(len, lines)) <= width
-    if glyphs == "ascii":
+    if mark:
         assert "".join(lines).isascii()
 
 
@@ -70,3 +76,11 @@ def test_a_bar_is_full_at_the_end_alone() -> None:
     assert [bar(share, width=10, glyphs="ascii").count("#") for share in (-1, 0, 0.05, 0.5, 0.9999, 1, 2)] == [
         *(0, 0, 0, 5, 9, 10, 10)
     ]
+
+
+def test_marks_tell_curves_apart_and_one_without_values_keeps_its_own() -> None:
+    steps = list(range(1, 11))
+    curves = [(steps, steps), (steps, [math.nan] * 10), (steps, [-step for step in steps])]
+    lines = draw_curves(curves, width=60, height=8, marks="AxB", x_name="images")
+    assert all(len(line) <= 60 for line in lines) and "x" not in "".join(lines)
+    assert "A" in lines[0] and "B" in lines[6] and lines[0].rindex("A") > 50

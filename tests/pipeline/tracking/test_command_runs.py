@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from pipeline.runs.run_folder import RunFolder
-from pipeline.tracking import one_run
-from pipeline.tracking.one_run import log_result
-from pipeline.tracking.runs import DatasetInput
-from pipeline.tracking.tracking_state import load_run_state
+from pipeline.tracking import command_runs
+from pipeline.tracking.command_runs import CommandResult, log_result
+from pipeline.tracking.facts import DatasetInput
+from pipeline.tracking.run_state import load_run_state
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -39,8 +39,8 @@ def test_a_result_is_one_finished_run_a_child_of_the_run_that_it_judges(tmp_path
     page = tmp_path / "table.txt"
     page.write_text("top-1 0.5\n")
     said: list[str] = []
-    log_result(
-        "eval-one-val",
+    result = CommandResult(
+        name="eval-one-val",
         kind="eval",
         params={"protocol": "paper", "processes": 2, "subset": None},
         metrics={"val/top1": 0.5, "val/loss": math.nan},
@@ -48,10 +48,8 @@ def test_a_result_is_one_finished_run_a_child_of_the_run_that_it_judges(tmp_path
         files=[page],
         tables={"per_class": {"class": ["<b>a</b>", "b"], "top1": [0.25, 0.75]}},
         of_run=folder,
-        tracking_uri=None,
-        experiment=None,
-        say=said.append,
     )
+    log_result(result, tracking_uri=None, experiment=None, say=said.append)
     assert said == []
     (run,) = client.search_runs([experiment], f"tags.`mlflow.parentRunId` = '{state.run_id}'")
     assert (run.info.run_name, run.info.status, run.data.tags["shardvit.kind"]) == ("eval-one-val", "FINISHED", "eval")
@@ -68,15 +66,14 @@ def test_a_server_that_is_not_there_or_silent_costs_one_line(tmp_path: Path, mon
     said: list[str] = []
 
     def log(uri: str) -> None:
-        log_result(
-            "eval", kind="eval", params={}, metrics={}, of_run=None, tracking_uri=uri, experiment=None, say=said.append
-        )
+        result = CommandResult(name="eval", kind="eval", params={}, metrics={})
+        log_result(result, tracking_uri=uri, experiment=None, say=said.append)
 
     monkeypatch.chdir(tmp_path)
     log("http://me:secret@127.0.0.1:9")
     assert len(said) == 1 and "secret" not in said[0]
-    monkeypatch.setattr(one_run, "_WAIT_SECONDS", 0.01)
-    monkeypatch.setattr(one_run, "_send", lambda *_, **__: __import__("threading").Event().wait(240))
+    monkeypatch.setattr(command_runs, "_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(command_runs, "_send_result", lambda *_, **__: __import__("threading").Event().wait(240))
     log("http://127.0.0.1:9")
     assert len(said) == 2 and "0.01 seconds" in said[1]
     assert not list(tmp_path.iterdir())

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.tracking.tracking_state import RunState, forget_run, load_run_state
+from pipeline.tracking.run_state import RunState, load_run_state, without_credentials
 
 
 def test_a_state_reads_back(tmp_path: Path) -> None:
@@ -36,5 +36,12 @@ def test_a_state_of_an_earlier_version_has_sent_nothing_but_rows(tmp_path: Path)
     file.write_text(json.dumps({"key": "k", "run_id": "r", "attempt": 1, "sent_rows": 7}))
     state = load_run_state(file)
     assert (state.sent_rows, state.sent) == (7, {})
-    forget_run(state)
-    assert (state.key, state.run_id, state.sent_rows) == ("k", None, 0)
+    state.point_to("r")
+    assert state.sent_rows == 7
+    state.point_to("another")
+    assert (state.key, state.run_id, state.sent_rows) == ("k", "another", 0)
+
+
+def test_credentials_are_taken_out_of_urls() -> None:
+    assert without_credentials("see https://me:pw@host/x and s3://k@b") == "see https://***@host/x and s3://***@b"
+    assert without_credentials("mail me@host, http://host/a@b") == "mail me@host, http://host/a@b"
