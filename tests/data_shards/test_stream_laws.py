@@ -371,13 +371,7 @@ def test_the_order_of_sets_and_shards_is_part_of_the_state(pool: list[ShardEntry
     for other in others:
         with pytest.raises(UserError, match="state"):
             read(
-                other.shards(pool),
-                other.order(),
-                how=Reading(1, 1),
-                seed=MIXED.seed,
-                steps=1,
-                stop_step=9,
-                state=state,
+                other.shards(pool), other.order(), how=Reading(1, 1), seed=MIXED.seed, steps=1, stop_step=9, state=state
             )
 
 

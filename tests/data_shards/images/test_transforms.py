@@ -107,8 +107,7 @@ def test_rand_augment_comes_after_the_resize_with_number_23():
 
 
 @pytest.mark.parametrize(
-    ("crop", "antialias"),
-    [("google", "none"), ("google", "cast"), ("google", "antialiased"), ("torchvision", "none")],
+    ("crop", "antialias"), [("google", "none"), ("google", "cast"), ("google", "antialiased"), ("torchvision", "none")]
 )
 def test_googles_crop_and_resize_are_used(crop: CropLaw, antialias: Antialias):
     """Of the pixels of the crop alone: what lies beside it does not reach in."""

@@ -70,13 +70,7 @@ def test_text_form_is_that_of_wds2idx(tmp_path: Path):
 
 
 def test_parts_that_are_neither_image_nor_label_are_left_out(tmp_path: Path):
-    members = [
-        ("d/k.JPG", b"image"),
-        ("d/k.json", b"{}"),
-        ("d/k.cls", b"7"),
-        ("README", b"x"),
-        (".hidden.cls", b"x"),
-    ]
+    members = [("d/k.JPG", b"image"), ("d/k.json", b"{}"), ("d/k.cls", b"7"), ("README", b"x"), (".hidden.cls", b"x")]
     path = write_tar(tmp_path / "a.tar", members)
     index = build_index(path)
     assert list(index.keys) == ["d/k"] and list(index.image_extension) == ["jpg"]
