@@ -56,10 +56,6 @@ def main(folder: Path) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
-
-
 _REQUEST, _RESULT, _EVALUATION = "request.json", "result.json", "evaluation"
 
 
@@ -94,3 +90,7 @@ def read_result(folder: Path) -> ModelEvaluated:
     content = json.loads((folder / _RESULT).read_text(encoding="ascii"))
     content |= {"damaged": tuple(Fault(**each) for each in content["damaged"]), "notes": tuple(content["notes"])}
     return ModelEvaluated(evaluation=load_evaluation(folder / _EVALUATION), **content)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
