@@ -38,7 +38,7 @@ FIRST = (
     "pipeline/test_find_model.py",
     "oracles/test_npz_oracles.py",
     "oracles/test_flax_init.py",
-    "pipeline/tracking/test_mlflow_store.py",
+    "pipeline/tracking/test_mlflow_sink.py",
     "data_shards/loading/test_workers.py",
     "pipeline/ranks/test_group.py",
     "oracles/test_flax_resnet.py",

@@ -1,8 +1,7 @@
-"""Downloads upcoming shards during training: one background thread per rank, over the shared cache.
+"""Download upcoming shards during training: one background thread per rank, over the shared cache.
 
-It follows the order in which training will need them, up to a number of bytes ahead. These are marked as wanted, so
-that no prefetching evicts them; only idle shards make room. Errors are left to the reader that needs the shard, which
-retries or reports them; this thread retries until training has passed the shard.
+It follows training order, up to a number of bytes ahead. These shards are marked as wanted, so that no prefetching
+evicts them; only idle shards make room. It retries until training has passed the shard, whose reader reports errors.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def main(folder: Path) -> int:
         from pipeline.evaluation.evaluate_file import evaluate_model
         from pipeline.evaluation.truth import open_set
         from pipeline.ranks.group import Ranks
-        from pipeline.ranks.threads import settle_threads
+        from pipeline.ranks.process import settle_threads
 
         if not torch.cuda.is_available():
             too_many = settle_threads(cores=num_cores() / place.world_size, asked=omp_num_threads())

@@ -178,12 +178,12 @@ class _Session:
         return 0
 
     def _log(self, record: TransferRecord, file: Path, *, params: Mapping[str, object]) -> None:
-        from pipeline.tracking.one_run import log_result
-        from pipeline.tracking.runs import DatasetInput
+        from pipeline.tracking.command_runs import CommandResult, log_result
+        from pipeline.tracking.facts import DatasetInput
 
         results = record.results
-        log_result(
-            f"{record.command}-{record.run or Path(record.model).stem}-{record.name}",
+        tracked = CommandResult(
+            name=f"{record.command}-{record.run or Path(record.model).stem}-{record.name}",
             kind=record.command,
             params={"model": record.model, "layer": record.layer, "images_seen": record.images_seen, **params},
             metrics=metrics_of(record),
@@ -207,10 +207,8 @@ class _Session:
                 }
             },
             of_run=self._origin.run,
-            tracking_uri=tracking_uri(),
-            experiment=experiment_name(),
-            say=say,
         )
+        log_result(tracked, tracking_uri=tracking_uri(), experiment=experiment_name(), say=say)
 
 
 def _tell(measured: SetMeasured) -> None:

@@ -18,9 +18,8 @@ from data_shards.errors import UserError
 from launch.local.output import say
 from launch.sweep.local import begin_final
 from launch.sweep.points import FINAL, Sweep, link_earlier
-from launch.sweep.record import SweepRecord, as_table, choose, make_record
+from launch.sweep.record import SweepRecord, as_table, choose, make_record, tell
 from launch.sweep.stored import read_sweep
-from launch.sweep.tracking import tell
 from pipeline.recipe.io import dump_recipe
 from pipeline.recipe.vocabulary import EXIT_FAILED, EXIT_USER_ERROR, RECIPE_FILE
 

@@ -79,7 +79,9 @@ def cifar_source(tree: Tree, *, labels: CifarLabels = "fine") -> Source:
         )
     classes = _classes(tree, rows[meta], layout, labels)
     splits: dict[SplitName, ImageSet] = {}
-    for split, origin, files in (("train", "train", layout.train), ("val", "test", (layout.test,))):
+    origins: tuple[tuple[SplitName, str, tuple[str, ...]], ...]
+    origins = (("train", "train", layout.train), ("val", "test", (layout.test,)))
+    for split, origin, files in origins:
         pieces = [_read(tree, rows[file], layout, labels) for file in files]
         pixels = np.concatenate([pixels for pixels, _ in pieces]).reshape(-1, 3, _SIDE, _SIDE).transpose(0, 2, 3, 1)
         numbers = np.concatenate([numbers for _, numbers in pieces])

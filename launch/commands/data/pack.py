@@ -142,9 +142,9 @@ def pack(
     """
     from data_shards.packing.image import DEFAULT_QUALITY, Resize
     from data_shards.packing.pack import pack as pack_images
+    from data_shards.packing.request import HoldoutCount
     from data_shards.packing.sources.label_list import LabelList
     from data_shards.packing.sources.recognise import Published
-    from data_shards.packing.split import HoldoutCount
 
     go_on()
 

@@ -297,14 +297,14 @@ def _confused(result: ModelEvaluated) -> list[dict[str, object]]:
 
 
 def _track(result: ModelEvaluated, request: EvalRequest, *, processes: int) -> None:
-    from pipeline.tracking.one_run import log_result
-    from pipeline.tracking.runs import DatasetInput
+    from pipeline.tracking.command_runs import CommandResult, log_result
+    from pipeline.tracking.facts import DatasetInput
     from pipeline.transfer.results import model_origin
 
     counts, evaluation = result.evaluation.per_class, result.evaluation
     origin = model_origin(result.origin)
-    log_result(
-        f"eval-{Path(request.model).name}-{result.set_name}",
+    tracked = CommandResult(
+        name=f"eval-{Path(request.model).name}-{result.set_name}",
         kind="eval",
         params={
             "model": result.origin,
@@ -330,7 +330,5 @@ def _track(result: ModelEvaluated, request: EvalRequest, *, processes: int) -> N
             }
         },
         of_run=origin.run,
-        tracking_uri=tracking_uri(),
-        experiment=experiment_name(),
-        say=say,
     )
+    log_result(tracked, tracking_uri=tracking_uri(), experiment=experiment_name(), say=say)

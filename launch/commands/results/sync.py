@@ -43,8 +43,10 @@ def sync(
     from launch.run.lock import locked
     from pipeline.recipe.io import parse_recipe
     from pipeline.recipe.vocabulary import RECIPE_FILE
-    from pipeline.runs.history import run_folder_at
-    from pipeline.tracking.sync import sync_run
+    from pipeline.runs.read import run_folder_at
+    from pipeline.tracking.client import home_of, store_uri
+    from pipeline.tracking.mlflow_sink import MlflowSink
+    from pipeline.tracking.sender import sync_run
 
     if to is not None and not to.startswith(_SCHEMES):
         raise UserError(f"--to {one_line(to)}: give the address of a server or database, such as http://mlflow:5000")
@@ -56,13 +58,9 @@ def sync(
             folder = run_folder_at(path)
             recipe = parse_recipe(folder.path / RECIPE_FILE)
             with locked(folder.path / ".train.lock", what=f"run {folder.path}"):
-                done = sync_run(
-                    folder,
-                    recipe,
-                    tracking_uri=to or tracking_uri(),
-                    experiment=experiment or experiment_name() or recipe.experiment,
-                    say=say,
-                )
+                home, name = home_of(folder), experiment or experiment_name() or recipe.experiment
+                sink = MlflowSink(store_uri(to or tracking_uri(), home=home), home=home, experiment=name)
+                done = sync_run(folder, recipe, sink, say=say)
         except UserError as error:
             if not runs:
                 raise
@@ -71,6 +69,4 @@ def sync(
             continue
         for stage in done:
             print(f"{folder.name}: {stage.describe()}", flush=True)
-            for refusal in stage.refused:
-                say(f"MLflow refuses a value: {refusal}")
     return code

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import Parameter
 
@@ -36,10 +36,6 @@ def run(
     ] = None,
     include: Annotated[str, Parameter(help="Only these of --hostfile, such as host0@host1:0,1.")] = "",
     exclude: Annotated[str, Parameter(help="Not these of --hostfile, in the same form.")] = "",
-    launcher: Annotated[
-        Literal["ssh", "pdsh"],
-        Parameter(help="With --hostfile: what starts processes on the hosts; pdsh must be installed."),
-    ] = "ssh",
     master_addr: Annotated[
         str, Parameter(help="With --hostfile: address under which the other hosts reach the first one.")
     ] = "",
@@ -89,14 +85,11 @@ def run(
             hostfile,
             include=include,
             exclude=exclude,
-            launcher=launcher,
             master_addr=master_addr,
             master_port=master_port,
         )
-    elif include or exclude or launcher != "ssh" or master_addr or master_port:
-        raise UserError(
-            "--include, --exclude, --launcher, --master-addr and --master-port need --hostfile: give it, too"
-        )
+    elif include or exclude or master_addr or master_port:
+        raise UserError("--include, --exclude, --master-addr and --master-port need --hostfile: give it, too")
     opened = PipelineRun.open(
         loaded,
         runs_root=runs,

@@ -275,7 +275,7 @@ def test_the_state_of_another_stream_is_refused(shards: ShardSet):
     other.order = Order(shards.shard_sizes, seed=SEED, lanes=4, global_batch_images=GLOBAL_BATCH, window_images=11)
     with pytest.raises(UserError, match="order"):
         TrainLoader(other, stop_step=STEPS).load_state_dict(loader.state_dict())
-    with pytest.raises(UserError, match="no multiple of the global batch 8"):
+    with pytest.raises(UserError, match="no multiple of the batch 8"):
         loader.load_state_dict({**loader.state_dict(), "images_seen": 12})
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from data_shards.errors import UserError
 from data_shards.packing import pack as packing
+from data_shards.packing.request import HoldoutCount
 from data_shards.packing.sources import archive
 from data_shards.packing.sources.recognise import Published
-from data_shards.packing.split import HoldoutCount
 from tests.data_shards.packing.folders import by_webdataset, quiet, tree
 from tests.data_shards.packing.sources.layouts import (
     binary,

@@ -32,7 +32,7 @@ from pipeline.recipe.stage_plan import plan_stage
 from pipeline.runs.metrics_log import open_metrics_log
 from pipeline.runs.run_folder import RunFolder
 from pipeline.runs.written_by import written_by
-from pipeline.stage.context import StageContext, Tracking
+from pipeline.stage.context import StageContext
 from pipeline.stage.data import open_data
 from pipeline.training import stage_training
 from pipeline.training.stage_training import StageStart, make_job, train_stage
@@ -94,7 +94,7 @@ class Stage:
             }
         )
         ranks: Any = one_rank()
-        return StageContext(recipe, self.folder, ranks, Tracking(uri=None, experiment="e"), StopFlag(), {})
+        return StageContext(recipe, self.folder, ranks, StopFlag(), {})
 
     def job(self, *, engine: dict[str, Any] | None = None, watch: Any = None, **stage: Any) -> TrainJob:
         """What the loop is given."""
