@@ -170,7 +170,7 @@ def finding(
     severity: Severity | None = None,
 ) -> Finding:
     """Make a finding in its kind's words, unless `message`, `remedy` or `severity` replace them."""
-    its_severity = next(severity for severity, kinds in _KINDS.items() if kind in kinds)
+    its_severity = next(each for each, kinds in _KINDS.items() if kind in kinds)
     its_message, its_remedy = _KINDS[its_severity][kind]
     plural = {"s": "", "es": ""} if count == 1 else {"s": "s", "es": "es"}
     return Finding(
