@@ -56,9 +56,7 @@ class DdpEngine(ReplicatedEngine):
         if ranks.place.world_size > 1:
             bucket_bytes = config.bucket_elements * self.input_dtype.itemsize
             self._ddp = DistributedDataParallel(
-                InOrder(self._module),
-                bucket_cap_mb=bucket_bytes / _MIB,
-                gradient_as_bucket_view=True,
+                InOrder(self._module), bucket_cap_mb=bucket_bytes / _MIB, gradient_as_bucket_view=True
             )
             # It reads its timers in the first ten steps and then at this rate, waiting for the device.
             self._ddp._set_ddp_runtime_logging_sample_rate(_NEVER)

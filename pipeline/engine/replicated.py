@@ -291,11 +291,7 @@ class ReplicatedEngine(ABC):
 
 def _scaler_state(saved: LossScale, *, like: torch.amp.GradScaler) -> dict[str, Any]:
     steps_since = saved.iteration - saved.last_overflow - 1
-    return {
-        **like.state_dict(),
-        "scale": saved.scale,
-        "_growth_tracker": steps_since % like.get_growth_interval(),
-    }
+    return {**like.state_dict(), "scale": saved.scale, "_growth_tracker": steps_since % like.get_growth_interval()}
 
 
 def _copied(states: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
