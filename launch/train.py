@@ -208,8 +208,8 @@ def _run(
     from pipeline.runs.pictures import Moment
     from pipeline.stage.context import StageContext, Tracking, draw_nothing
     from pipeline.stage.data_workers import cores_of
+    from pipeline.training.after_step import TrainingFailed
     from pipeline.training.stages import run_stage  # noqa: F401 - while nobody waits in the process group
-    from pipeline.training.train_loop import TrainingFailed
 
     with contextlib.ExitStack() as held:
         held.callback(clock.close)

@@ -22,7 +22,7 @@ from data_shards.processes import num_cores
 from data_shards.text import parse_bytes, show_bytes
 from launch.doctor.findings import Check, judge
 from launch.env import omp_num_threads
-from pipeline.checkpoint.room import free_bytes
+from pipeline.checkpoint.disk_space import free_bytes
 from pipeline.recipe.data import CacheRecipe
 
 _DEMO_BYTES = 3 * 10**9  # `make demo` takes 2.5 GiB

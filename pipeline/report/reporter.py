@@ -17,7 +17,7 @@ import torch
 from data_shards.errors import UserError
 from data_shards.loading.batch import Fault
 from data_shards.text import counted
-from pipeline.checkpoint.train_state import TrainState
+from pipeline.checkpoint.train_state import RollBack, TrainState
 from pipeline.ranks.gone import peer_is_gone
 from pipeline.ranks.phases import Phases
 from pipeline.ranks.stopping import Stopped
@@ -32,7 +32,6 @@ from pipeline.runs.events import EventKind, EventsLog
 from pipeline.runs.metrics_log import MetricsLog, open_metrics_log
 from pipeline.stage.context import StageContext
 from pipeline.stage.data import StageData
-from pipeline.stage.rollback import GoBack
 from pipeline.tracking.describe import plan_params, stage_datasets
 from pipeline.tracking.facts import DatasetInput
 from pipeline.tracking.mlflow_store import Say, open_tracker
@@ -116,7 +115,7 @@ def told_events(context: StageContext, *, stage: StageName, state: TrainState, s
         except Stopped:
             tell("stopped", f"by {context.stop.reason or 'a signal to another process'}, after saving")
             raise
-        except GoBack as back:
+        except RollBack as back:
             tell("rollback", f"{back.trouble.why}: going back to before it, and past its batches")
             raise
         except BaseException as error:
@@ -160,7 +159,7 @@ def tracked_log(
         try:
             yield log
             status = "FINISHED"
-        except (Stopped, GoBack):  # it goes on later, or at once
+        except (Stopped, RollBack):  # it goes on later, or at once
             status = "KILLED"
             raise
         finally:
