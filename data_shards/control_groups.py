@@ -1,5 +1,4 @@
-"""What a batch system or a container lets the processes here use, from Linux's control groups, versions 1 and 2, and
-whose they are."""
+"""Limits that a batch system or container sets, from Linux's control groups (versions 1 and 2), and the user's name."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ _NO_LIMIT_BYTES = 1 << 60  # version 1 writes "no limit" as a multiple of a page
 
 
 def core_quota(root: Path = Path("/")) -> float | None:
-    """Cores' worth of time that processes here may use; None: no limit."""
+    """CPU limit in cores; None: no limit."""
     limits = [_read(group / "cpu.max").split() for group in _groups(root, "")]
     limits += [[_read(group / f"cpu.cfs_{name}_us") for name in ("quota", "period")] for group in _groups(root, "cpu")]
     # "max", or -1 in version 1: no limit.
@@ -20,14 +19,14 @@ def core_quota(root: Path = Path("/")) -> float | None:
 
 
 def memory_limit_bytes(root: Path = Path("/")) -> int | None:
-    """Memory that processes here may take before the kernel kills one; None: no limit."""
+    """Memory limit, beyond which the kernel kills a process; None: no limit."""
     limits = [_read(group / "memory.max") for group in _groups(root, "")]
     limits += [_read(group / "memory.limit_in_bytes") for group in _groups(root, "memory")]
     return min((int(text) for text in limits if text.isdigit() and int(text) < _NO_LIMIT_BYTES), default=None)
 
 
 def user_name() -> str:
-    """Of this process, or the number of a container's user without a name."""
+    """The user's name, or number in a container without names."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -35,7 +34,7 @@ def user_name() -> str:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process's cgroup and of those around it; controller "" is version 2."""
+    """List the folders of this process's cgroup and of those around it; controller "" is version 2."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         words = line.split(":", 2)
         if len(words) != 3 or controller not in words[1].split(","):

@@ -1,4 +1,4 @@
-"""Atomic replacement of files, and flushes to disk, for all packages but `model` (`model.replacing`).
+"""Atomic replacement of files, and flushes to disk (`model` has its own: `model.replacing`).
 
 Surviving a power failure costs one flush of the disk per file and folder; surviving a kill costs nothing. All functions
 raise OSError when the disk is full or fails.
@@ -49,8 +49,10 @@ def replace_text(path: Path, text: str, *, sync: Sync = "disk", writers: Writers
 
 
 def break_links(path: Path) -> None:
-    """Before `path` is written in place: give it a file of its own if it shares one with other names, as after
-    `cp -rl`. Nothing if it is not there; ELOOP for a symbolic link, through which nothing is written."""
+    """Give `path` a file of its own before it is written in place, if it is hard-linked, as after `cp -rl`.
+
+    A missing file is fine; OSError (ELOOP) for a symbolic link, through which nothing is written.
+    """
     if path.is_symlink():
         raise OSError(errno.ELOOP, "it is a symbolic link", str(path))
     with suppress(FileNotFoundError):

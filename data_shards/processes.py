@@ -1,4 +1,4 @@
-"""Helper processes of a command: how many to start, leaving Ctrl-C to the command, ending with it, work in parts."""
+"""Helper processes of a command: how many to start, Ctrl-C, ending with the command, work in parts."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def num_cores() -> int:
 
 @contextmanager
 def block_interrupts() -> Iterator[None]:
-    """Block SIGINT, which a terminal sends to all processes of a command, for processes started meanwhile.
+    """Block Ctrl-C for processes started meanwhile; this one gets it afterwards.
 
-    This process gets it afterwards. Ignoring it in the children is too late: they would print a traceback on startup.
+    Ignoring it in the children would be too late: they print a traceback on startup.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -44,8 +44,7 @@ def block_interrupts() -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """In a process started by multiprocessing: exit as soon as the process that asked for it is gone, however it ended,
-    even while waiting for a server."""
+    """Exit this child of multiprocessing as soon as its parent is gone, even while it waits for a server."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
@@ -59,11 +58,11 @@ def run_parts(
     processes: int,
     done: Callable[[_Result], None],
 ) -> dict[_Part, _Result]:
-    """`work(request, part)` for each part, on so many processes; `done` is told of each result as it comes.
+    """Run `work(request, part)` for each part on several processes; `done` gets each result as it comes.
 
-    A part whose process crashes (a decoder, out of memory) is missing from the result, and only such a part. With 1 for
-    `processes`, in a program that is read from standard input, and for a single part, none is started. What `work`
-    raises passes through. `work` is a function of a module; each process gets `request` once.
+    Only a part whose process crashes (a decoder, out of memory) is missing from the result. No process is started for
+    one part, with 1 for `processes`, or in a program read from standard input. `work` is a function of a module, whose
+    exceptions pass through; each process gets `request` once.
     """
     results: dict[_Part, _Result] = {}
     can_start = processes > 1 and len(parts) > 1

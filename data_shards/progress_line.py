@@ -1,4 +1,4 @@
-"""Progress of long work on images: tqdm's bar on a terminal, otherwise a line every few seconds."""
+"""Show progress of long work on images: tqdm's bar on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Progress(AbstractContextManager["Progress"]):
 
 
 def open_bar(terminal: TextIO, *, total: int, initial: int, **options: Any) -> Any:
-    """tqdm's bar on a terminal; `initial` of `total` steps are done, `options` are tqdm's.
+    """Open tqdm's bar on a terminal; `initial` of `total` steps are done, `options` are tqdm's.
 
     Some terminals (containers, CI, `script`) claim 0 columns or lines, with which tqdm would show nothing.
     """

@@ -1,7 +1,4 @@
-"""Files of a folder that may be a stranger's, for whoever shows, sends or compares it: only what lies in it is read.
-
-A link out of it is not followed, and a FIFO or a device, whose end may never come, is refused. Takes some 30 µs a file.
-"""
+"""Read only what lies inside a stranger's folder: no links out of it, no FIFOs or devices (30 µs a file)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Text for people, for all packages: sizes, durations, tables, and what files from elsewhere hold.
-
-Names from files may move a terminal's cursor or hide other text: `printable` and `one_line` escape that. JSON from
-elsewhere fails with one kind of error.
-"""
+"""Text for people: sizes, durations, tables, and names from files, which `printable` and `one_line` escape."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ for _power, _letter in enumerate("KMGTP", start=1):
 
 
 def printable(text: str) -> str:
-    """`text` with control, invisible and undecodable characters as Python escapes them; line ends stay."""
+    """Escape control, invisible and undecodable characters, as Python does; line ends stay."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(
@@ -34,12 +30,12 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """The same for a name, in which a line end is escaped, too."""
+    """Escape line ends too, as in a name."""
     return printable(text).replace("\n", "\\n")
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of "500 GB", "1.5TB", "256MiB", "1000": decimal or binary units, in either case; ValueError for others."""
+    """Read "500 GB", "1.5TB", "256MiB" or "1000" as bytes, in either case; ValueError for others."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)\s*", text)
     size = float(match[1]) * _UNITS.get(match[2].upper(), 0) if match else 0
     if not 0 < size < _MOST_BYTES:
@@ -48,7 +44,7 @@ def parse_bytes(text: str) -> int:
 
 
 def show_bytes(num_bytes: float) -> str:
-    """About three digits and a decimal unit: "1.21 GB"."""
+    """Format with three digits and a decimal unit: "1.21 GB"."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if num_bytes < 999.5:
             return f"{num_bytes:.3g} {unit}"
@@ -70,13 +66,13 @@ def show_duration(seconds: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number and its noun: "1 image", "2,000 images", "3 classes", "2 micro-batches"."""
+    """Format a number with its noun: "1 image", "2,000 images", "3 classes", "2 micro-batches"."""
     plural = f"{noun}es" if noun.endswith(("s", "tch")) else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
 
 
 def named(names: Sequence[str], *, most: int = 5) -> str:
-    """The first few of them, and how many more there are."""
+    """List the first few names, and how many more there are."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(map(one_line, names[:most])) + more
 
@@ -89,7 +85,7 @@ def table(
     indent: str = "",
     width: int | None = None,
 ) -> str:
-    """Rows of cells (all of one length) as lines with aligned columns, two spaces apart; no line ends in spaces.
+    """Align rows of cells (all of one length) in columns, two spaces apart, without trailing spaces.
 
     `align` has "l" or "r" for each column, the last letter for all further ones; a "ruled" `heading` is the first row
     with a rule below it. `width` is the page's in characters: the last column is wrapped between words to fit.
@@ -120,7 +116,7 @@ def table(
 
 
 def parse_json(text: str | bytes) -> Any:
-    """As `json.loads`; ValueError if it is not JSON, not text, nested too deeply, or has a number that is too long."""
+    """Read JSON; ValueError if it is not JSON or text, is nested too deeply, or has a number that is too long."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -133,5 +129,5 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def brief(value: Any) -> str:
-    """The beginning of what `parse_json` returned, for messages, however long or deep it is."""
+    """Shorten what `parse_json` returned, for messages."""
     return reprlib.repr(value) if isinstance(value, list | dict) else json.dumps(value)[:40]

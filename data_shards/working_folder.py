@@ -1,9 +1,7 @@
-"""No process of ours imports from the working folder, which may hold a `model.py` or a `torch.py` of the user's own.
+"""Keep the working folder, which may hold a user's `model.py` or `torch.py`, out of our processes' imports.
 
-`python -m` and `python -c`, with which launchers and Python itself start processes, look there first, unless
-PYTHONSAFEPATH is set: so it is, for all that our commands start. What runs as `python -m launch...` without it drops
-the folder itself (`launch/__init__.py`), too late for a `launch.py` in there and for what a launcher imports: so the
-commands in the pages have it, too.
+`python -m` and `python -c` look there first unless PYTHONSAFEPATH is set, so our commands set it for all they start.
+`launch/__init__.py` drops the folder where it was not set: too late for a `launch.py` in there.
 """
 
 from __future__ import annotations
@@ -15,11 +13,11 @@ SAFE_PATH = {"PYTHONSAFEPATH": "shardvit"}  # any value switches it on; this one
 
 
 def leave_out() -> None:
-    """Leave the working folder out of the imports of all processes that this one starts."""
+    """Set it for all processes that this one starts."""
     for name, value in SAFE_PATH.items():
         os.environ.setdefault(name, value)
 
 
 def users_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """For the user's own commands, whose Python imports as it always does."""
+    """Return the environment for the user's own commands, without our setting."""
     return {name: value for name, value in environ.items() if (name, value) not in SAFE_PATH.items()}

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import errno
 import sys
+from collections.abc import Callable
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, Group
 
 from data_shards.errors import UserError
 from data_shards.working_folder import leave_out
-from launch.commands.check import check
-from launch.commands.demo import demo
-from launch.commands.doctor import doctor
-from launch.commands.evaluate import evaluate
-from launch.commands.figures import figures
-from launch.commands.models import export_model, import_model
-from launch.commands.pack import pack
-from launch.commands.plan import plan
-from launch.commands.predict import predict
-from launch.commands.recipes import recipes
-from launch.commands.report import compare, report
-from launch.commands.run import run, train
-from launch.commands.show import show
-from launch.commands.slurm import cancel, status, submit
-from launch.commands.sweep import sweep
-from launch.commands.sync import sync
-from launch.commands.table8 import table8
-from launch.commands.transfer import fewshot, knn, probe, transfer
-from launch.commands.watch import watch
-from launch.output import OutputLost, guard, say
+from launch.commands.data.check import check
+from launch.commands.data.pack import pack
+from launch.commands.data.show import show
+from launch.commands.models.convert import export_model, import_model
+from launch.commands.models.evaluate import evaluate
+from launch.commands.models.predict import predict
+from launch.commands.models.transfer import transfer
+from launch.commands.results.figures import figures
+from launch.commands.results.report import compare, report
+from launch.commands.results.sync import sync
+from launch.commands.results.watch import watch
+from launch.commands.training.demo import demo
+from launch.commands.training.doctor import doctor
+from launch.commands.training.plan import plan
+from launch.commands.training.recipes import recipes
+from launch.commands.training.run import run, train
+from launch.commands.training.submit import cancel, status, submit
+from launch.commands.training.sweep import sweep
+from launch.local.output import OutputLost, guard, say
 from pipeline.recipe.vocabulary import EXIT_FAILED, EXIT_READER_LEFT, EXIT_STOPPED, EXIT_USER_ERROR
 
 app = App(
@@ -40,6 +40,16 @@ app = App(
     help_format="plaintext",
     suppress_keyboard_interrupt=False,  # main() says what an interruption means
 )
+
+
+_GONE = {
+    **{
+        name: f"`shardvit transfer MODEL TRAIN_SHARDS EVAL_SHARDS --method {name}`"
+        for name in ("fewshot", "probe", "knn")
+    },
+    "table8": "`shardvit sweep digits_positions model.position=none,learned_1d,learned_2d,relative,sincos_2d`",
+}
+"""Former commands, and what to type instead."""
 
 
 def main() -> None:
@@ -58,6 +68,8 @@ def main() -> None:
 
 def _run_command() -> int:
     try:
+        if (old := sys.argv[1] if len(sys.argv) > 1 else "") in _GONE:
+            raise UserError(f"there is no command {old} any more: give {_GONE[old]}")
         return app(exit_on_error=False, print_error=False, result_action="return_value") or 0
     except KeyboardInterrupt:  # between two stages, while packing or exporting: files are renamed when they are whole
         print("\nshardvit: interrupted: nothing is broken, type the same command again", file=sys.stderr)
@@ -73,13 +85,18 @@ def _run_command() -> int:
         return EXIT_USER_ERROR
 
 
-for command in (pack, show, recipes, run, sweep, train, demo, check, plan, submit, status, watch, cancel, doctor):
-    app.command(command)
-app.command(import_model, name="import")
-app.command(export_model, name="export")
-app.command(evaluate, name="eval")
-for command in (predict, fewshot, probe, knn, transfer, table8, figures, sync, report, compare):
-    app.command(command)
+_GROUPS: dict[str, dict[str, Callable[..., int | None]]] = {
+    "Shards": {"pack": pack, "show": show, "check": check},
+    "Training": {"demo": demo, "doctor": doctor, "recipes": recipes, "plan": plan, "run": run, "train": train}
+    | {"sweep": sweep, "submit": submit, "cancel": cancel},
+    "Runs": {"watch": watch, "status": status, "report": report, "compare": compare, "figures": figures, "sync": sync},
+    "Models": {"eval": evaluate, "predict": predict, "transfer": transfer}
+    | {"import": import_model, "export": export_model},
+}
+for order, (title, commands) in enumerate(_GROUPS.items()):
+    group = Group(title, sort_key=order)
+    for place, (name, command) in enumerate(commands.items()):
+        app.command(command, name=name, group=group, sort_key=place)
 
 
 if __name__ == "__main__":

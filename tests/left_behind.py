@@ -13,11 +13,11 @@ _STAGES = ("masked_patch", "pretrain", "swap_head", "finetune")
 BY_THE_START = ("recipe_difference.txt", "pictures.log", "*/pictures/*", "report.html", "tracking/*", "slurm/*")
 _OF_A_RUN = (
     *(".run.lock*", ".train.lock*", "recipe.yaml"),
-    *("mlflow.json", "mlflow_facts.json", "mlflow_sent.json"),
+    "mlflow.json",
 )
 _OF_A_STAGE = (
     *("stage.json", "data.json", "metrics.jsonl", "events.jsonl", "evaluations/*/step-*/*", "ranks/*.json"),
-    *("mlflow.json", "mlflow_facts.json", "mlflow_sent.json", "model/config.json", "model/model.safetensors"),
+    *("mlflow.json", "mlflow_facts.json", "model/config.json", "model/model.safetensors"),
     *("checkpoints/step-*/manifest.json", "checkpoints/step-*/recipe.yaml", "checkpoints/step-*/state.json"),
     *("checkpoints/step-*/deepspeed/*.pt", "checkpoints/step-*/*.pt"),
 )

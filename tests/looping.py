@@ -18,7 +18,7 @@ from pipeline.engine.protocol import Flags, StepResult
 from pipeline.evaluation.evaluate import evaluate
 from pipeline.ranks.phases import Phases
 from pipeline.ranks.stopping import Requests, StopFlag
-from pipeline.recipe.schedule import Schedule
+from pipeline.recipe.optimizer import Schedule
 from pipeline.recipe.stage_plan import StagePlan
 from pipeline.stage.task import Example, Tally
 from pipeline.training.after_step import TrainJob

@@ -1,7 +1,6 @@
-"""The 16 operations of big_vision's RandAugment (`pp/archive/randaug.py`, EfficientNet's), and what strength m means.
+"""The 16 operations of big_vision's RandAugment (`pp/archive/randaug.py`, EfficientNet's) at strength m.
 
-Strength m, of 10 at most in the paper and up to 20 in "How to train your ViT?" (m = 15), with a sign drawn for those
-that have two directions:
+m is at most 10 in the paper and 20 in "How to train your ViT?"; operations with two directions draw a sign:
 
     ShearX, ShearY               0.03 m
     TranslateX, TranslateY       10 m pixels, whatever the image's size
@@ -13,11 +12,10 @@ that have two directions:
     Cutout                       a grey square of twice int(4 m) pixels around a random pixel
     AutoContrast, Equalize, Invert
 
-They differ from timm's: Cutout; shifts in pixels; solarize above m = 9; pixels that are moved are not interpolated;
-and Contrast, whose grey is min(255, pixels / 256), 196 at 224 pixels, where others take the image's mean.
-
-Beside big_vision's own code on TensorFlow 2.21, on a photograph with m = 10 and 15: equal bit for bit, but for Color
-and Sharpness (a level or two: Pillow rounds) and pixels of a shear or rotation that come from exact halves (up to 3 %).
+Unlike timm's: Cutout; shifts in pixels; solarize above m = 9; moved pixels are not interpolated; and Contrast, whose
+grey is min(255, pixels / 256), 196 at 224 pixels, not the image's mean. Equal to big_vision's own code on TensorFlow
+2.21 bit for bit (m = 10 and 15), but for Color and Sharpness (a level or two: Pillow rounds) and pixels of a shear or
+rotation that come from exact halves (up to 3 %).
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ class Draw:
 
 
 def apply(name: str, image: Image.Image, *, magnitude: int, draw: Draw, timm: ModuleType) -> Image.Image:
-    """One of `OPERATIONS`, of strength `magnitude`, on an RGB image; `timm` is its module of operations."""
+    """Apply one of `OPERATIONS` at strength `magnitude` to an RGB image; `timm` is its module of operations."""
     share = magnitude / 10
     factor = 0.1 + 1.8 * share
     directed = -share if draw.sign < 0.5 else share
@@ -83,7 +81,7 @@ def _contrast(image: Image.Image, factor: float) -> Image.Image:
 
 
 def _sheared(image: Image.Image, level: float, *, along: Literal["x", "y"]) -> Image.Image:
-    """timm's shear, but still at the first pixel's centre, where TensorFlow counts from, not at its corner."""
+    """Shear as timm, but about the first pixel's centre, where TensorFlow counts from, not its corner."""
     from PIL import Image
 
     x, y = (1, level, -level / 2), (level, 1, -level / 2)

@@ -1,15 +1,13 @@
-"""Where a training crop lies: the two laws of the random-resized ("Inception") crop, and a place for a fixed size.
+"""Draw training crops: two laws of the random-resized ("Inception") crop, and a place for a fixed size.
 
     torchvision  area uniform between its bounds, ratio log-uniform (RandomResizedCrop); after 10 attempts the centre
     google       TensorFlow's sample_distorted_bounding_box, as google-research/vision_transformer and big_vision call
                  it: ratio uniform, then the height a uniform integer between those of the area's bounds; after 100
                  attempts the whole image
 
-google's crops are smaller: of 375 x 500 pixels and areas from 0.05 to 1 they take 0.343 of the image on average; the
-other's 0.417 (square images 0.374 and 0.466, 500 x 333 pixels 0.295 and 0.374). Compared with TensorFlow 2.21's own op
-over 100,000 boxes for each of six shapes: `launch/bench/records/google_path.txt`.
-
-Both take their numbers from the sample's draws, so a sample's crop does not depend on who draws it. Cost: 3 µs.
+google's crops are smaller: of 375 x 500 pixels and areas from 0.05 to 1 they take 0.343 of the image on average, the
+others 0.417. Compared with TensorFlow 2.21's own op: `launch/bench/records/google_path.txt`. Both take their numbers
+from the sample's draws, so a sample's crop does not depend on who draws it. Cost: 3 µs.
 """
 
 from __future__ import annotations
@@ -40,8 +38,7 @@ DRAWS_PER_SAMPLE = 2 * _TORCHVISION_ATTEMPTS + 5
 def torchvision_crop(
     height: int, width: int, *, area: tuple[float, float], ratio: tuple[float, float], draws: NDArray[np.float64]
 ) -> Box:
-    """A box in pixels, its area and its width / height from these ranges: area uniform, ratio log-uniform; the centre
-    where no attempt fits.
+    """Draw a box in pixels: area uniform, width / height log-uniform in these ranges; the centre where none fits.
 
     `draws`: the sample's `DRAWS_PER_SAMPLE` numbers.
     """
@@ -63,7 +60,7 @@ def torchvision_crop(
 def google_crop(
     height: int, width: int, *, area: tuple[float, float], ratio: tuple[float, float], draws: NDArray[np.float64]
 ) -> Box:
-    """A box in pixels by TensorFlow's law (tensorflow/core/kernels/image/sample_distorted_bounding_box_op.cc).
+    """Draw a box in pixels by TensorFlow's law (tensorflow/core/kernels/image/sample_distorted_bounding_box_op.cc).
 
     Ratio r = width / height uniform. The heights of the area's bounds are round(sqrt(area / r)), the upper one lowered
     until round(height * r) fits the width; between them the height is a uniform integer, the width round(height * r),
@@ -95,15 +92,14 @@ def google_crop(
 
 
 def place_of(size: int, *, height: int, width: int, draws: NDArray[np.float64]) -> Box:
-    """A square of `size` pixels anywhere in an image that is no smaller, each place as likely."""
+    """Place a square of `size` pixels anywhere in an image that is no smaller, uniformly."""
     top = int(float(draws[_TOP_DRAW]) * (height - size + 1))
     left = int(float(draws[_LEFT_DRAW]) * (width - size + 1))
     return Box(top=top, left=left, height=size, width=size)
 
 
 def _attempts(numbers: list[float]) -> Iterator[tuple[float, float]]:
-    """Two numbers for each attempt. All but very elongated images need one; the eleventh and later ones draw from a
-    generator of their own, keyed by one of the sample's numbers."""
+    """Yield two numbers for each attempt; from the eleventh on, of a generator keyed by one of the sample's numbers."""
     for attempt in range(_TORCHVISION_ATTEMPTS):
         yield numbers[2 * attempt + 1], numbers[2 * attempt]
     seed = int(numbers[_LATER_DRAW] * 2**53)  # all the bits that it has

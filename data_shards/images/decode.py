@@ -1,4 +1,4 @@
-"""Encoded image bytes -> size at once, pixels of the whole or of a box on demand.
+"""Decode images: size at once, pixels of the whole or of a box on demand.
 
 A random-resized crop needs a third of an average photograph, so where nvImageCodec is installed only the crop's region
 of a JPEG is decoded. All CPU decoders are builds of libjpeg-turbo with its exact transform and smooth chroma; their
@@ -63,7 +63,7 @@ _PILLOW_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "AVIF", "
 
 @dataclass(frozen=True)
 class PixelLimit:
-    """The most pixels of an image that is decoded, and the name of the recipe's key or flag."""
+    """The most pixels that an image may have, and the name of the recipe's key or flag."""
 
     pixels: int = USUAL_MOST_PIXELS
     name: str = "data.max_image_pixels"
@@ -112,7 +112,7 @@ def read_image(data: bytes, *, decoder: DecoderName = "auto", limit: PixelLimit 
 def read_reduced(
     data: bytes, *, least_pixels: int, colours: Literal["RGB", "GRAY"], limit: PixelLimit = USUAL_LIMIT
 ) -> tuple[int, int, NDArray[np.uint8]]:
-    """Height and width of an image, and its pixels, perhaps reduced: uint8 [height', width', 3], greys without the 3.
+    """Read height, width and pixels, perhaps reduced: uint8 [height', width', 3], greys without the 3.
 
     A JPEG is decoded at 1/2 to 1/8 of its size where both sides keep `least_pixels`, its greys without its colours: a
     photograph takes 0.9 ms. Raises UnreadableImage as `read_image` and `EncodedImage.pixels` do.
@@ -137,7 +137,7 @@ def read_reduced(
 
 
 def peek_size(start: bytes) -> tuple[int, int] | None:
-    """Height and width of an image by its first bytes; None: they do not tell, or it is none. Decodes nothing."""
+    """Read height and width from an image's first bytes, if they tell; decodes nothing."""
     header = _read_header(start) if start[:3] == _JPEG_MAGIC else None
     if header is not None:
         return header.height, header.width
@@ -204,7 +204,7 @@ def _check_size(height: int, width: int, limit: PixelLimit) -> None:
 
 
 def _decode(data: bytes, header: _Header, decoder: DecoderName, box: Box) -> Pixels:
-    """A plain JPEG's box: by the decoder, or if it declines by Pillow, which tolerates more or gives the reason."""
+    """Decode a plain JPEG's box; if the decoder declines, Pillow tolerates more or gives the reason."""
     if decoder == "gpu":
         pixels = decode_nvimgcodec.decode_jpeg(data, box=box, device="gpu")
     elif decoder == "nvimgcodec" or (decoder == "auto" and _region_pays(header, box)):
@@ -261,7 +261,7 @@ def _refusals() -> Iterator[None]:
 
 
 def _eight_bit(image: Image.Image) -> Image.Image:
-    """An image whose `convert("RGB")` neither clips nor warns."""
+    """Prepare an image so that `convert("RGB")` neither clips nor warns."""
     from PIL import Image
 
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):

@@ -1,11 +1,9 @@
-"""nvImageCodec's part of decoding: a region of a JPEG, on the CPU (libjpeg-turbo) or on the GPU (nvJPEG).
+"""Decode a region of a JPEG by nvImageCodec, on the CPU (libjpeg-turbo) or on the GPU (nvJPEG).
 
-The CPU part needs neither GPU nor driver; it takes 5 ms and 6 MB to load, and some 0.1 ms a photograph beyond
-libjpeg-turbo's own time. By default the library also loads OpenCV, TIFF and GPU codecs and reports missing ones on
-stderr, so it is shown a folder with libjpeg-turbo alone, which names no image in its complaints; `batch.Fault` does.
-
-The GPU part has never been run on a GPU. It copies the pixels back to the host, gives every worker a CUDA context (some
-400 MB), and nvJPEG upsamples chroma more simply, so coloured edges differ a little.
+The CPU part needs neither GPU nor driver: 5 ms and 6 MB to load, 0.1 ms a photograph beyond libjpeg-turbo's own time.
+The library would also load OpenCV, TIFF and GPU codecs and report missing ones on stderr, so it is shown libjpeg-turbo
+alone. The GPU part has never been run on a GPU. It copies the pixels back to the host, gives workers a CUDA context
+(400 MB), and nvJPEG upsamples chroma more simply, so coloured edges differ a little.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ _of_thread = threading.local()
 
 
 def decode_jpeg(data: bytes, *, box: Box, device: Device) -> Pixels | None:
-    """uint8 [h, w, 3] of a box inside the image; None where the library declines (it gives no reason)."""
+    """Decode a box inside the image, uint8 [h, w, 3]; None where the library declines (it gives no reason)."""
     decoder = _decoder(device)
     library = decoder.library
     try:
@@ -50,7 +48,7 @@ def decode_jpeg(data: bytes, *, box: Box, device: Device) -> Pixels | None:
 
 @cache
 def complaint(device: Device) -> str | None:
-    """Why it cannot be used in this process, else None. Loads the library and decodes a few pixels."""
+    """Say why it cannot be used in this process, else None. Loads the library and decodes a few pixels."""
     try:
         if find_spec("nvidia.nvimgcodec") is None:
             return f"the package {_PACKAGE} is not installed"
@@ -62,10 +60,8 @@ def complaint(device: Device) -> str | None:
         pixels = decode_jpeg(_sample(), box=Box(top=0, left=0, height=16, width=16), device=device)
     except (ImportError, RuntimeError) as error:
         return f"the package {_PACKAGE} does not work here ({error})"
-    if pixels is not None:
-        return None
-    if device == "cpu":
-        return f"the package {_PACKAGE} does not decode JPEGs on this machine"
+    if pixels is not None or device == "cpu":
+        return f"the package {_PACKAGE} does not decode JPEGs on this machine" if pixels is None else None
     return "no JPEG could be decoded on the GPU: install nvidia-nvjpeg, and use one decoder for training and evaluation"
 
 
@@ -92,7 +88,7 @@ class _Decoder:
 
 
 def _decoder(device: Device) -> _Decoder:
-    """This thread's. A forked child neither uses nor releases the parent's decoder: its threads are gone."""
+    """Return this thread's decoder. A forked child neither uses nor releases the parent's: its threads are gone."""
     made: dict[tuple[int, Device], _Decoder] = _of_thread.__dict__.setdefault("made", {})
     key = os.getpid(), device
     if key not in made:

@@ -1,6 +1,6 @@
 """RandAugment(n, m) (Cubuk et al., arXiv 1909.13719): n random operations of strength m, as a function of one number.
 
-Two sets of operations, both with timm's code for them:
+Two sets of operations, both by timm's code:
 
 ranges timm        timm's `rand-m{m}-n{n}-p1-mmax{max(m, 10)}`: all n operations are applied (`p1`; timm's default skips
                    half of them) with strength m (no `mstd` noise; m above 10 is not cut off: "How to train your ViT?"
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _FULL_STRENGTH = 10  # timm's and Google's scale of m
-
-
 _GENERATORS = threading.Lock()  # there is one of each in a process, and data workers may be threads
 
 
@@ -54,10 +52,8 @@ class RandAugment:
 
     def __post_init__(self) -> None:
         if self.num_ops < 1 or self.magnitude < 0 or self.magnitude != int(self.magnitude):
-            raise UserError(
-                f"rand_augment: num_ops {self.num_ops} must be at least 1, and magnitude {self.magnitude} a whole "
-                "number, at least 0"
-            )
+            given = f"num_ops {self.num_ops} must be at least 1, and magnitude {self.magnitude}"
+            raise UserError(f"rand_augment: {given} a whole number, at least 0")
 
     @property
     def timm_config(self) -> str:
@@ -71,9 +67,8 @@ class RandAugment:
         seed = int(draw * 2**53)  # all the bits that it has
         picture = Image.fromarray(image)
         if self.ranges == "big_vision":
-            for which, *rest in (
-                uniforms(RandomStream.RAND_AUGMENT, seed, draws=4 * self.num_ops).reshape(-1, 4).tolist()
-            ):
+            draws = uniforms(RandomStream.RAND_AUGMENT, seed, draws=4 * self.num_ops)
+            for which, *rest in draws.reshape(-1, 4).tolist():
                 name = OPERATIONS[int(which * len(OPERATIONS))]
                 picture = apply(name, picture, magnitude=self.magnitude, draw=Draw(*rest), timm=timms_operations())
             return np.array(picture)
@@ -84,7 +79,7 @@ class RandAugment:
 
 @cache
 def timms_operations() -> ModuleType:
-    """timm's file of operations, alone: all of timm, with its models, costs each worker 200 MB and 1.4 s."""
+    """Load timm's file of operations alone: all of timm costs each worker 200 MB and 1.4 s."""
     timm = find_spec("timm")
     assert timm is not None and timm.submodule_search_locations
     file = Path(timm.submodule_search_locations[0], "data", "auto_augment.py")
@@ -97,12 +92,12 @@ def timms_operations() -> ModuleType:
 
 @cache
 def _operations(config: str) -> Callable[[Image.Image], Image.Image]:
-    """timm's transform; posterize mended."""
+    """Make timm's transform, with posterize mended."""
     module = timms_operations()
     posterize = module.posterize
 
     def posterize_to_black(image: Image.Image, bits_to_keep: int, **options: object) -> Image.Image:
-        """Below m = 3 no bit is kept, which Pillow refuses; black remains."""
+        """Return black below m = 3, where no bit is kept, which Pillow refuses."""
         from PIL import Image
 
         return posterize(image, bits_to_keep, **options) if bits_to_keep else Image.new(image.mode, image.size)

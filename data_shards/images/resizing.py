@@ -1,4 +1,4 @@
-"""Resizing of uint8 pixels, by five kernels, to uint8, which is what goes to the device.
+"""Resize uint8 pixels to uint8 by five kernels.
 
     bilinear, bicubic; antialiased   torch's kernels for uint8: 57 dB against a float reference, 73 to 77 dB from
                                      Pillow's
@@ -58,14 +58,13 @@ def resize(
         operator = aten.upsample_bilinear2d
     else:
         operator = aten._upsample_bilinear2d_aa if interpolation == "bilinear" else aten._upsample_bicubic2d_aa
-    operator.out(
-        _channels_last(np.ascontiguousarray(image)), (height, width), False, None, None, out=_channels_last(into)
-    )
+    image, size = np.ascontiguousarray(image), (height, width)
+    operator.out(_channels_last(image), size, False, None, None, out=_channels_last(into))
     return into
 
 
 def placed(pixels: Pixels, into: Pixels | None) -> Pixels:
-    """The same pixels, contiguous: a copy in `into` if given."""
+    """Return the pixels contiguous, or copied to `into`."""
     if into is None:
         return np.ascontiguousarray(pixels)
     into[...] = pixels
@@ -73,7 +72,7 @@ def placed(pixels: Pixels, into: Pixels | None) -> Pixels:
 
 
 def _channels_last(image: Pixels) -> torch.Tensor:
-    """[h, w, 3] as torch's [1, 3, h, w] of the same memory, with the strides that it resizes 2 to 4 times faster.
+    """View [h, w, 3] as torch's [1, 3, h, w], with the strides that it resizes 2 to 4 times faster.
 
     In this order: numpy's [None] would give the new axis stride 0, permute before unsqueeze stride 3.
     """
@@ -83,8 +82,7 @@ def _channels_last(image: Pixels) -> torch.Tensor:
 
 
 def _bilinear_cast(image: Pixels, *, height: int, width: int) -> Pixels:
-    """Across, then down, in float32 and in TensorFlow's form, low + share * (high - low): an even area keeps its level,
-    where a sum of two weighted pixels may fall just below it and lose a whole one."""
+    """Resize across, then down, in float32 and TensorFlow's form, low + share * (high - low): even areas stay even."""
     left, right, across = _neighbours(image.shape[1], width)
     top, bottom, down = _neighbours(image.shape[0], height)
     rows, place = np.unique(np.concatenate([top, bottom]), return_inverse=True)
@@ -97,8 +95,7 @@ def _bilinear_cast(image: Pixels, *, height: int, width: int) -> Pixels:
 
 
 def _neighbours(length: int, size: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
-    """The pixels before and after the centre of each of `size` equal spans of `length` pixels, and how far it lies from
-    the first to the second."""
+    """Find the pixels before and after the centre of each of `size` equal spans of `length`, and its share between."""
     half = np.float32(0.5)
     at = (np.arange(size, dtype=np.float32) + half) * (np.float32(length) / np.float32(size)) - half
     before, after = np.floor(at), np.ceil(at)
@@ -106,8 +103,10 @@ def _neighbours(length: int, size: int) -> tuple[NDArray[np.int64], NDArray[np.i
 
 
 def _area_average(image: Pixels, *, height: int, width: int) -> Pixels:
-    """The mean over the rectangle of the image that each output pixel covers, parts of pixels included; enlarging
-    repeats pixels. Sums in float32 in TensorFlow's order, so that what lies at a whole number is cut off alike."""
+    """Average the rectangle that each output pixel covers, parts of pixels included; enlarging repeats pixels.
+
+    Sums in float32 in TensorFlow's order, so that what lies at a whole number is cut off alike.
+    """
     columns, column_share = _spans(image.shape[1], width)
     rows, row_share = _spans(image.shape[0], height)
     across = np.zeros((image.shape[0], width, 3), dtype=np.float32)
@@ -120,8 +119,8 @@ def _area_average(image: Pixels, *, height: int, width: int) -> Pixels:
 
 
 def _spans(length: int, size: int) -> tuple[list[tuple[NDArray[np.int64], NDArray[np.float32]]], np.float32]:
-    """The first, second, ... pixel that each of `size` equal spans of `length` pixels touches, and how much of it (0
-    where a span has ended); and a span's length in pixels."""
+    """List the first, second, ... pixel that each of `size` equal spans of `length` touches, and its share (0 past the
+    end); and a span's length in pixels."""
     one, share = np.float32(1), np.float32(length) / np.float32(size)
     low = np.arange(size, dtype=np.float32) * share
     high = np.arange(1, size + 1, dtype=np.float32) * share

@@ -1,8 +1,7 @@
-"""Images of any size -> uint8 squares, for training (random crop, resize, RandAugment) and for evaluation.
+"""Make uint8 squares of images, for training (random crop, resize, RandAugment) and for evaluation.
 
 Random numbers come from (seed, epoch, sample), so a sample looks the same for any world size, number of workers, and
-after a restart. Pixels stay uint8 until they are on the device, where flip and normalisation happen per batch (see
-`batch`). How they are resized, and how far that is from other libraries: `resizing`; where crops lie: `crops`.
+after a restart. Flip and normalisation happen per batch on the device. Kernels: `resizing`; laws of crops: `crops`.
 
 Evaluation protocols (`size` is the square's side, `share` is `crop_share`):
 
@@ -61,7 +60,7 @@ class TrainTransform:
     crop: CropLaw = "torchvision"
     crop_area: tuple[float, float] = (0.05, 1.0)
     crop_ratio: tuple[float, float] = TORCHVISION_RATIO
-    resize_size: int | None = None  # of resize_and_crop: the short side in pixels, at least `image_size`
+    resize_size: int | None = None  # for resize_and_crop: the short side in pixels, at least `image_size`
     interpolation: CropInterpolation = "bilinear"  # of the resize
     antialias: Antialias = "antialiased"  # of a bilinear resize
     flip: float = 0.5  # share of the samples that are mirrored (0.5, or 0 where left and right have a meaning)
@@ -70,7 +69,7 @@ class TrainTransform:
     def __call__(
         self, image: EncodedImage, *, draws: NDArray[np.float64], into: Pixels | None = None
     ) -> tuple[Pixels, bool]:
-        """uint8 [size, size, 3], in `into` if given, and whether to mirror it on the device.
+        """Return uint8 [size, size, 3], in `into` if given, and whether to mirror it on the device.
 
         `draws`: the sample's `crops.DRAWS_PER_SAMPLE` random numbers. Raises UnreadableImage if the image is damaged.
         """
@@ -106,7 +105,7 @@ class EvalTransform:
     """
 
     image_size: int  # side of the square that comes out, in pixels
-    protocol: EvalProtocol = "vit"  # one of the ways above
+    protocol: EvalProtocol = "vit"
     crop_share: float | None = None
 
     def __post_init__(self) -> None:
@@ -144,7 +143,7 @@ class EvalTransform:
 def _short_side_to(
     side: int, image: EncodedImage, *, interpolation: CropInterpolation, antialias: Antialias = "antialiased"
 ) -> Pixels:
-    """The image with its short side of `side` pixels and its proportions, rounded; far ends of a very long one cut."""
+    """Resize the short side to `side` pixels, keeping proportions; far ends of a very long image are cut."""
     box = _without_far_ends(image)
     ratio = side / min(box.height, box.width)
     return resize(
@@ -157,7 +156,7 @@ def _short_side_to(
 
 
 def _without_far_ends(image: EncodedImage) -> Box:
-    """The whole image, or the middle of one more elongated than any photograph."""
+    """Box the whole image, or the middle of one more elongated than any photograph."""
     most = _MOST_ELONGATED * min(image.height, image.width)
     height, width = min(image.height, most), min(image.width, most)
     return Box(top=(image.height - height) // 2, left=(image.width - width) // 2, height=height, width=width)

@@ -1,8 +1,8 @@
 """SampleRefs -> `Batch`: read, decode and transform the samples, and handle damaged ones.
 
-A damaged training image is replaced by another one of the same window of its lane, chosen by a hash of (seed, epoch,
-sample, attempt): the same for any world size and after any restart, with the damaged one's crop and flip. A damaged
-held-out image is left out of the sums, since each image must count once. Both are named in `Batch.faults`.
+A damaged training image is replaced by another of its lane's window, chosen by a hash of (seed, epoch, sample,
+attempt): the same for any world size and after any restart, with the damaged one's crop and flip. A damaged held-out
+image is not counted, since each image must count once. Both are named in `Batch.faults`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Access:
 
 
 class _Rows:
-    """A batch in the making; images are written directly to their place."""
+    """A batch in progress; images are written directly to their place."""
 
     def __init__(self, refs: SampleRefs, *, image_size: int) -> None:
         count = len(refs.sample)
@@ -56,9 +56,7 @@ class _Rows:
         self.labels: list[tuple[int, ...]] = [(0,)] * count
         self.keys = [""] * count
         self.samples: list[int] = refs.sample.tolist()
-        self.mirrored = [False] * count
-        self.counted = [True] * count
-        self.substituted = [False] * count
+        self.mirrored, self.counted, self.substituted = [False] * count, [True] * count, [False] * count
         self.faults: list[Fault] = []
 
     def batch(self, *, epochs: NDArray[np.int64], is_multi_label: bool, mix: Mix | None = None) -> Batch:
@@ -77,12 +75,12 @@ class _Rows:
 
 
 class Assembler:
-    """Makes batches out of visits; one for each data set. Picklable and thread-safe."""
+    """Makes the batches of one data set. Picklable and thread-safe."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
         self._is_multi_label = access.shards.is_multi_label
-        self._of_thread = threading.local()  # readers: each keeps track of its own open shards
+        self._of_thread = threading.local()  # each reader keeps track of its own open shards
 
     def __reduce__(self) -> tuple[object, ...]:
         return Assembler, (self._access,)
@@ -102,7 +100,7 @@ class Assembler:
         draws: NDArray[np.float64],
         mix: Mix | None = None,
     ) -> Batch:
-        """A training batch: the visits' samples, or substitutes; `draws` has a row for each visit.
+        """Make a training batch of these samples, or substitutes; `draws` has a row for each.
 
         With `mix` the last row is only mixed into the one before it. Raises SampleError for a damaged sample where none
         is allowed, or if no substitute is whole.
@@ -132,7 +130,7 @@ class Assembler:
         )
 
     def evaluate(self, refs: SampleRefs, *, counted: NDArray[np.bool_], transform: EvalTransform) -> Batch:
-        """A held-out batch; what is not `counted` is padding, and damaged images are not counted either.
+        """Make a held-out batch; what is not `counted` is padding, and damaged images are not counted either.
 
         Raises SampleError for a damaged sample where none is allowed.
         """
@@ -142,11 +140,11 @@ class Assembler:
             transform(image, into=into)
 
         for slot, (shard, row) in enumerate(zip(refs.shard.tolist(), refs.row.tolist(), strict=True)):
-            whole = self._fill(rows, slot, shard=shard, row=row, transform=centre)
-            if not whole:
+            is_whole = self._fill(rows, slot, shard=shard, row=row, transform=centre)
+            if not is_whole:
                 rows.keys[slot] = rows.faults[-1].key
                 rows.pixels[slot] = 0
-            rows.counted[slot] = whole and bool(counted[slot])
+            rows.counted[slot] = is_whole and bool(counted[slot])
         return rows.batch(epochs=refs.epoch, is_multi_label=self._is_multi_label)
 
     def describe(self, shard: int, *, row: int) -> str:

@@ -1,4 +1,4 @@
-"""One micro-batch of uint8 pixels and labels; flip, normalisation and mixing happen later (`pipeline.stage.task`)."""
+"""A micro-batch of uint8 pixels and labels; flip, normalisation and mixing follow on the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from data_shards.loading.mixing import Mix
 class Fault:
     """A damaged sample that was met while a batch was made."""
 
-    shard: str  # its name, fit to be shown
+    shard: str  # its printable name
     key: str
     reason: str
 
@@ -30,9 +30,9 @@ class Batch:
     images: torch.Tensor  # uint8 [n, size, size, 3]
     mirrored: torch.Tensor  # bool [n]: to be flipped left to right on the device
     labels: torch.Tensor  # int64 [n], or [n, k] filled up with -1 where samples have several labels or none
-    counted: torch.Tensor  # bool [n]: False for what evens out the ranks' evaluation batches
-    substituted: torch.Tensor  # bool [n]: True where another sample stands in the place of a damaged one
-    samples: torch.Tensor  # int64 [n]: number of the sample in the set
+    counted: torch.Tensor  # bool [n]: False for padding and damage in evaluation
+    substituted: torch.Tensor  # bool [n]: True where another sample replaces a damaged one
+    samples: torch.Tensor  # int64 [n]: numbers in the set
     epochs: torch.Tensor  # int64 [n]
     keys: tuple[str, ...]  # WebDataset keys
     faults: tuple[Fault, ...] = ()
@@ -40,7 +40,7 @@ class Batch:
 
 
 def batch_of(images: torch.Tensor, *, keys: Sequence[str]) -> Batch:
-    """Pixels uint8 [n, S, S, 3] as a batch, without labels: -1."""
+    """Wrap pixels uint8 [n, S, S, 3] as a batch without labels (-1)."""
     count = len(images)
     return Batch(
         images=images,

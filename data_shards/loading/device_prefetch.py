@@ -1,12 +1,9 @@
-"""The next batch is on the GPU before it is asked for: read, staged and copied by a thread, on a stream of its own.
+"""Copy the next batch to the GPU before it is asked for, by a thread, on a stream of its own; nothing on a CPU.
 
-A copy to the GPU runs beside its work only from page-locked memory, which the system cannot take back. So there is
-little of it, and the same all along: each batch is packed into one of `STAGES` buffers and leaves by a single copy.
-Whoever takes a batch makes the GPU's own stream wait for that copy; no processor waits. On a CPU there is none of this.
-
-Costs, for 256 images of 224 px: one copy within the host's memory, 5 to 10 ms of a core [estimated from its bandwidth],
-two batches of GPU memory, and 128 MiB of page-locked memory (`memory.staged_bytes`). What was read ahead and never
-taken has not happened: faults are noted and steps counted by whoever takes a batch.
+A copy overlaps the GPU's work only from page-locked memory, so each batch is packed into one of `STAGES` reused buffers
+and leaves by a single copy. Taking a batch makes the GPU's stream wait for that copy, never the processor. Costs, for
+256 images of 224 px: a copy in host memory, 5 to 10 ms of a core [estimated from its bandwidth], two batches of GPU
+memory, 128 MiB of page-locked memory (`memory.staged_bytes`). Faults and steps count only in batches that are taken.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ import torch
 from data_shards.loading.batch import Batch
 from data_shards.loading.memory import ALIGNMENT, STAGES
 
-_ON_DEVICE = ("images", "mirrored", "labels")  # the other fields are of use on the host
+_ON_DEVICE = ("images", "mirrored", "labels")  # the host uses the other fields
 _CLOSE_SECONDS = 5.0  # for the thread to finish its batch
 
 
@@ -42,17 +39,17 @@ class Copies(Protocol):
     def prepare(self) -> None: ...
 
     def start(self, batch: Batch) -> Callable[[], Batch]:
-        """Begin to copy; what is returned, called by the batch's user, gives the batch on the device."""
+        """Begin to copy; the batch's user calls the result for the batch on the device."""
         ...
 
 
 def prefetch_to_device(batches: Batches, *, device: torch.device) -> Batches:
-    """The same batches, on a GPU one of them ahead; `close` closes both. Elsewhere it is `batches` itself."""
+    """Iterate one batch ahead on a GPU; elsewhere return `batches` itself. `close` closes both."""
     return DevicePrefetch(batches, copies=CudaCopies(device)) if device.type == "cuda" else batches
 
 
 class DevicePrefetch:
-    """Iterates over `batches` in a thread, which is one batch ahead; what it raises is raised to the batch's user."""
+    """Iterates over `batches` in a thread, one batch ahead; its exceptions are raised to the batch's user."""
 
     def __init__(self, batches: Batches, *, copies: Copies) -> None:
         self._batches, self._copies = batches, copies
@@ -110,7 +107,7 @@ class CudaCopies:
         self._turn = 0
 
     def prepare(self) -> None:
-        """Without this the thread's page-locked memory would belong to the first GPU, and cost memory there."""
+        """Select the GPU, or the thread's page-locked memory would belong to, and cost memory on, the first."""
         torch.cuda.set_device(self._device)
 
     def start(self, batch: Batch) -> Callable[[], Batch]:
@@ -159,7 +156,7 @@ class _Buffer:
 
 
 def unpacked(batch: Batch, packed: torch.Tensor, places: Places) -> Batch:
-    """`batch`, with the tensors that lie in `packed`."""
+    """Replace the batch's tensors by those in `packed`."""
     tensors: dict[str, Any] = {}
     for name, (first, end) in places.items():
         like: torch.Tensor = getattr(batch, name)

@@ -1,9 +1,8 @@
 """The stream of batches: order -> read -> decode -> transform -> `Batch`, with any number of workers.
 
 Everything is a function of the micro-batch's number: the stream does not depend on workers or world size, and resuming
-needs no replay, only a few numbers. Evaluation counts every sample exactly once, for any world size. A thread of the
-rank prefetches remote shards, which all processes of the node share. Cost: 1 to 3 ms of CPU a photograph, nearly all of
-it decoding; `memory` says what is held.
+needs a few numbers, no replay. Evaluation counts every sample exactly once. A thread of the rank prefetches remote
+shards for the node. Cost: 1 to 3 ms of CPU a photograph, nearly all of it decoding; memory: see `memory`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from data_shards.vocabulary import RandomStream, WorkerKind
 
 # Planned at once, at a ninth of the cost of 64 at a time; each worker process plans for itself.
 _PLANNED_IMAGES = 1024
-_TRIED_IMAGES, _TRIED_AT_ONCE, _TRIED_SECONDS = 64, 4, 0.5  # to find out what decoding takes
+_TRIED_IMAGES, _TRIED_AT_ONCE, _TRIED_SECONDS = 64, 4, 0.5  # to time decoding
 
 
 @dataclass(frozen=True)
@@ -44,16 +43,7 @@ class Layout:
     accumulation_steps: int  # micro-batches in one optimizer step
 
 
-class _Batches:
-    def __init__(self, access: Access) -> None:
-        self.access = access
-        self._assembler = Assembler(access)
-
-    def describe(self, shard: int, *, row: int) -> str:
-        return self._assembler.describe(shard, row=row)
-
-
-class TrainBatches(_Batches):
+class TrainBatches:
     """Micro-batch number i of this rank's training stream; it belongs to step i // accumulation."""
 
     def __init__(
@@ -66,25 +56,28 @@ class TrainBatches(_Batches):
         seed: int,
         mixup: MixupConfig | None = None,
     ) -> None:
-        super().__init__(access)
+        self.access, self._assembler = access, Assembler(access)
         self.order, self.layout, self.seed = order, layout, seed
-        self._transform = transform
-        self._mixup = mixup
+        self._transform, self._mixup = transform, mixup
         is_mixing = draw_mix(mixup, seed=seed, step=0, image_size=transform.image_size) is not None
         self._rows = layout.micro_batch_size + is_mixing  # of a micro-batch; the last is the next slot's sample
         self._plans: dict[int, tuple[SampleRefs, NDArray[np.float64]]] = {}
 
+    def describe(self, shard: int, *, row: int) -> str:
+        return self._assembler.describe(shard, row=row)
+
     def __getitem__(self, number: int) -> Batch:
-        """One micro-batch; with mixing it has one row more, the next slot's sample."""
+        """Make a micro-batch; with mixing it has one row more, the next slot's sample."""
         step = number // self.layout.accumulation_steps
         mix = draw_mix(self._mixup, seed=self.seed, step=step, image_size=self._transform.image_size)
         refs, draws = self.plan(number)
         return self._assembler.train(refs, order=self.order, transform=self._transform, draws=draws, mix=mix)
 
     def decode_seconds(self, number: int) -> float | None:
-        """Processor time of this process for an image of micro-batch `number`, reading included: of its first few
-        dozen, in half a second at most on an idle core. None if one of them cannot be read, which is the stream's own
-        business to tell."""
+        """Measure this process's CPU time an image, reading included, by a few dozen of micro-batch `number`.
+
+        Takes half a second at most on an idle core. None if one cannot be read, which the stream will report.
+        """
         refs, draws = self.plan(number)
         spent, count = 0.0, 0
         try:
@@ -103,7 +96,7 @@ class TrainBatches(_Batches):
         return spent / count
 
     def plan(self, number: int) -> tuple[SampleRefs, NDArray[np.float64]]:
-        """The samples of a micro-batch, [rows], and their random numbers, [rows, `DRAWS_PER_SAMPLE`]."""
+        """Find a micro-batch's samples, [rows], and their random numbers, [rows, `DRAWS_PER_SAMPLE`]."""
         rows = self._rows
         batches = max(1, _PLANNED_IMAGES // rows)
         block, place = divmod(number, batches)
@@ -129,22 +122,18 @@ class TrainBatches(_Batches):
         return refs, draws
 
     def upcoming(self, start_step: int) -> Iterator[tuple[int, list[int]]]:
-        """The shards that each step is the first to touch, for the prefetcher."""
+        """Yield (step, the shards that it is the first to touch) for the prefetcher."""
         layout = self.layout
-        beyond = self._rows - layout.micro_batch_size
-        return upcoming_shards(
-            self.order, rank=layout.rank, world_size=layout.world_size, start_step=start_step, beyond=beyond
-        )
+        where = {"rank": layout.rank, "world_size": layout.world_size, "start_step": start_step}
+        return upcoming_shards(self.order, **where, beyond=self._rows - layout.micro_batch_size)
 
 
-class EvalBatches(_Batches):
-    """Batch number i of this rank's part of an evaluation: a contiguous block of the samples, or of those named.
+class EvalBatches:
+    """Batch number i of this rank's part of an evaluation: a contiguous block of `samples` (ascending; None: all).
 
     Blocks are whole batches, so that each has the same samples, and the same outputs to the last bit, on any number of
-    ranks.
-
-    `samples`: their numbers, ascending; None: all. Blocks are padded to equal length by repeating the last sample with
-    `counted` False: ZeRO-3 gathers weights in every forward pass, so all ranks must make equally many.
+    ranks. They are padded to equal length by the last sample with `counted` False: ZeRO-3 gathers weights in every
+    forward pass, so all ranks must make equally many.
     """
 
     def __init__(
@@ -157,9 +146,8 @@ class EvalBatches(_Batches):
         batch_size: int,
         samples: Int64s | None = None,
     ) -> None:
-        super().__init__(access)
-        self._transform = transform
-        self._samples = samples
+        self.access, self._assembler = access, Assembler(access)
+        self._transform, self._samples = transform, samples
         self._num_samples = access.shards.num_samples if samples is None else len(samples)
         self._block = -(-self._num_samples // (world_size * batch_size)) * batch_size
         self._first = rank * self._block
@@ -170,13 +158,16 @@ class EvalBatches(_Batches):
         """The same for every rank."""
         return self._block // self._batch_size
 
+    def describe(self, shard: int, *, row: int) -> str:
+        return self._assembler.describe(shard, row=row)
+
     def __getitem__(self, number: int) -> Batch:
-        """Always `batch_size` long, so that compiled shapes stay the same."""
+        """Make a batch, always `batch_size` long, so that compiled shapes stay the same."""
         refs, counted = self._visits(number)
         return self._assembler.evaluate(refs, counted=counted, transform=self._transform)
 
     def upcoming(self) -> Iterator[tuple[int, list[int]]]:
-        """The shards that each batch is the first to touch, for the prefetcher."""
+        """Yield (batch, the shards that it is the first to touch) for the prefetcher."""
         last = -1
         for number in range(len(self)):
             shards = [shard for shard in np.unique(self._visits(number)[0].shard).tolist() if shard > last]
@@ -196,11 +187,10 @@ class EvalBatches(_Batches):
 
 
 class TrainLoader:
-    """Iterates over the micro-batches of [start_step, stop_step), without those of `passed_over`; its state is a few
-    numbers.
+    """Iterates over the micro-batches of [start_step, stop_step), without the steps `passed_over`.
 
-    With 0 `workers` the calling thread reads and decodes. Iteration raises UserError for a sample that cannot be read,
-    and WorkerDied, which names the sample.
+    Its state is a few numbers. With 0 `workers` the calling thread reads and decodes. Iteration raises UserError for a
+    sample that cannot be read, and WorkerDied, which names the sample.
     """
 
     def __init__(
@@ -213,11 +203,9 @@ class TrainLoader:
         workers: int = 0,
         kind: WorkerKind = "process",
     ) -> None:
-        self._batches = batches
-        self._stop_step = stop_step
+        self._batches, self._stop_step, self._passed_over = batches, stop_step, frozenset(passed_over)
         self._workers = workers
         self._kind: WorkerKind = kind
-        self._passed_over = frozenset(passed_over)
         self._delivered = start_step * batches.layout.accumulation_steps
         self._coming: Iterator[int] = iter(())
         self._iterator: Generator[Batch] | None = None
@@ -238,7 +226,7 @@ class TrainLoader:
 
     @property
     def step(self) -> int:
-        """Optimizer steps whose micro-batches have all been handed out."""
+        """Count the optimizer steps whose micro-batches have all been handed out."""
         return self._delivered // self._batches.layout.accumulation_steps
 
     def state_dict(self) -> dict[str, int | str]:
@@ -254,9 +242,7 @@ class TrainLoader:
                 )
         images_seen, batch = int(state["images_seen"]), self._batches.order.global_batch_images
         if images_seen % batch:
-            raise UserError(
-                f"images_seen {images_seen} in the loader's state is no multiple of the global batch {batch}"
-            )
+            raise UserError(f"images_seen {images_seen} in the loader's state is no multiple of the batch {batch}")
         self.close()
         self._delivered = images_seen // batch * self._batches.layout.accumulation_steps
 
@@ -280,18 +266,13 @@ class TrainLoader:
 
     def _start(self) -> None:
         access, upcoming = self._batches.access, self._batches.upcoming(self.step)
-        self._prefetcher = start_prefetch(access.store, access.shards.shards, upcoming=upcoming)
-        numbers = self._numbers()
+        self._prefetcher = start_prefetch(access.store, access.shards, upcoming=upcoming)
+        accumulation = self._batches.layout.accumulation_steps
+        numbers: Sequence[int] = range(self._delivered, self._stop_step * accumulation)
+        if self._passed_over:
+            numbers = [number for number in numbers if number // accumulation not in self._passed_over]
         self._coming = iter(numbers)
         self._iterator = iterate(self._batches, numbers=numbers, workers=self._workers, kind=self._kind)
-
-    def _numbers(self) -> Sequence[int]:
-        """Of the micro-batches still to come."""
-        accumulation = self._batches.layout.accumulation_steps
-        numbers = range(self._delivered, self._stop_step * accumulation)
-        if not self._passed_over:
-            return numbers
-        return [number for number in numbers if number // accumulation not in self._passed_over]
 
 
 def _probe(order: AnyOrder) -> str:
@@ -304,10 +285,9 @@ def _probe(order: AnyOrder) -> str:
 def eval_batches(
     batches: EvalBatches, *, workers: int, kind: WorkerKind = "process", first: int = 0
 ) -> Generator[Batch]:
-    """All batches of an evaluation from number `first` on, in order; raises UserError and WorkerDied as `TrainLoader`
-    does."""
+    """Yield the batches of an evaluation from number `first` on; raises as `TrainLoader` does."""
     upcoming = ((number, shards) for number, shards in batches.upcoming() if number >= first)
-    prefetcher = start_prefetch(batches.access.store, batches.access.shards.shards, upcoming=upcoming)
+    prefetcher = start_prefetch(batches.access.store, batches.access.shards, upcoming=upcoming)
     try:
         items = iterate(batches, numbers=range(first, len(batches)), workers=workers, kind=kind)
         for number, batch in enumerate(items, start=first):

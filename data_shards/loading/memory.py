@@ -1,15 +1,15 @@
-"""Host memory that reading ahead takes, from counts and sizes alone; `shardvit plan` tells it."""
+"""Host memory for reading ahead, from counts and sizes alone; `shardvit plan` prints it."""
 
 from __future__ import annotations
 
-PREFETCH = 4  # items that a worker has ready or in the making
+PREFETCH = 4  # items of a worker, ready or in progress
 STAGES = 2  # page-locked buffers on the way to a GPU: one is filled while the other's copy runs
 ALIGNMENT = 256  # bytes, of a tensor in such a buffer
 STAGED_TENSORS = 3  # of a batch: pixels, flips, labels
 
 
 def ahead_bytes(workers: int, *, images: int, image_size: int) -> int:
-    """The pixels that so many workers have read: `PREFETCH` micro-batches of `images` each."""
+    """Bytes of pixels that workers read ahead: `PREFETCH` micro-batches of `images` each."""
     return workers * PREFETCH * images * 3 * image_size**2
 
 

@@ -1,8 +1,8 @@
-"""Mixup (arXiv 1710.09412) and CutMix (arXiv 1905.04899): what is mixed, as a function of (seed, step).
+"""Mixup (arXiv 1710.09412) and CutMix (arXiv 1905.04899), drawn as a function of (seed, step).
 
 In the global batch of step s, slot i is mixed with slot i + 1 (the last with the first), as in big_vision (timm
 reverses the batch). One weight and one box, functions of the seed and s, hold for the whole batch, so the mixed images
-do not depend on the world size; a process needs one sample more than its own. `batch` does the mixing, on the device.
+do not depend on the world size; a process needs one sample more than its own. The mixing happens on the device.
 
 Mixup gives the own image the weight max(lambda, 1 - lambda), as big_vision does: the smaller one would repeat the same
 pairs. CutMix pastes timm's box: its sides are sqrt(1 - lambda) of the image's, its centre is anywhere, it is cut off at
@@ -54,7 +54,7 @@ class Mix:
 
 
 def draw_mix(config: MixupConfig | None, *, seed: int, step: int, image_size: int) -> Mix | None:
-    """How the global batch of `step` is mixed, None for not at all; `image_size` is the images' side in pixels."""
+    """Draw how the global batch of `step` is mixed; None: not at all. `image_size` is the images' side in pixels."""
     if config is None or (config.mixup_alpha == 0 and config.cutmix_alpha == 0):
         return None
     which, share, down, right = uniforms(RandomStream.MIX, seed, step, draws=4)[0].tolist()
@@ -68,14 +68,14 @@ def draw_mix(config: MixupConfig | None, *, seed: int, step: int, image_size: in
 
 
 def _beta(alpha: float, share: float) -> float:
-    """The value that a Beta(alpha, alpha) variable stays below with probability `share`."""
+    """Invert the distribution of Beta(alpha, alpha) at `share`."""
     from scipy.special import betaincinv
 
     return float(betaincinv(alpha, alpha, share))
 
 
 def _cut(area: float, *, size: int, down: float, right: float) -> Box | None:
-    """A square of that share of the image, centred at (down, right) of it and cut off at its edges."""
+    """Cut a square of that share of the image, centred at (down, right), at the image's edges."""
     side = int(size * math.sqrt(area))
     centre_y, centre_x = int(down * size), int(right * size)
     top, bottom = max(centre_y - side // 2, 0), min(centre_y + (side + 1) // 2, size)

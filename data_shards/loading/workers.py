@@ -1,10 +1,9 @@
 """Data workers: threads of the training process, or processes, that read and decode ahead.
 
-Threads share everything: no second torch, no copy, a first batch at once. But a tenth of the work is Python, where they
-contend for the GIL with the training loop; so beyond some number, processes. These come from a fork server: a fork of
-the training process would copy locks that its other threads (MLflow's, CUDA's) hold. They ignore the signals that stop
-a job; their rank saves first and then ends them. They cost 0.03 s and 25 MB each once the server has loaded torch (2 s,
-300 MB). Each worker holds `memory.PREFETCH` items.
+Threads need no second torch and no copy, and give a first batch at once. But a tenth of the work is Python, where they
+contend for the GIL with the training loop; so beyond some number, processes. These come from a fork server, since a
+fork would copy locks that other threads (CUDA's) hold. They ignore the signals that stop a job: their rank saves first
+and then ends them. Each costs 0.03 s and 25 MB once the server has loaded torch (2 s, 300 MB).
 """
 
 from __future__ import annotations
@@ -16,37 +15,42 @@ import multiprocessing.connection
 import signal
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import islice
 from multiprocessing import forkserver, resource_tracker
+from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from data_shards.errors import UserError, WorkerDied
 from data_shards.loading.memory import PREFETCH
-from data_shards.loading.sharing import share_large_arrays
 from data_shards.processes import end_with_parent
 from data_shards.vocabulary import WorkerKind
 
 Item = TypeVar("Item")
 Produced = TypeVar("Produced", covariant=True)
 
-_EXIT_SECONDS = 5.0  # that worker threads get to finish their item, which takes a fraction of one
-_NEWS_SECONDS = 30.0  # that the fork server gets to report a dead worker, which takes a millisecond
+_LEAST_SHARED_BYTES = 1 << 16  # smaller arrays are pickled
+_EXIT_SECONDS = 5.0  # for worker threads to finish their item, which takes a fraction of one
+_NEWS_SECONDS = 30.0  # for the fork server to report a dead worker, which takes a millisecond
 
+_shared: dict[int, tuple[weakref.ref[NDArray[Any]], torch.Tensor]] = {}  # by the array's id, for all workers
 _at_work: set[threading.Thread] = set()
 _exiting = threading.Event()
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
-class Described(Protocol[Produced]):
+class NamedItems(Protocol[Produced]):
     """A data set: item number i, and the name of a sample for messages."""
 
     def __getitem__(self, number: int) -> Produced: ...
@@ -74,9 +78,9 @@ def empty_images(count: int, size: int) -> torch.Tensor:
 
 
 def iterate(
-    dataset: Described[Item], *, numbers: Sequence[int], workers: int, kind: WorkerKind = "process"
+    dataset: NamedItems[Item], *, numbers: Sequence[int], workers: int, kind: WorkerKind = "process"
 ) -> Generator[Item]:
-    """The items of `numbers`, in order; with 0 workers the calling thread makes them.
+    """Yield the items of `numbers`, in order; with 0 workers the calling thread makes them.
 
     The data set must be picklable for processes, thread-safe for threads. Raises the data set's UserError wherever it
     occurs, and WorkerDied if a worker process crashed or was killed.
@@ -90,7 +94,7 @@ def iterate(
             return _in_processes(dataset, numbers=numbers, workers=workers)
 
 
-def _in_threads(dataset: Described[Item], *, numbers: Sequence[int], workers: int) -> Generator[Item]:
+def _in_threads(dataset: NamedItems[Item], *, numbers: Sequence[int], workers: int) -> Generator[Item]:
     """Daemon threads, since those of a ThreadPoolExecutor would delay the exit until a store's last retry."""
     upcoming = iter(numbers)
     jobs: SimpleQueue[tuple[int, Future[Item]] | None] = SimpleQueue()
@@ -116,7 +120,7 @@ def _in_threads(dataset: Described[Item], *, numbers: Sequence[int], workers: in
             jobs.put(None)
 
 
-def _work(dataset: Described[Item], jobs: SimpleQueue[tuple[int, Future[Item]] | None]) -> None:
+def _work(dataset: NamedItems[Item], jobs: SimpleQueue[tuple[int, Future[Item]] | None]) -> None:
     me = threading.current_thread()
     while (job := jobs.get()) is not None:
         number, future = job
@@ -133,16 +137,16 @@ def _work(dataset: Described[Item], jobs: SimpleQueue[tuple[int, Future[Item]] |
 
 
 def _end_threads() -> None:
-    """At exit: a thread that is ended inside torch crashes the process; one that waits for a store does not."""
+    """Wait for threads at exit: ended inside torch, one would crash the process; waiting for a store, it does not."""
     _exiting.set()
     end = time.monotonic() + _EXIT_SECONDS
     for thread in list(_at_work):
         thread.join(max(0.0, end - time.monotonic()))
 
 
-def _in_processes(dataset: Described[Item], *, numbers: Sequence[int], workers: int) -> Generator[Item]:
+def _in_processes(dataset: NamedItems[Item], *, numbers: Sequence[int], workers: int) -> Generator[Item]:
     start_fork_server()
-    share_large_arrays()
+    ForkingPickler.register(np.ndarray, _reduce)
     notes: Any = multiprocessing.get_context("forkserver").RawArray("q", [-1] * (2 * workers))
     loader = DataLoader(
         _WithErrors(dataset),
@@ -167,16 +171,41 @@ def _in_processes(dataset: Described[Item], *, numbers: Sequence[int], workers: 
                 multiprocessing.connection.wait([each.sentinel for each in iterator._workers], timeout=_NEWS_SECONDS)
             if all(process.is_alive() for process in iterator._workers):
                 raise
-            raise WorkerDied(_obituary(dataset, iterator._workers, notes)) from error
+            raise WorkerDied(_death_report(dataset, iterator._workers, notes)) from error
         if isinstance(item, UserError):
             raise item
         yield item
 
 
+def _reduce(array: NDArray[Any]) -> Any:
+    """Hand large arrays to workers in shared memory, which they must not write to; it goes with its last descriptor.
+
+    A set of 10^5 shards and its order are 20 MB: pickled for 16 workers of 8 ranks, 2.5 GB at each start.
+    """
+    if array.nbytes < _LEAST_SHARED_BYTES or array.dtype.hasobject or array.dtype.fields:
+        return array.__reduce_ex__(2)
+    return _restore, (_in_shared_memory(array), array.dtype.str, array.shape)
+
+
+def _in_shared_memory(array: NDArray[Any]) -> torch.Tensor:
+    known = _shared.get(id(array))
+    if known is not None and known[0]() is array:
+        return known[1]
+    content = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(array.nbytes))
+    content.numpy()[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    number = id(array)
+    _shared[number] = (weakref.ref(array, lambda _: _shared.pop(number, None) and None), content)
+    return content
+
+
+def _restore(content: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    return content.numpy().view(dtype).reshape(shape)
+
+
 class _WithErrors(Dataset["Item | UserError"]):
     """Returns a `UserError` as a value: raised in a worker, it would come wrapped in the worker's traceback."""
 
-    def __init__(self, dataset: Described[Item]) -> None:
+    def __init__(self, dataset: NamedItems[Item]) -> None:
         self._dataset = dataset
 
     def __getitem__(self, number: int) -> Item | UserError:
@@ -186,7 +215,7 @@ class _WithErrors(Dataset["Item | UserError"]):
             return error
 
 
-def _obituary(dataset: Described[Item], processes: list[Any], notes: Any) -> str:
+def _death_report(dataset: NamedItems[Item], processes: list[Any], notes: Any) -> str:
     dead = []
     for number, process in enumerate(processes):
         if process.is_alive():
@@ -204,11 +233,11 @@ def _obituary(dataset: Described[Item], processes: list[Any], notes: Any) -> str
 
 
 def start_fork_server() -> None:
-    """Start it with torch loaded: a worker then starts in 0.03 s instead of 1, with 25 MB of its own instead of 310.
+    """Start it, with torch loaded: a worker then takes 0.03 s and 25 MB of its own instead of 1 s and 310 MB.
 
-    Returns at once, and does nothing where it runs. Called early, it loads torch while this process does other things.
-    The signals that stop a job are blocked: Slurm signals every process, and without their server the workers die. A
-    blocked signal stays blocked through fork and exec; one sent meanwhile reaches this process afterwards.
+    Returns at once, and does nothing if it runs. Called early, it loads torch while this process does other things. It
+    blocks the signals that stop a job (a block passes through fork and exec): Slurm signals every process, and without
+    their server the workers die.
     """
     atexit.unregister(_kill_workers)
     atexit.register(_kill_workers)
@@ -223,7 +252,7 @@ def start_fork_server() -> None:
 
 
 def _kill_workers() -> None:
-    """At exit, before multiprocessing sends SIGTERM, which they ignore, and waits for them forever."""
+    """Kill workers at exit, before multiprocessing sends SIGTERM, which they ignore, and waits for them forever."""
     for process in multiprocessing.active_children():
         if process.daemon:
             process.kill()

@@ -1,4 +1,4 @@
-"""Several data sets mixed by weight into one stream, as exact and elastic as one; and what a rank reads next.
+"""Mix several data sets by weight into one stream, as exact and elastic as one; and tell what a rank reads next.
 
 Every data set has an `Order` of its own, with the same lanes. A fixed pattern of `PATTERN` positions says which set
 each position belongs to: set k holds quota_k of them, its weight rounded by largest remainder (to 1 in 100,000; at
@@ -7,10 +7,9 @@ lanes; so lane l begins l*c positions into the pattern. The n-th position that a
 that lane in the set's own order, so each sample is visited exactly once in each of the set's own epochs. Lookup tables
 resolve any position in constant time. Unlike for a single data set, another global batch size is another stream.
 
-The pattern is stratified: one position of set k falls at random into each of quota_k equal spans. So in a prefix of the
-pattern set k is off by less than 1 + w_k * (sets - 2) positions, where independent draws would be off by a square root.
-A global batch, a rank's part, a micro-batch and a lane's stream are contiguous runs of the pattern: off by less than
-twice that. Neighbours are random, so that mixup does not always pair two sets. Memory: 1.6 MB.
+The pattern is stratified: one position of set k falls at random into each of quota_k equal spans. So in a prefix of it
+set k is off by less than 1 + w_k * (sets - 2) positions, and in any contiguous run, such as a batch or a lane's stream,
+by less than twice that. Neighbours are random, so that mixup does not always pair two sets. Memory: 1.6 MB.
 """
 
 from __future__ import annotations
@@ -34,17 +33,13 @@ class MixedOrder(LaneStream):
     """The order of one training stream over several data sets; UserError for weights that do not fit.
 
     Shards and samples are numbered consecutively across the sets. Epochs are those of the sample's own set. With one
-    data set it is that set's `Order`, visit for visit. `weights` are the sets' shares in any unit; None: their samples.
+    data set it is that set's `Order`. `weights` are the sets' shares in any unit; None: their samples.
     """
 
     def __init__(self, orders: Sequence[Order], *, weights: Sequence[float] | None, seed: int) -> None:
         samples, shards = [each.num_samples for each in orders], [each.num_shards for each in orders]
-        super().__init__(
-            sum(samples),
-            num_shards=sum(shards),
-            lanes=orders[0].lanes,
-            global_batch_images=orders[0].global_batch_images,
-        )
+        cut = {"lanes": orders[0].lanes, "global_batch_images": orders[0].global_batch_images}
+        super().__init__(sum(samples), num_shards=sum(shards), **cut)
         self.orders = tuple(orders)
         self.quotas = pattern_quotas(samples, weights=weights)
         self._first_sample = np.cumsum([0, *samples], dtype=np.int64)
@@ -61,7 +56,7 @@ class MixedOrder(LaneStream):
             self._before_lane[number] = rounds * quota + np.searchsorted(own, start)
 
     def resolve(self, lane: Int64s, position: Int64s, *, attempt: int = 0) -> SampleRefs:
-        """See `LaneStream.visits`; substitutes are of the same data set."""
+        """See `LaneStream.resolve`; substitutes are of the same data set."""
         rounds, at = np.divmod(position + lane * self.images_per_lane, PATTERN)
         component = self._pattern[at]
         own_position = rounds * self.quotas[component] + self._earlier[at] - self._before_lane[component, lane]
@@ -133,11 +128,8 @@ def pattern_quotas(samples: Sequence[int], *, weights: Sequence[float] | None) -
     Raises UserError for weights for some of the sets only, or weights that are not shares.
     """
     if len(samples) > MOST_SETS:
-        raise UserError(
-            f"{len(samples)} data sets are mixed, {MOST_SETS} at the most can be: pack some of them together"
-        )
-    if weights is None:
-        weights = samples
+        raise UserError(f"{len(samples)} data sets are mixed, at most {MOST_SETS} can be: pack some of them together")
+    weights = samples if weights is None else weights
     if len(weights) != len(samples):
         raise UserError(
             f"{len(weights)} of {len(samples)} mixed data sets have a weight: give one to each of them, "
@@ -157,7 +149,7 @@ def pattern_quotas(samples: Sequence[int], *, weights: Sequence[float] | None) -
 
 
 def _pattern(quotas: Int64s, *, seed: int) -> Int64s:
-    """The set of each position, [PATTERN]: one position of set k at a random time in each of quota_k equal spans."""
+    """Draw the set of each position, [PATTERN]: set k once at random in each of quota_k equal spans."""
     times = [
         (np.arange(quota) + uniforms(RandomStream.PATTERN_TIMES, seed, number, draws=int(quota))[0]) / quota
         for number, quota in enumerate(quotas)
@@ -167,5 +159,5 @@ def _pattern(quotas: Int64s, *, seed: int) -> Int64s:
 
 
 def set_seed(seed: int, *, number: int) -> int:
-    """Seed of a set's order; the first set has the seed itself, so that a mixture of one is that set's order."""
+    """Derive a set's seed; the first keeps the seed itself, so that a mixture of one is that set's order."""
     return seed if number == 0 else int(hash_words(RandomStream.SET_SEED, seed, number)[0])

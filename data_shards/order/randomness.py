@@ -1,4 +1,4 @@
-"""Random numbers as a function of what they are for: (seed, epoch, sample), never of who draws them.
+"""Random numbers as functions of what they are for, such as (seed, epoch, sample), never of who draws them.
 
 A number depends only on its key (first a `vocabulary.RandomStream`), so any process, worker or restart gets the same
 bits. The mixer is the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators",
@@ -48,16 +48,12 @@ def uniforms(*words: ArrayLike, draws: int) -> NDArray[np.float64]:
 
 
 def permute(index: ArrayLike, *, size: ArrayLike, key: ArrayLike) -> NDArray[np.int64]:
-    """Where a keyed random permutation of [0, size) sends `index`, elementwise over arrays [n], in constant memory.
+    """Send `index` through a keyed random permutation of [0, size), elementwise over arrays [n], in constant memory.
 
     A balanced Feistel network over the smallest even number of bits that holds `size`, cycle-walked into the range
     (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): at most four steps on average.
     """
-    index, size, key = np.broadcast_arrays(
-        np.asarray(index, dtype=np.uint64),
-        np.asarray(size, dtype=np.uint64),
-        np.asarray(key, dtype=np.uint64),
-    )
+    index, size, key = np.broadcast_arrays(*(np.asarray(each, dtype=np.uint64) for each in (index, size, key)))
     bits = np.frexp((size - np.uint64(1)).astype(np.float64))[1]  # exact bit length: sizes stay below 2^53
     half_bits = np.maximum((bits + 1) // 2, 1).astype(np.uint64)
     value = index.copy()

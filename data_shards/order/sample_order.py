@@ -1,17 +1,17 @@
-"""Which sample is at which position of the stream: a pure function.
+"""Find the sample at any position of the stream, by a pure function without I/O.
 
-An epoch is a permutation of all samples. The shards are permuted and laid end to end, which gives every sample of the
-epoch a place 0..N-1; the places are cut into `lanes` equal spans, and each lane is shuffled inside windows of a fixed
-number of places. Global batch s takes the places [s*c, (s+1)*c) of every lane's stream, in lane order, where c = global
-batch / lanes. A rank owns whole lanes and so reads few shards. The position in training is one number, the images seen.
+An epoch is a permutation of all samples. The shards are permuted and laid end to end, which gives every sample a place
+0..N-1; the places are cut into `lanes` equal spans, and each lane is shuffled within windows. Global batch s takes the
+places [s*c, (s+1)*c) of every lane's stream, in lane order, where c = global batch / lanes. A rank owns whole lanes and
+so reads few shards. The position in training is one number, the images seen.
 
 No remainder is dropped or repeated. A lane's stream is its span of epoch 0, then of epoch 1, and so on. Where `lanes`
 does not divide N, the lanes take turns with a span longer by one sample: after e epochs lane l has been given
-floor((e*N + l) / lanes) samples, which sums to exactly e*N over the lanes (Hermite's identity). So each sample is
-visited exactly once an epoch; only the batch on the boundary may mix samples of two epochs.
+floor((e*N + l) / lanes) samples, which sums to exactly e*N over the lanes (Hermite's identity). So each sample comes
+exactly once an epoch; only the batch on the boundary may mix samples of two epochs.
 
-Cost: constant time and memory a sample; 16 bytes a shard for each epoch in use. Every product is at most the number
-of images seen, so 64-bit integers last for `MOST_IMAGES` (4 * 10^9 epochs of 10^9 samples). No I/O here.
+Cost: constant time a sample; 16 bytes a shard for each epoch in use (launch/bench/order.py: 10^9 samples in 10^5
+shards). Every product is at most the number of images seen, so 64-bit integers last for `MOST_IMAGES`.
 """
 
 from __future__ import annotations
@@ -34,30 +34,28 @@ MOST_IMAGES = 2**62  # that a stream can be resolved for; sums of two such numbe
 
 @dataclass(frozen=True)
 class SampleRefs:
-    """Resolved positions of the stream; all arrays have shape [n]."""
+    """The samples at some positions of the stream; all arrays have shape [n]."""
 
-    epoch: Int64s  # counted from 0
-    shard: Int64s  # number of the shard in the manifest
-    row: Int64s  # number of the sample in its shard
-    sample: Int64s  # number of the sample in the manifest: the shards' samples counted through
-    lane: Int64s  # the place in the stream that was asked for ...
-    position: Int64s  # ... and the position in that lane's stream
+    epoch: Int64s  # from 0
+    shard: Int64s  # number in the manifest
+    row: Int64s  # number in the shard
+    sample: Int64s  # number in the manifest, over all shards
+    lane: Int64s  # where in the stream: this lane ...
+    position: Int64s  # ... and this position in its stream
 
     def part(self, slots: slice) -> SampleRefs:
         return SampleRefs(**{each.name: getattr(self, each.name)[slots] for each in fields(self)})
 
 
 class LaneStream(ABC):
-    """What every order of samples has: lanes, the global batches cut from them, and the ranks' parts of those.
+    """An order of samples: lanes, the global batches cut from them, and the ranks' parts of those.
 
     The world size must divide `lanes`, the spans of an epoch, and `lanes` must divide `global_batch_images`.
     """
 
     def __init__(self, num_samples: int, *, num_shards: int, lanes: int, global_batch_images: int) -> None:
-        self.num_samples = num_samples
-        self.num_shards = num_shards
-        self.lanes = lanes
-        self.global_batch_images = global_batch_images
+        self.num_samples, self.num_shards = num_samples, num_shards
+        self.lanes, self.global_batch_images = lanes, global_batch_images
         self.images_per_lane = global_batch_images // lanes
 
     @abstractmethod
@@ -65,23 +63,23 @@ class LaneStream(ABC):
         """Resolve positions of lanes' streams; `lane` and `position` have shape [n], in any order.
 
         Positions count from 0; the images of all lanes together must stay below `MOST_IMAGES`. `attempt` is 0 for the
-        visits themselves, above 0 for their substitutes.
+        samples themselves, above 0 for their substitutes.
         """
 
     def substitute(self, refs: SampleRefs, *, attempt: int) -> SampleRefs:
-        """Other samples for the same epochs, lanes and positions, for visits whose own sample is damaged.
+        """Other samples for the same epochs, lanes and positions, for refs whose own sample is damaged.
 
         Drawn by a hash of (seed, epoch, sample) and `attempt` (from 1) from the place's window, so that the rank has
         the shard open; from the whole lane if the window has only one place, from the whole epoch if the lane has.
-        Never the visit's own sample if there is another, and never one twice before all were tried.
+        Never the own sample if there is another, and never one twice before all were tried.
         """
-        assert attempt >= 1, "attempt 0 is the visit itself"
+        assert attempt >= 1, "attempt 0 is the sample itself"
         return self.resolve(refs.lane, refs.position, attempt=attempt)
 
     def rank_batch(
         self, step: int, *, rank: int, world_size: int, start: int = 0, stop: int | None = None
     ) -> SampleRefs:
-        """The visits of one rank in global batch `step`, in lane order; `start` and `stop` select a micro-batch.
+        """The samples of one rank in global batch `step`, in lane order; `start` and `stop` select a micro-batch.
 
         The ranks' parts, one after another, are the global batch, for every `world_size` that divides the lanes;
         UserError names these for any other.
@@ -97,7 +95,7 @@ class LaneStream(ABC):
 
 
 class Order(LaneStream):
-    """The order of one training stream over one data set; UserError for sizes that do not fit, naming those that do.
+    """The order of a stream over one data set; UserError for sizes that do not fit, naming those that do.
 
     `shard_sizes` are the samples of each shard in the manifest's order, `window_images` the places of a lane that are
     shuffled among themselves; `holder` owns the samples in the message.
@@ -148,11 +146,11 @@ class Order(LaneStream):
         return SampleRefs(epoch=epoch, shard=shard, row=row, sample=sample, lane=lane, position=position)
 
     def _given(self, lane: Int64s, epoch: Int64s) -> Int64s:
-        """Samples that the lane has been given after `epoch` epochs."""
+        """Count the samples that the lane has been given after `epoch` epochs."""
         return (epoch * self.num_samples + lane) // self.lanes
 
     def _given_below(self, lane: Int64s, epoch: Int64s) -> Int64s:
-        """The sum of `_given` over the lanes 0..lane - 1, in closed form."""
+        """Sum `_given` over the lanes 0..lane - 1, in closed form."""
         each, rest = np.divmod(epoch * self.num_samples, self.lanes)
         return each * lane + np.maximum(rest + lane - self.lanes, 0)
 
@@ -166,9 +164,8 @@ class Order(LaneStream):
         return shard, row
 
     def _epoch_layout(self, epoch: int) -> tuple[Int64s, Int64s]:
-        """The shards in this epoch's order, and the place at which each begins; the last few epochs are cached."""
-        known = self._layouts.get(epoch)
-        if known is not None:
+        """Lay out an epoch: the shards in its order, and the place where each begins; the last few are cached."""
+        if (known := self._layouts.get(epoch)) is not None:
             return known
         shards = np.arange(len(self._sizes), dtype=np.uint64)
         drawn = hash_words(RandomStream.SHARD_ORDER, self.seed, epoch, shards)
@@ -176,13 +173,12 @@ class Order(LaneStream):
         sizes = self._sizes[permuted]
         if len(self._layouts) >= 4:  # a batch spans two epochs at the most, unless an epoch is shorter than a batch
             self._layouts.pop(min(self._layouts), None)  # another thread may have been here
-        layout = permuted, np.cumsum(sizes) - sizes
-        self._layouts[epoch] = layout
+        self._layouts[epoch] = layout = permuted, np.cumsum(sizes) - sizes
         return layout
 
 
 def _another(place: Int64s, *, low: Int64s, size: Int64s, key: NDArray[np.uint64], attempt: int) -> Int64s:
-    """A place of [low, low + size) that is not `place`: entry `attempt` of a keyed permutation of all the others."""
+    """Take entry `attempt` of a keyed permutation of the places of [low, low + size) without `place`."""
     others = np.maximum(size - 1, 1)
     skip = permute((attempt - 1) % others, size=others, key=key) + 1
     return low + (place - low + skip) % size

@@ -1,4 +1,4 @@
-"""What a packing finds: images with the same bytes, unreadable images, and the figures.
+"""Lists and figures of a packing: images with the same bytes, unreadable images.
 
 OUT/duplicates.jsonl has one group a line: its digest, and each image's path, key, split, label (a list where images
 have several) and whether it was packed. OUT/unreadable.jsonl (beside OUT if they end the packing) has one image a line:
@@ -11,17 +11,15 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from data_shards.durable import flush
 from data_shards.errors import UserError
 from data_shards.packing.shard_plan import PackPlan
-from data_shards.packing.sources import Source
-from data_shards.packing.sources.base import SplitName
-from data_shards.packing.work import DIGEST_BYTES, ShardRecord
+from data_shards.packing.shard_writer import DIGEST_BYTES, ShardRecord
+from data_shards.packing.sources.base import Source
 from data_shards.shards.manifest import Manifest
 from data_shards.text import counted, show_bytes, show_duration
 
@@ -41,15 +39,15 @@ class Counts:
     unreadable: int = 0
     duplicates: int = 0
     groups: int = 0
-    straddling_groups: int = 0  # whose images are in several splits
-    contradicting_groups: int = 0  # whose images are labelled differently
-    excluded: int = 0  # for being in another set too
-    unsure: int = 0  # that may be, and were packed
+    straddling_groups: int = 0  # groups in several splits
+    contradicting_groups: int = 0  # groups labelled differently
+    excluded: int = 0  # images left out because another set has them
+    unsure: int = 0  # images packed that another set may have
 
 
 @dataclass(frozen=True)
 class PackReport:
-    """What OUT holds. `compared`: what was compared with the source, if OUT was packed before; else empty."""
+    """What OUT holds; `compared` says what was compared with the source if OUT was packed before."""
 
     out: Path
     manifests: tuple[Manifest, ...]
@@ -70,7 +68,7 @@ class PackReport:
         return sum(manifest.num_samples for manifest in self.manifests)
 
     def lines(self, *, dropped: bool) -> list[str]:
-        """The report's lines; `dropped`: whether duplicates were."""
+        """The lines to print; `dropped`: duplicates were left out."""
         verb = "was packed before, with" if self.compared else f"packed in {show_duration(self.seconds)}:"
         classes = counted(self.train.num_classes, "class")
         lines = [f"{self.out}: {verb} {counted(self.num_images, 'image')} of {classes}"]
@@ -80,61 +78,57 @@ class PackReport:
                 f" {counted(len(manifest.shards), 'shard'):>14} {show_bytes(manifest.num_bytes):>9}"
             )
         lines += self._duplicate_lines(dropped=dropped)
-        if self.counts.excluded:
-            excluded = f"{counted(self.counts.excluded, 'image')} left out of train that are also in other sets"
-            lines.append(f"  excluded: {excluded}: see {self.out / EXCLUDED_FILE}")
-        if self.counts.unsure:
-            unsure = f"{counted(self.counts.unsure, 'image')} packed in train that may be in other sets"
-            lines.append(f"  unsure: {unsure}: see {self.out / UNSURE_FILE}")
-        unreadable = "none"
-        if self.counts.unreadable:
-            unreadable = f"{counted(self.counts.unreadable, 'image')} left out: see {self.out / UNREADABLE_FILE}"
-        lines.append(f"  unreadable: {unreadable}")
-        if self.compared:
-            lines.append(f"  compared: {self.compared}")
-        lines.append(f"Next: shardvit check {self.out}")
-        return lines
+        found, none = self.counts, "  unreadable: none"
+        for label, number, what, file in (
+            ("excluded", found.excluded, "left out of train that are also in other sets", EXCLUDED_FILE),
+            ("unsure", found.unsure, "packed in train that may be in other sets", UNSURE_FILE),
+            ("unreadable", found.unreadable, "left out", UNREADABLE_FILE),
+        ):
+            if number:
+                lines.append(f"  {label}: {counted(number, 'image')} {what}: see {self.out / file}")
+        lines += [none] if not found.unreadable else []
+        lines += [f"  compared: {self.compared}"] if self.compared else []
+        return [*lines, f"Next: shardvit check {self.out}"]
 
     def _duplicate_lines(self, *, dropped: bool) -> list[str]:
         counts = self.counts
         if not counts.duplicates:
             return ["  duplicates: none"]
-        where = f"({counted(counts.groups, 'group')}): see {self.out / DUPLICATES_FILE}"
-        found = (
+        images = (
             f"{counted(counts.duplicates, 'image')}{' left out' if dropped else ''} with the bytes of an earlier one"
         )
-        lines = [f"  duplicates: {found} {where}"]
+        lines = [f"  duplicates: {images} ({counted(counts.groups, 'group')}): see {self.out / DUPLICATES_FILE}"]
         if counts.straddling_groups:
-            remedy = "the first of them keeps it" if len(self.manifests) > 2 else "train keeps it"
-            remedy = remedy if dropped else "held-out figures will flatter; --drop-duplicates keeps one"
             splits = [manifest.split for manifest in self.manifests]
-            several = (
+            where = (
                 f"both in {splits[0]} and in {splits[-1]}" if len(splits) == 2 else f"in several of {', '.join(splits)}"
             )
-            lines.append(f"  ! {counted(counts.straddling_groups, 'group')} {several}: {remedy}")
+            remedy = "held-out figures will flatter; --drop-duplicates keeps one"
+            if dropped:
+                remedy = "the first of them keeps it" if len(splits) > 2 else "train keeps it"
+            lines.append(f"  ! {counted(counts.straddling_groups, 'group')} {where}: {remedy}")
         if counts.contradicting_groups:
             remedy = "the first one's label counts" if dropped else "look at them, one of the labels is wrong"
             lines.append(f"  ! {counted(counts.contradicting_groups, 'group')} with labels that differ: {remedy}")
         return lines
 
 
-def count(groups: Sequence[Line], *, num_unreadable: int, num_excluded: int = 0, num_unsure: int = 0) -> Counts:
+def count(groups: Sequence[Line], *, num_unreadable: int, num_excluded: int, num_unsure: int) -> Counts:
     """Count what the lists hold."""
+    images = [group["images"] for group in groups]
     return Counts(
         unreadable=num_unreadable,
         excluded=num_excluded,
         unsure=num_unsure,
-        duplicates=sum(len(group["images"]) - 1 for group in groups),
+        duplicates=sum(map(len, images)) - len(groups),
         groups=len(groups),
-        straddling_groups=sum(len({image["split"] for image in group["images"]}) > 1 for group in groups),
-        contradicting_groups=sum(
-            any(image["label"] != group["images"][0]["label"] for image in group["images"]) for group in groups
-        ),
+        straddling_groups=sum(len({image["split"] for image in each}) > 1 for each in images),
+        contradicting_groups=sum(any(image["label"] != each[0]["label"] for image in each) for each in images),
     )
 
 
 def equal_groups(digests: bytes) -> list[list[int]]:
-    """Numbers of the images with equal digests (`DIGEST_BYTES` each; zeros: unknown), in ascending order."""
+    """Group images with equal digests (`DIGEST_BYTES` each; zeros: unknown), by number, ascending."""
     halves = np.frombuffer(digests, dtype=np.uint64).reshape(-1, DIGEST_BYTES // 8)
     order = np.lexsort(halves.T[::-1])  # stable, so ascending within a group
     differs = np.any(halves[order][1:] != halves[order][:-1], axis=1)
@@ -143,12 +137,12 @@ def equal_groups(digests: bytes) -> list[list[int]]:
 
 
 def unreadable_files(plan: PackPlan, records: Mapping[str, ShardRecord]) -> list[Line]:
-    """The unreadable images in the records, in plan order."""
+    """List the unreadable images of the records, in plan order."""
     return [
         {
-            "path": shard.images.trace(int(shard.indices[refused.position])),
+            "path": shard.trace(refused.position),
             "split": shard.split,
-            "label": plan.names(shard.labels[refused.position]),
+            "label": shard.class_names(refused.position),
             "reason": refused.reason,
         }
         for shard in plan.shards
@@ -156,32 +150,21 @@ def unreadable_files(plan: PackPlan, records: Mapping[str, ShardRecord]) -> list
     ]
 
 
-def unlabelled_files(source: Source) -> list[Line]:
-    """The images that the source left out."""
-    reason = "it is not in a class folder, so it has no label"
-    return [{"path": path, "split": split, "label": None, "reason": reason} for split, path in source.left_out]
-
-
-def duplicate_groups(
-    plan: PackPlan, digests: bytes, *, duplicates: Literal["keep", "drop"], unreadable: Sequence[Line]
-) -> list[Line]:
-    """Groups of planned images with equal `digests`, both in plan order: train before val before test.
-
-    If duplicates are dropped, the first of each group is packed.
-    """
+def duplicate_groups(plan: PackPlan, digests: bytes, *, packs_all: bool, unreadable: Sequence[Line]) -> list[Line]:
+    """List groups of planned images with equal `digests` in plan order; without `packs_all` the first is packed."""
     bad = {file["path"] for file in unreadable}
     groups: list[Line] = []
     for numbers in equal_groups(digests):
         images: list[Line] = []
         for shard, position in plan.locate(numbers):
-            path = shard.images.trace(int(shard.indices[position]))
+            path = shard.trace(position)
             images.append(
                 {
                     "path": path,
                     "key": shard.key(position),
                     "split": shard.split,
-                    "label": plan.names(shard.labels[position]),
-                    "packed": path not in bad and (duplicates == "keep" or not images),
+                    "label": shard.class_names(position),
+                    "packed": path not in bad and (packs_all or not images),
                 }
             )
         start = numbers[0] * DIGEST_BYTES
@@ -189,26 +172,15 @@ def duplicate_groups(
     return groups
 
 
-def repeated(plan: PackPlan, source: Source, digests: bytes) -> dict[SplitName, NDArray[np.bool_]]:
-    """Marks, per split of the source, the images that equal an earlier one of the plan."""
-    marks: dict[SplitName, NDArray[np.bool_]] = {
-        split: np.zeros(len(images), dtype=np.bool_) for split, images in source.splits.items()
-    }
-    for shard, position in plan.locate([number for group in equal_groups(digests) for number in group[1:]]):
-        marks[shard.source_split][shard.indices[position]] = True
-    return marks
-
-
 def write_lines(lines: Iterable[Line], path: Path) -> None:
-    """One JSON entry a line."""
-    # backslashreplace turns bytes in a file's name that are not UTF-8 into JSON escapes.
+    """Write one JSON entry a line; bytes in names that are not UTF-8 become JSON escapes."""
     with open(path, "w", encoding="utf-8", errors="backslashreplace") as stream:
         stream.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     flush(path)
 
 
 def unreadable_error(files: Sequence[Line], source: Source, plan: PackPlan, out: Path) -> UserError:
-    """The error that names the first of them; the whole list is written beside OUT."""
+    """Name the first unreadable images, and list all beside OUT."""
     path = list_beside(out)
     write_lines(files, path)
     first = "; ".join(f"{file['path']} ({file['reason']})" for file in files[:_MOST_NAMED])

@@ -8,8 +8,7 @@
     OUT/train/NAME-train-000000.idx     where each sample lies
     OUT/train/manifest.json             and sizes.json for open_clip
     OUT/val/..., OUT/test/...           the same, if the source has such splits; val also if `holdout` is given
-    OUT/duplicates.jsonl, OUT/unreadable.jsonl      see `found`
-    OUT/excluded.jsonl, OUT/unsure.jsonl, OUT/excluded.html     see `exclusion`
+    OUT/duplicates.jsonl, OUT/unreadable.jsonl, OUT/excluded.*, OUT/unsure.jsonl     see `found`, `exclusion`
 
 Everything is written into a hidden folder beside OUT and renamed when complete; an existing OUT is never changed. After
 a kill, a full disk or an unreadable image the same command resumes after the finished shards, and the result is
@@ -32,30 +31,33 @@ import numpy as np
 
 from data_shards.durable import flush
 from data_shards.errors import UserError
+from data_shards.packing import found
 from data_shards.packing.exclusion import find_excluded
-from data_shards.packing.found import (
-    DUPLICATES_FILE,
-    UNREADABLE_FILE,
-    Counts,
-    PackReport,
-    count,
-    duplicate_groups,
-    list_beside,
-    repeated,
-    unlabelled_files,
-    unreadable_error,
-    unreadable_files,
-    write_lines,
-)
-from data_shards.packing.image import Resize
-from data_shards.packing.request import PackRequest
+from data_shards.packing.found import Counts, PackReport
+from data_shards.packing.request import PackRequest, read_holdout_list
 from data_shards.packing.seen import compare_seen, write_seen
-from data_shards.packing.shard_plan import LABEL_SPECS, PackPlan, ShardPlan, class_numbers, make_plan, needed_bytes
-from data_shards.packing.shard_writer import plan_mark, read_digests, write_shards
-from data_shards.packing.sources import Source, Unpacking, open_source
-from data_shards.packing.sources.base import SplitName
-from data_shards.packing.split import read_holdout_list
-from data_shards.packing.work import ShardRecord, WorkFolder, open_work, unpacked_path, work_path
+from data_shards.packing.shard_plan import (
+    LABEL_SPECS,
+    PackPlan,
+    ShardPlan,
+    class_numbers,
+    make_plan,
+    marks_of,
+    needed_bytes,
+)
+from data_shards.packing.shard_writer import (
+    ShardRecord,
+    WorkFolder,
+    open_work,
+    plan_mark,
+    read_digests,
+    unpacked_path,
+    work_path,
+    write_shards,
+)
+from data_shards.packing.sources.archive import Unpacking
+from data_shards.packing.sources.base import Source, SplitName
+from data_shards.packing.sources.recognise import open_source
 from data_shards.processes import num_cores
 from data_shards.progress_line import Progress
 from data_shards.shards.manifest import Manifest, read_manifest, write_json, write_manifest, write_timm_info
@@ -112,7 +114,7 @@ def _packed(source_spec: str, out: Path, request: PackRequest, report: Report) -
         raise UserError(f"{out}: it lies inside {source.spec}, whose images are packed; choose an OUT outside of it")
     content = {"version": PACK_VERSION, "request": request.as_json(source), "fingerprint": source.fingerprint()}
     compared = ""
-    if _is_taken(out):
+    if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):  # an empty folder does not count
         counts = _demand_same(out, **content)
         compared = compare_seen(out, source, request, report=report)
         if work_path(out).is_dir():  # it was killed between the rename and the end
@@ -121,45 +123,47 @@ def _packed(source_spec: str, out: Path, request: PackRequest, report: Report) -
     else:
         request = replace(request, name=request.name or printable(out.resolve().name))
         counts = _pack(source, out, request, content, report)
-    splits: tuple[SplitName, ...] = ("train", "val", "test")
-    manifests = tuple(read_manifest(out / split) for split in splits if split == "train" or (out / split).is_dir())
+    splits = ("train", *(split for split in ("val", "test") if (out / split).is_dir()))
+    manifests = tuple(read_manifest(out / split) for split in splits)
     return PackReport(out, manifests, counts, compared, seconds=0.0)
 
 
 def _pack(source: Source, out: Path, request: PackRequest, content: dict[str, object], report: Report) -> Counts:
     plan = make_plan(source, request)
     excluded = find_excluded(plan, source, request, report=report)
-    left_out = {} if excluded is None else excluded.marks
-    whole_plan = plan = make_plan(source, request, without=left_out) if left_out else plan
+    without = {} if excluded is None else excluded.marks
+    whole_plan = plan = make_plan(source, request, without=without) if without else plan
     digests = None
     if request.duplicates == "drop":
         with Progress(plan.num_images, report, status="looking for duplicates") as progress:
             parts = [(shard.images, shard.indices) for shard in plan.shards]
             digests = read_digests(parts, num_threads=num_cores(), progress=progress)
-        marks = repeated(plan, source, digests)
+        repeated = [number for group in found.equal_groups(digests) for number in group[1:]]
+        marks = marks_of(source, plan.locate(repeated))
         plan = make_plan(
-            source, request, without={split: mark | left_out.get(split, False) for split, mark in marks.items()}
+            source, request, without={split: mark | without.get(split, False) for split, mark in marks.items()}
         )
     for note in (*source.notes, *plan.notes):
         report(note)
     with open_work(out) as work:
         try:
             records = _write(plan, request, work, out, report)
-            refused = unreadable_files(plan, records)
+            refused = found.unreadable_files(plan, records)
             if refused and request.unreadable == "refuse":
-                raise unreadable_error(refused, source, plan, out)
-            if digests is None:
-                digests = b"".join(records[shard.file].image_digests for shard in plan.shards)
-            groups = duplicate_groups(whole_plan, digests, duplicates=request.duplicates, unreadable=refused)
-            refused = [*unlabelled_files(source), *refused]
+                raise found.unreadable_error(refused, source, plan, out)
+            digests = digests or b"".join(records[shard.file].image_digests for shard in plan.shards)
+            packs_all = request.duplicates == "keep"
+            groups = found.duplicate_groups(whole_plan, digests, packs_all=packs_all, unreadable=refused)
+            reason = "it is not in a class folder, so it has no label"
+            unlabelled = [{"path": path, "split": split, "label": None} for split, path in source.left_out]
+            refused = [*({**entry, "reason": reason} for entry in unlabelled), *refused]
             num_excluded, num_unsure = (0, 0) if excluded is None else excluded.counts()
-            counts = count(groups, num_unreadable=len(refused), num_excluded=num_excluded, num_unsure=num_unsure)
+            counts = found.count(groups, num_unreadable=len(refused), num_excluded=num_excluded, num_unsure=num_unsure)
             if excluded is not None:
                 excluded.write(work.result, request)
-            if groups:
-                write_lines(groups, work.result / DUPLICATES_FILE)
-            if refused:
-                write_lines(refused, work.result / UNREADABLE_FILE)
+            for lines, file in ((groups, found.DUPLICATES_FILE), (refused, found.UNREADABLE_FILE)):
+                if lines:
+                    found.write_lines(lines, work.result / file)
             manifests = [
                 _write_manifest(split, plan, source, request, records, work.result, report) for split in plan.splits
             ]
@@ -180,7 +184,7 @@ def _pack(source: Source, out: Path, request: PackRequest, content: dict[str, ob
         except OSError as error:
             raise UserError(f"{out}: the folder could not be put in place ({error.strerror}); choose another") from None
         flush(out.parent)
-    list_beside(out).unlink(missing_ok=True)
+    found.list_beside(out).unlink(missing_ok=True)
     return counts
 
 
@@ -195,7 +199,7 @@ def _write(plan: PackPlan, request: PackRequest, work: WorkFolder, out: Path, re
             f"the request or the source has changed since, or an image could not be read"
         )
     left = [shard for shard in plan.shards if shard.file not in finished]
-    _demand_space(left, request.resize, work.path)
+    _demand_space(left, request, work.path)
     paths = {work.result / shard.split / shard.file: shard for shard in left}
     done_images = plan.num_images - sum(map(len, left))
     with Progress(plan.num_images, report, done_images=done_images) as progress:
@@ -211,22 +215,20 @@ def _write_manifest(
     result: Path,
     report: Report,
 ) -> Manifest:
-    """Shards without a readable image are removed."""
+    """Write the manifest of a split; shards without a readable image are removed."""
     kept = [shard for each in plan.splits[split] if (shard := records[each.file].shard).num_samples]
     for file in {shard.file for shard in plan.splits[split]} - {shard.file for shard in kept}:
         for path in (result / split / file, index_path(result / split / file)):
             path.unlink()
     if not kept:
         raise UserError(f"{source.spec}: no image of split {split} can be read; fix them")
-    planned: set[int] = set()
-    packed: set[int] = set()
+    planned, packed = set[int](), set[int]()
     for shard in plan.splits[split]:
         refused = [entry.position for entry in records[shard.file].refused]
         planned.update(class_numbers(shard.labels[refused].ravel()))
         packed.update(class_numbers(np.delete(shard.labels, refused, axis=0).ravel()))
     for number in sorted(planned - packed):
         report(f"no image of the class {plan.classes[number]} in split {split} can be read")
-    labels = LABEL_SPECS[plan.kind]
     sets = request.exclusion.sets if request.exclusion is not None and split == "train" else ()
     manifest = Manifest(
         result / split,
@@ -235,14 +237,15 @@ def _write_manifest(
         plan.classes,
         tuple(kept),
         source.spec,
-        labels=labels,
+        labels=LABEL_SPECS[plan.kind],
         without_matches_of=tuple(each.digest for each in sets),
     )
     write_manifest(manifest)
     return manifest
 
 
-def _demand_space(shards: Sequence[ShardPlan], resize: Resize | None, folder: Path) -> None:
+def _demand_space(shards: Sequence[ShardPlan], request: PackRequest, folder: Path) -> None:
+    resize = request.resize
     most = None if resize is None else int(_REDUCED_BYTES_PER_SQUARE_PIXEL * resize.short_pixels**2)
     needed, free = needed_bytes(shards, most_image_bytes=most), shutil.disk_usage(folder).free
     if needed > free:
@@ -250,13 +253,6 @@ def _demand_space(shards: Sequence[ShardPlan], resize: Resize | None, folder: Pa
             f"{folder.parent}: the shards need about {show_bytes(needed)} and {show_bytes(free)} are free; "
             f"make room or choose an OUT on another disk"
         )
-
-
-def _is_taken(out: Path) -> bool:
-    """An empty folder does not count."""
-    if not os.path.lexists(out):
-        return False
-    return not out.is_dir() or any(out.iterdir())
 
 
 def _demand_same(out: Path, *, version: int, request: Mapping[str, object], fingerprint: str) -> Counts:

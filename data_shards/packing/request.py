@@ -1,7 +1,8 @@
-"""What a packing is asked for: checked, and in the form in which pack.json keeps it."""
+"""Options of `shardvit pack`: checked, and in the form that pack.json keeps."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Literal
 from data_shards.errors import UserError
 from data_shards.images.decode import PixelLimit
 from data_shards.packing.image import PACKED_LIMIT, Resize
-from data_shards.packing.sources import LabelList, Published, Source
-from data_shards.packing.split import Holdout, HoldoutCount, HoldoutList
+from data_shards.packing.sources.base import Source
+from data_shards.packing.sources.label_list import LabelList, clean_path, read_lines
+from data_shards.packing.sources.recognise import Published
 from data_shards.shards.shard_set import ShardSet
 from data_shards.store.store import Store
 
@@ -20,10 +22,49 @@ DEFAULT_SAMPLES_PER_SHARD = 1000  # ImageNet: about 110 MB a shard, within the 0
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Other sets, whose images are left out of the split train; `store` reads those that are not local."""
+    """Other sets whose images are left out of train; `store` reads those that are not local."""
 
     sets: tuple[ShardSet, ...]
     store: Store
+
+
+@dataclass(frozen=True)
+class HoldoutList:
+    """Images to hold out: {path as the source traces it: line of `file`}."""
+
+    file: Path
+    lines: dict[str, int]
+
+    def __str__(self) -> str:
+        digest = hashlib.sha256("\n".join(sorted(self.lines)).encode()).hexdigest()[:16]
+        return f"{self.file.resolve()} ({digest})"
+
+
+@dataclass(frozen=True)
+class HoldoutCount:
+    """Number of images to hold out, whatever their classes: 51,200 of ImageNet-21k in Google's code."""
+
+    num_images: int
+
+    def __post_init__(self) -> None:
+        if self.num_images < 1:
+            raise UserError(f"holdout_images: must be at least 1, not {self.num_images}")
+
+
+Holdout = float | HoldoutList | HoldoutCount
+
+
+def read_holdout_list(file: Path, *, root: Path) -> HoldoutList:
+    """Read one path a line, below the source's folder `root`; UserError if the file is no such list."""
+    lines: dict[str, int] = {}
+    for line, text in read_lines(file):
+        try:
+            lines.setdefault(clean_path(text, root=root), line)
+        except ValueError as error:
+            raise UserError(f"{file}, line {line}: {error}; correct that line") from None
+    if not lines:
+        raise UserError(f"{file}: it names no image; write the path of one on each line")
+    return HoldoutList(file, lines)
 
 
 @dataclass(frozen=True)
@@ -31,21 +72,18 @@ class PackRequest:
     """Everything but the source and OUT. Raises UserError for contradictions.
 
     Args:
-        name: what the set is called; the name of OUT unless given.
-        labels: where the labels of a folder's images are, if not in the names of their folders.
-        published: where the other parts of a published set are.
-        classes: pack these classes only, labelled 0, 1, ... in the order given.
+        name: of the set; the name of OUT unless given.
+        labels: list with the labels of a folder's images, instead of the names of their folders.
+        classes: pack these classes only, labelled 0, 1, ... in this order.
         doubtful_classes: refuse or keep names that differ only by case or blanks, and a lone class of several folders.
-        holdout: the fraction of each class (of all images, if they have several labels) that becomes val,
-            a number of images, or a list.
+        holdout: becomes val: a fraction of each class (of all images, if multi-label), a number of images, or a list.
         samples_per_shard: most images in a tar; 1000 unless `shard_size_bytes` is given.
-        shard_size_bytes: most bytes of a tar, within one image; decided by the sizes of the source's files.
+        shard_size_bytes: most bytes of a tar, within one image.
         pixel_limit: larger images count as unreadable, and are not decoded.
-        unreadable: such images end the packing, after all were read, or are left out and listed.
-        duplicates: of images with the same bytes keep all, or the first in shard order, train before val.
-        exclusion: leave images out of train that are also in other sets (see `exclusion`).
-        reread: images to read again if OUT was packed before: those whose modification time changed, or all.
-        seed: of the shuffle and of the held-out choice.
+        unreadable: refuse ends the packing after all images were read; skip leaves them out and lists them.
+        duplicates: keep images with the same bytes, or drop all but the first in shard order, train before val.
+        reread: compare the bytes of changed images (by modification time) or of all, if OUT was packed before.
+        seed: of the shuffle and the held-out choice.
     """
 
     name: str | None = None
@@ -80,14 +118,14 @@ class PackRequest:
 
     def as_json(self, source: Source) -> dict[str, object]:
         """For pack.json. Defaults are left out, so that a new option changes no existing request."""
-        listed = isinstance(self.holdout, HoldoutList)
+        val, val_labels, cifar_labels = vars(self.published).values()
         given: dict[str, object] = {
             "name": self.name,
-            "holdout_list": str(self.holdout) if listed else None,
+            "holdout_list": str(self.holdout) if isinstance(self.holdout, HoldoutList) else None,
             "labels": self.labels.as_json() if self.labels else None,
-            "val": _resolved(self.published.val),
-            "val_labels": _resolved(self.published.val_labels),
-            "cifar_labels": self.published.cifar_labels if self.published.cifar_labels != "fine" else None,
+            "val": str(val.resolve()) if val else None,
+            "val_labels": str(val_labels.resolve()) if val_labels else None,
+            "cifar_labels": cifar_labels if cifar_labels != "fine" else None,
             "holdout_images": self.holdout.num_images if isinstance(self.holdout, HoldoutCount) else None,
             "shard_size_bytes": self.shard_size_bytes,
             "resize": asdict(self.resize) if self.resize else None,
@@ -104,7 +142,3 @@ class PackRequest:
             "seed": self.seed,
             **{name: value for name, value in given.items() if value is not None},
         }
-
-
-def _resolved(path: Path | None) -> str | None:
-    return None if path is None else str(path.resolve())

@@ -17,9 +17,8 @@ from data_shards.durable import flush
 from data_shards.errors import UserError
 from data_shards.packing.request import PackRequest
 from data_shards.packing.shard_plan import PackPlan
-from data_shards.packing.shard_writer import read_digests
-from data_shards.packing.sources import Source
-from data_shards.packing.work import DIGEST_BYTES
+from data_shards.packing.shard_writer import DIGEST_BYTES, read_digests
+from data_shards.packing.sources.base import Source
 from data_shards.processes import num_cores
 from data_shards.progress_line import Progress
 from data_shards.shards.shard_set import Report

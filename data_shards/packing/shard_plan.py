@@ -1,4 +1,4 @@
-"""Which image goes into which shard, with which key and label, decided before a byte is written. No I/O.
+"""Decide which image goes into which shard, with which key and label, before a byte is written. No I/O.
 
 Shuffling and holding out sort by a hash of (seed, purpose, where the image is from). So they do not depend on numpy's
 version or the number of cores, and an image stays in train or val whichever classes are packed, as long as its class
@@ -7,46 +7,47 @@ has the same images. Costs about 2 us per image.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.errors import UserError
-from data_shards.packing.request import PackRequest
-from data_shards.packing.sources import ImageSet, Source
-from data_shards.packing.sources.base import SplitName
-from data_shards.packing.split import HoldoutCount, hash_order, hold_out
+from data_shards.packing.request import Holdout, HoldoutCount, HoldoutList, PackRequest
+from data_shards.packing.sources.base import ImageSet, Source, SplitName
 from data_shards.shards.labels import LabelSpec, similar_names
 from data_shards.text import named
 from data_shards.vocabulary import LabelKind
+
+Int64s = NDArray[np.int64]
+Marks = dict[SplitName, NDArray[np.bool_]]  # per split of the source: bool [images]
 
 LABEL_SPECS: Mapping[LabelKind, LabelSpec] = {
     "single": LabelSpec(),
     "multi": LabelSpec(part="json", key="label", kind="multi"),
 }
-INDEX_BYTES = 120  # a line of the index, for keys of 40 to 70 characters
+_INDEX_BYTES = 120  # a line of the index, for keys of 40 to 70 characters
 _BLOCK_BYTES = 512
 _TAR_END_BYTES = 1024 + 10_240  # two blocks of zeros, and more up to a multiple of 10,240
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """One planned tar: images `indices` of `images` (of `source_split`), in this order, labelled in the packed classes.
+    """One planned tar: images `indices` of `images` (of `source_split`), in this order.
 
     `labels` is [num_samples], or [num_samples, most labels] padded with -1.
     """
 
     file: str
     images: ImageSet
-    indices: NDArray[np.int64]
-    labels: NDArray[np.int64]
+    indices: Int64s
+    labels: Int64s
     classes: tuple[str, ...]
     first_number: int
     split: SplitName = "train"
@@ -55,10 +56,17 @@ class ShardPlan:
     def __len__(self) -> int:
         return len(self.indices)
 
+    def trace(self, position: int) -> str:
+        return self.images.trace(int(self.indices[position]))
+
     def key(self, position: int) -> str:
-        index = int(self.indices[position])
         name = self.classes[self.labels[position]] if self.labels.ndim == 1 else None
-        return sample_key(name, self.images.trace(index), self.first_number + index)
+        return sample_key(name, self.trace(position), self.first_number + int(self.indices[position]))
+
+    def class_names(self, position: int) -> str | list[str]:
+        """The class of an image, or a list where images have several."""
+        names = [self.classes[number] for number in class_numbers(self.labels[position])]
+        return names[0] if self.labels.ndim == 1 else names
 
     def label_member(self, position: int) -> tuple[str, bytes]:
         """Extension and content of the member that holds the label: ASCII in .cls, or a list in .json."""
@@ -78,42 +86,40 @@ class PackPlan:
 
     @property
     def shards(self) -> list[ShardPlan]:
-        """Of all splits, train before val before test."""
+        """All shards, train before val before test."""
         return [shard for shards in self.splits.values() for shard in shards]
 
     @property
     def num_images(self) -> int:
-        return sum(len(shard) for shard in self.shards)
+        return sum(map(len, self.shards))
 
     def locate(self, numbers: Sequence[int]) -> list[tuple[ShardPlan, int]]:
-        """Shard and position of the images with these numbers, counted in the order of `shards`."""
+        """Shard and position of the images with these numbers, counted through `shards`."""
         shards = self.shards
         starts = np.cumsum([0, *map(len, shards)])
         found = np.searchsorted(starts, numbers, side="right") - 1
         return [(shards[at], number - int(starts[at])) for at, number in zip(found, numbers, strict=True)]
 
-    def names(self, labels: NDArray[np.int64]) -> str | list[str]:
-        """The class of an image, or a list where images have several; `labels` is its row of a label array."""
-        names = [self.classes[number] for number in class_numbers(labels)]
-        return names if self.kind == "multi" else names[0]
+
+def marks_of(source: Source, places: Sequence[tuple[ShardPlan, int]]) -> Marks:
+    """Mark the images at these places, per split of the source."""
+    marks: Marks = {split: np.zeros(len(images), dtype=np.bool_) for split, images in source.splits.items()}
+    for shard, position in places:
+        marks[shard.source_split][shard.indices[position]] = True
+    return marks
 
 
-def make_plan(
-    source: Source, request: PackRequest, *, without: Mapping[SplitName, NDArray[np.bool_]] | None = None
-) -> PackPlan:
+def make_plan(source: Source, request: PackRequest, *, without: Marks | None = None) -> PackPlan:
     """Choose classes, hold out, shuffle, cut into shards.
 
-    Shards of a split differ by at most one sample (cut by bytes: two images), so no worker gets a tiny one. `without`
-    marks duplicates, left out after the held-out images are chosen. Raises UserError for unknown, repeated or doubtful
-    classes, an unfit holdout, a split without images, and, for sources that refuse it, a class without images in a
-    split.
+    Shards of a split differ by at most one sample (cut by bytes: two images), so no worker gets a tiny one. Images
+    marked in `without` are left out after the held-out images are chosen. Raises UserError for unknown, repeated or
+    doubtful classes, an unfit holdout, a split without images, and a class without images where the source refuses it.
     """
     chosen = _choose_classes(source, request.classes)
-    # A number of images, or a set without a held-out part of its own, need not have all classes in val.
-    empty = "report" if isinstance(request.holdout, HoldoutCount) else source.empty_classes
     new_label = np.full(len(source.classes) + 1, -1, dtype=np.int64)  # the last one for -1: no label
     new_label[[source.classes.index(name) for name in chosen]] = np.arange(len(chosen))
-    parts: dict[SplitName, NDArray[np.int64]] = {}
+    parts: dict[SplitName, Int64s] = {}
     first_numbers: dict[SplitName, int] = {}
     for split, images in source.splits.items():
         is_chosen = new_label[images.labels] >= 0
@@ -123,6 +129,8 @@ def make_plan(
         parts[split] = np.flatnonzero(is_chosen)
     if request.holdout is not None:
         parts = hold_out(source, parts["train"], request.holdout, request.seed)
+    # A number of images, or a set without a held-out part of its own, need not have all classes in val.
+    may_be_empty = isinstance(request.holdout, HoldoutCount) or source.empty_classes == "report"
     plans: dict[SplitName, list[ShardPlan]] = {}
     notes = _doubts(source, request)
     for split, indices in parts.items():
@@ -131,9 +139,9 @@ def make_plan(
         if without is not None:
             indices = indices[~without[of_split][indices]]
         labels = new_label[images.labels[indices]]
-        notes += _check_counts(source, split, labels, chosen, empty=empty)
+        notes += _check_counts(source, split, labels, chosen, may_be_empty=may_be_empty)
         # Neighbours in a source are of one class; a shard, and so a shuffle window, should hold all of them.
-        order = hash_order(images, indices, f"shuffle-{split}", request.seed)
+        order = _hash_order(images, indices, f"shuffle-{split}", request.seed)
         plans[split] = [
             ShardPlan(
                 file=f"{file_name(request.name or '')}-{split}-{number:06d}.tar",
@@ -147,26 +155,93 @@ def make_plan(
             )
             for number, piece in enumerate(_cut(order, tar_bytes(images.num_bytes[indices[order]]), request))
         ]
-    return PackPlan(classes=chosen, kind=source.kind, splits=plans, notes=tuple(notes))
+    return PackPlan(chosen, source.kind, plans, tuple(notes))
 
 
-def tar_bytes(image_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """What samples with images of these sizes take in a tar: two headers, the image in whole blocks, the label."""
-    blocks = -(-np.maximum(image_bytes, 0) // _BLOCK_BYTES)
-    return (blocks + 3) * _BLOCK_BYTES
+def hold_out(source: Source, indices: Int64s, holdout: Holdout, seed: int) -> dict[SplitName, Int64s]:
+    """Divide the images `indices` of split train into train and val.
+
+    Raises UserError if there is a val split, or for a fraction outside (0, 1), a class of one image, or unknown paths.
+    """
+    if "val" in source.splits:
+        raise UserError(f"holdout: {source.spec} has a held-out split already; leave holdout out")
+    images = source.splits["train"]
+    if isinstance(holdout, HoldoutList):
+        val = _listed(source, indices, holdout)
+    elif isinstance(holdout, HoldoutCount):
+        if holdout.num_images >= len(indices):
+            raise UserError(
+                f"holdout_images: {source.spec} has {len(indices):,} images, so {holdout.num_images:,} cannot be held "
+                "out; give a smaller number"
+            )
+        val = np.sort(indices[_hash_order(images, indices, "holdout", seed)[: holdout.num_images]])
+    else:
+        val = _fraction(source, indices, holdout, seed)
+    return {"train": np.setdiff1d(indices, val, assume_unique=True), "val": val}
+
+
+def _fraction(source: Source, indices: Int64s, fraction: float, seed: int) -> Int64s:
+    """Hold out the nearest whole number to `fraction` of each class, at least one image and not all."""
+    if not 0 < fraction < 1:
+        percent = f": {fraction:g} % is --holdout {fraction / 100:g}" if 1 <= fraction < 100 else ""
+        number = ", and --holdout-images takes a number of images" if fraction >= 1 else ""
+        raise UserError(f"holdout: must lie between 0 and 1 (a share of each class), not {fraction:g}{percent}{number}")
+    images = source.splits["train"]
+    groups = [indices]
+    if source.kind == "single":
+        groups = [indices[images.labels[indices] == label] for label in np.unique(images.labels[indices])]
+    held = [indices[:0]]
+    for members in groups:
+        if len(members) < 2:
+            if source.empty_classes == "report":
+                continue  # it stays in train; the plan's notes name classes without an image in val
+            raise UserError(
+                f"holdout: the class {source.classes[images.labels[members[0]]]!r} of {source.spec} has one image "
+                "only, so none can be held out; add images or leave the class out"
+            )
+        count = min(max(round(len(members) * fraction), 1), len(members) - 1)
+        held.append(members[_hash_order(images, members, "holdout", seed)[:count]])
+    return np.sort(np.concatenate(held))
+
+
+def _listed(source: Source, indices: Int64s, holdout: HoldoutList) -> Int64s:
+    images = source.splits["train"]
+    found = {trace: index for index in range(len(images)) if (trace := images.trace(index)) in holdout.lines}
+    if missing := [path for path in holdout.lines if path not in found]:
+        more = f" ({len(missing) - 1:,} more of the list are missing)" if len(missing) > 1 else ""
+        raise UserError(
+            f"{holdout.file}, line {holdout.lines[missing[0]]}: {source.spec} has no image {missing[0]}{more}; "
+            f"paths are relative to SOURCE, as in {images.trace(0)}: correct these lines"
+        )
+    return np.intersect1d(indices, np.array(sorted(found.values()), dtype=np.int64))
+
+
+def _hash_order(images: ImageSet, indices: Int64s, purpose: str, seed: int) -> Int64s:
+    """A permutation of range(len(indices)), in the order of their hashes."""
+    prefix = f"{seed}\0{purpose}\0".encode()
+    hashes = [
+        hashlib.blake2b(prefix + images.trace(int(i)).encode(errors="surrogateescape"), digest_size=16).digest()
+        for i in indices
+    ]
+    return np.array(sorted(range(len(hashes)), key=hashes.__getitem__), dtype=np.int64)
+
+
+def tar_bytes(image_bytes: Int64s) -> Int64s:
+    """Bytes in a tar of samples with images of these sizes: two headers, the image in whole blocks, the label."""
+    return (-(-np.maximum(image_bytes, 0) // _BLOCK_BYTES) + 3) * _BLOCK_BYTES
 
 
 def needed_bytes(shards: Sequence[ShardPlan], *, most_image_bytes: int | None) -> int:
-    """Estimated size of the tars and indexes, with images of at most `most_image_bytes`."""
+    """Estimate the bytes of the tars and indexes, with images of at most `most_image_bytes`."""
     total = 0
     for shard in shards:
         sizes = shard.images.num_bytes[shard.indices]
         sizes = sizes if most_image_bytes is None else np.minimum(sizes, most_image_bytes)
-        total += int(tar_bytes(sizes).sum()) + _TAR_END_BYTES + len(shard) * INDEX_BYTES
+        total += int(tar_bytes(sizes).sum()) + _TAR_END_BYTES + len(shard) * _INDEX_BYTES
     return total
 
 
-def class_numbers(labels: NDArray[np.int64]) -> tuple[int, ...]:
+def class_numbers(labels: Int64s) -> tuple[int, ...]:
     """One row of a label array -> its labels, ascending."""
     return tuple(sorted(label for label in np.atleast_1d(labels).tolist() if label >= 0))
 
@@ -175,8 +250,8 @@ def sample_key(class_name: str | None, trace: str, number: int) -> str:
     """`cat`, `train/cat/0338.jpg`, 42 -> `cat_0338_0000042`: readable, unique by its number, and safe in a tar.
 
     webdataset cuts keys at the first dot, DALI's index at spaces, and tar (ustar) limits names to 100 bytes. The number
-    counts the images of the whole source, so a key does not depend on the classes packed. An image with several labels
-    (None) has no class in its key.
+    counts the images of the whole source, so a key does not depend on the classes packed. Keys of multi-label images
+    (class None) have no class.
     """
     stem = trace.rpartition("/")[2].rpartition(".")[0] or trace.rpartition("/")[2]
     if class_name is None:
@@ -185,7 +260,7 @@ def sample_key(class_name: str | None, trace: str, number: int) -> str:
 
 
 def file_name(name: str) -> str:
-    """`name` with all but ASCII letters, digits, - and _ replaced; never empty, never starting with _ or -."""
+    """Replace all but ASCII letters, digits, - and _; never empty, never starting with _ or -."""
     return _safe(name).lstrip("_-") or "x"
 
 
@@ -198,20 +273,22 @@ def _choose_classes(source: Source, classes: Sequence[str] | None) -> tuple[str,
         return source.classes
     if not classes:
         raise UserError("classes: the list is empty; name at least one class or leave it out for all of them")
-    for name in classes:
+    for number, name in enumerate(classes):
         if name not in source.classes:
             near = get_close_matches(name, source.classes, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(source.classes[:20])}"
             raise UserError(f"classes: {source.spec} has no class {name!r}; {hint}")
-    if len(set(classes)) != len(classes):
-        twice = next(name for i, name in enumerate(classes) if name in classes[:i])
-        raise UserError(f"classes: {twice!r} is named twice; name each class once")
+        if name in classes[:number]:
+            raise UserError(f"classes: {name!r} is named twice; name each class once")
     return tuple(classes)
 
 
 def _doubts(source: Source, request: PackRequest) -> list[str]:
-    """Notes on classes whose images lie in several folders each. Raises UserError if such a class is the only one, and
-    for names that differ only by case or blanks, unless the request names its classes or keeps those that there are."""
+    """Notes on classes whose images lie in several folders each.
+
+    Raises UserError if such a class is the only one, and for names that differ only by case or blanks, unless the
+    request names its classes or keeps doubtful ones.
+    """
     if request.classes is not None or request.doubtful_classes == "keep":
         return []
     for names in similar_names(source.classes):
@@ -239,12 +316,7 @@ def _doubts(source: Source, request: PackRequest) -> list[str]:
 
 
 def _check_counts(
-    source: Source,
-    split: SplitName,
-    labels: NDArray[np.int64],
-    classes: tuple[str, ...],
-    *,
-    empty: Literal["refuse", "report"],
+    source: Source, split: SplitName, labels: Int64s, classes: tuple[str, ...], *, may_be_empty: bool
 ) -> list[str]:
     """Notes on classes without images in this split, where that is allowed."""
     if not len(labels):
@@ -253,14 +325,14 @@ def _check_counts(
     if counts.all():
         return []
     first = classes[int(counts.argmin())]
-    if empty == "refuse":
+    if not may_be_empty:
         raise UserError(
             f"{source.spec}: the class {first!r} has no image in split {split}; leave it out with `classes`"
         )
     return [f"{int((counts == 0).sum()):,} of {len(classes):,} classes have no image in split {split} (first: {first})"]
 
 
-def _cut(order: NDArray[np.int64], sample_bytes: NDArray[np.int64], request: PackRequest) -> list[NDArray[np.int64]]:
+def _cut(order: Int64s, sample_bytes: Int64s, request: PackRequest) -> list[Int64s]:
     """Even pieces of `order`: in images, or in bytes."""
     if request.samples_per_shard is not None:
         return np.array_split(order, -(-len(order) // request.samples_per_shard))

@@ -1,38 +1,175 @@
-"""Write planned shards: read and verify each image, then write tar, index and record, several shards at a time.
+"""Write planned shards: verify each image, then write tar, index and record, several shards at a time; resume.
 
-Threads suffice: decoding, hashing and I/O release the GIL, and the rest is 80 µs an image (at most some 10,000
-images/s, more than disks deliver of photographs). Memory is one image per thread, as stored and decoded (at most 0.5
-GB). A shard is one thread's work, so few large shards use few cores. Unreadable images are left out and recorded.
+    .OUT.packing/result/...                  becomes OUT, by one rename, when complete
+    .OUT.packing/records/SHARD.tar.json      what is known of a finished shard; written last, after tar and index
+
+A shard is finished if it has a record made from the same images, labels and options (its mark), and tar and index have
+the recorded sizes. Everything else is deleted and made again. A lock keeps a second packing out.
+
+Threads suffice: decoding, hashing and I/O release the GIL, and the rest is 80 µs an image. Memory is one image per
+thread, as stored and decoded (at most 0.5 GB). A shard is one thread's work, so few large shards use few cores.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import os
+import shutil
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.durable import flush
-from data_shards.errors import UnreadableImage
+from data_shards.errors import UnreadableImage, UserError
 from data_shards.packing.image import prepare_image
 from data_shards.packing.request import PackRequest
 from data_shards.packing.shard_plan import LABEL_SPECS, ShardPlan
-from data_shards.packing.sources import ImageSet
-from data_shards.packing.work import DIGEST_BYTES, RefusedImage, ShardRecord
+from data_shards.packing.sources.base import ImageSet
 from data_shards.progress_line import Progress
-from data_shards.shards.manifest import Shard
+from data_shards.shards.manifest import Shard, write_json
 from data_shards.shards.tar_index import build_index, index_path, write_index
 from data_shards.shards.webdataset_parts import tar_writer
+from data_shards.text import parse_json
 
+DIGEST_BYTES = 16  # of an image
 _BUFFER_BYTES = 1 << 20
 _Result = TypeVar("_Result")
+
+
+class RefusedImage(NamedTuple):
+    """An image that is not in its tar. `was_read`: its bytes were, so a retry will not help."""
+
+    position: int
+    reason: str
+    was_read: bool
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """A finished shard; `image_digests` has `DIGEST_BYTES` per planned image, zeros where it was not read."""
+
+    mark: str  # changes with whatever the shard is made from
+    shard: Shard  # the tar as the manifest has it
+    index_bytes: int
+    image_digests: bytes
+    refused: tuple[RefusedImage, ...]  # planned images that are not in the tar
+
+
+@dataclass(frozen=True)
+class WorkFolder:
+    """`.OUT.packing`, locked while `open_work` holds it."""
+
+    path: Path
+
+    @property
+    def result(self) -> Path:
+        return self.path / "result"
+
+    @property
+    def _records(self) -> Path:
+        return self.path / "records"
+
+    @property
+    def has_records(self) -> bool:
+        return self._records.is_dir() and any(self._records.iterdir())
+
+    def save(self, record: ShardRecord) -> None:
+        """Mark a shard as finished; its tar and index are on the disk."""
+        content = {**vars(record), "shard": vars(record.shard), "image_digests": record.image_digests.hex()}
+        write_json(self._records / f"{record.shard.file}.json", content)
+
+    def recover(self, marks: Mapping[str, tuple[str, str]]) -> tuple[dict[str, ShardRecord], int]:
+        """Keep the finished shards that match `marks`, {file: (split, mark)}, and delete the rest.
+
+        Returns the finished shards by file, and the number of records that do not match.
+        """
+        found: dict[str, ShardRecord] = {}
+        kept: set[Path] = set()
+        records = list(self._records.glob("*.json"))
+        for path in records:
+            record = _read_record(path)
+            if record is None or not all(refused.was_read for refused in record.refused):
+                continue
+            split, mark = marks.get(record.shard.file, ("", ""))
+            tar = self.result / split / record.shard.file
+            sizes = (record.shard.num_bytes, record.index_bytes)
+            if mark == record.mark and (_size(tar), _size(index_path(tar))) == sizes:
+                found[record.shard.file] = record
+                kept |= {self._records / f"{record.shard.file}.json", tar, index_path(tar)}
+        for path in sorted(self.path.rglob("*"), reverse=True):  # what is in a folder before the folder
+            if not path.is_dir() or path.is_symlink():
+                if path not in kept:
+                    path.unlink()
+            elif not any(path.iterdir()):
+                path.rmdir()
+        for folder in (self._records, *(self.result / split for split, _ in marks.values())):
+            folder.mkdir(parents=True, exist_ok=True)
+        return found, len(records) - len(found)
+
+
+@contextmanager
+def open_work(out: Path) -> Iterator[WorkFolder]:
+    """Make or take over `.OUT.packing`; UserError if that fails. It is kept only with a finished shard in it."""
+    path = work_path(out)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise UserError(f"{path}: the folder cannot be made ({error.strerror}); choose another OUT") from None
+    work = WorkFolder(path)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = path.exists() and os.path.samestat(os.fstat(handle), os.stat(path))
+        except OSError:
+            ours = False
+        if not ours:
+            raise UserError(f"{out}: another process is packing into it; wait for it or choose another folder")
+        try:
+            yield work
+        finally:
+            if not work.has_records or not work.result.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(handle)
+
+
+def work_path(out: Path) -> Path:
+    """`a/OUT` -> `a/.OUT.packing`."""
+    resolved = out.resolve()
+    return resolved.parent / f".{resolved.name}.packing"
+
+
+def unpacked_path(out: Path) -> Path:
+    """`a/OUT` -> `a/.OUT.unpacked`, where gzipped archives are decompressed until OUT is complete."""
+    return work_path(out).with_suffix(".unpacked")
+
+
+def _read_record(path: Path) -> ShardRecord | None:
+    """None for a record that is not readable: its shard is made again."""
+    try:
+        content: dict[str, Any] = parse_json(path.read_bytes())
+        content |= {"shard": Shard(**content["shard"]), "image_digests": bytes.fromhex(content["image_digests"])}
+        return ShardRecord(**{**content, "refused": tuple(RefusedImage(*entry) for entry in content["refused"])})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
 
 
 def write_shards(
@@ -56,13 +193,13 @@ def write_shards(
                 record = _write(plan, path, request, stop, progress)
             if record is not None:
                 save(record)
+                return record
         except BaseException:
             stop.set()  # at once: the main thread learns of it only when it waits for this shard
             path.unlink(missing_ok=True)
             raise
-        if record is None:
-            path.unlink(missing_ok=True)
-        return record
+        path.unlink(missing_ok=True)
+        return None
 
     # Pillow warns of large photographs and odd metadata; here only what cannot be decoded matters. (The filter is
     # process-wide, so it is set around all threads.)
@@ -72,7 +209,7 @@ def write_shards(
 
 
 def plan_mark(plan: ShardPlan, request: PackRequest) -> str:
-    """Changes with whatever the bytes of the tar depend on: images, labels, order, options, versions of libraries."""
+    """Hash whatever the bytes of the tar depend on: images, labels, order, options, versions of libraries."""
     options = (plan.file, request.resize, request.pixel_limit, version("pillow"), version("simplejpeg"))
     digest = hashlib.sha256(repr(options).encode())
     digest.update(plan.labels.tobytes())

@@ -1,9 +1,9 @@
-"""Tars of other tools, without a manifest, and their indexes: img2dataset's, open_clip's, timm's, webdataset's own.
+"""Index the tars of other tools, which have no manifest: img2dataset's, open_clip's, timm's, webdataset's own.
 
-They are indexed once, in parallel (see `foreign.tar`), into a folder of the user's cache: one file per tar and finally
+They are indexed once, in parallel (see `tar_summary`), into a folder of the user's cache: one file per tar and finally
 `set.json`, so an interrupted run resumes. The next open compares each tar's size and mtime, or its ETag (one request
-each, concurrently); a `pipe:` has neither and is never compared. Processes of one machine wait for the one that
-indexes. Files of changed tars stay behind; the folder can be deleted at any time.
+each, concurrently), never a `pipe:`. Other processes of the machine wait for the one that indexes. Files of changed
+tars stay behind; the folder can be deleted at any time.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from data_shards.reading.tar_summary import FoundLabels, TarSummary, index_tar, 
 from data_shards.shards.labels import LabelSpec
 from data_shards.shards.location import PIPE, is_local, local_path, redacted
 from data_shards.shards.manifest import write_json
-from data_shards.shards.shard_set import Report, ShardEntry, ShardsSpec
-from data_shards.text import parse_json, show_duration
+from data_shards.shards.shard_set import Report, ShardsSpec
+from data_shards.shards.shard_table import ShardEntry
+from data_shards.text import counted, parse_json, show_duration
 
 if TYPE_CHECKING:
     from data_shards.store.store import Store
@@ -50,7 +51,7 @@ class Tar:
     """One tar and what was found in it."""
 
     entry: ShardEntry
-    facts: TarSummary
+    summary: TarSummary
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,13 @@ class Indexing:
 
     spec: ShardsSpec  # says where the labels are
     urls: Sequence[str]  # absolute local paths, URLs, pipes
-    source: str  # what messages call them all
-    index_folder: Path  # for the indexes of all sets; this one gets a folder in it
-    report: Report  # takes lines on the progress
-    store: Store | None  # for what is not local; None: all are
+    source: str  # the set's name in messages
+    index_folder: Path  # of all sets; this one gets a folder in it
+    report: Report  # takes progress lines
+    store: Store | None  # for what is not local
 
     def result(self) -> Indexed:
-        """The indexes, from an earlier run if the tars are unchanged.
+        """Index the tars, or take an earlier run's indexes if the tars are unchanged.
 
         Raises:
             UserError: the label is not given and ambiguous, or the folder cannot be written.
@@ -103,47 +104,45 @@ class Indexing:
             files = [entry["file"] for entry in content["tars"]]
             if files != [self._target(number).name for number in range(len(self.urls))]:
                 return None
-            labels = LabelSpec(**content["label"])
-            facts = [summary_from(entry["facts"]) for entry in content["tars"]]
-            return self._result(facts, labels, labels_from(content["found"]))
+            summaries = [summary_from(entry["facts"]) for entry in content["tars"]]
+            return self._result(summaries, LabelSpec(**content["label"]), labels_from(content["found"]))
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
 
     def _index(self, labels: LabelSpec) -> Indexed:
-        facts, found = self._index_all(labels)
+        summaries, found = self._index_all(labels)
         content = {
             "source": self.source,
             "label": asdict(labels),
             "found": {**asdict(found), "names": sorted(found.names)},
-            "tars": [{"file": self._target(number).name, "facts": asdict(one)} for number, one in enumerate(facts)],
+            "tars": [{"file": self._target(number).name, "facts": asdict(one)} for number, one in enumerate(summaries)],
         }
         write_json(self._folder / "set.json", content)
-        return self._result(facts, labels, found)
+        return self._result(summaries, labels, found)
 
-    def _result(self, facts: Sequence[TarSummary], labels: LabelSpec, found: FoundLabels) -> Indexed:
-        tars = [Tar(self._entry(number, labels, one), one) for number, one in enumerate(facts)]
+    def _result(self, summaries: Sequence[TarSummary], labels: LabelSpec, found: FoundLabels) -> Indexed:
+        tars = [Tar(self._entry(number, labels, one), one) for number, one in enumerate(summaries)]
         return Indexed(tuple(tars), labels, found)
 
-    def _entry(self, number: int, labels: LabelSpec, facts: TarSummary) -> ShardEntry:
+    def _entry(self, number: int, labels: LabelSpec, summary: TarSummary) -> ShardEntry:
         url = self.urls[number]
         return ShardEntry(
             url=url,
             name=redacted(url),
-            num_samples=facts.num_samples,
+            num_samples=summary.num_samples,
             # The store's cache key depends on it, and a pipe's size is not known beforehand.
-            num_bytes=facts.num_bytes if is_local(url) else None,
+            num_bytes=summary.num_bytes if is_local(url) else None,
             sha256="",
             index=self._target(number),
             labels=labels,
             stamp=self._found[number][1],
-            index_digest=facts.digest,
-            pixels_digest=facts.pixels,
+            index_digest=summary.digest,
+            pixels_digest=summary.pixels,
         )
 
     @cached_property
     def _folder(self) -> Path:
-        identity = repr((_VERSION, list(self.urls), self.spec.label, self.spec.kind))
-        return self.index_folder / hashlib.sha256(identity.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+        return self.index_folder / _hashed((_VERSION, list(self.urls), self.spec.label, self.spec.kind))
 
     @cached_property
     def _found(self) -> list[tuple[str, str]]:
@@ -159,9 +158,9 @@ class Indexing:
                 status = os.stat(local_path(url))
                 # mtime, which can be set at will, and ctime, which cannot.
                 return f"{status.st_size} {status.st_mtime_ns}", f"{status.st_mtime_ns} {status.st_ctime_ns}"
-            assert self.store is not None
             if url.startswith(PIPE):
                 return "pipe", ""
+            assert self.store is not None
             fingerprint = self.store.fingerprint(url)
             return fingerprint, fingerprint
         except (FileNotFoundError, NotADirectoryError, MissingObject):
@@ -170,38 +169,36 @@ class Indexing:
             raise UserError(f"{url}: cannot be read ({error.strerror})") from None
 
     def _target(self, number: int) -> Path:
-        content = repr((self.urls[number], self._found[number][0]))
-        return self._folder / (hashlib.sha256(content.encode("utf-8", "surrogateescape")).hexdigest()[:32] + ".npz")
+        return self._folder / f"{_hashed((self.urls[number], self._found[number][0]))}.npz"
 
     def _index_all(self, labels: LabelSpec) -> tuple[list[TarSummary], FoundLabels]:
         count = len(self.urls)
         begun = last_line = time.monotonic()
-        tars = "1 tar" if count == 1 else f"{count:,} tars"
-        self.report(f"{self.source}: indexing {tars}, once; the indexes are kept in {self._folder}")
-        facts = {number: _ABSENT for number, (print_, _) in enumerate(self._found) if print_ == "absent"}
+        self.report(f"{self.source}: indexing {counted(count, 'tar')}, once; the indexes are kept in {self._folder}")
+        done = {number: _ABSENT for number, (fingerprint, _) in enumerate(self._found) if fingerprint == "absent"}
         found = FoundLabels()
-        todo = [number for number in range(count) if number not in facts]
-        for number, (facts_here, labels_here) in self._each(todo, labels):
-            facts[number] = facts_here
+        for number, (summary, labels_here) in self._each([each for each in range(count) if each not in done], labels):
+            done[number] = summary
             found |= labels_here
             now = time.monotonic()
-            if now - last_line >= _PROGRESS_SECONDS and len(facts) < count:
+            if now - last_line >= _PROGRESS_SECONDS and len(done) < count:
                 last_line = now
-                left_seconds = (now - begun) / len(facts) * (count - len(facts))
-                self.report(f"{self.source}: {len(facts):,} of {count:,} tars, {show_duration(left_seconds)} left")
-        num_samples = sum(one.num_samples for one in facts.values())
+                left_seconds = (now - begun) / len(done) * (count - len(done))
+                self.report(f"{self.source}: {len(done):,} of {count:,} tars, {show_duration(left_seconds)} left")
+        num_samples = sum(one.num_samples for one in done.values())
         self.report(f"{self.source}: {num_samples:,} samples, {found} in {labels.text}")
-        return [facts[number] for number in range(count)], found
+        return [done[number] for number in range(count)], found
 
     def _each(self, todo: list[int], labels: LabelSpec) -> Iterator[tuple[int, tuple[TarSummary, FoundLabels]]]:
-        """(tar number, what was found in it), in the order of completion."""
+        """Yield (tar number, what was found in it), in the order of completion."""
         pool: Executor
         if all(map(is_local, self.urls)):
             begun = time.monotonic()
             for done, number in enumerate(todo, start=1):
                 yield number, self._index_one(number, labels)
                 left = len(todo) - done
-                processes = min(_processes(), left)
+                # A daemon, such as a worker of the loader, may have no processes.
+                processes = 1 if multiprocessing.current_process().daemon else min(num_cores(), _MOST_PROCESSES, left)
                 if processes > 1 and (time.monotonic() - begun) / done * left > _WORTH_PROCESSES_SECONDS:
                     todo = todo[done:]
                     break
@@ -222,10 +219,10 @@ class Indexing:
 
     def _submit(self, pool: Executor, number: int, labels: LabelSpec) -> Future[tuple[TarSummary, FoundLabels]]:
         url = self.urls[number]
-        if is_local(url):
-            target = self._target(number)
-            return pool.submit(index_tar, str(local_path(url)), target=target, labels=labels, name=redacted(url))
-        return pool.submit(self._index_one, number, labels)
+        if not is_local(url):
+            return pool.submit(self._index_one, number, labels)
+        target = self._target(number)  # `self` need not be picklable
+        return pool.submit(index_tar, str(local_path(url)), target=target, labels=labels, name=redacted(url))
 
     def _index_one(self, number: int, labels: LabelSpec) -> tuple[TarSummary, FoundLabels]:
         with self._local_copy(number, labels) as path:
@@ -243,7 +240,7 @@ class Indexing:
 
     def _cls_if_there(self) -> LabelSpec:
         labels = LabelSpec(kind=self.spec.kind)
-        present = [number for number, (print_, _) in enumerate(self._found) if print_ != "absent"]
+        present = [number for number, (fingerprint, _) in enumerate(self._found) if fingerprint != "absent"]
         parts: set[str] = set()
         suggestions: dict[str, None] = {}
         for number in present[:_PEEKED_TARS]:
@@ -260,11 +257,8 @@ class Indexing:
         raise UserError(f"{self.source}: its samples have no .cls member to be the label, only {found}: {choice}")
 
 
-def _processes() -> int:
-    """Worker processes to start; a daemon, such as a worker of the loader, may have none."""
-    if multiprocessing.current_process().daemon:
-        return 1
-    return min(num_cores(), _MOST_PROCESSES)
+def _hashed(identity: object) -> str:
+    return hashlib.sha256(repr(identity).encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
 @contextmanager

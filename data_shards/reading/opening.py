@@ -1,7 +1,7 @@
 """Any location of shards -> `ShardSet`: a packed folder, local or remote, or tars that other tools made.
 
-A packed set costs its manifest and, locally, one `stat` per shard (in parallel); no shard is read. Tars without a
-manifest are indexed once (see `foreign`), and then open as fast. Needs no torch.
+A packed set costs its manifest and, locally, one `stat` a shard; no shard is read. Tars without a manifest are indexed
+once (see `indexing`), and then open as fast. Needs no torch.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING
 from data_shards.errors import UserError
 from data_shards.shards.location import PIPE, expand_braces, is_local, join, local_path, redacted
 from data_shards.shards.manifest import MANIFEST_FILE, Manifest, load_manifest, parse_manifest, shard_files
-from data_shards.shards.shard_set import Damaged, Report, ShardEntry, ShardSet, ShardsSpec
+from data_shards.shards.packed_shards import PackedShards
+from data_shards.shards.shard_set import Damaged, Report, ShardSet, ShardsSpec
+from data_shards.shards.shard_table import ShardEntry, ShardTable, TableSource
 from data_shards.shards.tar_index import index_path, read_index, readable_index
 from data_shards.vocabulary import SPLIT_FOLDERS
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from data_shards.shards.shard_table import ShardTable
     from data_shards.store.store import Store
 
 _MOST_MANIFEST_BYTES = 1 << 30  # 150 bytes a shard, and the classes
@@ -60,12 +58,14 @@ def open_shards(
 
         store = Store()
     if is_packed(location):
-        for name in ("label", "classes"):
-            if getattr(spec, name) is not None:
+        for name, given in (("label", spec.label), ("classes", spec.classes), ("kind", spec.kind != "single" or None)):
+            if given is not None:
                 raise UserError(f"{redacted(location)} has a {MANIFEST_FILE}, which says it: leave out {name}")
-        if spec.kind != "single":
-            raise UserError(f"{redacted(location)} has a {MANIFEST_FILE}, which says it: leave out kind")
-        return _open_local(location, damaged=damaged) if is_local(location) else _open_remote(location, store=store)
+        return (
+            _open_local(location, damaged=damaged)
+            if store is None or is_local(location)
+            else _open_remote(location, store=store)
+        )
     from data_shards.reading.external_shards import open_external
 
     return open_external(
@@ -110,15 +110,13 @@ def is_packed(location: str) -> bool:
     """Whether a manifest is required; not for a local folder with tars, a pattern or a tar."""
     if location.startswith(PIPE):
         return False
-    if is_local(location):
-        path = local_path(location)
-        if path.is_dir():
-            return (path / MANIFEST_FILE).is_file() or not any(path.glob("*.tar"))
+    if is_local(location) and (path := local_path(location)).is_dir():
+        return (path / MANIFEST_FILE).is_file() or not any(path.glob("*.tar"))
     return not location.partition("?")[0].endswith(".tar") and expand_braces(location) == [location]
 
 
 def tar_urls(location: str) -> list[str]:
-    """The tars of a location without a manifest."""
+    """List the tars of a location without a manifest."""
     if is_local(location) and local_path(location).is_dir():
         return [str(path.absolute()) for path in sorted(local_path(location).glob("*.tar"))]
     return [str(local_path(url).absolute()) if is_local(url) else url for url in expand_braces(location)]
@@ -131,14 +129,17 @@ def _open_local(location: str, *, damaged: Damaged) -> ShardSet:
     if found and damaged == "refuse":
         more = f" (and {len(found) - 1} more shards are damaged)" if len(found) > 1 else ""
         raise UserError(found[0] + more)
-    folder = (str(manifest.root.absolute()), str(manifest.root))
-    table = _table(manifest, *folder, damaged=tuple(files.damage), stamps=files.stamps)
-    lost = sum(_lost_samples(table[number]) for number in files.damage)
-    return _packed(manifest, table, str(local_path(location)), damage=tuple(found), lost_samples=lost)
+    source = TableSource(str(manifest.root.absolute()), str(manifest.root), manifest.labels, len(manifest.shards))
+    rows = PackedShards.of_shards(manifest.shards)
+    table = ShardTable.of(source, rows, damaged=tuple(files.damage), stamps=files.stamps)
+    opened = _packed(manifest, table, source=str(local_path(location)))
+    return replace(
+        opened, damage=tuple(found), lost_samples=sum(_lost_samples(table[number]) for number in files.damage)
+    )
 
 
 def _lost_samples(entry: ShardEntry) -> int:
-    """Samples missing from a damaged local shard, by the index beside it, else by the tar's headers."""
+    """Count the samples missing from a damaged local shard, by the index beside it, else by the tar's headers."""
     try:
         num_bytes = os.stat(entry.url).st_size
     except OSError:
@@ -151,10 +152,9 @@ def _lost_samples(entry: ShardEntry) -> int:
     return int(((ends[0] > num_bytes) | (ends[1] > num_bytes)).sum())
 
 
-def _open_remote(location: str, *, store: Store | None) -> ShardSet:
+def _open_remote(location: str, *, store: Store) -> ShardSet:
     from data_shards.store.download import MissingObject
 
-    assert store is not None
     url = join(location, MANIFEST_FILE)
     try:
         content = store.read_small(url, most_bytes=_MOST_MANIFEST_BYTES)
@@ -162,32 +162,10 @@ def _open_remote(location: str, *, store: Store | None) -> ShardSet:
         pattern = redacted(join(location, "x-")) + "{000..127}.tar"
         raise UserError(f"{error}; tars without a manifest are given as a pattern, such as {pattern}") from None
     manifest = parse_manifest(content, root=Path(), name=redacted(url))
-    return _packed(manifest, _table(manifest, location, None), redacted(location))
-
-
-def _table(
-    manifest: Manifest,
-    folder: str,
-    shown_folder: str | None,
-    *,
-    damaged: tuple[int, ...] = (),
-    stamps: NDArray[np.int64] | None = None,
-) -> ShardTable:
-    from data_shards.shards.packed_shards import PackedShards
-    from data_shards.shards.shard_table import ShardTable, TableSource
-
     rows = PackedShards.of_shards(manifest.shards)
-    source = TableSource(folder, shown_folder, manifest.labels, num_shards=len(rows))
-    return ShardTable.of(source, rows, damaged=damaged, stamps=stamps)
+    table = ShardTable.of(TableSource(location, None, manifest.labels, len(rows)), rows)
+    return _packed(manifest, table, source=redacted(location))
 
 
-def _packed(
-    manifest: Manifest,
-    shards: ShardTable,
-    source: str,
-    *,
-    damage: tuple[str, ...] = (),
-    lost_samples: int = 0,
-) -> ShardSet:
-    about = (manifest.name, source, manifest.split, manifest.classes)
-    return ShardSet(*about, shards, manifest.digest, damage=damage, lost_samples=lost_samples)
+def _packed(manifest: Manifest, table: ShardTable, *, source: str) -> ShardSet:
+    return ShardSet(manifest.name, source, manifest.split, manifest.classes, table, manifest.digest)

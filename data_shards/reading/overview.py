@@ -1,9 +1,8 @@
-"""A look at a set of shards before anything is trained on it: its labels, sizes of images, and a few of them.
+"""Look at a set of shards before training on it: labels, sizes of images, and a few of them, drawn by a seed.
 
-Which shards and images are looked at is a function of a seed. Of a local set, labels are read alone (a read of their
-few bytes each, some 10 us) and sizes from the first kilobytes of images; up to a number of labels all of them are, of a
-larger set those of so many shards as hold that number. A shard that is not local has to be fetched whole: of such a set
-a few are. What is damaged is named and left out. Needs no torch.
+Of a local set it reads labels alone (10 µs each) and the first kilobytes of images; of a large set, only as many shards
+as hold a given number of labels. Remote shards are fetched whole, so only a few are. Damage is named and left out.
+Needs no torch.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from data_shards.shards.shard_set import ShardSet
 from data_shards.store.store import Store
 from data_shards.vocabulary import RandomStream
 
-MOST_LABELS = 200_000  # that are counted, unless told otherwise
+MOST_LABELS = 200_000  # read by default
 MOST_SIZES = 2_000  # images whose height and width are read
-_MOST_FETCHED = 4  # shards that are not local
-_HEAD_BYTES = (4096, 65_536)  # of an image, of which the size is wanted; the second where the first do not tell
+_MOST_FETCHED = 4  # remote shards
+_HEAD_BYTES = (4096, 65_536)  # of an image whose size is wanted; the second where the first do not tell
 _LONGEST_SIDE = 512  # pixels of an image that is kept
 _SHARDS, _IMAGES, _SIZES, _CLASSES = range(4)  # what is drawn
 
@@ -61,12 +60,12 @@ class Overview:
 
     shards: ShardSet
     seed: int
-    images_of_class: Int64s  # [classes], of those whose labels were read; one with several labels counts several times
+    images_of_class: Int64s  # [classes], among the labelled; an image with several labels counts several times
     labelled: int  # images whose labels were read
     without_label: int  # of these
-    opened: int  # shards that were looked into
+    opened: int  # shards
     sizes: Int64s  # [n, 3]: height, width and bytes of n images
-    images: tuple[DrawnImage, ...]  # by their class
+    images: tuple[DrawnImage, ...]  # by class
     damaged: tuple[DamagedImage, ...]
     bytes_read: int  # of the shards' samples
 
@@ -86,13 +85,10 @@ def inspect_shards(
     limit: PixelLimit = USUAL_LIMIT,
 ) -> Overview:
     """Look at a set; `images` are drawn, from each class equally many as far as there are, each from any shard."""
-    look = _Look(shards, store=store, seed=seed, limit=limit)
-    try:
-        look.read_labels(most_labels)
-        sizes = look.sizes()
-        drawn = look.draw(images)
-    finally:
-        look.reader.close()
+    look = _Inspection(shards, store=store, seed=seed, limit=limit)
+    look.read_labels(most_labels)
+    sizes, drawn = look.sizes(), look.draw(images)
+    look.reader.close()
     return Overview(
         shards=shards,
         seed=seed,
@@ -107,11 +103,11 @@ def inspect_shards(
     )
 
 
-class _Look:
+class _Inspection:
     def __init__(self, shards: ShardSet, *, store: Store | None, seed: int, limit: PixelLimit) -> None:
         self.shards, self.seed, self.limit = shards, seed, limit
         self.reader = ShardReader(shards, store=store)
-        self.places: list[tuple[int, int]] = []  # shard and row of each image whose label was read
+        self.places: list[tuple[int, int]] = []  # shard and row of each labelled image
         self.labels: list[tuple[int, ...]] = []
         self.images_of_class = np.zeros(shards.num_classes, np.int64)
         self.damaged: dict[tuple[int, int], DamagedImage] = {}
@@ -123,25 +119,22 @@ class _Look:
             self.opened += 1
             try:
                 for row in range(entry.num_samples):
-                    self._read_label(shard, row)
+                    try:
+                        labels = self.reader.labels(shard, row=row)
+                    except CorruptSample as error:
+                        if entry.state == "whole":  # the set's `damage` has the others
+                            self.damaged[shard, row] = DamagedImage(error.shard, error.key, error.reason)
+                        continue
+                    self.places.append((shard, row))
+                    self.labels.append(labels)
+                    self.bytes_read += 1024  # a header and a block
             except SampleError as error:
                 self.damaged[shard, -1] = DamagedImage(entry.name, "", str(error).removeprefix(f"{entry.name}: "))
         for labels in self.labels:
             self.images_of_class[list(labels)] += 1
 
-    def _read_label(self, shard: int, row: int) -> None:
-        try:
-            labels = self.reader.labels(shard, row=row)
-        except CorruptSample as error:
-            if self.shards.shards[shard].state == "whole":  # of others the set's `damage` tells
-                self.damaged[shard, row] = DamagedImage(error.shard, error.key, error.reason)
-            return
-        self.places.append((shard, row))
-        self.labels.append(labels)
-        self.bytes_read += 1024  # a header and a block
-
     def _chosen_shards(self, most_labels: int) -> list[int]:
-        """All of them, or some by chance, in ascending order."""
+        """Choose all shards, or random ones, in ascending order."""
         sizes = self.shards.shard_sizes
         chosen: list[int] = []
         labels = fetched = 0
@@ -149,32 +142,30 @@ class _Look:
             is_here = is_local(self.shards.shards[shard].url)
             if labels and labels + sizes[shard] > most_labels:
                 break
-            if not is_here and fetched == _MOST_FETCHED:
-                continue
-            chosen.append(shard)
-            labels, fetched = labels + sizes[shard], fetched + (not is_here)
+            if is_here or fetched < _MOST_FETCHED:
+                chosen.append(shard)
+                labels, fetched = labels + sizes[shard], fetched + (not is_here)
         return sorted(chosen)
 
     def sizes(self) -> Int64s:
-        """Of images by chance: [n, 3], height, width and bytes."""
+        """Height, width and bytes of random images: [n, 3]."""
         found: list[tuple[int, int, int]] = []
         for number in sorted(_shuffled(len(self.places), _SIZES, seed=self.seed)[:MOST_SIZES].tolist()):
             shard, row = self.places[number]
             try:
-                num_bytes = self.reader.image_bytes(shard, row=row)
-                size = next((size for most in _HEAD_BYTES if (size := self._peeked(shard, row, most=most))), None)
-                if size is None:
-                    image = read_image(self._whole(shard, row), limit=self.limit)
-                    size = image.height, image.width
-                found.append((*size, num_bytes))
+                found.append((*self._size(shard, row), self.reader.image_bytes(shard, row=row)))
             except (CorruptSample, UnreadableImage, SampleError) as error:
-                self._note(shard, row, error)
+                self._add_damage(shard, row, error)
         return np.array(found, np.int64).reshape(-1, 3)
 
-    def _peeked(self, shard: int, row: int, *, most: int) -> tuple[int, int] | None:
-        start = self.reader.head(shard, row=row, most_bytes=most)
-        self.bytes_read += len(start)
-        return peek_size(start)
+    def _size(self, shard: int, row: int) -> tuple[int, int]:
+        for most in _HEAD_BYTES:
+            start = self.reader.head(shard, row=row, most_bytes=most)
+            self.bytes_read += len(start)
+            if size := peek_size(start):
+                return size
+        image = read_image(self._whole(shard, row), limit=self.limit)
+        return image.height, image.width
 
     def _whole(self, shard: int, row: int) -> bytes:
         image = self.reader.read(shard, row=row).image
@@ -182,15 +173,14 @@ class _Look:
         return image
 
     def draw(self, count: int) -> tuple[DrawnImage, ...]:
-        """From each class in turn, until there are enough; damaged ones are passed over."""
+        """Draw from each class in turn, until there are enough; damaged images are passed over."""
         queues = self._queues()
         drawn: list[tuple[int, int, DrawnImage]] = []
         while queues and len(drawn) < count:
             for label in list(queues):
                 image = None
                 while image is None and queues[label]:
-                    number = queues[label].popleft()
-                    image = self._image(number)
+                    image = self._image(queues[label].popleft())
                 if image is not None:
                     drawn.append((label, len(drawn), image))
                 if not queues[label]:
@@ -200,8 +190,7 @@ class _Look:
         return tuple(image for _, _, image in sorted(drawn, key=lambda each: each[:2]))
 
     def _queues(self) -> dict[int, deque[int]]:
-        """The images of each class by chance, the classes likewise; one with several labels has its rarest, one without
-        is in a class of its own."""
+        """Shuffle classes and their images; one with several labels is in its rarest class, one without in its own."""
         of_class: dict[int, deque[int]] = {}
         for number in _shuffled(len(self.labels), _IMAGES, seed=self.seed).tolist():
             labels = self.labels[number]
@@ -214,28 +203,21 @@ class _Look:
         shard, row = self.places[number]
         try:
             image = read_image(self._whole(shard, row), limit=self.limit)
-            pixels = image.pixels()
+            pixels = reduced(image.pixels(), longest_side=_LONGEST_SIDE)
         except (CorruptSample, UnreadableImage, SampleError) as error:
-            self._note(shard, row, error)
+            self._add_damage(shard, row, error)
             return None
-        return DrawnImage(
-            key=self.reader.key(shard, row=row),
-            shard=shard,
-            row=row,
-            labels=self.labels[number],
-            pixels=reduced(pixels, longest_side=_LONGEST_SIDE),
-            height=image.height,
-            width=image.width,
-        )
+        key = self.reader.key(shard, row=row)
+        return DrawnImage(key, shard, row, self.labels[number], pixels, image.height, image.width)
 
-    def _note(self, shard: int, row: int, error: Exception) -> None:
+    def _add_damage(self, shard: int, row: int, error: Exception) -> None:
         reason = error.reason if isinstance(error, CorruptSample) else str(error)
         name, key = self.shards.shards[shard].name, self.reader.key(shard, row=row)
         self.damaged[shard, row] = DamagedImage(name, key, reason)
 
 
 def reduced(pixels: Pixels, *, longest_side: int) -> Pixels:
-    """An image no larger than that, with its proportions: uint8 [height, width, 3]."""
+    """Shrink an image to that size at most, with its proportions: uint8 [height, width, 3]."""
     if max(pixels.shape) <= longest_side:
         return pixels
     from PIL import Image
@@ -246,6 +228,6 @@ def reduced(pixels: Pixels, *, longest_side: int) -> Pixels:
 
 
 def _shuffled(count: int, what: int, *, seed: int) -> NDArray[np.int64]:
-    """0 to count - 1 in random order."""
+    """Shuffle 0 to count - 1."""
     drawn = hash_words(RandomStream.OVERVIEW, seed, what, np.arange(count, dtype=np.uint64))
     return np.argsort(drawn, kind="stable").astype(np.int64)

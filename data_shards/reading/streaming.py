@@ -1,4 +1,4 @@
-"""A set of shards as a plain `webdataset.WebDataset`, for custom training loops.
+"""Open a set of shards as a plain `webdataset.WebDataset`, for custom training loops.
 
 It streams through whole tars, in webdataset's order and with its shuffling; no index is read or made, so tars of other
 tools open at once. README.md's promises about order and resuming hold for our own loader only.

@@ -1,7 +1,7 @@
 """Index one tar of another tool: its samples with a readable label; the rest is counted and named.
 
-One pass over the headers and one small read per label: about 40 microseconds a sample, once. Image bytes are not read,
-so a damaged image shows only when it is decoded. Runs in worker processes.
+One pass over the headers and one small read per label: about 40 µs a sample, once. Image bytes are not read, so a
+damaged image shows only when it is decoded. Runs in worker processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from data_shards.text import parse_json
 
 _MOST_NAMED = 3  # samples that are left out, in a message
 _PEEKED_MEMBERS = 64
-_MOST_PEEKED_BYTES = 1 << 20  # of a JSON that is looked into for keys
+_MOST_PEEKED_BYTES = 1 << 20  # of a JSON that is searched for label keys
 _PIXELS_ROWS, _PIXELS_BYTES = 16, 1 << 16
 
 
@@ -39,21 +39,20 @@ class TarSummary:
     left_out: int  # samples that were found, but are not in the index
     examples: tuple[str, ...]  # the first of these: key and reason
     digest: str  # of keys, image sizes and labels
-    pixels: str  # see `pixels_digest`; "" of a tar that is not there
+    pixels: str  # see `pixels_digest`; "" for a missing tar
 
 
 @dataclass(frozen=True)
 class FoundLabels:
-    """The labels of one or several tars: numbers are below `numbers_below`, `num_values` of them and of names."""
+    """The labels of one or several tars: numbers are below `numbers_below`, `num_values` counts numbers and names."""
 
     numbers_below: int = 0
     names: frozenset[str] = frozenset()
     num_values: int = 0
 
     def __or__(self, other: FoundLabels) -> FoundLabels:
-        return FoundLabels(
-            max(self.numbers_below, other.numbers_below), self.names | other.names, self.num_values + other.num_values
-        )
+        below = max(self.numbers_below, other.numbers_below)
+        return FoundLabels(below, self.names | other.names, self.num_values + other.num_values)
 
     def __str__(self) -> str:
         if not self.names:
@@ -70,10 +69,11 @@ def index_tar(path: str, *, target: Path, labels: LabelSpec, name: str) -> tuple
         OSError: `target` cannot be written.
     """
     try:
-        return _from_note(load_note(target))
+        content = parse_json(load_note(target))
+        return summary_from(content["facts"]), labels_from(content["labels"])
     except FileNotFoundError:
         pass
-    except ValueError:  # broken, or of another version
+    except (ValueError, KeyError, TypeError):  # broken, or of another version
         target.unlink(missing_ok=True)
     readable = readable_index(path, label=labels.part, name=name)
     left_out = [f"{key!r} {reason}" for key, reason in readable.left_out]
@@ -85,14 +85,14 @@ def index_tar(path: str, *, target: Path, labels: LabelSpec, name: str) -> tuple
     except OSError as error:
         raise UserError(f"{name}: cannot be read ({error.strerror})") from None
     examples = tuple(left_out[:_MOST_NAMED])
-    facts = TarSummary(len(index), num_bytes, readable.damage, len(left_out), examples, digest, pixels)
-    note = {"facts": asdict(facts), "labels": {**asdict(found), "names": sorted(found.names)}}
+    summary = TarSummary(len(index), num_bytes, readable.damage, len(left_out), examples, digest, pixels)
+    note = {"facts": asdict(summary), "labels": {**asdict(found), "names": sorted(found.names)}}
     save_index(index, target, note=json.dumps(note))
-    return facts, found
+    return summary, found
 
 
 def pixels_digest(path: str, index: ShardIndex) -> str:
-    """Of the first bytes of 16 images, spread evenly over the tar. Raises OSError if it cannot be read."""
+    """Digest the first bytes of 16 images, spread evenly over the tar. Raises OSError if it cannot be read."""
     digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as tar:
         for row in spread(len(index), most=_PIXELS_ROWS):
@@ -102,35 +102,27 @@ def pixels_digest(path: str, index: ShardIndex) -> str:
 
 
 def spread(count: int, *, most: int) -> list[int]:
-    """At most `most` of the numbers below `count`, evenly spread, the first and the last among them."""
+    """Pick at most `most` of the numbers below `count`, evenly spread, the first and the last among them."""
     if count <= most:
         return list(range(count))
     return [number * (count - 1) // max(1, most - 1) for number in range(most)]
 
 
-def _from_note(note: str) -> tuple[TarSummary, FoundLabels]:
-    try:
-        content = parse_json(note)
-        return summary_from(content["facts"]), labels_from(content["labels"])
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"not a note of ours ({error})") from None
-
-
 def summary_from(content: dict[str, Any]) -> TarSummary:
-    """From JSON; raises KeyError, TypeError or ValueError for anything else."""
-    facts = TarSummary(**{**content, "examples": tuple(content["examples"])})
-    numbers = (facts.num_samples, facts.num_bytes, facts.left_out)
+    """Read it from JSON; raises KeyError, TypeError or ValueError for anything else."""
+    summary = TarSummary(**{**content, "examples": tuple(content["examples"])})
+    numbers = (summary.num_samples, summary.num_bytes, summary.left_out)
     if not all(type(number) is int and 0 <= number < MOST_TAR_BYTES for number in numbers):
         raise ValueError("numbers that no tar has")
-    if not all(isinstance(text, str) for text in (facts.damage, facts.digest, facts.pixels, *facts.examples)):
+    if not all(isinstance(text, str) for text in (summary.damage, summary.digest, summary.pixels, *summary.examples)):
         raise TypeError("no texts")
-    return facts
+    return summary
 
 
 def labels_from(content: dict[str, Any]) -> FoundLabels:
-    """As `summary_from`."""
+    """Read them as `summary_from`."""
     found = FoundLabels(**{**content, "names": frozenset(content["names"])})
-    if not all(type(number) is int for number in (found.numbers_below, found.num_values)):
+    if type(found.numbers_below) is not int or type(found.num_values) is not int:
         raise TypeError("no numbers")
     if not all(isinstance(name, str) for name in found.names):
         raise TypeError("no names")
@@ -140,7 +132,7 @@ def labels_from(content: dict[str, Any]) -> FoundLabels:
 def _read_labels(
     path: str, index: ShardIndex, *, labels: LabelSpec, left_out: list[str]
 ) -> tuple[list[int], FoundLabels, str]:
-    """The rows with a readable label, all labels, and a digest; reasons for the other rows go to `left_out`."""
+    """Return the rows with a readable label, all labels, and a digest; reasons for other rows go to `left_out`."""
     good: list[int] = []
     names: set[str] = set()
     below = num_values = 0
@@ -165,13 +157,12 @@ def _read_labels(
 
 
 def peek(path: str) -> tuple[set[str], list[str]]:
-    """The readable parts of a tar's first samples, and which could be labels, in `LabelSpec.parse`'s notation."""
+    """Find the parts of a tar's first samples, and which could be labels, in `LabelSpec.parse`'s notation."""
     parts: set[str] = set()
     keys: dict[str, None] = {}
-    with open(path, "rb", buffering=0) as tar, suppress(TarDamage):  # told when it is indexed
+    with open(path, "rb", buffering=0) as tar, suppress(TarDamage):  # reported when it is indexed
         for member in islice(walk_tar(tar.fileno()), _PEEKED_MEMBERS):
-            split = split_name(member.name)
-            if split is None:
+            if (split := split_name(member.name)) is None:
                 continue
             parts.add(split[1])
             if split[1] == "json" and member.size <= _MOST_PEEKED_BYTES:

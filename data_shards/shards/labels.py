@@ -1,4 +1,4 @@
-"""Where a sample's label is, and what it says: bytes of a tar member -> class numbers.
+"""Labels: bytes of a tar member -> class numbers.
 
 A label is one member of the sample: `cls` or `txt` (text), or a key in `json`. It holds class numbers or names, exactly
 one ("single") or any number ("multi"). Takes a microsecond for a number, a few for JSON. Needs neither torch nor numpy.
@@ -60,7 +60,7 @@ def similar_names(classes: Sequence[str]) -> list[list[str]]:
 
 
 def parse_label(content: bytes, *, spec: LabelSpec, label_map: Mapping[str, int], num_classes: int) -> tuple[int, ...]:
-    """The class numbers in a label member, below `num_classes`; exactly one if `spec.kind` is "single".
+    """Read the class numbers in a label member, below `num_classes`; exactly one if `spec.kind` is "single".
 
     Raises ValueError with what is wrong with the label, in a few words.
     """
@@ -68,15 +68,12 @@ def parse_label(content: bytes, *, spec: LabelSpec, label_map: Mapping[str, int]
         digits = content.strip()
         if digits.isdigit() and len(digits) <= _MOST_DIGITS and int(digits) < num_classes:
             return (int(digits),)
-    numbers = tuple(
-        _class_number(value, spec=spec, label_map=label_map, num_classes=num_classes)
-        for value in read_values(content, spec=spec)
-    )
-    return tuple(dict.fromkeys(numbers))
+    values = read_values(content, spec=spec)
+    return tuple(dict.fromkeys(_class_number(value, spec, label_map, num_classes) for value in values))
 
 
 def read_values(content: bytes, *, spec: LabelSpec) -> list[int | str]:
-    """The class numbers and names in a label member, not looked up yet; one for a single label.
+    """Read the class numbers and names in a label member, not looked up yet; one for a single label.
 
     Digits are a number for `cls`, but a name for `txt`, which `parse_label` looks up first. Raises ValueError for
     anything that is not text or JSON with the key, or not a number, a name, or a list of these.
@@ -107,7 +104,7 @@ def _plain(value: Any, *, part: LabelPart) -> int | str:
     raise ValueError(f"the label is {shown}: no class number and no name of a class")
 
 
-def _class_number(value: int | str, *, spec: LabelSpec, label_map: Mapping[str, int], num_classes: int) -> int:
+def _class_number(value: int | str, spec: LabelSpec, label_map: Mapping[str, int], num_classes: int) -> int:
     if isinstance(value, str):
         number = label_map.get(value)
         if number is None and spec.part == "txt" and value.isascii() and value.isdigit() and len(value) <= _MOST_DIGITS:
@@ -116,9 +113,8 @@ def _class_number(value: int | str, *, spec: LabelSpec, label_map: Mapping[str, 
             raise ValueError(f"the label {value[:80]!r} is no class number and no name of a class")
         value = number
     if not 0 <= value < num_classes:
-        raise ValueError(
-            f"the label {value} is no class number: there are {num_classes} classes, 0 to {num_classes - 1}"
-        )
+        known = f"there are {num_classes} classes, 0 to {num_classes - 1}"
+        raise ValueError(f"the label {value} is no class number: {known}")
     return value
 
 

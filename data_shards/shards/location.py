@@ -1,4 +1,4 @@
-"""Locations of shards as text: local paths, URLs, `pipe:` commands, patterns; and how to print them without secrets.
+"""Parse locations of shards (local paths, URLs, `pipe:` commands, patterns), and print them without secrets.
 
 No file or network is touched. A location is a local path (or "file:PATH"), a URL that fsspec opens
 ("s3://bucket/x.tar"), or "pipe:COMMAND", whose output is the shard. URLs and commands may hold passwords and
@@ -50,7 +50,7 @@ def is_local(location: str) -> bool:
 
 
 def command_reason(location: str) -> str | None:
-    """Why reading it, a pattern or a part of one, may run a program, in a few words; None if it only moves bytes."""
+    """Say why reading a location or pattern may run a program; None if it only moves bytes."""
     kinds = [kind for each in expand_braces(location) if (kind := protocol(each)) not in _PLAIN]
     if not kinds:
         return None
@@ -74,7 +74,7 @@ def require_no_command(location: str, *, commands: Commands) -> None:
 
 
 def redacted(url: str) -> str:
-    """`url` without user, password, query and fragment; of a pipe, the program and the tar's name. Printable.
+    """Strip user, password, query and fragment; keep a pipe's program and its tar's name.
 
     Without a secret it is unchanged. Each part of a pattern with "::" is treated like this.
     """
@@ -105,7 +105,7 @@ def _shown_pipe(command: str) -> str:
 
 
 def redact_text(text: str, *, url: str = "") -> str:
-    """A library's or a program's message with the URLs in it as `redacted`, and without words of a `pipe:` command."""
+    """Redact the URLs in a library's or program's message, and words of a `pipe:` command."""
     text = re.sub(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+", lambda match: redacted(match[0]), text)
     if url.startswith(PIPE):
         allowed = redacted(url).removeprefix(PIPE).split()
@@ -117,7 +117,7 @@ def redact_text(text: str, *, url: str = "") -> str:
 
 
 def join(location: str, file: str) -> str:
-    """`file`, a relative path with "/", in the folder `location`, before any query; UserError for a pipe."""
+    """Append `file`, a relative path with "/", to the folder `location`, before any query; UserError for a pipe."""
     kind = protocol(location)
     if kind == "pipe":
         raise UserError(f"{redacted(location)} is a command, not a folder: name the shards themselves, pipe:... each")
@@ -131,7 +131,7 @@ def join(location: str, file: str) -> str:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """All locations of a pattern in webdataset's syntax: "x-{000..127}.tar", "{a,b}.tar", and "::" between patterns.
+    """Expand a pattern in webdataset's syntax: "x-{000..127}.tar", "{a,b}.tar", and "::" between patterns.
 
     Unlike in webdataset, "::" separates nothing in an IPv6 address, nor in a pipe unless another "pipe:" follows.
     Raises UserError for an unmatched brace, ${NAME} without WDS_NAME in the environment, too many tars.
@@ -149,9 +149,7 @@ def expand_braces(pattern: str) -> list[str]:
                 f"{redacted(part)}: set the environment variable {error.args[0]}, or write what it stands for"
             ) from None
         except ValueError:
-            raise UserError(
-                f"{redacted(part)}: a brace has no partner; patterns look like train-{{000..127}}.tar"
-            ) from None
+            raise UserError(f"{redacted(part)}: a brace has no partner; write it like train-{{000..127}}.tar") from None
         if part.startswith("${") and any(map(_SCHEME.match, expanded)):  # the text says whether it is a local path
             raise UserError(f"{redacted(part)}: write the scheme (such as s3://) before ${{NAME}}, not in the variable")
         locations += expanded
@@ -159,7 +157,7 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def _most_numbers(pattern: str) -> int:
-    """A lower bound of the number of locations, from its ranges."""
+    """Bound the number of locations from below, by its ranges."""
     spans = re.findall(r"\{(-?\d+)\.\.(-?\d+)\}", pattern)
     if any(len(number) > 18 for span in spans for number in span):
         return _MOST_LOCATIONS + 1

@@ -1,8 +1,8 @@
 """The manifest of a split: its shards, how many samples each holds, and the names of the classes.
 
-`FOLDER/manifest.json` lies beside the tars and is written last, so a folder with a manifest is complete. With it go the
-files that other tools look for: `sizes.json` (open_clip, webdataset) and, one folder up, `_info.json` (timm). Reading
-costs one small file and one `stat` per shard; digests are recorded, but not verified. Needs no torch.
+`FOLDER/manifest.json` is written last, so a folder with one is complete. With it go the files that other tools look
+for: `sizes.json` (open_clip, webdataset) and, one folder up, `_info.json` (timm). Reading costs one small file and one
+`stat` a shard; digests are not verified. Needs no torch.
 """
 
 from __future__ import annotations
@@ -82,10 +82,8 @@ class Manifest:
         For a shard without a digest, its name and size count instead of its bytes.
         """
         rows = PackedShards.of_shards(self.shards)
-        shards = list(rows.sha256)
-        if not all(shards):
-            names = zip(shards, rows.files, rows.num_bytes.tolist(), strict=True)
-            shards = [digest or f"{file}:{num_bytes}" for digest, file, num_bytes in names]
+        names = zip(rows.sha256, rows.files, rows.num_bytes.tolist(), strict=True)
+        shards = [sha256 or f"{file}:{num_bytes}" for sha256, file, num_bytes in names]
         labels = [] if self.labels == LabelSpec() else [[self.labels.text, self.labels.kind]]
         return hashlib.sha256(json.dumps([shards, self.classes, *labels]).encode()).hexdigest()[:32]
 
@@ -133,8 +131,7 @@ def read_manifest(folder: Path | str) -> Manifest:
     """Read and check `folder/manifest.json`.
 
     Raises UserError if the folder or the manifest is missing, broken, of another version or inconsistent, if a shard's
-    name leads outside the folder, or if a shard is missing or has another size. A shard may be a symbolic link to
-    anywhere, as in the caches of model hubs.
+    name leads outside the folder, or if a shard is missing or has another size. A shard may be a symbolic link.
     """
     manifest = load_manifest(folder)
     for damage in shard_files(manifest).damage.values():
@@ -143,7 +140,7 @@ def read_manifest(folder: Path | str) -> Manifest:
 
 
 def load_manifest(folder: Path | str) -> Manifest:
-    """As `read_manifest`, without a look at the shards."""
+    """Read the manifest as `read_manifest`, but do not look at the shards."""
     root = Path(folder)
     path = root / MANIFEST_FILE
     if not root.is_dir():
@@ -159,7 +156,7 @@ def load_manifest(folder: Path | str) -> Manifest:
 
 
 def parse_manifest(text: bytes, *, root: Path, name: str) -> Manifest:
-    """A manifest from its bytes; `name` is what messages call the file. Raises UserError as `read_manifest` does."""
+    """Parse a manifest; `name` is the file's in messages. Raises UserError as `read_manifest` does."""
     try:
         content = parse_json(text)
     except ValueError as error:
@@ -177,14 +174,14 @@ def parse_manifest(text: bytes, *, root: Path, name: str) -> Manifest:
 
 @dataclass(frozen=True)
 class ShardFiles:
-    """The files of a set's shards as they are found."""
+    """The state of a set's files."""
 
     damage: dict[int, str]  # number of a shard -> an error message, in order
     stamps: NDArray[np.int64]  # [shards, 2]: mtime, which can be set at will, and ctime, which cannot; -1: not there
 
 
 def shard_files(manifest: Manifest) -> ShardFiles:
-    """One `stat` for each shard: in turn if they are quick, in threads where each is a round trip over a network."""
+    """`stat` each shard: in turn if that is quick, in threads where each is a round trip over a network."""
     import numpy as np
 
     rows = PackedShards.of_shards(manifest.shards)
@@ -210,15 +207,13 @@ def shard_files(manifest: Manifest) -> ShardFiles:
     else:
         for start in starts[1:]:
             look(start)
-    unlike = np.flatnonzero(found[:, 0] != rows.num_bytes).tolist()
-    damage = {number: _damage(paths[number], int(found[number, 0]), wanted=wanted[number]) for number in unlike}
+    damage: dict[int, str] = {}
+    for at in np.flatnonzero(found[:, 0] != rows.num_bytes).tolist():
+        what = f"the shard has {found[at, 0]} bytes where the manifest says {wanted[at]}; copy it again"
+        if found[at, 0] < 0:
+            what = "the manifest names this shard but it is not there; copy it here"
+        damage[at] = f"{paths[at]}: {what} or {REMEDY}"
     return ShardFiles(damage, found[:, 1:].copy())
-
-
-def _damage(path: str, num_bytes: int, *, wanted: int) -> str:
-    if num_bytes < 0:
-        return f"{path}: the manifest names this shard but it is not there; copy it here or {REMEDY}"
-    return f"{path}: the shard has {num_bytes} bytes where the manifest says {wanted}; copy it again or {REMEDY}"
 
 
 def _parse(root: Path, content: dict[str, Any]) -> Manifest:
@@ -238,7 +233,7 @@ def _parse(root: Path, content: dict[str, Any]) -> Manifest:
         shards=shards,
         source=_typed(content, "source", str),
         labels=_labels(content),
-        without_matches_of=tuple(_texts(content, "without_matches_of")),
+        without_matches_of=_texts(content.get("without_matches_of", [])),
     )
     if content["label_map"] != manifest.label_map:
         raise ValueError("'label_map' contradicts 'classes'")
@@ -248,8 +243,7 @@ def _parse(root: Path, content: dict[str, Any]) -> Manifest:
 
 
 def _shards(entries: list[Any]) -> PackedShards:
-    """Checked as whole columns where all is as `write_manifest` has it, which takes a fifth of the time; else one by
-    one."""
+    """Check whole columns where all is as `write_manifest` has it, in a fifth of the time; else one by one."""
     names = ("file", "num_samples", "num_bytes", "sha256")
     kinds = [dict, str, int, int, str]
     try:
@@ -261,14 +255,14 @@ def _shards(entries: list[Any]) -> PackedShards:
         counts = num_samples + num_bytes
         is_plain = all(map(_PLAIN_FILE.fullmatch, files)) and "".join(digests).isascii()
         if is_plain and min(counts) >= 0 and max(counts) <= _MOST:
-            return PackedShards.of(files, num_samples=num_samples, num_bytes=num_bytes, sha256=digests)
+            return PackedShards.of(files, num_samples, num_bytes, digests)
     return PackedShards.of_shards(
         [
             Shard(
-                file=_inside(_typed(entry, "file", str)),
-                num_samples=_count(entry, "num_samples"),
-                num_bytes=_count(entry, "num_bytes"),
-                sha256=_typed(entry, "sha256", str),
+                _inside(_typed(entry, "file", str)),
+                _count(entry, "num_samples"),
+                _count(entry, "num_bytes"),
+                _typed(entry, "sha256", str),
             )
             for entry in entries
         ]
@@ -283,16 +277,14 @@ def _typed(content: dict[str, Any], key: str, kind: type) -> Any:
     return _text(content[key]) if kind is str else content[key]
 
 
-def _texts(content: dict[str, Any], key: str) -> list[str]:
-    """A list that may be missing."""
-    found = _typed(content, key, list) if key in content else []
-    if not all(isinstance(each, str) for each in found):
-        raise TypeError(f"'{key}' is not a list of text")
-    return [_text(each) for each in found]
+def _texts(found: Any) -> tuple[str, ...]:
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise TypeError("'without_matches_of' is not a list of text")
+    return tuple(map(_text, found))
 
 
 def _text(text: str) -> str:
-    """JSON can hold lone surrogates, which can be neither printed nor encoded."""
+    """Refuse lone surrogates, which JSON can hold but which can be neither printed nor encoded."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,13 +1,13 @@
-"""The table of one tar's samples in memory, and its binary form on disk.
+"""The table of one tar's samples, 40 bytes and a key each, and its binary form on disk.
 
-40 bytes per sample, and its key, so a reader can hold the tables of a hundred shards. The binary form (numpy's .npz,
-without pickle) loads in a millisecond and holds any key; `tar_index` has the text form that other tools read.
+The binary form (.npz without pickle) loads in a millisecond and holds any key; `tar_index` has the text form that other
+tools read.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,39 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.durable import replaced
+from data_shards.shards.texts import Texts
 
 MOST_TAR_BYTES = 1 << 62  # twice that still fits into 64 bits
 
 _ARRAYS = ("image_offset", "image_size", "label_offset", "label_size")
-
-
-class Texts:
-    """Many short texts in one piece of memory; a Python list of them takes 60 bytes more for each."""
-
-    def __init__(self, data: bytes, ends: NDArray[np.int64]) -> None:
-        self.data = data
-        self.ends = ends
-
-    @classmethod
-    def of(cls, texts: Iterable[str]) -> Texts:
-        """Any texts, including file names that are not UTF-8 (with `os.fsdecode`'s surrogates)."""
-        parts = [text.encode("utf-8", "surrogateescape") for text in texts]
-        return cls(b"".join(parts), np.cumsum([len(part) for part in parts], dtype=np.int64))
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __getitem__(self, number: int) -> str:
-        if not 0 <= number < len(self):
-            raise IndexError(number)
-        start = int(self.ends[number - 1]) if number else 0
-        return self.data[start : int(self.ends[number])].decode("utf-8", "surrogateescape")
-
-    def __iter__(self) -> Iterator[str]:
-        start = 0
-        for end in self.ends.tolist():
-            yield self.data[start:end].decode("utf-8", "surrogateescape")
-            start = end
 
 
 @dataclass(frozen=True)
@@ -66,7 +38,7 @@ class ShardIndex:
 
     @property
     def end(self) -> int:
-        """The byte after the last that any sample needs; 0 without samples."""
+        """End of the last byte that any sample needs; 0 without samples."""
         ends = (self.image_offset + self.image_size, self.label_offset + self.label_size)
         return max((int(end.max()) for end in ends if len(end)), default=0)
 
@@ -77,8 +49,12 @@ class ShardIndex:
     def take(self, rows: Sequence[int]) -> ShardIndex:
         if len(rows) == len(self):
             return self
-        keys, extensions = (Texts.of(each[row] for row in rows) for each in (self.keys, self.image_extension))
-        return ShardIndex(keys, extensions, *(getattr(self, name)[np.array(rows, dtype=int)] for name in _ARRAYS))
+        keys, extensions = list(self.keys), list(self.image_extension)
+        return ShardIndex(
+            Texts.of(keys[row] for row in rows),
+            Texts.of(extensions[row] for row in rows),
+            *(getattr(self, name)[np.array(rows, dtype=int)] for name in _ARRAYS),
+        )
 
     @property
     def is_ascending(self) -> bool:
@@ -86,7 +62,7 @@ class ShardIndex:
 
 
 def default_index_folder() -> Path:
-    """In the user's cache folder (freedesktop.org's base directories)."""
+    """`indexes` in the user's cache folder (freedesktop.org's base directories)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardvit" / "indexes"
 
 
@@ -96,9 +72,9 @@ def save_index(index: ShardIndex, path: Path, *, note: str = "") -> None:
         np.savez(
             stream,
             note=np.frombuffer(note.encode(), dtype=np.uint8),
-            keys=np.frombuffer(index.keys.data, dtype=np.uint8),
+            keys=index.keys.blob,
             key_ends=index.keys.ends,
-            extensions=np.frombuffer(index.image_extension.data, dtype=np.uint8),
+            extensions=index.image_extension.blob,
             extension_ends=index.image_extension.ends,
             **{name: getattr(index, name) for name in _ARRAYS},
         )
@@ -117,8 +93,8 @@ def load_index(path: Path) -> ShardIndex:
         if (np.diff(ends, prepend=0) < 0).any() or (len(ends) and ends[-1] != len(content[f"{name}s"])):
             raise ValueError(f"its {name}s do not fit together")
     return ShardIndex(
-        Texts(content["keys"].tobytes(), content["key_ends"]),
-        Texts(content["extensions"].tobytes(), content["extension_ends"]),
+        Texts(np.frombuffer(content["keys"].tobytes(), np.uint8), content["key_ends"]),
+        Texts(np.frombuffer(content["extensions"].tobytes(), np.uint8), content["extension_ends"]),
         *(content[name] for name in _ARRAYS),
     )
 
@@ -129,7 +105,7 @@ def load_note(path: Path) -> str:
 
 
 def read_arrays(path: Path, names: list[str]) -> dict[str, NDArray[np.int64]]:
-    """These arrays of a .npz file; ValueError: it is broken, or lacks one."""
+    """Read arrays of a .npz file; ValueError: it is broken, or lacks one."""
     with open(path, "rb") as stream:  # np.load() would leave a broken file open
         try:
             arrays = np.load(stream, allow_pickle=False)

@@ -1,6 +1,6 @@
-"""The shards of opened sets that have a manifest, as columns; a `ShardEntry` is made when somebody asks for one.
+"""The shards of an opened set: one entry each, or columns for sets with a manifest, 13 MB for 10^5 shards, not 100.
 
-Picklable, and its arrays are all that is large in it: 13 MB for 10^5 shards, where entries take 100 MB.
+Picklable; NumPy is imported with the first table.
 """
 
 from __future__ import annotations
@@ -8,19 +8,69 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import overload
-
-import numpy as np
-from numpy.typing import NDArray
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, overload
 
 from data_shards.shards.labels import LabelSpec
 from data_shards.shards.location import join, redacted
 from data_shards.shards.manifest import MANIFEST_FILE
-from data_shards.shards.packed_shards import PackedShards, in_range
-from data_shards.shards.shard_set import ColumnShards, Portion, ShardEntry, ShardRows
+from data_shards.shards.packed_shards import PackedShards
+from data_shards.vocabulary import PartName
 
-_PIECE = 1024  # entries in the making
-UNKNOWN = -1  # times of a file that is not there, or not local
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+_BLOCK = 1024  # entries converted at once: a number of an array alone takes as long as fifty in a list
+_UNKNOWN = -1  # times of a file that is missing or not local
+
+
+@dataclass(frozen=True)
+class Portion:
+    """One of the two parts of a set (see `holdout`); `hold_out` is the held-out one's share, 0 to 1."""
+
+    which: PartName
+    hold_out: float
+
+    def describe(self) -> str:
+        return f"{'' if self.which == 'held_out' else 'all but '}{100 * self.hold_out:g} % held out"
+
+
+@dataclass(frozen=True)
+class ShardRows:
+    """The samples of a tar that are in one part of its set; see `holdout.rows_of`."""
+
+    number: int  # of the shard in the whole set
+    stored: int  # samples in the tar
+    held_out: int  # samples held out
+    which: PartName
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """One tar of a set.
+
+    `state` is "damaged" if the shard did not match the manifest on opening, and that was tolerated. `stamp` (times or
+    the store's ETag on opening) changes when the file is written; "": unknown.
+    """
+
+    url: str  # an absolute local path, a URL that fsspec opens, or "pipe:COMMAND"
+    name: str  # for messages; has no credentials
+    num_samples: int  # used samples
+    num_bytes: int | None  # the tar's size; None: unknown
+    sha256: str  # digest of all its bytes; "": unknown
+    index: Path | None  # a local index file; None: beside the tar, or built from it
+    labels: LabelSpec
+    state: Literal["whole", "damaged"] = "whole"
+    stamp: str = ""
+    index_digest: str = ""  # of the keys, image sizes and labels of a tar without a manifest
+    pixels_digest: str = ""  # of the first bytes of a few images; "": its index is older than this
+    subset: ShardRows | None = None  # None: all samples are used
+
+    @property
+    def stored_samples(self) -> int:
+        """Samples in the tar, used or not."""
+        return self.num_samples if self.subset is None else self.subset.stored
 
 
 @dataclass(frozen=True)
@@ -28,20 +78,23 @@ class TableSource:
     """What the shards of one set have in common."""
 
     folder: str  # absolute, or a URL
-    shown_folder: str | None  # what messages call a local folder; None: it is a URL
-    labels: LabelSpec  # which member of a sample is its label
+    shown_folder: str | None  # a local folder's name in messages; None: it is a URL
+    labels: LabelSpec
     num_shards: int
-    portion: Portion | None = None  # the part of it that is used
+    portion: Portion | None = None  # None: all of it
 
 
 @dataclass(frozen=True, eq=False)
-class ShardTable(ColumnShards):
-    """The shards of one set after another; arrays are [shards], `stamps` is [shards, 2]: mtime and ctime in ns."""
+class ShardTable(Sequence[ShardEntry]):
+    """The shards of one set after another; arrays are [shards], `stamps` [shards, 2]: mtime and ctime in ns.
+
+    Equal to the same entries in a tuple.
+    """
 
     sources: tuple[TableSource, ...]
     rows: PackedShards  # as the manifests list them
-    sample_counts: NDArray[np.int64]  # in the parts that are used
-    held_out: NDArray[np.int64]  # samples of each shard, where there is a portion; else 0
+    sample_counts: NDArray[np.int64]  # used samples
+    held_out: NDArray[np.int64]  # held-out samples; 0 without a portion
     damaged: NDArray[np.bool_]  # did not match the manifest on opening
     stamps: NDArray[np.int64]
 
@@ -54,11 +107,12 @@ class ShardTable(ColumnShards):
         damaged: Sequence[int] = (),
         stamps: NDArray[np.int64] | None = None,
     ) -> ShardTable:
-        """A whole set; `damaged` are numbers of shards."""
-        is_damaged = np.zeros(len(rows), np.bool_)
-        is_damaged[list(damaged)] = True
+        """Make the table of a whole set; `damaged` are numbers of shards."""
+        import numpy as np
+
         if stamps is None:
-            stamps = np.broadcast_to(np.int64(UNKNOWN), (len(rows), 2))
+            stamps = np.broadcast_to(np.int64(_UNKNOWN), (len(rows), 2))
+        is_damaged = np.isin(np.arange(len(rows)), np.array(damaged, np.int64))
         return cls((source,), rows, rows.num_samples, np.zeros(len(rows), np.int64), is_damaged, stamps)
 
     def __len__(self) -> int:
@@ -69,22 +123,26 @@ class ShardTable(ColumnShards):
     @overload
     def __getitem__(self, number: slice) -> tuple[ShardEntry, ...]: ...
     def __getitem__(self, number: int | slice) -> ShardEntry | tuple[ShardEntry, ...]:
-        if isinstance(number, slice):
-            return tuple(self[each] for each in range(*number.indices(len(self))))
-        number = in_range(number, len(self))
-        return next(self._entries(number, number + 1))
+        numbers = range(len(self))[number]
+        if isinstance(numbers, int):
+            return next(self._entries(numbers, numbers + 1))
+        return tuple(self[each] for each in numbers)
 
     def __iter__(self) -> Iterator[ShardEntry]:
         return self._entries(0, len(self))
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
     def _entries(self, start: int, stop: int) -> Iterator[ShardEntry]:
-        """Read in pieces: a number of an array alone takes as long as fifty in a list."""
         first = 0
         for source in self.sources:
             end = first + source.num_shards
-            for at in range(max(start, first), min(stop, end), _PIECE):
-                part = slice(at, min(stop, end, at + _PIECE))
-                yield from self._of_source(source, part, first=first)
+            for at in range(max(start, first), min(stop, end), _BLOCK):
+                yield from self._of_source(source, slice(at, min(stop, end, at + _BLOCK)), first=first)
             first = end
 
     def _of_source(self, source: TableSource, part: slice, *, first: int) -> Iterator[ShardEntry]:
@@ -98,21 +156,17 @@ class ShardTable(ColumnShards):
                 url, name = os.path.join(source.folder, row.file), os.path.join(source.shown_folder, row.file)
             portion = source.portion
             yield ShardEntry(
-                url,
-                name,
-                count,
-                row.num_bytes,
-                row.sha256,
+                *(url, name, count, row.num_bytes, row.sha256),
                 index=None,
                 labels=source.labels,
                 state="damaged" if damaged else "whole",
-                stamp="" if mtime == UNKNOWN else f"{mtime} {ctime}",
+                stamp="" if mtime == _UNKNOWN else f"{mtime} {ctime}",
                 subset=portion and ShardRows(number, stored=row.num_samples, held_out=held_out, which=portion.which),
             )
 
     @property
     def landmarks(self) -> list[str]:
-        """Of each local set its manifest, its first shard and its last: files that tell one disk from another."""
+        """The manifest, first and last shard of each local set: files that tell one disk from another."""
         files: list[str] = []
         first = 0
         for source in self.sources:
@@ -122,32 +176,16 @@ class ShardTable(ColumnShards):
             first += source.num_shards
         return files
 
-    @property
-    def sizes(self) -> list[int]:
-        return self.sample_counts.tolist()
-
-    @property
-    def num_bytes(self) -> int:
-        return int(self.rows.num_bytes.sum())
-
-    @property
-    def is_local(self) -> bool:
-        return all(source.shown_folder is not None for source in self.sources)
-
-    @property
-    def is_multi_label(self) -> bool:
-        return any(source.labels.kind == "multi" for source in self.sources)
-
-    @property
-    def damaged_numbers(self) -> list[int]:
-        return np.flatnonzero(self.damaged).tolist()
-
     def with_damaged(self, numbers: Sequence[int]) -> ShardTable:
-        damaged = np.zeros(len(self), np.bool_)
-        damaged[list(numbers)] = True
-        return replace(self, damaged=damaged)
+        """Replace which shards are damaged."""
+        import numpy as np
+
+        return replace(self, damaged=np.isin(np.arange(len(self)), np.array(numbers, np.int64)))
 
     def take_portion(self, portion: Portion, *, held_out: Sequence[int]) -> ShardTable:
+        """Take one part of the set, given how many samples of each shard are held out."""
+        import numpy as np
+
         assert len(self.sources) == 1, "sets are mixed after their portions were taken"
         counts = np.array(held_out, np.int64)
         return replace(
@@ -157,14 +195,14 @@ class ShardTable(ColumnShards):
             held_out=counts,
         )
 
-    def join(self, others: Sequence[ColumnShards]) -> ShardTable:
-        tables = [self, *(other for other in others if isinstance(other, ShardTable))]
-        assert len(tables) == 1 + len(others), "one kind of columns"
+    @staticmethod
+    def join(tables: Sequence[ShardTable]) -> ShardTable:
+        """Lay tables end to end."""
+        import numpy as np
+
+        columns = ("sample_counts", "held_out", "damaged", "stamps")
         return ShardTable(
             tuple(source for table in tables for source in table.sources),
             PackedShards.join([table.rows for table in tables]),
-            *(
-                np.concatenate([getattr(table, name) for table in tables])
-                for name in ("sample_counts", "held_out", "damaged", "stamps")
-            ),
+            *(np.concatenate([getattr(table, name) for table in tables]) for name in columns),
         )

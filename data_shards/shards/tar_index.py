@@ -1,9 +1,8 @@
-"""Where each sample of a tar lies, so that reading a sample is one `pread` instead of a walk through the tar.
+"""Index the samples of a tar, so that reading one is one `pread` instead of a walk through the tar.
 
-The index is kept beside the tar as NAME.idx, in the text form of DALI's `wds2idx` (version v1.2: a header with the
-number of samples, then one line per sample with "extension offset size member" for each part). Building takes one pass
-over the headers (about 10 µs a sample), reading 3 µs a sample. Samples are grouped as webdataset does; only the image
-and the label (`cls`, `json` or `txt`) are indexed.
+The index is kept beside the tar as NAME.idx, in the text form of DALI's `wds2idx` (v1.2: a header with the number of
+samples, then a line each with "extension offset size member" for each part). Building takes one pass over the headers
+(10 µs a sample), reading 3 µs a sample. Samples are grouped as webdataset does; only image and label are indexed.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from data_shards.errors import UserError
-from data_shards.shards.shard_index import MOST_TAR_BYTES, ShardIndex, Texts, load_index
+from data_shards.shards.shard_index import MOST_TAR_BYTES, ShardIndex, load_index
 from data_shards.shards.tar_walk import TarDamage, walk_tar
+from data_shards.shards.texts import Texts
 from data_shards.shards.webdataset_parts import split_name
 from data_shards.text import one_line
 from data_shards.vocabulary import LabelPart
@@ -32,7 +32,7 @@ _PLAIN_DIGITS = 18  # of a number that surely fits
 class ReadableIndex:
     """The usable part of a tar; `damage` says what is wrong and at which byte, and nothing after it is indexed."""
 
-    index: ShardIndex  # the samples that are whole
+    index: ShardIndex  # of whole samples
     damage: str
     left_out: tuple[tuple[str, str], ...]  # (key, reason) of samples that lack an image or a label, or have several
 
@@ -68,7 +68,7 @@ def build_index(tar_path: Path | str, *, label: LabelPart = "cls", name: str = "
 
 
 def readable_index(tar_path: Path | str, *, label: LabelPart = "cls", name: str = "") -> ReadableIndex:
-    """As `build_index`, but the usable part of a damaged tar too; raises UserError only if it cannot be read."""
+    """Index the usable part of a tar that may be damaged; raises UserError only if it cannot be read."""
     try:
         descriptor = os.open(tar_path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -84,7 +84,7 @@ def readable_index(tar_path: Path | str, *, label: LabelPart = "cls", name: str 
 
 
 def readable_open(descriptor: int, *, label: LabelPart) -> ReadableIndex:
-    """As `readable_index`, for an open tar; raises OSError if it cannot be read."""
+    """Index the usable part of an open tar; raises OSError if it cannot be read."""
     samples: list[_Sample] = []
     damage = ""
     last_key = None
@@ -109,13 +109,9 @@ def write_index(index: ShardIndex, path: Path | str, *, label: LabelPart = "cls"
     lines = [f"{_VERSION} {len(index)}"]
     for i, key in enumerate(index.keys):
         if re.search(r"\s", key):
-            raise UserError(
-                f"{path}: the key {key!r} has white space in it, which an index file cannot hold; rename it"
-            )
-        parts = [
-            (int(index.image_offset[i]), int(index.image_size[i]), index.image_extension[i]),
-            (int(index.label_offset[i]), int(index.label_size[i]), label),
-        ]
+            raise UserError(f"{path}: the key {key!r} has white space in it, which an index cannot hold; rename it")
+        image_offset, image_size, label_offset, label_size = index.places(i)
+        parts = [(image_offset, image_size, index.image_extension[i]), (label_offset, label_size, label)]
         lines.append(" ".join(f"{ext} {offset} {size} {key}.{ext}" for offset, size, ext in sorted(parts)))
     Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -151,7 +147,7 @@ def read_index(path: Path | str, *, label: LabelPart = "cls") -> ShardIndex:
 def open_index(
     tar_path: Path | str, *, label: LabelPart = "cls", index: Path | None = None, name: str = ""
 ) -> ShardIndex:
-    """The index in the file `index` or beside the tar, otherwise one built from the tar (and not written).
+    """Read the index in the file `index` or beside the tar, else build one from the tar (and do not write it).
 
     Raises UserError as `read_index` and `build_index` do, and if the index points behind the tar's end.
     """
@@ -169,8 +165,7 @@ def open_index(
 
 
 def _plain_table(lines: list[str], *, label: LabelPart) -> ShardIndex | None:
-    """The table of an index whose lines all have a label and an image, or all the other way round, and nothing else:
-    in a third of the time. None for any other, whole or not, which `_parse_line` is for."""
+    """Parse an index in a third of the time if all lines have label and image alone, in one order; else None."""
     fields = " ".join(lines).split()
     if len(fields) != 8 * len(lines) or any(line.count(" ") != 7 for line in lines):
         return None
@@ -228,11 +223,6 @@ def _chosen(
 
 
 def _table(samples: list[tuple[str, _Part, _Part]]) -> ShardIndex:
-    positions = np.array(
-        [(image.offset, image.size, label.offset, label.size) for _, image, label in samples], dtype=np.int64
-    ).reshape(-1, 4)
-    return ShardIndex(
-        Texts.of(key for key, _, _ in samples),
-        Texts.of(image.extension for _, image, _ in samples),
-        *np.ascontiguousarray(positions.T),
-    )
+    positions = np.array([(*image[1:], *label[1:]) for _, image, label in samples], dtype=np.int64).reshape(-1, 4)
+    keys, extensions = Texts.of(key for key, _, _ in samples), Texts.of(image.extension for _, image, _ in samples)
+    return ShardIndex(keys, extensions, *np.ascontiguousarray(positions.T))

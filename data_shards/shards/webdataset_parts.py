@@ -1,7 +1,7 @@
-"""The one place that imports webdataset, on first use.
+"""Import webdataset on first use, without torch (3 s, 600 MB) in processes that have not loaded it.
 
-`import webdataset` imports torch (3 s, 600 MB), only for the base classes of its pipelines. A process without torch
-gets its modules for tars, names and URLs from a package of another name, whose `pytorch` module is empty: 0.1 s.
+webdataset needs torch only for the base classes of its pipelines. Its modules for tars, names and URLs are loaded as a
+package of another name, whose `pytorch` module is empty: 0.1 s.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def tar_writer(stream: _Writable) -> Any:
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """(key, extension) of a tar member by webdataset's rule, cut at the first dot of the file's name; or None.
+    """Split a tar member's name into (key, extension) by webdataset's rule, at the first dot of the file's name.
 
     None for a name without a dot, a hidden file (webdataset takes a Mac's "d/._x.jpg" for a part of a sample "d/"), or
     __SO__, its mark for metadata.
@@ -64,7 +64,7 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 def expand_urls(pattern: str) -> list[str]:
-    """The URLs of one pattern: braces, and ${NAME} from the environment's WDS_NAME; in a pipe ${NAME} is the shell's.
+    """Expand braces, and ${NAME} from the environment's WDS_NAME; in a pipe ${NAME} is the shell's.
 
     Raises ValueError for an unmatched brace, KeyError if the environment has no WDS_NAME.
     """

@@ -1,11 +1,10 @@
-"""Remote shards as files of this node: complete or absent, shared by all its processes, within a size limit.
+"""Cache remote shards as files of this node: complete or absent, shared by its processes, within a size limit.
 
-A shard is written as NAME.tar.part by the process that holds that file's lock (flock, which the kernel releases when
-the process ends), with its space reserved first; the rename to NAME.tar makes it visible once it is verified and on the
-disk. Above the limit the least recently used shard is removed, by the mtime that a reader refreshes with `touch`;
-readers keep it open (`is_evicted`), and it takes up space until they close it. Files in progress and indexes count.
-Each download costs a lock and a listing of the folder: a few milliseconds for a thousand shards. The folder must be on
-a local disk: the locks are those of one node.
+NAME.tar.part is written by the holder of its lock (flock, which the kernel releases when the process ends), its space
+reserved first; verified and flushed, it is renamed to NAME.tar. Above the limit the least recently used shard goes, by
+the mtime that a reader refreshes with `touch`; its space is free once its readers close it. Only files with our own
+names are seen or removed: the folder may be a user's home. It must be on a local disk: the locks are those of one node.
+A download costs a lock and a listing of the folder, a few milliseconds for a thousand shards.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,23 +25,17 @@ from typing import Literal
 from data_shards.control_groups import user_name
 from data_shards.errors import UserError
 from data_shards.shards.shard_index import ShardIndex, load_index, save_index
-from data_shards.store.cache_folder import (
-    PART,
-    TAR,
-    CachedFile,
-    Evict,
-    files_in,
-    is_at,
-    remove,
-    touch,
-    try_lock,
-    victims,
-)
 from data_shards.store.download import StoreError
 from data_shards.store.remote_errors import DownloadStopped, Stop, Transient
 from data_shards.text import show_bytes
 
-_GROWTH_BYTES = 64 * 2**20  # reserved at once, at most, where the size is not known beforehand
+Evict = Literal["any", "idle"]
+
+IDLE_SECONDS = 30.0  # untouched for so long, a shard is neither in use nor about to be
+TOUCH_SECONDS = 5.0  # how often a shard in use, or prefetched, needs `touch`
+_TAR, _PART = ".tar", ".tar.part"
+_OURS = re.compile(r"\.?[\w.+-]*-[0-9a-f]{32}(\.tar|\.tar\.part|\.[a-z]+\.npz|\.[a-z]+\.npz\.\d+\.tmp)")
+_GROWTH_BYTES = 64 * 2**20  # reserved at once, at most, for a shard of unknown size
 _POLL_SECONDS = 0.05
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _CANNOT_RESERVE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
@@ -51,7 +45,7 @@ _FULL_POLLS = {"evicted": 10**9, "busy": 300, "nothing": 30}
 
 
 def default_cache_folder() -> Path:
-    """In the folder for temporary files ($TMPDIR or /tmp), one for each user."""
+    """The user's own in the folder for temporary files ($TMPDIR or /tmp)."""
     return Path(tempfile.gettempdir()) / f"shardvit-cache-{user_name()}"
 
 
@@ -63,8 +57,28 @@ class CacheConfig:
     limit_bytes: int = 50 * 10**9
 
 
-class NoRoom(Exception):
+class CacheFull(Exception):
     """Nothing can be evicted now."""
+
+
+def is_evicted(descriptor: int) -> bool:
+    """Whether an open shard was removed from the cache: closing it frees its bytes."""
+    return os.fstat(descriptor).st_nlink == 0
+
+
+def touch(descriptor: int) -> None:
+    """Mark an open shard as in use now; a microsecond or two."""
+    with contextlib.suppress(PermissionError):  # a cache that another user has filled
+        os.utime(descriptor)
+
+
+@dataclass(frozen=True)
+class _CachedFile:
+    path: Path
+    stem: str  # the shard's name
+    kind: str  # "tar", "part" (a tar in progress), "npz" (an index) or "tmp"
+    num_bytes: int
+    modified: float  # seconds since 1970
 
 
 class Cache:
@@ -74,8 +88,8 @@ class Cache:
         self.config = config
 
     def open(self, name: str, *, num_bytes: int | None) -> int | None:
-        """A descriptor of a complete shard, marked as in use; None if it is not cached."""
-        path = self._path(name + TAR)
+        """Open a complete shard and mark it as in use; None if it is not cached."""
+        path = self._path(name + _TAR)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -91,20 +105,20 @@ class Cache:
 
     def begin(self, name: str, *, evict: Evict, stop: Stop = lambda: False) -> PartialShard | None:
         """Become the writer of a shard; None while another process, or thread, is."""
-        path = self._path(name + PART)
+        path = self._path(name + _PART)
         try:
             self.config.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise self.unusable(error) from None
         # Check after locking: the file may have been renamed or removed between opening and locking.
-        if try_lock(descriptor) and is_at(descriptor, path):
+        if _try_lock(descriptor) and _is_at(descriptor, path):
             return PartialShard(self, descriptor, name=name, evict=evict, stop=stop)
         os.close(descriptor)
         return None
 
     def load_index(self, name: str, *, label: str) -> ShardIndex | None:
-        path = self._index_path(name, label)
+        path = self._path(f"{name}.{label}.npz")
         try:
             return load_index(path)
         except FileNotFoundError:
@@ -114,12 +128,12 @@ class Cache:
             return None
 
     def save_index(self, index: ShardIndex, name: str, *, label: str, evict: Evict) -> None:
-        """Keep an index beside its cached or partial shard; without room for it, it is not kept."""
-        path = self._index_path(name, label)
+        """Keep an index beside its cached or partial shard, if there is room for it."""
+        path = self._path(f"{name}.{label}.npz")
         try:
             save_index(index, path)
             with self.locked():
-                files = files_in(self.config.folder)
+                files = self.files()
                 others = [file for file in files if file.stem != name]
                 if not self.evict_bytes(sum(file.num_bytes for file in files), others, evict=evict):
                     path.unlink(missing_ok=True)
@@ -129,25 +143,44 @@ class Cache:
     def evict_one(self, part: Path, *, evict: Evict) -> Literal["evicted", "busy", "nothing"]:
         """Remove one shard to make room for `part`; "busy": there is none yet, but downloads are running."""
         with self.locked():
-            others = [file for file in files_in(self.config.folder) if file.path != part]
-            victim = next(victims(others, evict=evict), None)
+            others = [file for file in self.files() if file.path != part]
+            victim = next(iter(_victims(others, evict=evict)), None)
             if victim is None:
                 return "busy" if any(file.kind == "part" for file in others) else "nothing"
-            remove(victim, others)
+            _remove(victim, others)
         return "evicted"
 
-    def evict_bytes(self, total_bytes: int, files: list[CachedFile], *, evict: Evict) -> bool:
-        """Remove shards until `total_bytes` is within the limit; whether it is. Needs the folder's lock."""
-        candidates = victims(files, evict=evict)
-        while total_bytes > self.config.limit_bytes:
-            victim = next(candidates, None)
-            if victim is None:
-                return False
-            total_bytes -= remove(victim, files)
-        return True
+    def evict_bytes(self, total_bytes: int, files: list[_CachedFile], *, evict: Evict) -> bool:
+        """Remove shards until `total_bytes` is within the limit; False if it cannot be. Needs the folder's lock."""
+        for victim in _victims(files, evict=evict):
+            if total_bytes <= self.config.limit_bytes:
+                return True
+            total_bytes -= _remove(victim, files)
+        return total_bytes <= self.config.limit_bytes
+
+    def files(self) -> list[_CachedFile]:
+        """List our files, after removing stale ones of dead processes; needs the folder's lock."""
+        files: list[_CachedFile] = []
+        with os.scandir(self.config.folder) as entries:
+            for entry in entries:
+                if (match := _OURS.fullmatch(entry.name)) is None:
+                    continue
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    kind = {_TAR: "tar", _PART: "part"}.get(match[1]) or entry.name.rpartition(".")[2]
+                    stem = entry.name.removesuffix(match[1])
+                    file = _CachedFile(Path(entry.path), stem, kind, status.st_size, status.st_mtime)
+                    if not _removed_as_stale(file):
+                        files.append(file)
+        present = {file.stem for file in files if file.kind in ("tar", "part")}
+        for orphan in [file for file in files if file.kind == "npz" and file.stem not in present]:
+            orphan.path.unlink(missing_ok=True)
+            files.remove(orphan)
+        return files
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
+        """Hold the folder's lock, which decisions over other processes' files need."""
         descriptor = os.open(self._path("cache.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -157,9 +190,6 @@ class Cache:
 
     def _path(self, file: str) -> Path:
         return self.config.folder / file
-
-    def _index_path(self, name: str, label: str) -> Path:
-        return self._path(f"{name}.{label}.npz")
 
     def unusable(self, error: OSError) -> UserError:
         return UserError(
@@ -174,7 +204,7 @@ class PartialShard:
     `begin` and `write` raise:
         UserError: the shard is larger than the limit, or the folder cannot be used.
         StoreError: the disk is full, and nothing can be evicted, or readers keep it open for 15 seconds.
-        NoRoom: all shards are in use, and prefetching evicts none of those.
+        CacheFull: all shards are in use, and prefetching evicts none of those.
         Transient: there is no room at present.
         DownloadStopped: `stop` returned True.
     """
@@ -185,9 +215,8 @@ class PartialShard:
         self._stop = stop
         self._limit_bytes = cache.config.limit_bytes
         self._done = self._reserved = 0
-        self._growth = max(1, min(_GROWTH_BYTES, self._limit_bytes // 8))
-        self._wanted = self._growth
-        self.path = cache.config.folder / (name + PART)
+        self._wanted = self._growth = max(1, min(_GROWTH_BYTES, self._limit_bytes // 8))
+        self.path = cache.config.folder / (name + _PART)
 
     def __enter__(self) -> PartialShard:
         return self
@@ -209,7 +238,7 @@ class PartialShard:
             try:
                 # Not waiting: two writers that hold some room and wait for more would deadlock.
                 self._reserve(self._wanted, may_wait=False)
-            except NoRoom:
+            except CacheFull:
                 if self._evict == "idle":
                     raise
                 raise Transient("the cache has no room for it at present") from None
@@ -234,8 +263,8 @@ class PartialShard:
         """Make it visible to all, also after a power failure; the caller must close the returned descriptor."""
         os.fsync(self._descriptor)
         os.utime(self._descriptor)
-        if is_at(self._descriptor, self.path):  # else the folder was cleared: as good as evicted
-            os.replace(self.path, self.path.with_name(self._name + TAR))
+        if _is_at(self._descriptor, self.path):  # else the folder was cleared: as good as evicted
+            os.replace(self.path, self.path.with_name(self._name + _TAR))
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         descriptor, self._descriptor = self._descriptor, -1
         return descriptor
@@ -258,16 +287,16 @@ class PartialShard:
                 os.ftruncate(self._descriptor, before)
                 next(relief)
             elif not may_wait:
-                raise NoRoom
+                raise CacheFull
             elif self._stop():
                 raise DownloadStopped
             else:
                 time.sleep(_POLL_SECONDS)  # for downloads of others, which can be evicted when they are done
 
     def _claim(self, upto_bytes: int) -> bool:
-        """Whether there is room; if so the file is lengthened, which is how other processes learn of the claim."""
+        """If there is room, lengthen the file, which is how other processes learn of the claim."""
         with self._cache.locked():
-            others = [file for file in files_in(self._cache.config.folder) if file.path != self.path]
+            others = [file for file in self._cache.files() if file.path != self.path]
             total_bytes = sum(file.num_bytes for file in others) + upto_bytes
             if not self._cache.evict_bytes(total_bytes, others, evict=self._evict):
                 return False
@@ -287,7 +316,7 @@ class PartialShard:
         return True
 
     def _relief(self, needed_bytes: int) -> Iterator[None]:
-        """Remedies for a full disk: each step evicts a shard, or waits for one; then the caller retries."""
+        """Relieve a full disk: each step evicts a shard, or waits for one; then the caller retries."""
         has_helped = False
         for steps in count(1):
             if self._stop():
@@ -296,7 +325,7 @@ class PartialShard:
                 time.sleep(_FULL_POLL_SECONDS)
             found = self._cache.evict_one(self.path, evict=self._evict)
             if found != "evicted" and self._evict == "idle":
-                raise NoRoom
+                raise CacheFull
             has_helped |= found != "nothing"
             if steps > _FULL_POLLS[found] or not has_helped:
                 raise StoreError(
@@ -305,3 +334,55 @@ class PartialShard:
                     f"another disk, or data.cache.limit below {show_bytes(self._limit_bytes)}"
                 )
             yield
+
+
+def _victims(files: list[_CachedFile], *, evict: Evict) -> list[_CachedFile]:
+    """Complete shards, least recently used first."""
+    latest = time.time() - IDLE_SECONDS if evict == "idle" else float("inf")
+    tars = [file for file in files if file.kind == "tar" and file.modified <= latest]
+    return sorted(tars, key=lambda file: file.modified)
+
+
+def _remove(victim: _CachedFile, files: list[_CachedFile]) -> int:
+    """Remove a shard and its indexes; returns their bytes."""
+    to_delete = [file for file in files if file.stem == victim.stem and file.kind in ("tar", "npz")]
+    for file in to_delete:
+        file.path.unlink(missing_ok=True)
+    return sum(file.num_bytes for file in to_delete)
+
+
+def _removed_as_stale(file: _CachedFile) -> bool:
+    """Remove the file if a dead process left it."""
+    if file.kind == "tmp" and time.time() - file.modified > IDLE_SECONDS:
+        file.path.unlink(missing_ok=True)
+        return True
+    if file.kind != "part":
+        return False
+    try:
+        descriptor = os.open(file.path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    try:
+        if not _try_lock(descriptor) or not _is_at(descriptor, file.path):
+            return False
+        file.path.unlink()
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Take the file's lock, which ends with the descriptor or the process, unless another holds it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether the open file is the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False

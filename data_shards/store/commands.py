@@ -1,8 +1,8 @@
-"""A program's output as a stream of bytes: `pipe:COMMAND`, and schemes of webdataset's `gopen` (ais, scp, ...).
+"""Stream a program's output: `pipe:COMMAND`, and schemes of webdataset's `gopen` (ais, scp, ...).
 
-A nonzero exit status is a failure even if bytes came. A program that writes nothing for too long is killed; a `pipe:`
-command with all its children, which gopen's own pipes do not do (nor do they tell a shell's status 141 from 0, nor keep
-stderr for the message). If an earlier command of a shell pipeline fails, only the tar's missing end shows it.
+A nonzero exit status is a failure even if bytes came. A program that writes nothing for too long is killed, a `pipe:`
+command with all its children. gopen's own pipes do not do that, take status 141 for 0, and lose stderr. If an earlier
+command of a shell pipeline fails, only the tar's missing end shows it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from data_shards.shards.location import PIPE, protocol, redact_text
 from data_shards.shards.webdataset_parts import part
-from data_shards.store.remote_errors import DownloadStopped, Refused, Stop, Transient, Wrong, translated
+from data_shards.store.remote_errors import DownloadStopped, Refused, Stop, Transient, Wrong, translate_errors
 from data_shards.working_folder import users_environment
 
 _PIECE_BYTES = 2**20
@@ -28,7 +28,7 @@ _SHELL_CANNOT_RUN = (126, 127)
 
 
 def pipe_pieces(url: str, *, stall_seconds: float, stop: Stop) -> Generator[bytes, None, None]:
-    """The output of a `pipe:` URL's command, which starts with the first piece and is killed on closing.
+    """Run a `pipe:` URL's command and yield its output; it starts with the first piece and is killed on closing.
 
     Raises while iterating:
         Wrong: the command failed; has the last line of its stderr.
@@ -59,8 +59,8 @@ def pipe_pieces(url: str, *, stall_seconds: float, stop: Stop) -> Generator[byte
 
 
 def gopen_pieces(url: str, *, stall_seconds: float, stop: Stop) -> Generator[bytes, None, None]:
-    """What `gopen` reads from `url`; raises as `pipe_pieces`. A handler that runs no program has its own timeouts."""
-    with translated():
+    """Yield what `gopen` reads; raises as `pipe_pieces`. A handler that runs no program has its own timeouts."""
+    with translate_errors():
         try:
             stream: Any = part("gopen").gopen(url, bufsize=0)
         except FileNotFoundError as error:
@@ -73,7 +73,7 @@ def gopen_pieces(url: str, *, stall_seconds: float, stop: Stop) -> Generator[byt
             while True:
                 if stop():
                     raise DownloadStopped
-                with translated():
+                with translate_errors():
                     piece = stream.read(_PIECE_BYTES)
                 if not piece:
                     return
@@ -88,7 +88,7 @@ def gopen_pieces(url: str, *, stall_seconds: float, stop: Stop) -> Generator[byt
 
 
 def _output(process: subprocess.Popen[bytes], *, stall_seconds: float, stop: Stop) -> Generator[bytes, None, None]:
-    """Until the program has closed its output and ended."""
+    """Read until the program has closed its output and ended."""
     assert process.stdout is not None
     last = time.monotonic()
     while True:

@@ -35,35 +35,25 @@ class MissingObject(StoreError):
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How long to retry.
+    """How long to retry."""
 
-    Args:
-        first_delay_seconds: the longest wait after the first failure; doubles with each further one.
-        most_delay_seconds: no wait is longer.
-        give_up_seconds: of failing in a row, waits included. 0: one attempt.
-        wrong_attempts: after wrong bytes or a failing command.
-        stall_timeout_seconds: without a byte, until a transfer counts as lost.
-    """
-
-    first_delay_seconds: float = 1.0
+    first_delay_seconds: float = 1.0  # longest wait after the first failure; doubles with each further one
     most_delay_seconds: float = 60.0
-    give_up_seconds: float = 600.0
-    wrong_attempts: int = 4
+    give_up_seconds: float = 600.0  # of failing in a row, waits included; 0: one attempt
+    wrong_attempts: int = 4  # after wrong bytes or a failing command
     connect_timeout_seconds: float = 20.0
-    stall_timeout_seconds: float = 60.0
+    stall_timeout_seconds: float = 60.0  # without a byte
 
 
 class ByteSink(Protocol):
-    """Where the bytes go."""
+    """Where the bytes go; `begin` discards what came so far, and `num_bytes` will come (None: unknown)."""
 
-    def begin(self, *, num_bytes: int | None) -> None:
-        """Discard what came so far; `num_bytes` will come (None: unknown)."""
-        ...
+    def begin(self, *, num_bytes: int | None) -> None: ...
 
     def write(self, piece: bytes) -> None: ...
 
 
-class Patience:
+class Backoff:
     """Counts the failures of one task, waits after each, and gives up in the end.
 
     The wait is drawn from [0, 1) of a limit that doubles ("full jitter", which best spreads the clients of a recovering
@@ -78,7 +68,7 @@ class Patience:
         self.progress()
 
     def progress(self) -> None:
-        """The task got further than before: restart the count."""
+        """Restart the count: the task got further than before."""
         self._failures, self._spent_seconds = 0, 0.0
         self._limit_seconds = self._policy.first_delay_seconds
 
@@ -106,7 +96,7 @@ class Patience:
                 f"{url}: {failure}{_times(self._failures)}: check the network and the server, "
                 "then run the same command again"
             )
-        if self._failures == 3:  # by now it is no hiccup, and the wait should not look like a hang
+        if self._failures == 3:  # no hiccup any more, and the wait should not look like a hang
             _log.warning("%s: %s; trying again", url, failure)
         self._sleep(delay)
 
@@ -121,17 +111,12 @@ class Downloads:
     def __init__(
         self, policy: RetryPolicy, *, sleep: Callable[[float], None] = time.sleep, commands: Commands = "refuse"
     ) -> None:
-        self.policy = policy
-        self._sleep = sleep
-        self._remotes = Remotes(
-            connect_seconds=policy.connect_timeout_seconds,
-            stall_seconds=policy.stall_timeout_seconds,
-            commands=commands,
-        )
+        self.policy, self._sleep = policy, sleep
+        self._remotes = Remotes(policy.connect_timeout_seconds, policy.stall_timeout_seconds, commands)
 
     def about(self, url: str, *, patiently: bool = True, stop: Stop = lambda: False) -> tuple[int | None, str]:
         """Size and fingerprint of an object (None and "" if unknown); arguments and errors as of `download`."""
-        patience = self._patience(url, patiently=patiently)
+        backoff = self._backoff(url, patiently=patiently)
         remote = self._remotes.object(url, stop=stop)
         while True:
             begun = time.monotonic()
@@ -139,7 +124,7 @@ class Downloads:
                 about = remote.about()
                 return about.num_bytes, about.fingerprint
             except Failure as failure:
-                patience.wait(failure, spent_seconds=time.monotonic() - begun)
+                backoff.wait(failure, spent_seconds=time.monotonic() - begun)
 
     def download(
         self,
@@ -153,14 +138,13 @@ class Downloads:
         patiently: bool = True,
         stop: Stop = lambda: False,
     ) -> None:
-        """All bytes of `url`, in order, into `sink`, which may restart several times; StoreError after the last
-        attempt.
+        """Write all bytes of `url`, in order, to `sink`, which may restart; StoreError after the last attempt.
 
         `num_bytes`, `sha256` and `fingerprint` must match unless None or ""; then `verify` is called, and a `Wrong`
         that it raises counts like a wrong digest. Without `patiently` there is one attempt. `stop` is asked several
         times a second; if True, DownloadStopped is raised.
         """
-        patience = self._patience(url, patiently=patiently)
+        backoff = self._backoff(url, patiently=patiently)
         remote = self._remotes.object(url, stop=stop)
         transfer = _Transfer(sink, num_bytes=num_bytes, sha256=sha256, fingerprint=fingerprint)
         furthest = 0
@@ -177,13 +161,13 @@ class Downloads:
                     transfer.forget()
                 if transfer.done > furthest and isinstance(failure, Transient):
                     furthest = transfer.done
-                    patience.progress()
-                patience.wait(failure, spent_seconds=time.monotonic() - begun)
+                    backoff.progress()
+                backoff.wait(failure, spent_seconds=time.monotonic() - begun)
 
-    def _patience(self, url: str, *, patiently: bool) -> Patience:
+    def _backoff(self, url: str, *, patiently: bool) -> Backoff:
         policy = self.policy if patiently else replace(self.policy, give_up_seconds=0.0, wrong_attempts=1)
         # A generator of its own: the jitter must differ between processes, and leave the global generator alone.
-        return Patience(url, policy=policy, sleep=self._sleep, draw=random.SystemRandom().random)
+        return Backoff(url, policy=policy, sleep=self._sleep, draw=random.SystemRandom().random)
 
 
 class _Transfer:
@@ -195,7 +179,7 @@ class _Transfer:
 
     def forget(self) -> None:
         self.done = 0
-        self._found = ""  # the fingerprint of the object that what came is of
+        self._found = ""  # fingerprint of the object whose bytes came
         self._digest = hashlib.sha256()
 
     def attempt(self, remote: Output | Stored) -> None:
@@ -212,13 +196,15 @@ class _Transfer:
         begin = self.done
         # With a digest to decide, the machines of one server may each have a fingerprint of their own.
         asked = replace(about, fingerprint="") if self._sha256 else about
-        range_bytes = self._range_bytes if in_ranges else None
         try:
-            with closing(remote.pieces(asked, begin=begin, range_bytes=range_bytes)) as pieces:
+            with closing(
+                remote.pieces(asked, begin=begin, range_bytes=self._range_bytes if in_ranges else None)
+            ) as pieces:
                 for piece in pieces:
                     self._take(piece)
         except Transient:
-            self._adapt(self.done - begin)
+            quarter = (self.done - begin or self._range_bytes) // 4  # the store asks for four ranges of a size
+            self._range_bytes = min(RANGE_BYTES, 2 ** (max(1, quarter).bit_length() - 1))
             raise
         if about.num_bytes is not None and self.done != about.num_bytes:
             raise Transient(f"it was cut off after {self.done} of {about.num_bytes} bytes")
@@ -234,8 +220,3 @@ class _Transfer:
         if self._sha256:
             self._digest.update(piece)
         self.done += len(piece)
-
-    def _adapt(self, num_bytes: int) -> None:
-        """Choose the size of ranges after an attempt that was cut after so many bytes."""
-        quarter = (num_bytes or self._range_bytes) // 4  # the store asks for four ranges of a size
-        self._range_bytes = min(RANGE_BYTES, 2 ** (max(1, quarter).bit_length() - 1))

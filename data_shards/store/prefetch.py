@@ -1,8 +1,7 @@
-"""Downloads upcoming shards during training: one background thread per rank, over the shared cache.
+"""Download upcoming shards during training: one background thread per rank, over the shared cache.
 
-It follows the order in which training will need them, up to a number of bytes ahead. These are marked as wanted, so
-that no prefetching evicts them; only idle shards make room. Errors are left to the reader that needs the shard, which
-retries or reports them; this thread retries until training has passed the shard.
+It follows training order, up to a number of bytes ahead. These shards are marked as wanted, so that no prefetching
+evicts them; only idle shards make room. It retries until training has passed the shard, whose reader reports errors.
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from data_shards.shards.location import is_local
-from data_shards.shards.shard_set import ColumnShards, ShardEntry
-from data_shards.store.cache import NoRoom
-from data_shards.store.cache_folder import TOUCH_SECONDS
+from data_shards.shards.shard_set import ShardEntry, ShardSet
+from data_shards.store.cache import TOUCH_SECONDS, CacheFull
 from data_shards.store.remote_errors import DownloadStopped
 from data_shards.store.store import Store
 
@@ -28,18 +25,13 @@ _CLOSE_SECONDS = 5.0
 
 
 def start_prefetch(
-    store: Store | None, entries: Sequence[ShardEntry], *, upcoming: Iterator[tuple[int, Sequence[int]]]
+    store: Store | None, shards: ShardSet, *, upcoming: Iterator[tuple[int, Sequence[int]]]
 ) -> Prefetcher | None:
-    """A running prefetcher; None if every shard is a local file (`upcoming` is not touched)."""
-    if store is None or store.cache is None or all_local(entries):
+    """Start a prefetcher; None if every shard is a local file (`upcoming` is not touched)."""
+    if store is None or store.cache is None or shards.is_local:
         return None
     lookahead_bytes = int(store.cache.limit_bytes * _LOOKAHEAD_SHARE)
-    return Prefetcher(store, entries, upcoming=upcoming, lookahead_bytes=lookahead_bytes)
-
-
-def all_local(entries: Sequence[ShardEntry]) -> bool:
-    """Whether all are local files."""
-    return entries.is_local if isinstance(entries, ColumnShards) else all(is_local(entry.url) for entry in entries)
+    return Prefetcher(store, shards.shards, upcoming=upcoming, lookahead_bytes=lookahead_bytes)
 
 
 class Prefetcher:
@@ -101,7 +93,7 @@ class Prefetcher:
                 self._store.prefetch(self._entries[shard], stop=self._pulse)
                 self._ahead[shard] = step, self._store.keep(self._entries[shard]) or 0
                 return
-            except NoRoom:
+            except CacheFull:
                 self._pause(_NO_ROOM_SECONDS)
             except DownloadStopped:
                 raise

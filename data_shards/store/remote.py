@@ -1,8 +1,7 @@
-"""Remote bytes, one attempt at a time: fsspec's stores, including HTTP, and programs' output (`commands`).
+"""Read remote bytes, one attempt at a time: fsspec's stores, including HTTP, and programs' output (`commands`).
 
-A store is read in ranges of 8 MiB, four at a time where fsspec is asynchronous there: one stream rarely saturates a
-network card. (fsspec's `get_file` can neither be stopped nor resumed.) A web server without ranges is one streamed GET.
-`download` retries, `cache` keeps.
+A store is read in ranges of 8 MiB, four at a time where fsspec is asynchronous: one stream rarely saturates a network
+card, and fsspec's `get_file` can neither be stopped nor resumed. A web server without ranges gets one streamed GET.
 
 A store's settings are fsspec's own, from the environment or ~/.config/fsspec/*.json: `AWS_ENDPOINT_URL` or
 `FSSPEC_S3_ENDPOINT_URL` for MinIO and the like, `FSSPEC_S3_ANON=true` for public buckets without credentials,
@@ -15,8 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import ipaddress
 import os
 import re
+import socket
 import time
 from collections import deque
 from collections.abc import Coroutine, Generator, Iterator
@@ -29,7 +30,6 @@ from data_shards.errors import UserError
 from data_shards.shards.location import Commands, protocol, redact_text, redacted, require_no_command
 from data_shards.shards.webdataset_parts import part
 from data_shards.store.commands import gopen_pieces, pipe_pieces
-from data_shards.store.redirects import redirect_rule
 from data_shards.store.remote_errors import (
     DownloadStopped,
     Missing,
@@ -37,8 +37,8 @@ from data_shards.store.remote_errors import (
     Stop,
     Transient,
     Wrong,
-    of_status,
-    translated,
+    failure_of_status,
+    translate_errors,
 )
 
 Result = TypeVar("Result")
@@ -69,14 +69,13 @@ class About:
 class Remotes:
     """All remote places, by URL; picklable. `stall_seconds` without a byte count as a lost transfer."""
 
-    def __init__(self, *, connect_seconds: float, stall_seconds: float, commands: Commands = "refuse") -> None:
+    def __init__(self, connect_seconds: float, stall_seconds: float, commands: Commands) -> None:
+        self._connect_seconds, self._stall_seconds = connect_seconds, stall_seconds
         self._commands: Commands = commands
-        self._connect_seconds = connect_seconds
-        self._stall_seconds = stall_seconds
         self._file_systems: dict[tuple[object, ...], Any] = {}
 
     def __getstate__(self) -> dict[str, object]:
-        """Without file systems: their sockets and threads belong to this process."""
+        """Leave out file systems: their sockets and threads belong to this process."""
         return {**vars(self), "_file_systems": {}}
 
     def object(self, url: str, *, stop: Stop = lambda: False) -> Output | Stored:
@@ -86,17 +85,16 @@ class Remotes:
         """
         require_no_command(url, commands=self._commands)
         kind = protocol(url)
-        if kind == "pipe":
-            return Output(partial(pipe_pieces, url, stall_seconds=self._stall_seconds, stop=stop))
-        if _is_gopens(url):
-            return Output(partial(gopen_pieces, url, stall_seconds=self._stall_seconds, stop=stop))
+        if kind == "pipe" or _needs_gopen(kind):
+            run = pipe_pieces if kind == "pipe" else gopen_pieces
+            return Output(partial(run, url, stall_seconds=self._stall_seconds, stop=stop))
         wait_seconds = self._connect_seconds + self._stall_seconds
         wait_seconds += _RANGES_IN_FLIGHT * RANGE_BYTES / _LEAST_BYTES_PER_SECOND
         made_by = _Page if kind in ("http", "https") else Stored
         return made_by(self._file_system(url), url, wait_seconds=wait_seconds, stop=stop)
 
     def _file_system(self, url: str) -> Any:
-        """fsspec's file system for a URL: one per process and kind of URL, made on first use."""
+        """Make fsspec's file system for a kind of URL, once a process."""
         kind = protocol(url)
         try:
             import fsspec
@@ -119,32 +117,30 @@ class Remotes:
     def _options(self, kind: str, configured: dict[str, Any]) -> dict[str, Any]:
         """Timeouts and the like, as defaults below the user's configuration."""
         if kind in ("http", "https"):
-            from aiohttp import ClientTimeout
+            from aiohttp import ClientTimeout, TraceConfig
 
+            trace = TraceConfig()
+            trace.on_request_redirect.append(_check_redirect)
             timeout = ClientTimeout(total=None, sock_connect=self._connect_seconds, sock_read=self._stall_seconds)
-            client = {"timeout": timeout, "trust_env": True, "trace_configs": [redirect_rule()]}  # proxies and ~/.netrc
+            client = {"timeout": timeout, "trust_env": True, "trace_configs": [trace]}  # proxies and ~/.netrc
             return {"client_kwargs": {**client, **configured.get("client_kwargs", {})}}
         if kind in ("s3", "s3a"):
-            config = {
-                "connect_timeout": self._connect_seconds,
-                "read_timeout": self._stall_seconds,
-                "retries": {"total_max_attempts": 1},
-            }
+            config = {"connect_timeout": self._connect_seconds, "read_timeout": self._stall_seconds}
+            config |= {"retries": {"total_max_attempts": 1}}
             return {"config_kwargs": {**config, **configured.get("config_kwargs", {})}}
         return {}
 
 
-def _is_gopens(url: str) -> bool:
+def _needs_gopen(kind: str) -> bool:
     """Whether webdataset's gopen knows this kind of URL, and fsspec does not."""
     import fsspec
     from fsspec.registry import registry
 
-    kind = protocol(url)
     return kind not in fsspec.available_protocols() and kind not in registry and kind in part("gopen").gopen_schemes
 
 
 class Output:
-    """A program's output, as a `Stored` of which nothing is known beforehand."""
+    """A program's output, a `Stored` of unknown size."""
 
     def __init__(self, start: partial[Pieces]) -> None:
         self._start = start
@@ -165,19 +161,18 @@ class Stored:
 
     def about(self) -> About:
         """Ask for its size and fingerprint."""
-        with translated():
+        with translate_errors():
             fs = self._fs
             info = self._wait(fs._info(self._path)) if fs.async_impl else fs.info(self._path)
         if info.get("type") == "directory":
             raise Missing("it is a folder")
         if info.get("size") is None:
             raise Refused("the store does not tell its size")
-        return About(
-            info["size"], next((f"{name}={info[name]}" for name in _FINGERPRINTS if info.get(name)), ""), "yes"
-        )
+        fingerprint = next((f"{name}={info[name]}" for name in _FINGERPRINTS if info.get(name)), "")
+        return About(info["size"], fingerprint, "yes")
 
     def pieces(self, about: About, *, begin: int, range_bytes: int | None) -> Pieces:
-        """Its bytes from `begin` on, at most 8 MiB at once; closing it ends the transfer.
+        """Yield its bytes from `begin` on, at most 8 MiB at once; closing it ends the transfer.
 
         Raises `Wrong` if the object no longer has the fingerprint of `about` ("": not checked). `range_bytes` is the
         size of the first ranges; None: no ranges, and `begin` is 0.
@@ -201,7 +196,7 @@ class Stored:
                 if self._stop():
                     raise DownloadStopped
                 start, end, future = asked.popleft()
-                with translated():
+                with translate_errors():
                     piece = self._result(future) if future else self._fs.cat_file(self._path, start=start, end=end)
                 if 0 < len(piece) <= end - start:
                     yield piece
@@ -240,7 +235,7 @@ class _Page(Stored):
 
     def about(self) -> About:
         # Not HEAD: a signature in the URL may allow GET alone.
-        with translated():
+        with translate_errors():
             response = self._wait(self._get("bytes=0-0"))
             self._close(response)
         headers, found = response.headers, _fingerprint(response)
@@ -254,14 +249,14 @@ class _Page(Stored):
         return self._stream(about) if range_bytes is None else self._ranges(about, begin=begin, range_bytes=range_bytes)
 
     def _stream(self, about: About) -> Pieces:
-        with translated():
+        with translate_errors():
             response = self._wait(self._get(""))
         try:
             _check(response, about)
             if about.num_bytes is not None and (length := _length(response)) not in (None, about.num_bytes):
                 raise Wrong(f"it has {length} bytes where {about.num_bytes} are expected")
             while True:
-                with translated():
+                with translate_errors():
                     piece = self._wait(read(response, _STREAM_PIECE_BYTES))
                 if not piece:
                     return
@@ -288,7 +283,7 @@ class _Page(Stored):
         response = await session.get(self._fs.encode_url(self._path), **{**self._fs.kwargs, "headers": headers})
         if response.status >= 300 and response.status != 416:  # an empty file has no byte 0
             response.close()
-            raise of_status(response.status)
+            raise failure_of_status(response.status)
         return response
 
     def _close(self, response: Any) -> None:
@@ -296,21 +291,19 @@ class _Page(Stored):
 
 
 async def read(response: Any, most_bytes: int) -> bytes:
-    """So many bytes of a body, or fewer before its end or a fault; a fault is raised only if no bytes came."""
-    parts: list[bytes] = []
-    num_bytes = 0
-    while num_bytes < most_bytes:
+    """Read so many bytes of a body, or fewer before its end or a fault, which is raised only if no bytes came."""
+    content = bytearray()
+    while len(content) < most_bytes:
         try:
-            part = await response.content.read(most_bytes - num_bytes)
+            piece = await response.content.read(most_bytes - len(content))
         except Exception:
-            if not parts:
+            if not content:
                 raise
             break
-        if not part:
+        if not piece:
             break
-        parts.append(part)
-        num_bytes += len(part)
-    return b"".join(parts)
+        content += piece
+    return bytes(content)
 
 
 def _fingerprint(response: Any) -> str:
@@ -329,10 +322,40 @@ def _check(response: Any, about: About) -> None:
 
 
 def _spans(begin: int, end: int, *, range_bytes: int) -> Iterator[tuple[int, int]]:
-    """Several ranges of a size, then of twice that: a single cut must not make the rest of the file slow."""
+    """Yield several ranges of a size, then of twice that: a single cut must not make the rest of the file slow."""
     while begin < end:
         for _ in range(_RANGES_OF_A_SIZE):
             if begin < end:
                 yield begin, min(begin + range_bytes, end)
                 begin += range_bytes
         range_bytes = min(2 * range_bytes, RANGE_BYTES)
+
+
+async def _check_redirect(session: Any, context: Any, redirect: Any) -> None:
+    """Refuse a redirect to other than http and https, or from another host into this machine or a private network.
+
+    So whoever serves shards cannot have this machine ask what only it can reach, such as a cloud's metadata at
+    169.254.169.254. aiohttp follows ten in a row, and sends no credentials to another host.
+    """
+    url = redirect.url
+    headers = redirect.response.headers
+    place = url.join(type(url)(headers.get("Location") or headers.get("URI") or ""))  # as aiohttp looks for it
+    if place.scheme not in ("http", "https"):
+        why = "which is no http or https"
+    elif place.host != url.host and await _inner_addresses(place.host) - await _inner_addresses(url.host):
+        why = "within this machine or a private network"
+    else:
+        return
+    redirect.response.close()
+    raise Refused(f"it redirects to {redact_text(str(place))[:300]}, {why}")
+
+
+async def _inner_addresses(host: str) -> set[str]:
+    """List a host's addresses that are not of the public internet; none if its name is unknown here."""
+    try:
+        found: list[Any] = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # the request itself will fail, or a proxy knows the name
+        return set()
+    addresses = [ipaddress.ip_address(address[0]) for *_, address in found]
+    inner = [each for each in (getattr(each, "ipv4_mapped", None) or each for each in addresses) if not each.is_global]
+    return {"this machine" if each.is_loopback or each.is_unspecified else str(each) for each in inner}

@@ -1,4 +1,4 @@
-"""Why a remote read failed: exceptions of many libraries -> four kinds of `Failure`.
+"""Classify why a remote read failed: exceptions of many libraries -> four kinds of `Failure`.
 
 The kind decides whether to retry; the reason is printable: no URL with a password, no query string.
 """
@@ -46,8 +46,8 @@ class DownloadStopped(Exception):
 
 
 @contextmanager
-def translated() -> Iterator[None]:
-    """Whatever a library raises becomes a `Failure`. Its own text is not chained: it may hold a URL with a password."""
+def translate_errors() -> Iterator[None]:
+    """Turn what a library raises into a `Failure`; not chained, since its text may hold a URL with a password."""
     try:
         yield
     except (Failure, DownloadStopped, UserError):
@@ -57,13 +57,13 @@ def translated() -> Iterator[None]:
 
 
 def failure_of(error: Exception) -> Failure:
-    """What an exception of a library means."""
+    """Classify an exception of a library."""
     names = {each.__name__ for each in type(error).__mro__}
     if "TooManyRedirects" in names:
         return Refused("it redirects again and again")
     status = getattr(error, "status", None) or getattr(error, "code", None)
     if isinstance(status, int) and 400 <= status < 600:
-        return of_status(status)
+        return failure_of_status(status)
     text = redact_text(" ".join(str(error).split()))[:300]
     reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
@@ -78,8 +78,8 @@ def failure_of(error: Exception) -> Failure:
     return Transient(reason)
 
 
-def of_status(status: int) -> Failure:
-    """What an HTTP status of 300 or more means, a redirect that leads nowhere included."""
+def failure_of_status(status: int) -> Failure:
+    """Classify an HTTP status of 300 or more, a redirect that leads nowhere included."""
     if status in (404, 410):
         return Missing(f"HTTP status {status}")
     if status in (408, 425, 429) or (status >= 500 and status not in (501, 505)):

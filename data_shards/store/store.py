@@ -1,8 +1,7 @@
-"""Shard URL -> an open local file and its index, whatever the source: a local path, HTTP, s3, gs, a command.
+"""Open any shard as a local file with its index: from a local path, HTTP, s3, gs, a command.
 
-Local shards are opened in place. All others are downloaded once per node, verified, indexed and cached (see `cache`);
-`download` retries, and `remote` describes a store's settings. Opening a cached shard takes a few system calls and
-reading its index: about a millisecond. Needs no torch.
+Local shards are opened in place. All others are downloaded once per node, verified, indexed and cached; `remote`
+describes a store's settings. Opening a cached shard takes about a millisecond. Needs no torch.
 """
 
 from __future__ import annotations
@@ -58,11 +57,11 @@ class Store:
         self._fingerprints: dict[str, str] = {}
 
     def __getstate__(self) -> dict[str, object]:
-        """Copies the table: a prefetching thread may add to it during pickling."""
+        """Copy the table: a prefetching thread may add to it during pickling."""
         return {**vars(self), "_fingerprints": dict(self._fingerprints)}
 
     def read_small(self, url: str, *, most_bytes: int) -> bytes:
-        """All bytes of a small file, such as a manifest.
+        """Read a small file, such as a manifest.
 
         Raises:
             MissingObject: it does not exist.
@@ -81,16 +80,16 @@ class Store:
         return bytes(sink.content)
 
     def size(self, url: str) -> int | None:
-        """Bytes of an object; None: unknown, as for a pipe. Raises as `read_small` does."""
+        """Size of an object in bytes; None: unknown, as for a pipe. Raises as `read_small` does."""
         return self._about(url)[0]
 
     def fingerprint(self, url: str) -> str:
-        """Changes with the object ("" for a pipe): size and mtime, or the ETag; raises as `read_small` does."""
+        """Size and mtime, or the ETag, which change with the object ("" for a pipe); raises as `read_small` does."""
         num_bytes, fingerprint = self._about(url)
         return f"{num_bytes} {fingerprint}" if fingerprint else ""
 
     def open(self, entry: ShardEntry) -> OpenShard:
-        """A shard and its index, fetched if necessary.
+        """Open a shard and its index, fetched if necessary.
 
         Raises:
             StoreError: it could not be fetched.
@@ -107,7 +106,7 @@ class Store:
             raise
 
     def open_file(self, entry: ShardEntry) -> int:
-        """A descriptor of a shard's file, complete but not indexed; raises StoreError and UserError as `open` does."""
+        """Open a shard's file, complete but not indexed; raises StoreError and UserError as `open` does."""
         if is_local(entry.url):
             return self._open_local(entry.url)
         return self._cached(entry, evict="any", wants_index=False)[0]
@@ -117,14 +116,14 @@ class Store:
 
         Raises:
             StoreError, UserError: it failed, as it will for the shard's reader.
-            NoRoom: all shards in the cache are in use.
+            CacheFull: all shards in the cache are in use.
             DownloadStopped: `stop`, which is asked several times a second, returned True.
         """
         if not is_local(entry.url):
             os.close(self._cached(entry, evict="idle", wants_index=True, stop=stop)[0])
 
     def keep(self, entry: ShardEntry) -> int | None:
-        """Mark a shard in the cache as still wanted; its bytes, or None if it is no longer there."""
+        """Mark a cached shard as still wanted; returns its bytes, or None if it is gone."""
         assert self._cache is not None
         descriptor = self._cache.open(self._name(entry, evict="idle"), num_bytes=entry.num_bytes)
         if descriptor is None:
@@ -150,7 +149,7 @@ class Store:
     def _cached(
         self, entry: ShardEntry, *, evict: Evict, wants_index: bool, stop: Stop = lambda: False
     ) -> tuple[int, str, ShardIndex | None]:
-        """A shard's descriptor, its name in the cache, and its index if it had to be built."""
+        """Return a shard's descriptor, its name in the cache, and its index if it had to be built."""
         if self._cache is None:
             require_no_command(entry.url, commands=self._commands)
             raise UserError(f"{entry.name} is no local file: set data.cache.folder to a folder for such shards")
@@ -206,7 +205,7 @@ class Store:
         return index
 
     def _index(self, entry: ShardEntry, descriptor: int, *, name: str) -> ShardIndex:
-        """Of a cached shard, through its descriptor: it may be evicted by now."""
+        """Read a cached shard's index, through its descriptor: it may be evicted by now."""
         assert self._cache is not None
         path, label = f"/dev/fd/{descriptor}", entry.labels.part
         if entry.index is not None:
@@ -226,7 +225,7 @@ class Store:
         return index
 
     def _name(self, entry: ShardEntry, *, evict: Evict, stop: Stop = lambda: False) -> str:
-        """The shard's name in the cache, which depends on the content, but not on passwords."""
+        """Name the shard in the cache by its content, but not by passwords."""
         if entry.sha256:
             identity = [entry.sha256, redacted(entry.url)]
         else:
@@ -240,7 +239,7 @@ class Store:
         return f"{stem[-80:]}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:32]}"
 
     def _fingerprint(self, url: str, *, evict: Evict, stop: Stop) -> str:
-        """The object's fingerprint when this process first saw it."""
+        """Return the object's fingerprint when this process first saw it."""
         if url not in self._fingerprints:
             self._fingerprints[url] = self._downloads.about(url, patiently=evict == "any", stop=stop)[1]
         return self._fingerprints[url]

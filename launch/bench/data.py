@@ -34,7 +34,7 @@ from data_shards.errors import UserError
 from launch.bench.data_methods import BATCH_IMAGES, METHODS, OURS, OURS_PROCESSES, OURS_RESIZED, STOCK, WORKERS, Work
 from launch.bench.data_results import LoaderRound, Results, find_targets, report_lines
 from launch.bench.measure import Told, run_told
-from launch.env import without_place
+from launch.local.env import without_place
 
 Part = Literal["transform", "loaders", "resume", "memory"]
 

@@ -1,13 +1,13 @@
 """What looking at a run costs the run: tracking, metrics, events and pictures, in CPU time of rank 0's process.
 
 Run `python -m launch.bench.tracking`; records/tracking.txt has what it printed. One real run of the product in a child
-process trains with everything on; each call that only looks (training accuracy, norms, curve, events, MLflow's thread,
-asking for pictures) is timed by its thread's CPU clock while the same steps are timed around it, so that both share
+process trains with everything on; each call that only looks (training accuracy, norms, curve, events, asking for
+pictures) is timed by its thread's CPU clock while the same steps are timed around it, so that both share
 the machine's load and their ratio does not depend on it. What another thread computes is counted as if training had
-waited for it. The process that draws runs at the lowest priority and is counted apart.
+waited for it. The process that draws and sends is counted apart.
 
-Target that the project sets itself: below 1 % of a step, at the default `log_every` of 20 steps. What happens once a
-stage (importing MLflow, opening its store) is told apart. Takes 3 minutes on two idle cores.
+Target that the project sets itself: below 1 % of a step, at the default `log_every` of 20 steps. Takes
+3 minutes on two idle cores.
 """
 
 from __future__ import annotations
@@ -63,9 +63,7 @@ class Costs:
 
     calls: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)  # of the main thread, by what it did
-    tracking_once: float = 0.0  # MLflow's thread until its store is open and the first points are sent
-    tracking_more: float = 0.0  # MLflow's thread after that
-    pictures_child: float = 0.0  # the process that draws
+    beside: float = 0.0  # the process that draws and sends
     training: float = 0.0  # the whole process, all threads, within the loop
     training_wall: float = 0.0  # elapsed
     steps: int = 0
@@ -73,7 +71,7 @@ class Costs:
     @property
     def step(self) -> float:
         """A step without what only looks."""
-        looking = sum(self.seconds.values()) + self.tracking_once + self.tracking_more
+        looking = sum(self.seconds.values())
         return max(1e-9, self.training - looking) / self.steps
 
     def of_step(self, name: str, *, log_steps: int) -> float:
@@ -81,14 +79,9 @@ class Costs:
         each = self.seconds.get(name, 0.0) / max(1, self.calls.get(name, 0))
         return each if name in _EACH_STEP else each / log_steps
 
-    @property
-    def points(self) -> int:
-        return max(1, self.calls.get("point of the curve", 0))
-
     def looking(self, *, log_steps: int) -> float:
         """Seconds a step of all that only looks, all threads of the process together."""
-        main = sum(self.of_step(name, log_steps=log_steps) for name in (*_EACH_STEP, *_EACH_POINT))
-        return main + self.tracking_more / self.points / log_steps
+        return sum(self.of_step(name, log_steps=log_steps) for name in (*_EACH_STEP, *_EACH_POINT))
 
 
 def report(costs: Costs) -> Iterator[str]:
@@ -98,8 +91,6 @@ def report(costs: Costs) -> Iterator[str]:
     for name in (*_EACH_STEP, *_EACH_POINT):
         each = costs.seconds.get(name, 0.0) / max(1, costs.calls.get(name, 0))
         yield f"{name:34}{_ms(each):>12}{_ms(costs.of_step(name, log_steps=_LOG_STEPS)):>24}"
-    each = costs.tracking_more / costs.points
-    yield f"{'MLflow, its own thread':34}{_ms(each):>12}{_ms(each / _LOG_STEPS):>24}"
     total = costs.looking(log_steps=_LOG_STEPS)
     yield f"{'together':34}{'':12}{_ms(total):>24}"
     elapsed = costs.training_wall / costs.steps
@@ -107,8 +98,7 @@ def report(costs: Costs) -> Iterator[str]:
     share = total / costs.step
     yield f"share of a step: {share:.2%}, target below {_TARGET:.0%}{'' if share < _TARGET else ': MISSED'}"
     yield f"of a step of {_ms(_GPU_STEP_SECONDS)}, as on a GPU, with the same CPU: {total / _GPU_STEP_SECONDS:.2%}"
-    yield f"once a stage, MLflow's thread (import, opening its store, first points): {costs.tracking_once:.1f} s"
-    yield f"the process that draws, at the lowest priority: {costs.pictures_child:.1f} s for the stage"
+    yield f"the process that draws and sends, at a low priority: {costs.beside:.1f} s for the stage"
 
 
 def main() -> None:
@@ -159,12 +149,11 @@ def measure(*, steps: int) -> Costs:
 def child(folder: Path) -> None:
     """Train as a rank does, with clocks around what only looks."""
     from launch import train as rank
+    from launch.draw_and_send import DrawAndSend
     from pipeline.engine.deepspeed_engine import DeepSpeedEngine
     from pipeline.engine.weight_norms import WeightNorms
-    from pipeline.pictures.draw_process import Beside
     from pipeline.report.reporter import Report
     from pipeline.stage.task import Classification
-    from pipeline.tracking.tracking_thread import Tracker
     from pipeline.training import stage_training
 
     costs = Costs()
@@ -195,19 +184,6 @@ def child(folder: Path) -> None:
         if measure != "nothing":
             _add(costs, "norms", time.thread_time() - left + inside - before)
 
-    work = Tracker._work
-
-    def clocked_work(self: Tracker) -> None:
-        begun, first = time.thread_time(), not self._is_connected
-        try:
-            work(self)
-        finally:
-            spent = time.thread_time() - begun
-            if first:
-                costs.tracking_once += spent
-            else:
-                costs.tracking_more += spent
-
     loop = stage_training.train
 
     def clocked_loop(job: Any, state: Any) -> Any:
@@ -220,12 +196,12 @@ def child(folder: Path) -> None:
             costs.training, costs.training_wall = time.process_time() - begun, time.perf_counter() - wall
             costs.steps = state.step - first
 
-    close = Beside.close
+    close = DrawAndSend.close
 
-    def clocked_close(self: Beside, **more: Any) -> None:
+    def clocked_close(self: DrawAndSend, **more: Any) -> None:
         before = _children_seconds()
         close(self, **more)
-        costs.pictures_child += _children_seconds() - before
+        costs.beside += _children_seconds() - before
 
     patches: list[tuple[Any, str, Any]] = [
         (Classification, "train_score", clocked(Classification.train_score, "training accuracy")),
@@ -235,9 +211,8 @@ def child(folder: Path) -> None:
         (Report, "curve", clocked(Report.curve, "point of the curve")),
         (Report, "note", clocked(Report.note, "notes and events")),
         (Report, "faults", clocked(Report.faults, "notes and events")),
-        (Tracker, "_work", clocked_work),
         (stage_training, "train", clocked_loop),
-        (Beside, "close", clocked_close),
+        (DrawAndSend, "close", clocked_close),
     ]
     for owner, name, replacement in patches:
         mock.patch.object(owner, name, replacement).start()

@@ -1,1 +1,1 @@
-"""A file for each command of `shardvit` without a room of its own; heavy imports are inside."""
+"""Every command of `shardvit`, one file each; heavy imports are inside the functions."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from data_shards.text import show_bytes
 from launch.doctor.child import Answer, ask
 from launch.doctor.findings import Check, judge
-from launch.env import num_gpus
+from launch.local.env import num_gpus
 
 _SMI = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version,compute_cap", "--format=csv,noheader")
 _SMI_SECONDS = 20.0  # without a persistence daemon the driver takes seconds for each GPU

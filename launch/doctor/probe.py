@@ -20,7 +20,7 @@ from launch.doctor.child import MARK, Answer, run_children
 from launch.doctor.findings import Check, judge
 from launch.doctor.gpus import try_arithmetic, try_torch
 from launch.doctor.network import ALL_REDUCE_SECONDS, all_reduce
-from launch.env import num_gpus
+from launch.local.env import num_gpus
 from launch.local.processes import place_here
 from pipeline.ranks.start_clock import StartClock
 
@@ -155,7 +155,7 @@ def try_all_reduce(
     command: Sequence[str] = _COMMAND,
     limit_seconds: float = ALL_REDUCE_SECONDS + 30,
 ) -> list[Check]:
-    """The parent: two processes, started as `shardvit run` does; see `launch.env.without_place`."""
+    """The parent: two processes, started as `shardvit run` does; see `launch.local.env.without_place`."""
     with tempfile.TemporaryDirectory(prefix="shardvit-doctor-") as folder:
         places = [{**environment, **place_here(rank, ranks=_WORLD, rendezvous=Path(folder))} for rank in range(_WORLD)]
         answers = run_children([[*command, backend]] * _WORLD, environments=places, limit_seconds=limit_seconds)
@@ -166,6 +166,16 @@ def try_all_reduce(
     rank, answer = min(failed, key=lambda each: sys.maxsize if each[1].code is None else each[1].code)
     said = next((message["error"] for message in answer.messages if "error" in message), answer.ending)
     return _ALL_REDUCE[backend].failed(f"all-reduce: process {rank}: {said}")
+
+
+def full_reports(*, environment: Mapping[str, str]) -> dict[str, str]:
+    """What torch's collect_env and DeepSpeed's ds_report print of this machine; they may crash or hang, too."""
+    modules = {"torch.utils.collect_env": "torch.utils.collect_env", "ds_report": "deepspeed.env_report"}
+    answers = {
+        name: run_children([[sys.executable, "-m", each]], environments=[environment], limit_seconds=_LIMIT_SECONDS)[0]
+        for name, each in modules.items()
+    }
+    return {name: each.output if each.code == 0 else each.ending for name, each in answers.items()}
 
 
 def _tell(part: str, **more: object) -> None:

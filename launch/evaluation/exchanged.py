@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pipeline.evaluation.request import EvalRequest
 
 if TYPE_CHECKING:
-    from pipeline.evaluation.of_model import ModelEvaluated
+    from pipeline.evaluation.evaluate_file import ModelEvaluated
 
 _REQUEST, _RESULT, _EVALUATION = "request.json", "result.json", "evaluation"
 
@@ -40,7 +40,7 @@ def write_result(folder: Path, result: ModelEvaluated) -> None:
 def read_result(folder: Path) -> ModelEvaluated:
     """What `write_result` was given."""
     from data_shards.loading.batch import Fault
-    from pipeline.evaluation.of_model import ModelEvaluated
+    from pipeline.evaluation.evaluate_file import ModelEvaluated
     from pipeline.runs.evaluations import load_evaluation
 
     content = json.loads((folder / _RESULT).read_text(encoding="ascii"))

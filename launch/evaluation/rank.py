@@ -12,9 +12,9 @@ from pathlib import Path
 
 from data_shards.errors import SampleError, UserError
 from data_shards.processes import num_cores
-from launch.env import omp_num_threads, read_place
 from launch.evaluation.exchanged import read_request, write_result
-from launch.output import go_on, say
+from launch.local.env import omp_num_threads, read_place
+from launch.local.output import go_on, say
 from pipeline.recipe.vocabulary import EXIT_USER_ERROR
 
 _TIMEOUT_SECONDS = 24 * 3600.0  # the first process may index tars for hours
@@ -28,10 +28,10 @@ def main(folder: Path) -> int:
         request = read_request(folder)
         import torch
 
-        from pipeline.evaluation.of_model import evaluate_model
-        from pipeline.evaluation.opening import open_set
+        from pipeline.evaluation.evaluate_file import evaluate_model
+        from pipeline.evaluation.truth import open_set
         from pipeline.ranks.group import Ranks
-        from pipeline.ranks.threads import settle_threads
+        from pipeline.ranks.process import settle_threads
 
         if not torch.cuda.is_available():
             too_many = settle_threads(cores=num_cores() / place.world_size, asked=omp_num_threads())

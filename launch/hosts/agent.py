@@ -1,7 +1,7 @@
 """On every host: start its ranks, pass requests on to them, leave none behind. Started by `shardvit run` over ssh.
 
 The first line of standard input is an `AgentOrder`, each further one a message: `alive` (heartbeat), `address HOST
-PORT` (where rank 0 listens), `stop` (save and leave), `kill`, `end`. Standard output has what the ranks print, and
+PORT` (where rank 0 listens), `stop` (save and leave), `kill`. Standard output has what the ranks print, and
 lines that begin with the order's word: `ready`, `address PORT`, `ended CODE`.
 
 Why through ssh: DeepSpeed's launcher leaves orphans on a signal, network file systems show a file late, and the PID in
@@ -33,14 +33,12 @@ from pathlib import Path
 import psutil
 
 from data_shards.durable import replace_text
-from launch.env import RENDEZVOUS, RUN_MARK, SUPERVISOR_PID, num_gpus, without_place
-from launch.local.processes import join_thread, kill_all, marked, marked_ranks
+from launch.local.env import RENDEZVOUS, RUN_MARK, SUPERVISOR_PID, num_gpus, without_place
+from launch.local.processes import join_thread, kill_all, marked_ranks
 
 _POLL_SECONDS = 0.05
 _MOST_LINES = 1000
 _PUT_SECONDS, _DRAIN_SECONDS = 0.5, 5.0
-_SCAN_SECONDS = 0.5  # of all processes
-_LINGER_SECONDS = 1.0  # for what another launcher was about to start
 _ADDRESS_FILE = "address"  # as pipeline.ranks.group, which a process without torch does not import
 
 
@@ -50,7 +48,7 @@ class AgentOrder:
 
     word: str  # begins the lines that are no rank's
     run_folder: str  # the mark of the processes
-    command: list[str]  # starts the ranks of this host; empty: another launcher does
+    command: list[str]  # starts the ranks of this host
     environment: dict[str, str]  # for them, over that of the login
     rendezvous: str  # folder to make here for rank 0's address; empty: MASTER_ADDR and MASTER_PORT name it
     is_first: bool  # whether rank 0 is here
@@ -71,9 +69,7 @@ class Agent:
         self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._heard = time.monotonic()
         self._has_address = False
-        self._asked = self._is_over = False
-        self._told: set[int] = set()  # PIDs of ranks that were asked to stop
-        self._next_scan = 0.0
+        self._asked = False
         self._kill_at: float | None = None
         self._lines: queue.Queue[bytes | None] = queue.Queue(maxsize=_MOST_LINES)  # not written yet
 
@@ -82,7 +78,7 @@ class Agent:
         kill_all(*self._mark)
         if self._folder is not None:
             _make_own(self._folder)
-        child = pump = None
+        child = None
         try:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):  # this host is shut down
                 signal.signal(number, lambda *_: self._messages.put("stop"))
@@ -90,17 +86,12 @@ class Agent:
             _thread(self._listen)
             writer = _thread(self._write_lines)
             self._say("ready")
-            if child is not None:
-                pump = _thread(self._pump, child)  # now, so that "ready" is the first line
+            pump = _thread(self._pump, child)  # now, so that "ready" is the first line
             code = self._stand_by(child)
-            if pump is not None:
-                join_thread(pump, seconds=_DRAIN_SECONDS)
+            join_thread(pump, seconds=_DRAIN_SECONDS)
         finally:
             kill_all(*self._mark)
-            if child is None:
-                time.sleep(_LINGER_SECONDS)
-                kill_all(*self._mark)
-            else:
+            if child is not None:
                 child.wait()
             if self._folder is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)
@@ -109,9 +100,7 @@ class Agent:
         join_thread(writer, seconds=_DRAIN_SECONDS)
         return code
 
-    def _start(self) -> subprocess.Popen[bytes] | None:
-        if not self._order.command:
-            return None
+    def _start(self) -> subprocess.Popen[bytes]:
         environment = {
             **without_place(),
             **({} if num_gpus() else {"DS_ACCELERATOR": "cpu"}),
@@ -128,24 +117,20 @@ class Agent:
             start_new_session=True,
         )
 
-    def _stand_by(self, child: subprocess.Popen[bytes] | None) -> int:
+    def _stand_by(self, child: subprocess.Popen[bytes]) -> int:
         stopped_early = False
         while True:
-            code = child.poll() if child is not None else (0 if self._is_over else None)
+            code = child.poll()
             if code is not None and not (self._asked and marked_ranks(*self._mark)):  # a launcher may leave before them
                 break
             self._tell_address()
             while not self._messages.empty():
                 stopped_early |= self._obey(self._messages.get())
             now = time.monotonic()
-            if child is None and self._asked and now >= self._next_scan:
-                self._next_scan = now + _SCAN_SECONDS
-                self._ask_ranks()  # the other launcher may have been about to start them
             if now - self._heard > self._order.silence_seconds:
                 self._lose_contact("no heartbeat from shardvit run")
-            if self._kill_at is not None and (now >= self._kill_at or (child is None and not marked(*self._mark))):
+            if self._kill_at is not None and now >= self._kill_at:
                 kill_all(*self._mark)
-                self._is_over = True
             time.sleep(_POLL_SECONDS)
         return 128 + signal.SIGTERM if stopped_early else code if code >= 0 else 128 - code
 
@@ -163,8 +148,6 @@ class Agent:
                     return True
             case "kill":
                 kill_all(*self._mark)
-            case "end":
-                self._is_over = True
             case "lost":
                 self._lose_contact("the connection to shardvit run is lost")
             case _:
@@ -172,13 +155,11 @@ class Agent:
         return False
 
     def _ask_ranks(self) -> bool:
-        """Ask the ranks that were not asked yet; returns whether there are any."""
+        """Ask the ranks to save and leave; returns whether there are any."""
         there = marked_ranks(*self._mark)
         for rank in there:
-            if rank.pid not in self._told:
-                with suppress(psutil.Error):  # it ended meanwhile
-                    rank.terminate()
-                self._told.add(rank.pid)
+            with suppress(psutil.Error):  # it ended meanwhile
+                rank.terminate()
         return bool(there)
 
     def _lose_contact(self, why: str) -> None:
@@ -233,18 +214,17 @@ def _thread(target: Callable[..., None], *arguments: object) -> threading.Thread
     return thread
 
 
-def rendezvous_name(run_folder: str, *, node: int | None) -> str:
-    """A fresh folder name; with `node`, the agent there removes those of earlier attempts at the run."""
+def rendezvous_name(run_folder: str, *, node: int) -> str:
+    """A fresh folder name; the agent of `node` removes those of earlier attempts at the run."""
     run = hashlib.blake2b(run_folder.encode(), digest_size=4).hexdigest()
-    return f"shardvit-{run}-{secrets.token_hex(8)}" + ("" if node is None else f"-{node}")
+    return f"shardvit-{run}-{secrets.token_hex(8)}-{node}"
 
 
 def _make_own(folder: Path) -> None:
     """Create a folder that only this user can read."""
     start, run, *_, node = folder.name.split("-")
-    if folder.name.count("-") == 3:
-        for left in folder.parent.glob(f"{start}-{run}-*-{node}"):
-            shutil.rmtree(left, ignore_errors=True)
+    for left in folder.parent.glob(f"{start}-{run}-*-{node}"):
+        shutil.rmtree(left, ignore_errors=True)
     folder.mkdir(mode=0o700)
 
 

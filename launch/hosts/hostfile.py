@@ -16,17 +16,12 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from data_shards.errors import UserError
 
 _LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>[0-9]{1,20})")
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:%-]*")  # no option of ssh's, nothing that a shell or pdsh would expand
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:%-]*")  # no option of ssh's, nothing that a shell would expand
 _MOST_SLOTS = 1024  # of a machine; the largest have some tens of GPUs
-
-
-Launcher = Literal["ssh", "pdsh"]
-"""ssh: one connection to each host starts DeepSpeed's launcher there. pdsh: the `deepspeed` command does it."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +38,6 @@ class Fleet:
 
     hosts: tuple[Host, ...]  # in the order of ranks
     source: Path  # the hostfile
-    launcher: Launcher = "ssh"
     master_addr: str = ""  # of the first host, for the others; empty: found out before the start
     master_port: int = 0  # on which rank 0 listens; 0: the first host's system chooses
 
@@ -57,24 +51,21 @@ def open_fleet(
     *,
     include: str = "",
     exclude: str = "",
-    launcher: Launcher = "ssh",
     master_addr: str = "",
     master_port: int = 0,
 ) -> Fleet:
-    """Read the hostfile; raises UserError if it or an option is wrong, or the launcher is not installed here."""
+    """Read the hostfile; raises UserError if it or an option is wrong, or ssh is not installed here."""
     try:
         text = hostfile.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UserError(f"--hostfile {hostfile} cannot be read ({why}): name a file of lines HOST slots=8") from None
     hosts = select(parse_hostfile(text, source=str(hostfile)), include=include, exclude=exclude, source=str(hostfile))
-    for program in ("ssh", *(["pdsh"] if launcher == "pdsh" else [])):
-        if shutil.which(program) is None:
-            advice = "install it, or use --launcher ssh" if program == "pdsh" else "install OpenSSH's client"
-            raise UserError(f"--launcher {launcher}: there is no {program} on this machine: {advice}")
+    if shutil.which("ssh") is None:
+        raise UserError("--hostfile: there is no ssh on this machine: install OpenSSH's client")
     if not 0 <= master_port < 65536:
         raise UserError(f"--master-port: it is {master_port}; give 1 to 65535, or leave it out")
-    return Fleet(hosts, hostfile, launcher=launcher, master_addr=master_addr, master_port=master_port)
+    return Fleet(hosts, hostfile, master_addr=master_addr, master_port=master_port)
 
 
 def parse_hostfile(text: str, *, source: str) -> tuple[Host, ...]:

@@ -1,7 +1,4 @@
-"""Stages on several hosts: an agent on each (`agent`), until the ranks on all of them have ended.
-
-    ssh: each agent starts DeepSpeed's launcher of one node, as `deepspeed` would over pdsh
-    pdsh: the `deepspeed` command starts those, and the agents look after its ranks
+"""Run stages on several hosts: an agent on each (`agent`) starts DeepSpeed's launcher of one node.
 
 Rank 0 listens on a port that its host's system chooses, which its agent tells us and we tell the others: no race for a
 port, no wait for a slow file server. --master-port fixes it. When a host is lost or its ranks fail, the other ranks end
@@ -13,44 +10,39 @@ from __future__ import annotations
 import base64
 import json
 import math
-import os
 import queue
 import secrets
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 from data_shards.shards.location import Commands, is_local, local_path
 from data_shards.shards.manifest import MANIFEST_FILE
 from data_shards.shards.shard_set import ShardSet
-from launch.env import RENDEZVOUS, RUN_MARK, without_place
-from launch.hosts import pdsh
 from launch.hosts.agent import AgentOrder, rendezvous_name
 from launch.hosts.hostfile import Fleet, Host
 from launch.hosts.preflight import Ready, preflight
 from launch.hosts.remote import Connection
 from launch.hosts.variables import travelling
 from launch.local.endings import overall_code, signal_of
+from launch.local.env import without_place
+from launch.local.output import say
 from launch.local.processes import STOP_SIGNALS, handled
 from launch.local.start import STOPPING, Launch, rank_arguments, run_stage_locally
-from launch.output import say
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import EXIT_STOPPED, StageName
 from pipeline.stage.data import open_data
-from pipeline.transfer.few_shot_data import open_few_shot
+from pipeline.transfer.data_sets import open_few_shot
 
 _HEARTBEAT_SECONDS = 5.0  # to the agents
 _SILENCE_SECONDS = 45.0  # longer than ssh's own timeout: both sides notice
 _GRACE_SECONDS = 120.0  # for a save without us
 _FOLLOW_SECONDS, _FOLLOW_SAVED_SECONDS = 30.0, 90.0  # rank 0 has to tell MLflow after all have saved
 _ANSWER_SECONDS = 15.0  # to a kill
-_BEGIN_SECONDS = 60.0  # for the agents
 _POLL_SECONDS = 0.1
 _ANY_PORT = 29500  # the launcher wants one; nobody uses it
 
@@ -71,7 +63,6 @@ def run_stage_on_hosts(launch: Launch, fleet: Fleet, ready: Ready, *, variables:
 
     Raises:
         KeyboardInterrupt: the user stopped it and no rank answered that it has saved, as in `local`.
-        UserError: the launcher cannot pass something on.
         OSError: no process could be started here.
     """
     return _Stage(launch, fleet, ready, variables=variables).run()
@@ -133,15 +124,13 @@ def shared_files(sets: Iterable[ShardSet]) -> list[Path]:
 class _Stage:
     def __init__(self, launch: Launch, fleet: Fleet, ready: Ready, *, variables: dict[str, str]) -> None:
         self._launch, self._fleet, self._ready, self._variables = launch, fleet, ready, variables
-        self._by_ssh = fleet.launcher == "ssh"
         self._word = f"agent-{secrets.token_hex(8)}"
         self._run_folder = str((launch.runs_root / launch.recipe.name).absolute())
-        self._shared_name = rendezvous_name(self._run_folder, node=None)  # under pdsh all hosts have the same
         self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._agents: dict[str, Connection] = {}
         self._ready_hosts: set[str] = set()
-        self._ended: dict[str, int] = {}  # host, or "" for pdsh -> exit code, in the order of ending
+        self._ended: dict[str, int] = {}  # host -> exit code, in the order of ending
         self._asked = self._interrupts = 0
         self._killed = False
         self._over = threading.Event()
@@ -154,7 +143,7 @@ class _Stage:
             for node, host in enumerate(self._fleet.hosts):
                 self._agents[host.name] = self._connect(node, host)
             threading.Thread(target=self._send_heartbeats, daemon=True, name="alive").start()
-            code = self._wait(None) if self._by_ssh else self._run_pdsh(held)
+            code = self._wait()
         if self._killed or (self._asked and (code == 0 or signal_of(code) in STOP_SIGNALS)):
             raise KeyboardInterrupt
         return code
@@ -166,13 +155,17 @@ class _Stage:
             python_path=self._variables.get("PYTHONPATH", ""),
             on_line=lambda line: self._lines.put((host.name, line)),
         )
-        command = node_command(self._launch, self._fleet, node=node, master_addr=self._ready.address)
+        # In memory, which no file server shares; the host's ranks find rank 0's address there.
+        rendezvous = f"/dev/shm/{rendezvous_name(self._run_folder, node=node)}"
+        interface = self._ready.interfaces.get(host.name)
+        # Otherwise gloo takes the interface of the host's own name, which may be the loopback.
+        gloo = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
         order = AgentOrder(
             word=self._word,
             run_folder=self._run_folder,
-            command=command if self._by_ssh else [],
-            environment={**_gloo(self._ready.interfaces.get(host.name)), **self._variables},
-            rendezvous=self._rendezvous(node),
+            command=node_command(self._launch, self._fleet, node=node, master_addr=self._ready.address),
+            environment={**gloo, **self._variables},
+            rendezvous="" if self._fleet.master_port else rendezvous,
             is_first=node == 0,
             silence_seconds=_SILENCE_SECONDS,
             grace_seconds=_GRACE_SECONDS,
@@ -180,68 +173,21 @@ class _Stage:
         connection.send(order.line())
         return connection
 
-    def _rendezvous(self, node: int) -> str:
-        """The folder where a host's ranks find rank 0's address, in memory, which no file server shares."""
-        if self._fleet.master_port:
-            return ""
-        return f"/dev/shm/{rendezvous_name(self._run_folder, node=node) if self._by_ssh else self._shared_name}"
-
-    def _run_pdsh(self, held: ExitStack) -> int:
-        folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="shardvit-pdsh-")))
-        interfaces = {self._ready.interfaces.get(host.name) for host in self._fleet.hosts}
-        variables = {
-            **_gloo(interfaces.pop() if len(interfaces) == 1 else None),
-            **self._variables,
-            RUN_MARK: self._run_folder,
-            **({} if self._fleet.master_port else {RENDEZVOUS: self._rendezvous(0)}),
-            "PYTHONUNBUFFERED": "1",
-        }
-        hostfile, environment_file = folder / "hostfile", folder / "environment"
-        hostfile.write_text(pdsh.hostfile_text(self._fleet), encoding="utf-8")
-        environment_file.write_text(pdsh.environment_text(variables), encoding="utf-8")
-        command = pdsh.command(
-            self._fleet,
-            rank_arguments(self._launch),
-            hostfile=hostfile,
-            master_addr=self._ready.address,
-            master_port=self._fleet.master_port or _ANY_PORT,
-        )
-        deadline = time.monotonic() + _BEGIN_SECONDS
-        while len(self._ready_hosts) < len(self._agents) and not self._ended and time.monotonic() < deadline:
-            self._take_lines_and_ends()
-            if not self._signals.empty():  # before there was anything to stop
-                self._killed = True
-                return 1
-            time.sleep(_POLL_SECONDS)
-        if len(self._ready_hosts) < len(self._agents):
-            return 1
-        runner = subprocess.Popen(
-            command,
-            env={**without_place(), "DS_ENV_FILE": str(environment_file)},
-            start_new_session=True,
-        )
-        held.callback(_kill_group, runner)
-        return self._wait(runner)
-
-    def _wait(self, runner: subprocess.Popen[bytes] | None) -> int:
-        """Until all agents have ended; they are told to when `runner`, if given, has."""
+    def _wait(self) -> int:
+        """Until all agents have ended."""
         kill_at = give_up_at = math.inf
         while True:
             self._take_lines_and_ends()
             now = time.monotonic()
-            if runner is not None and runner.poll() is not None and "" not in self._ended:
-                self._ended[""] = runner.returncode if runner.returncode >= 0 else 128 - runner.returncode
-                self._tell("end")
-                give_up_at = now + _ANSWER_SECONDS
             while not self._signals.empty():
-                self._on_signal(self._signals.get(), runner)
-            if all(host in self._ended for host in self._agents) and (runner is None or "" in self._ended):
-                break
+                self._on_signal(self._signals.get())
+            if len(self._ended) == len(self._agents):
+                return overall_code([*self._ended.values()], stop_was_asked=bool(self._asked))
             failed = [code for code in self._ended.values() if code]
             if failed and kill_at == math.inf:
                 kill_at = now + (_FOLLOW_SAVED_SECONDS if failed[0] == EXIT_STOPPED else _FOLLOW_SECONDS)
             if now >= kill_at and give_up_at == math.inf:
-                self._kill(runner)
+                self._tell("kill")
                 give_up_at = now + _ANSWER_SECONDS
             if now >= give_up_at:
                 silent = [host for host in self._agents if host not in self._ended]
@@ -250,11 +196,8 @@ class _Stage:
                 self._ended |= dict.fromkeys(silent, 1)
                 continue
             time.sleep(_POLL_SECONDS)
-        # pdsh's own code comes last: if a host was lost, we killed it.
-        codes = [*(code for host, code in self._ended.items() if host), self._ended.get("", 0)]
-        return overall_code(codes, stop_was_asked=bool(self._asked))
 
-    def _on_signal(self, number: int, runner: subprocess.Popen[bytes] | None) -> None:
+    def _on_signal(self, number: int) -> None:
         self._asked += 1
         self._interrupts += number == signal.SIGINT
         if self._asked == 1:
@@ -262,12 +205,7 @@ class _Stage:
             self._tell("stop")
         elif self._interrupts > 1:  # batch systems repeat themselves; only Ctrl-C is impatience
             self._killed = True
-            self._kill(runner)
-
-    def _kill(self, runner: subprocess.Popen[bytes] | None) -> None:
-        self._tell("kill")
-        if runner is not None:
-            _kill_group(runner)
+            self._tell("kill")
 
     def _take_lines(self) -> None:
         while not self._lines.empty():
@@ -313,14 +251,3 @@ class _Stage:
         self._over.set()
         for agent in self._agents.values():
             agent.close()
-
-
-def _gloo(interface: str | None) -> dict[str, str]:
-    """Otherwise gloo takes the interface of the host's own name, which may be the loopback."""
-    return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_shards.errors import UserError
-from launch.env import RENDEZVOUS, SUPERVISOR_PID
+from launch.local.env import RENDEZVOUS, SUPERVISOR_PID
 
 DEEPSPEED_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")  # deepspeed/launcher/runner.py 0.19, with CUDA
 PREFIXES = (*DEEPSPEED_PREFIXES, "GLOO_", "TORCH_", "SHARDVIT_", "WDS_")

@@ -21,8 +21,8 @@ from typing import Any
 
 import psutil
 
-from launch.env import RENDEZVOUS, SUPERVISOR_PID, without_place
 from launch.local.endings import overall_code
+from launch.local.env import RENDEZVOUS, SUPERVISOR_PID, without_place
 from pipeline.recipe.vocabulary import EXIT_STOPPED
 
 RANK_COMMAND = ["-u", "-m", "launch.train"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from data_shards.working_folder import leave_out
-from launch.output import go_on
+from launch.local.output import go_on
 
 
 def main() -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from data_shards.errors import UserError
 from data_shards.shards.location import is_local
-from launch.env import num_gpus
+from launch.local.env import num_gpus
 from launch.plan.options import PlanOptions
 from launch.plan.page import RecipeForecast
 from launch.plan.shards import look

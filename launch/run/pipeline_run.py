@@ -16,12 +16,12 @@ from typing import Literal
 
 from data_shards.errors import UserError
 from data_shards.shards.location import CommandRefused, Commands
-from launch.env import SUPERVISOR_PID, num_gpus, tracking_uri
 from launch.hosts.hostfile import Fleet
 from launch.local.endings import memory_kills, reason
+from launch.local.env import SUPERVISOR_PID, num_gpus, tracking_uri
+from launch.local.output import say
 from launch.local.processes import handled, kill_all
 from launch.local.start import Launch, run_stage_locally
-from launch.output import say
 from launch.run.disk import Presence, disk_problem
 from launch.run.lock import locked
 from launch.run.restarts import PAUSE_SECONDS, Restarts
@@ -251,7 +251,7 @@ class PipelineRun:
         """Check MLflow's address and every stage's data, sizes, model and checkpoints; returns what was not checked."""
         from pipeline.recipe.stage_plan import plan_stage  # numpy and the network only for a recipe that was read
         from pipeline.stage.data import open_data, training_order
-        from pipeline.transfer.few_shot_data import open_few_shot
+        from pipeline.transfer.data_sets import open_few_shot
 
         tracking_uri()  # UserError: it is no address
         notes: list[str] = []

@@ -10,13 +10,12 @@ import signal
 from collections.abc import Callable
 
 from data_shards.errors import UserError
+from launch.local.output import say
 from launch.local.processes import handled
-from launch.output import say
 from launch.run.lock import locked
 from launch.run.pipeline_run import PipelineRun
 from launch.sweep.points import FINAL, Earlier, Point, Sweep, link_earlier
-from launch.sweep.record import SweepRecord, as_table, choose, failures, make_record
-from launch.sweep.tracking import tell
+from launch.sweep.record import SweepRecord, as_table, choose, failures, make_record, tell
 from launch.sweep.worth import widened
 from pipeline.recipe.io import differences, parse_recipe
 from pipeline.recipe.schema import Recipe

@@ -16,11 +16,13 @@ from typing import Any, Literal
 
 from data_shards.durable import replace_text
 from data_shards.text import parse_json, table
+from launch.local.env import experiment_name, tracking_uri
 from launch.sweep.points import FINAL, Point, Sweep
 from launch.sweep.worth import beyond, standard_error
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import SWEEP_FILE, StageName
 from pipeline.runs.run_folder import RunFolder
+from pipeline.tracking.facts import RunStatus
 
 RULE = "the best held-out score; at equal scores the lower loss, then the first"
 _SCORES = ("top1", "accuracy")
@@ -182,3 +184,36 @@ def _worth(record: SweepRecord) -> list[str]:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
+
+
+def tell(sweep: Sweep, record: SweepRecord, *, status: RunStatus) -> None:
+    """Bring the sweep's own MLflow run, the parent of its runs, up to date; says what goes wrong, raises nothing."""
+    from launch.local.output import say
+    from pipeline.tracking.command_runs import SweepNews, log_sweep
+
+    chosen = next((one for one in record.points if one.name == record.chosen), None)
+    # All as tags: grid and share may change, and MLflow's params never do.
+    tags = {"sweep.stage": record.stage, "sweep.recipe": record.recipe, "sweep.hold_out": f"{record.hold_out:g}"}
+    tags |= {f"sweep.{key}": ",".join(values) for key, values in record.grid.items()}
+    metrics: dict[str, float] = {}
+    if chosen is not None:
+        tags |= {"sweep.chosen": chosen.name, **{f"sweep.chosen.{key}": text for key, text in chosen.values.items()}}
+        metrics |= _metrics(chosen, prefix="sweep/chosen")
+    points = {sweep.folder(one.name).path: _metrics(one, prefix="sweep/held_out") for one in record.points}
+    if record.final is not None:
+        metrics |= _metrics(record.final, prefix="sweep/final")
+        points[sweep.folder(FINAL).path] = _metrics(record.final, prefix="sweep/final")
+    news = SweepNews(
+        folder=sweep.root,
+        tags=tags,
+        metrics=metrics,
+        points={folder: values for folder, values in points.items() if values},
+        status=status,
+    )
+    experiment = experiment_name() or sweep.points[0].final.experiment
+    log_sweep(news, tracking_uri=tracking_uri(), experiment=experiment, say=say)
+
+
+def _metrics(one: Outcome, *, prefix: str) -> dict[str, float]:
+    values = {"score": one.score, "loss": one.loss, "balanced_accuracy": one.balanced_accuracy}
+    return {f"{prefix}_{name}": value for name, value in values.items() if value is not None and math.isfinite(value)}

@@ -15,12 +15,11 @@ from pathlib import Path
 
 from data_shards.durable import replace_text
 from data_shards.errors import UserError
-from launch.output import say
+from launch.local.output import say
 from launch.sweep.local import begin_final
 from launch.sweep.points import FINAL, Sweep, link_earlier
-from launch.sweep.record import SweepRecord, as_table, choose, make_record
+from launch.sweep.record import SweepRecord, as_table, choose, make_record, tell
 from launch.sweep.stored import read_sweep
-from launch.sweep.tracking import tell
 from pipeline.recipe.io import dump_recipe
 from pipeline.recipe.vocabulary import EXIT_FAILED, EXIT_USER_ERROR, RECIPE_FILE
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from data_shards.errors import UserError
 from pipeline.recipe.duration import parse_duration
-from pipeline.recipe.schedule import Schedule
+from pipeline.recipe.optimizer import Schedule
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import StagePlan, plan_stage
 from pipeline.recipe.vocabulary import StageName

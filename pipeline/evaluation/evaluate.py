@@ -21,8 +21,7 @@ import torch
 from data_shards.loading.batch import Batch
 from pipeline.engine.protocol import Engine
 from pipeline.evaluation import scores
-from pipeline.evaluation.average_precision import average_precision
-from pipeline.evaluation.scores import Answered
+from pipeline.evaluation.scores import Answered, average_precision
 from pipeline.ranks.place import Place
 from pipeline.recipe.vocabulary import OWN_SET, EvalMetric, WeightsKind
 from pipeline.runs.evaluations import KEPT_SAMPLES, Evaluation, Floats, Judged, PerClass, save_evaluation
@@ -283,6 +282,6 @@ def _average_precisions(
         rows = rows[rows[:, 0] >= 0]
         for at in range(number):
             if (first + at) % place.world_size == place.rank:
-                positive = rows[:, 1 + number + at] > 0
-                found[first + at] = average_precision(rows[:, 1 + at], positive=positive)
+                positive = rows[:, 1 + number + at].numpy() > 0
+                found[first + at] = average_precision(rows[:, 1 + at].numpy(), positive=positive)
     return ranks.gather(found).sum(dim=0).numpy()

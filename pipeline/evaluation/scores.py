@@ -12,7 +12,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.runs.evaluations import CALIBRATION_BINS, MOST_CONFUSED_CLASSES, Calibration, Counts, Floats, PerClass
+from data_shards.text import one_line
+from pipeline.runs.evaluations import (
+    CALIBRATION_BINS,
+    MOST_CONFUSED_CLASSES,
+    OWN_SET,
+    Calibration,
+    Counts,
+    Evaluation,
+    Floats,
+    PerClass,
+)
 
 
 @dataclass(frozen=True)
@@ -100,3 +110,35 @@ def worst(answered: Answered, *, count: int) -> Counts:
 def shares(part: NDArray[np.int64] | Floats, *, of: Counts) -> Floats:
     """Element by element; NaN where `of` is 0."""
     return np.divide(part, of, out=np.full(len(of), math.nan), where=of > 0)
+
+
+def average_precision(scores: Floats, *, positive: NDArray[np.bool_]) -> float:
+    """scikit-learn's average precision of one class, which does not interpolate; NaN without a positive. `scores`: [n],
+    of any range; NaN counts as the lowest."""
+    if not positive.any():
+        return math.nan
+    from sklearn.metrics import average_precision_score  # takes a second
+
+    _, places = np.unique(np.nan_to_num(scores, nan=-np.inf, posinf=np.inf, neginf=-np.inf), return_inverse=True)
+    return float(average_precision_score(positive, places))  # their order is enough, and is finite
+
+
+_MOST = 0.95  # of the answers
+
+
+def one_answer(evaluation: Evaluation) -> str:
+    """A warning if all answers, or 95 % of them, are one class; "": they are not, or the images are of one class
+    themselves. Of a set in which a class has 95 % of the images only if all answers are one."""
+    images, answers = evaluation.images, evaluation.per_class.answers
+    if not images or answers is None or not all(map(math.isfinite, evaluation.metrics.values())):
+        return ""
+    best, commonest = int(answers.argmax()), int(evaluation.per_class.images.max()) / images
+    if commonest == 1 or answers[best] < (images if commonest >= _MOST else _MOST * images):
+        return ""
+    own = int(evaluation.per_class.images[best]) / images
+    which = "the held-out images" if evaluation.set_name == OWN_SET else one_line(evaluation.set_name)
+    return (
+        f"warning: {answers[best]:,} of {images:,} answers on {which} are the class "
+        f"{one_line(evaluation.classes[best])!r}, which {100 * own:.1f} % of them have: the model does not tell the "
+        "classes apart"
+    )

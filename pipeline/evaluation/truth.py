@@ -6,16 +6,22 @@ class, and ReaL's labels by the samples' keys. No torch, until there are batches
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_shards.errors import UserError
-from data_shards.shards.shard_set import ShardSet
+from data_shards.reading.opening import open_shards
+from data_shards.shards.shard_set import ShardSet, ShardsSpec
+from data_shards.store.cache import CacheConfig
+from data_shards.store.store import Store
 from data_shards.text import named, one_line
 from data_shards.vocabulary import LabelKind
 from pipeline.evaluation.imagenet import numbered_classes, real_labels, usual_classes
-from pipeline.evaluation.request import Among, LabelSet, Matching
+from pipeline.evaluation.request import Among, EvalRequest, LabelSet, Matching
+from pipeline.recipe.stage_plan import chosen_metrics
+from pipeline.recipe.vocabulary import EvalMetric
 
 if TYPE_CHECKING:
     from data_shards.loading.batch import Batch
@@ -113,3 +119,37 @@ def _columns(model: tuple[str, ...], ours: tuple[str, ...], *, matching: Matchin
         f"the classes of {source} do not fit the model's ({named(model)}): {which}; give --classes index if class 0, "
         "1, ... are the same in both"
     )
+
+
+def open_set(request: EvalRequest, *, report: Callable[[str], None]) -> tuple[ShardSet, Store]:
+    """The shards, and what reads them; damage is reported."""
+    store = Store(CacheConfig(), commands="run")
+    spec = ShardsSpec(
+        request.shards,
+        label=request.label,
+        kind=request.label_kind,
+        classes=Path(request.class_file) if request.class_file else None,
+    )
+    shards = open_shards(spec, damaged="report", report=report, store=store)
+    if not shards.num_samples:
+        raise UserError(f"{shards.source} has no images")
+    for line in shards.damage:
+        report(line)
+    return shards, store
+
+
+def what_is_asked(
+    request: EvalRequest, *, class_names: Sequence[str], shards: ShardSet
+) -> tuple[Truth, tuple[EvalMetric, ...]]:
+    """Of a model with these classes on these shards. UserError: they do not fit."""
+    truth = find_truth(class_names, shards, label_set=request.label_set, matching=request.matching, among=request.among)
+    if request.label_set == "real" and request.metrics == "auto":
+        return truth, ("top5",)
+    metrics = chosen_metrics(
+        request.metrics,
+        label_kind=truth.label_kind,
+        num_classes=len(truth.classes),
+        num_images=shards.num_samples,
+        flag="--metrics",
+    )
+    return truth, metrics

@@ -1,4 +1,4 @@
-"""Rank, world size and how the ranks find each other. Read from the environment by `launch.env`."""
+"""Rank, world size and how the ranks find each other. Read from the environment by `launch.local.env`."""
 
 from __future__ import annotations
 

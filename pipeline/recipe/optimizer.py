@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from pipeline.recipe.duration import DurationText, Strict, parse_duration
-from pipeline.recipe.schedule import Decay
 from pipeline.recipe.vocabulary import OPTIMIZERS, MomentType, OptimizerName
 
 _Share = Annotated[float, Field(ge=0, lt=1)]
@@ -121,3 +122,39 @@ class ScheduleConfig(Strict):
                 self.refuse("end_lr", means_nothing="to a constant learning rate")
                 self.refuse("cooldown", means_nothing="to a constant learning rate: take decay wsd")
         return self
+
+
+Decay = Literal["cosine", "linear", "rsqrt", "wsd", "constant"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A learning-rate schedule in optimizer steps."""
+
+    peak_lr: float = 0.0
+    total_steps: int = 1
+    warmup_steps: int = 0
+    decay: Decay = "constant"
+    end_lr: float = 0.0  # where a linear decay ends (Google: 1e-5); a cosine and a cool-down end here too
+    timescale_steps: int = 10_000  # of rsqrt
+    cooldown_steps: int = 0  # of rsqrt and wsd
+
+    def __call__(self, step: int) -> float:
+        """The learning rate of optimizer step `step`, counted from 0."""
+        decaying_steps = max(1, self.total_steps - self.warmup_steps)
+        decayed_steps = max(0, step - self.warmup_steps)
+        progress = min(1.0, decayed_steps / decaying_steps)
+        match self.decay:
+            case "cosine":
+                decayed = self.end_lr + (self.peak_lr - self.end_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
+            case "linear":
+                decayed = self.end_lr + (self.peak_lr - self.end_lr) * (1.0 - progress)
+            case "rsqrt":
+                decayed = self.peak_lr / math.sqrt(1.0 + decayed_steps / self.timescale_steps)
+            case "wsd" | "constant":
+                decayed = self.peak_lr
+        if self.cooldown_steps:
+            left = min(1.0, max(0.0, (self.total_steps - step) / self.cooldown_steps))
+            decayed = self.end_lr + (decayed - self.end_lr) * left
+        warmup = min(1.0, step / self.warmup_steps) if self.warmup_steps else 1.0
+        return decayed * warmup

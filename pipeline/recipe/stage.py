@@ -8,9 +8,8 @@ from pydantic import Field, model_validator
 
 from data_shards.vocabulary import EvalProtocol
 from model.vocabulary import DropoutMasks, HeadKind, InitStyle, LossKind
-from pipeline.recipe.data import MOST_SIDE, AugmentConfig, OneSet, SomeSets, several
+from pipeline.recipe.data import MOST_SIDE, AugmentConfig, FewShotConfig, OneSet, SomeSets, several
 from pipeline.recipe.duration import DurationText, Strict
-from pipeline.recipe.few_shot import FewShotConfig
 from pipeline.recipe.optimizer import OptimizerConfig, ScheduleConfig
 from pipeline.recipe.vocabulary import ALL_STAGES, OF_SEVERAL_LABELS, EvalMetric, StageName, WeightsKind
 

@@ -32,9 +32,8 @@ METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"  # what happened, over all attempts
 CORRUPT_SAMPLES_FILE = "corrupt_samples.jsonl"
 MODEL_FOLDER = "model"  # the result: safetensors and config.json
-MLFLOW_FILE = "mlflow.json"  # of the run, and of each stage: which MLflow run it is
-MLFLOW_FACTS_FILE = "mlflow_facts.json"  # beside it: what that run is to know, apart from the metrics
-MLFLOW_SENT_FILE = "mlflow_sent.json"  # of a stage: the pictures and the model that are in MLflow; of the run: its page
+MLFLOW_FILE = "mlflow.json"  # of the run, and of each stage: which MLflow run it is, and what of it was sent
+MLFLOW_FACTS_FILE = "mlflow_facts.json"  # STAGE/...: what its MLflow run is to know, apart from the metrics
 TRACKING_FOLDER = "tracking"  # of the run: environment and changes, as MLflow keeps them
 PAGE_FILE = "report.html"  # of the run: everything about it on one page
 PICTURES_FOLDER = "pictures"  # STAGE/...: NAME/step-00000400.png, .svg, .json
@@ -94,7 +93,6 @@ OPTIMIZERS: dict[OptimizerName, OptimizerState] = {
 # ---- how products are computed ----
 
 AttentionKernel = Literal["cudnn", "flash", "efficient", "math"]
-Fp8Scaling = Literal["off", "tensorwise", "rowwise"]
 
 # ---- the weights that are trained, and their moving average (EMA) ----
 
@@ -208,9 +206,13 @@ METRICS: dict[str, Metric] = {
     "val/fewshot_NAME_Kshot": Metric(
         "share", "top-1 on set NAME of least squares on K images of each class, mean over the seeds"
     ),
-    "val/probe_NAME_top1": Metric("share", "shardvit probe: top-1 on set NAME of logistic regression; also _top5"),
+    "val/probe_NAME_top1": Metric(
+        "share", "transfer --method probe: top-1 on set NAME of logistic regression; also _top5"
+    ),
     "val/probe_NAME_loss": Metric("nats", "the same: its mean cross-entropy"),
-    "val/knn_NAME_Knn_top1": Metric("share", "shardvit knn: top-1 on set NAME of K nearest neighbours; also _top5"),
+    "val/knn_NAME_Knn_top1": Metric(
+        "share", "transfer --method knn: top-1 on set NAME of K nearest neighbours; also _top5"
+    ),
     "val/transfer_mean": Metric("share", "shardvit transfer: mean over the data sets of their first top-1"),
     "model/parameters": Metric("parameters", "swap_head: parameters of the model"),
     "model/head_parameters_dropped": Metric("parameters", "swap_head: parameters of the head that was dropped"),

@@ -1,4 +1,4 @@
-"""A stage's metrics.jsonl (the full record), MLflow (filled from it; may fail without harm), events and progress bar.
+"""What rank 0 reports of a stage: metrics.jsonl, events.jsonl, the facts that MLflow is to know, and the progress bar.
 
 Only on rank 0. Also measured here: how long the loop waited for data, and images/s without evaluation and saving.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -18,10 +19,10 @@ from data_shards.errors import UserError
 from data_shards.loading.batch import Fault
 from data_shards.text import counted
 from pipeline.checkpoint.train_state import RollBack, TrainState
-from pipeline.ranks.gone import peer_is_gone
+from pipeline.ranks.dead_ranks import peer_is_gone
 from pipeline.ranks.phases import Phases
+from pipeline.ranks.process import WORTH_A_WORD
 from pipeline.ranks.stopping import Stopped
-from pipeline.ranks.threads import WORTH_A_WORD
 from pipeline.recipe.stage_plan import StagePlan
 from pipeline.recipe.vocabulary import EVENTS_FILE, METRICS_FILE, StageName
 from pipeline.report.best import AVERAGES_SCORES, SCORES, show_score
@@ -33,11 +34,10 @@ from pipeline.runs.metrics_log import MetricsLog, open_metrics_log
 from pipeline.stage.context import StageContext
 from pipeline.stage.data import StageData
 from pipeline.tracking.describe import plan_params, stage_datasets
-from pipeline.tracking.facts import DatasetInput
-from pipeline.tracking.mlflow_store import Say, open_tracker
-from pipeline.tracking.settings import TrackerSettings
-from pipeline.tracking.system_metrics import node_metrics
-from pipeline.tracking.tracking_thread import FinalStatus
+from pipeline.tracking.environment import gpu_tag
+from pipeline.tracking.facts import DatasetInput, FinalStatus, begin_attempt, end_attempt, told
+
+Say = Callable[[str], None]
 
 _NAMED_FAULTS = 10
 
@@ -56,8 +56,7 @@ def stage_report(
     """The report of one training stage, whose MLflow run has `tags`, too; closed as finished, killed (`Stopped`) or
     failed."""
     if not context.ranks.place.is_main:
-        with node_metrics(context, stage=stage):
-            yield Report(None, None, None, None, phases=phases, plan=plan, training_seconds=state.training_seconds)
+        yield Report(None, None, None, None, phases=phases, plan=plan, training_seconds=state.training_seconds)
         return
     progress = TrainingProgress(
         stage,
@@ -85,7 +84,6 @@ def stage_report(
             tags=tags,
         ) as log,
         told_events(context, stage=stage, state=state, say=progress.note) as events,
-        node_metrics(context, stage=stage),
     ):
         report = Report(
             log, progress, events, gauges, phases=phases, plan=plan, training_seconds=state.training_seconds
@@ -131,30 +129,20 @@ def tracked_log(
     stage: StageName,
     datasets: tuple[DatasetInput, ...] = (),
     resume_step: int = -1,
-    say: Say | None = None,
+    say: Say = lambda text: print(text, file=sys.stderr, flush=True),
     params: Mapping[str, str] = MappingProxyType({}),
     tags: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[MetricsLog]:
-    """A stage's metrics.jsonl from a step on (-1: anew) and its MLflow run, which is told how the stage ended.
+    """A stage's metrics.jsonl from a step on (-1: anew), and what its MLflow run is to know of this attempt.
     OSError: the disk is full or fails."""
     recipe, folder = context.recipe, context.folder
     with open_metrics_log(folder.stage(stage) / METRICS_FILE, resume_step=resume_step) as log:
         if log.dropped_broken_rows:
             print(f"{log.path}: {log.dropped_broken_rows} unreadable rows were dropped", file=sys.stderr)
-        tracker = open_tracker(
-            TrackerSettings(
-                folder=folder,
-                recipe=recipe,
-                stage=stage,
-                params=params,
-                datasets=datasets,
-                tags={"shardvit.world_size": str(context.ranks.place.world_size), **context.job_tags, **tags},
-                tracking_uri=context.tracking.uri,
-                experiment=context.tracking.experiment,
-            ),
-            log=log,
-            say=say,
-        )
+        place = context.ranks.place
+        all_tags = {"shardvit.world_size": str(place.world_size), **context.job_tags, **gpu_tag(), **tags}
+        begin = partial(begin_attempt, folder, recipe, stage, from_step=max(0, resume_step), kept_rows=log.kept_rows)
+        told(lambda: begin(params=params, datasets=datasets, tags=all_tags), say=say)
         status: FinalStatus = "FAILED"
         try:
             yield log
@@ -163,7 +151,9 @@ def tracked_log(
             status = "KILLED"
             raise
         finally:
-            tracker.close(status, finish_parent=status != "FINISHED" or folder.is_complete(recipe))
+            told(lambda: end_attempt(folder, stage, status), say=say)
+            if recipe.tracking.mode == "offline" and (status != "FINISHED" or folder.is_complete(recipe)):
+                say(f"MLflow: offline; `shardvit sync {folder.path}` sends the run")
 
 
 class Report:

@@ -182,7 +182,8 @@ class RunReader:
 
 class _StageReader:
     def __init__(self, folder: RunFolder, name: StageName) -> None:
-        self._folder, self._name = folder, name
+        self._folder = folder
+        self._name: StageName = name
         self._curve = MetricsFollower(folder.stage(name) / METRICS_FILE)
         self._rows: tuple[MetricRow, ...] = ()
         self._events: tuple[Event, ...] = ()

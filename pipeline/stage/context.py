@@ -1,4 +1,4 @@
-"""What every stage is given: recipe, run folder, process group, MLflow's address, stop flag, clock of its start."""
+"""What every stage is given: recipe, run folder, process group, stop flag, clock of its start."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from typing import Literal, TypeVar
 
 from data_shards.errors import AgreedError, UserError
 from data_shards.text import printable
-from pipeline.ranks.group import Ranks
+from pipeline.ranks.group import Ranks, while_others_wait
 from pipeline.ranks.start_clock import StartClock
-from pipeline.ranks.stopping import StopFlag
-from pipeline.ranks.time_limit import TimeLimit
-from pipeline.ranks.waiting import while_others_wait
+from pipeline.ranks.stopping import StopFlag, TimeLimit
 from pipeline.ranks.watch import Watch
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import StageName
@@ -23,14 +21,6 @@ from pipeline.runs.pictures import Moment
 from pipeline.runs.run_folder import RunFolder
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Tracking:
-    """Where MLflow's records go."""
-
-    uri: str | None  # None: mlflow.db in the folder of all runs
-    experiment: str
 
 
 def draw_nothing(stage: StageName, moment: Moment, step: int) -> None:
@@ -44,7 +34,6 @@ class StageContext:
     recipe: Recipe
     folder: RunFolder
     ranks: Ranks
-    tracking: Tracking
     stop: StopFlag
     job_tags: dict[str, str]  # facts of this attempt: host, launcher, job id
     start: StartClock = field(default_factory=StartClock)  # until the stage's first step

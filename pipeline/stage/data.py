@@ -17,15 +17,13 @@ from data_shards.shards.holdout import shared_images
 from data_shards.shards.location import CommandRefused, Commands
 from data_shards.shards.shard_set import Portion, ShardSet, ShardsSpec, merge_shard_sets
 from data_shards.store.cache import CacheConfig, default_cache_folder
-from data_shards.store.prefetch import all_local
 from data_shards.store.store import Store
 from data_shards.text import counted, named, parse_bytes, show_bytes
 from pipeline.recipe.data import ShardsConfig
-from pipeline.recipe.metrics import chosen_metrics
 from pipeline.recipe.roles import missing_paths
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import MaskedPatchStage, TrainStage
-from pipeline.recipe.stage_plan import StagePlan
+from pipeline.recipe.stage_plan import StagePlan, chosen_metrics
 from pipeline.recipe.vocabulary import OWN_SET, EvalMetric, StageName
 from pipeline.runs.run_folder import RunFolder, StageRecord
 
@@ -220,7 +218,7 @@ def asked_metrics(config: TrainStage, *, shards: ShardSet, stage: StageName) -> 
 
 def cache_advice(recipe: Recipe, *, data: StageData, plan: StagePlan, processes_per_node: int) -> str | None:
     """One sentence, if the cache is too small for the shuffle, so that shards would be fetched again."""
-    if all_local(data.train.shards) or None in (sizes := [shard.num_bytes for shard in data.train.shards]):
+    if data.train.is_local or None in (sizes := [shard.num_bytes for shard in data.train.shards]):
         return None
     fitness, _ = assess(
         data.train.shard_sizes,

@@ -1,20 +1,25 @@
 """MLflow's client: imported late and quietly, on a store that is made whole or not at all, in a shared experiment.
 
-Costs 2 to 4 s of import, and 2 to 6 s where an SQLite store has to be made. Knows nothing of runs.
+Costs 2 to 4 s of import, and 2 to 6 s where an SQLite store has to be made. A folder of all runs that was moved or
+copied has a database that names the artifacts where they lay; it is made to name those beside it, or whoever goes on in
+a copy would write into the original's folder.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+import sqlite3
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
-from data_shards.durable import flush
+from data_shards.durable import break_links, flush, replaced
 from data_shards.errors import UserError
-from pipeline.tracking.moved import ARTIFACTS_FOLDER, follow_move
+from pipeline.runs.run_folder import RunFolder
 
 SQLITE = "sqlite:///"
 MODEL_TRAINING = "workflowType=machine_learning"  # of a page's address: MLflow 3 opens on GenAI's else
@@ -22,12 +27,26 @@ _EXPERIMENT_TAGS = {
     "mlflow.experimentKind": "custom_model_development",  # read by MLflow up to 3.6; later ones ask the address
     "mlflow.note.content": "A run for each pipeline of shardvit; its stages, with curves and pictures, are child runs.",
 }
+ARTIFACTS_FOLDER = "mlartifacts"  # of a folder of runs, beside its database
+_PLACES = (  # in MLflow's tables
+    ("experiments", "artifact_location"),
+    ("runs", "artifact_uri"),
+    ("logged_models", "artifact_location"),
+    ("model_versions", "storage_location"),
+)
+_PATIENCE_SECONDS = 60.0  # with others that write to it
 _STALE_SECONDS = 3600.0  # after which an unfinished database is a killed process's
 
 
 def store_uri(uri: str | None, *, home: Path) -> str:
     """The store's address: the user's, or an SQLite file in the folder of all runs."""
     return uri or f"{SQLITE}{home / 'mlflow.db'}"
+
+
+def home_of(folder: RunFolder) -> Path:
+    """The folder of all runs, absolute."""
+    sweep = folder.sweep
+    return (folder.runs_root if sweep is None else sweep.parent).absolute()
 
 
 def client_of(uri: str, *, home: Path) -> Any:
@@ -99,13 +118,51 @@ def _import_mlflow() -> None:
     import logging
 
     # MLflow reads these from the environment only; the user's values stand. Its seven retries would hold one call for
-    # 246 s, and the thread has its own back-off. A training job reports to nobody but its user.
+    # 246 s, and the sender has its own back-off. A training job reports to nobody but its user.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     import mlflow.tracking  # noqa: F401
 
-    # Lines on schema steps and retries would break the progress bar; the thread reports failures.
+    # Lines on schema steps and retries would break the progress bar; the sender reports failures.
     for name in ("mlflow", "alembic", "urllib3.connectionpool"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def follow_move(database: Path, *, home: Path) -> None:
+    """Make `database`, the one of the folder `home`, name that folder's artifacts. What a hard-linked copy (`cp -rl`)
+    shares with its original and MLflow writes in place becomes the copy's own. Raises OSError, sqlite3.Error."""
+    moved = _elsewhere(database, home=home)
+    if not moved:
+        return
+    with database.open("rb") as shared:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(shared, fcntl.LOCK_EX)  # of several processes that come this far, one at a time
+        if database.stat().st_nlink > 1:
+            own_file = replaced(database, sync="none", writers="several")
+            with own_file as beside, _open(beside) as copy, _open(database) as original:
+                original.backup(copy)  # whole, whoever writes to it
+    for artifact in (home / ARTIFACTS_FOLDER).glob("*/artifacts/**/*"):  # models are never written again
+        if artifact.is_file() and not artifact.is_symlink():
+            break_links(artifact)
+    with _open(database) as own, own:
+        for old in moved:
+            for table, column in _PLACES:
+                own.execute(
+                    f"update {table} set {column} = ? || substr({column}, ?) where substr({column}, 1, ?) = ?",
+                    ((home / ARTIFACTS_FOLDER).as_uri(), len(old) + 1, len(old), old),
+                )
+
+
+def _open(database: Path) -> closing[sqlite3.Connection]:
+    return closing(sqlite3.connect(database, timeout=_PATIENCE_SECONDS))
+
+
+def _elsewhere(database: Path, *, home: Path) -> list[str]:
+    """The places of artifacts that are those of another folder of runs; by another path the same folder is none."""
+    with _open(database) as known:
+        places = [str(place) for (place,) in known.execute("select distinct artifact_location from experiments")]
+    folders = {place: Path(unquote(urlsplit(place).path)) for place in places if place.startswith("file:")}
+    ours = {place: folder.parent for place, folder in folders.items() if folder.name == ARTIFACTS_FOLDER}
+    return [place for place, folder in ours.items() if not (folder.exists() and folder.samefile(home))]

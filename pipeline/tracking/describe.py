@@ -20,7 +20,7 @@ from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import MaskedPatchStage, PretrainStage, TrainStage
 from pipeline.recipe.vocabulary import RECIPE_FILE, REPLACED_FOLDER, StageName
 from pipeline.runs.run_folder import RunFolder
-from pipeline.tracking.facts import DatasetInput
+from pipeline.tracking.facts import DatasetInput, RunFacts, RunStatus, load_facts
 
 if TYPE_CHECKING:
     from data_shards.shards.shard_set import ShardSet
@@ -164,16 +164,45 @@ def pipeline_description(recipe: Recipe, folder: RunFolder) -> str:
     return f"{first}\n\n{_commands(folder)}"
 
 
-def final_results(folder: RunFolder, recipe: Recipe) -> dict[str, float]:
-    """The results of the stages that are done, as `finetune/val/top1`; the last one's also as `val/top1`."""
-    results: dict[str, float] = {}
-    for stage in recipe.stages.names:
-        record = folder.peek(stage)
-        if record.state == "done":
-            results |= {f"{stage}/{name}": value for name, value in record.results.items()}
-            if stage == recipe.stages.names[-1]:
-                results |= record.results
-    return results
+def pipeline_facts(recipe: Recipe, folder: RunFolder) -> RunFacts:
+    """What the pipeline's run is to know, as far as its stages have come: results of those that are done, as
+    `finetune/val/top1`, the last one's also as `val/top1`."""
+    found: dict[StageName, RunFacts | None] = {name: load_facts(folder.stage(name)) for name in recipe.stages.names}
+    stages: dict[StageName, RunFacts] = {name: facts for name, facts in found.items() if facts is not None}
+    results: dict[str, tuple[float, int]] = {}
+    for name, facts in stages.items():
+        record = folder.peek(name)
+        if record.state == "done" and facts.ended_ms:
+            values = {metric: (value, facts.ended_ms) for metric, value in record.results.items()}
+            results |= {f"{name}/{metric}": value for metric, value in values.items()}
+            results |= values if name == recipe.stages.names[-1] else {}
+    source = {
+        tag: text
+        for facts in stages.values()
+        for tag, text in facts.tags.items()
+        if tag.startswith(("mlflow.", "shardvit.git."))
+    }
+    derived = {
+        f"{name}.{key}": value
+        for name, facts in stages.items()
+        for key, value in facts.params.items()
+        if key.startswith(("plan.", "cost."))
+    }
+    unfinished: list[RunStatus] = [facts.status for facts in stages.values() if facts.status != "FINISHED"]
+    done: RunStatus = (
+        "FINISHED" if all(folder.peek(name).state == "done" for name in recipe.stages.names) else "RUNNING"
+    )
+    return RunFacts(
+        name=recipe.name,
+        description=pipeline_description(recipe, folder),
+        tags={**source, "shardvit.kind": "pipeline"},
+        params={**pipeline_params(recipe), **derived},
+        datasets=tuple(dict.fromkeys(one for facts in stages.values() for one in facts.datasets)),
+        results=results,
+        status=unfinished[0] if unfinished else done,
+        begun_ms=min((each.begun_ms for each in stages.values() if each.begun_ms), default=None),
+        ended_ms=max((each.ended_ms for each in stages.values() if each.ended_ms), default=None),
+    )
 
 
 def _commands(folder: RunFolder) -> str:

@@ -1,7 +1,7 @@
 """What a run was computed with: packages, GPUs, driver, and this checkout's changes, as files that MLflow keeps.
 
 Written once an attempt, beside training; takes some tenths of a second of one core. No environment variables: they may
-hold what nobody else is to see.
+hold secrets.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from data_shards.durable import replace_text
 from data_shards.text import show_bytes
 from pipeline.runs import written_by
 from pipeline.runs.written_by import git_tags, source_tags
-from pipeline.tracking.tracking_thread import without_credentials
+from pipeline.tracking.run_state import without_credentials
 
 ENVIRONMENT_FILE = "environment.txt"
 DIFF_FILE = "git.diff"
@@ -30,21 +30,23 @@ _DRIVER = Path("/proc/driver/nvidia/version")  # asks nobody: nvidia-smi hangs w
 _SECRET = re.compile(r"(?i)((?:password|passwd|secret|token|api_?key|credential)s?['\"]?\s*[:=]\s*)(\S+)")
 
 
-def write_environment(folder: Path) -> None:
-    """Write environment.txt and, where this checkout has changes, git.diff. Raises OSError."""
+def write_environment(folder: Path, *, gpus: str = "") -> None:
+    """Write environment.txt and, where this checkout has changes, git.diff. `gpus`: as `gpu_tag` has them. Raises
+    OSError."""
     folder.mkdir(exist_ok=True)
-    write_if_changed(folder / ENVIRONMENT_FILE, environment())
+    write_if_changed(folder / ENVIRONMENT_FILE, environment(gpus))
     if diff := git_diff(Path(written_by.__file__)):
         write_if_changed(folder / DIFF_FILE, diff)
 
 
-def environment() -> str:
+def environment(gpus: str = "") -> str:
     """A line for each fact, then one for each installed package."""
     lines = [
         f"python {platform.python_version()}",
         f"platform {platform.platform()}",
         f"cores {len(os.sched_getaffinity(0))}",
-        *_gpus(),
+        *_driver(),
+        *([f"gpus {gpus}"] if gpus else []),
         *(f"{name} {value}" for name, value in source_tags().items() if ".git." in name),
         "",
     ]
@@ -86,14 +88,17 @@ def write_if_changed(path: Path, text: str) -> None:
     replace_text(path, text, sync="none")
 
 
-def _gpus() -> list[str]:
-    lines: list[str] = []
-    with suppress(OSError):
-        lines.append(f"driver {_DRIVER.read_text(encoding='utf-8').splitlines()[0]}")
+def gpu_tag() -> dict[str, str]:
+    """The GPUs that this process, a rank, sees, and torch's CUDA; nothing without any."""
     torch = sys.modules.get("torch")  # a process that has not imported it has no GPU to tell of
-    if torch is not None and torch.cuda.is_available():
-        for number in range(torch.cuda.device_count()):
-            facts = torch.cuda.get_device_properties(number)
-            lines.append(f"gpu {number} {facts.name}, {show_bytes(facts.total_memory)}")
-        lines.append(f"cuda {torch.version.cuda}")
-    return lines
+    if torch is None or not torch.cuda.is_available():
+        return {}
+    every = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    names = [f"{each.name}, {show_bytes(each.total_memory)}" for each in every]
+    return {"shardvit.gpus": "; ".join([*names, f"CUDA {torch.version.cuda}"])}
+
+
+def _driver() -> list[str]:
+    with suppress(OSError):
+        return [f"driver {_DRIVER.read_text(encoding='utf-8').splitlines()[0]}"]
+    return []

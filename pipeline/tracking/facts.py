@@ -1,7 +1,7 @@
-"""mlflow_facts.json: what an MLflow run is to know, apart from metrics.jsonl, pictures and models. Imports no mlflow.
+"""mlflow_facts.json: what a stage's run in MLflow is to know apart from metrics, pictures and model. Imports no mlflow.
 
-Written before anything is sent, so that `shardvit sync` can send it after an outage, or from a cluster without a way
-out. Passwords of URLs are taken out before.
+Training writes it at the beginning and the end of an attempt; the sender reads it, now or later (`shardvit sync`).
+Passwords of URLs are taken out before.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,10 +18,15 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from data_shards.durable import replace_text
 from data_shards.safe_paths import read_inside
-from pipeline.tracking.tracking_thread import FinalStatus, without_credentials
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.vocabulary import MLFLOW_FACTS_FILE, StageName
+from pipeline.runs.run_folder import RunFolder
+from pipeline.runs.written_by import source_tags
+from pipeline.tracking.run_state import without_credentials
 
-Milliseconds = Annotated[int, Field(ge=0, lt=2**53)]  # of unix time
+FinalStatus = Literal["FINISHED", "FAILED", "KILLED"]
 RunStatus = Literal[FinalStatus, "RUNNING"]
+Milliseconds = Annotated[int, Field(ge=0, lt=2**53)]  # of unix time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,49 +41,28 @@ class DatasetInput:
     classes: int | None = None
 
 
-@dataclass(frozen=True)
-class FinalValue:
-    """A metric without steps, and when it was known, in unix milliseconds: MLflow keeps the same point once."""
-
-    value: Annotated[float, Field(allow_inf_nan=True)]
-    time_ms: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What the run of a pipeline or a stage is to know; `files` are artifacts, relative to the pipeline's folder."""
+    """What the run of a stage, or of a pipeline, is to know."""
 
     __pydantic_config__ = ConfigDict(extra="ignore")
 
     name: str
-    description: str = ""
+    description: str = ""  # Markdown
     tags: dict[str, str] = field(default_factory=dict)
     params: dict[str, str] = field(default_factory=dict)
     datasets: tuple[DatasetInput, ...] = ()
-    metrics: dict[str, FinalValue] = field(default_factory=dict)
-    files: tuple[str, ...] = ()
+    results: dict[str, tuple[float, Milliseconds]] = field(default_factory=dict)  # of a pipeline: value, when known
+    kept_rows: tuple[int, ...] = ()  # of a stage: how many rows of metrics.jsonl each attempt began with
     status: RunStatus = "RUNNING"
     begun_ms: Milliseconds | None = None  # of the first attempt
     ended_ms: Milliseconds | None = None  # of the last one
 
     @property
     def digest(self) -> str:
-        """Changes with what is to be known, without status, times and files."""
-        text = json.dumps(
-            asdict(replace(self, status="RUNNING", files=(), begun_ms=None, ended_ms=None)), sort_keys=True
-        )
+        """Changes with what is to be known, without status and times."""
+        text = json.dumps(asdict(replace(self, status="RUNNING", begun_ms=None, ended_ms=None)), sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-    def with_metrics(self, values: Mapping[str, float]) -> RunFacts:
-        """With these values; an unchanged one keeps the time at which it was first known."""
-        now = now_ms()
-        metrics = {
-            name: known
-            if (known := self.metrics.get(name)) is not None and known.value == value
-            else FinalValue(value, now)
-            for name, value in values.items()
-        }
-        return replace(self, metrics=metrics)
 
     def save(self, file: Path) -> None:
         """Replace the file atomically. Raises OSError; a missing folder is not made again."""
@@ -89,16 +73,72 @@ _FACTS = TypeAdapter(RunFacts)
 
 
 def now_ms() -> Milliseconds:
-    """What MLflow tells time by."""
+    """MLflow's clock."""
     return int(time.time() * 1000)
 
 
-def load_facts(file: Path) -> RunFacts | None:
+def load_facts(stage_folder: Path) -> RunFacts | None:
     """None: there are none, or they are damaged and will be written again."""
     try:
-        return _FACTS.validate_json(read_inside(file, folder=file.parent))
+        return _FACTS.validate_json(read_inside(stage_folder / MLFLOW_FACTS_FILE, folder=stage_folder))
     except (OSError, ValidationError):
         return None
+
+
+def begin_attempt(
+    folder: RunFolder,
+    recipe: Recipe,
+    stage: StageName,
+    *,
+    from_step: int = 0,
+    kept_rows: int = 0,
+    params: Mapping[str, str],
+    datasets: Sequence[DatasetInput] = (),
+    tags: Mapping[str, str],
+) -> RunFacts:
+    """Write down what a stage's run is to know of a new attempt; `tags`: its job, host, processes. Raises OSError."""
+    from pipeline.tracking.describe import restarts, stage_name, stage_params
+
+    before = load_facts(folder.stage(stage))
+    kept = (*(before.kept_rows if before else ()), kept_rows)
+    short = {"shardvit.world_size": "processes", "shardvit.host": "host", "shardvit.slurm_job_id": "job"}
+    summary = [f"step {from_step}", *(f"{name}={tags[tag]}" for tag, name in short.items() if tag in tags)]
+    again = {"shardvit.restart": str(count)} if (count := restarts(folder, stage)) else {}
+    facts = RunFacts(
+        name=before.name if before else stage_name(recipe, stage, folder=folder, datasets=datasets),
+        tags={
+            **(before.tags if before else {}),
+            **source_tags(),
+            **tags,
+            **again,
+            "shardvit.stage": stage,
+            "shardvit.attempt": str(len(kept)),
+            f"shardvit.attempt.{len(kept)}": " ".join(summary),
+        },
+        params={**stage_params(recipe, stage), **params},
+        datasets=tuple(datasets),
+        kept_rows=kept,
+        begun_ms=before.begun_ms if before else now_ms(),
+    )
+    facts.save(folder.stage(stage) / MLFLOW_FACTS_FILE)
+    return facts
+
+
+def end_attempt(folder: RunFolder, stage: StageName, status: FinalStatus) -> None:
+    """Write down how an attempt ended. Raises OSError."""
+    if facts := load_facts(folder.stage(stage)):
+        ended = replace(facts, status=status, ended_ms=now_ms())
+        ended.save(folder.stage(stage) / MLFLOW_FACTS_FILE)
+
+
+def told(write: Callable[[], object], *, say: Callable[[str], None]) -> None:
+    """Write facts; whatever is wrong with them, training goes on."""
+    try:
+        write()
+    except FileNotFoundError:  # the run folder is gone, which is said elsewhere
+        return
+    except Exception as error:  # noqa: BLE001
+        say(f"MLflow: what it is to know cannot be written: {type(error).__name__}: {error}")
 
 
 def _clean(value: Any) -> Any:

@@ -12,16 +12,15 @@ from __future__ import annotations
 import json
 import tempfile
 import warnings
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from data_shards.safe_paths import require_inside
-from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import METRICS_FILE, StageName
 from pipeline.runs.metrics_log import iter_metrics
 from pipeline.runs.run_folder import RunFolder
+from pipeline.tracking.sink import ResultModel
 
 CLASSES_FILE = "classes.json"  # in the model's folder: the names, in the order of the probabilities
 _MOST_CLASSES = 1000  # whose names are in the metadata, too
@@ -29,34 +28,16 @@ _EXAMPLES = 2  # a batch of one would export a program for one image at a time
 _REGISTER_SECONDS = 60
 
 
-@dataclass(frozen=True)
-class LoggedResult:
-    """What became of a stage's model."""
-
-    model_id: str
-    version: str | None = None  # of the registered model
-
-
-def due_model(recipe: Recipe, folder: RunFolder, *, stage: StageName) -> str | None:
-    """The digest of the weights that are to be a model of MLflow; None: this stage leaves none that is."""
-    wanted = recipe.tracking.log_model and stage == recipe.stages.names[-1]
-    if not wanted or stage in ("masked_patch", "swap_head"):
-        return None
-    record = folder.peek(stage)
-    return (record.model_digest or None) if record.state == "done" else None
-
-
-def log_result_model(
-    client: Any, *, uri: str, run_id: str, parent_id: str | None, folder: RunFolder, recipe: Recipe, stage: StageName
-) -> LoggedResult:
+def log_result_model(client: Any, *, uri: str, result: ResultModel) -> str:
     """Make a stage's model one of MLflow's, of the stage's run and the pipeline's, and register it if the recipe says
-    so. Raises whatever torch and MLflow do."""
+    so; returns its id, and its version if it was registered. Raises whatever torch and MLflow do."""
     import mlflow
     from mlflow.entities import LoggedModelOutput, Metric
 
     from model.formats.served import PixelsToProbabilities
     from model.saved import build_described, load_model
 
+    folder, recipe, stage, run_id = result.folder, result.recipe, result.stage, result.run_id
     require_inside(folder.model(stage), folder=folder.boundary)
     meta, state = load_model(folder.model(stage))
     model = build_described(meta)
@@ -83,21 +64,20 @@ def log_result_model(
         _save(served, path, model_id=logged.model_id, run_id=run_id, names=meta.class_names, facts=facts)
         client.log_model_artifacts(logged.model_id, str(path))
     client.finalize_logged_model(logged.model_id, "READY")
-    for each in (run_id, parent_id):
-        if each is not None:
-            client.log_outputs(each, [LoggedModelOutput(logged.model_id, step)])
+    for each in (run_id, result.parent_id):
+        client.log_outputs(each, [LoggedModelOutput(logged.model_id, step)])
     last = _last_values(folder, stage=stage)
     points = [Metric(name, value, at, on, model_id=logged.model_id) for name, (value, at, on) in last.items()]
     client.log_batch(run_id, metrics=points, synchronous=True)
     if recipe.tracking.register_as is None:
-        return LoggedResult(logged.model_id)
+        return str(logged.model_id)
     mlflow.set_tracking_uri(uri)
     registered = mlflow.register_model(
         f"models:/{logged.model_id}", recipe.tracking.register_as, await_registration_for=_REGISTER_SECONDS
     )
     if recipe.tracking.alias is not None:
         client.set_registered_model_alias(recipe.tracking.register_as, recipe.tracking.alias, registered.version)
-    return LoggedResult(logged.model_id, version=str(registered.version))
+    return f"{logged.model_id}, version {registered.version}"
 
 
 def _save(

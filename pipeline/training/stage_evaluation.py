@@ -7,7 +7,7 @@ from contextlib import closing
 
 from pipeline.engine.protocol import Engine
 from pipeline.evaluation.evaluate import Evaluated, evaluate, keep_evaluations
-from pipeline.evaluation.one_answer import one_answer
+from pipeline.evaluation.scores import one_answer
 from pipeline.ranks.watch import Watch
 from pipeline.recipe.vocabulary import WeightsKind
 from pipeline.report.reporter import Report
@@ -17,7 +17,7 @@ from pipeline.stage.damage import FaultLedger
 from pipeline.stage.data import Stage, asked_metrics
 from pipeline.stage.data_workers import DataWorkers
 from pipeline.stage.task import Task
-from pipeline.transfer.few_shot_stage import few_shot_evaluation
+from pipeline.transfer.during_training import few_shot_evaluation
 
 
 class StageEvaluation:

@@ -24,21 +24,22 @@ from data_shards.errors import UserError
 from data_shards.images.transforms import EvalTransform
 from data_shards.loading.assemble import Access
 from data_shards.loading.batch import Batch, batch_of
-from data_shards.loading.device_prefetch import prefetch_to_device
 from data_shards.loading.loader import EvalBatches, eval_batches
-from data_shards.reading.label_column import UNKNOWN, label_column
+from data_shards.reading.shard_reader import label_column
 from data_shards.shards.shard_set import ShardSet
 from data_shards.text import parse_bytes
 from pipeline.engine.protocol import Engine
 from pipeline.ranks.group import Ranks
-from pipeline.recipe.few_shot import FewShotConfig
+from pipeline.ranks.watch import Watch
+from pipeline.recipe.data import FewShotConfig
 from pipeline.recipe.stage_plan import StagePlan
 from pipeline.recipe.vocabulary import FeatureLayer
+from pipeline.stage.batches import access_of, eval_transform
+from pipeline.stage.context import StageContext
+from pipeline.stage.data import Stage
 from pipeline.stage.data_workers import DataWorkers
-from pipeline.stage.task import model_input
-from pipeline.transfer.capture import captured_features
-from pipeline.transfer.features import Features, merged, of_batch
-from pipeline.transfer.few_shot_data import TransferSet
+from pipeline.transfer.data_sets import TransferSet, few_shot_of, open_few_shot
+from pipeline.transfer.features import Features, extract, merged, shot_features
 from pipeline.transfer.least_squares import LinearClassifier, fit_least_squares
 from pipeline.transfer.results import few_shot_name
 from pipeline.transfer.shots import Int64s, choose_shots
@@ -85,6 +86,10 @@ class FewShotMeasures:
         return metrics
 
 
+class _NotMeasured(Exception):
+    """Why a set has no metric this time; raised on all ranks alike."""
+
+
 class _FewShotSet:
     def __init__(self, config: FewShotConfig, data: TransferSet, context: FewShotContext) -> None:
         self._config, self._data, self._context = config, data, context
@@ -92,42 +97,30 @@ class _FewShotSet:
         self._train: _DecodedPart | None = None
         self._held_out: _DecodedPart | None = None
         self._damaged = 0
-        self._problem = ""  # why the last try failed, the same on all ranks
         self._has_told = False
 
     def measure(self, step: int) -> dict[str, float]:
-        config, context = self._config, self._context
-        problems = context.ranks.gather_objects(self._prepare())
-        found = None if any(problems) else self._measured(step)
-        if found is None:
-            problem = next(filter(None, [*problems, self._problem]))
-            context.say(f"step {step}: few-shot {config.name} is not measured: {problem}")
+        name, say = self._config.name, self._context.say
+        try:
+            found = self._measured(step)
+        except _NotMeasured as why:
+            say(f"step {step}: few-shot {name} is not measured: {why}")
             return {}
         shown = ", ".join(f"{shots}-shot {value:.4f}" for shots, value in found.items())
-        context.say(f"step {step}: {config.name}, top-1 of a linear fit: {shown}")
-        return {f"val/{few_shot_name(config.name, shots=shots)}": value for shots, value in found.items()}
+        say(f"step {step}: {name}, top-1 of a linear fit: {shown}")
+        return {f"val/{few_shot_name(name, shots=shots)}": value for shots, value in found.items()}
 
-    def _prepare(self) -> str:
-        """The labels of this rank's part of the training set, the first time; a sentence if that fails."""
-        if self._labels is not None:
-            return ""
-        place, shards = self._context.ranks.place, self._data.train
-        block = -(-shards.num_samples // place.world_size)
-        store = self._context.access(shards).store
-        try:
-            first = min(place.rank * block, shards.num_samples)
-            self._own_labels = label_column(shards, store=store, first=first, stop=first + block)
-        except UserError as error:
-            return str(error)
-        return ""
-
-    def _measured(self, step: int) -> dict[int, float] | None:
+    def _measured(self, step: int) -> dict[int, float]:
         config, context, ranks = self._config, self._context, self._context.ranks
         if self._labels is None:
-            self._labels = np.concatenate(ranks.gather_objects(self._own_labels))
-        train = self._shots(step)
-        if train is None:
-            return None
+            self._labels = self._read_labels()
+        train, _, damaged = shot_features(
+            self._labels,
+            shots=max(config.shots),
+            seeds=config.seeds,
+            features_of=lambda samples: self._train_features(samples, step),
+        )
+        self._damaged += damaged
         cases = [(shots, seed) for shots in config.shots for seed in range(config.seeds)]
         mine, problem = dict[tuple[int, int], LinearClassifier](), ""
         for shots, seed in cases[ranks.place.rank :: ranks.place.world_size]:
@@ -137,8 +130,7 @@ class _FewShotSet:
                 mine[shots, seed] = self._fit(train.values[rows], train.labels[rows])
             except torch.linalg.LinAlgError as error:
                 problem = f"its eigenvalues are not found ({error})"
-        if not self._agreed(problem):
-            return None
+        self._agree(problem)
         fitted = {key: each for part in ranks.gather_objects(mine) for key, each in part.items()}
         classifiers = [fitted[case].on(context.engine.device) for case in cases]
         if self._held_out is None:
@@ -150,17 +142,27 @@ class _FewShotSet:
             counts[-1] += len(part.labels)
             for number, classifier in enumerate(classifiers):
                 counts[number] += int((classifier(part.values).argmax(dim=1).cpu() == part.labels).sum())
-        if not self._agreed(self._held_out.problem or ("" if is_finite else "features are not finite")):
-            return None
+        self._agree(self._held_out.problem or ("" if is_finite else "features are not finite"))
         *right, images = ranks.gather(counts).sum(dim=0).tolist()
         if not images:
-            self._problem = f"no image of {self._data.eval.source} can be read"
-            return None
+            raise _NotMeasured(f"no image of {self._data.eval.source} can be read")
         accuracy = {case: count / images for case, count in zip(cases, right, strict=True)}
         self._tell_damage(self._data.eval.num_samples - int(images))
         return {
             shots: statistics.fmean(accuracy[shots, seed] for seed in range(config.seeds)) for shots in config.shots
         }
+
+    def _read_labels(self) -> Int64s:
+        """The training set's labels, each rank reading its part; collective."""
+        place, shards = self._context.ranks.place, self._data.train
+        block = -(-shards.num_samples // place.world_size)
+        first, own, problem = min(place.rank * block, shards.num_samples), np.zeros(0, dtype=np.int64), ""
+        try:
+            own = label_column(shards, store=self._context.access(shards).store, first=first, stop=first + block)
+        except UserError as error:
+            problem = str(error)
+        self._agree(problem)
+        return np.concatenate(self._context.ranks.gather_objects(own))
 
     def _fit(self, values: torch.Tensor, labels: torch.Tensor) -> LinearClassifier:
         for device in (self._context.engine.device, torch.device("cpu")):
@@ -173,38 +175,28 @@ class _FewShotSet:
                 continue
         raise AssertionError("a CPU has another word for it")
 
-    def _shots(self, step: int) -> Features | None:
-        """The features of all shots, on every rank; None: they cannot be had, see `_problem`."""
-        config, ranks = self._config, self._context.ranks
-        assert self._labels is not None
-        while True:  # until each damaged image has been replaced by the next of its class
-            drawn = [choose_shots(self._labels, shots=max(config.shots), seed=seed) for seed in range(config.seeds)]
-            samples = np.unique(np.concatenate(drawn))
-            if not len(samples):
-                self._problem = f"no image of {self._data.train.source} can be read"
-                return None
-            if self._train is None:
-                self._train = self._part(self._data.train, samples)
-            parts = list(self._train.features(step))
-            if not self._agreed(self._train.problem):
-                return None
-            train = merged([each for some in ranks.gather_objects(parts) for each in some], samples=samples)
-            if not train.values.isfinite().all():
-                self._problem = "features are not finite"
-                return None
-            if not len(train.damaged):
-                return train
-            self._labels[train.damaged] = UNKNOWN
-            self._damaged += len(train.damaged)
-            self._train = None
+    def _train_features(self, samples: Int64s, step: int) -> Features:
+        """The features of these training images, on every rank; collective."""
+        if not len(samples):
+            raise _NotMeasured(f"no image of {self._data.train.source} can be read")
+        if self._train is None:
+            self._train = self._part(self._data.train, samples)
+        parts = list(self._train.features(step))
+        self._agree(self._train.problem)
+        train = merged([each for some in self._context.ranks.gather_objects(parts) for each in some], samples=samples)
+        if not train.values.isfinite().all():
+            raise _NotMeasured("features are not finite")
+        if len(train.damaged):
+            self._train = None  # others are drawn in their place
+        return train
 
     def _part(self, shards: ShardSet, samples: Int64s | None) -> _DecodedPart:
         return _DecodedPart(shards, samples, config=self._config, context=self._context)
 
-    def _agreed(self, problem: str) -> bool:
-        """Whether no rank has one; collective."""
-        self._problem = next(filter(None, self._context.ranks.gather_objects(problem)), "")
-        return not self._problem
+    def _agree(self, problem: str) -> None:
+        """Raise `_NotMeasured` on all ranks if one has a problem; collective."""
+        if found := next(filter(None, self._context.ranks.gather_objects(problem)), ""):
+            raise _NotMeasured(found)
 
     def _tell_damage(self, held_out: int) -> None:
         count = self._damaged + held_out
@@ -239,17 +231,22 @@ class _DecodedPart:
         self.problem = ""
 
     def features(self, step: int) -> Iterator[Features]:
-        """Of each batch, on the CPU; equally many forward passes on all ranks, whatever happens."""
+        """Features of each batch, on the CPU; equally many forward passes on all ranks, whatever happens."""
         context, engine = self._context, self._context.engine
         self.problem = ""
-        with (
-            closing(prefetch_to_device(self._batches(), device=engine.device)) as batches,
-            captured_features(engine.module, layer=self._layer) as captured,
-        ):
-            for batch in batches:
-                context.progress(step)
-                engine.predict(model_input(batch, device=engine.device, dtype=engine.input_dtype))
-                yield of_batch(batch, captured.take())
+
+        def forward(images: torch.Tensor) -> None:
+            context.progress(step)
+            engine.predict(images)
+
+        return extract(
+            self._batches(),
+            model=engine.module,
+            forward=forward,
+            layer=self._layer,
+            device=engine.device,
+            dtype=engine.input_dtype,
+        )
 
     def _batches(self) -> Generator[Batch]:
         """All of them; where reading fails, empty ones that count for nothing, since other ranks wait."""
@@ -277,3 +274,39 @@ class _DecodedPart:
 def _own(batch: Batch) -> Batch:
     """Not in memory that it shares with a worker process, of which there is little."""
     return replace(batch, images=batch.images.clone()) if batch.images.is_shared() else batch
+
+
+def few_shot_evaluation(
+    context: StageContext,
+    stage: Stage,
+    *,
+    engine: Engine,
+    workers: DataWorkers,
+    watch: Watch,
+    say: Callable[[str], None],
+) -> Callable[[int], dict[str, float]]:
+    """Measures the sets that are due after a step, with the weights that become the stage's model. Collective, as is
+    what it returns; UserError as `open_few_shot`."""
+    configs = few_shot_of(stage.recipe, stage=stage.name)
+    if not configs:
+        return lambda step: {}
+    recipe, store = stage.recipe, stage.data.store
+    opened = context.on_main(
+        lambda: open_few_shot(recipe, stage=stage.name, report=context.say, commands="run", store=store), takes="long"
+    )
+    sets = context.ranks.from_main(opened)
+    assert sets is not None
+    for line in (damage for each in sets for one in (each.train, each.eval) for damage in one.damage):
+        say(line)
+    shared = FewShotContext(
+        engine=engine,
+        ranks=context.ranks,
+        plan=stage.plan,
+        workers=workers,
+        access=lambda shards: replace(access_of(stage, shards), on_corrupt="substitute"),
+        transform=eval_transform(stage.config),
+        progress=lambda step: watch.progress(step, status="few-shot evaluation"),
+        say=say,
+    )
+    measures, ema = FewShotMeasures(configs, sets, shared), stage.config.ema
+    return lambda step: measures(step, of_average=ema is not None and ema.model == "ema")

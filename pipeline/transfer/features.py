@@ -14,14 +14,14 @@ import json
 import os
 import re
 import zipfile
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from data_shards.durable import replaced
 from data_shards.errors import UserError
@@ -29,16 +29,17 @@ from data_shards.images.decode import USUAL_LIMIT, PixelLimit
 from data_shards.images.transforms import EvalTransform
 from data_shards.loading.assemble import Access
 from data_shards.loading.batch import Batch, Fault
-from data_shards.loading.device_prefetch import prefetch_to_device
+from data_shards.loading.device_prefetch import Batches, prefetch_to_device
 from data_shards.loading.loader import EvalBatches, eval_batches
+from data_shards.reading.shard_reader import UNKNOWN
 from data_shards.shards.shard_set import ShardSet
 from data_shards.store.store import Store
-from data_shards.vocabulary import Normalisation
+from data_shards.vocabulary import GOOGLES, Normalisation
+from model.head import MlpHead
 from pipeline.ranks.start_clock import StartClock
 from pipeline.recipe.vocabulary import FeatureLayer
 from pipeline.stage.task import model_input
-from pipeline.transfer.capture import Captured, captured_features
-from pipeline.transfer.shots import Int64s
+from pipeline.transfer.shots import Int64s, choose_shots
 from pipeline.using.predict import Predictor
 
 _FORMAT = 1
@@ -150,25 +151,67 @@ class FeatureStore:
         part = EvalBatches(
             access, transform=self.transform, rank=0, world_size=1, batch_size=reading.batch_images, samples=samples
         )
-        parts: list[Features] = []
-        stream = prefetch_to_device(eval_batches(part, workers=reading.workers, kind="thread"), device=device)
-        with closing(stream) as batches, captured_features(self._model, layer=self.layer) as captured:
-            for batch in batches:
-                done = sum(len(each.samples) for each in parts)
+        meta, device, parts = self.predictor.meta, self.predictor.device, list[Features]()
+        found = extract(
+            eval_batches(part, workers=reading.workers, kind="thread"),
+            model=self._model,
+            forward=self._forward,
+            layer=self.layer,
+            device=device,
+            dtype=torch.float32,
+            normalisation=Normalisation(mean=meta.mean, std=meta.std),
+        )
+        with closing(found):
+            self.clock.set_status(f"computing features of {shards.source}", f"0 of {len(samples):,} images")
+            for each in found:
+                if not each.values.isfinite().all():
+                    raise UserError(
+                        f"{self.predictor.origin}: the model's features are not finite: its weights are damaged"
+                    )
+                parts.append(each)
+                done = sum(len(one.samples) for one in parts)
                 self.clock.set_status(f"computing features of {shards.source}", f"{done:,} of {len(samples):,} images")
-                parts.append(self._of_batch(batch, captured))
         return merged(parts, samples=samples)
 
     @torch.inference_mode()
-    def _of_batch(self, batch: Batch, captured: Captured) -> Features:
-        meta, device = self.predictor.meta, self.predictor.device
-        of = Normalisation(mean=meta.mean, std=meta.std)
-        self._model(model_input(batch, device=device, dtype=torch.float32, normalisation=of))
+    def _forward(self, images: torch.Tensor) -> None:
+        self._model(images)
         self.forward_passes += 1
-        found = of_batch(batch, captured.take())
-        if not found.values.isfinite().all():
-            raise UserError(f"{self.predictor.origin}: the model's features are not finite: its weights are damaged")
-        return found
+
+
+def extract(
+    batches: Batches,
+    *,
+    model: nn.Module,
+    forward: Callable[[torch.Tensor], object],
+    layer: FeatureLayer,
+    device: torch.device,
+    dtype: torch.dtype,
+    normalisation: Normalisation = GOOGLES,
+) -> Generator[Features]:
+    """The features of each batch, caught while `forward` runs `model` on its images."""
+    with (
+        closing(prefetch_to_device(batches, device=device)) as ready,
+        captured_features(model, layer=layer) as captured,
+    ):
+        for batch in ready:
+            forward(model_input(batch, device=device, dtype=dtype, normalisation=normalisation))
+            yield of_batch(batch, captured.pop())
+
+
+def shot_features(
+    labels: Int64s, *, shots: int, seeds: int, features_of: Callable[[Int64s], Features]
+) -> tuple[Features, dict[int, Int64s], int]:
+    """The features of the shots of all seeds; the shots by seed; how many drawn images were damaged. The next image of
+    its class replaces a damaged one, whose label becomes unknown."""
+    damaged = 0
+    while True:
+        by_seed = {seed: choose_shots(labels, shots=shots, seed=seed) for seed in range(seeds)}
+        found = features_of(np.unique(np.concatenate([*by_seed.values()])))
+        damaged += len(found.damaged)
+        if not len(found.damaged):
+            return found, by_seed, damaged
+        labels[found.damaged] = UNKNOWN
 
 
 def of_batch(batch: Batch, features: torch.Tensor) -> Features:
@@ -259,3 +302,20 @@ def _remove_old(root: Path, *, keep: Path) -> None:
                     file.unlink(missing_ok=True)
                 total -= sizes[folder]
                 folder.rmdir()
+
+
+@contextmanager
+def captured_features(model: nn.Module, *, layer: FeatureLayer) -> Iterator[list[Tensor]]:
+    """A list to which each forward pass of `model` appends its features [n, D], in the type they were computed in.
+
+    pre_logits: the input of the last linear layer (big_vision's `pre_logits`): with one linear layer the trunk's pooled
+    output, with the MLP head tanh of its hidden layer. pooled: the head's input, whatever the head. The hook also
+    works under ZeRO 3 and with compiled blocks."""
+    head = model.get_submodule("head")
+    last = head.logits if layer == "pre_logits" and isinstance(head, MlpHead) else head
+    captured: list[Tensor] = []
+    hook = last.register_forward_pre_hook(lambda module, inputs: captured.append(inputs[0].detach()))
+    try:
+        yield captured
+    finally:
+        hook.remove()

@@ -15,9 +15,9 @@ import torch
 
 from data_shards.errors import UserError
 from data_shards.loading.batch import Fault
-from data_shards.reading.label_column import UNKNOWN, label_column
-from pipeline.transfer.features import Features, FeatureStore
-from pipeline.transfer.few_shot_data import TransferSet, check_sets
+from data_shards.reading.shard_reader import UNKNOWN, label_column
+from pipeline.transfer.data_sets import TransferSet, check_sets
+from pipeline.transfer.features import Features, FeatureStore, shot_features
 from pipeline.transfer.knn import knn_votes
 from pipeline.transfer.least_squares import fit_least_squares
 from pipeline.transfer.probe import fit_probe
@@ -71,24 +71,23 @@ def _few_shot(
         rest = np.ones(len(labels), dtype=np.bool_)
         rest[chosen] = False
         labels[rest] = UNKNOWN
-    most, seeds = max(settings.shots), range(settings.seeds)
     faults: dict[tuple[str, str], Fault] = {}
-    damaged = 0
-    while True:  # until each damaged image has been replaced by the next of its class
-        by_seed = {seed: choose_shots(labels, shots=most, seed=seed) for seed in seeds}
-        train = features.features(data.train, store=data.store, samples=np.unique(np.concatenate([*by_seed.values()])))
-        faults |= {(each.shard, each.key): each for each in train.faults}
-        damaged += len(train.damaged)
-        if not len(train.damaged):
-            break
-        labels[train.damaged] = UNKNOWN
+
+    def features_of(samples: Int64s) -> Features:
+        found = features.features(data.train, store=data.store, samples=samples)
+        faults.update({(each.shard, each.key): each for each in found.faults})
+        return found
+
+    train, by_seed, damaged = shot_features(
+        labels, shots=max(settings.shots), seeds=settings.seeds, features_of=features_of
+    )
     held_out = features.features(data.eval, store=data.store)
     scores: list[TransferScore] = []
     for shots in settings.shots:
         accuracies: list[float] = []
         strengths: list[float] = []
         images = 0
-        for seed in seeds:
+        for seed in range(settings.seeds):
             taken = choose_shots(labels, shots=shots, seed=seed)
             rows, images = train.rows_of(taken), len(taken)
             fitted = fit_least_squares(

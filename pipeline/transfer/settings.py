@@ -11,9 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.recipe.data import OneSet
+from pipeline.recipe.data import Counts, OneSet, Strengths
 from pipeline.recipe.duration import Strict
-from pipeline.recipe.few_shot import Counts, Strengths
 from pipeline.transfer.results import SetGroup
 
 

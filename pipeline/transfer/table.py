@@ -20,7 +20,7 @@ from data_shards.errors import UserError
 from data_shards.store.store import Store
 from data_shards.text import one_line
 from pipeline.recipe.yaml_text import read_yaml_file
-from pipeline.transfer.few_shot_data import Say, TransferSet, check_sets, open_set
+from pipeline.transfer.data_sets import Say, TransferSet, check_sets, open_set
 from pipeline.transfer.results import TransferRecord, TransferScore, UsedSet, load_record, save_record
 from pipeline.transfer.settings import AnySet, Settings, TransferTable
 

@@ -28,7 +28,7 @@ from data_shards.vocabulary import Normalisation
 from model.formats import onnx_file
 from model.loss import probabilities
 from model.saved import SavedModelMeta, build_described
-from pipeline.ranks.threads import settle_threads
+from pipeline.ranks.process import settle_threads
 from pipeline.recipe.vocabulary import WeightsKind
 from pipeline.stage.task import model_input
 from pipeline.using.find_model import find_model

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from launch.env import read_place
+from launch.local.env import read_place
 from pipeline.recipe.io import load_recipe
 from pipeline.recipe.vocabulary import ALL_STAGES, EXIT_STOPPED
 from pipeline.runs.run_folder import RunFolder

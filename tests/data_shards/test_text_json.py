@@ -12,7 +12,7 @@ from PIL import Image
 
 from data_shards.errors import CorruptSample, UserError
 from data_shards.packing.pack import pack
-from data_shards.packing.sources import LabelList
+from data_shards.packing.sources.label_list import LabelList
 from data_shards.reading.external_shards import read_classes
 from data_shards.reading.shard_reader import ShardReader
 from data_shards.shards.manifest import read_manifest

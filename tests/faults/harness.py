@@ -36,7 +36,7 @@ INJECT = Path(__file__).with_name("inject")
 MARK = "SHARDVIT_FAULT_CASE"
 STEPS, SAVE_STEPS = 60, 10
 PATIENCE_SECONDS = 240.0  # of an attempt; a row that reaches it has failed
-_RANK_COMMANDS = (["-u", "-m", "launch.train"], ["-u", "-m", "tests.faults.rank"])
+_RANK_COMMANDS = (["-u", "-m", "launch.train"],)
 
 How = Literal["srun", "run", "deepspeed"]
 Fault = dict[str, Any]  # one entry of SHARDVIT_FAULT, see inject/injected_faults/fault.py

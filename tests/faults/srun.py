@@ -16,7 +16,7 @@ import tempfile
 import time
 from types import FrameType
 
-from launch.env import RENDEZVOUS, SUPERVISOR_PID, without_place
+from launch.local.env import RENDEZVOUS, SUPERVISOR_PID, without_place
 
 
 def main() -> int:
@@ -32,7 +32,7 @@ def main() -> int:
     }
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-u", "-m", "tests.faults.rank", *arguments],
+            [sys.executable, "-u", "-m", "launch.train", *arguments],
             env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(count)

@@ -16,20 +16,19 @@ from pipeline.ranks.stopping import StopFlag
 from pipeline.recipe.io import parse_recipe
 from pipeline.runs.metrics_log import read_metrics
 from pipeline.runs.run_folder import RunFolder
-from pipeline.stage.context import StageContext, Tracking
+from pipeline.stage.context import StageContext
 from pipeline.training.stages import run_stage
 
 
 def main(out: Path, files: list[Path]) -> None:
     ranks = Ranks(Place(), timeout_seconds=600)
-    tracking = Tracking(uri=f"sqlite:///{out}/mlflow.db", experiment="recipes")
     for file in files:
         began = time.process_time()
         try:
             recipe = parse_recipe(file)
             folder = RunFolder(runs_root=out / "runs", name=recipe.name)
             folder.open(recipe)
-            context = StageContext(recipe, folder, ranks, tracking, StopFlag(), {})
+            context = StageContext(recipe, folder, ranks, StopFlag(), {})
             found: dict[str, object] = {"losses": {}}
             for stage in recipe.stages.names:
                 run_stage(context, stage=stage)

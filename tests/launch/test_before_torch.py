@@ -48,9 +48,9 @@ MISTAKES = {
     "predict, no image": (("predict", "model", "no.jpg"), "no.jpg"),
     "transfer, no table": (("transfer", "model", "no.yaml"), "no.yaml"),
     "transfer, no shards": (("transfer", "model", "table.yaml"), "nowhere"),
-    "probe, no shards": (("probe", "model", "shards/train", "nowhere"), "nowhere"),
-    "knn, no model": (("knn", "nobody", *SETS), "nobody"),
-    "fewshot, a shot of 0": (("fewshot", "model", *SETS, "--shots", "0"), "--shots"),
+    "probe, no shards": (("transfer", "model", "shards/train", "nowhere", "--method", "probe"), "nowhere"),
+    "knn, no model": (("transfer", "nobody", *SETS, "--method", "knn"), "nobody"),
+    "fewshot, a shot of 0": (("transfer", "model", *SETS, "--method", "fewshot", "--shots", "0"), "--shots"),
 }
 
 
@@ -64,7 +64,8 @@ def test_a_mistake_is_said_before_torch_is_loaded(mistake: str, work: Path, run_
 
 
 @pytest.mark.parametrize(
-    "arguments", [("knn", "model", *SETS), ("eval", "model", "shards/val"), ("run", "digits", "--dry-run")]
+    "arguments",
+    [("transfer", "model", *SETS, "--method", "knn"), ("eval", "model", "shards/val"), ("run", "digits", "--dry-run")],
 )
 def test_an_address_that_mlflow_would_take_for_a_folder_is_refused(
     arguments: tuple[str, ...], work: Path, run_cli: RunCli
@@ -76,5 +77,7 @@ def test_an_address_that_mlflow_would_take_for_a_folder_is_refused(
 
 
 def test_the_poison_works(work: Path, run_cli: RunCli) -> None:
-    ended = run_cli("knn", "model", *SETS, cwd=work, env={"PYTHONPATH": f"{work / 'poison'}:{ROOT}"})
+    ended = run_cli(
+        "transfer", "model", *SETS, "--method", "knn", cwd=work, env={"PYTHONPATH": f"{work / 'poison'}:{ROOT}"}
+    )
     assert ended.returncode == 1 and "torch was imported" in ended.stderr

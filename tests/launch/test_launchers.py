@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from data_shards.packing.pack import pack
-from launch.env import without_place
+from launch.local.env import without_place
 from tests.faults.harness import MARK, ROOT, Case
 from tests.faults.rows import Row
 from tests.traps import lay_traps

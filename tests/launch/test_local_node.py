@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from launch import env, train
-from launch.env import NodeShare, node_share, read_place
-from launch.local import processes
+from launch import train
+from launch.local import env, processes
+from launch.local.env import NodeShare, node_share, read_place
 from launch.local.start import run_node
 from pipeline.ranks.place import Place
 from pipeline.recipe.vocabulary import EXIT_STOPPED

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from data_shards.packing.pack import pack
-from launch.env import omp_num_threads
+from launch.local.env import omp_num_threads
 from tests.conftest import RunCli
 
 

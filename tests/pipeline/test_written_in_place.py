@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from data_shards.loading.batch import Fault
-from pipeline.pictures.draw_process import Beside
-from pipeline.ranks.gone import NEWS_FILE, tell_all_hosts
+from launch.draw_and_send import DrawAndSend
+from pipeline.ranks.dead_ranks import NEWS_FILE, tell_all_hosts
 from pipeline.ranks.heartbeat import Heartbeat, write_heartbeat
 from pipeline.ranks.stacks import StackDumps, stack_file
 from pipeline.runs.events import EventsLog
@@ -46,7 +46,7 @@ def faults(stage: Path) -> None:
 
 def pictures(stage: Path) -> None:
     folder = RunFolder(stage.parents[1], stage.parent.name)
-    with Beside(folder, environ=dict(os.environ), say=print, module="launch.pages.draw_process") as beside:
+    with DrawAndSend(folder, environ=dict(os.environ), pictures="draw", say=print) as beside:
         beside.ask("masked_patch", "begin", 0)
         beside.close(patience_seconds=300)
 

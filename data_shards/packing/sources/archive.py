@@ -34,9 +34,10 @@ from data_shards.durable import replaced
 from data_shards.errors import UserError
 from data_shards.packing.sources.base import GZIPPED, SUFFIXES, is_image
 from data_shards.progress_line import LINE_SECONDS
-from data_shards.shards.shard_index import MOST_TAR_BYTES, Texts, default_index_folder, read_arrays
+from data_shards.shards.shard_index import MOST_TAR_BYTES, default_index_folder, read_arrays
 from data_shards.shards.shard_set import Report
 from data_shards.shards.tar_walk import BLOCK_BYTES, Member, TarDamage, stated_member, walk_tar
+from data_shards.shards.texts import Texts
 from data_shards.text import named, show_bytes
 
 _VERSION = 2  # of what is kept of a listing
@@ -143,7 +144,7 @@ def list_archives(archives: Sequence[Archive], *, inside: Literal["names", "stem
     pieces = [piece for part in parts for piece in part]
     listing = Listing(
         archives=tuple(archives),
-        names=_joined([piece.names for piece in pieces]),
+        names=Texts.join([piece.names for piece in pieces]),
         archive=np.repeat(np.arange(len(parts)), counts).astype(np.int64),
         offset=np.concatenate([piece.offset for piece in pieces]),
         size=np.concatenate([piece.size for piece in pieces]),
@@ -236,12 +237,6 @@ def _piece(members: Sequence[Member]) -> _Piece:
     )
 
 
-def _joined(texts: Sequence[Texts]) -> Texts:
-    starts = np.cumsum([0, *(len(each.data) for each in texts)])
-    ends = [each.ends + start for each, start in zip(texts, starts, strict=False)]
-    return Texts(b"".join(each.data for each in texts), np.concatenate([np.zeros(0, dtype=np.int64), *ends]))
-
-
 def _decompressed(archive: Archive) -> Path:
     """The plain tar of a gzipped archive, made unless it is there."""
     folder = archive.unpacking.folder
@@ -302,7 +297,7 @@ def _decompress(archive: Archive, target: Path) -> None:
 def _save(listing: Listing, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path, sync="none", writers="several") as beside, beside.open("wb") as stream:
-        names = np.frombuffer(listing.names.data, dtype=np.uint8)
+        names = listing.names.blob
         arrays = {name: getattr(listing, name) for name in _ARRAYS}
         np.savez(stream, names=names, ends=listing.names.ends, **arrays)
 
@@ -316,4 +311,4 @@ def _load(path: Path, archives: tuple[Archive, ...]) -> Listing:
         raise ValueError("an archive, offset or size that cannot be")
     if (np.diff(ends, prepend=0) < 0).any() or (ends[-1] if len(ends) else 0) != names.size:
         raise ValueError("its names do not fit together")
-    return Listing(archives, Texts(names.tobytes(), ends), *arrays)
+    return Listing(archives, Texts(np.frombuffer(names.tobytes(), np.uint8), ends), *arrays)

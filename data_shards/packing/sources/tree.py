@@ -19,7 +19,7 @@ from data_shards.errors import UserError
 from data_shards.packing.sources.archive import Archive, Listing, Unpacking, list_archives
 from data_shards.packing.sources.base import SUFFIXES, FileImages, ImageSet
 from data_shards.packing.sources.folder import walk_files
-from data_shards.shards.shard_index import Texts
+from data_shards.shards.texts import Texts
 
 _MOST_SMALL_BYTES = 1 << 28  # of a file that is read whole: CIFAR-100's training part has 155 MB
 
@@ -33,7 +33,7 @@ class Tree(Protocol):
         ...
 
     @property
-    def names(self) -> Sequence[str] | Texts:
+    def names(self) -> Sequence[str]:
         """Relative, with forward slashes."""
         ...
 

@@ -14,7 +14,6 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from data_shards.safe_paths import read_inside
@@ -24,7 +23,7 @@ from model.counting.flops import account
 from model.saved import SavedModelMeta
 from pipeline.pictures.style import plain
 from pipeline.recipe.vocabulary import DATA_FILE, StageName
-from pipeline.runs.history import RunHistory, StageHistory
+from pipeline.runs.read import Run, RunStage
 from pipeline.transfer.results import TransferRecord, score_name, transfer_records
 
 PRETRAINING: tuple[StageName, ...] = ("masked_patch", "pretrain")
@@ -64,7 +63,7 @@ class CostPoint:
     top1: float
 
 
-def few_shot_points(run: RunHistory, *, name: str) -> Iterator[FewShotPoint]:
+def few_shot_points(run: Run, *, name: str) -> Iterator[FewShotPoint]:
     """All of a run, called `name`, by images seen; a moment that was measured twice has one point."""
     stage = run.stage("pretrain")
     found: dict[tuple[str, int, int], float] = {}
@@ -85,7 +84,7 @@ def few_shot_points(run: RunHistory, *, name: str) -> Iterator[FewShotPoint]:
         yield FewShotPoint(plain(name), model, plain(data_set), shots, seen, images, value)
 
 
-def cost_points(run: RunHistory, *, name: str) -> Iterator[CostPoint]:
+def cost_points(run: Run, *, name: str) -> Iterator[CostPoint]:
     """All of a run, called `name`: fine-tuning's, then what was measured of the pre-trained model."""
     if run.recipe is None:
         return
@@ -125,29 +124,7 @@ def cost_points(run: RunHistory, *, name: str) -> Iterator[CostPoint]:
                 yield point(_measure(record, score_name(score)), score.value)
 
 
-def table8_rows(runs_root: Path) -> dict[str, list[str | float | None]] | None:
-    """The table that `shardvit table8` left beside its runs, by its columns: ours, and the paper's 5-shot accuracy on
-    ImageNet of a B/16 from JFT-300M. None: there is none, or it is damaged."""
-    try:
-        cells = parse_json(read_inside(runs_root / "table8.json", folder=runs_root))
-        rows = [
-            (str(cell["position"]), str(cell["position_at"]), float(cell["top1"]), cell["paper_5_shot"])
-            for cell in cells
-        ]
-        paper = [None if value is None else round(100 * float(value), 2) for *_, value in rows]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    if not rows:
-        return None
-    return {
-        "position": [plain(position) for position, *_ in rows],
-        "position_at": [plain(at) for _, at, *_ in rows],
-        "top-1, %": [round(100 * top1, 2) for _, _, top1, _ in rows],
-        "paper, 5-shot, %": [*paper],
-    }
-
-
-def model_name(run: RunHistory) -> str:
+def model_name(run: Run) -> str:
     """A few words: the variant, or sizes."""
     if run.recipe is None:
         return "?"
@@ -170,7 +147,7 @@ def _measure(record: TransferRecord, name: str) -> str:
     return plain(name.replace("_", " ")) if record.command != "transfer" else plain(f"{record.name}: {name}")
 
 
-def _records(run: RunHistory, *, stages: tuple[StageName, ...]) -> list[TransferRecord]:
+def _records(run: Run, *, stages: tuple[StageName, ...]) -> list[TransferRecord]:
     return [each for each in transfer_records(run.folder.path) if each.stage in stages]
 
 
@@ -178,7 +155,7 @@ def _is_share(value: float) -> bool:
     return math.isfinite(value) and 0 <= value <= 1
 
 
-def _training_images(stage: StageHistory | None) -> int | None:
+def _training_images(stage: RunStage | None) -> int | None:
     """Of the set that a stage began with."""
     try:
         assert stage is not None
@@ -189,7 +166,7 @@ def _training_images(stage: StageHistory | None) -> int | None:
         return None
 
 
-def _exaflops(run: RunHistory, stage: StageHistory) -> float | None:
+def _exaflops(run: Run, stage: RunStage) -> float | None:
     """Of a stage so far; None: stage.json does not say what its model is."""
     try:
         meta = SavedModelMeta.model_validate(stage.record.model)
@@ -206,7 +183,7 @@ def _exaflops(run: RunHistory, stage: StageHistory) -> float | None:
     return stage.record.images_seen * cost.training_flops / _EXA
 
 
-def held_out_name(run: RunHistory, *, stage: StageName) -> str:
+def held_out_name(run: Run, *, stage: StageName) -> str:
     """What the recipe calls a stage's held-out set: the last two folders of its place."""
     config = getattr(run.recipe.stages, stage) if run.recipe else None
     named = getattr(config, "eval", None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -61,16 +60,16 @@ from launch.hosts.hostfile import Fleet
 from launch.hosts.hostfile import Host
 from launch.hosts.preflight import Ready
 from launch.hosts.variables import travelling
-from launch.env import without_place
+from launch.local.env import without_place
 from launch.local.start import Launch
 from pipeline.recipe.io import load_recipe
-launcher, address, follow_seconds = sys.argv[1:]
+address, follow_seconds = sys.argv[1:]
 stage.node_command = lambda launch, fleet, node, master_addr: [sys.executable, "launcher.py", str(node)]
 # The agents' times are the test's to pass. What ssh takes for a host's death stays as it is.
 stage._HEARTBEAT_SECONDS, stage._SILENCE_SECONDS, stage._GRACE_SECONDS = 0.5, 600.0, 600.0
 stage._FOLLOW_SECONDS, stage._ANSWER_SECONDS = float(follow_seconds), 3.0
 launch = Launch(load_recipe("digits"), Path("recipe.yaml"), runs_root=Path("runs"), stage="pretrain", processes=2)
-fleet = Fleet((Host("alpha", (0,)), Host("beta", (0,))), Path("hostfile"), launcher=launcher)
+fleet = Fleet((Host("alpha", (0,)), Host("beta", (0,))), Path("hostfile"))
 ready = Ready(address, {"alpha": "veth0", "beta": "veth0"})
 variables = travelling(without_place(), folders=(Path("home"), Path())).all
 try:
@@ -139,8 +138,8 @@ class Standing:
             time.sleep(0.05)
 
 
-def drive(hosts: TwoHosts, launcher: str, follow_seconds: float) -> list[str]:
-    return [sys.executable, "-c", DRIVER, launcher, hosts.address("alpha"), str(follow_seconds)]
+def drive(hosts: TwoHosts, follow_seconds: float) -> list[str]:
+    return [sys.executable, "-c", DRIVER, hosts.address("alpha"), str(follow_seconds)]
 
 
 def python_path(folder: Path) -> str:
@@ -157,16 +156,13 @@ def command_of(process: psutil.Process) -> list[str]:
 
 
 @contextmanager
-def standing(
-    hosts: TwoHosts, folder: Path, kind: str, *, launcher: str = "ssh", follow_seconds: float = 600.0
-) -> Iterator[Standing]:
+def standing(hosts: TwoHosts, folder: Path, kind: str, *, follow_seconds: float = 600.0) -> Iterator[Standing]:
     """Ranks that have begun.
 
     Args:
         hosts: where.
         folder: for everything; is made.
         kind: how the ranks behave.
-        launcher: that starts them.
         follow_seconds: for the ranks of one host to end by themselves when the other's have failed.
     """
     folder.mkdir()
@@ -178,7 +174,7 @@ def standing(
     (folder / ".deepspeed_env").write_text("FROM_A_FILE=some value\n")
     with (folder / "output.txt").open("w") as output:
         process = subprocess.Popen(
-            hosts.on("alpha", *drive(hosts, launcher, follow_seconds), folder=folder),
+            hosts.on("alpha", *drive(hosts, follow_seconds), folder=folder),
             env={
                 **os.environ,
                 **hosts.environment(),
@@ -215,23 +211,6 @@ def test_ranks_meet_under_an_address_that_nobody_had_to_guess_and_have_what_trav
         run.driver.send_signal(signal.SIGTERM)
         lines = run.finish().splitlines()
         assert "hello from 0" in lines and "beta: hello from 1" in lines
-
-
-def test_pdsh_starts_the_same_ranks_and_a_stop_reaches_them(hosts: TwoHosts, tmp_path: Path):
-    """Through the real `deepspeed` command, which takes no signal for its ranks."""
-    if shutil.which("pdsh") is None:
-        pytest.skip("needs pdsh (package pdsh)")
-    with standing(hosts, tmp_path / "run", "graceful", launcher="pdsh") as run:
-        alpha, beta = run.rank(0), run.rank(1)
-        assert (alpha["host"], beta["host"]) == ("alpha", "beta")
-        assert str(beta["address"]).endswith(" 4242")
-        for rank in (alpha["environment"], beta["environment"]):
-            assert isinstance(rank, dict)
-            assert rank["FROM_A_FILE"] == "some value" and rank["GLOO_SOCKET_IFNAME"] == "veth0"
-        run.driver.send_signal(signal.SIGTERM)
-        output = run.finish()
-        assert output.endswith("code 75\n") and "Traceback" not in output
-        assert (run.folder / "stopped-0").exists() and (run.folder / "stopped-1").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
@@ -300,7 +279,7 @@ def test_what_an_attempt_that_was_cut_off_has_left_is_ended_by_the_next_one(host
         run.process.wait(timeout=PATIENCE_SECONDS)
         assert len(ranks) == 2 and all(rank.is_running() for rank in ranks)  # stand-ins do not watch their parents
         again = subprocess.Popen(
-            hosts.on("alpha", *drive(hosts, "ssh", 600.0), folder=run.folder),
+            hosts.on("alpha", *drive(hosts, 600.0), folder=run.folder),
             env={
                 **os.environ,
                 **hosts.environment(),

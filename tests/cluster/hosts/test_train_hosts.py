@@ -65,16 +65,14 @@ def is_like(case: Case, baseline: Case, *, besides: tuple[str, ...] = ()) -> Non
 
 
 @pytest.mark.parametrize(
-    ("launcher", "changes"),
+    "changes",
     [
-        pytest.param("ssh", {"engine.zero_stage": 1}, id="ssh-ZeRO 1"),
-        pytest.param("ssh", {"engine.zero_stage": 3}, id="ssh-ZeRO 3", marks=pytest.mark.slow),
-        pytest.param("ssh", ACCELERATE, id="ssh-accelerate", marks=pytest.mark.slow),
-        pytest.param("pdsh", {"engine.zero_stage": 1}, id="pdsh-ZeRO 1", marks=[NEEDS_PDSH, pytest.mark.slow]),
+        pytest.param({"engine.zero_stage": 1}, id="ZeRO 1"),
+        pytest.param({"engine.zero_stage": 3}, id="ZeRO 3", marks=pytest.mark.slow),
+        pytest.param(ACCELERATE, id="accelerate", marks=pytest.mark.slow),
     ],
 )
 def test_two_hosts_end_with_the_losses_of_two_processes_on_one(
-    launcher: str,
     changes: dict[str, Any],
     shards: Path,
     hosts: TwoHosts,
@@ -82,7 +80,7 @@ def test_two_hosts_end_with_the_losses_of_two_processes_on_one(
     one_host: Callable[..., Case],
 ):
     case = new_case(content=recipe(shards, changes))
-    ended = run_on(hosts, case, "--launcher", launcher).wait()
+    ended = run_on(hosts, case).wait()
     assert ended.code == 0, ended.output
     assert ended.sentence("^beta .*ready$") and ended.sentence("pretrain: done, held-out top-1")
     is_like(case, one_host(changes))

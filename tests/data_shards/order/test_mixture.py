@@ -355,7 +355,7 @@ def test_weights_and_sizes_that_do_not_fit_are_refused():
             r"data\.lanes is 4, but data set 2 of the mixture holds only 3 images: set data\.lanes to 2,",
         ),
         ([[9], [0]], None, "data set 2 of the mixture holds only 0 images: pack some"),
-        ([[9]] * 257, None, "257 data sets are mixed, 256 at the most"),
+        ([[9]] * 257, None, "257 data sets are mixed, at most 256 can be"),
     ):
         with pytest.raises(UserError, match=message):
             make_order(sizes, weights=weights, **fitting)

@@ -6,7 +6,7 @@ import pytest
 
 from data_shards.errors import UserError
 from data_shards.packing.pack import pack
-from data_shards.packing.sources import LabelList
+from data_shards.packing.sources.label_list import LabelList
 from data_shards.shards.labels import similar_names
 from tests.data_shards.packing.folders import encoded, quiet
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from data_shards.shards.manifest import read_manifest
 from launch import cli
-from tests.data_shards.packing.sources.published.layouts import cifar100, write_tar
+from tests.data_shards.packing.sources.layouts import binary, cifar100, write_tar
 
 pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
 
@@ -137,8 +137,8 @@ def test_the_parts_of_a_published_set(call, monkeypatch: pytest.MonkeyPatch):
         "n00000001",
         "n00000002",
     )
-    write_tar(Path("cifar-100-python.tar.gz"), cifar100())
-    code, text = call("cifar-100-python.tar.gz", "cifar", "--superclasses")
+    write_tar(Path("cifar-100-binary.tar.gz"), binary(cifar100()))
+    code, text = call("cifar-100-binary.tar.gz", "cifar", "--superclasses")
     assert code == 0 and read_manifest("cifar/train").num_classes == 20, text
     assert request("cifar")["cifar_labels"] == "coarse"
 

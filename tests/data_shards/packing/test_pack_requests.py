@@ -15,8 +15,8 @@ from data_shards.errors import UserError
 from data_shards.packing import pack as pack_module
 from data_shards.packing.image import Resize
 from data_shards.packing.pack import pack
-from data_shards.packing.sources import LabelList
 from data_shards.packing.sources.base import FileImages
+from data_shards.packing.sources.label_list import LabelList
 from data_shards.shards.labels import LabelSpec, parse_label
 from data_shards.shards.manifest import read_manifest
 from data_shards.shards.tar_index import open_index

@@ -10,10 +10,12 @@ import pytest
 
 from data_shards.errors import UserError
 from data_shards.packing import pack as packing
-from data_shards.packing.sources import Published, archive
-from data_shards.packing.split import HoldoutCount
+from data_shards.packing.request import HoldoutCount
+from data_shards.packing.sources import archive
+from data_shards.packing.sources.recognise import Published
 from tests.data_shards.packing.folders import by_webdataset, quiet, tree
-from tests.data_shards.packing.sources.published.layouts import (
+from tests.data_shards.packing.sources.layouts import (
+    binary,
     cifar10,
     class_tars,
     imagenet_train,
@@ -109,7 +111,7 @@ def test_a_packing_that_ended_goes_on_with_the_same_copy_to_the_same_bytes(
 
 
 def test_killed_between_two_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    source = write_tar(tmp_path / "cifar-10-python.tar.gz", cifar10(8))
+    source = write_tar(tmp_path / "cifar-10-binary.tar.gz", binary(cifar10(8)))
     quiet(str(source), tmp_path / "whole", samples_per_shard=8)
     saved = []
     save = packing.WorkFolder.save
@@ -155,7 +157,7 @@ def test_duplicates_between_the_tars(tmp_path: Path):
 def test_the_same_set_twice_gives_the_same_bytes_wherever_it_lies(tmp_path: Path):
     digests = set()
     for name in ("one", "two"):
-        source = write_tar(tmp_path / name / "cifar-10-python.tar.gz", cifar10())
+        source = write_tar(tmp_path / name / "cifar-10-binary.tar.gz", binary(cifar10()))
         quiet(str(source), tmp_path / name / "out")
         shards = {each: digest for each, digest in tree(tmp_path / name / "out").items() if each.endswith("tar")}
         digests.add(hashlib.sha256(repr(sorted(shards.items())).encode()).hexdigest())

@@ -10,7 +10,7 @@ from data_shards.errors import UserError
 from data_shards.packing.found import PackReport
 from data_shards.packing.seen import SEEN_FILE
 from tests.data_shards.packing.folders import quiet, tree
-from tests.data_shards.packing.sources.published.layouts import tar_bytes
+from tests.data_shards.packing.sources.layouts import tar_bytes
 
 
 @pytest.fixture(autouse=True)

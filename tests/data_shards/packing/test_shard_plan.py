@@ -16,8 +16,7 @@ from data_shards.errors import UserError
 from data_shards.packing.request import PackRequest
 from data_shards.packing.shard_plan import PackPlan, make_plan, needed_bytes, sample_key, tar_bytes
 from data_shards.packing.shard_writer import write_shards
-from data_shards.packing.sources import Source
-from data_shards.packing.sources.base import ArrayImages
+from data_shards.packing.sources.base import ArrayImages, Source
 from data_shards.progress_line import Progress
 
 

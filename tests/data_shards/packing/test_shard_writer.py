@@ -12,9 +12,8 @@ import pytest
 from data_shards.packing.image import Resize
 from data_shards.packing.request import PackRequest
 from data_shards.packing.shard_plan import ShardPlan
-from data_shards.packing.shard_writer import image_digest, plan_mark, read_digests, write_shards
+from data_shards.packing.shard_writer import ShardRecord, image_digest, plan_mark, read_digests, write_shards
 from data_shards.packing.sources.base import ArrayImages
-from data_shards.packing.work import ShardRecord
 from data_shards.progress_line import Progress
 from data_shards.shards.manifest import Shard
 from data_shards.shards.tar_index import build_index, index_path, read_index

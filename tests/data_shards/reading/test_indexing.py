@@ -231,7 +231,7 @@ def test_many_tars_are_indexed_by_several_processes_with_the_same_result(
     alone = opened(folder, index_folder=tmp_path / "alone")
     monkeypatch.setattr(foreign, "_WORTH_PROCESSES_SECONDS", 0.0)
     monkeypatch.setattr(foreign, "_PROGRESS_SECONDS", 0.0)
-    monkeypatch.setattr(foreign, "_processes", lambda: 2)
+    monkeypatch.setattr(foreign, "num_cores", lambda: 2)
     seen: list[int] = []
     original = foreign.ProcessPoolExecutor
     monkeypatch.setattr(foreign, "ProcessPoolExecutor", lambda count, **kw: seen.append(count) or original(count, **kw))

@@ -10,10 +10,10 @@ import pytest
 
 from data_shards.shards.holdout import take_portion
 from data_shards.shards.labels import LabelSpec
-from data_shards.shards.packed_shards import PackedShards, Shard, TextColumn
+from data_shards.shards.packed_shards import PackedShards, Shard
 from data_shards.shards.shard_set import Portion, ShardEntry, ShardSet, merge_shard_sets
 from data_shards.shards.shard_table import ShardTable, TableSource
-from data_shards.store.prefetch import all_local
+from data_shards.shards.texts import Texts
 
 NAMES = ["a.tar", "", "sub/ü.tar", "c" * 300, "日本.tar"]
 
@@ -48,11 +48,11 @@ def as_set(shards, **changes) -> ShardSet:
 
 
 def test_texts_come_back_one_by_one_in_slices_and_joined():
-    texts = TextColumn.of(NAMES)
+    texts = Texts.of(NAMES)
     assert list(texts) == NAMES and [texts[at] for at in range(-5, 5)] == NAMES * 2
     for part in (slice(1, 3), slice(3, 1), slice(None, None, 2), slice(4, None), slice(9, None), slice(-2, None)):
         assert texts[part] == NAMES[part]
-    assert list(TextColumn.join([texts, TextColumn.of([]), texts])) == NAMES * 2
+    assert list(Texts.join([texts, Texts.of([]), texts])) == NAMES * 2
     with pytest.raises(IndexError):
         texts[5]
 
@@ -87,7 +87,7 @@ def test_parts_mixtures_and_other_damage_are_those_of_entries():
             *entries(others, folder="s3://b/o", shown="s3://b/o"),
             *ours.shards,
         )
-        assert mixed.damaged_numbers == [1, 41, 48] and not all_local(mixed.shards)
+        assert mixed.damaged_numbers == [1, 41, 48] and not mixed.is_local
         mended = mixed.with_damaged([0, 46], damage=("x",), lost_samples=3)
         assert mended.damaged_numbers == [0, 46] and (mended.damage, mended.lost_samples) == (("x",), 3)
         with_tuple = merge_shard_sets([ours, as_set(entries(others))])

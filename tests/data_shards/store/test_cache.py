@@ -16,12 +16,11 @@ import numpy as np
 import pytest
 
 from data_shards.errors import UserError
-from data_shards.shards.shard_index import ShardIndex, Texts
+from data_shards.shards.shard_index import ShardIndex
 from data_shards.shards.shard_set import ShardEntry
+from data_shards.shards.texts import Texts
 from data_shards.store import cache as cache_module
-from data_shards.store import cache_folder
-from data_shards.store.cache import Cache, CacheConfig, NoRoom
-from data_shards.store.cache_folder import is_evicted, touch
+from data_shards.store.cache import Cache, CacheConfig, CacheFull, is_evicted, touch
 from data_shards.store.store import RetryPolicy, Store, StoreError
 from tests.data_shards.http_server import FaultServer
 
@@ -105,11 +104,11 @@ def test_a_shard_larger_than_the_limit_is_the_users_mistake(tmp_path: Path):
 
 
 def test_what_waits_for_room_evicts_nothing_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cache_folder, "IDLE_SECONDS", 3600.0)  # a slow disk may take 30 s for the next two lines
+    monkeypatch.setattr(cache_module, "IDLE_SECONDS", 3600.0)  # a slow disk may take 30 s for the next two lines
     cache = Cache(CacheConfig(folder=tmp_path / "cache", limit_bytes=2500))
     for number in range(2):
         os.close(put(cache, NAMES[number], num_bytes=1000))
-    with pytest.raises(NoRoom):
+    with pytest.raises(CacheFull):
         put(cache, NAMES[2], num_bytes=1000, evict="idle")
     assert present(cache) == ["shard0", "shard1"]
     age(cache, NAMES[1], seconds=3601)
@@ -236,7 +235,7 @@ def test_a_full_disk_that_cannot_be_relieved_is_an_error_that_says_so_and_leaves
         StoreError, match=r"data\.cache\.folder, .*, is full: 20 kB are needed for one shard; free some space"
     ):
         put(cache, NAMES[0], num_bytes=20_000)
-    with pytest.raises(NoRoom):
+    with pytest.raises(CacheFull):
         put(cache, NAMES[0], num_bytes=20_000, evict="idle")
     assert {path.name for path in (tmp_path / "cache").iterdir()} == {"thesis.txt", "cache.lock"}
 

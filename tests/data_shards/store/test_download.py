@@ -2,7 +2,7 @@
 
 import pytest
 
-from data_shards.store.download import Patience, RetryPolicy, StoreError
+from data_shards.store.download import Backoff, RetryPolicy, StoreError
 from data_shards.store.remote_errors import Transient
 
 
@@ -10,7 +10,7 @@ from data_shards.store.remote_errors import Transient
 def test_delays_double_up_to_a_limit_and_are_drawn_in_full(draw: float):
     policy = RetryPolicy(first_delay_seconds=1, most_delay_seconds=10)
     slept: list[float] = []
-    patience = Patience("http://h/x", policy=policy, sleep=slept.append, draw=lambda: draw)
+    patience = Backoff("http://h/x", policy=policy, sleep=slept.append, draw=lambda: draw)
     for _ in range(6):
         patience.wait(Transient("down"), spent_seconds=0)
     assert slept == [draw * limit for limit in (1, 2, 4, 8, 10, 10)]
@@ -18,7 +18,7 @@ def test_delays_double_up_to_a_limit_and_are_drawn_in_full(draw: float):
 
 def test_patience_ends_after_the_time_that_is_allowed_and_progress_renews_it():
     slept: list[float] = []
-    patience = Patience("http://h/x", policy=RetryPolicy(), sleep=slept.append, draw=lambda: 0.5)
+    patience = Backoff("http://h/x", policy=RetryPolicy(), sleep=slept.append, draw=lambda: 0.5)
 
     def wait_for_ever() -> None:
         while True:

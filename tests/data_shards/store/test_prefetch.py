@@ -6,12 +6,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from data_shards.shards.shard_set import ShardEntry
-from data_shards.store import cache_folder
+from data_shards.shards.shard_set import ShardEntry, ShardSet
+from data_shards.store import cache as cache_module
 from data_shards.store import prefetch as prefetch_module
 from data_shards.store.cache import CacheConfig
 from data_shards.store.prefetch import Prefetcher, start_prefetch
@@ -37,7 +38,7 @@ def entries(server: FaultServer, make_tar: MakeTar, make_entry: MakeEntry) -> li
 def _slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where everything may be held up for a while: a thread may take long to end, and what was just used is in use."""
     monkeypatch.setattr(prefetch_module, "_CLOSE_SECONDS", 240.0)
-    monkeypatch.setattr(cache_folder, "IDLE_SECONDS", 3600.0)
+    monkeypatch.setattr(cache_module, "IDLE_SECONDS", 3600.0)
 
 
 @pytest.fixture
@@ -181,12 +182,13 @@ def test_local_sets_need_none(tmp_path: Path, make_entry: MakeEntry):
         raise AssertionError("planned for nothing")
         yield 0, [0]
 
-    local = [make_entry(str(tmp_path / "a.tar"))]
+    entry, far = make_entry(str(tmp_path / "a.tar")), make_entry("http://127.0.0.1:1/a.tar")
+    local = ShardSet("n", source="s", split="train", classes=("a",), shards=(entry,), digest="d")
     before = set(threading.enumerate())
     store = Store(CacheConfig(folder=tmp_path, limit_bytes=10**6))
     assert start_prefetch(store, local, upcoming=upcoming()) is None
     assert start_prefetch(None, local, upcoming=upcoming()) is None
     assert not {thread for thread in threading.enumerate() if thread.name == "shard-prefetch"} - before
-    running = start_prefetch(store, [*local, make_entry("http://127.0.0.1:1/a.tar")], upcoming=one_shard_a_step())
+    running = start_prefetch(store, replace(local, shards=(entry, far)), upcoming=one_shard_a_step())
     assert running is not None
     running.close()

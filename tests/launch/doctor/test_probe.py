@@ -9,7 +9,7 @@ import pytest
 from launch.doctor import child, probe
 from launch.doctor.findings import Check
 from launch.doctor.probe import Part, judge_decoders, try_all_reduce, try_decoders, try_import, try_parts
-from launch.env import without_place
+from launch.local.env import without_place
 from pipeline.ranks.start_clock import StartClock
 from tests.launch.clock import Clock
 
@@ -144,7 +144,7 @@ def test_two_real_processes():
 
 def test_they_are_told_their_place_as_shardvit_run_does_it():
     check = run_two(
-        "import os; from launch.env import read_place; place = read_place()\n"
+        "import os; from launch.local.env import read_place; place = read_place()\n"
         "assert place.world_size == place.local_world_size == 2 and place.rank == place.local_rank\n"
         "assert os.listdir(place.rendezvous) == [] or place.rank == 1\n"
         "from launch.doctor.probe import _tell\n"

@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.env import RUN_MARK
 from launch.hosts.agent import AgentOrder, rendezvous_name
+from launch.local.env import RUN_MARK
 from tests.launch.clock import AGENTS_CLOCK, pass_an_hour
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -227,21 +227,6 @@ def test_a_stop_before_there_is_a_rank_ends_the_launcher_and_counts_as_a_signal(
     with agent(tmp_path, "graceful", command=[sys.executable, "-c", "import time; time.sleep(600)"]) as run:
         run.tell("stop")
         assert run.finish()[-1] == f"word ended {128 + signal.SIGTERM}"
-
-
-def test_an_agent_without_a_command_looks_after_what_others_start(tmp_path: Path):
-    with agent(tmp_path, "graceful", command=[]) as run:
-        assert run.process.stdout is not None and run.process.stdout.readline() == "word ready\n"
-        command = [sys.executable, "-u", "-m", "launch.train", "graceful"]
-        environment = {**os.environ, RUN_MARK: str(run.folder), "SHARDVIT_RENDEZVOUS": str(run.rendezvous)}
-        rank = subprocess.Popen(command, cwd=run.folder, env=environment, stdout=subprocess.DEVNULL)
-        run.environment()
-        run.tell("stop")
-        assert rank.wait(timeout=PATIENCE_SECONDS) == 75 and run.process.poll() is None
-        late = subprocess.Popen(command, cwd=run.folder, env=environment, stdout=subprocess.DEVNULL)
-        assert late.wait(timeout=PATIENCE_SECONDS) in (75, -signal.SIGTERM)
-        run.tell("end")
-        assert run.finish()[-1] == "word ended 0"
 
 
 def test_what_an_earlier_attempt_has_left_is_ended_first(tmp_path: Path):

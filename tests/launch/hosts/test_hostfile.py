@@ -37,7 +37,7 @@ def test_hosts_in_their_order_with_their_slots():
         ("a slots=8 max_slots=9", "write HOST slots=8"),
         ("-oProxyCommand=x slots=1", "write HOST slots=8"),  # would be an option of ssh's
         ("$(reboot) slots=1", "write HOST slots=8"),
-        ("a[1-3] slots=1", "write HOST slots=8"),  # pdsh would make three of it
+        ("a[1-3] slots=1", "write HOST slots=8"),  # the pdsh of plain deepspeed would make three of it
         ("me@a slots=1", "write a, and put `User me` into ~/.ssh/config"),
         ("# nobody\n", "hosts names no host"),
     ],

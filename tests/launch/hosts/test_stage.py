@@ -83,16 +83,12 @@ def test_what_is_wrong_with_the_command_line_is_told_before_any_host_is_asked(
     with pytest.raises(UserError, match=r"--hostfile .*hosts cannot be read \(No such file"):
         open_fleet(hostfile)
     hostfile.write_text("a slots=2\nb slots=2\n")
-    for program in ("ssh", "pdsh"):
-        (tmp_path / program).write_text("")
-        (tmp_path / program).chmod(0o755)
+    (tmp_path / "ssh").write_text("")
+    (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert open_fleet(hostfile, include="b", launcher="pdsh").processes == 2
+    assert open_fleet(hostfile, include="b").processes == 2
     with pytest.raises(UserError, match="--master-port: it is 70000"):
         open_fleet(hostfile, master_port=70000)
-    (tmp_path / "pdsh").unlink()
-    with pytest.raises(UserError, match="--launcher pdsh: there is no pdsh on this machine: install it, or use"):
-        open_fleet(hostfile, launcher="pdsh")
     (tmp_path / "ssh").unlink()
     with pytest.raises(UserError, match="there is no ssh on this machine"):
         open_fleet(hostfile)

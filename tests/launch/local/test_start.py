@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.env import read_place
+from launch.local.env import read_place
 from launch.local.processes import rank_environment
 from launch.local.start import Launch, rank_arguments
 from launch.train import _parse
@@ -280,7 +280,7 @@ sys.path.insert(0, sys.argv[1])
 from launch import local
 from pathlib import Path
 from pipeline.recipe.io import load_recipe
-show = "from launch.env import read_place; place = read_place(); print('place', place.rank, place.world_size)"
+show = "from launch.local.env import read_place; place = read_place(); print('place', place.rank, place.world_size)"
 local.RANK_COMMAND, local.rank_arguments = ["-c", show], lambda launch: []
 root = Path(sys.argv[2])
 stage = local.Launch(load_recipe("digits"), Path("recipe.yaml"), root, stage="swap_head", processes=2)

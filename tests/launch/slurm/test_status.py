@@ -14,7 +14,7 @@ from launch.slurm.status import as_text, as_tree, run_status
 from pipeline.recipe.io import dump_recipe, load_recipe
 from pipeline.runs.metrics_log import open_metrics_log
 from pipeline.runs.run_folder import RunFolder
-from pipeline.tracking.tracking_state import RunState
+from pipeline.tracking.run_state import RunState
 from tests.launch.slurm.fake_slurm import FakeSlurm
 
 

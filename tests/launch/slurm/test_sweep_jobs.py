@@ -203,7 +203,7 @@ def test_a_task_trains_and_judges_its_own_run(tmp_path: Path, task: int):
 
 
 def test_what_means_nothing_without_a_sweep_is_refused(work: Path):
-    from launch.commands.slurm import submit
+    from launch.commands.training.submit import submit
 
     for flags in ({"hold_out": "1%"}, {"stage": "finetune"}, {"at_once": 2}):
         with pytest.raises(UserError, match="--sweep"):

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch.sweep.points import plan_sweep
-from launch.sweep.record import make_record
-from launch.sweep.tracking import tell
+from launch.sweep.record import make_record, tell
 
 LR = "stages.finetune.optimizer.lr"
 

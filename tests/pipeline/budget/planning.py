@@ -8,7 +8,7 @@ from pipeline.budget.communication import links_of
 from pipeline.budget.forecast import GivenSpeed, Hardware, Shards, StageForecast, forecast_stage
 from pipeline.budget.gpus import find_gpu
 from pipeline.budget.length import stage_length
-from pipeline.recipe.schedule import Schedule
+from pipeline.recipe.optimizer import Schedule
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import StagePlan
 

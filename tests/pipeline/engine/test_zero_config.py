@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from pipeline.engine.zero_config import deepspeed_config, reduces_at_once
-from pipeline.recipe.optimizer import OptimizerConfig
-from pipeline.recipe.schedule import Schedule
+from pipeline.recipe.optimizer import OptimizerConfig, Schedule
 from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage_plan import StagePlan
 

@@ -20,7 +20,7 @@ from data_shards.packing.pack import pack
 from data_shards.packing.sources.label_list import LabelList
 from data_shards.reading.opening import open_shards
 from pipeline.evaluation.evaluate import Evaluated, keep_evaluations
-from pipeline.recipe.metrics import chosen_metrics
+from pipeline.recipe.stage_plan import chosen_metrics
 from pipeline.runs.evaluations import evaluations, load_evaluation
 from pipeline.stage.task import model_input
 from tests.pipeline.runs.test_evaluations import same

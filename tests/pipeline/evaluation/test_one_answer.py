@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipeline.evaluation.one_answer import one_answer
+from pipeline.evaluation.scores import one_answer
 from pipeline.runs.evaluations import Evaluation, PerClass
 
 

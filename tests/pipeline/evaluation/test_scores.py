@@ -14,8 +14,7 @@ from torchmetrics.functional import classification as library
 from model.loss import image_losses, loss_function, probabilities
 from model.vocabulary import LossKind
 from pipeline.evaluation import scores
-from pipeline.evaluation.average_precision import average_precision
-from pipeline.evaluation.scores import Answered
+from pipeline.evaluation.scores import Answered, average_precision
 from pipeline.stage.task import answers
 
 IMAGES, CLASSES = 400, 12
@@ -130,16 +129,21 @@ def test_an_image_with_a_score_that_is_nan_is_never_right():
 def test_average_precision_is_scikit_learns_and_torchmetrics_also_of_large_logits(ties: bool):
     given = logits(ties=ties)
     wanted = torch.rand(IMAGES, CLASSES, generator=torch.Generator().manual_seed(3)) < 0.2
-    ours = [average_precision(given[:, each], positive=wanted[:, each]) for each in range(CLASSES)]
+    ours = [average_precision(given[:, each].numpy(), positive=wanted[:, each].numpy()) for each in range(CLASSES)]
     expected = oracle.average_precision_score(wanted.numpy(), given.numpy(), average=None)
     assert ours == pytest.approx(list(expected), abs=2e-6)
     theirs = library.multilabel_average_precision(given.sigmoid(), wanted.long(), CLASSES, average=None)
     assert ours == pytest.approx(theirs.tolist(), abs=2e-6)
-    large = [average_precision(given[:, each] * 1000, positive=wanted[:, each]) for each in range(CLASSES)]
+    large = [
+        average_precision(np.asarray(given[:, each] * 1000), positive=np.asarray(wanted[:, each]))
+        for each in range(CLASSES)
+    ]
     assert large == ours
     order = torch.randperm(IMAGES)
-    assert average_precision(given[order, 0], positive=wanted[order, 0]) == ours[0]
-    assert math.isnan(average_precision(given[:, 0], positive=torch.zeros(IMAGES, dtype=torch.bool)))
+    assert average_precision(np.asarray(given[order, 0]), positive=np.asarray(wanted[order, 0])) == ours[0]
+    assert math.isnan(
+        average_precision(np.asarray(given[:, 0]), positive=np.asarray(torch.zeros(IMAGES, dtype=torch.bool)))
+    )
 
 
 def test_the_worst_mistakes_are_the_most_confident_and_equal_ones_come_in_the_sets_order():

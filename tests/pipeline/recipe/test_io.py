@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from data_shards.errors import UserError
-from pipeline.recipe.header import read_header
 from pipeline.recipe.io import difference_to_parent, differences, dump_recipe, flatten, load_recipe, parse_recipe
 from pipeline.recipe.schema import Recipe
-from pipeline.recipe.sources import read_source, shipped_recipes
+from pipeline.recipe.sources import read_header, read_source, shipped_recipes
 
 TEXT = """
 name: mine

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.recipe.schedule import Decay, Schedule
+from pipeline.recipe.optimizer import Decay, Schedule
 
 
 def google(step: int, *, total: int, base: float, decay: str, warmup: int, linear_end: float) -> float:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from data_shards.errors import UserError
 from data_shards.shards.manifest import Manifest, Shard, write_manifest
-from pipeline.recipe.schedule import Schedule
+from pipeline.recipe.optimizer import Schedule
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import StagePlan, plan_stage
 from pipeline.stage.data import open_data

@@ -20,7 +20,7 @@ from pipeline.ranks.stopping import StopFlag
 from pipeline.recipe.schema import Recipe
 from pipeline.runs.run_folder import RunFolder
 from pipeline.stage import data_once as stage_data_once
-from pipeline.stage.context import StageContext, Tracking
+from pipeline.stage.context import StageContext
 from pipeline.stage.data import StageData, open_data
 from pipeline.stage.data_once import open_data_once
 from tests.saving import ThreadRanks
@@ -75,7 +75,7 @@ def on_all_ranks(recipes: list[Recipe], folder: Path) -> list[Any]:
         ranks: Any = ThreadRanks(Place(rank, count, rank % PER_HOST, PER_HOST), barrier=barrier, board=board)
         run = RunFolder(runs_root=folder / "runs", name="r")
         recipe = recipes[rank // PER_HOST]
-        context = StageContext(recipe, run, ranks, Tracking(uri=None, experiment="e"), StopFlag(), {})
+        context = StageContext(recipe, run, ranks, StopFlag(), {})
         try:
             found[rank] = open_data_once(context, stage="pretrain")
         except AgreedError as error:
@@ -199,5 +199,5 @@ def test_a_process_alone_opens_as_ever(shards: Path, tmp_path: Path, opened: lis
     ranks: Any = SimpleNamespace(place=Place())
     recipe = recipe_of(str(shards / "train"), str(shards / "val"))
     run = RunFolder(runs_root=tmp_path / "runs", name="r")
-    context = StageContext(recipe, run, ranks, Tracking(uri=None, experiment="e"), StopFlag(), {})
+    context = StageContext(recipe, run, ranks, StopFlag(), {})
     assert open_data_once(context, stage="pretrain").train == open_data(recipe, stage="pretrain").train

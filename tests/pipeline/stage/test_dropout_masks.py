@@ -13,7 +13,7 @@ from model.build import build_model
 from model.config import ModelConfig
 from model.dropout import SampleDropout, SampleDropPath, SamplePatchDropout, SampleWords
 from model.regularisation import Regularisation
-from pipeline.recipe.schedule import Schedule
+from pipeline.recipe.optimizer import Schedule
 from pipeline.recipe.stage_plan import StagePlan
 from pipeline.stage.dropout_masks import draw_masks, sample_words
 

@@ -1,23 +1,64 @@
-"""Attempts at a stage that are tracked by MLflow, and what MLflow has of them."""
+"""Attempts at a stage that are followed by a sender, and what MLflow has of them."""
 
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.vocabulary import StageName
 from pipeline.runs.metrics_log import open_metrics_log
-from pipeline.tracking.mlflow_store import open_tracker
-from pipeline.tracking.settings import TrackerSettings
-from pipeline.tracking.tracking_state import load_run_state
+from pipeline.runs.run_folder import RunFolder
+from pipeline.tracking.client import home_of, store_uri
+from pipeline.tracking.facts import DatasetInput, FinalStatus, begin_attempt, end_attempt
+from pipeline.tracking.mlflow_sink import MlflowSink
+from pipeline.tracking.run_state import load_run_state
+from pipeline.tracking.sender import Sender, Synced, follow, sync_run
 
 OPENED: list["Attempt"] = []
 
 
-class Attempt:
-    """One attempt at a stage, with its metrics.jsonl."""
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What one attempt at a stage tells a store."""
 
-    def __init__(self, settings: TrackerSettings, *, resume_step: int = 0) -> None:
+    folder: RunFolder
+    recipe: Recipe
+    stage: StageName = "pretrain"
+    params: Mapping[str, str] = field(default_factory=dict)
+    datasets: Sequence[DatasetInput] = ()
+    tags: Mapping[str, str] = field(default_factory=dict)
+    uri: str | None = None
+    experiment: str = "shardvit"
+
+    @property
+    def sink(self) -> MlflowSink:
+        home = home_of(self.folder)
+        return MlflowSink(store_uri(self.uri, home=home), home=home, experiment=self.experiment)
+
+
+class Attempt:
+    """One attempt at a stage, with its metrics.jsonl, and a thread that sends; `sends` False: nobody does."""
+
+    def __init__(self, settings: Settings, *, resume_step: int = 0, sends: bool = True) -> None:
         self.said: list[str] = []
-        path = settings.folder.stage(settings.stage) / "metrics.jsonl"
-        self.file = open_metrics_log(path, resume_step=resume_step)
-        self.tracker = open_tracker(settings, log=self.file, say=self.said.append)
+        self.settings = settings
+        self.file = open_metrics_log(settings.folder.stage(settings.stage) / "metrics.jsonl", resume_step=resume_step)
+        begin_attempt(
+            settings.folder,
+            settings.recipe,
+            settings.stage,
+            from_step=resume_step,
+            kept_rows=self.file.kept_rows,
+            params=settings.params,
+            datasets=settings.datasets,
+            tags=settings.tags,
+        )
+        self.sender = Sender(settings.folder, settings.recipe, settings.sink, say=self.said.append)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=follow, args=(self.sender,), kwargs={"over": self._over}, daemon=True)
+        if sends:
+            self._thread.start()
         OPENED.append(self)
 
     def log(self, *steps: int) -> None:
@@ -27,15 +68,27 @@ class Attempt:
     def metrics(self, step: int, metrics: dict[str, float]) -> None:
         self.file.append(step=step, images_seen=64 * step, metrics=metrics)
 
+    def close(self, status: FinalStatus, *, wait_seconds: float = 240.0) -> str:
+        """As the process beside rank 0 does: returns what is missing after so long."""
+        end_attempt(self.settings.folder, self.settings.stage, status)
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join(wait_seconds)
+        return self.sender.missing()
 
-def begun(settings: TrackerSettings) -> str | None:
+
+def sync(settings: Settings, say: Callable[[str], None]) -> list[Synced]:
+    return sync_run(settings.folder, settings.recipe, settings.sink, say=say)
+
+
+def begun(settings: Settings) -> str | None:
     return load_run_state(settings.folder.stage(settings.stage) / "mlflow.json").run_id
 
 
-def run_of(client: Any, settings: TrackerSettings) -> Any:
+def run_of(client: Any, settings: Settings) -> Any:
     return client.get_run(begun(settings))
 
 
-def curve(client: Any, settings: TrackerSettings, name: str = "train/loss") -> list[tuple[int, float]]:
+def curve(client: Any, settings: Settings, name: str = "train/loss") -> list[tuple[int, float]]:
     run_id = run_of(client, settings).info.run_id
     return [(point.step, point.value) for point in client.get_metric_history(run_id, name)]

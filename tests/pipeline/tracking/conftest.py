@@ -8,11 +8,9 @@ import pytest
 
 from pipeline.recipe.io import load_recipe
 from pipeline.runs.run_folder import RunFolder
-from pipeline.tracking import tracking_thread
+from pipeline.tracking import sender
 from pipeline.tracking.facts import DatasetInput
-from pipeline.tracking.settings import TrackerSettings
-from pipeline.tracking.tracking_thread import Timing
-from tests.pipeline.tracking.attempts import OPENED
+from tests.pipeline.tracking.attempts import OPENED, Settings
 
 
 @pytest.fixture(scope="module")
@@ -31,30 +29,29 @@ def client(runs_root: Path) -> Any:
 
 
 @pytest.fixture
-def settings(runs_root: Path, client: Any, request: pytest.FixtureRequest) -> TrackerSettings:
+def settings(runs_root: Path, client: Any, request: pytest.FixtureRequest) -> Settings:
     name = "".join(letter if letter.isalnum() else "_" for letter in request.node.name)
     recipe = load_recipe("digits", overrides=[f"name={name}", "stages.pretrain.head_bias=-7"])
     folder = RunFolder(runs_root=runs_root, name=recipe.name)
     folder.path.mkdir()
     (folder.path / "recipe.yaml").write_text("seed: 1\n")
-    return TrackerSettings(
+    return Settings(
         folder=folder,
         recipe=recipe,
-        stage="pretrain",
         params={"plan.lanes": "4", "data.url": "https://me:secret@host/x", "long": "x" * 7000, "empty": ""},
         datasets=(
             DatasetInput(name="digits-train", source="shards/train", digest="d" * 36, context="train", images=9),
             DatasetInput(name="digits-val", source="shards/test", digest="e" * 40, context="eval"),
         ),
         tags={"shardvit.world_size": "2", "shardvit.host": "node1"},
-        timing=Timing(flush_seconds=0.05, close_seconds=240.0),
     )
 
 
 @pytest.fixture
 def close_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(tracking_thread, "_BEGIN_SECONDS", 0.0)
-    monkeypatch.setattr(tracking_thread, "_SILENT_SECONDS", 240.0)  # what a slow machine takes is not told
+    monkeypatch.setattr(sender, "_BEGIN_SECONDS", 0.0)
+    monkeypatch.setattr(sender, "_FLUSH_SECONDS", 0.05)
+    monkeypatch.setattr(sender, "_FIRST_PAUSE_SECONDS", 0.05)
     yield
     while OPENED:
         OPENED.pop().file.close()

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from data_shards.errors import UserError
-from pipeline.tracking.settings import TrackerSettings
-from pipeline.tracking.sync import sync_run
-from tests.pipeline.tracking.attempts import Attempt, begun, curve, run_of
+from tests.pipeline.tracking.attempts import Attempt, Settings, begun, curve, run_of, sync
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -23,13 +21,14 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("left_by", ["closing", "kill -9", "an earlier version"])
-def test_a_run_that_is_sent_later_has_its_own_times(client: Any, settings: TrackerSettings, left_by: str) -> None:
-    offline = settings.recipe.tracking.model_copy(update={"mode": "offline"})
-    settings = replace(settings, recipe=settings.recipe.model_copy(update={"tracking": offline}))
-    attempt = Attempt(settings)
+def test_a_run_that_is_sent_later_has_its_own_times(client: Any, settings: Settings, left_by: str) -> None:
+    attempt = Attempt(settings, sends=False)
     attempt.log(1, 2)
+    settings.folder.update("swap_head", state="done")
+    settings.folder.update("finetune", state="done")
     if left_by != "kill -9":
-        attempt.tracker.close("FINISHED", finish_parent=True)
+        settings.folder.update("pretrain", state="done")
+        attempt.close("FINISHED")
     stage = settings.folder.stage(settings.stage)
     rows = [json.loads(line) for line in (stage / "metrics.jsonl").read_text().splitlines()]
     for row, seconds in zip(rows, (1000.0, 1400.0), strict=True):
@@ -41,7 +40,7 @@ def test_a_run_that_is_sent_later_has_its_own_times(client: Any, settings: Track
     if left_by == "an earlier version":
         del facts["begun_ms"], facts["ended_ms"]
     (stage / "mlflow_facts.json").write_text(json.dumps(facts))
-    sync_run(settings.folder, settings.recipe, tracking_uri=None, experiment="shardvit", say=pytest.fail)
+    sync(settings, pytest.fail)
     begun_ms = 1_000_000 if left_by == "an earlier version" else 980_000
     ended_ms = 1_420_000 if left_by == "closing" else 1_400_000
     child = run_of(client, settings)
@@ -51,49 +50,48 @@ def test_a_run_that_is_sent_later_has_its_own_times(client: Any, settings: Track
 
 
 def test_only_files_of_the_run_are_sent_whatever_its_records_name(
-    client: Any, settings: TrackerSettings, tmp_path: Path
+    client: Any, settings: Settings, tmp_path: Path
 ) -> None:
     attempt = Attempt(settings)
     attempt.log(1)
-    attempt.tracker.close("FINISHED")
+    attempt.close("FINISHED")
     (tmp_path / "secret.txt").write_text("mine")
     stage = settings.folder.stage(settings.stage)
     (stage / "events.jsonl").symlink_to(tmp_path / "secret.txt")
-    (settings.folder.path / "own.txt").write_text("theirs")
     os.mkfifo(settings.folder.path / "fifo")
     facts = json.loads((stage / "mlflow_facts.json").read_text())
     named = [f"../{Path(os.path.relpath(tmp_path, stage.parent.parent))}/secret.txt", str(tmp_path / "secret.txt")]
-    files = ["own.txt", "pretrain/events.jsonl", "fifo", *named]
+    files = ["pretrain/events.jsonl", "fifo", *named]
     (stage / "mlflow_facts.json").write_text(json.dumps({**facts, "files": files}))
     assert (settings.folder.path / named[0]).exists()
-    sync_run(settings.folder, settings.recipe, tracking_uri=None, experiment="shardvit", say=pytest.fail)
+    sync(settings, pytest.fail)
     sent = {file.path for file in client.list_artifacts(run_of(client, settings).info.run_id)}
-    assert sent & {"own.txt", "events.jsonl", "fifo", "secret.txt"} == {"own.txt"}
+    assert sent & {"events.jsonl", "fifo", "secret.txt"} == set()
     (stage / "metrics.jsonl").unlink()
     (stage / "metrics.jsonl").symlink_to(tmp_path / "secret.txt")
     with pytest.raises(UserError, match="nothing to send"):
-        sync_run(settings.folder, settings.recipe, tracking_uri=None, experiment="shardvit", say=pytest.fail)
+        sync(settings, pytest.fail)
 
 
-def test_an_experiment_that_was_deleted_is_named_with_the_way_back(client: Any, settings: TrackerSettings) -> None:
+def test_an_experiment_that_was_deleted_is_named_with_the_way_back(client: Any, settings: Settings) -> None:
     client.delete_experiment(client.create_experiment("deleted"))
-    Attempt(settings).tracker.close("FINISHED")
+    Attempt(settings).close("FINISHED")
     with pytest.raises(UserError, match="experiment deleted was deleted") as caught:
-        sync_run(settings.folder, settings.recipe, tracking_uri=None, experiment="deleted", say=pytest.fail)
+        sync(replace(settings, experiment="deleted"), pytest.fail)
     assert "--experiment" in str(caught.value) and "Exception" not in str(caught.value)
 
 
 @pytest.mark.parametrize("run_id", ["../../etc/passwd", "a" * 5000, "\x1b]0;' OR ''='", "somebody's"])
-def test_an_id_that_is_no_run_of_ours_is_not_used(client: Any, settings: TrackerSettings, run_id: str) -> None:
+def test_an_id_that_is_no_run_of_ours_is_not_used(client: Any, settings: Settings, run_id: str) -> None:
     attempt = Attempt(settings)
     attempt.log(1)
-    attempt.tracker.close("FINISHED")
+    attempt.close("FINISHED")
     mine = client.create_run(client.get_experiment_by_name("shardvit").experiment_id, run_name="mine").info.run_id
     file = settings.folder.stage(settings.stage) / "mlflow.json"
     hostile = {"run_id": mine if run_id == "somebody's" else run_id, "attempt": 1, "sent_rows": 0}
     said: list[str] = []
     for key in (uuid.uuid4().hex, "' OR tags.x = '"):
         file.write_text(json.dumps({"key": key, **hostile}))
-        sync_run(settings.folder, settings.recipe, tracking_uri=None, experiment="shardvit", say=said.append)
+        sync(settings, said.append)
         assert begun(settings) not in (None, mine, run_id) and curve(client, settings) == [(1, 1.0)]
     assert client.get_run(mine).data.metrics == {} and all(len(line) < 400 for line in said)

@@ -26,16 +26,13 @@ from model.build import build_model
 from model.saved import SavedModelMeta, load_model, save_model
 from pipeline.pictures.style import keep_picture, new_figure
 from pipeline.recipe.io import dump_recipe, load_recipe
-from pipeline.runs.metrics_log import open_metrics_log, read_metrics
+from pipeline.runs.metrics_log import read_metrics
 from pipeline.runs.pictures import Picture, keep_table
 from pipeline.runs.run_folder import RunFolder
-from pipeline.tracking import tracking_thread
-from pipeline.tracking.mlflow_store import open_tracker
-from pipeline.tracking.publish import PublishedStage, publish_stage
-from pipeline.tracking.settings import TrackerSettings
-from pipeline.tracking.sync import sync_run
-from pipeline.tracking.tracking_state import load_run_state
-from pipeline.tracking.tracking_thread import Timing
+from pipeline.tracking import sender
+from pipeline.tracking.run_state import load_run_state
+from pipeline.tracking.sender import Synced
+from tests.pipeline.tracking.attempts import Attempt, Settings, sync
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -96,8 +93,8 @@ def client_of(uri: str) -> Iterator[Any]:
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(tracking_thread, "_BEGIN_SECONDS", 0.0)
-    monkeypatch.setattr(tracking_thread, "_LONGEST_PAUSE_SECONDS", 1.0)
+    monkeypatch.setattr(sender, "_BEGIN_SECONDS", 0.0)
+    monkeypatch.setattr(sender, "_LONGEST_PAUSE_SECONDS", 1.0)
     (tmp_path / "server").mkdir()
     one = Server(tmp_path / "server")
     yield one
@@ -115,20 +112,18 @@ def run(tmp_path: Path) -> RunFolder:
     return folder
 
 
-def settings_of(folder: RunFolder, server: Server) -> TrackerSettings:
+def settings_of(folder: RunFolder, server: Server) -> Settings:
     from pipeline.recipe.io import parse_recipe
 
-    return TrackerSettings(
+    return Settings(
         folder=folder,
         recipe=parse_recipe(folder.path / "recipe.yaml"),
-        stage="pretrain",
         params={"plan.lanes": "4"},
-        tracking_uri=server.uri,
-        timing=Timing(flush_seconds=0.05, close_seconds=1.0),
+        uri=server.uri,
     )
 
 
-def leave_a_result(folder: RunFolder, settings: TrackerSettings) -> None:
+def leave_a_result(folder: RunFolder, settings: Settings) -> None:
     """What a stage leaves: two steps of a picture, a table, and a model."""
     stage = folder.stage("pretrain")
     picture = Picture("loss", title="Loss", caption="nats", alt="a curve", group="evaluation")
@@ -176,30 +171,25 @@ def test_after_an_outage_in_mid_run_a_sync_leaves_every_value_once_and_the_model
     settings = settings_of(run, server)
     server.start()
     said: list[str] = []
-    run.stage("pretrain").mkdir()
-    with open_metrics_log(run.stage("pretrain") / "metrics.jsonl", resume_step=-1) as log:
-        tracker = open_tracker(settings, log=log, say=said.append)
-        log.append(step=1, images_seen=64, metrics={"train/loss": 1.0})
-        state_file = run.stage("pretrain") / "mlflow.json"
-        until(lambda: load_run_state(state_file).sent_rows == 1)
-        server.stop()
-        log.append(step=2, images_seen=128, metrics={"train/loss": 0.5, "val/top1": 0.75})
-        until(lambda: said)
-        log.append(step=3, images_seen=192, metrics={"train/loss": 0.25})
-        leave_a_result(run, settings)
-        (run.path / "report.html").write_text("<p>first")
-        assert publish_stage(run, settings.recipe, "pretrain", said.append, tracking_uri=server.uri).problem
-        tracker.close("FINISHED", finish_parent=True)
-    assert any("shardvit sync" in line for line in said)
+    attempt = Attempt(settings, resume_step=-1)
+    attempt.file.append(step=1, images_seen=64, metrics={"train/loss": 1.0})
+    state_file = run.stage("pretrain") / "mlflow.json"
+    until(lambda: load_run_state(state_file).sent_rows == 1)
+    server.stop()
+    attempt.file.append(step=2, images_seen=128, metrics={"train/loss": 0.5, "val/top1": 0.75})
+    until(lambda: attempt.said)
+    attempt.file.append(step=3, images_seen=192, metrics={"train/loss": 0.25})
+    leave_a_result(run, settings)
+    (run.path / "report.html").write_text("<p>first")
+    assert attempt.close("FINISHED").startswith("3 points and ")
+    attempt.file.close()
     with pytest.raises(UserError, match="does not take"):
-        sync_run(run, settings.recipe, tracking_uri=server.uri, experiment="shardvit", say=said.append)
-    assert not (run.path / "mlflow_sent.json").exists()
+        sync(settings, said.append)
     server.start()
-    (first,) = sync_run(run, settings.recipe, tracking_uri=server.uri, experiment="shardvit", say=said.append)
-    (second,) = sync_run(run, settings.recipe, tracking_uri=server.uri, experiment="shardvit", say=said.append)
-    sent = first.published
-    assert first.points == 5 and (sent.pictures, sent.tables, bool(sent.model)) == (2, 1, True)
-    assert (second.points, second.others, second.published) == (0, [], PublishedStage())
+    (first,) = sync(settings, said.append)
+    (second,) = sync(settings, said.append)
+    assert first.points == 5 and (first.pictures, first.tables, bool(first.model)) == (2, 1, True)
+    assert second == Synced("pretrain")
 
     child, parent = (load_run_state(file).run_id for file in (state_file, run.path / "mlflow.json"))
     assert child and parent and server.rows(child) == expected(run)
@@ -213,8 +203,10 @@ def test_after_an_outage_in_mid_run_a_sync_leaves_every_value_once_and_the_model
         page = [file.path for file in client.list_artifacts(parent) if file.path == "report.html"]
         assert page and "the page" in first.others
         # The note of what was sent is lost: what is there is found, and stays once.
-        (run.stage("pretrain") / "mlflow_sent.json").write_text(json.dumps({"run_id": child, "marks": {"model": "d1"}}))
-        sync_run(run, settings.recipe, tracking_uri=server.uri, experiment="shardvit", say=said.append)
+        state = load_run_state(state_file)
+        state.sent = {"model": "d1"}
+        state.save()
+        sync(settings, said.append)
         again = [file.path for file in client.list_artifacts(child, "images") if file.path.endswith(".png")]
         assert sorted(again) == sorted(images)
         version = client.get_model_version_by_alias("law-digits", "champion")
@@ -269,19 +261,15 @@ def check_model(uri: str, *, model_id: str, version: str, folder: RunFolder, wor
 
 def test_a_run_that_was_killed_offline_is_sent_whole_and_as_killed(server: Server, run: RunFolder) -> None:
     settings = settings_of(run, server)
-    tracking = settings.recipe.tracking.model_copy(update={"mode": "offline"})
-    settings = replace(settings, recipe=settings.recipe.model_copy(update={"tracking": tracking}))
     said: list[str] = []
-    run.stage("pretrain").mkdir()
-    with open_metrics_log(run.stage("pretrain") / "metrics.jsonl", resume_step=-1) as log:
-        open_tracker(settings, log=log, say=said.append)
-        for step in range(1, 251):
-            log.append(step=step, images_seen=64 * step, metrics={"train/loss": 1 / step})
+    attempt = Attempt(settings, resume_step=-1, sends=False)
+    for step in range(1, 251):
+        attempt.file.append(step=step, images_seen=64 * step, metrics={"train/loss": 1 / step})
     other = RunFolder(runs_root=run.runs_root, name="other")
     with pytest.raises(UserError, match="nothing to send"):
-        sync_run(other, settings.recipe, tracking_uri=server.uri, experiment="x", say=said.append)
+        sync(replace(settings, folder=other), said.append)
     server.start()
-    (sent,) = sync_run(run, settings.recipe, tracking_uri=server.uri, experiment="elsewhere", say=said.append)
+    (sent,) = sync(replace(settings, experiment="elsewhere"), said.append)
     child = load_run_state(run.stage("pretrain") / "mlflow.json").run_id
     assert child and sent.points == 500 and server.rows(child) == expected(run)
     with client_of(server.uri) as client:

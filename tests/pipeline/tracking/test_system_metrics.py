@@ -3,45 +3,24 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
-import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from pipeline.runs.run_folder import RunFolder
 from pipeline.tracking import system_metrics
+from pipeline.tracking.facts import RunFacts
+from pipeline.tracking.run_state import load_run_state
 from pipeline.tracking.system_metrics import node_metrics
-from pipeline.tracking.tracking_state import load_run_state
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
-
-
-def context_of(folder: RunFolder, *, rank: int = 0, wanted: bool = True, processes: int = 4) -> Any:
-    return SimpleNamespace(
-        recipe=SimpleNamespace(tracking=SimpleNamespace(system_metrics=wanted)),
-        folder=folder,
-        ranks=SimpleNamespace(
-            place=SimpleNamespace(rank=rank, local_rank=rank % 2, world_size=processes, local_world_size=2)
-        ),
-        tracking=SimpleNamespace(uri=None),
-    )
-
-
-@pytest.mark.parametrize(("rank", "wanted"), [(0, False), (1, True)])
-def test_nothing_is_started_where_it_is_not_wanted_or_by_another_rank_of_the_node(
-    tmp_path: Path, rank: int, wanted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
-    with node_metrics(context_of(RunFolder(tmp_path, "one"), rank=rank, wanted=wanted), stage="pretrain"):
-        pass
 
 
 def test_a_node_is_watched_under_its_name_and_no_longer_than_its_rank(
@@ -57,11 +36,12 @@ def test_a_node_is_watched_under_its_name_and_no_longer_than_its_rank(
     state = load_run_state(folder.stage("pretrain") / "mlflow.json")
     state.run_id = run.info.run_id
     state.save()
+    RunFacts(name="a").save(folder.stage("pretrain") / "mlflow_facts.json")
     started: list[subprocess.Popen[bytes]] = []
     real = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda *args, **kw: started.append(real(*args, **kw)) or started[-1])
     end = time.monotonic() + 240
-    with node_metrics(context_of(folder, rank=2), stage="pretrain"):
+    with node_metrics(folder, node="node1-here", environ=dict(os.environ)):
         while not (metrics := client.get_run(run.info.run_id).data.metrics) and time.monotonic() < end:
             time.sleep(0.1)
     (child,) = started
@@ -75,17 +55,17 @@ def test_what_keeps_a_node_from_being_watched_is_said_once(
 ) -> None:
     from mlflow.system_metrics import system_metrics_monitor
 
-    over, tries = threading.Event(), []
+    tries: list[object] = []
 
     def fails(*args: object, **kw: object) -> None:
         tries.append(args)
-        if len(tries) == 3:
-            over.set()
         raise RuntimeError("no sensors at https://me:secret@host")
 
     monkeypatch.setattr(system_metrics_monitor, "SystemMetricsMonitor", fails)
     monkeypatch.setattr(system_metrics, "_AGAIN_SECONDS", 0.0)
     monkeypatch.setattr(logging, "disable", lambda level: None)
-    system_metrics.watch("run", uri=f"sqlite:///{tmp_path}/mlflow.db", home=tmp_path, node="", over=over)
+    system_metrics.watch(
+        "run", uri=f"sqlite:///{tmp_path}/mlflow.db", home=tmp_path, node="", over=lambda: len(tries) == 3
+    )
     (line,) = capsys.readouterr().err.splitlines()
     assert len(tries) == 3 and "RuntimeError: no sensors" in line and "secret" not in line

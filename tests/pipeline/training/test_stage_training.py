@@ -32,7 +32,7 @@ from pipeline.recipe.stage_plan import plan_stage
 from pipeline.runs.metrics_log import open_metrics_log
 from pipeline.runs.run_folder import RunFolder
 from pipeline.runs.written_by import written_by
-from pipeline.stage.context import StageContext, Tracking
+from pipeline.stage.context import StageContext
 from pipeline.stage.data import Stage, open_data
 from pipeline.stage.initial_model import StageStart
 from pipeline.training import stage_result, stage_training
@@ -96,7 +96,7 @@ class OwnStage:
             }
         )
         ranks: Any = one_rank()
-        return StageContext(recipe, self.folder, ranks, Tracking(uri=None, experiment="e"), StopFlag(), {})
+        return StageContext(recipe, self.folder, ranks, StopFlag(), {})
 
     def job(self, *, engine: dict[str, Any] | None = None, watch: Any = None, **stage: Any) -> TrainJob:
         """What the loop is given."""

@@ -14,9 +14,9 @@ import pytest
 
 from data_shards.errors import UserError
 from pipeline.checkpoint.train_state import RollBack, TrainState
-from pipeline.ranks.slow_rank import Slowest
+from pipeline.ranks.pace import Slowest
 from pipeline.ranks.stopping import Requests, StopOrSave
-from pipeline.recipe.schedule import Schedule
+from pipeline.recipe.optimizer import Schedule
 from pipeline.recipe.stage import RollbackConfig
 from pipeline.report.losses import Spike
 from pipeline.training.after_step import TrainingFailed

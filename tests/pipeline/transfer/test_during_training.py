@@ -16,10 +16,10 @@ from data_shards.images.transforms import EvalTransform
 from data_shards.loading.assemble import Access
 from data_shards.reading.shard_reader import ShardReader
 from data_shards.shards.shard_set import ShardSet
-from pipeline.recipe.few_shot import FewShotConfig
+from pipeline.recipe.data import FewShotConfig
 from pipeline.stage.data_workers import DataWorkers
+from pipeline.transfer.data_sets import TransferSet
 from pipeline.transfer.during_training import FewShotContext, FewShotMeasures
-from pipeline.transfer.few_shot_data import TransferSet
 from pipeline.transfer.measure import measure
 from pipeline.transfer.settings import FewShotSettings
 from tests.pipeline.transfer.small_model import SIZE, damage, digits, open_small, pack_digits, save_small, store_for
@@ -153,7 +153,7 @@ def test_a_repeat_reads_and_decodes_nothing(work: Path, monkeypatch: pytest.Monk
 
 
 def _shots(data: TransferSet) -> int:
-    from data_shards.reading.label_column import label_column
+    from data_shards.reading.shard_reader import label_column
     from pipeline.transfer.shots import choose_shots
 
     labels = label_column(data.train)

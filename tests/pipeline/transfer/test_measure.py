@@ -13,8 +13,8 @@ from sklearn.neighbors import KNeighborsClassifier
 from data_shards.errors import UserError
 from data_shards.packing.pack import pack
 from pipeline.ranks.start_clock import StartClock
+from pipeline.transfer.data_sets import TransferSet
 from pipeline.transfer.features import FeatureStore
-from pipeline.transfer.few_shot_data import TransferSet
 from pipeline.transfer.measure import measure
 from pipeline.transfer.settings import FewShotSettings, KnnSettings, ProbeSettings
 from pipeline.transfer.shots import choose_images

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_shards.errors import UserError
-from data_shards.packing.sources import LabelList, Source, open_source
+from data_shards.packing.sources.base import Source
+from data_shards.packing.sources.label_list import LabelList
+from data_shards.packing.sources.recognise import open_source
 
 
 def touch(root: Path, *files: str) -> Path:

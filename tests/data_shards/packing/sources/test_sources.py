@@ -14,9 +14,10 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from data_shards.errors import UserError
-from data_shards.packing.sources import Source, arrays, open_source
+from data_shards.packing.sources import arrays
 from data_shards.packing.sources.arrays import DEBIAN_FOLDER, FASHION_CLASSES
-from data_shards.packing.sources.base import ArrayImages
+from data_shards.packing.sources.base import ArrayImages, Source
+from data_shards.packing.sources.recognise import open_source
 
 
 def touch(root: Path, *files: str) -> Path:

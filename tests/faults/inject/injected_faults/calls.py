@@ -26,7 +26,6 @@ POINTS = {
     "save.written",  # this rank's files are written and flushed
     "swap_head",
     "batch",  # a training batch is read
-    "mlflow",  # rows are on their way to MLflow
 }
 _step = 0
 
@@ -70,7 +69,6 @@ def install() -> None:
                 "pipeline.checkpoint.saver": _patch_saver,
                 "model.head": _patch_head,
                 "data_shards.loading.assemble": _patch_assemble,
-                "pipeline.tracking.mlflow_store": lambda module: _before(module.MlflowStore, "send", "mlflow"),
             }
         ),
     )

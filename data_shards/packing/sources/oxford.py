@@ -1,0 +1,153 @@
+"""Oxford-IIIT Pets (Parkhi et al., 2012) and Oxford Flowers-102 (Nilsback and Zisserman, 2008), as published.
+
+Pets: images.tar.gz and annotations.tar.gz, or the folders images/ and annotations/. trainval.txt (3,680 images) becomes
+train and test.txt (3,669) val. Classes are the breeds as the files spell them, in the order of their numbers.
+Flowers: 102flowers.tgz or the folder jpg/, imagelabels.mat and setid.mat. Splits train and val of 1,020 images each and
+test of 6,149, as published; the paper trains on train and reports test.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_shards.errors import UserError
+from data_shards.packing.sources.archive import Unpacking
+from data_shards.packing.sources.base import ImageSet, Source, SplitName, is_image
+from data_shards.packing.sources.tree import Tree, is_archive, open_tree, rows_by_name
+from data_shards.packing.sources.val_labels import read_mat
+
+PETS_IMAGES, PETS_LISTS = ("images.tar.gz", "images"), ("annotations.tar.gz", "annotations")
+FLOWERS_IMAGES, FLOWERS_LABELS, FLOWERS_SPLITS = ("102flowers.tgz", "jpg"), "imagelabels.mat", "setid.mat"
+_FLOWERS_SETS: dict[SplitName, str] = {"train": "trnid", "val": "valid", "test": "tstid"}
+
+
+def find_pets(root: Path) -> Path | None:
+    """The folder with both parts, or one of the archives and no folder: `root`, or torchvision's in it."""
+    for folder in (root, root / "oxford-iiit-pet"):
+        parts = [_there(folder, PETS_IMAGES), _there(folder, PETS_LISTS)]
+        if all(parts) or (any(parts) and not any(entry.is_dir() for entry in folder.iterdir())):
+            return folder
+    return None
+
+
+def find_flowers(root: Path) -> Path | None:
+    """The folder with one of the lists, in the same places."""
+    folders = (root, root / "flowers-102")
+    parts = ((FLOWERS_LABELS,), (FLOWERS_SPLITS,))
+    return next((each for each in folders if any(_there(each, names) for names in parts)), None)
+
+
+def pets_source(root: Path, *, unpacking: Unpacking) -> Source:
+    """Raises UserError for a missing part, a list that is not as published, and a listed image that is not there."""
+    images = _part(root, PETS_IMAGES, "Oxford-IIIT Pets", unpacking)
+    lists = _part(root, PETS_LISTS, "Oxford-IIIT Pets", unpacking)
+    list_rows = rows_by_name(lists, ("trainval.txt", "test.txt"))
+    image_rows = {name: row for name, row in rows_by_name(images).items() if is_image(name)}
+    files: dict[SplitName, str] = {"train": "trainval.txt", "val": "test.txt"}
+    breeds: dict[int, str] = {}
+    listed: dict[SplitName, tuple[list[str], list[int]]] = {}
+    for split, file in files.items():
+        if file not in list_rows:
+            raise UserError(f"{lists.path}: there is no {file} in it; fetch annotations.tar.gz again")
+        names, numbers = listed[split] = [], []
+        for line, text in enumerate(lists.read(list_rows[file]).decode("utf-8", "replace").splitlines(), start=1):
+            if not text.strip() or text.startswith("#"):
+                continue
+            fields = text.split()
+            breed = fields[0].rpartition("_")[0]
+            number = int(fields[1]) if len(fields) == 4 and fields[1].isdigit() and len(fields[1]) < 5 else 0
+            if not number or not breed.isprintable() or breeds.setdefault(number, breed) != breed:
+                raise UserError(
+                    f"{lists.path}: {file}, line {line} is not as published ({text[:60]!a}); fetch it again"
+                )
+            names.append(f"{fields[0]}.jpg")
+            numbers.append(number)
+    classes = _numbered(breeds, lists.path)
+    splits: dict[SplitName, ImageSet] = {
+        split: _listed(images, image_rows, names, np.array(numbers, dtype=np.int64) - 1, by=files[split])
+        for split, (names, numbers) in listed.items()
+    }
+    return Source(
+        spec=str(root.resolve()),
+        classes=classes,
+        splits=splits,
+        notes=(f"{root}: recognised as Oxford-IIIT Pets: trainval.txt becomes train, test.txt val",),
+        empty_classes="report",
+    )
+
+
+def flowers_source(root: Path, *, unpacking: Unpacking) -> Source:
+    """As `pets_source`."""
+    images = _part(root, FLOWERS_IMAGES, "Oxford Flowers-102", unpacking)
+    for name in (FLOWERS_LABELS, FLOWERS_SPLITS):
+        if not (root / name).is_file():
+            raise UserError(f"{root}: {name} is missing, which has to lie beside {images.path.name} (Flowers-102)")
+    labels = _whole_numbers(root / FLOWERS_LABELS, "labels")
+    sets: dict[SplitName, NDArray[np.int64]] = {
+        split: _whole_numbers(root / FLOWERS_SPLITS, name) for split, name in _FLOWERS_SETS.items()
+    }
+    for name, ids in sets.items():
+        if not len(ids) or ids.min() < 1 or ids.max() > len(labels):
+            raise UserError(f"{root / FLOWERS_SPLITS}: {name} has images that {FLOWERS_LABELS} does not label")
+    rows = rows_by_name(images)
+    from torchvision.datasets import Flowers102  # the set's page numbers the flowers; this has their names
+
+    classes = tuple(Flowers102.classes)
+    if labels.min() < 1 or labels.max() > len(classes):
+        raise UserError(f"{root / FLOWERS_LABELS}: a label is not one of 1 to {len(classes)}; fetch it again")
+    splits: dict[SplitName, ImageSet] = {}
+    for split, ids in sets.items():
+        names = [f"image_{number:05d}.jpg" for number in ids.tolist()]
+        splits[split] = _listed(images, rows, names, labels[ids - 1] - 1, by=FLOWERS_SPLITS)
+    return Source(
+        spec=str(root.resolve()),
+        classes=classes,
+        splits=splits,
+        notes=(f"{root}: recognised as Oxford Flowers-102, with its own train, val and test",),
+        empty_classes="report",  # the published splits have all classes; a part of the set need not
+    )
+
+
+def is_pet(name: str) -> bool:
+    """`images/Abyssinian_1.jpg`: whether an archive that is named images.tar.gz is theirs."""
+    return re.fullmatch(r"images/[A-Za-z_]+_\d+\.(jpg|mat)", name) is not None
+
+
+def _there(folder: Path, names: tuple[str, ...]) -> bool:
+    return any((folder / name).exists() for name in names)
+
+
+def _part(root: Path, names: tuple[str, ...], title: str, unpacking: Unpacking) -> Tree:
+    """The first of them that is there: a folder is preferred, which needs no decompressing."""
+    for name in reversed(names):
+        if (root / name).is_dir() or is_archive(root / name):
+            return open_tree(root / name, unpacking=unpacking)
+    raise UserError(f"{root}: {names[0]} (or the folder {names[1]}) of {title} is missing, which has to lie there")
+
+
+def _numbered(names: dict[int, str], path: Path) -> tuple[str, ...]:
+    if not names or sorted(names) != [*range(1, len(names) + 1)] or len({*names.values()}) != len(names):
+        raise UserError(f"{path}: its breeds are not numbered from 1 on, each once; fetch it again")
+    return tuple(names[number] for number in sorted(names))
+
+
+def _listed(tree: Tree, rows: dict[str, int], names: list[str], labels: NDArray[np.int64], *, by: str) -> ImageSet:
+    missing = [name for name in names if name not in rows]
+    if missing:
+        more = f" (and {len(missing) - 1:,} more)" if len(missing) > 1 else ""
+        raise UserError(f"{tree.path}: {missing[0]}, which {by} names, is not in it{more}; fetch it again")
+    return tree.images(np.array([rows[name] for name in names], dtype=np.int64), labels)
+
+
+def _whole_numbers(path: Path, variable: str) -> NDArray[np.int64]:
+    try:
+        values = np.asarray(read_mat(path.read_bytes(), variable, name=str(path))).ravel()
+    except OSError as error:
+        raise UserError(f"{path}: the file cannot be read ({error.strerror})") from None
+    if values.dtype.kind not in "uif" or not np.array_equal(values, values.astype(np.int64)):
+        raise UserError(f"{path}: {variable} holds other things than whole numbers; fetch it again")
+    return values.astype(np.int64)

@@ -1,0 +1,176 @@
+"""`shardvit show`: shards or a recipe as a page of pictures. Touches no run folder and no GPU."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from data_shards.errors import UserError
+from data_shards.shards.location import redacted
+from data_shards.text import printable
+from data_shards.vocabulary import USUAL_MOST_PIXELS
+from launch.flags import (
+    CacheFolder,
+    DataFile,
+    MaxImagePixels,
+    TarClasses,
+    TarLabel,
+    TarsAreMultiLabel,
+    demand_counts,
+    pixel_limit,
+    size_bytes,
+)
+from launch.local.env import paths_file
+from launch.target import INDEX_FILE, Force, demand_target, page_mark
+
+if TYPE_CHECKING:
+    from pipeline.recipe.schema import Recipe
+    from pipeline.recipe.vocabulary import StageName
+
+_MOST_IMAGES = 400
+_RECIPE_ENDINGS = (".yaml", ".yml")
+_GIVE_UP_SECONDS = 60.0  # the user is waiting
+
+
+def show(
+    what: str,
+    /,
+    *overrides: str,
+    stage: Annotated[str | None, Parameter(help="Of a recipe; default: the first that trains.")] = None,
+    step: Annotated[
+        int | None, Parameter(help="Show the batch that a recipe trains on after so many steps; default: 0.")
+    ] = None,
+    output: Annotated[Path | None, Parameter(help="Folder for the page and its pictures; default: show/NAME.")] = None,
+    images: Annotated[int, Parameter(help="Images on each contact sheet.")] = 40,
+    labels: Annotated[
+        int, Parameter(help="Labels that are counted at the most; of a larger set, those of some shards.")
+    ] = 200_000,
+    seed: Annotated[int, Parameter(help="Draws which images and shards are shown.")] = 0,
+    data: DataFile = None,
+    label: TarLabel = None,
+    classes: TarClasses = None,
+    multi_label: TarsAreMultiLabel = False,
+    max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS,
+    cache: CacheFolder = None,
+    cache_limit: Annotated[
+        str | None, Parameter(help="Size of that folder, beyond which the oldest shards are removed; default: 50GB.")
+    ] = None,
+    force: Force = False,
+) -> int:
+    """Look at shards, or at what a recipe will show the model, before training.
+
+    WHAT is a recipe (a YAML file or a shipped name, with OVERRIDES as for
+    `shardvit run`), or shards: a packed folder, the folder with its train/ and
+    val/, a folder of tars made by other tools, a pattern such as
+    "data/x-{000..127}.tar", or a URL. What it makes is a page, with each
+    picture as PNG and SVG beside it: images of each class, how many images the
+    classes have, the images' sizes; of a recipe also a training batch as the
+    model sees it (crop, augmentation, mixing, labels), one image in several
+    epochs, and the crops of evaluation.
+
+    Of local shards, a few images and the labels are read; of others, four
+    shards are fetched at the most. No GPU is used and no run is touched.
+
+    Some examples:
+        shardvit show shards/photos
+
+        shardvit show my.yaml --step 1000
+
+        shardvit show digits pretrain.augment.mixup_alpha=0.2 --output look
+
+        shardvit show "laion/{00000..00099}.tar" --label json:label
+    """
+    demand_counts(images=images, labels=labels)
+    if images > _MOST_IMAGES:
+        raise UserError(f"--images: it is {images:,}; give {_MOST_IMAGES} at the most, or the page cannot be read")
+    if not 0 <= seed < 2**63:
+        raise UserError(f"--seed: it is {seed}; give 0 or more")
+    recipe = _recipe(what, overrides, data=data)
+    output = output or Path("show") / (_folder_name(redacted(what)) if recipe is None else recipe.name)
+    demand_target(output, flag="--output", force=force, mark=page_mark("show"), file=INDEX_FILE)
+    if recipe is None:
+        given = {"OVERRIDES": bool(overrides), "--stage": stage is not None, "--step": step is not None}
+        _refuse(given | {"--data": data is not None}, to=f"{what}, which are shards")
+    else:
+        given = {"--label": label is not None, "--classes": classes is not None, "--multi-label": multi_label}
+        given |= {"--cache": cache is not None, "--cache-limit": cache_limit is not None}
+        given |= {"--max-image-pixels": max_image_pixels != USUAL_MOST_PIXELS}
+        _refuse(given, to=f"{what}, which is a recipe: it has keys for that")
+
+    from launch.pages.shards_page import Looking, show_recipe, show_shards
+
+    looking = Looking(images=images, most_labels=labels, seed=seed, report=_report)
+    if recipe is None:
+        from data_shards.shards.location import is_local
+        from data_shards.shards.shard_set import ShardsSpec
+        from data_shards.store.cache import CacheConfig, default_cache_folder
+        from data_shards.store.download import RetryPolicy
+        from data_shards.store.store import Store
+
+        if is_local(what) and (cache, cache_limit) != (None, None):
+            raise UserError(f"--cache, --cache-limit: {what} is local and is not copied; leave them out")
+        limit_bytes = size_bytes("--cache-limit", cache_limit) or CacheConfig.limit_bytes
+        cached = None if is_local(what) else CacheConfig(cache or default_cache_folder(), limit_bytes=limit_bytes)
+        made = show_shards(
+            ShardsSpec(what, label=label, kind="multi" if multi_label else "single", classes=classes),
+            store=Store(cached, retry=RetryPolicy(give_up_seconds=_GIVE_UP_SECONDS)),
+            limit=pixel_limit(max_image_pixels),
+            looking=looking,
+        )
+    else:
+        made = show_recipe(recipe, stage=_stage(recipe, stage), step=step or 0, looking=looking)
+    page = made.write(output, command="show")
+    for line in made.notes:
+        _report(f"note: {line}")
+    print(page)
+    return 0
+
+
+def _report(line: str) -> None:
+    print(printable(line), file=sys.stderr, flush=True)
+
+
+def _recipe(what: str, overrides: tuple[str, ...], *, data: Path | None) -> Recipe | None:
+    """None: `what` are shards."""
+    from pipeline.recipe.io import load_recipe
+    from pipeline.recipe.sources import shipped_recipes
+
+    is_named = what in shipped_recipes()
+    if not is_named and not what.endswith(_RECIPE_ENDINGS):
+        return None
+    if is_named and _has_shards(what):
+        _report(f"note: {what} is taken for the recipe that ships; for the shards in the folder, write ./{what}")
+    return load_recipe(what, overrides=overrides, paths=paths_file(data))
+
+
+def _has_shards(name: str) -> bool:
+    """Whether a folder of that name is here and holds shards, or splits of them."""
+    folder = Path(name)
+    return any(any(folder.glob(pattern)) for pattern in ("manifest.json", "*.tar", "*/manifest.json", "*/*.tar"))
+
+
+def _stage(recipe: Recipe, name: str | None) -> StageName:
+    """A stage that trains; UserError if the recipe has none of that name."""
+    training = recipe.stages.trained
+    for each in training:
+        if name in (None, each):
+            return each
+    why = "swap_head trains nothing" if name == "swap_head" else f"the recipe trains {' and '.join(training)}"
+    raise UserError(f"--stage {name}: {why}; give --stage {training[0]}, or leave it out")
+
+
+def _refuse(given: dict[str, bool], *, to: str) -> None:
+    named = [name for name, is_given in given.items() if is_given]
+    if named:
+        raise UserError(f"{', '.join(named)}: meaningless to {to}; leave {'it' if len(named) == 1 else 'them'} out")
+
+
+def _folder_name(shown: str) -> str:
+    """Of shards, from the end of their location."""
+    last, before, *_ = [*reversed(shown.rstrip("/").split("/")), "", ""]
+    stem = f"{before}_{last}" if last in ("train", "val", "test") else last.removesuffix(".tar")
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", stem).strip("._")[:80] or "shards"

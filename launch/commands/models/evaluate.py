@@ -1,0 +1,334 @@
+"""`shardvit eval`: the command line; the arithmetic is in `pipeline.evaluation`."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from data_shards.errors import UserError
+from data_shards.text import one_line, table
+from data_shards.vocabulary import USUAL_MOST_PIXELS, EvalProtocol
+from launch.evaluation.exchanged import read_result, write_request
+from launch.flags import (
+    Device,
+    MaxImagePixels,
+    TarClasses,
+    TarLabel,
+    TarsAreMultiLabel,
+    WhichWeights,
+    demand_counts,
+    pixel_limit,
+)
+from launch.local.endings import reason
+from launch.local.env import experiment_name, num_gpus, tracking_uri
+from launch.local.output import say
+from launch.target import Force, JsonFile, demand_target, tell_result
+from pipeline.evaluation.request import Among, EvalRequest, LabelSet, Matching
+from pipeline.recipe.vocabulary import EXIT_USER_ERROR, EvalMetric
+
+if TYPE_CHECKING:
+    from pipeline.evaluation.evaluate_file import ModelEvaluated
+
+_MOST_WORKERS = 8  # threads that read ahead, of a process
+_NAMED_FAULTS = 5
+_SHOWN_CLASSES = 20  # of a longer table the worst
+_SHOWN_PAIRS = 20
+_WORDS = {
+    "val/top1": "top-1",
+    "val/balanced_accuracy": "balanced accuracy",
+    "val/commonest_class_share": "commonest class's share",
+    "val/top5": "top-5",
+    "val/loss": "loss",
+    "val/calibration_error": "calibration error, 15 bins",
+    "val/precision_at_1": "precision@1",
+    "val/mean_average_precision": "mean average precision",
+}
+
+
+def evaluate(
+    model: Path,
+    shards: str,
+    /,
+    *,
+    protocol: Annotated[
+        EvalProtocol | None, Parameter(help="What the model is shown of an image; default: as its record says.")
+    ] = None,
+    crop_share: Annotated[
+        float | None, Parameter(help="Crop's side over the resized short side; default: as its record says.")
+    ] = None,
+    metrics: Annotated[
+        tuple[EvalMetric, ...] | None,
+        Parameter(negative="", consume_multiple=True, help="Beside loss and top-1; default: those that fit."),
+    ] = None,
+    labels: Annotated[
+        LabelSet,
+        Parameter(
+            help="real: ImageNet's validation images by their ReaL labels, found by file name; imagenet_v2: classes "
+            "are the folders 0 to 999."
+        ),
+    ] = "shards",
+    classes: Annotated[
+        Matching, Parameter(help="Match the model's classes and the shards' by name, or trust their order (index).")
+    ] = "names",
+    among: Annotated[
+        Among, Parameter(help="The model chooses among all its classes, or among those that the shards have.")
+    ] = "model",
+    weights: WhichWeights = None,
+    processes: Annotated[int, Parameter(help="Processes on this machine, each with a GPU of its own, or CPUs.")] = 1,
+    batch_size: Annotated[int, Parameter(name=["--batch-size", "--batch"], help="Images of a forward pass.")] = 64,
+    label: TarLabel = None,
+    class_names: TarClasses = None,
+    multi_label: TarsAreMultiLabel = False,
+    json_file: JsonFile = None,
+    output: Annotated[
+        Path | None, Parameter(help="Folder for all that is known: evaluation.json and arrays.npz.")
+    ] = None,
+    tracking: Annotated[bool, Parameter(negative="--no-tracking", help="Make an MLflow run of the result.")] = True,
+    max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS,
+    device: Device = "auto",
+    force: Force = False,
+) -> int:
+    """Evaluate a model on shards: top-1, top-5, loss, each class, calibration; each image once.
+
+    MODEL is all that `shardvit predict` takes: a run, a stage, a checkpoint, or a
+    file of weights in any format. SHARDS is what a recipe names: a packed folder,
+    a folder or pattern of tars made by other tools, or a URL. Classes are matched
+    by name, in any order. The totals are the same to the last digit on any number
+    of processes. Exit code 1 if an image could not be read: it does not count.
+    Outputs that are not finite are no result.
+
+    Some examples:
+        shardvit eval runs/digits shards/digits-transfer/val
+
+        shardvit eval vit_b16.npz shards/imagenet/val --labels real --processes 8
+
+        shardvit eval vit_b16.npz shards/imagenet_v2 --labels imagenet_v2
+
+        shardvit eval model.onnx shards/pets/val --protocol big_vision --json -
+    """
+    demand_counts(processes=processes, batch_size=batch_size)
+    if crop_share is not None and not 0 < crop_share <= 1:
+        raise UserError(f"--crop-share: it is {crop_share:g}; give more than 0 and at most 1")
+    if crop_share is not None and protocol in ("vit", "vit_exact"):
+        raise UserError(f"--crop-share: protocol {protocol} shows all of an image; leave it out")
+    pixel_limit(max_image_pixels)
+    if tracking:
+        tracking_uri()
+    demand_target(json_file, flag="--json", force=force, mark='"command": "eval"')
+    demand_target(output, flag="--output", force=force, mark='"format": 1', file="evaluation.json")
+    if processes > 1 and device == "cuda" and num_gpus() < processes:
+        raise UserError(f"--processes {processes}: there are {num_gpus()} GPUs here; give as many, or --device cpu")
+    on_gpus = device != "cpu" and num_gpus() >= processes
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    request = EvalRequest(
+        model=str(model),
+        shards=shards,
+        max_image_pixels=max_image_pixels,
+        label=label,
+        label_kind="multi" if multi_label else "single",
+        class_file=str(class_names) if class_names else None,
+        label_set=labels,
+        matching=classes,
+        among=among,
+        metrics="auto" if metrics is None else tuple(metrics),
+        protocol=protocol,
+        crop_share=crop_share,
+        weights=weights,
+        batch_images=batch_size,
+        workers=max(1, min(_MOST_WORKERS, cores // processes)) if on_gpus else 1,
+        device=device,
+    )
+    from pipeline.evaluation.truth import open_set, what_is_asked
+    from pipeline.using.find_model import find_record
+
+    record, opened = find_record(model), open_set(request, report=say)
+    if record is not None:  # else the weights tell, seconds later
+        what_is_asked(request, class_names=record.class_names, shards=opened[0])
+    if processes == 1:
+        from pipeline.evaluation.evaluate_file import NoPeers, evaluate_model
+
+        result = evaluate_model(request, opened, ranks=NoPeers())
+    else:
+        found = _by_processes(request, processes=processes, on_gpus=on_gpus)
+        if isinstance(found, int):
+            return found
+        result = found
+    return _finish(result, request, json_file=json_file, output=output, tracking=tracking, processes=processes)
+
+
+def _by_processes(request: EvalRequest, *, processes: int, on_gpus: bool) -> ModelEvaluated | int:
+    """The result, or the exit code if there is none."""
+    from launch.local.processes import rank_environment, run_ranks
+
+    with tempfile.TemporaryDirectory(prefix="shardvit-eval-") as name:
+        folder = Path(name)
+        write_request(folder, request)
+        hidden = {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}
+        code, stopped = run_ranks(
+            ["-u", "-m", "launch.evaluation.rank", name],
+            [rank_environment(rank, ranks=processes, rendezvous=folder) | hidden for rank in range(processes)],
+        )
+        if stopped:
+            raise KeyboardInterrupt
+        if code == EXIT_USER_ERROR:
+            return code
+        if code:
+            say(f"the evaluation failed: {reason(code, out_of_memory=None)}")
+            return 1
+        return read_result(folder)
+
+
+def _finish(
+    result: ModelEvaluated,
+    request: EvalRequest,
+    *,
+    json_file: Path | None,
+    output: Path | None,
+    tracking: bool,
+    processes: int,
+) -> int:
+    """Show, keep and track the result; returns the exit code."""
+    from pipeline.evaluation.scores import one_answer
+    from pipeline.runs.evaluations import write_evaluation
+
+    if result.origin != request.model:
+        say(f"the model is {result.origin}")
+    for note in result.notes:
+        say(f"note: {note}")
+    for fault in result.damaged[:_NAMED_FAULTS]:
+        say(f"image {fault.key!r} of {fault.shard} is damaged ({fault.reason}): it does not count")
+    if len(result.damaged) > _NAMED_FAULTS:
+        say(f"{len(result.damaged):,} images are damaged in all")
+    if result.unlabelled:
+        say(f"{result.unlabelled:,} images have no ReaL label and do not count")
+    if warning := one_answer(result.evaluation):
+        say(warning)
+    text = json.dumps(_as_json(result), indent=1)
+    tell_result(_as_text(result), as_json=text, json_file=json_file)
+    try:
+        if output is not None:
+            write_evaluation(output, result.evaluation)
+    except OSError as error:
+        raise UserError(f"{error.filename or output} cannot be written: {error.strerror}") from None
+    if tracking:
+        _track(result, request, processes=processes)
+    return 1 if result.damaged else 0
+
+
+def _as_text(result: ModelEvaluated) -> str:
+    evaluation = result.evaluation
+    crop = "" if result.crop_share is None else f", crop share {result.crop_share:g}"
+    head = (
+        f"{evaluation.images:,} images of {one_line(result.source)}, {result.image_size} px, protocol "
+        f"{result.protocol}{crop}"
+    )
+    metrics = evaluation.metrics
+    rows = [
+        [words, f"{metrics[name]:.4f}" if name == "val/loss" else f"{100 * metrics[name]:.2f} %"]
+        for name, words in _WORDS.items()
+        if name in metrics
+    ]
+    counts = evaluation.per_class
+    known = [number for number, images in enumerate(counts.images.tolist()) if images]
+    worst = sorted(known, key=lambda number: (counts.accuracy[number], number))[:_SHOWN_CLASSES]
+    shown = known if len(known) <= _SHOWN_CLASSES else worst
+    per_class = [
+        ["class", "images", "right", "accuracy"],
+        *(
+            [
+                one_line(evaluation.classes[number]),
+                f"{counts.images[number]:,}",
+                f"{counts.right[number]:,}",
+                f"{100 * counts.accuracy[number]:.2f} %",
+            ]
+            for number in shown
+        ),
+    ]
+    which = "" if len(known) <= _SHOWN_CLASSES else f"the {len(shown)} worst of {len(known):,} classes\n"
+    return f"{head}\n\n{table(rows, align='lr')}\n\n{which}{table(per_class, align='lrrr', heading='ruled')}"
+
+
+def _as_json(result: ModelEvaluated) -> dict[str, object]:
+    evaluation, counts = result.evaluation, result.evaluation.per_class
+    return {
+        "command": "eval",
+        "model": result.origin,
+        "shards": result.source,
+        "digest": result.digest,
+        "protocol": result.protocol,
+        "crop_share": result.crop_share,
+        "image_size": result.image_size,
+        "images": evaluation.images,
+        "damaged_images": len(result.damaged),
+        "unlabelled_images": result.unlabelled,
+        "metrics": {name.removeprefix("val/"): value for name, value in evaluation.metrics.items()},
+        "classes": [
+            {"class": name, "images": images, "right": right}
+            | ({} if counts.average_precision is None else {"average_precision": _number(counts.average_precision[at])})
+            for at, (name, images, right) in enumerate(
+                zip(evaluation.classes, counts.images.tolist(), counts.right.tolist(), strict=True)
+            )
+            if images
+        ],
+        "confused": _confused(result),
+    }
+
+
+def _number(value: float) -> float | None:
+    return None if value != value else float(value)
+
+
+def _confused(result: ModelEvaluated) -> list[dict[str, object]]:
+    """The pairs of classes that are taken for one another most often."""
+    confusion, names = result.evaluation.confusion, result.evaluation.classes
+    if confusion is None:
+        return []
+    pairs = [(int(true), int(best)) for true, best in zip(*confusion.nonzero(), strict=True) if true != best]
+    pairs.sort(key=lambda pair: (-int(confusion[pair]), *pair))
+    return [
+        {"true": names[true], "predicted": names[best], "images": int(confusion[true, best])}
+        for true, best in pairs[:_SHOWN_PAIRS]
+    ]
+
+
+def _track(result: ModelEvaluated, request: EvalRequest, *, processes: int) -> None:
+    from pipeline.tracking.command_runs import CommandResult, log_result
+    from pipeline.tracking.facts import DatasetInput
+    from pipeline.transfer.results import model_origin
+
+    counts, evaluation = result.evaluation.per_class, result.evaluation
+    origin = model_origin(result.origin)
+    tracked = CommandResult(
+        name=f"eval-{Path(request.model).name}-{result.set_name}",
+        kind="eval",
+        params={
+            "model": result.origin,
+            "shards": result.source,
+            "protocol": result.protocol,
+            "crop_share": result.crop_share,
+            "image_size": result.image_size,
+            "labels": request.label_set,
+            "classes": request.matching,
+            "among": request.among,
+            "processes": processes,
+            "batch_size": request.batch_images,
+        },
+        metrics=evaluation.metrics,
+        datasets=[
+            DatasetInput(name=result.set_name, source=result.source, digest=result.digest, context="eval"),
+        ],
+        tables={
+            "per_class": {
+                "class": [one_line(name) for name in evaluation.classes],
+                "images": counts.images.tolist(),
+                "right": counts.right.tolist(),
+            }
+        },
+        of_run=origin.run,
+    )
+    log_result(tracked, tracking_uri=tracking_uri(), experiment=experiment_name(), say=say)

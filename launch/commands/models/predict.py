@@ -1,0 +1,119 @@
+"""`shardvit predict`: the most probable classes of images, as lines for people or as JSON.
+
+Answers are printed batch by batch, so a folder of any size will do. Unreadable images are named on standard error, the
+others are still answered, and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from data_shards.errors import UserError
+from data_shards.text import one_line
+from data_shards.vocabulary import USUAL_MOST_PIXELS
+from launch.flags import Device, MaxImagePixels, WhichWeights, demand_counts, pixel_limit
+from launch.local.output import say
+
+if TYPE_CHECKING:
+    from pipeline.using.predict import ImagePrediction
+
+_WIDEST_NAME = 48  # longer names are not aligned, so that one of them does not push all classes aside
+
+
+def predict(
+    model: Path,
+    /,
+    *images: Path,
+    top: Annotated[int, Parameter(help="Classes of each image.")] = 5,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print a JSON list.")] = False,
+    batch_size: Annotated[int, Parameter(help="Images that the model sees at a time.")] = 32,
+    weights: WhichWeights = None,
+    max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS,
+    device: Device = "auto",
+) -> int:
+    """Say what is on images: the most probable classes of each.
+
+    MODEL is a run's folder (its last trained stage), a saved or imported
+    model's, or a file that `shardvit export` made in any of its formats. IMAGES
+    are files, and folders with all images below them. They are resized and
+    cropped as in the evaluation during training. Probabilities are the softmax
+    over the classes; those of a model trained with the sigmoid loss are each
+    class's own and do not add up to one.
+
+    Exit code 1 if an image could not be read; it is named, the others are
+    answered. JSON is a list with one line for each image, in order:
+    {"image": "a.jpg", "predictions": [{"class": "cat", "index": 3,
+    "probability": 0.97}, ...]}, or {"image": "b.jpg", "error": "..."}.
+
+    Some examples:
+        shardvit predict runs/digits photo.png
+
+        shardvit predict runs/digits/finetune/model photos/ --top 1
+
+        shardvit predict model.onnx photos/ --json > photos.json
+    """
+    demand_counts(top=top, batch_size=batch_size)
+    if not images:
+        raise UserError("predict: name at least one image or folder of images after the model")
+    from data_shards.packing.sources.folder import image_files
+    from pipeline.using.find_model import find_record
+
+    find_record(model)
+    files, limit = image_files(images), pixel_limit(max_image_pixels)
+    from pipeline.using.predict import open_predictor, predict_images
+
+    predictor = open_predictor(model, device=device, weights=weights)
+    if predictor.origin != str(model):
+        say(f"the model is {predictor.origin}")
+    for note in predictor.notes:
+        say(f"note: {note}")
+    predictions = predict_images(predictor, files, top=top, batch_images=batch_size, pixel_limit=limit)
+    longest = sorted(len(one_line(name)) for name in predictor.meta.class_names)[-top:]
+    line = _layout(files, class_widths=longest)
+    faults, before = 0, "["
+    for prediction in predictions:
+        if as_json:
+            print(f"{before}{json.dumps(_as_json(prediction))}", end="", flush=True)
+            before = ",\n "
+        if prediction.fault is not None:
+            faults += 1
+            say(f"{one_line(str(prediction.image))}: {prediction.fault}")
+        elif not as_json:
+            print(line(prediction), flush=True)
+    if as_json:
+        print("]")
+    if faults:
+        say(f"{faults:,} of {len(files):,} images could not be read")
+    return 1 if faults else 0
+
+
+def _as_json(prediction: ImagePrediction) -> dict[str, object]:
+    if prediction.fault is not None:
+        return {"image": str(prediction.image), "error": prediction.fault}
+    classes = [
+        {"class": each.name, "index": each.index, "probability": each.probability} for each in prediction.classes
+    ]
+    return {"image": str(prediction.image), "predictions": classes}
+
+
+def _layout(files: Sequence[Path], *, class_widths: Sequence[int]) -> Callable[[ImagePrediction], str]:
+    """One line an image or, on a terminal too narrow for that, one line a class."""
+    name_width = min(max(len(one_line(str(file))) for file in files), _WIDEST_NAME)
+    widest = name_width + 1 + sum(width + len("  100.0 %,") for width in class_widths)
+
+    def line(prediction: ImagePrediction) -> str:
+        classes = ", ".join(f"{one_line(each.name)} {100 * each.probability:.1f} %" for each in prediction.classes)
+        return f"{one_line(str(prediction.image)) + ':':{name_width + 1}} {classes}"
+
+    def block(prediction: ImagePrediction) -> str:
+        classes = (f"\n  {100 * each.probability:5.1f} %  {one_line(each.name)}" for each in prediction.classes)
+        return f"{one_line(str(prediction.image))}:{''.join(classes)}"
+
+    return block if sys.stdout.isatty() and widest > shutil.get_terminal_size().columns else line

@@ -1,0 +1,1 @@
+"""Commands that follow runs and show their results."""

@@ -1,0 +1,106 @@
+"""The command `shardvit watch`; imports are inside, so that --help is fast."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from data_shards.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from launch.terminal_curves import Glyphs
+    from launch.watch.look import Watcher
+
+_LEAST_SECONDS = 0.2
+
+
+def watch(
+    run: Path,
+    /,
+    *,
+    once: Annotated[bool, Parameter(negative="", help="Print the page once, and end; also into a pipe.")] = False,
+    interval: Annotated[float, Parameter(help="Seconds between two looks.")] = 2.0,
+) -> int:
+    """Follow a run in the terminal: stages, speed, ETA, checkpoints, processes, curves, what happened, log.
+
+    RUN is its folder, RUNS/NAME; it may run here, on other hosts or in SLURM.
+    Only files of the folder are read, and SLURM's queue. Ends when the run is
+    done or deleted, or by q (or Ctrl-C), which does not touch the run.
+
+    Some examples:
+        shardvit watch runs/digits
+
+        shardvit watch runs/digits --once
+    """
+    if not interval >= _LEAST_SECONDS:
+        raise UserError(f"--interval {interval:g}: give {_LEAST_SECONDS:g} seconds or more")
+
+    from launch.slurm.commands import Slurm
+    from launch.watch.look import Watcher
+
+    watcher = Watcher(run, slurm=Slurm())
+    console = open_console()
+    try:
+        if once or not console.is_terminal:
+            show_once(watcher, console=console)
+        else:
+            follow(watcher, console=console, interval_seconds=interval)
+    except KeyboardInterrupt:
+        pass  # what is watched goes on
+    return 0
+
+
+def open_console() -> Console:
+    """On standard output; without any escape sequence where that is no terminal."""
+    from rich.console import Console
+
+    is_terminal = sys.stdout.isatty()
+    return Console(
+        file=sys.stdout,
+        force_terminal=is_terminal,
+        color_system="auto" if is_terminal else None,
+        markup=False,
+        emoji=False,
+        highlight=False,
+    )
+
+
+def show_once(watcher: Watcher, *, console: Console) -> None:
+    """Print the page, as long as it is."""
+    from launch.watch.page import page
+
+    view = watcher.look(queue="wait for it")
+    console.print(page(view, width=console.width, height=None, glyphs=_glyphs(console)))
+
+
+def follow(watcher: Watcher, *, console: Console, interval_seconds: float) -> None:
+    """Draw the page over and over until the run is done; the last one stays on the screen."""
+    from rich.console import Group
+    from rich.live import Live
+    from rich.text import Text
+
+    from launch.watch.keys import leaving_by_q
+    from launch.watch.page import page
+
+    try:
+        with leaving_by_q() as typed, Live(console=console, auto_refresh=False, screen=True) as live:
+            footer = Text(f"{'q' if typed else 'Ctrl-C'} leaves, the run goes on", style="dim", no_wrap=True)
+            while True:
+                view = watcher.look()
+                size = console.size
+                shown = page(view, width=size.width, height=size.height - 3, glyphs=_glyphs(console))
+                live.update(Group(shown, "", footer), refresh=True)
+                if view.is_done or (typed or time.sleep)(interval_seconds):
+                    break
+    finally:
+        show_once(watcher, console=console)
+
+
+def _glyphs(console: Console) -> Glyphs:
+    return "braille" if console.encoding.startswith("utf") else "ascii"

@@ -1,0 +1,1 @@
+"""Commands that choose, plan and run training, here or on SLURM."""

@@ -1,0 +1,169 @@
+"""`shardvit demo`: the whole pipeline on small real images, ending in a table and the next commands to type.
+
+Packs two shard sets (one to pre-train on, three other classes to transfer to), runs the recipe, runs the same
+fine-tuning from scratch, and compares. Typed again after an interruption it resumes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from data_shards.text import table
+from launch.flags import RunsFolder
+from launch.local.env import num_gpus
+from launch.local.output import go_on
+
+if TYPE_CHECKING:
+    from pipeline.recipe.vocabulary import StageName
+    from pipeline.runs.run_folder import RunFolder
+
+DemoData = Literal["digits", "fashion-mnist"]
+
+
+@dataclass(frozen=True)
+class DemoChoice:
+    """One demo: the recipe's name, and how the images are divided: classes and held-out share of each shard set."""
+
+    recipe: str
+    pretrain_classes: tuple[str, ...]
+    transfer_classes: tuple[str, ...]
+    pretrain_holdout: float | None = None  # None: the source has a held-out split of its own
+    transfer_holdout: float | None = None
+
+
+CHOICES: dict[DemoData, DemoChoice] = {
+    "digits": DemoChoice(
+        "digits",
+        pretrain_classes=("0", "1", "4", "5", "6", "7", "9"),
+        transfer_classes=("2", "3", "8"),  # look alike: slow to learn from nothing
+        pretrain_holdout=0.2,
+        transfer_holdout=0.3,
+    ),
+    "fashion-mnist": DemoChoice(
+        "fashion_mnist",
+        pretrain_classes=("T-shirt/top", "Trouser", "Dress", "Sandal", "Shirt", "Sneaker", "Bag"),
+        transfer_classes=("Pullover", "Coat", "Ankle boot"),
+    ),
+}
+
+
+def demo(
+    *,
+    data: Annotated[DemoData, Parameter(help="Which images.")] = "digits",
+    runs: RunsFolder = Path("runs"),
+    shards: Annotated[Path, Parameter(help="Where the shards are packed to.")] = Path("shards"),
+) -> int:
+    """Run the whole pipeline on small real images: pack, pretrain, swap head, finetune, and compare with scratch.
+
+    Some examples:
+        shardvit demo
+
+        shardvit demo --data fashion-mnist
+    """
+    go_on()
+    choice = CHOICES[data]
+    print(f"== packing {data} ==", flush=True)
+    from data_shards.packing.pack import pack  # and scikit-learn, which takes longer than the first line should
+    from launch.run.pipeline_run import PipelineRun
+    from pipeline.recipe.io import difference_to_parent, load_recipe
+
+    packed = (
+        ("pretrain", choice.pretrain_classes, choice.pretrain_holdout),
+        ("transfer", choice.transfer_classes, choice.transfer_holdout),
+    )
+    for use, classes, holdout in packed:
+        pack(data, shards / f"{data}-{use}", classes=classes, holdout=holdout)
+    folders: list[RunFolder] = []
+    for recipe in (choice.recipe, f"{choice.recipe}_scratch"):
+        print(f"\n== {recipe} ==", flush=True)
+        changes = [*_shard_paths(recipe, data, shards), *_few_shot(recipe, data, shards), *_processes()]
+        run = PipelineRun.open(
+            load_recipe(recipe, overrides=changes),
+            runs_root=runs,
+            difference=difference_to_parent(recipe, overrides=changes),
+        )
+        if code := run.execute():
+            return code
+        folders.append(run.folder)
+    transferred, scratch = folders
+    print(f"\n{comparison(transferred, scratch=scratch)}\n\n{next_commands(choice, runs_root=runs)}\n", flush=True)
+    from launch.pages.sections import write_beside
+
+    print(f"report  {write_beside(transferred, others=[scratch])}")
+    return 0
+
+
+def _shard_paths(recipe: str, data: DemoData, shards_root: Path) -> list[str]:
+    if shards_root == Path("shards"):
+        return []
+    uses = {"pretrain": "pretrain", "finetune": "transfer"}
+    if recipe.endswith("_scratch"):
+        del uses["pretrain"]
+    return [
+        f"stages.{stage}.{key}={shards_root / f'{data}-{use}' / split}"
+        for stage, use in uses.items()
+        for key, split in (("train", "train"), ("eval", "val"))
+    ]
+
+
+def _few_shot(recipe: str, data: DemoData, shards_root: Path) -> list[str]:
+    """What pre-training is worth for the other classes is measured while it goes on."""
+    if recipe.endswith("_scratch"):
+        return []
+    transfer = shards_root / f"{data}-transfer"
+    config = {"name": "transfer", "train": f"{transfer}/train", "eval": f"{transfer}/val", "shots": [5, 10]}
+    return [f"stages.pretrain.few_shot={json.dumps([config])}"]
+
+
+def _processes() -> list[str]:
+    """The recipes have two processes, of which each needs a GPU of its own where there is one."""
+    return [f"processes={min(2, gpus)}"] if (gpus := num_gpus()) else []
+
+
+def comparison(transferred: RunFolder, *, scratch: RunFolder) -> str:
+    """The table: what each stage saw, took and reached, beside fine-tuning from scratch."""
+    from pipeline.recipe.io import parse_recipe
+
+    def top1(folder: RunFolder, name: StageName) -> str:
+        by = "" if name == "swap_head" else recipe.train_stage(name).judged_by("top1")
+        results = folder.record(name).results
+        return f"{results[by]:.4f}" if by in results else ""
+
+    recipe = parse_recipe(transferred.path / "recipe.yaml")
+    stages = recipe.stages
+    rows = [("stage", "images seen", "seconds", "resolution", "top-1 held out", "top-1 from scratch")]
+    for name in stages.names:
+        record, size = transferred.record(name), getattr(getattr(stages, name), "image_size", None)
+        own, other = top1(transferred, name), top1(scratch, name) if name == "finetune" else ""
+        seen, seconds = f"{record.images_seen:,}", f"{record.seconds:.1f}"
+        rows.append((name, seen, seconds, f"{size} px" if size else "", own, other))
+    return table(rows, align="lr", heading="ruled")
+
+
+def next_commands(choice: DemoChoice, *, runs_root: Path) -> str:
+    """What to type next."""
+    shardvit, mlflow = _command("shardvit", module="launch.cli"), _command("mlflow", module="mlflow")
+    return (
+        "Next:\n"
+        f"  look at it in MLflow    {mlflow} ui --backend-store-uri sqlite:///{runs_root}/mlflow.db\n"
+        f"                          and open http://127.0.0.1:5000/#/experiments/1?workflowType=machine_learning\n"
+        f"  resume                  interrupt a run (Ctrl-C or kill -9) and type the same command again\n"
+        f"  fine-tune once more     {shardvit} run {choice.recipe} --restart finetune "
+        f"{' '.join(['stages.finetune.optimizer.lr=0.01', *_processes()])}\n"
+        f"  use your own images     {shardvit} pack FOLDER_OF_CLASS_FOLDERS shards/mine --holdout 0.1\n"
+        f"                          then copy pipeline/recipes/photos.yaml, set its train and eval, {shardvit} run it"
+    )
+
+
+def _command(name: str, *, module: str) -> str:
+    """A command of this environment: its script, or `python -m` where there is none."""
+    script = Path(sys.executable).parent / name
+    if not script.exists():
+        return f"{sys.executable} -m {module}"
+    return str(script.relative_to(Path.cwd())) if script.is_relative_to(Path.cwd()) else str(script)

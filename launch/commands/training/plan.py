@@ -1,0 +1,49 @@
+"""`shardvit plan`: whether a recipe fits, its time and cost. Starts and writes nothing; a second, no GPU, no torch."""
+
+from __future__ import annotations
+
+import json
+
+from launch.flags import DataFile, JsonFlag
+from launch.local.env import paths_file
+from launch.plan.options import PlanOptions
+
+_NO_OPTIONS = PlanOptions()
+
+
+def plan(
+    recipe: str,
+    /,
+    *overrides: str,
+    options: PlanOptions = _NO_OPTIONS,
+    data: DataFile = None,
+    as_json_text: JsonFlag = False,
+) -> int:
+    """Say what a recipe will need: memory, time, GPU-hours, traffic, disk; nothing is started.
+
+    RECIPE and OVERRIDES are as for `shardvit run`. Warnings come first. The
+    shards need not exist yet: the published size of a known data set is taken
+    then; for another give --images, if durations are in epochs.
+    Speed is a share of the GPU's peak (MFU) that is realistic for the model, or
+    what you have measured. Times are of training alone.
+
+    Some examples:
+        shardvit plan my.yaml
+
+        shardvit plan vit_l16_in21k --gpus 64 --gpu h200
+
+        shardvit plan my.yaml --gpus 8 --gpu a100 --images 1281167 --classes 1000 engine.zero_stage=2
+
+        shardvit plan my.yaml --gpus 64 --gpu h200 --images-per-second 1250 --json
+    """
+    from pipeline.recipe.io import load_recipe
+
+    # Mistakes are reported before anything slow is imported.
+    loaded = load_recipe(recipe, overrides=overrides, paths=paths_file(data))
+
+    from launch.plan.gathering import make_plan
+    from launch.plan.page import as_json, as_page
+
+    made = make_plan(loaded, options)
+    print(json.dumps(as_json(made), indent=1) if as_json_text else as_page(made))
+    return 0

@@ -1,0 +1,102 @@
+"""`shardvit recipes`: the runs that ship, by name, and one of them with every file that it is made of put together.
+
+Reads some dozens of small files: half a second, no torch. What a recipe costs and reaches is what its header says; a
+test compares the time with `shardvit plan`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from data_shards.errors import UserError
+from launch.flags import DataFile
+from launch.local.env import paths_file
+
+if TYPE_CHECKING:
+    from pipeline.recipe.schema import Recipe
+
+_PAGE_WIDTH = 150
+_FAMILIES = {  # the folders, in the order of the page
+    "paper": "The ViT paper (arXiv 2010.11929)",
+    "augreg": "How to train your ViT? (AugReg, arXiv 2106.10270)",
+    "plain": "Better plain ViT baselines for ImageNet-1k (arXiv 2205.01580)",
+    "scaling": "Scaling Vision Transformers (arXiv 2106.04560)",
+    "recipes": "Small runs, to see everything at work on a laptop",
+}
+
+
+def recipes(
+    name: str | None = None,
+    /,
+    *overrides: str,
+    data: DataFile = None,
+    all_keys: Annotated[
+        bool, Parameter(negative="", help="Of one recipe: every key, not only those that differ from defaults.")
+    ] = False,
+) -> int:
+    """List the recipes that ship, with data, cost and published result; or print one, resolved.
+
+    NAME is one of them, or a YAML file, and OVERRIDES are changes to it,
+    key=value, as for `shardvit run`. What is printed is a recipe itself.
+
+    Some examples:
+        shardvit recipes
+
+        shardvit recipes vit_l16_in21k
+
+        shardvit recipes vit_l16_in21k finetune=cifar10 > mine.yaml
+    """
+    if name is None:
+        if data is not None or all_keys:
+            raise UserError("--data and --all-keys are for one recipe: name it")
+        print(listing(), end="")
+        return 0
+    from pipeline.recipe.io import dump_recipe, load_recipe
+    from pipeline.recipe.sources import find_recipe, read_header, read_source
+
+    recipe = load_recipe(name, overrides=overrides, paths=paths_file(data))
+    path = find_recipe(name, beside=Path())
+    header = read_header(read_source(path).files, name=path.stem)
+    print(f"{header.text()}{dump_recipe(recipe, keys='all' if all_keys else 'changed')}", end="")
+    return 0
+
+
+def listing() -> str:
+    """All recipes that ship as one table for each family, then the fine-tuning sets."""
+    from data_shards.text import table
+    from pipeline.recipe.io import load_recipe
+    from pipeline.recipe.sources import finetune_sets, read_header, read_source, shipped_recipes
+
+    rows: dict[str, list[list[str]]] = {family: [] for family in _FAMILIES}
+    for name, path in shipped_recipes().items():
+        recipe, header = load_recipe(name), read_header(read_source(path).files, name=name)
+        cost = re.split(r" \(| that | for ", header.entry("time"))[0]
+        if header.hardware and header.gpu_hours is not None:
+            count, gpu = header.hardware
+            cost = f"{header.gpu_hours:,.0f} GPU-hours ({count:,} x {gpu.upper()})"
+        rows[path.parent.name].append([name, _model(recipe), _data(recipe), cost, header.headline])
+    head = ["name", "model", "data", "cost", "result"]
+    parts = [
+        f"{_FAMILIES[family]}\n\n{table([head, *each], heading='ruled', width=_PAGE_WIDTH)}\n"
+        for family, each in rows.items()
+        if each
+    ]
+    sets = table([["", f"finetune={each}"] for each in finetune_sets()])
+    return "\n".join([*parts, f"Fine-tuning sets, for any of them:\n{sets}\n"])
+
+
+def _model(recipe: Recipe) -> str:
+    model = recipe.model
+    if model.variant:
+        return model.variant
+    return f"width {model.sizes.width}, depth {model.sizes.depth}"
+
+
+def _data(recipe: Recipe) -> str:
+    stages = map(recipe.train_stage, recipe.stages.trained)
+    sets = (each.data or ", ".join(Path(one.shards).parent.name for one in each.train or ()) for each in stages)
+    return " -> ".join(dict.fromkeys(sets))

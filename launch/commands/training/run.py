@@ -1,0 +1,129 @@
+"""`shardvit run`, and `shardvit train`, which every launcher starts."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from data_shards.errors import UserError
+from launch.flags import DataFile, RunsFolder
+from launch.local.env import paths_file
+from launch.local.output import go_on
+from pipeline.recipe.vocabulary import StageName
+
+
+def run(
+    recipe: str,
+    /,
+    *overrides: str,
+    stage: Annotated[StageName | None, Parameter(help="Only this stage; default: all, in order.")] = None,
+    restart: Annotated[
+        StageName | None,
+        Parameter(
+            help="Begin this stage and those after it again; their results are moved aside. Leave it out to resume."
+        ),
+    ] = None,
+    data: DataFile = None,
+    runs: RunsFolder = Path("runs"),
+    max_restarts: Annotated[
+        int, Parameter(help="How often failed stages are restarted automatically, over all stages.")
+    ] = 0,
+    hostfile: Annotated[
+        Path | None, Parameter(help="Run on several machines: a file of lines HOST slots=8, as deepspeed's.")
+    ] = None,
+    include: Annotated[str, Parameter(help="Only these of --hostfile, such as host0@host1:0,1.")] = "",
+    exclude: Annotated[str, Parameter(help="Not these of --hostfile, in the same form.")] = "",
+    master_addr: Annotated[
+        str, Parameter(help="With --hostfile: address under which the other hosts reach the first one.")
+    ] = "",
+    master_port: Annotated[
+        int, Parameter(help="With --hostfile: port that rank 0 listens on; 0: the system chooses.")
+    ] = 0,
+    dry_run: Annotated[
+        bool, Parameter(help="Check everything, print what would be run, start nothing. Shards may still be missing.")
+    ] = False,
+    all_keys: Annotated[
+        bool, Parameter(negative="", help="With --dry-run: print every key, not only those that differ from defaults.")
+    ] = False,
+) -> int:
+    """Run a recipe's stages here or on several machines: finished ones are skipped, an interrupted one is resumed.
+
+    RECIPE is a YAML file or a name that `shardvit recipes` lists; OVERRIDES are changes to it, key=value.
+
+    Some examples:
+        shardvit run digits
+
+        shardvit run vit_l16_in21k train=shards/in21k/train eval=shards/in21k/val finetune=cifar10 --data paths.yaml
+
+        shardvit run my.yaml pretrain.optimizer.lr=3e-4 processes=8
+
+        shardvit run my.yaml --stage finetune --restart finetune
+
+        shardvit run my.yaml --max-restarts 20
+
+        shardvit run my.yaml --hostfile hosts --exclude host3
+    """
+    from pipeline.recipe.io import difference_to_parent, load_recipe
+
+    if all_keys and not dry_run:
+        raise UserError("--all-keys says what --dry-run prints: give that too")
+    # Mistakes are reported before anything slow is imported.
+    loaded = load_recipe(recipe, overrides=overrides, paths=paths_file(data))
+
+    from launch.run.pipeline_run import PipelineRun
+
+    if not dry_run:
+        go_on()
+    fleet = None
+    if hostfile is not None:
+        from launch.hosts.hostfile import open_fleet
+
+        fleet = open_fleet(
+            hostfile,
+            include=include,
+            exclude=exclude,
+            master_addr=master_addr,
+            master_port=master_port,
+        )
+    elif include or exclude or master_addr or master_port:
+        raise UserError("--include, --exclude, --master-addr and --master-port need --hostfile: give it, too")
+    opened = PipelineRun.open(
+        loaded,
+        runs_root=runs,
+        restart=restart,
+        fleet=fleet,
+        shards="if there" if dry_run else "needed",
+        difference=difference_to_parent(recipe, overrides=overrides),
+    )
+    code = opened.execute(
+        only=stage,
+        mode="dry-run" if dry_run else "train",
+        max_restarts=max_restarts,
+        keys="all" if all_keys else "changed",
+    )
+    if not code and not dry_run:
+        print(f"look at it: shardvit report {shlex.quote(str(opened.folder.path))}", flush=True)
+    return code
+
+
+def train(
+    *arguments: Annotated[
+        str,
+        Parameter(
+            allow_leading_hyphen=True, help="RECIPE [key=value ...] --stage STAGE [--data FILE] [--runs FOLDER]."
+        ),
+    ],
+) -> int:
+    """Run one stage of a recipe on this rank: what every launcher starts (`shardvit run` does it for you).
+
+    Some examples:
+        python -P -m launch.local.torchrun --nproc-per-node 8 -m launch.train my.yaml --stage pretrain
+
+        shardvit train my.yaml --stage swap_head
+    """
+    from launch.train import main as train_main
+
+    return train_main(arguments)

@@ -1,0 +1,166 @@
+"""The commands `shardvit submit`, `status` and `cancel`; imports are inside, so that --help is fast."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from data_shards.errors import UserError
+from launch.flags import DataFile
+from launch.local.env import paths_file
+from launch.local.output import say
+from launch.slurm.options import JobOptions
+from pipeline.recipe.vocabulary import StageName
+
+if TYPE_CHECKING:
+    from launch.sweep.points import Sweep
+
+
+def submit(
+    recipe: str,
+    /,
+    *overrides: str,
+    options: Annotated[JobOptions, Parameter(name="*")],
+    site: Annotated[
+        Path | None, Parameter(help="TOML file with what is the same for all jobs of this cluster.")
+    ] = None,
+    data: DataFile = None,
+    runs: Annotated[Path, Parameter(help="Folder of all runs and of mlflow.db; all nodes must see it.")] = Path("runs"),
+    render: Annotated[
+        bool, Parameter(negative="", help="Print exactly what would be submitted, and submit nothing.")
+    ] = False,
+    sweep: Annotated[
+        bool, Parameter(negative="", help="A grid, as of shardvit sweep: a job array with a task for each point.")
+    ] = False,
+    hold_out: Annotated[str | None, Parameter(help="With --sweep: as of shardvit sweep.")] = None,
+    stage: Annotated[StageName | None, Parameter(help="With --sweep: as of shardvit sweep.")] = None,
+    at_once: Annotated[int | None, Parameter(help="With --sweep: the most points at a time; default: all.")] = None,
+) -> int:
+    """Submit a recipe's stages to SLURM, one job each, one after the other; finished stages are skipped.
+
+    Everything is checked first, as by `shardvit run --dry-run`. A job saves
+    before its time limit, is requeued and goes on; the same after preemption,
+    a node failure or a crash, unless it makes no progress. Scripts, logs and
+    records lie in RUNS/NAME/slurm. The same command again resumes the run.
+
+    Some examples:
+        shardvit submit my.yaml --nodes 4 --gpus-per-node 8 --time 24:00:00
+
+        shardvit submit my.yaml --nodes 1 --gpus-per-node 4 --time 4:00:00 --render
+
+        shardvit submit digits --nodes 2 --tasks-per-node 1 --time 1:00:00
+
+        shardvit submit vit_b16_in21k finetune=pets --data paths.yaml --sweep --nodes 4 --gpus-per-node 8 --time 4:00:00
+    """
+    if sweep:
+        from launch.sweep.points import plan_sweep, read_share
+
+        share = read_share(hold_out)
+        planned = plan_sweep(recipe, overrides, runs_root=runs, paths=paths_file(data), stage=stage, hold_out=share)
+        return _submit_sweep(planned, options=options, site=site, render=render, at_once=at_once)
+    if hold_out is not None or stage is not None or at_once is not None:
+        raise UserError("--hold-out, --stage and --at-once mean nothing without --sweep: give it, too")
+    from pipeline.recipe.io import load_recipe
+
+    # A mistake in it is said before anything slow is imported.
+    loaded = load_recipe(recipe, overrides=overrides, paths=paths_file(data))
+
+    from launch.slurm.commands import Slurm
+    from launch.slurm.site import job_of, read_site
+    from launch.slurm.submit import plan_submission, submit_plan
+    from launch.slurm.submit import render as rendered
+
+    job = job_of(options, site=read_site(site))
+    plan = plan_submission(loaded, runs_root=runs, job=job, commands="refuse" if render else "run")
+    for note in plan.notes:
+        say(note)
+    if not plan.scripts:
+        print(f"{plan.paths.run}: all stages are done", file=sys.stderr)
+        return 0
+    if render:
+        print(rendered(plan.jobs), end="")
+        return 0
+    submission = submit_plan(plan, slurm=Slurm())
+    for name in plan.scripts:
+        print(f"{name}: job {submission.jobs[name]}, log {plan.paths.log(name)}")
+    print(f"show its state with: shardvit status {plan.paths.run}")
+    return 0
+
+
+def _submit_sweep(planned: Sweep, *, options: JobOptions, site: Path | None, render: bool, at_once: int | None) -> int:
+    from launch.slurm.commands import Slurm
+    from launch.slurm.site import job_of, read_site
+    from launch.slurm.submit import render as rendered
+    from launch.slurm.sweep_jobs import plan_sweep_jobs, submit_sweep
+
+    plan = plan_sweep_jobs(planned, job=job_of(options, site=read_site(site)), at_once=at_once)
+    if render:
+        print(rendered(plan.jobs), end="")
+        return 0
+    submission = submit_sweep(plan, slurm=Slurm())
+    for name, number in submission.jobs.items():
+        print(f"{name}: job {number}")
+    print(
+        f"{len(plan.open_points)} points to train; logs in {plan.paths.slurm}, the table at the end in sum-up.log there"
+    )
+    print(f"show their state with: shardvit status {plan.sweep.root}")
+    return 0
+
+
+def status(
+    run: Path,
+    /,
+    *,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print it as JSON.")] = False,
+) -> int:
+    """Show how far a run's stages are: on SLURM with their jobs and time limits, on this machine without.
+
+    RUN is its folder, RUNS/NAME; of a sweep's, RUNS/NAME-sweep, its table is shown.
+
+    Some examples:
+        shardvit status runs/digits
+
+        shardvit status runs/digits --json
+    """
+    import json
+
+    from pipeline.recipe.vocabulary import SWEEP_FILE
+
+    if (run / SWEEP_FILE).is_file():
+        from launch.sweep.show import show_sweep
+
+        print(show_sweep(run, form="json" if as_json else "text"))
+        return 0
+
+    from launch.slurm.commands import Slurm
+    from launch.slurm.status import as_text, as_tree, run_status
+
+    found = run_status(run, slurm=Slurm())
+    print(json.dumps(as_tree(found), indent=1) if as_json else as_text(found))
+    return 0
+
+
+def cancel(
+    run: Path,
+    /,
+    *,
+    now: Annotated[bool, Parameter(negative="", help="Do not let the running job save first.")] = False,
+    wait_seconds: Annotated[float, Parameter(help="How long a running job may take to save.")] = 600.0,
+) -> int:
+    """End all SLURM jobs of a run; the running one saves first. `shardvit submit` goes on from there.
+
+    RUN is its folder, RUNS/NAME; of a sweep's, RUNS/NAME-sweep, all jobs end.
+
+    Some examples:
+        shardvit cancel runs/digits
+
+        shardvit cancel runs/digits --now
+    """
+    from launch.slurm.cancel import cancel_run
+    from launch.slurm.commands import Slurm
+
+    cancel_run(run, slurm=Slurm(), how="now" if now else "save", wait_seconds=wait_seconds)
+    return 0

@@ -1,0 +1,89 @@
+"""`shardvit sweep`: choose values of a recipe's keys by a held-out part of the training set, as the ViT paper does."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from data_shards.errors import UserError
+from launch.flags import DataFile, RunsFolder
+from launch.local.env import paths_file
+from launch.local.output import go_on
+from pipeline.recipe.vocabulary import StageName
+
+
+def sweep(
+    recipe: str,
+    /,
+    *overrides: str,
+    stage: Annotated[
+        StageName | None, Parameter(help="The stage to choose by; later ones run at the end alone. Default: the last.")
+    ] = None,
+    hold_out: Annotated[
+        str | None,
+        Parameter(
+            help="Share of its training images to choose by, such as 2%; default, by the stage's data: the paper's 1% "
+            "of ImageNet, 2% of CIFAR, 10% of Pets and Flowers."
+        ),
+    ] = None,
+    data: DataFile = None,
+    runs: RunsFolder = Path("runs"),
+    widen: Annotated[
+        bool, Parameter(negative="", help="While the best point lies at the grid's edge, add a value, up to 3 times.")
+    ] = False,
+    max_restarts: Annotated[int, Parameter(help="How often failed stages of a run are restarted automatically.")] = 0,
+    dry_run: Annotated[
+        bool, Parameter(negative="", help="Check everything, print the points and what they cost, start nothing.")
+    ] = False,
+) -> int:
+    """Train each point of a grid on a part of the training set, choose by the rest of it, and train on all of it.
+
+    RECIPE and OVERRIDES are as for `shardvit run`, but a key may have several
+    values, key=a,b,c: the grid is the product of these. A comma within quotes or
+    brackets separates nothing, so that key=[0.05,1] is one value, a list. Without
+    a grid, fine-tuning with sgd on one of the paper's data sets has the paper's.
+
+    A part of the training set of the last stage is held out, always the same
+    images. Each point is trained on the others; what comes before that stage is
+    trained once and shared. The point with the best held-out top-1 (then the
+    lowest loss, then the first) is chosen, and the recipe is run with its values
+    on all training images and evaluated on its evaluation set. Where an earlier
+    stage trains on the same images, that has seen the held-out ones: choose its
+    own keys by --stage.
+
+    The table says which points tie, being within the standard error of the best
+    score, and whether the best lies at the edge of the grid.
+
+    Everything lies in RUNS/NAME-sweep: a run folder for each point, `final`, and
+    sweep.json with the table. Typed again, the command goes on; points that are
+    done are kept when the grid changes.
+
+    Some examples:
+        shardvit sweep cifar10 pretrain.optimizer.lr=1e-3,2e-3,4e-3 --stage pretrain --hold-out 2%
+
+        shardvit sweep vit_b16_in21k finetune=cifar10 --data paths.yaml
+
+        shardvit sweep my.yaml finetune.optimizer.lr=0.003,0.01,0.03,0.06 --hold-out 1% --dry-run
+    """
+    from launch.sweep.points import plan_sweep, read_share
+
+    # Mistakes are reported before anything slow is imported.
+    share = read_share(hold_out)
+    plan = partial(plan_sweep, recipe, overrides, runs_root=runs, paths=paths_file(data), stage=stage, hold_out=share)
+    planned = plan()
+    if max_restarts < 0:
+        raise UserError(f"--max-restarts: it is {max_restarts}; give 0 or more")
+    if dry_run:
+        from launch.sweep.outline import outline
+
+        print(outline(planned))
+        if widen:
+            print("--widen: more points where the best one lies at the edge of this grid.")
+        return 0
+    from launch.sweep.local import run_sweep
+
+    go_on()
+    return run_sweep(planned, max_restarts=max_restarts, widen=plan if widen else None)

@@ -1,0 +1,281 @@
+"""The process beside rank 0, which draws pictures, writes the run's page and sends everything to MLflow.
+
+    DrawAndSend.ask("pretrain", "begin", step=0)   ->   one line of JSON to its standard input   ->   `drawing.draw`
+
+It takes no GPU and no lock, and runs at a low priority; drawing, in a thread, at the lowest. The sender, in another
+thread, follows the run's files, so training does nothing for it. A request that the process cannot take at
+once is dropped, since `shardvit report` draws what is missing; of several evaluations that wait only the last is drawn,
+and of several stages that end one page is written. It ends with rank 0, whatever that dies of. What it has to say goes
+to RUN/pictures.log, and of MLflow to standard error.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Literal
+
+import psutil
+
+from data_shards.durable import break_links
+from data_shards.text import parse_json, printable
+from launch.local.env import experiment_name, tracking_uri
+from pipeline.recipe.io import parse_recipe
+from pipeline.recipe.vocabulary import ALL_STAGES, PICTURES_LOG, RECIPE_FILE, TRACKING_FOLDER, StageName
+from pipeline.runs.pictures import Moment
+from pipeline.runs.read import read_run
+from pipeline.runs.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from pipeline.tracking.sender import Sender
+
+_SILENT_SECONDS = 2.0  # of the wait at the end pass before it is said
+_POLL_SECONDS = 0.1
+_SLACK_SECONDS = 5.0  # beyond what the process is given for its end
+_HURRIED_SECONDS = 30.0  # for sending, when a run was stopped or has failed
+_OF_A_SLOW_SERVICE = 1 / 3  # of the time is waited for a service that is not answering
+_LOW_PRIORITY, _LOWEST_PRIORITY = 10, 19
+_PARENT_SECONDS = 2.0
+
+Pictures = Literal["draw", "off"]
+
+
+class DrawAndSend(AbstractContextManager["DrawAndSend"]):
+    """Rank 0's side; the process is started at the first request.
+
+    Args:
+        folder: of the run.
+        environ: the process's environment, without a launcher's ranks.
+        pictures: off: it only sends.
+        say: prints a line.
+    """
+
+    def __init__(
+        self, folder: RunFolder, *, environ: Mapping[str, str], pictures: Pictures, say: Callable[[str], None]
+    ) -> None:
+        self._folder, self._environ, self._pictures, self._say = folder, environ, pictures, say
+        self._child: subprocess.Popen[bytes] | None = None
+        self._failed = self._is_closed = False
+
+    def ask(self, stage: StageName, moment: Moment, step: int) -> None:
+        """Have that moment of a stage drawn; returns at once, whatever becomes of it."""
+        try:
+            self._write({"stage": stage, "moment": moment, "step": step})
+        except OSError as error:  # no memory for a process, it ended, or its pipe is full
+            if not self._failed:
+                self._failed = True
+                run = self._folder.path
+                self._say(f"no pictures for now ({error}): shardvit report {run} draws them, shardvit sync {run} sends")
+
+    def cpu_seconds(self) -> float:
+        """CPU time of the process so far; 0 before it starts and after it ends."""
+        try:
+            return 0.0 if self._child is None else sum(psutil.Process(self._child.pid).cpu_times()[:2])
+        except psutil.Error:  # it has ended
+            return 0.0
+
+    def close(self, *, patience_seconds: float, hurry: Callable[[], bool] = lambda: False, draw: bool = True) -> None:
+        """Wait so long, or until `hurry`, for what is to be drawn (with `draw`) and sent, then end the process. Closing
+        twice is harmless."""
+        if self._is_closed or (self._child is None and not draw):
+            return
+        self._is_closed = True
+        with suppress(OSError):  # swap_head alone asks for no picture, and is sent now
+            self._write({"end": patience_seconds, "draw": draw})
+        if (child := self._child) is None:
+            return
+        assert child.stdin is not None
+        with suppress(OSError):
+            child.stdin.close()
+        begun, told = time.monotonic(), False
+        patience = patience_seconds + _SLACK_SECONDS
+        while child.poll() is None and not hurry() and (spent := time.monotonic() - begun) < patience:
+            if spent > _SILENT_SECONDS and not told:
+                told = True
+                self._say(f"waiting for pictures and MLflow, {patience_seconds:g} s at most")
+            time.sleep(_POLL_SECONDS)
+        if child.poll() is None:
+            child.kill()
+            child.wait()
+            run = self._folder.path
+            self._say(
+                f"pictures or MLflow's records are missing: shardvit report {run} draws, shardvit sync {run} sends"
+            )
+
+    def __exit__(self, *_: object) -> None:
+        self.close(patience_seconds=_HURRIED_SECONDS, draw=False)
+
+    def _write(self, record: Mapping[str, object]) -> None:
+        child = self._child = self._child or self._start()
+        assert child.stdin is not None
+        if child.stdin.write(json.dumps(record).encode() + b"\n") is None:  # so short a line is written whole or not
+            raise BlockingIOError(errno.EAGAIN, "too many requests wait")
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        break_links(self._folder.path / PICTURES_LOG)
+        with open(self._folder.path / PICTURES_LOG, "ab") as log:
+            child = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "launch.draw_and_send",
+                    str(self._folder.runs_root),
+                    self._folder.name,
+                    self._pictures,
+                ],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                bufsize=0,
+                env={**self._environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            )
+        assert child.stdin is not None
+        os.set_blocking(child.stdin.fileno(), False)
+        return child
+
+
+# From here on: the process itself.
+
+
+def main(runs_root: str, name: str, pictures: str) -> None:
+    """Draw what is asked for on standard input, and send, until that ends."""
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(each, signal.SIG_IGN)  # they are rank 0's to answer, whose end ends this
+    os.nice(_LOW_PRIORITY)
+    screen = os.dup(2)
+    os.dup2(1, 2)  # what libraries say goes to the log
+    folder = RunFolder(runs_root=Path(runs_root), name=name)
+    sender = _open_sender(folder, say=partial(_say_on_screen, screen))
+    asked: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+    ended: SimpleQueue[dict[str, Any]] = SimpleQueue()
+    over = threading.Event()
+    listening = threading.Thread(target=_listen, args=(asked, ended), daemon=True)
+    drawing = threading.Thread(target=_draw_all, args=(folder, asked, sender, pictures), daemon=True)
+    sending = threading.Thread(target=_send_all, args=(folder, sender, over), daemon=True)
+    for thread in (listening, drawing, sending):
+        thread.start()
+    end = ended.get()
+    deadline = time.monotonic() + end["end"]
+    if end["draw"]:
+        drawing.join(max(0.0, deadline - time.monotonic()))
+    patience_seconds = deadline - time.monotonic()
+    if sender is not None and sender.is_slow:
+        patience_seconds = min(patience_seconds, end["end"] * _OF_A_SLOW_SERVICE)
+    over.set()
+    sending.join(max(0.0, patience_seconds))
+    if end["draw"] and drawing.is_alive():
+        _say_on_screen(screen, f"some pictures are not drawn yet: shardvit report {folder.path} draws them")
+    if sender is not None and (missing := sender.missing()):
+        sender.tell(
+            "missing", f"MLflow: {missing} were not sent: `shardvit sync {folder.path}` sends them, or the next run"
+        )
+    os._exit(0)  # whatever a thread is doing
+
+
+def _open_sender(folder: RunFolder, *, say: Callable[[str], None]) -> Sender | None:
+    """None: the recipe says that nothing is sent now."""
+    from pipeline.tracking.client import home_of, store_uri
+    from pipeline.tracking.mlflow_sink import MlflowSink
+    from pipeline.tracking.sender import Sender
+
+    recipe, home = parse_recipe(folder.path / RECIPE_FILE), home_of(folder)
+    if recipe.tracking.mode == "offline":
+        return None
+    name = experiment_name() or recipe.experiment
+    return Sender(folder, recipe, MlflowSink(store_uri(tracking_uri(), home=home), home=home, experiment=name), say=say)
+
+
+def _listen(asked: SimpleQueue[dict[str, Any] | None], ended: SimpleQueue[dict[str, Any]]) -> None:
+    """Hand on what rank 0 says; end this process with it."""
+    parent, rest = os.getppid(), b""
+    while True:
+        if select.select([0], [], [], _PARENT_SECONDS)[0]:
+            if not (more := os.read(0, 65_536)):
+                os._exit(1)  # rank 0 died, and the next attempt has a process of its own
+            *lines, rest = (rest + more).split(b"\n")
+            for record in map(parse_json, lines):
+                if "end" in record:
+                    asked.put(None)
+                    return ended.put(record)
+                asked.put(record)
+        elif os.getppid() != parent:  # a data worker may still hold the pipe
+            os._exit(1)
+
+
+def _send_all(folder: RunFolder, sender: Sender | None, over: threading.Event) -> None:
+    from pipeline.tracking.environment import write_environment
+    from pipeline.tracking.facts import load_facts
+    from pipeline.tracking.sender import follow
+
+    known = [facts.tags for name in ALL_STAGES if (facts := load_facts(folder.stage(name)))]
+    try:
+        write_environment(folder.path / TRACKING_FOLDER, gpus=known[-1].get("shardvit.gpus", "") if known else "")
+    except OSError as error:
+        _say(f"the environment is not written down: {error}")
+    if sender is not None:
+        follow(sender, over=over)
+
+
+def _draw_all(
+    folder: RunFolder, lines: SimpleQueue[dict[str, Any] | None], sender: Sender | None, pictures: Pictures
+) -> None:
+    """Draw what is asked for, and write the run's page after stages that ended."""
+    os.nice(_LOWEST_PRIORITY - _LOW_PRIORITY)  # on Linux, of this thread alone
+    while pending := _pending(lines):
+        if pictures == "off":
+            continue
+        from launch.pages.sections import write_runs
+        from pipeline.pictures.drawing import draw, request_of
+
+        for asked in pending:
+            try:
+                request = request_of(folder, stage=asked["stage"], step=asked["step"])
+                if request.recipe.pictures == "auto":
+                    draw(request, moment=asked["moment"], say=_say)
+            except Exception as error:  # noqa: BLE001 - the next request may fare better
+                _say(f"{asked['stage']}, {asked['moment']}: {type(error).__name__}: {error}")
+            if sender is not None:
+                sender.pictures_changed = True
+        if any(asked["moment"] == "end" for asked in pending):
+            try:
+                write_runs([read_run(folder)])
+            except Exception as error:  # noqa: BLE001
+                _say(f"the page: {type(error).__name__}: {error}")
+
+
+def _pending(lines: SimpleQueue[dict[str, Any] | None]) -> list[dict[str, Any]]:
+    """What has been asked for by now, at least one request, without evaluations that a later one replaces; empty: no
+    more will come."""
+    found = [lines.get()]
+    while not lines.empty():
+        found.append(lines.get())
+    if found[-1] is None:
+        lines.put(None)  # for the next call
+    asked = [each for each in found if each is not None]
+    last = {each["stage"]: each["step"] for each in asked if each["moment"] == "evaluated"}
+    return [each for each in asked if each["moment"] != "evaluated" or last[each["stage"]] == each["step"]]
+
+
+def _say(text: str) -> None:
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {printable(text)}", flush=True)
+
+
+def _say_on_screen(screen: int, text: str) -> None:
+    clear = "\r\x1b[K" if os.isatty(screen) else ""  # the line of rank 0's bar, which draws it again
+    with suppress(OSError):
+        os.write(screen, f"{clear}{printable(text)}\n".encode())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

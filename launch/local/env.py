@@ -1,0 +1,301 @@
+"""The only reader of the environment: rank and world size from any launcher, visible GPUs, where to track. No torch.
+
+srun: only inside a step is a process one of several; the batch script also has SLURM_PROCID and SLURM_NTASKS, but not
+SLURM_STEP_NUM_TASKS. Tasks meet on the step's first node, on a port from job and step number (20000 to 29999, below
+Linux's ephemeral ports).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from data_shards.control_groups import user_name
+from data_shards.errors import UserError
+from data_shards.text import one_line
+from pipeline.ranks.place import Place
+from pipeline.ranks.stopping import TimeLimit
+
+SUPERVISOR_PID = "SHARDVIT_SUPERVISOR_PID"
+PATHS_FILE = "SHARDVIT_DATA"
+PICTURES = "SHARDVIT_PICTURES"  # off: no pictures while training, whatever the recipe says
+RUN_MARK = "SHARDVIT_RUN_ON_HOSTS"  # the run folder, for ranks that `launch.hosts` started
+RENDEZVOUS = "SHARDVIT_RENDEZVOUS"  # a folder, see `pipeline.ranks.group`
+_RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_STEP_NAMES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID")
+_LAUNCHER_NAMES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # torchrun's and accelerate's; deepspeed's
+_PLACE_NAMES = (
+    *_RANK_NAMES,
+    *_LAUNCHER_NAMES,
+    *("MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", RENDEZVOUS),
+)
+_LONGEST_JOB_SECONDS = 366 * 86_400  # a job without a limit "ends" later
+FIRST_PORT, PORTS = 20_000, 10_000
+_STEPS_OF_A_JOB = 16  # that can run at the same time without another job's port
+
+
+@dataclass(frozen=True)
+class Step:
+    """One task's view of its step."""
+
+    task: int
+    tasks: int
+    local_task: int
+    tasks_here: int  # the most tasks on any of its nodes
+    first_host: str  # "" where SLURM does not say
+    port: int
+
+
+@dataclass(frozen=True)
+class NodeShare:
+    """What one srun task with a whole node starts: a process for each GPU. All nodes need equally many."""
+
+    node: int  # its number among the step's
+    nodes: int
+    processes: int  # on each node
+    address: str  # of the first node
+    port: int
+
+    def names_of(self, local_rank: int) -> dict[str, str]:
+        """What a launcher sets for one process."""
+        return {
+            "RANK": str(self.node * self.processes + local_rank),
+            "WORLD_SIZE": str(self.nodes * self.processes),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(self.processes),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+        }
+
+
+def paths_file(given: Path | None, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The file with the shards of each role: as given by --data, or by SHARDVIT_DATA; None: neither."""
+    named = environ.get(PATHS_FILE, "")
+    return given or (Path(named) if named else None)
+
+
+def read_place(environ: Mapping[str, str] = os.environ, *, gpus: int | None = None) -> Place:
+    """Where the launcher (deepspeed, torchrun, accelerate, srun, or none) put this process.
+
+    A launcher inside srun wins over srun, and srun over variables exported by hand. `gpus`: visible to this process,
+    counted by default. Raises UserError if the variables are contradictory or incomplete.
+    """
+    step = None if _has_launcher(environ) else read_step(environ)
+    if step is not None and step.tasks > 1:
+        world_size = environ.get("WORLD_SIZE", str(step.tasks))
+        if world_size != str(step.tasks):
+            raise UserError(
+                f"WORLD_SIZE is {world_size}, but srun started {step.tasks} tasks: leave WORLD_SIZE out, or give "
+                f"--ntasks {world_size}"
+            )
+        place = Place(
+            rank=step.task,
+            world_size=step.tasks,
+            local_rank=step.local_task,
+            local_world_size=step.tasks_here,
+            gpu=gpu_of_task(step, visible_gpus=num_gpus(environ) if gpus is None else gpus),
+        )
+    elif "RANK" in environ or "WORLD_SIZE" in environ:
+        place = _launchers_place(environ)
+    else:
+        return Place()
+    if place.world_size == 1:  # nobody to meet
+        return place
+    if RUN_MARK in environ or "SLURM_STEP_NUM_TASKS" in environ:  # srun's output, or what `shardvit run` prints
+        place = replace(place, log="of the run")
+    meeting = rendezvous_folder(environ)
+    if meeting is not None:
+        return replace(place, rendezvous=meeting)
+    address, port = _meeting_place(environ, step=step)
+    return replace(place, master_addr=address, master_port=port)
+
+
+def node_share(
+    environ: Mapping[str, str] = os.environ, *, processes: int | Literal["auto"], gpus: int | None = None
+) -> NodeShare | None:
+    """What to start here if srun gave each node one task that sees several GPUs; None: this is a rank itself.
+
+    `processes` is the recipe's: if it equals the number of tasks, each task is a rank.
+    """
+    step = None if _has_launcher(environ) or "RANK" in environ else read_step(environ)
+    if step is None or step.tasks_here != 1 or processes == step.tasks:
+        return None
+    count = num_gpus(environ) if gpus is None else gpus
+    if count < 2:
+        return None
+    address, port = _meeting_place(environ, step=step)
+    return NodeShare(step.task, step.tasks, processes=count, address=address, port=port)
+
+
+def says_mistakes(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process reports a mistake that all find, even if `read_place` refuses."""
+    by_srun = "SLURM_STEP_NUM_TASKS" in environ and not _has_launcher(environ)
+    return environ.get("SLURM_PROCID" if by_srun else "RANK", "0") == "0"
+
+
+def _has_launcher(environ: Mapping[str, str]) -> bool:
+    return any(name in environ for name in _LAUNCHER_NAMES)
+
+
+def _meeting_place(environ: Mapping[str, str], *, step: Step | None) -> tuple[str, int]:
+    address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+    if step is not None:
+        address, port = address or step.first_host, port or str(step.port)
+    if not address or not port.isdigit():
+        raise UserError(
+            "MASTER_ADDR and MASTER_PORT must name the first process's host and a free port: start through "
+            "deepspeed, torchrun or srun, or export both"
+        )
+    return address, int(port)
+
+
+def _numbers(environ: Mapping[str, str], names: Sequence[str], *, problem: str) -> list[int]:
+    for name in names:
+        if not environ.get(name, "").isdigit():
+            raise UserError(f"{problem}: {name} is {environ.get(name) or 'missing'}")
+    return [int(environ[name]) for name in names]
+
+
+def _launchers_place(environ: Mapping[str, str]) -> Place:
+    problem = f"the launcher set {', '.join(_RANK_NAMES)} incompletely"
+    rank, world_size, local_rank = _numbers(environ, _RANK_NAMES, problem=problem)
+    if rank >= world_size:
+        raise UserError(f"RANK {rank} is not below WORLD_SIZE {world_size}")
+    local_world_size = next((environ[name] for name in _LAUNCHER_NAMES if name in environ), "")
+    return Place(rank, world_size, local_rank, int(local_world_size) if local_world_size.isdigit() else world_size)
+
+
+def without_place(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment without a launcher's or batch script's ranks, for processes that get their own."""
+    return {name: value for name, value in environ.items() if name not in _PLACE_NAMES}
+
+
+def num_gpus(environ: Mapping[str, str] = os.environ, *, devices: Path = Path("/dev")) -> int:
+    """NVIDIA GPUs visible to a process here, without asking the driver."""
+    there = len([path for path in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and there:
+        return len([gpu for gpu in visible.split(",") if gpu.strip() and gpu.strip() != "-1"])
+    return there
+
+
+def tracking_uri(
+    environ: Mapping[str, str] = os.environ, *, form: Literal["an address", "any"] = "an address"
+) -> str | None:
+    """MLflow's server or database, if the user named one. UserError: it is no address, and MLflow would take it for a
+    folder."""
+    uri = environ.get("MLFLOW_TRACKING_URI") or None
+    if form != "any" and uri is not None and "://" not in uri and not uri.startswith(("databricks", "uc", "file:")):
+        told = one_line(uri.rpartition("@")[2])
+        raise UserError(f"MLFLOW_TRACKING_URI is {told!r}: give an address, http://HOST:PORT or sqlite:///FILE")
+    return uri
+
+
+def omp_num_threads(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Threads that the user, or a launcher, asks of each process; None: nobody does."""
+    text = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(text) if text.isdecimal() and int(text) else None
+
+
+def experiment_name(environ: Mapping[str, str] = os.environ) -> str | None:
+    """MLflow's experiment, if the user named one."""
+    return environ.get("MLFLOW_EXPERIMENT_NAME") or None
+
+
+def pictures_wanted(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether pictures may be drawn while training; UserError if SHARDVIT_PICTURES is neither auto nor off."""
+    value = environ.get(PICTURES, "auto")
+    if value not in ("auto", "off"):
+        raise UserError(f"{PICTURES} is {value!r}: set it to auto or off")
+    return value == "auto"
+
+
+def job_tags(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Facts of this attempt, as MLflow tags."""
+    tags = {"shardvit.host": platform.node(), "mlflow.user": user_name()}
+    if "SLURM_JOB_ID" in environ:
+        tags["shardvit.slurm_job_id"] = environ["SLURM_JOB_ID"]
+    return tags
+
+
+def time_limit(environ: Mapping[str, str] = os.environ, *, now: float | None = None) -> TimeLimit | None:
+    """The limit of the SLURM job that this process runs in; `now`: unix seconds, by default the clock's. None: SLURM
+    does not say, or it is over."""
+    end, start = environ.get("SLURM_JOB_END_TIME", ""), environ.get("SLURM_JOB_START_TIME", "")
+    now = time.time() if now is None else now
+    if not end.isdecimal() or not 0 < int(end) - now < _LONGEST_JOB_SECONDS:
+        return None
+    began = int(start) if start.isdecimal() and int(start) < int(end) else now
+    return TimeLimit(ends_at=float(end), seconds=int(end) - began)
+
+
+def supervisor_pid(environ: Mapping[str, str] = os.environ) -> int | None:
+    """The `shardvit run` that started this process, if one did."""
+    text = environ.get(SUPERVISOR_PID, "")
+    return int(text) if text.isdigit() else None
+
+
+def rendezvous_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Where the ranks meet, if their launcher made a folder for that."""
+    return Path(environ[RENDEZVOUS]) if environ.get(RENDEZVOUS) else None
+
+
+def read_step(environ: Mapping[str, str]) -> Step | None:
+    """This task's step; None: not started by srun. Raises UserError if a number is missing."""
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
+    if not tasks.isdigit():
+        return None
+    problem = f"srun started {tasks} tasks, but its variables are incomplete or changed"
+    task, local_task, job, step = _numbers(environ, _STEP_NAMES, problem=problem)
+    if task >= int(tasks):
+        raise UserError(f"SLURM_PROCID {task} is not below SLURM_STEP_NUM_TASKS {tasks}")
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    return Step(
+        task=task,
+        tasks=int(tasks),
+        local_task=local_task,
+        tasks_here=most_tasks(environ.get("SLURM_STEP_TASKS_PER_NODE", "")) or int(tasks),
+        first_host=first_host(nodes),
+        port=meeting_port(job=job, step=step),
+    )
+
+
+def gpu_of_task(step: Step, *, visible_gpus: int) -> int | None:
+    """Which of the visible GPUs is this task's; None: there is none, or the one with the task's local number.
+
+    A single one is taken as the task's own (--gpus-per-task, --gpu-bind): NCCL reports it if it is shared. Raises
+    UserError if the tasks of a node would have to share GPUs.
+    """
+    if visible_gpus == 0:
+        return None
+    if visible_gpus == 1 and step.tasks_here > 1:
+        return 0
+    if visible_gpus < step.tasks_here:
+        raise UserError(
+            f"srun started {step.tasks_here} tasks on a node, which see {visible_gpus} GPUs: give --ntasks-per-node "
+            f"{visible_gpus}, or more GPUs"
+        )
+    return None
+
+
+def first_host(nodes: str) -> str:
+    """The first of a list such as "gpu[03-05,7],login1"; "" of an empty one."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    assert first is not None  # it matches nothing, too
+    return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0])
+
+
+def most_tasks(per_node: str) -> int:
+    """The most tasks on any node, of "8(x63),4"; 0 if nothing is said."""
+    return max((int(count) for count in re.findall(r"(?:^|,)(\d+)", per_node)), default=0)
+
+
+def meeting_port(*, job: int, step: int) -> int:
+    """Where a step's tasks meet on its first node."""
+    return FIRST_PORT + (job * _STEPS_OF_A_JOB + step) % PORTS

@@ -1,0 +1,178 @@
+"""A model of any format on any shards: what each process of `shardvit eval` does.
+
+In float32, as `shardvit predict`; evaluation during training is in the stage's own precision. Batches have the same
+samples on any number of processes. A process reads ahead with threads; it holds the model and a few batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_shards.errors import UserError
+from data_shards.images.decode import PixelLimit
+from data_shards.images.transforms import EvalTransform
+from data_shards.loading.assemble import Access
+from data_shards.loading.batch import Batch, Fault
+from data_shards.loading.device_prefetch import prefetch_to_device
+from data_shards.loading.loader import EvalBatches, eval_batches
+from data_shards.shards.shard_set import ShardSet
+from data_shards.store.store import Store
+from data_shards.vocabulary import EvalProtocol, Normalisation
+from model.loss import loss_function
+from pipeline.evaluation.evaluate import Exchange, evaluate
+from pipeline.evaluation.request import EvalRequest
+from pipeline.evaluation.truth import what_is_asked
+from pipeline.ranks.place import Place
+from pipeline.runs.evaluations import Evaluation
+from pipeline.stage.task import Classification
+from pipeline.using.predict import Predictor, open_predictor
+
+
+@dataclass(frozen=True)
+class ModelEvaluated:
+    """What `evaluate_model` returns, the same on every process."""
+
+    evaluation: Evaluation
+    origin: str  # of the model
+    notes: tuple[str, ...]
+    set_name: str
+    source: str
+    digest: str  # of the shards
+    protocol: EvalProtocol
+    crop_share: float | None
+    image_size: int
+    damaged: tuple[Fault, ...]  # left out
+    unlabelled: int  # readable images that do not count, as they have no ReaL label
+
+
+class NoPeers:
+    """An exchange of a process that is alone."""
+
+    place = Place()
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        return values.detach().to("cpu", torch.float64).flatten()[None]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+
+@dataclass
+class _Damaged:
+    """Damaged images of this process, and how many it has read."""
+
+    found: dict[tuple[str, str], Fault] = field(default_factory=dict)
+
+    def note(self, batch: Batch, *, use: str, rows: int) -> None:
+        for fault in batch.faults:
+            self.found[fault.shard, fault.key] = fault
+
+
+@dataclass(frozen=True)
+class _AsEngine:
+    """A predictor, as an evaluation sees an engine."""
+
+    device: torch.device
+    input_dtype: torch.dtype
+    module: torch.nn.Module
+    predict: Callable[[torch.Tensor], torch.Tensor]
+
+
+def evaluate_model(request: EvalRequest, opened: tuple[ShardSet, Store], *, ranks: Exchange) -> ModelEvaluated:
+    """This process's part of `opened` (see `open_set`), and the result of all; collective.
+
+    Raises:
+        UserError: model, shards, or their classes do not fit or are broken.
+    """
+    shards, store = opened
+    predictor = open_predictor(Path(request.model), device=request.device, weights=request.weights)
+    meta = predictor.meta
+    truth, metrics = what_is_asked(request, class_names=meta.class_names, shards=shards)
+    protocol, crop_share = meta.eval_protocol, meta.eval_crop_share
+    if request.protocol is not None and request.protocol != protocol:
+        protocol, crop_share = request.protocol, None
+    if request.crop_share is not None and protocol in ("vit", "vit_exact"):
+        raise UserError(
+            f"--crop-share: the model is evaluated by protocol {protocol}, which shows all of an image; give "
+            "--protocol big_vision or timm, too"
+        )
+    crop_share = request.crop_share if request.crop_share is not None else crop_share
+    task = Classification(
+        engine=_as_engine(predictor, columns=truth.columns),  # pyright: ignore[reportArgumentType]
+        classes=truth.classes,
+        label_kind=truth.label_kind,
+        normalisation=Normalisation(mean=meta.mean, std=meta.std),
+        train_loss=loss_function(meta.loss),
+        loss_kind=meta.loss,
+    )
+    part = EvalBatches(
+        Access(shards, store=store, pixel_limit=PixelLimit(request.max_image_pixels), on_corrupt="substitute"),
+        transform=EvalTransform(meta.image_size, protocol=protocol, crop_share=crop_share),
+        rank=ranks.place.rank,
+        world_size=ranks.place.world_size,
+        batch_size=request.batch_images,
+    )
+    damaged, unlabelled = _Damaged(), [0]
+
+    def batches() -> Iterator[Batch]:
+        with closing(eval_batches(part, workers=request.workers, kind="thread")) as read:
+            before: list[int] = []
+
+            def noted() -> Iterator[Batch]:
+                for batch in read:
+                    before.append(int(batch.counted.sum()))
+                    yield batch
+
+            for batch in truth.relabelled(noted()):
+                unlabelled[0] += before.pop() - int(batch.counted.sum())
+                yield batch
+
+    with closing(prefetch_to_device(batches(), device=predictor.device)) as read:  # pyright: ignore[reportArgumentType]
+        found = evaluate(
+            read,
+            task=task,
+            engine=task.engine,
+            ranks=ranks,
+            faults=damaged,
+            metrics=metrics,
+        )
+    evaluation = found.record
+    assert evaluation is not None
+    if evaluation.images and not math.isfinite(evaluation.metrics["val/loss"]):
+        raise UserError(f"{predictor.origin}: the model gives outputs that are not finite: its weights are damaged")
+    if request.label_set == "real" or (truth.label_kind == "multi" and meta.loss == "softmax"):
+        values = {name: value for name, value in evaluation.metrics.items() if name != "val/loss"}
+        evaluation = Evaluation(**{**vars(evaluation), "metrics": values})  # softmax has no loss for several labels
+    parts = ranks.gather_objects((damaged.found, unlabelled[0]))
+    every = {key: fault for found_here, _ in parts for key, fault in found_here.items()}
+    return ModelEvaluated(
+        evaluation=evaluation,
+        origin=predictor.origin,
+        notes=predictor.notes,
+        set_name=shards.name,
+        source=shards.source,
+        digest=shards.digest,
+        protocol=protocol,
+        crop_share=crop_share,
+        image_size=meta.image_size,
+        damaged=tuple(every[key] for key in sorted(every)),
+        unlabelled=sum(count for _, count in parts),
+    )
+
+
+def _as_engine(predictor: Predictor, *, columns: tuple[int, ...] | None) -> _AsEngine:
+    chosen = None if columns is None else torch.tensor(columns, device=predictor.device)
+
+    @torch.inference_mode()
+    def logits(images: torch.Tensor) -> torch.Tensor:
+        every = predictor.logits(images).float()
+        return every if chosen is None else every[:, chosen]
+
+    return _AsEngine(predictor.device, torch.float32, torch.nn.Module(), logits)

@@ -1,0 +1,229 @@
+"""MLflow: a run per pipeline, a child run per stage; a sweep's run is its pipelines' parent. Within MLflow's limits.
+
+    images/...              PNG by key and step: the grid of images with its slider
+    figures/NAME.svg        the newest of each
+    tables/NAME/step-....json
+
+The store is SQLite beside the runs, or a server. MLflow cannot delete points: steps repeated after a rollback have two
+there (the later timestamp counts; the tag shardvit.attempt.N has the step where attempt N began), while metrics.jsonl
+has each step once. Exact duplicates (step, time, value) collapse. MLflow keeps infinity as 1.8e308, and NaN as NaN.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.runs.metrics_log import MetricRow
+from pipeline.runs.pictures import KeptPicture
+from pipeline.tracking.client import MODEL_TRAINING, open_client
+from pipeline.tracking.facts import DatasetInput, RunFacts, now_ms
+from pipeline.tracking.run_state import RunState, without_credentials
+from pipeline.tracking.sink import ResultModel
+
+# From mlflow.utils.validation, and the column `digest` of MLflow's table `datasets`.
+_MAX_METRICS_PER_BATCH = 1_000
+_MAX_PARAMS_PER_BATCH = 100
+_MAX_PARAM_CHARACTERS = 6_000
+_MAX_TAG_CHARACTERS = 5_000  # in any MLflow
+_MAX_DIGEST_CHARACTERS = 36
+_MAX_NAME_CHARACTERS = 500
+
+
+class MlflowSink:
+    """`sink.Sink` in MLflow.
+
+    Args:
+        uri: of the store.
+        home: the folder of all runs.
+        experiment: the name of the experiment.
+    """
+
+    def __init__(self, uri: str, *, home: Path, experiment: str) -> None:
+        self.place = without_credentials(uri)
+        self._uri, self._home, self._experiment = uri, home, experiment
+        self._client: Any = None
+        self._experiment_id = ""
+        self._there: dict[str, set[str]] = {}  # pictures and tables of a run that was sent to by an earlier process
+
+    def connect(self) -> None:
+        self._client, self._experiment_id = open_client(self._uri, home=self._home, experiment=self._experiment)
+
+    def open(self, known: RunState, *, name: str, parent_id: str | None, begun_ms: int | None) -> str:
+        run = None if known.run_id is None else run_or_none(self._client, known.run_id)
+        if run is not None and (
+            run.info.lifecycle_stage == "deleted" or run.data.tags.get("shardvit.key") != known.key
+        ):
+            run = None
+        if run is None:
+            found = self._client.search_runs([self._experiment_id], f"tags.`shardvit.key` = '{known.key}'")
+            run = found[-1] if found else None
+        parent = {} if parent_id is None else {"mlflow.parentRunId": parent_id}
+        if run is None:
+            tags = {"shardvit.key": known.key, **parent}
+            run = self._client.create_run(self._experiment_id, start_time=begun_ms, run_name=name, tags=tags)
+        elif run.data.tags.get("mlflow.parentRunId") != parent_id is not None:
+            self._client.set_tag(run.info.run_id, "mlflow.parentRunId", parent_id)
+        return str(run.info.run_id)
+
+    def address(self, run_id: str) -> str | None:
+        if not self._uri.startswith("http"):
+            return None
+        return f"{self.place.rstrip('/')}/#/experiments/{self._experiment_id}/runs/{run_id}?{MODEL_TRAINING}"
+
+    def answers(self, run_id: str) -> bool:
+        try:
+            self._client.get_run(run_id)
+        except Exception:  # noqa: BLE001  (any failure means no answer)
+            return False
+        return True
+
+    def params(self, run_id: str, facts: RunFacts) -> None:
+        from mlflow.entities import Metric
+
+        tags = {"mlflow.runName": facts.name, "mlflow.note.content": facts.description, **facts.tags}
+        set_tags(self._client, run_id, {name: value for name, value in tags.items() if value})
+        changed = log_new_params(self._client, run_id, facts.params)
+        if changed:  # a changed one keeps its first value, and a tag has the change
+            text = "; ".join(f"{name}: {change}" for name, change in changed.items())
+            set_tags(self._client, run_id, {f"shardvit.params_changed.{len(facts.kept_rows)}": text})
+        if facts.datasets:
+            log_datasets(self._client, run_id, facts.datasets)
+        points = [Metric(name, value, at, 0) for name, (value, at) in facts.results.items()]
+        log_points(self._client, run_id, points)
+
+    def metrics(self, run_id: str, rows: Sequence[MetricRow]) -> list[str]:
+        from mlflow.entities import Metric
+
+        points = [
+            Metric(name, value, int(row.time * 1000), row.step)
+            for row in rows
+            for name, value in {**row.metrics, "images_seen": float(row.images_seen)}.items()
+        ]
+        batches = (points[i : i + _MAX_METRICS_PER_BATCH] for i in range(0, len(points), _MAX_METRICS_PER_BATCH))
+        return [refusal for batch in batches for refusal in self._send_points(run_id, batch)]
+
+    def _send_points(self, run_id: str, points: list[Any]) -> list[str]:
+        # A batch that a living store refuses is halved until the bad points stand alone.
+        try:
+            self._client.log_batch(run_id, metrics=points, synchronous=True)
+        except Exception as error:
+            if not self.answers(run_id):
+                raise
+            if len(points) == 1:
+                return [f"{points[0].key}: {error}"]
+            half = len(points) // 2
+            return self._send_points(run_id, points[:half]) + self._send_points(run_id, points[half:])
+        return []
+
+    def file(self, run_id: str, path: Path) -> None:
+        self._client.log_artifact(run_id, str(path))
+
+    def picture(self, run_id: str, picture: KeptPicture, *, is_newest: bool) -> None:
+        from PIL import Image
+
+        there, words = self._artifacts(run_id), picture.picture
+        if picture.table is not None:
+            path = f"tables/{words.name}/{picture.words.name}"
+            if path not in there:  # MLflow would add the rows to those that are there
+                self._client.log_table(run_id, {name: list(each) for name, each in picture.table.items()}, path)
+            return
+        assert picture.png is not None and picture.svg is not None
+        # MLflow's own name for it, up to the time; its signs have changed between versions.
+        begin = rf"images/{words.group}[#~]{words.name}[+%]step[+%]{picture.step}[+%]"
+        if not any(re.match(begin, path) and path.endswith(".png") for path in there):
+            with Image.open(picture.png) as image:
+                image.load()
+                at, key = int(picture.words.stat().st_mtime * 1000), f"{words.group}/{words.name}"
+                self._client.log_image(run_id, image, key=key, step=picture.step, timestamp=at, synchronous=True)
+        if is_newest:
+            self._client.log_text(run_id, picture.svg.read_text(encoding="utf-8"), f"figures/{words.name}.svg")
+
+    def _artifacts(self, run_id: str) -> set[str]:
+        """Pictures and tables that were there before this process sent any: a kill may have kept it from noting so."""
+        if run_id not in self._there:
+            names = [each for folder in ("images", "tables") for each in self._client.list_artifacts(run_id, folder)]
+            self._there[run_id] = {
+                file.path
+                for each in names
+                for file in (self._client.list_artifacts(run_id, each.path) if each.is_dir else [each])
+            }
+        return self._there[run_id]
+
+    def model(self, result: ResultModel) -> str:
+        from pipeline.tracking.logged_model import log_result_model
+
+        return log_result_model(self._client, uri=self._uri, result=result)
+
+    def close(self, run_id: str, facts: RunFacts) -> None:
+        if facts.status == "RUNNING":
+            self._client.update_run(run_id, status=facts.status)
+        else:
+            self._client.set_terminated(run_id, status=facts.status, end_time=facts.ended_ms)
+
+
+def run_or_none(client: Any, run_id: str) -> Any:
+    """None: the store has no such run."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return client.get_run(run_id)
+    except MlflowException as error:
+        if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):  # the latter: no id
+            raise
+        return None
+
+
+def log_points(client: Any, run_id: str, points: Sequence[Any]) -> None:
+    """Send MLflow metrics, as many calls as it needs."""
+    for start in range(0, len(points), _MAX_METRICS_PER_BATCH):
+        client.log_batch(run_id, metrics=list(points[start : start + _MAX_METRICS_PER_BATCH]), synchronous=True)
+
+
+def log_metrics(client: Any, run_id: str, metrics: Mapping[str, float]) -> None:
+    """Send values of this moment."""
+    from mlflow.entities import Metric
+
+    now = now_ms()
+    log_points(client, run_id, [Metric(name, value, now, 0) for name, value in metrics.items()])
+
+
+def log_new_params(client: Any, run_id: str, params: Mapping[str, str]) -> dict[str, str]:
+    """Params are write-once: send those that the run lacks; returns "old -> new" of those that it has with another
+    value."""
+    from mlflow.entities import Param
+
+    clean = {name: without_credentials(value)[:_MAX_PARAM_CHARACTERS] for name, value in params.items()}
+    known = client.get_run(run_id).data.params
+    new = [Param(name, value) for name, value in clean.items() if name not in known]
+    for start in range(0, len(new), _MAX_PARAMS_PER_BATCH):
+        client.log_batch(run_id, params=new[start : start + _MAX_PARAMS_PER_BATCH], synchronous=True)
+    return {name: f"{known[name]} -> {now}" for name, now in clean.items() if known.get(name, now) != now}
+
+
+def set_tags(client: Any, run_id: str, tags: Mapping[str, str]) -> None:
+    """Set or replace tags."""
+    from mlflow.entities import RunTag
+
+    entities = [RunTag(name, without_credentials(value)[:_MAX_TAG_CHARACTERS]) for name, value in tags.items()]
+    client.log_batch(run_id, tags=entities, synchronous=True)
+
+
+def log_datasets(client: Any, run_id: str, datasets: Sequence[DatasetInput]) -> None:
+    """Name a run's data sets; the same one twice counts once, and another one of its name has its digest after it."""
+    from mlflow import entities
+
+    inputs = []
+    first: dict[str, str] = {}
+    for one in datasets:
+        source = json.dumps({"uri": without_credentials(one.source)})
+        is_first = first.setdefault(one.name, one.digest) == one.digest
+        name = (one.name if is_first else f"{one.name}-{one.digest[:8]}")[:_MAX_NAME_CHARACTERS]
+        counts = {"num_rows": one.images, "num_classes": one.classes}
+        profile = json.dumps({key: count for key, count in counts.items() if count is not None})
+        dataset = entities.Dataset(name, one.digest[:_MAX_DIGEST_CHARACTERS], "local", source, profile=profile)
+        inputs.append(entities.DatasetInput(dataset, [entities.InputTag("mlflow.data.context", one.context)]))
+    client.log_inputs(run_id, datasets=inputs)

@@ -1,0 +1,89 @@
+"""Data sets that features are measured on, a stage's few-shot sets among them: opened and checked. Needs no torch, so
+that what is wrong is said before anything is started or loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from data_shards.errors import UserError
+from data_shards.reading.opening import open_shards
+from data_shards.shards.location import Commands
+from data_shards.shards.shard_set import ShardSet
+from data_shards.store.store import Store
+from pipeline.recipe.data import FewShotConfig, ShardsConfig
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.stage import PretrainStage
+from pipeline.recipe.vocabulary import StageName
+from pipeline.stage.data import shards_spec, store_of
+from pipeline.transfer.results import SetGroup
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class TransferSet:
+    """A data set to transfer to: opened shards with one label an image and the same classes."""
+
+    name: str
+    train: ShardSet
+    eval: ShardSet
+    store: Store | None = None
+    group: SetGroup | None = None
+
+
+def open_set(shards: ShardsConfig, *, store: Store, say: Say) -> ShardSet:
+    """A set that the user names; what is damaged is told, and left out. UserError: it is not there, or broken."""
+    if shards.weight is not None:
+        raise UserError(f"{shards.shards}: a weight means nothing to a single set of shards: leave it out")
+    opened = open_shards(shards_spec(shards), damaged="report", report=say, store=store)
+    for damage in opened.damage:
+        say(damage)
+    return opened
+
+
+def check_sets(data: TransferSet) -> None:
+    """UserError if the two sets' classes differ, or an image may have several labels."""
+    if data.train.is_multi_label or data.eval.is_multi_label:
+        which = data.train if data.train.is_multi_label else data.eval
+        raise UserError(f"{which.source} has a list of labels for each image: these measures need one label an image")
+    if data.train.classes != data.eval.classes:
+        raise UserError(
+            f"the classes of {data.train.source} ({data.train.num_classes}) and {data.eval.source} "
+            f"({data.eval.num_classes}) differ: pack both from the same list of classes"
+        )
+
+
+def few_shot_of(recipe: Recipe, *, stage: StageName) -> tuple[FewShotConfig, ...]:
+    """What a stage's recipe says; other stages than pretrain have none."""
+    config = getattr(recipe.stages, stage)
+    return config.few_shot if isinstance(config, PretrainStage) else ()
+
+
+def open_few_shot(
+    recipe: Recipe,
+    *,
+    stage: StageName,
+    report: Say = print,
+    commands: Commands = "refuse",
+    store: Store | None = None,
+) -> tuple[TransferSet, ...]:
+    """Open the sets of a stage, in the recipe's order; `commands` as `stage_data.open_data`.
+
+    Raises:
+        CommandRefused: one is a command.
+        UserError: shards are missing or broken, their classes differ, or an image has several labels.
+    """
+    found: list[TransferSet] = []
+    for number, each in enumerate(few_shot_of(recipe, stage=stage)):
+        store = store or store_of(recipe, commands=commands)
+        train, held_out = (
+            open_shards(shards_spec(shards), damaged="report", report=report, store=store)
+            for shards in (each.train, each.eval)
+        )
+        found.append(TransferSet(each.name, train, held_out))
+        try:
+            check_sets(found[-1])
+        except UserError as error:
+            raise UserError(f"stages.{stage}.few_shot.{number} ({each.name}): {error}") from None
+    return tuple(found)

@@ -1,0 +1,24 @@
+"""Published sets opened, and what is refused."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from data_shards.errors import UserError
+from data_shards.packing.sources.archive import Unpacking
+from data_shards.packing.sources.base import Source
+from data_shards.packing.sources.recognise import Published, open_source
+
+
+def opened(path: Path, *, unfit: Literal["refuse", "skip"] = "refuse", **options: Any) -> Source:
+    """`options` are those of `Published`; archives are decompressed beside."""
+    unpacking = Unpacking(path.parent / "unpacked", report=lambda line: None)
+    return open_source(str(path), published=Published(**options), unpacking=unpacking, unfit=unfit)
+
+
+def refused(path: Path, message: str, **options: Any) -> None:
+    """It is, by one sentence that names the path."""
+    with pytest.raises(UserError, match=message) as caught:
+        opened(path, **options)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
