@@ -64,7 +64,7 @@ class SampleWords:
         self._hand_out()
 
     def at(self, site: int, *, rate: float = 0.0) -> SiteWords:
-        """Register the module at `site` and return what it reads, updated by each `give`; `rate`: of stochastic depth."""
+        """Register the module at `site`; return what it reads, updated by each `give`. `rate`: of stochastic depth."""
         nothing = torch.empty(0, dtype=torch.int32)
         mine = self._at[site] = SiteWords(nothing, nothing, nothing.float(), rate)
         self._thresholds = None

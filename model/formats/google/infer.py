@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 
 from model.differences import Shape, read_sizes
-from model.formats.foreign import NO_HINTS, ExternalModel, UserHints, Semantics, config_of, lost_blocks
+from model.formats.foreign import NO_HINTS, ExternalModel, Semantics, UserHints, config_of, lost_blocks
 from model.formats.google.names import PATCH_KERNEL, NpzLayout
 
 USUAL_IMAGE_SIZE = 224  # pixels; of pre-training in both code bases' configurations
