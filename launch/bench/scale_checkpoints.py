@@ -25,10 +25,10 @@ from launch.bench.scale_rows import RANKS, Row
 from pipeline.checkpoint.saver import CheckpointSaver
 from pipeline.checkpoint.store import Retention, beside_of, commit_checkpoint, open_beside, shared_out
 from pipeline.checkpoint.train_state import TrainState
-from pipeline.engine.host_copy import Hold
-from pipeline.engine.portable import WEIGHT
-from pipeline.engine.shared import open_shared
-from pipeline.engine.state_files import Seal, StateFile, digest_of, piece_sizes
+from pipeline.engine.saved_state.host_copy import Hold
+from pipeline.engine.saved_state.portable import WEIGHT
+from pipeline.engine.saved_state.shared import open_shared
+from pipeline.engine.saved_state.state_files import Seal, StateFile, digest_of, piece_sizes
 from pipeline.ranks.group import Agreement
 from pipeline.ranks.place import Place
 

@@ -21,11 +21,12 @@ from typing import Any
 from unittest.mock import patch
 
 from launch.bench.scale_rows import HOSTS, RANKS, Row
-from pipeline.ranks import gone, heartbeat
-from pipeline.ranks.gone import NEWS_FILE, report_gone
+from pipeline.ranks import dead_ranks as gone
+from pipeline.ranks import heartbeat
+from pipeline.ranks.dead_ranks import NEWS_FILE, report_gone
 from pipeline.ranks.heartbeat import Heartbeat, read_heartbeat, write_heartbeat
-from pipeline.ranks.pid import process_started
 from pipeline.ranks.place import Log, Place
+from pipeline.ranks.process import process_started
 
 _ATTEMPT = "simulated"
 _EVENTS = ("open", "os.listdir", "os.scandir", "os.mkdir", "os.remove", "os.rename")

@@ -34,7 +34,7 @@ _ENDINGS: dict[ExportFormat, str] = {
 @Parameter(name="*")
 @dataclass(frozen=True)
 class TrunkOptions:
-    """What the user tells of a file's model: keys of the recipe's `model`."""
+    """Flags that describe a file's model: keys of the recipe's `model`."""
 
     variant: Annotated[str | None, Parameter(help='What FILE is, such as "B/16".')] = None
     width: Annotated[int | None, Parameter(help="Size of a token; with the next four, in place of --variant.")] = None

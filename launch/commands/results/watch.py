@@ -14,7 +14,7 @@ from data_shards.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from launch.watch.chart import Glyphs
+    from launch.terminal_curves import Glyphs
     from launch.watch.look import Watcher
 
 _LEAST_SECONDS = 0.2
