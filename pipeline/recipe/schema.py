@@ -30,7 +30,7 @@ _TAKEN_NAMES = ("mlartifacts", "mlflow.db")  # beside the runs, in the folder of
 
 
 class TrackingConfig(Strict):
-    """What is sent to MLflow; changes nothing that is learnt."""
+    """Tracking with MLflow; changes nothing that is learnt."""
 
     mode: Literal["online", "offline"] = "online"
     """online: while training goes on; offline: nothing is sent, and `shardvit sync` sends it all later."""
@@ -181,7 +181,7 @@ class EngineConfig(Strict):
 
     @property
     def checkpointed_every(self) -> int:
-        """Which blocks are recomputed: each that many-th; 0: none."""
+        """Recompute every n-th block; 0: none."""
         return int(self.activation_checkpointing)
 
     def check_takes(self, optimizer: OptimizerName, *, key: str) -> None:

@@ -1,57 +1,13 @@
 """Substitutes of damaged samples: another one of the same window, the same one whoever asks, none tried twice."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from data_shards.order.sample_order import Order, SampleRefs
-
-law = settings(max_examples=60, deadline=None)  # a deadline measures how busy the machine is
-
-
-@dataclass(frozen=True)
-class Case:
-    shard_sizes: list[int]
-    seed: int
-    lanes: int
-    images_per_lane: int
-    window_images: int
-
-    @property
-    def order(self) -> Order:
-        return Order(
-            self.shard_sizes,
-            seed=self.seed,
-            lanes=self.lanes,
-            global_batch_images=self.lanes * self.images_per_lane,
-            window_images=self.window_images,
-        )
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Shards of one sample too, empty ones, lanes that do not divide the samples, epochs shorter than a batch."""
-    sizes = draw(st.lists(st.integers(0, 13), min_size=1, max_size=12).filter(any))
-    return Case(
-        shard_sizes=sizes,
-        seed=draw(st.integers(0, 2**32)),
-        lanes=draw(st.integers(1, min(12, sum(sizes)))),
-        images_per_lane=draw(st.integers(1, 7)),
-        window_images=draw(st.integers(1, 20)),
-    )
-
-
-def make_order(sizes: list[int], *, lanes: int = 4, batch: int = 8, seed: int = 0, window_images: int = 1000) -> Order:
-    return Order(sizes, seed=seed, lanes=lanes, global_batch_images=batch, window_images=window_images)
-
-
-def rows(refs: SampleRefs) -> list[tuple[int, ...]]:
-    columns = (refs.epoch, refs.shard, refs.row, refs.sample)
-    return list(zip(*(column.tolist() for column in columns), strict=True))
+from data_shards.order.sample_order import Order
+from tests.data_shards.order.test_sample_order import Case, cases, law, make_order, rows
 
 
 def places(order: Order, *, epochs: tuple[int, ...], window_images: int) -> dict[tuple[int, int, int], list[int]]:
@@ -140,5 +96,5 @@ def test_substitutes_are_spread_evenly_and_differ_between_epochs_and_seeds():
 
 def test_attempt_0_is_refused():
     order = make_order([20])
-    with pytest.raises(AssertionError, match="the visit itself"):
+    with pytest.raises(AssertionError, match="attempt 0"):
         order.substitute(order.rank_batch(0, rank=0, world_size=1), attempt=0)
