@@ -37,7 +37,7 @@ _Transform = Callable[[EncodedImage, Pixels], None]  # of an image, into a row
 
 @dataclass(frozen=True)
 class Access:
-    """How samples are read, in training and evaluation alike."""
+    """Settings for reading samples, in training and evaluation alike."""
 
     shards: ShardSet
     store: Store | None = None  # None: every shard is a local file

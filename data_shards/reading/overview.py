@@ -34,7 +34,7 @@ _SHARDS, _IMAGES, _SIZES, _CLASSES = range(4)  # what is drawn
 
 @dataclass(frozen=True)
 class DrawnImage:
-    """One of the images that were drawn."""
+    """A drawn image."""
 
     key: str
     shard: int  # its number in the set, and the image's row in it
@@ -47,7 +47,7 @@ class DrawnImage:
 
 @dataclass(frozen=True)
 class Overview:
-    """What was seen of a set."""
+    """Labels, sizes, images and damage found in a set."""
 
     shards: ShardSet
     seed: int

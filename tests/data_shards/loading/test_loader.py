@@ -189,11 +189,7 @@ def test_evaluation_counts_every_sample_once_and_ranks_make_equally_many_batches
     lengths = set()
     for rank in range(world_size):
         dataset = EvalBatches(
-            Access(shards),
-            transform=EvalTransform(SIZE),
-            rank=rank,
-            world_size=world_size,
-            batch_size=batch_size,
+            Access(shards), transform=EvalTransform(SIZE), rank=rank, world_size=world_size, batch_size=batch_size
         )
         batches = list(eval_batches(dataset, workers=0))
         lengths.add(len(batches))
