@@ -93,7 +93,7 @@ def beat_of(rank: int, *, per_host: int, **changes: Any) -> Heartbeat:
 
 @dataclass(frozen=True)
 class Death:
-    """What happened after one rank had died."""
+    """Events after one rank had died."""
 
     operations: int  # on files of STAGE/ranks, by all ranks together
     said: tuple[str, ...]  # by all of them
