@@ -18,7 +18,7 @@ from data_shards.text import printable, show_duration, table
 from launch.slurm.commands import Queued, Slurm
 from launch.slurm.records import Submission, read_ends, read_submission
 from launch.slurm.submit import total_steps
-from pipeline.ranks.time_limit import requeues_needed
+from pipeline.ranks.stopping import requeues_needed
 from pipeline.recipe.io import parse_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import METRICS_FILE, MLFLOW_FILE, RECIPE_FILE, StageName

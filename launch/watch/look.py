@@ -22,7 +22,7 @@ from launch.slurm.commands import Queued, Slurm
 from launch.slurm.records import Submission, read_ends, read_submission
 from launch.slurm.status import SPEED_WINDOW_SECONDS, checkpoint_age
 from pipeline.ranks.heartbeat import Heartbeat, Sightings, heartbeat_file, read_heartbeat
-from pipeline.ranks.time_limit import requeues_needed
+from pipeline.ranks.stopping import requeues_needed
 from pipeline.recipe.io import parse_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import (
