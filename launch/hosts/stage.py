@@ -60,8 +60,7 @@ def node_command(launch: Launch, fleet: Fleet, *, node: int, master_addr: str) -
 
 def run_stage_on_hosts(launch: Launch, fleet: Fleet, ready: Ready, *, variables: dict[str, str]) -> int:
     """Run the stages to their end; returns the exit code. The caller holds the run folder's lock.
-    Raises KeyboardInterrupt if the user stopped it and no rank has saved, as in `local`, and OSError if no process could
-    be started here.
+    Raises KeyboardInterrupt if the user stopped it and no rank has saved, and OSError if no process could be started.
     """
     return _Stage(launch, fleet, ready, variables=variables).run()
 

@@ -118,7 +118,7 @@ def locked(
 
 
 def _is_own(path: Path, descriptor: int) -> bool:
-    """Check that `descriptor` is `path`, which a hard-linked copy shares with its original; else unshare and reopen it."""
+    """Check that `descriptor` is `path`, which a hard-linked copy shares with its original; else reopen it."""
     break_links(path)
     own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     is_own = os.path.samestat(os.fstat(descriptor), os.fstat(own))

@@ -40,7 +40,7 @@ _GONE_SECONDS = 20.0  # for the ranks, which notice by themselves, to say it and
 
 @dataclass(frozen=True)
 class PipelineRun:
-    """A recipe and its run folder, checked to fit; `commands`: run a `pipe:` in it or refuse; `difference`: to its parent."""
+    """A recipe and its run folder, checked to fit; `difference`: to its parent."""
 
     recipe: Recipe
     folder: RunFolder
