@@ -47,7 +47,8 @@ _GONE = {
         name: f"`shardvit transfer MODEL TRAIN_SHARDS EVAL_SHARDS --method {name}`"
         for name in ("fewshot", "probe", "knn")
     },
-    "table8": "`shardvit sweep digits_positions model.position=none,learned_1d,learned_2d,relative,sincos_2d`",
+    "table8": "`shardvit sweep digits_positions model.position=none,learned_1d,learned_2d,relative,sincos_2d "
+    "--hold-out 30%`",
 }
 """Former commands, and what to type instead."""
 

@@ -235,7 +235,7 @@ def _draw_all(
     while pending := _pending(lines):
         if pictures == "off":
             continue
-        from launch.commands.results.report import write_report
+        from launch.pages.sections import write_runs
         from pipeline.pictures.drawing import draw, request_of
 
         for asked in pending:
@@ -249,7 +249,7 @@ def _draw_all(
                 sender.pictures_changed = True
         if any(asked["moment"] == "end" for asked in pending):
             try:
-                write_report([read_run(folder)])
+                write_runs([read_run(folder)])
             except Exception as error:  # noqa: BLE001
                 _say(f"the page: {type(error).__name__}: {error}")
 

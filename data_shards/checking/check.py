@@ -1,11 +1,8 @@
 """Scan a set of shards, or all splits below a folder, on all cores, and report what is wrong.
 
-    scan, run     one part of a shard; all parts, on all cores
-    split, judge  the parts of a split put together; what is wrong with it, and across splits
-    fitness       how the set suits a world size
-    against       the images that are also in other sets (see `duplicates`)
-    findings      the kinds of findings, with severity and remedy
-    page          the result as text and as JSON
+    scan      one part of a shard            fitness   how the set suits a world size
+    judge     what is wrong with a split     findings  kinds of findings, with severity and remedy
+              and across splits              page      the result as text and as JSON
 
 A damaged shard never keeps the others from being checked. Nothing is changed, but sets without a manifest are indexed.
 Every byte is read: 0.5 to 1.5 GB a second and core, or the disk's speed, plus 22 us a sample and any decoding. Memory:
@@ -15,29 +12,42 @@ some 110 bytes a sample, and an image per process.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from data_shards.checking.against import compare_splits, match_findings
-from data_shards.checking.findings import Finding, FoundAt, finding
+from data_shards.checking.findings import MOST_PLACES, Finding, FoundAt, finding
 from data_shards.checking.fitness import Fitness, assess
-from data_shards.checking.judge import findings_across, split_findings
-from data_shards.checking.near_duplicates.matches import Matches
-from data_shards.checking.run import scan_set
-from data_shards.checking.scan import ScanRequest
-from data_shards.checking.split import SplitScan, SplitSummary
+from data_shards.checking.judge import SplitScan, SplitSummary, findings_across, split_findings
+from data_shards.checking.near_duplicates.collection import Collection, ShardImages
+from data_shards.checking.near_duplicates.matches import MATCH_KINDS, Match, Matches, MatchKind, find_matches
+from data_shards.checking.scan import PartScan, ScanRequest, ShardPart, scan_part
 from data_shards.errors import UserError
 from data_shards.images.decode import USUAL_LIMIT, PixelLimit
+from data_shards.processes import num_cores, run_parts
+from data_shards.progress_line import Progress
 from data_shards.reading.opening import open_all_splits, open_shards, splits_below
 from data_shards.shards.location import is_local, local_path, redacted
 from data_shards.shards.manifest import MANIFEST_FILE
 from data_shards.shards.shard_set import ShardSet, ShardsSpec
 from data_shards.store.store import Store, StoreError
+from data_shards.text import counted
+
+# A process takes 0.3 s to start, so with less work than this none is started.
+_LITTLE_SECONDS = 0.5
+_SECONDS_PER_SAMPLE, _SECONDS_PER_BYTE = 22e-6, 1e-9  # measured: headers, label, hashes; SHA-256 twice
+_PARTS_PER_PROCESS = 4  # so that processes end at nearly the same time, even with few shards
+_MEANING: dict[MatchKind, str] = {
+    "equal-bytes": "equal bytes of",
+    "equal-pixels": "equal pixels of",
+    "near-duplicate": "near-duplicates of",
+    "unsure": "perhaps near-duplicates of",
+}
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """All that a check has found, problems first (see `page`); `fitness` is None without a usable world size."""
+    """Everything a check found, problems first (see `page`); `fitness` is None without a usable world size."""
 
     location: str
     splits: tuple[SplitSummary, ...]
@@ -52,6 +62,19 @@ class CheckResult:
     @property
     def exit_code(self) -> int:
         return int(self.count("problem") > 0)
+
+
+@dataclass(frozen=True)
+class Against:
+    """How many images of a split are also in another set; the fields are those of the JSON (see `page`)."""
+
+    split: str
+    source: str
+    digest: str
+    equal_bytes: int
+    equal_pixels: int
+    near_duplicates: int
+    unsure: int
 
 
 def check(
@@ -71,9 +94,8 @@ def check(
     """Check a set of shards, or all splits below a folder; UserError if there is none, or the spec does not fit it.
 
     `decode` decodes every image in full, unless it has more pixels than `pixel_limit`. `digests` compares every shard's
-    SHA-256 with the manifest. Fitness is assessed only with a `world_size`. With 1 for `processes`, none is started.
-    `against`: locations of other sets, or of folders with splits, whose images are looked for in this one; UserError if
-    one of them is damaged.
+    SHA-256 with the manifest. Fitness is assessed only with a `world_size`. `processes` 1 starts no process. `against`
+    locates other sets whose images are looked for in this one; UserError if one of them is damaged.
     """
     start = time.monotonic()
     store = store or Store()
@@ -86,38 +108,39 @@ def check(
             findings.append(finding("unusable-set", split=split, places=[FoundAt("", "", opened)]))
             continue
         request = ScanRequest(shards=opened, store=store, decode=decode, digests=digests, pixel_limit=pixel_limit)
-        scan = SplitScan(opened, scan_set(request, processes=processes, report=report))
+        scan = SplitScan(opened, _scan_set(request, processes=processes, report=report))
         findings += split_findings(scan, digests=digests)
         scans.append(scan)
         first = scan if number == 0 else first
     findings += findings_across(scans)
-    matches = compare_splits(
-        [scan.shards for scan in scans],
-        others,
-        store=store,
-        pixel_limit=pixel_limit,
-        processes=processes,
-        report=report,
-    )
-    findings += [found for one in matches for found in match_findings(one)]
+    matches: list[Matches] = []
+    for scan in scans:
+        # One of several splits is not compared with itself, a single one is.
+        theirs = [other for other in others if other.digest != scan.shards.digest or len(scans) == 1]
+        if theirs:
+            images = ShardImages(scan.shards, store, damaged="report")
+            collections = [ShardImages(other, store) for other in theirs]
+            matches.append(
+                find_matches(images, collections, pixel_limit=pixel_limit, processes=processes, report=report)
+            )
+            findings += _match_findings(matches[-1])
     fitness = None
     if world_size is not None and first is not None:
-        found = zip(first.shards.shards, first.shard_bytes, strict=True)
+        sizes = zip(first.shards.shards, first.shard_bytes, strict=True)
         fitness, more = assess(
             first.shards.shard_sizes,  # lost shards included
-            shard_bytes=[entry.num_bytes or num_bytes or 0 for entry, num_bytes in found],
+            shard_bytes=[entry.num_bytes or num_bytes or 0 for entry, num_bytes in sizes],
             split=first.shards.split,
             world_size=world_size,
             lanes=lanes,
             processes_per_node=processes_per_node,
         )
         findings += more
-    ranks = {"problem": 0, "warning": 1, "info": 2}
     return CheckResult(
         location=redacted(spec.location),
         splits=tuple(scan.summary() for scan in scans),
         fitness=fitness,
-        findings=tuple(sorted(findings, key=lambda each: ranks[each.severity])),
+        findings=tuple(sorted(findings, key=lambda each: ("problem", "warning", "info").index(each.severity))),
         seconds=time.monotonic() - start,
         matches=tuple(matches),
     )
@@ -154,3 +177,79 @@ def _open_splits(
 
 def _has_manifest(location: str) -> bool:
     return (local_path(location) / MANIFEST_FILE).is_file()
+
+
+def _scan_set(request: ScanRequest, *, processes: int | None, report: Callable[[str], None]) -> list[PartScan]:
+    """Scan all parts of all shards, in order; `processes` None: one per core, or none for a small set.
+
+    Processes, not threads: on small images most of the time is Python, and a decoder that crashes ends one process
+    instead of the check, which then finds out which shard it was.
+    """
+    shards = request.shards
+    if processes is None:
+        seconds = shards.num_samples * _SECONDS_PER_SAMPLE + (shards.num_bytes or 0) * _SECONDS_PER_BYTE
+        processes = num_cores() if request.decode or seconds >= _LITTLE_SECONDS else 1
+    num_parts = max(1, _PARTS_PER_PROCESS * processes // max(1, len(shards.shards))) if processes > 1 else 1
+    parts = [ShardPart(shard, number, num_parts) for shard in range(len(shards.shards)) for number in range(num_parts)]
+    with Progress(shards.num_samples, report, status=f"checking {shards.split or shards.name}") as progress:
+        scans = run_parts(
+            scan_part, request, parts, processes=processes, done=lambda scan: progress.add(len(scan.samples))
+        )
+    for part in parts:
+        if part not in scans:
+            scans[part] = PartScan(part)
+            where = f"part {part.number + 1} of {part.parts} of its samples" if part.parts > 1 else ""
+            scans[part].add_fault("crashed-check", where)
+    return [scans[part] for part in parts]
+
+
+def _match_findings(found: Matches) -> list[Finding]:
+    """Grade the matches of one split: a problem, but a warning within one set, and only a note if unsure."""
+    split = _shards(found.images).split
+    findings: list[Finding] = []
+    for number, other in enumerate(found.others):
+        within = other.digest == found.images.digest
+        for kind in MATCH_KINDS:
+            matches = [match for match in found.matches if (match.kind, match.collection) == (kind, number)]
+            if not matches:
+                continue
+            where = "earlier images of the set" if within else f"images of {other.name}"
+            is_copied = within and kind != "unsure"
+            remedy = "they are trained on more often than others: drop the copies at the source if that is not meant"
+            findings.append(
+                finding(
+                    kind,
+                    split=split,
+                    count=len(matches),
+                    message=f"{counted(len(matches), 'image')}: {_MEANING[kind]} {where}",
+                    places=[_found_at(found, match) for match in matches[:MOST_PLACES]],
+                    severity="warning" if is_copied else None,
+                    remedy=remedy if is_copied else "",
+                )
+            )
+    for name, count in found.undecoded.items():
+        message = f"{counted(count, 'image')} of {name} cannot be decoded: compared by bytes alone"
+        findings.append(finding("not-compared", split=split, count=count, message=message))
+    return findings
+
+
+def summaries(found: Matches) -> list[Against]:
+    """Count the matches in each of the other sets."""
+    counts = Counter((match.collection, match.kind) for match in found.matches)
+    split = _shards(found.images).split
+    return [
+        Against(split, other.name, _shards(other).digest, *(counts[number, kind] for kind in MATCH_KINDS))
+        for number, other in enumerate(found.others)
+    ]
+
+
+def _shards(collection: Collection) -> ShardSet:
+    assert isinstance(collection, ShardImages)
+    return collection.shards
+
+
+def _found_at(found: Matches, match: Match) -> FoundAt:
+    image, other = found.place(match), found.other_place(match)
+    how = "" if match.kind.startswith("equal") else f"{match.likeness:.3f}{', mirrored' if match.mirrored else ''}: "
+    tar, other_tar = (part.rpartition("/")[2] for part in (image.part, other.part))
+    return FoundAt(tar, image.key, f"{how}{other.key} in {other_tar}")

@@ -1,4 +1,4 @@
-"""What a scan of a split means: faults by kind, duplicates, classes, stray tars; and leaks between splits.
+"""Judge what a scan of a split found: faults by kind, duplicates, classes, stray tars; and leaks between splits.
 
 Duplicates are found by sorting 16-byte hashes: about a second and 80 MB for a million samples.
 """
@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.checking.findings import MOST_PLACES, Finding, FoundAt, finding
-from data_shards.checking.split import SplitScan, spread
+from data_shards.checking.scan import SAMPLE, PartScan
 from data_shards.shards.labels import similar_names
 from data_shards.shards.location import is_local, local_path
 from data_shards.shards.manifest import MANIFEST_FILE
@@ -24,10 +25,116 @@ from data_shards.shards.shard_set import ShardSet, class_difference
 Int64s = NDArray[np.int64]
 
 _UNEVEN = 2.0  # times the median that the largest shard has
+_MOST_UNPACKED = 64  # parts
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Minimum, median and maximum."""
+
+    min: float
+    median: float
+    max: float
+
+
+@dataclass(frozen=True)
+class SplitSummary:
+    """One split in numbers, without lost samples; the fields are those of the JSON (see `page`)."""
+
+    split: str
+    name: str
+    source: str
+    digest: str
+    samples: int
+    samples_stated: int
+    shards: int
+    bytes: int
+    multi_label: bool
+    classes: dict[str, int]
+    samples_per_shard: Spread | None
+    bytes_per_shard: Spread | None
+    bytes_per_image: Spread | None
+    formats: dict[str, int]
+    height: Spread | None
+    width: Spread | None
+    decode_ms: float | None
+
+
+class SplitScan:
+    """Put the parts of one split together; samples are numbered across parts.
+
+    `samples` is an array of `SAMPLE`, `sizes` the samples found in each shard, `shard_bytes` None for a missing tar,
+    and `class_counts` the samples of each class.
+    """
+
+    def __init__(self, shards: ShardSet, parts: Sequence[PartScan]) -> None:
+        self.shards = shards
+        self.parts = parts
+        self.samples = np.concatenate([np.empty(0, SAMPLE), *(part.samples for part in parts)])
+        self.sizes = [0] * len(shards.shards)
+        self.shard_bytes: list[int | None] = [None] * len(shards.shards)
+        counts: Counter[int] = Counter()
+        for part in parts:
+            counts.update(part.class_counts)
+            self.sizes[part.part.shard] += len(part.samples)
+            if part.part.number == 0:
+                self.shard_bytes[part.part.shard] = part.num_bytes
+        self.class_counts = [counts[number] for number in range(shards.num_classes)]
+        self._first_sample = np.cumsum([0, *(len(part.samples) for part in parts)])
+        self._keys: dict[int, list[str]] = {}  # of the parts that were asked for last
+        folders = {shard.name.rpartition("/")[0] for shard in shards.shards}
+        self._common = folders.pop() if len(folders) == 1 else shards.source
+
+    def shard_name(self, shard: int) -> str:
+        """Short, if all shards are in one folder or below the set's."""
+        return self.shards.shards[shard].name.removeprefix(f"{self._common.rstrip('/')}/")
+
+    def place(self, sample: int, detail: str = "") -> FoundAt:
+        number = int(np.searchsorted(self._first_sample, sample, side="right")) - 1
+        if number not in self._keys:
+            if len(self._keys) == _MOST_UNPACKED:
+                self._keys.clear()
+            self._keys[number] = self.parts[number].keys
+        key = self._keys[number][sample - int(self._first_sample[number])]
+        return FoundAt(self.shard_name(self.parts[number].part.shard), key, detail)
+
+    def summary(self) -> SplitSummary:
+        shards = self.shards
+        formats = sum((part.formats for part in self.parts), Counter[str]())
+        known_bytes = [num_bytes for num_bytes in self.shard_bytes if num_bytes is not None]
+        decoded = self.samples[self.samples["height"] > 0]
+        seconds = sum(part.decode_seconds for part in self.parts)
+        return SplitSummary(
+            split=shards.split,
+            name=shards.name,
+            source=shards.source,
+            digest=shards.digest,
+            samples=len(self.samples),
+            samples_stated=shards.num_samples,
+            shards=len(shards.shards),
+            bytes=sum(known_bytes),
+            multi_label=shards.is_multi_label,
+            classes=dict(zip(shards.classes, self.class_counts, strict=True)),
+            samples_per_shard=spread(self.sizes),
+            bytes_per_shard=spread(known_bytes),
+            bytes_per_image=spread(self.samples["image_bytes"]),
+            formats=dict(formats.most_common()),
+            height=spread(decoded["height"]),
+            width=spread(decoded["width"]),
+            decode_ms=1000 * seconds / len(decoded) if len(decoded) else None,
+        )
+
+
+def spread(numbers: Sequence[int] | NDArray[Any]) -> Spread | None:
+    """None for no numbers."""
+    if not len(numbers):
+        return None
+    median = float(np.median(numbers))
+    return Spread(int(np.min(numbers)), int(median) if median.is_integer() else median, int(np.max(numbers)))
 
 
 def split_findings(scan: SplitScan, *, digests: bool) -> list[Finding]:
-    """All findings in one split; `digests`: whether they were to be compared."""
+    """Judge one split; `digests`: they were to be compared."""
     shards, split = scan.shards, scan.shards.split
     counts: Counter[str] = Counter()
     places: dict[str, list[FoundAt]] = {}
@@ -54,9 +161,8 @@ def split_findings(scan: SplitScan, *, digests: bool) -> list[Finding]:
         counted = zip(shards.classes, scan.class_counts, strict=True)
         add("empty-class", [FoundAt("", "", name) for name, count in counted if not count])
     add("alike-classes", [FoundAt("", "", ", ".join(map(repr, names))) for names in similar_names(shards.classes)])
-    add(
-        "one-class", [FoundAt("", "", *shards.classes)] if shards.num_classes == 1 and not shards.is_multi_label else []
-    )
+    if shards.num_classes == 1 and not shards.is_multi_label:
+        add("one-class", [FoundAt("", "", *shards.classes)])
     sizes = spread([size for size in scan.sizes if size])
     if sizes is not None and len(scan.sizes) >= 3 and sizes.max > _UNEVEN * sizes.median:
         message = f"the shards are of very different sizes: {sizes.min:,} to {sizes.max:,} samples"
@@ -68,7 +174,7 @@ def split_findings(scan: SplitScan, *, digests: bool) -> list[Finding]:
 
 
 def findings_across(scans: Sequence[SplitScan]) -> list[Finding]:
-    """The findings that need several splits."""
+    """Judge what needs several splits."""
     findings: list[Finding] = []
     for one, other in combinations(scans, 2):
         splits = f"{one.shards.split} and {other.shards.split}"
@@ -94,9 +200,7 @@ class Groups:
         return self.members[self.starts[number] : self.starts[number + 1]]
 
     def differ(self, values: Int64s) -> NDArray[np.bool_]:
-        """bool [groups]: whether a group's samples have different values; `values` has one for every sample."""
-        if not len(self):
-            return np.empty(0, np.bool_)
+        """bool [groups]: the group's samples differ in `values`, which has one for every sample."""
         own = values[self.members]
         return np.minimum.reduceat(own, self.starts[:-1]) != np.maximum.reduceat(own, self.starts[:-1])
 
@@ -158,7 +262,7 @@ def _label(shards: ShardSet, code: int) -> str:
 
 
 def _leaks(one: SplitScan, other: SplitScan) -> tuple[int, list[FoundAt]]:
-    """How many images are in both splits, and where in the other one they are."""
+    """Count images that are in both splits, and place them in the other one."""
     both = np.concatenate([one.samples, other.samples])
     labels, num_own = both["label_code"], len(one.samples)
     groups = equal_groups(both["image_hash"], among=both["is_whole"])

@@ -38,11 +38,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from data_shards.checking.against import summaries
-from data_shards.checking.check import CheckResult
+from data_shards.checking.check import CheckResult, summaries
 from data_shards.checking.findings import Finding, FoundAt
 from data_shards.checking.fitness import describe
-from data_shards.checking.split import SplitSummary, Spread
+from data_shards.checking.judge import SplitSummary, Spread
 from data_shards.text import counted, one_line, printable, show_bytes, show_duration, table
 
 _VERSION = 1

@@ -9,12 +9,14 @@ The keys of the JSON are stable; new ones may be added (`version` changes if one
     left_out         checks that --quick left out
     checks           a list of {subject, name, verdict, found, remedy}; verdict: "fine", "note", "problem", "absent";
                      remedy: what to do, or an empty text
+    reports          what torch's collect_env and DeepSpeed's ds_report print; empty with --quick
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from textwrap import indent
 from typing import Any, Literal
 
 from data_shards.text import show_duration, table
@@ -53,6 +55,7 @@ class Diagnosis:
     checks: Mapping[str, Sequence[Check]]
     left_out: tuple[str, ...]
     seconds: float
+    reports: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def exit_code(self) -> int:
@@ -69,11 +72,12 @@ class Diagnosis:
             "checks": [
                 {"subject": subject, **asdict(each)} for subject, checks in self.checks.items() for each in checks
             ],
+            "reports": dict(self.reports),
         }
 
     def as_text(self) -> str:
         """The last line is the verdict, such as "doctor: 2 problems, 1 note (21 s)"."""
-        lines: list[str] = []
+        lines = [f"{name}\n{indent(text.strip(), '  ')}\n" for name, text in self.reports.items()]
         for subject, checks in self.checks.items():
             rows = [row for each in checks for row in _rows(each)]
             lines += [subject, table(rows, indent="  ", width=_WIDTH), ""]

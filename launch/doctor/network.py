@@ -1,18 +1,15 @@
-"""An all-reduce of two processes here (not between machines), MLflow's server, and the cluster: SLURM, ssh, pdsh."""
+"""An all-reduce of two processes here (not between machines), and MLflow's server."""
 
 from __future__ import annotations
 
 import http.client
-import shutil
 import statistics
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from data_shards.text import show_bytes
-from launch.doctor.child import Answer, ask
 from launch.doctor.findings import Check, judge
 from launch.local.env import read_place
 from pipeline.tracking.run_state import without_credentials
@@ -21,8 +18,6 @@ ALL_REDUCE_SECONDS = 60.0
 _LARGE_VALUES = 4 * 2**20  # 16 MiB of float32, as a bucket of gradients
 _SMALL_REPEATS, _LARGE_REPEATS = 50, 5
 _MLFLOW_SECONDS = 5.0
-_SLURM = ("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
-_SINFO_SECONDS = 10.0
 
 
 def all_reduce(backend: str) -> list[Check]:
@@ -108,41 +103,3 @@ def _status(url: str) -> int:
     except urllib.error.HTTPError as error:
         with error:
             return error.code
-
-
-def cluster_checks(
-    *, which: Callable[[str], str | None] = shutil.which, run: Callable[..., Answer] = ask
-) -> list[Check]:
-    """Whether jobs can be submitted from here, and which remote shells there are."""
-    shells = [name for name in ("pdsh", "ssh") if which(name)]
-    remedy = "several hosts with a hostfile need ssh; torchrun and srun do not"
-    absent = Check("ssh, pdsh", "absent", "neither is on PATH", remedy)
-    return [check_slurm(which, run), Check("ssh, pdsh", "fine", " and ".join(shells)) if shells else absent]
-
-
-def check_slurm(which: Callable[[str], str | None], run: Callable[..., Answer]) -> Check:
-    """SLURM's commands, and its partitions as its controller tells them within 10 seconds."""
-    missing = [name for name in _SLURM if not which(name)]
-    if len(missing) == len(_SLURM):
-        return Check("SLURM", "absent", "its commands are not on PATH: this machine belongs to no SLURM cluster")
-    if missing:
-        return Check(
-            "SLURM",
-            "note",
-            f"{', '.join(missing)} missing, the other commands are on PATH",
-            "shardvit submit needs them all: work on a login node, or load SLURM's module",
-        )
-    answer = run(("sinfo", "--noheader", "--format=%P"), limit_seconds=_SINFO_SECONDS)
-    if answer.code != 0:
-        return Check(
-            "SLURM",
-            "note",
-            f"its commands are here, but sinfo {answer.ending}",
-            "no job can be submitted from here: SLURM is not running, or its configuration names another host",
-        )
-    partitions = answer.output.split()
-    return judge(
-        "SLURM",
-        f"partitions {', '.join(partitions)} (* is the default)" if partitions else "no partitions are shown to you",
-        (not partitions, "note", "ask its administrators for an account"),
-    )

@@ -168,6 +168,16 @@ def try_all_reduce(
     return _ALL_REDUCE[backend].failed(f"all-reduce: process {rank}: {said}")
 
 
+def full_reports(*, environment: Mapping[str, str]) -> dict[str, str]:
+    """What torch's collect_env and DeepSpeed's ds_report print of this machine; they may crash or hang, too."""
+    modules = {"torch.utils.collect_env": "torch.utils.collect_env", "ds_report": "deepspeed.env_report"}
+    answers = {
+        name: run_children([[sys.executable, "-m", each]], environments=[environment], limit_seconds=_LIMIT_SECONDS)[0]
+        for name, each in modules.items()
+    }
+    return {name: each.output if each.code == 0 else each.ending for name, each in answers.items()}
+
+
 def _tell(part: str, **more: object) -> None:
     print(MARK + json.dumps({"part": part, **more}), flush=True)
 

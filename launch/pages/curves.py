@@ -1,22 +1,26 @@
-"""From a stage's rows to what is drawn: which metrics share a chart, over which x, and how few points are enough.
+"""Turn a stage's metrics into charts: which metrics share one, over which x, thinned to what a page has room for.
 
-A curve keeps of each column of pixels its lowest and highest point, its first and last ones, and the gaps (values that
-are not finite), so that no spike is lost; 100,000 points take a few milliseconds. Time leaves out the pauses between
-attempts, which may be days.
+A thinned curve keeps the lowest and highest point of each column of pixels, its ends and its gaps (values that are not
+finite), so that no spike is lost; 100,000 points take a few milliseconds. `templates/page.js` draws the charts; the SVG
+made here, lines between their extremes, is for readers without scripts.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from textwrap import shorten
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from data_shards.text import printable
+from launch.pages.blocks import ChartBlock, DrawnChart, Legend
 from pipeline.recipe.vocabulary import METRICS
-from pipeline.runs.history import StageHistory
+from pipeline.runs.events import EventKind
+from pipeline.runs.read import RunStage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,9 +30,17 @@ if TYPE_CHECKING:
 
 Scale = Literal["linear", "log"]
 
-_LOG_RATIO = 30.0  # between the highest and lowest value of a metric that may have a logarithmic axis
-_MOST_VALUE = 1e30  # beyond it a value is no number: axes have to be computed with it
+DATA_BYTES = 1_000_000  # for all curves of a page
 LATEST = 1e11  # unix seconds: a damaged row may say anything
+_BYTES_PER_POINT = 26
+_STATIC_COLUMNS, _LEAST_COLUMNS, _MOST_COLUMNS = 120, 30, 900
+_SCRIPT_DIGITS = 5
+_MARKED: tuple[EventKind, ...] = ("start", "rollback", "spike", "skipped", "failed", "stopped")
+_MOST_MARKS = 40
+_COLOURS = 7  # of the page's palette
+_WIDTH, _HEIGHT = 400, 216
+_LOG_RATIO = 30.0  # of the highest to the lowest value, beyond which an axis may be logarithmic
+_MOST_VALUE = 1e30  # larger values count as missing: axes compute with them
 _MOST_CHARTS = 40  # a run folder may hold thousands of names
 _OF_EACH_SET = ("top1", "accuracy", "loss")
 _LONGEST_TITLE = 60
@@ -41,22 +53,27 @@ class ChartKind:
     """Metrics that share a chart."""
 
     title: str
-    metrics: tuple[tuple[str, str], ...]  # (name, what its line is called)
+    metrics: tuple[tuple[str, str], ...]  # (name, label of its line)
     unit: str = ""
     scale: Scale = "linear"  # log: if its values span enough
     rank: Literal["first", "more"] = "first"  # more: looked at when something is wrong
 
+    @property
+    def show(self) -> Callable[[float], str]:
+        """How a value is written: shares in per cent."""
+        return (lambda value: f"{100 * value:.4g} %") if self.unit == "share" else short
+
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric of one run's stage; arrays of one length, steps ascending."""
+    """One metric of a run's stage; arrays of one length, steps ascending."""
 
     label: str
-    style: str  # classes of the page's style sheet
+    style: str  # CSS classes
     has_dots: bool  # few points, each of which counts
     steps: Counts
     images: Counts
-    seconds: Floats  # of training, pauses between attempts left out
+    seconds: Floats  # of training, without pauses between attempts
     values: Floats
 
     def at(self, indexes: NDArray[np.int64]) -> Curve:
@@ -65,40 +82,23 @@ class Curve:
         return replace(self, **{name: getattr(self, name)[indexes] for name in arrays})
 
 
+def _held_out(metric: str) -> tuple[tuple[str, str], ...]:
+    sources = (("train/", "training"), ("val/", "held out"), ("val/ema_", "held out, moving average"))
+    return tuple((f"{group}{metric}", label) for group, label in sources)
+
+
+_STEP_TIMES = (("p50", "median"), ("p95", "95 %"), ("max", "longest"))
 _KINDS = (
-    ChartKind(
-        "Loss",
-        (
-            ("train/loss", "training"),
-            ("val/loss", "held out"),
-            ("val/ema_loss", "held out, moving average"),
-        ),
-        scale="log",
-    ),
-    ChartKind(
-        "Top-1",
-        (
-            ("train/top1", "training"),
-            ("val/top1", "held out"),
-            ("val/ema_top1", "held out, moving average"),
-            ("val/commonest_class_share", "commonest class"),
-        ),
-    ),
-    ChartKind(
-        "Accuracy",
-        (
-            ("train/accuracy", "training"),
-            ("val/accuracy", "held out"),
-            ("val/ema_accuracy", "held out, moving average"),
-        ),
-    ),
+    ChartKind("Loss", _held_out("loss"), scale="log"),
+    ChartKind("Top-1", (*_held_out("top1"), ("val/commonest_class_share", "commonest class"))),
+    ChartKind("Accuracy", _held_out("accuracy")),
     ChartKind("Learning rate", (("opt/lr", ""),)),
     ChartKind("Gradient norm", (("opt/grad_norm", ""),), scale="log"),
     ChartKind("Speed", (("perf/images_per_s", ""),)),
     ChartKind("Waiting for data", (("perf/data_wait_frac", ""),)),
     ChartKind(
         "Time of a step",
-        (("perf/step_seconds_p50", "median"), ("perf/step_seconds_p95", "95 %"), ("perf/step_seconds_max", "longest")),
+        tuple((f"perf/step_seconds_{name}", label) for name, label in _STEP_TIMES),
         scale="log",
         rank="more",
     ),
@@ -117,29 +117,78 @@ _TITLES = {
 }
 
 
+def stage_charts(
+    stages: Mapping[str, RunStage], *, key: str, title: str, runs: Sequence[str], data_bytes: int
+) -> tuple[ChartBlock | None, list[str]]:
+    """All charts of a stage (None: nothing to draw), and the titles of those that are always zero.
+
+    Args:
+        stages: by run; those without rows are passed over.
+        key: for the script, without blanks.
+        title: of the block.
+        runs: all runs of the page, in the order of their colours.
+        data_bytes: what the script's data may take, about.
+    """
+    stages = {run: stage for run, stage in stages.items() if stage.rows}
+    drawn: list[tuple[ChartKind, list[Curve]]] = []
+    zero: list[str] = []
+    for kind in chart_kinds(list(dict.fromkeys(name for stage in stages.values() for name in stage.metrics))):
+        curves = [
+            curve
+            for run, stage in stages.items()
+            for number in range(len(kind.metrics))
+            if (curve := _styled(stage, kind, number, run=run, runs=runs)) is not None
+        ]
+        if curves and _is_idle(kind, curves):
+            zero.append(kind.title)
+        elif curves:
+            drawn.append((kind, curves))
+    if not drawn:
+        return None, zero
+    count = sum(len(curves) for _, curves in drawn)
+    columns = max(_LEAST_COLUMNS, min(_MOST_COLUMNS, data_bytes // (2 * _BYTES_PER_POINT * count)))
+    charts: list[DrawnChart] = []
+    data: list[dict[str, Any]] = []
+    for number, (kind, curves) in enumerate(drawn):
+        is_log = _is_log(kind, curves)
+        unit = "" if kind.unit == "share" else kind.unit
+        unit = f"{unit}, logarithmic" if is_log and unit else "logarithmic" if is_log else unit
+        known = METRICS.get(kind.metrics[0][0])
+        legend: Legend = ()
+        if len(runs) == 1 and len(curves) > 1:
+            legend = tuple((f"{each.style}{' dots' * each.has_dots}", each.label) for each in curves)
+        svg = _static_svg(kind, curves, is_log=is_log)
+        meaning = "" if known is None else known.meaning
+        charts.append(DrawnChart(f"{number}", kind.title, unit, meaning, svg, legend, kind.rank))
+        series = [_for_script(thinned(curve, columns=columns)) for curve in curves]
+        data.append({"key": f"{number}", "percent": kind.unit == "share", "log": is_log, "series": series})
+    legend = tuple((f"s{runs.index(run) % _COLOURS}", run) for run in stages) if len(runs) > 1 else ()
+    marks = _marks(stages, is_named=len(runs) > 1)
+    return ChartBlock(title, tuple(charts), {"key": key, "marks": marks, "charts": data}, legend), zero
+
+
 def chart_kinds(names: Sequence[str]) -> list[ChartKind]:
-    """The charts for metrics of these names: the well-known ones first, then one for each other that is known, those of
-    several held-out sets together, then unknown ones."""
+    """The charts for these metrics: well-known ones first, then other known ones, those of several held-out sets
+    together, then unknown ones."""
     left = dict.fromkeys(name for name in names if not _NOT_DRAWN.match(name))
     kinds: list[ChartKind] = []
     for kind in _KINDS:
         present = tuple((name, label) for name, label in kind.metrics if name in left)
-        for name, _ in present:
-            del left[name]
         if present:
             kinds.append(replace(kind, metrics=present, unit=unit_of(present[0][0])))
+        for name, _ in present:
+            del left[name]
     others: dict[str, list[str]] = {}
     for name in left:
         group, _, last = name.partition("/")
-        if last == "commonest_class_share":  # of other sets: a constant
-            continue
-        key = f"val_/{last}" if group.startswith("val_") else _FEW_SHOT if name.startswith(_FEW_SHOT) else name
-        others.setdefault(key, []).append(name)
+        if last != "commonest_class_share":  # of other sets: a constant
+            key = f"val_/{last}" if group.startswith("val_") else _FEW_SHOT if name.startswith(_FEW_SHOT) else name
+            others.setdefault(key, []).append(name)
     for key, members in sorted(others.items(), key=lambda each: (_order(each[0]), each[0])):
         if key.startswith("val_/"):
             sets = [name.partition("/")[0].removeprefix("val_") for name in members]
-            title = f"{metric_words(key[5:]).capitalize()} on {', '.join(sets)}"
-            title, rank = shorten(title, _LONGEST_TITLE), "first" if key[5:] in _OF_EACH_SET else "more"
+            title = shorten(f"{metric_words(key[5:]).capitalize()} on {', '.join(sets)}", _LONGEST_TITLE)
+            rank = "first" if key[5:] in _OF_EACH_SET else "more"
             kinds.append(ChartKind(title, tuple(zip(members, sets, strict=True)), unit_of(members[0]), rank=rank))
         elif key == _FEW_SHOT:
             lines = tuple((name, name.removeprefix(_FEW_SHOT).replace("_", " ")) for name in members)
@@ -149,37 +198,37 @@ def chart_kinds(names: Sequence[str]) -> list[ChartKind]:
     return kinds[:_MOST_CHARTS]
 
 
-def read_curve(stage: StageHistory, metric: str, *, label: str, style: str, has_dots: bool) -> Curve | None:
+def read_curve(
+    stage: RunStage, metric: str, *, label: str = "", style: str = "", has_dots: bool = False
+) -> Curve | None:
     """A metric of a stage; None: it has no value that can be drawn."""
     steps, images, times, values = stage.columns(metric)
     values[~(np.abs(values) < _MOST_VALUE)] = np.nan
     if np.isnan(values).all():
         return None
     order = np.argsort(steps, kind="stable")  # as written, but for a damaged file
-    curve = Curve(label, style, has_dots, steps, images, training_seconds(stage, times), values)
-    return curve if (np.diff(order) == 1).all() else curve.at(order)
+    return Curve(label, style, has_dots, steps, images, training_seconds(stage, times), values).at(order)
 
 
-def training_seconds(stage: StageHistory, times: Floats) -> Floats:
-    """Seconds of training at these unix times: since the stage began, without the pauses before it was resumed. Steps
-    that were done twice count twice. Never descending."""
+def training_seconds(stage: RunStage, times: Floats) -> Floats:
+    """Seconds of training at these unix times, without the pauses before it was resumed; steps that were done twice
+    count twice. Never descending."""
     starts = np.array([event.time for event in stage.events if event.kind == "start"])
     ends = np.concatenate([stage.times, [event.time for event in stage.events]])
     ends = np.sort(ends[(ends > 0) & (ends < LATEST)])
     times = np.where((times > 0) & (times < LATEST), times, 0.0)
-    if not len(ends):
+    if not len(ends) or not len(times):
         return np.zeros_like(times)
-    begun = float(ends[0])
     paused = np.zeros_like(times)
     for start in np.sort(starts[(starts > 0) & (starts < LATEST)]):
         before = ends[ends < start]
         if len(before):
             paused += np.where(times >= start, start - before[-1], 0.0)
-    return np.maximum.accumulate(np.maximum(0.0, times - begun - paused)) if len(times) else times
+    return np.maximum.accumulate(np.maximum(0.0, times - float(ends[0]) - paused))
 
 
 def thinned(curve: Curve, *, columns: int) -> Curve:
-    """Of each of so many columns of the x axis the lowest and highest point, and where values are missing."""
+    """Keep the lowest and highest point of each of so many columns of the x axis, and where values are missing."""
     count = len(curve.values)
     if count <= 2 * columns:
         return curve
@@ -190,39 +239,127 @@ def thinned(curve: Curve, *, columns: int) -> Curve:
     column = np.maximum.accumulate(column)
     first_of = np.flatnonzero(np.diff(column, prepend=-1))
     missing = np.isnan(curve.values)
-    by_value = np.lexsort((np.where(missing, np.inf, curve.values), column))
-    lowest = by_value[first_of]
+    lowest = np.lexsort((np.where(missing, np.inf, curve.values), column))[first_of]
     by_value = np.lexsort((np.where(missing, -np.inf, curve.values), column))
     highest = by_value[np.append(first_of[1:], count) - 1]
     gaps = np.flatnonzero(missing & ~np.roll(missing, 1))
     return curve.at(np.unique(np.concatenate([[0, count - 1], lowest, highest, gaps[:columns]])))
 
 
-def scale_of(kind: ChartKind, curves: Sequence[Curve]) -> Scale:
-    """Logarithmic where the kind allows it and its positive values span enough."""
-    values = np.concatenate([curve.values[np.isfinite(curve.values)] for curve in curves])
-    return "log" if kind.scale == "log" and values.min() > 0 and values.max() / values.min() > _LOG_RATIO else "linear"
-
-
-def is_share(unit: str) -> bool:
-    """Whether values are shown in per cent."""
-    return unit == "share"
-
-
-def _order(key: str) -> int:
-    return 0 if key.startswith(("val_/", _FEW_SHOT)) else 1 if key in METRICS else 2
-
-
 def unit_of(metric: str) -> str:
-    """A metric's unit, of another held-out set or a moving average too; "share": shown in per cent."""
+    """A metric's unit, also for other held-out sets and moving averages; "share": shown in per cent."""
     known = METRICS.get(metric) or METRICS.get(f"val/{metric.rpartition('/')[2].removeprefix('ema_')}")
     return known.unit if known is not None else "share" if re.search(r"_(top\d+|\d+shot)$", metric) else ""
 
 
 def metric_words(name: str) -> str:
-    """A metric's name without its group, in words: "top-1" of "top1"."""
+    """A metric's name without its group, in words: "top-1" for "top1"."""
     words = re.sub(r"\btop(\d)", r"top-\1", name.removeprefix("ema_").replace("_", " "))
     return f"{words} of the moving average" if name.startswith("ema_") else words
+
+
+def short(value: float) -> str:
+    """A number for an axis: 25 k, 1.2 M, 0.05, 1.5e-5."""
+    for size, letter in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if abs(value) >= size:
+            return f"{value / size:.4g}{letter}"
+    if not value or abs(value) >= 1e-3:
+        return f"{value:.4g}"
+    digits, _, power = f"{value:.2e}".partition("e")
+    return f"{float(digits):g}e{int(power)}"
+
+
+def text(value: str) -> str:
+    """A text for an SVG or HTML: escaped, control characters shown."""
+    return escape(printable(value))
+
+
+def _styled(stage: RunStage, kind: ChartKind, number: int, *, run: str, runs: Sequence[str]) -> Curve | None:
+    """The chart's metric of that number, with its colour and label."""
+    metric, label = kind.metrics[number]
+    if len(runs) > 1:
+        label = f"{run}, {label}" if label else run
+        style = f"s{runs.index(run) % _COLOURS}{' thin' * metric.startswith('train/')}"
+    else:
+        style = f"s{number % _COLOURS}{' whole' * (number == 0)}"
+    label = label or metric.rpartition("/")[2].replace("_", " ")
+    return read_curve(stage, metric, label=label, style=style, has_dots=metric.startswith("val"))
+
+
+def _is_idle(kind: ChartKind, curves: Sequence[Curve]) -> bool:
+    """Counts or shares of trouble that never came."""
+    if any(metric.startswith(("train/", "val")) for metric, _ in kind.metrics):
+        return False
+    return all(not np.nan_to_num(curve.values).any() for curve in curves)
+
+
+def _is_log(kind: ChartKind, curves: Sequence[Curve]) -> bool:
+    values = np.concatenate([curve.values[np.isfinite(curve.values)] for curve in curves])
+    return kind.scale == "log" and bool(values.min() > 0 and values.max() / values.min() > _LOG_RATIO)
+
+
+def _marks(stages: Mapping[str, RunStage], *, is_named: bool) -> list[dict[str, Any]]:
+    """Restarts and trouble, which explain a curve; not the first start."""
+    marks: list[dict[str, Any]] = []
+    for run, stage in stages.items():
+        marked = [event for event in stage.events if event.kind in _MARKED]
+        first = next((event for event in marked if event.kind == "start"), None)
+        events = [event for event in marked if event is not first][:_MOST_MARKS]
+        times = training_seconds(stage, np.array([event.time for event in events]))
+        for event, seconds in zip(events, times.tolist(), strict=True):
+            said = f"{event.kind}, step {event.step:,}: {event.text}"[:200]
+            said = f"{run}: {said}" if is_named else said
+            marks.append({"i": event.images_seen, "s": event.step, "t": round(seconds, 1), "text": said})
+    return marks[:_MOST_MARKS]
+
+
+def _static_svg(kind: ChartKind, curves: Sequence[Curve], *, is_log: bool) -> str:
+    """The curves between their lowest and highest value, over images seen."""
+    x0, x1 = (float(end(each.images[at] for each in curves)) for end, at in ((min, 0), (max, -1)))
+    finite = np.concatenate([curve.values[np.isfinite(curve.values)] for curve in curves])
+    low, high = float(finite.min()), float(finite.max())
+    parts: list[str] = []
+    for curve in (thinned(curve, columns=_STATIC_COLUMNS) for curve in curves):
+        values, ends = (np.log(curve.values), np.log([low, high])) if is_log else (curve.values, [low, high])
+        xs = (curve.images - x0) / (x1 - x0) if x1 > x0 else np.full(len(values), 0.5)
+        ys = (values - ends[0]) / (ends[1] - ends[0]) if high > low else np.where(np.isnan(values), values, 0.5)
+        places = [f"{4 + 392 * x:.1f} {196 - 176 * y:.1f}" for x, y in zip(xs.tolist(), ys.tolist(), strict=True)]
+        path = "".join(
+            f"M{place}h.1" if number == 0 or "nan" in places[number - 1] else f"L{place}"  # h: a lone point is seen
+            for number, place in enumerate(places)
+            if "nan" not in place
+        )
+        parts.append(f'<path class="line {curve.style}" d="{path}"/>')
+    for x, y, anchor, said in (
+        *((4, 12, "start", kind.show(high)), (4, 210, "start", kind.show(low))),
+        (396, 210, "end", f"{short(x1)} images seen"),
+    ):
+        parts.append(f'<text x="{x}" y="{y}" text-anchor="{anchor}">{said}</text>')
+    alt = text(_alt(kind, curves))
+    return f'<svg class="plot" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{alt}">{"".join(parts)}</svg>'
+
+
+def _alt(kind: ChartKind, curves: Sequence[Curve]) -> str:
+    parts: list[str] = []
+    for curve in curves[:8]:
+        finite = curve.values[np.isfinite(curve.values)]
+        said = (kind.show(float(each)) for each in (finite[0], finite[-1], finite.min(), finite.max()))
+        parts.append("{} from {} to {}, between {} and {}".format(curve.label, *said))
+    return f"{kind.title} over images seen: {'; '.join(parts)}"
+
+
+def _for_script(curve: Curve) -> dict[str, Any]:
+    """Differences between neighbours, which are short; times in tenths of a second."""
+    columns = {"s": curve.steps, "i": curve.images, "t": np.rint(curve.seconds * 10).astype(np.int64)}
+    return {
+        **{"label": curve.label, "cls": curve.style, "dots": curve.has_dots},
+        **{name: np.diff(values, prepend=0).tolist() for name, values in columns.items()},
+        "v": [None if np.isnan(value) else float(f"{value:.{_SCRIPT_DIGITS}g}") for value in curve.values.tolist()],
+    }
+
+
+def _order(key: str) -> int:
+    return 0 if key.startswith(("val_/", _FEW_SHOT)) else 1 if key in METRICS else 2
 
 
 def _title(metric: str) -> str:

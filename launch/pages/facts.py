@@ -17,7 +17,7 @@ from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import TrainStage
 from pipeline.recipe.vocabulary import METRICS, OWN_SET, StageName
 from pipeline.report.best import SCORES
-from pipeline.runs.history import RunHistory, StageHistory
+from pipeline.runs.read import Run, RunStage
 
 _HEADS = ("mlp", "linear")
 BESIDE_SCORE = ("balanced accuracy", "commonest class")  # columns of tables
@@ -44,7 +44,7 @@ class StageResult:
     beside: tuple[float | None, ...]  # what a top-1 is to be compared with, see `BESIDE_SCORE`
 
 
-def stage_result(history: RunHistory, stage: StageHistory) -> StageResult:
+def stage_result(history: Run, stage: RunStage) -> StageResult:
     """What the stage's record says; of a stage that is not done, the curve's last evaluation."""
     config = train_config(history.recipe, stage.name)
     by = score_name(history.recipe, stage)
@@ -72,7 +72,7 @@ def stage_result(history: RunHistory, stage: StageHistory) -> StageResult:
     )
 
 
-def score_name(recipe: Recipe | None, stage: StageHistory) -> str:
+def score_name(recipe: Recipe | None, stage: RunStage) -> str:
     """The metric by which the stage is judged: val/top1, val/accuracy, or those of the moving average."""
     config = train_config(recipe, stage.name)
     present = {*stage.record.results, *stage.metrics}
@@ -89,14 +89,14 @@ def train_config(recipe: Recipe | None, stage: StageName) -> TrainStage | None:
     return recipe.train_stage(stage) if recipe is not None and stage in recipe.stages.trained else None
 
 
-def last_trained(history: RunHistory) -> StageHistory | None:
+def last_trained(history: Run) -> RunStage | None:
     """The last stage that has a held-out score, or else a curve."""
     trained = [stage for stage in history.stages if stage.name != "swap_head" and (stage.rows or stage.record.results)]
     judged = [stage for stage in trained if stage_result(history, stage).score is not None]
     return next(reversed(judged or trained), None)
 
 
-def held_out_fact(history: RunHistory) -> tuple[str, str] | None:
+def held_out_fact(history: Run) -> tuple[str, str] | None:
     """The last held-out score and what it is; None: there is none yet."""
     stage = last_trained(history)
     result = None if stage is None else stage_result(history, stage)
@@ -109,11 +109,11 @@ def held_out_fact(history: RunHistory) -> tuple[str, str] | None:
     return show_share(result.score), f"held-out {_score_word(history, stage)} after {stage.name}{of}{known}"
 
 
-def _score_word(history: RunHistory, stage: StageHistory) -> str:
+def _score_word(history: Run, stage: RunStage) -> str:
     return SCORES.get(score_name(history.recipe, stage).replace("/ema_", "/"), "score")
 
 
-def held_out(stage: StageHistory) -> dict[str, dict[str, float]]:
+def held_out(stage: RunStage) -> dict[str, dict[str, float]]:
     """What was found last of each held-out set, by the set's name ("val", its own one, first) and the metric's."""
     names = [name for name in stage.metrics if name.startswith(OWN_SET)]
     values = {name: value for name in names if (value := stage.last(name)) is not None}
@@ -127,7 +127,7 @@ def held_out(stage: StageHistory) -> dict[str, dict[str, float]]:
     return {name: metrics for name, metrics in found.items() if metrics}
 
 
-def set_label(history: RunHistory, stage: StageName, name: str = OWN_SET) -> str:
+def set_label(history: Run, stage: StageName, name: str = OWN_SET) -> str:
     """What the page calls a held-out set: its name, or, of the stage's own, the last two folders of its place."""
     return held_out_name(history, stage=stage) if name == OWN_SET else name
 
@@ -144,7 +144,7 @@ def describe_model(recipe: Recipe) -> str:
     return f"ViT {sizes.width} wide, {sizes.depth} deep, patches of {sizes.patch_size} px{stem}"
 
 
-def parameters(history: RunHistory, stage: StageHistory) -> int | None:
+def parameters(history: Run, stage: RunStage) -> int | None:
     """Of the stage's model, head included; None: the record does not say enough."""
     from model.counting.flops import account
 
@@ -158,7 +158,7 @@ def parameters(history: RunHistory, stage: StageHistory) -> int | None:
         return None
 
 
-def headline(history: RunHistory) -> tuple[str, list[tuple[str, str]]]:
+def headline(history: Run) -> tuple[str, list[tuple[str, str]]]:
     """A sentence, and the facts of the page's head, as (value, what it is)."""
     stage = last_trained(history)
     recipe = history.recipe
@@ -190,7 +190,7 @@ def headline(history: RunHistory) -> tuple[str, list[tuple[str, str]]]:
     return lead, facts
 
 
-def stage_brief(history: RunHistory, stage: StageHistory) -> str:
+def stage_brief(history: Run, stage: RunStage) -> str:
     """A stage in a few words: what it reached, saw and took."""
     result = stage_result(history, stage)
     parts = [f"{show_share(result.score)} {_score_word(history, stage)}"] if result.score is not None else []
@@ -198,7 +198,7 @@ def stage_brief(history: RunHistory, stage: StageHistory) -> str:
     return ", ".join([*parts, *state, f"{result.images_seen:,} images seen", show_duration(result.seconds)])
 
 
-def result_rows(history: RunHistory) -> tuple[tuple[str, ...], list[list[PageCell]]]:
+def result_rows(history: Run) -> tuple[tuple[str, ...], list[list[PageCell]]]:
     """The table of held-out results, whichever metrics there are: headings and rows, the last stage first."""
     found = [(stage, *each) for stage in reversed(history.stages) for each in held_out(stage).items()]
     names = {metric for *_, metrics in found for metric in metrics}
@@ -211,7 +211,7 @@ def result_rows(history: RunHistory) -> tuple[tuple[str, ...], list[list[PageCel
     return ("stage", "held-out set", *map(metric_words, columns)), rows
 
 
-def stage_rows(history: RunHistory) -> tuple[tuple[str, ...], list[list[PageCell]]]:
+def stage_rows(history: Run) -> tuple[tuple[str, ...], list[list[PageCell]]]:
     """The table of stages: headings and rows, the last stage first."""
     columns = ("stage", "state", "images seen", "time", "resolution", "best score", "after step")
     rows: list[list[PageCell]] = []

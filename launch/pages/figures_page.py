@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 from timm.models.vision_transformer import VisionTransformer
 
-from data_shards.durable import replaced
 from data_shards.errors import UserError
 from data_shards.images.decode import PixelLimit
 from data_shards.loading.assemble import Access
@@ -23,15 +22,13 @@ from data_shards.store.cache import CacheConfig
 from data_shards.store.store import Store
 from data_shards.text import one_line
 from launch.local.output import say
-from launch.pages.blocks import PageBlock, PageImage, PagePicture, PageSection, PageText
-from launch.pages.shards_page import Shown, write_page
+from launch.pages.blocks import PageSection, PageText
+from launch.pages.shards_page import Shown
 from model.saved import SavedModelMeta
 from pipeline.pictures.held_out_images import held_out_access
-from pipeline.pictures.paper.attention import Drawn
 from pipeline.pictures.paper.attention_inputs import images_to_look_at, look
 from pipeline.pictures.paper.images import images_of_files, images_of_shards
 from pipeline.pictures.paper.model_figures import built, figures_of_attention, figures_of_weights, left_out, numbers_of
-from pipeline.pictures.style import rendered
 from pipeline.recipe.io import parse_recipe
 from pipeline.recipe.vocabulary import RECIPE_FILE, WeightsKind
 from pipeline.runs.evaluations import OWN_SET
@@ -71,41 +68,23 @@ def make_page(wanted: Wanted, *, limit: PixelLimit, folder: Path) -> Path:
     seen = _images(wanted, found, limit=limit, notes=notes) if isinstance(model, VisionTransformer) else None
     for note in notes:
         say(f"note: {note}")
-    pictures: dict[str, tuple[bytes, bytes]] = {}
-    sections, looked = list[PageSection](), None
+    made, looked = Shown(title=f"Figures of {one_line(str(wanted.model))}", notes=notes), None
     if seen is not None and isinstance(model, VisionTransformer):
         batch, classes = seen
         looked = look(model, batch, meta=meta)
-        blocks = [_block(each, pictures) for each in figures_of_attention(looked, batch, meta=meta, classes=classes)]
-        sections.append(PageSection("Where it looks", blocks))
-    blocks = [_block(each, pictures) for each in figures_of_weights(model, meta=meta)]
-    sections.append(PageSection("What its weights have learnt", blocks))
+        figures = figures_of_attention(looked, batch, meta=meta, classes=classes)
+        made.sections.append(PageSection("Where it looks", [block for each in figures for block in made.picture(each)]))
+    blocks = [block for each in figures_of_weights(model, meta=meta) for block in made.picture(each)]
+    made.sections.append(PageSection("What its weights have learnt", blocks))
     numbers = numbers_of(model, looked)
     shapes = "\n".join(f"{name:20} {'x'.join(map(str, array.shape))}" for name, array in numbers.items())
-    sections.append(PageSection("Numbers", [PageText(shapes, kind="code", title=f"The arrays in {NUMBERS_FILE}")]))
-    page = write_page(
-        Shown(
-            title=f"Figures of {one_line(str(wanted.model))}",
-            lead="",
-            facts=_facts(meta, images=0 if looked is None else looked.images),
-            sections=tuple(sections),
-            pictures=pictures,
-            notes=tuple(notes),
-        ),
-        folder,
-        command="figures",
-    )
+    text = PageText(shapes, kind="code", title=f"The arrays in {NUMBERS_FILE}")
+    made.sections.append(PageSection("Numbers", [text]))
+    made.facts = _facts(meta, images=0 if looked is None else looked.images)
     content = io.BytesIO()
     np.savez(content, **numbers)  # pyright: ignore[reportArgumentType] -- its stub takes the names for flags
-    with replaced(folder / NUMBERS_FILE, sync="none", writers="several") as beside:
-        beside.write_bytes(content.getvalue())
-    return page
-
-
-def _block(drawn: Drawn, pictures: dict[str, tuple[bytes, bytes]]) -> PageBlock:
-    words, figure = drawn
-    png, svg = pictures[words.name] = rendered(figure)
-    return PagePicture(words.title, words.caption, words.alt, [PageImage(png, svg)])
+    made.files[NUMBERS_FILE] = content.getvalue()
+    return made.write(folder, command="figures")
 
 
 def _facts(meta: SavedModelMeta, *, images: int) -> tuple[tuple[str, str], ...]:

@@ -12,8 +12,8 @@ from data_shards.text import one_line
 from launch.pages.blocks import PageBlock, PageCell, PageImage, PagePicture, PageSection, PageTable
 from launch.pages.facts import set_label
 from pipeline.pictures.style import rendered
-from pipeline.runs.history import RunHistory, StageHistory
 from pipeline.runs.pictures import KeptPicture, Picture, PictureGroup, kept_pictures
+from pipeline.runs.read import Run, RunStage
 
 MOST_ROWS = 1200  # of a table on the page
 _GROUPS: tuple[PictureGroup, ...] = ("evaluation", "data", "model", "paper")
@@ -26,7 +26,7 @@ _MOST_FILE_BYTES = 30_000_000
 LONG_TABLE = 25  # rows: folded
 
 
-def stage_pictures(history: RunHistory, stage: StageHistory, *, notes: list[str]) -> list[PageSection]:
+def stage_pictures(history: Run, stage: RunStage, *, notes: list[str]) -> list[PageSection]:
     """A fold for each held-out set of a stage, its own one first, then one for all else that was drawn; what cannot be
     read is added to `notes`."""
     pictures = _kept(stage, notes=notes)
@@ -55,7 +55,7 @@ def _place(picture: Picture) -> tuple[int, int]:
     return _GROUPS.index(picture.group), known
 
 
-def pictures_beside(histories: Sequence[RunHistory], *, names: Sequence[str], notes: list[str]) -> PageSection:
+def pictures_beside(histories: Sequence[Run], *, names: Sequence[str], notes: list[str]) -> PageSection:
     """The evaluation's and the paper's pictures of each run, those of one kind under one another."""
     by_kind: dict[tuple[tuple[int, int], str], list[PageBlock]] = {}
     for name, history in zip(names, histories, strict=True):
@@ -71,7 +71,7 @@ def pictures_beside(histories: Sequence[RunHistory], *, names: Sequence[str], no
     return PageSection("Pictures", [block for key in sorted(by_kind) for block in by_kind[key]], state="closed")
 
 
-def figures_across(histories: Sequence[RunHistory], *, notes: list[str]) -> list[PageBlock]:
+def figures_across(histories: Sequence[Run], *, notes: list[str]) -> list[PageBlock]:
     """Few-shot accuracy over size, and transfer over cost, as far as they have been measured."""
     from pipeline.pictures.paper.across_runs import few_shot_over_size, transfer_over_cost
 
@@ -97,7 +97,7 @@ def _columns(
     return PageTable(tuple(columns), rows[:MOST_ROWS], title, f"{caption}{more}", folded=folded, of=of)
 
 
-def _kept(stage: StageHistory, *, notes: list[str]) -> list[KeptPicture]:
+def _kept(stage: RunStage, *, notes: list[str]) -> list[KeptPicture]:
     try:
         return kept_pictures(stage.folder)
     except (OSError, ValueError, RecursionError) as error:

@@ -1,9 +1,8 @@
-"""One HTML file with text, tables, pictures and curves, that needs no network and no other file.
+"""THE page: one HTML file with text, tables, pictures and curves, that needs no network and no other file.
 
-`render_page` takes what is on the page as `blocks` and nothing as markup: all text is escaped, control
-characters are shown, pictures are data in <img> (in which no script of an SVG runs), and the page's own policy (CSP)
-lets a browser run the one script and use the one style sheet whose digests it names. Without that script the page
-shows the same, less hovering, zooming and sorting. Costs a few milliseconds, and those of `embedding` for pictures.
+`render_page` takes `blocks` and no markup: all text is escaped, control characters are shown, pictures are data in
+<img> (where an SVG runs no script), and the page's policy (CSP) allows only the one script and style sheet whose
+digests it names. Costs a few milliseconds, and those of `budget` for pictures.
 """
 
 from __future__ import annotations
@@ -16,12 +15,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from data_shards.durable import replaced
+from data_shards.errors import UserError
 from data_shards.text import one_line, printable
 from launch.pages.blocks import ChartBlock, PagePicture, PageSection, ShownNumber
-from launch.pages.embedding import embedded
-from launch.pages.fitting import Fitting
+from launch.pages.budget import Fitting, embedded
+from launch.target import page_mark
 from pipeline.pictures import style
 
 if TYPE_CHECKING:
@@ -35,10 +36,25 @@ _TEMPLATES = Path(__file__).with_name("templates")
 
 @dataclass(frozen=True)
 class Page:
-    """A rendered page, and what of it had to be left out."""
+    """A rendered page, and what had to be left out of it."""
 
     html: str
     notes: tuple[str, ...] = ()
+
+    def write(
+        self, file: Path, *, command: Literal["report", "show", "figures"], beside: Mapping[str, bytes] | None = None
+    ) -> Path:
+        """Write the page, and files beside it by their names; make its folder. UserError: it cannot be written."""
+        contents = {file.name: (self.html + page_mark(command)).encode(), **(beside or {})}
+        try:
+            if beside is not None:
+                file.parent.mkdir(parents=True, exist_ok=True)
+            for name, content in contents.items():
+                with replaced(file.with_name(name), sync="none", writers="several") as temporary:
+                    temporary.write_bytes(content)
+        except OSError as error:
+            raise UserError(f"{file} cannot be written ({error.strerror}): give another place with --output") from None
+        return file
 
 
 def render_page(
@@ -51,10 +67,16 @@ def render_page(
     legend: Sequence[str] = (),
     foot: str = "",
 ) -> Page:
-    """The page as HTML text below `MOST_BYTES`.
+    """Render a page below `MOST_BYTES`.
 
-    `lead`: a sentence below the title. `facts`: (value, label) of the headline. `notes`: what could not be read, a line
-    each. `legend`: names of the runs, in the order of their colours. `foot`: the last line.
+    Args:
+        title: and in the browser's tab.
+        sections: those without blocks are passed over.
+        lead: a sentence below the title.
+        facts: (value, label) of the headline.
+        notes: what could not be read, a line each.
+        legend: names of the runs, in the order of their colours.
+        foot: the last line.
     """
     fitting = Fitting(MOST_BYTES - _FOR_THE_REST)
     sections = [fitting.section(section) for section in sections if section.blocks]

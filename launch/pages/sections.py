@@ -5,6 +5,7 @@ Everything is read from the run's folder as far as it can be; what cannot is a l
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +13,9 @@ from pathlib import Path
 from data_shards.errors import UserError
 from data_shards.safe_paths import open_inside, read_inside
 from data_shards.text import one_line, parse_json, printable
+from launch.local.output import say
 from launch.pages.blocks import PageBlock, PageCell, PageSection, PageTable, PageText
-from launch.pages.charts import DATA_BYTES, stage_charts
-from launch.pages.curves import metric_words
+from launch.pages.curves import DATA_BYTES, metric_words, stage_charts
 from launch.pages.facts import (
     BESIDE_SCORE,
     duration_cell,
@@ -32,9 +33,9 @@ from launch.pages.timeline import event_table, time_line
 from model.formats.export import formats_of
 from pipeline.checkpoint.identity import STATE
 from pipeline.recipe.io import differences, dump_recipe, flatten
-from pipeline.recipe.vocabulary import ALL_STAGES, DIFFERENCE_FILE, StageName
-from pipeline.runs.history import RunHistory
-from pipeline.runs.run_folder import checkpoint_folders
+from pipeline.recipe.vocabulary import ALL_STAGES, DIFFERENCE_FILE, PAGE_FILE, StageName
+from pipeline.runs.read import Run, read_run
+from pipeline.runs.run_folder import RunFolder, checkpoint_folders
 from pipeline.stage.initial_model import model_to_come
 from pipeline.transfer.results import TransferRecord, transfer_records
 
@@ -43,7 +44,7 @@ _ONE_RUN = "Lines are training, lines with dots held-out images. Dotted rules ma
 _OVER_ONE_ANOTHER = "Pale lines are training, lines with dots held-out images; a colour and its dashes are one run."
 
 
-def run_page(history: RunHistory, *, beside: Sequence[RunHistory] = (), names: Sequence[str] = ()) -> Page:
+def run_page(history: Run, *, beside: Sequence[Run] = (), names: Sequence[str] = ()) -> Page:
     """The page of one run; `beside`: others that its stages are compared with in a section of it, `names`: what all are
     called there, this one first."""
     notes = list(history.notes)
@@ -60,7 +61,7 @@ def run_page(history: RunHistory, *, beside: Sequence[RunHistory] = (), names: S
     return render_page(history.name, lead=lead, facts=facts, sections=sections, notes=notes, foot=foot)
 
 
-def runs_page(histories: Sequence[RunHistory], names: Sequence[str]) -> Page:
+def runs_page(histories: Sequence[Run], names: Sequence[str]) -> Page:
     """The page of several runs over one another; `names`: what each is called, no two alike."""
     notes = [f"{name}: {note}" for name, history in zip(names, histories, strict=True) for note in history.notes]
     lines = [time_line(history, title=f"Time line of {name}") for name, history in zip(names, histories, strict=True)]
@@ -90,12 +91,53 @@ def runs_page(histories: Sequence[RunHistory], names: Sequence[str]) -> Page:
     )
 
 
+def write_runs(runs: Sequence[Run], *, output: Path | None = None) -> Path:
+    """Write the page of one run or of several, and return its path. UserError: it cannot be written there."""
+    page = run_page(runs[0]) if len(runs) == 1 else runs_page(runs, run_names(runs))
+    return _written(page, output or default_place(runs))
+
+
+def write_beside(folder: RunFolder, *, others: Sequence[RunFolder]) -> Path:
+    """Draw what is missing, write a run's page with its stages beside those of other runs, and return its path.
+    UserError: it cannot be written."""
+    runs = drawn([read_run(each) for each in (folder, *others)])
+    return _written(run_page(runs[0], beside=runs[1:], names=run_names(runs)), default_place(runs[:1]))
+
+
+def drawn(runs: Sequence[Run]) -> list[Run]:
+    """The runs with the pictures that their training did not draw."""
+    from pipeline.pictures.drawing import draw_missing
+
+    for run in runs:
+        try:
+            draw_missing(run.folder, say=say)
+        except (UserError, OSError) as error:  # the page says what cannot be read
+            say(f"{run.folder.path}: nothing is drawn ({error})")
+    return list(runs)
+
+
+def run_names(runs: Sequence[Run]) -> list[str]:
+    """The names of runs beside one another; their folders where two have one name."""
+    names = [run.name for run in runs]
+    return names if len(set(names)) == len(names) else [str(run.folder.path) for run in runs]
+
+
+def default_place(runs: Sequence[Run]) -> Path:
+    """RUN/report.html; for several runs report.html in their common folder."""
+    common = Path(os.path.commonpath([run.folder.path.absolute() for run in runs]))
+    return (common.relative_to(Path.cwd()) if common.is_relative_to(Path.cwd()) else common) / PAGE_FILE
+
+
+def _written(page: Page, file: Path) -> Path:
+    for note in page.notes:
+        say(note)
+    return page.write(file, command="report")
+
+
 # ---- results and curves ----
 
 
-def _results(
-    history: RunHistory, *, beside: Sequence[RunHistory], names: Sequence[str], notes: list[str]
-) -> PageSection:
+def _results(history: Run, *, beside: Sequence[Run], names: Sequence[str], notes: list[str]) -> PageSection:
     columns, rows = result_rows(history)
     blocks: list[PageBlock] = [PageTable(columns, rows, title="Held-out sets")] if rows else []
     if beside:
@@ -112,7 +154,7 @@ def _results(
     return PageSection("Results", blocks)
 
 
-def _stages(history: RunHistory, *, notes: list[str]) -> list[PageSection]:
+def _stages(history: Run, *, notes: list[str]) -> list[PageSection]:
     """A fold for each stage that there is something to show of, the last one first and open."""
     curves, sections = dict(_curves([history], notes=notes)), list[PageSection]()
     for stage in reversed(history.stages):
@@ -124,7 +166,7 @@ def _stages(history: RunHistory, *, notes: list[str]) -> list[PageSection]:
 
 
 def _curves(
-    histories: Sequence[RunHistory],
+    histories: Sequence[Run],
     *,
     names: Sequence[str] = ("",),
     notes: list[str],
@@ -153,13 +195,13 @@ def _curves(
     return found
 
 
-def _shared(histories: Sequence[RunHistory]) -> list[StageName]:
+def _shared(histories: Sequence[Run]) -> list[StageName]:
     """The stages that several of these runs have."""
     counts = [stage.name for history in histories for stage in history.stages if stage.rows]
     return [name for name in ALL_STAGES if counts.count(name) > 1]
 
 
-def _beside(histories: Sequence[RunHistory], *, names: Sequence[str], notes: list[str]) -> list[PageSection]:
+def _beside(histories: Sequence[Run], *, names: Sequence[str], notes: list[str]) -> list[PageSection]:
     """The stages that several of these runs have, over one another."""
     shared = _shared(histories)
     blocks = [block for _, of_stage in _curves(histories, names=names, notes=notes, only=shared) for block in of_stage]
@@ -171,7 +213,7 @@ def _beside(histories: Sequence[RunHistory], *, names: Sequence[str], notes: lis
 # ---- transfer ----
 
 
-def _transfer(histories: Sequence[RunHistory], *, names: Sequence[str] = ("",)) -> list[PageBlock]:
+def _transfer(histories: Sequence[Run], *, names: Sequence[str] = ("",)) -> list[PageBlock]:
     """The model's features on data that it was not trained on."""
     rows: list[list[PageCell]] = []
     means: list[list[PageCell]] = []
@@ -198,7 +240,7 @@ def _transfer(histories: Sequence[RunHistory], *, names: Sequence[str] = ("",)) 
     return blocks
 
 
-def _records(history: RunHistory) -> list[TransferRecord]:
+def _records(history: Run) -> list[TransferRecord]:
     try:
         return transfer_records(history.folder.path)
     except (OSError, ValueError, RecursionError):
@@ -208,7 +250,7 @@ def _records(history: RunHistory) -> list[TransferRecord]:
 # ---- several runs ----
 
 
-def _recipe_table(histories: Sequence[RunHistory], names: Sequence[str]) -> PageBlock:
+def _recipe_table(histories: Sequence[Run], names: Sequence[str]) -> PageBlock:
     rows = recipe_rows(histories)
     if rows is None:
         return PageText("A recipe cannot be read: see above.")
@@ -217,7 +259,7 @@ def _recipe_table(histories: Sequence[RunHistory], names: Sequence[str]) -> Page
     return PageTable(("key", *names), rows, title="Difference of the recipes")
 
 
-def recipe_rows(histories: Sequence[RunHistory]) -> list[list[str]] | None:
+def recipe_rows(histories: Sequence[Run]) -> list[list[str]] | None:
     """The keys that affect the result and differ, with each run's value; None: a recipe cannot be read."""
     known = [history.recipe for history in histories if history.recipe is not None]
     if len(known) < len(histories):
@@ -234,7 +276,7 @@ def recipe_rows(histories: Sequence[RunHistory]) -> list[list[str]] | None:
 
 
 def _comparison_tables(
-    histories: Sequence[RunHistory], names: Sequence[str], *, only: Sequence[StageName] = ALL_STAGES
+    histories: Sequence[Run], names: Sequence[str], *, only: Sequence[StageName] = ALL_STAGES
 ) -> list[PageBlock]:
     blocks: list[PageBlock] = []
     for stage in reversed(only):
@@ -256,7 +298,7 @@ def _comparison_tables(
 # ---- recipe, environment, commands ----
 
 
-def _recipe(history: RunHistory) -> PageSection:
+def _recipe(history: Run) -> PageSection:
     recipe = history.recipe
     if recipe is None:
         return PageSection("Recipe", [])
@@ -278,7 +320,7 @@ def _text(file: Path) -> str:
         return ""
 
 
-def _environment(history: RunHistory) -> PageSection:
+def _environment(history: Run) -> PageSection:
     """Versions, code revision and host, as the newest checkpoint of each stage says."""
     columns: list[str] = []
     written: list[dict[str, str]] = []
@@ -305,7 +347,7 @@ def _short(key: str, value: str) -> str:
     return value[:12] if key == "revision" else value[:200].replace("T", " ") if key == "time" else value[:200]
 
 
-def _commands(history: RunHistory) -> PageSection:
+def _commands(history: Run) -> PageSection:
     folder = history.folder
     run, recipe = shlex.quote(str(folder.path)), shlex.quote(str(folder.path / "recipe.yaml"))
     runs = shlex.quote(str(folder.runs_root))

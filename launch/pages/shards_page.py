@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from data_shards.durable import replaced
 from data_shards.errors import UserError
 from data_shards.images.decode import PixelLimit
 from data_shards.reading.opening import open_shards, splits_below
@@ -22,7 +21,7 @@ from data_shards.store.store import Store
 from data_shards.text import counted, one_line, show_bytes
 from launch.pages.blocks import PageBlock, PageImage, PagePicture, PageSection, PageTable, PageText
 from launch.pages.page import render_page
-from launch.target import INDEX_FILE, page_mark
+from launch.target import INDEX_FILE
 from pipeline.pictures.set_figures import contact_sheet, image_sizes, label_histogram
 from pipeline.pictures.style import rendered
 from pipeline.recipe.schema import Recipe
@@ -40,69 +39,66 @@ _MOST_CLASSES = 2_000  # rows of the table of classes
 
 @dataclass(frozen=True)
 class Looking:
-    """How much is looked at."""
+    """How much to look at."""
 
     images: int
     most_labels: int
     seed: int
     report: Callable[[str], None]  # lines on the progress
 
-
-@dataclass(frozen=True)
-class Shown:
-    """A page before it is written."""
-
-    title: str
-    lead: str
-    facts: tuple[tuple[str, str], ...]
-    sections: tuple[PageSection, ...]
-    pictures: dict[str, tuple[bytes, bytes]]  # by the file's name without its ending: PNG and SVG
-    notes: tuple[str, ...]  # what is damaged
+    def inspect(self, shards: ShardSet, *, store: Store, limit: PixelLimit) -> Overview:
+        """Look at a set."""
+        much = {"images": self.images, "seed": self.seed, "most_labels": self.most_labels}
+        return inspect_shards(shards, store=store, limit=limit, **much)
 
 
 @dataclass
-class _Making:
-    """Pictures on their way to the page."""
+class Shown:
+    """A page in the making; `files`: by name, pictures among them."""
 
-    pictures: dict[str, tuple[bytes, bytes]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    title: str = ""
+    lead: str = ""
+    facts: tuple[tuple[str, str], ...] = ()
+    sections: list[PageSection] = field(default_factory=list)
+    files: dict[str, bytes] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # what is damaged
 
     def picture(self, made: tuple[Picture, Figure] | None, *, prefix: str = "") -> list[PageBlock]:
+        """Draw a picture for the page; none if there is none."""
         if made is None:
             return []
         words, figure = made
         png, svg = rendered(figure)
-        self.pictures[f"{prefix}{words.name}"] = png, svg
+        self.files |= {f"{prefix}{words.name}.png": png, f"{prefix}{words.name}.svg": svg}
         return [PagePicture(words.title, words.caption, words.alt, [PageImage(png, svg)])]
+
+    def write(self, folder: Path, *, command: Literal["show", "figures"]) -> Path:
+        """Write index.html and the files into `folder`, which is made. UserError: they cannot be."""
+        page = render_page(self.title, sections=self.sections, lead=self.lead, facts=self.facts, notes=self.notes)
+        return page.write(folder / INDEX_FILE, command=command, beside=self.files)
 
 
 def show_shards(spec: ShardsSpec, *, store: Store, limit: PixelLimit, looking: Looking) -> Shown:
     """A set of shards, or the splits in a folder; UserError if there are none, or they cannot be opened."""
     splits = splits_below(spec.location, store=store) or {"": spec.location}
-    making = _Making()
     seen: dict[str, Overview] = {}
     for split, location in splits.items():
         opened = open_shards(replace(spec, location=location), damaged="report", store=store, report=looking.report)
-        seen[split] = _inspected(opened, store=store, limit=limit, looking=looking)
-    sections = [
-        _set_section(making, each, title=split or "The set", prefix=f"{_file(split)}_" if split else "")
-        for split, each in seen.items()
-    ]
-    names = dict.fromkeys(each.shards.name for each in seen.values())
-    return Shown(
-        title=f"{' and '.join(names)}: what is in the shards",
+        seen[split] = looking.inspect(opened, store=store, limit=limit)
+    made = Shown(
+        title=f"{' and '.join(dict.fromkeys(each.shards.name for each in seen.values()))}: what is in the shards",
         lead=f"{redacted(spec.location)}, looked at before training.",
         facts=_facts([(split, each.shards) for split, each in seen.items()]),
-        sections=tuple(sections),
-        pictures=making.pictures,
-        notes=tuple(making.notes),
     )
+    for split, each in seen.items():
+        prefix = f"{_file(split)}_" if split else ""
+        made.sections.append(_set_section(made, each, title=split or "The set", prefix=prefix))
+    return made
 
 
 def show_recipe(recipe: Recipe, *, stage: StageName, step: int, looking: Looking) -> Shown:
     """A recipe's stage: a training batch as the model sees it, and both sets; UserError if shards are missing or
     damaged beyond what the recipe allows, or the stage has no such step."""
-    config = recipe.train_stage(stage)
     data = open_data(recipe, stage=stage, report=looking.report)
     # Only now, with a recipe and shards that are good: torch takes seconds.
     from pipeline.pictures.training_batch import stage_steps
@@ -110,57 +106,23 @@ def show_recipe(recipe: Recipe, *, stage: StageName, step: int, looking: Looking
     plan = stage_steps(recipe, stage=stage, data=data)
     if not 0 <= step < plan.total_steps:
         raise UserError(f"--step {step}: {stage} takes {plan.total_steps:,} steps; give 0 to {plan.total_steps - 1:,}")
-    limit = PixelLimit(recipe.data.max_image_pixels)
-    making = _Making()
-    train, held_out = (
-        _inspected(shards, store=data.store, limit=limit, looking=looking) for shards in (data.train, data.eval)
-    )
-    sections = [
-        _model_section(making, recipe, stage=stage, data=data, step=step, held_out=held_out),
-        _set_section(making, train, title="Training set", prefix="train_", image_size=config.image_size),
-        _set_section(making, held_out, title="Held-out set", prefix="eval_", image_size=config.image_size),
-    ]
-    return Shown(
+    limit, size = PixelLimit(recipe.data.max_image_pixels), recipe.train_stage(stage).image_size
+    train, held_out = (looking.inspect(shards, store=data.store, limit=limit) for shards in (data.train, data.eval))
+    made = Shown(
         title=f"{recipe.name}, {stage}: what the model will see",
-        lead=_lead(plan, data, image_size=config.image_size),
+        lead=_lead(plan, data, image_size=size),
         facts=_facts([("train", data.train), ("held out", data.eval)]),
-        sections=tuple(sections),
-        pictures=making.pictures,
-        notes=tuple(making.notes),
     )
-
-
-def write_page(made: Shown, folder: Path, *, command: Literal["show", "figures"]) -> Path:
-    """Write index.html and the pictures into `folder`, which is made; returns the page. UserError: it cannot be."""
-    page = render_page(made.title, sections=made.sections, lead=made.lead, facts=made.facts, notes=made.notes)
-    files: dict[str, bytes] = {INDEX_FILE: (page.html + page_mark(command)).encode()}
-    for name, (png, svg) in made.pictures.items():
-        files |= {f"{name}.png": png, f"{name}.svg": svg}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            with replaced(folder / name, sync="none", writers="several") as beside:
-                beside.write_bytes(content)
-    except OSError as error:
-        raise UserError(
-            f"{folder}: the page cannot be written there ({error.strerror}); give another --output"
-        ) from error
-    return folder / INDEX_FILE
-
-
-def _inspected(shards: ShardSet, *, store: Store, limit: PixelLimit, looking: Looking) -> Overview:
-    return inspect_shards(
-        shards,
-        store=store,
-        images=looking.images,
-        seed=looking.seed,
-        most_labels=looking.most_labels,
-        limit=limit,
-    )
+    made.sections += [
+        _model_section(made, recipe, stage=stage, data=data, step=step, held_out=held_out),
+        _set_section(made, train, title="Training set", prefix="train_", image_size=size),
+        _set_section(made, held_out, title="Held-out set", prefix="eval_", image_size=size),
+    ]
+    return made
 
 
 def _model_section(
-    making: _Making, recipe: Recipe, *, stage: StageName, data: StageData, step: int, held_out: Overview
+    making: Shown, recipe: Recipe, *, stage: StageName, data: StageData, step: int, held_out: Overview
 ) -> PageSection:
     from pipeline.pictures.training_batch import (
         batch_figure,
@@ -187,7 +149,7 @@ def _model_section(
 
 
 def _set_section(
-    making: _Making, seen: Overview, *, title: str, prefix: str, image_size: int | None = None
+    making: Shown, seen: Overview, *, title: str, prefix: str, image_size: int | None = None
 ) -> PageSection:
     shards = seen.shards
     damaged = list(shards.damage)

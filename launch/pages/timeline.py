@@ -13,11 +13,10 @@ import numpy as np
 
 from data_shards.text import show_duration
 from launch.pages.blocks import PageDrawing, PageTable
-from launch.pages.curves import LATEST
-from launch.pages.drawing import text
+from launch.pages.curves import LATEST, text
 from launch.pages.facts import duration_cell, in_per_cent
 from pipeline.runs.events import EventKind
-from pipeline.runs.history import RunHistory, StageHistory
+from pipeline.runs.read import Run, RunStage
 
 _LANES: tuple[tuple[EventKind, str], ...] = (
     ("checkpoint", "checkpoints"),
@@ -67,7 +66,7 @@ class Clock:
         return 100 * self.elapsed(time) / self.shown_seconds if self.shown_seconds > 0 else 0.0
 
 
-def time_line(history: RunHistory, *, title: str = "") -> PageDrawing | None:
+def time_line(history: Run, *, title: str = "") -> PageDrawing | None:
     """The time line of a run; None: it has not begun."""
     spans = {stage.name: _attempts(stage) for stage in history.stages}
     times = [time for attempts in spans.values() for attempt in attempts for time in attempt]
@@ -116,7 +115,7 @@ def time_line(history: RunHistory, *, title: str = "") -> PageDrawing | None:
     return PageDrawing(title, caption, svg, tuple(each for each in _LEGEND if f'class="{each[0]}"' in svg))
 
 
-def event_table(history: RunHistory) -> PageTable | None:
+def event_table(history: Run) -> PageTable | None:
     """What is worth reading of the events, oldest first; None: nothing."""
     found = [(stage.name, event) for stage in history.stages for event in stage.events if event.kind not in _ROUTINE]
     if not found:
@@ -133,7 +132,7 @@ def event_table(history: RunHistory) -> PageTable | None:
     return PageTable(("after", "stage", "step", "what", "said"), rows, title=title, caption=more, folded=True)
 
 
-def _attempts(stage: StageHistory) -> list[tuple[float, float]]:
+def _attempts(stage: RunStage) -> list[tuple[float, float]]:
     """When each attempt began and ended (unix seconds), from its events, or else from its rows."""
     times = np.concatenate([stage.times, [event.time for event in stage.events]])
     times = np.sort(times[(times > 0) & (times < LATEST)])
@@ -177,7 +176,7 @@ def _axis(clock: Clock, *, top: int) -> list[str]:
     return parts
 
 
-def _alt(history: RunHistory, spans: dict[str, list[tuple[float, float]]]) -> str:
+def _alt(history: Run, spans: dict[str, list[tuple[float, float]]]) -> str:
     parts = [
         f"{name} in {len(attempts)} attempt{'s' if len(attempts) > 1 else ''}, "
         f"{show_duration(sum(end - start for start, end in attempts))}"

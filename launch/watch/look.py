@@ -21,7 +21,7 @@ from data_shards.safe_paths import open_inside
 from launch.slurm.commands import Queued, Slurm
 from launch.slurm.records import Submission, read_ends, read_submission
 from pipeline.ranks.heartbeat import Heartbeat, Sightings, heartbeat_file, read_heartbeat
-from pipeline.ranks.time_limit import requeues_needed
+from pipeline.ranks.stopping import requeues_needed
 from pipeline.recipe.vocabulary import SWEEP_FILE
 from pipeline.report.progress import RecentSpeed
 from pipeline.runs.events import Event

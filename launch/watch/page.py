@@ -18,7 +18,7 @@ from rich.text import Text
 
 from data_shards.text import one_line, show_duration
 from launch.slurm.commands import Queued
-from launch.watch.chart import Glyphs, bar, chart
+from launch.terminal_curves import Glyphs, bar, draw_curves
 from launch.watch.look import RankView, RunView, StageView
 from pipeline.runs.events import Event
 
@@ -180,11 +180,19 @@ def _curves(stage: StageView, *, width: int, lines: int, glyphs: Glyphs) -> list
     if width < 60:
         shown = shown[:1]
     each = (width - 2 * (len(shown) - 1)) // len(shown)
+    mark = "" if glyphs == "braille" else "*"
     columns = [
-        [f"{name} {points[-1][1]:.4f}", *chart(points, width=each, height=lines - 1, glyphs=glyphs)]
+        [
+            f"{name} {points[-1][1]:.4f}",
+            *draw_curves([_columns(points)], width=each, height=lines - 1, marks=[mark]),
+        ]
         for name, points in shown
     ]
     return [Text("  ".join(cell.ljust(each) for cell in row).rstrip()) for row in zip(*columns, strict=True)]
+
+
+def _columns(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    return [step for step, _ in points], [value for _, value in points]
 
 
 def _events(events: Sequence[Event], *, width: int, lines: int, now: float) -> list[Text]:

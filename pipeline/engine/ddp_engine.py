@@ -1,6 +1,6 @@
 """ZeRO 0: nothing is sharded, and torch's DistributedDataParallel averages the gradients while they are computed.
 
-Weights and gradients are in the recipe's precision, over float32 masters in half precision (`whole`), so that it
+Weights and gradients are in the recipe's precision, over float32 masters in half precision (`replicated`), so that it
 computes what ZeRO 1 to 3 compute. DeepSpeed's own stage 0 takes 8,687 operations for a step of 24 layers, this about
 20, and no DeepSpeed. Accumulated gradients are sent once a step; one process sends nothing. fp16 scales its loss by
 torch's GradScaler.
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.engine.portable import DDP_FILE
-from pipeline.engine.whole import WholeEngine, WholeState
+from pipeline.engine.replicated import ReplicatedEngine, ReplicatedState
+from pipeline.engine.saved_state.portable import DDP_FILE
 from pipeline.ranks.group import Ranks
 from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig
@@ -28,7 +28,7 @@ _MIB = 1 << 20
 _NEVER = 1_000_000_000
 
 
-class DdpEngine(WholeEngine):
+class DdpEngine(ReplicatedEngine):
     """See `pipeline.engine.protocol.Engine`."""
 
     file, backend = DDP_FILE, "deepspeed"
@@ -50,8 +50,8 @@ class DdpEngine(WholeEngine):
         if config.precision == "fp16":
             self._scaler = torch.amp.GradScaler(device.type, growth_interval=_GROWTH_INTERVAL)
         model = model.to(device)
-        whole = WholeState(model, computes_in=self.input_dtype, optimizer=optimizer, ema=ema, scaler=self._scaler)
-        super().__init__(model, whole=whole, device=device, plan=plan, ranks=ranks)
+        state = ReplicatedState(model, computes_in=self.input_dtype, optimizer=optimizer, ema=ema, scaler=self._scaler)
+        super().__init__(model, state=state, device=device, plan=plan, ranks=ranks)
         self._ddp = None
         if ranks.place.world_size > 1:
             bucket_bytes = config.bucket_elements * self.input_dtype.itemsize
@@ -86,7 +86,7 @@ class DdpEngine(WholeEngine):
         """Accumulated gradients are added up where they are sent from; a single one is copied there, which takes one
         operation of a parameter less than adding it to zeros. The same way from the first step on: the two divide by
         the number of ranks in different ways, of which three or more tell the last bits."""
-        self._whole.clear_gradients(keep_memory=self._ddp is not None and self._accumulation_steps > 1)
+        self._state.clear_gradients(keep_memory=self._ddp is not None and self._accumulation_steps > 1)
 
 
 class InOrder(nn.Module):

@@ -7,13 +7,14 @@ is not finite. Where DeepSpeed 0.19 falls short, this file adds:
 - Its checkpoints are pickles, which it executes, and load only at the world size and ZeRO stage that wrote them: `load`
   reads any of them as data (`portable`) and puts them in place (`masters`).
 - Master weights are made from rounded half-precision ones: they get their exact values back.
-- Its import brings a lot that nothing here uses (`importing`).
+- Its import takes mlflow along, and its first use may compile a kernel of its own (`import_deepspeed`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
@@ -21,17 +22,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.engine.average import WeightAverage, average_file
 from pipeline.engine.flat_step import GradientJudge, reduce_at_once
-from pipeline.engine.frozen import FILE as FROZEN_FILE
-from pipeline.engine.frozen import frozen_weights
-from pipeline.engine.host_copy import Hold
-from pipeline.engine.importing import import_deepspeed
-from pipeline.engine.masters import named_masters, put_average, put_state, round_masters, slots
-from pipeline.engine.portable import DEEPSPEED_FOLDER
 from pipeline.engine.protocol import Flags, StepResult, reduce_flags
-from pipeline.engine.shared import open_shared
-from pipeline.engine.state_files import StateFile, state_file
+from pipeline.engine.saved_state.average import WeightAverage, average_file
+from pipeline.engine.saved_state.frozen import FILE as FROZEN_FILE
+from pipeline.engine.saved_state.frozen import frozen_weights
+from pipeline.engine.saved_state.host_copy import Hold
+from pipeline.engine.saved_state.masters import named_masters, put_average, put_state, round_masters, slots
+from pipeline.engine.saved_state.portable import DEEPSPEED_FOLDER
+from pipeline.engine.saved_state.shared import open_shared
+from pipeline.engine.saved_state.state_files import StateFile, state_file
 from pipeline.engine.weight_norms import Measure, WeightNorms
 from pipeline.engine.zero_config import deepspeed_config, reduces_at_once, takes_flat_step
 from pipeline.optimizers.flat import flat_optimizer, merged
@@ -45,6 +45,23 @@ from pipeline.recipe.stage_plan import StagePlan
 
 _LINEAR = nn.functional.linear  # torch's, which ZeRO 3 replaces in the whole process
 _INPUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def import_deepspeed() -> Any:
+    """DeepSpeed without mlflow, which its autotuner imports (1 CPU second and 110 MB in every rank), and without a
+    search for kernels: the only one it would use is an all-reduce on CPUs that compiles for half a minute and leaves
+    69 MB in /dev/shm for each rank."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    held = {"mlflow": sys.modules.get("mlflow")}
+    sys.modules.update(held)  # None is Python's mark of "cannot be imported"
+    try:
+        import deepspeed
+    finally:
+        if held["mlflow"] is None:
+            del sys.modules["mlflow"]
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    deepspeed.ops.__dict__["__compatible_ops__"] = {}  # kernel's name -> whether it can be had
+    return deepspeed
 
 
 class DeepSpeedEngine:

@@ -6,9 +6,8 @@ import torch
 from torch import nn
 
 from data_shards.errors import UserError
-from pipeline.engine.frozen import freeze
 from pipeline.engine.protocol import Engine
-from pipeline.optimizers.eager import keep_compiler_out
+from pipeline.engine.saved_state.frozen import freeze
 from pipeline.ranks.group import Ranks
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import StagePlan
@@ -23,7 +22,6 @@ def open_engine(recipe: Recipe, *, stage: StageName, plan: StagePlan, model: nn.
     config = recipe.train_stage(stage)
     optimizer, ema = config.optimizer, config.ema
     freeze(model, optimizer.frozen, key=f"stages.{stage}.optimizer.frozen")
-    keep_compiler_out()
     match recipe.engine.backend:
         case "deepspeed" if recipe.engine.zero_stage == 0:
             from pipeline.engine.ddp_engine import DdpEngine

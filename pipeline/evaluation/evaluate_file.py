@@ -37,7 +37,7 @@ from pipeline.using.predict import Predictor, open_predictor
 
 @dataclass(frozen=True)
 class ModelEvaluated:
-    """What `evaluate_model` returns, the same on every process."""
+    """Result of `evaluate_model`, equal on every process."""
 
     evaluation: Evaluation
     origin: str  # of the model
@@ -53,7 +53,7 @@ class ModelEvaluated:
 
 
 class NoPeers:
-    """An exchange of a process that is alone."""
+    """Exchange of a single process."""
 
     place = Place()
 
@@ -77,7 +77,7 @@ class _Damaged:
 
 @dataclass(frozen=True)
 class _AsEngine:
-    """A predictor, as an evaluation sees an engine."""
+    """A predictor with the engine interface that an evaluation needs."""
 
     device: torch.device
     input_dtype: torch.dtype

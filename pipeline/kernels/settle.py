@@ -19,9 +19,8 @@ from data_shards.errors import UserError
 from model.positions.relative_attention import RelativeAttention
 from pipeline.kernels.attention import AttentionCase, attention_kernels
 from pipeline.kernels.cache import keep_compiled_code
-from pipeline.kernels.compiled_blocks import CompiledBlocks, compile_blocks, transformer_blocks, why_not_compiled
+from pipeline.kernels.compiled_blocks import CompiledBlocks, compile_blocks, why_not_compiled
 from pipeline.kernels.determinism import deterministic_algorithms, repeats_bits
-from pipeline.kernels.fp8 import use_fp8
 from pipeline.kernels.precision import fp32_products
 from pipeline.recipe.schema import EngineConfig, Recipe
 from pipeline.recipe.vocabulary import StageName
@@ -63,7 +62,6 @@ def settled_kernels(
             chosen = settings.enter_context(attention_kernels(cases, asked=engine.attention))
             notes += [each.describe() for each in chosen]
             tags["shardvit.attention"] = "/".join(dict.fromkeys(each.kernel for each in chosen))
-            use_fp8(transformer_blocks(model), scaling=engine.experimental.fp8, device=device)
         compiled, why_not = _compiled(recipe, stage=stage, model=model, run=run, device=device)
         if compiled:
             tags["shardvit.compile"] = "blocks"

@@ -18,7 +18,7 @@ from typing import Literal
 
 from data_shards.durable import break_links
 from data_shards.safe_paths import read_inside
-from pipeline.ranks.pid import process_started, this_machine
+from pipeline.ranks.process import process_started, this_machine
 
 State = Literal["running", "left", "failed", "ended"]
 """left: in good order; failed: by an exception; ended: it ended the run because of another rank, and said so."""

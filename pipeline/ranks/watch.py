@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 
 from data_shards.durable import make_folders
-from pipeline.ranks.gone import (
+from pipeline.ranks.dead_ranks import (
     LEAVE_SECONDS,
     NEWS_FILE,
     failure,
@@ -50,8 +50,8 @@ from pipeline.ranks.heartbeat import (
     read_heartbeat,
     write_heartbeat,
 )
-from pipeline.ranks.pid import describe_process, process_started, this_machine
 from pipeline.ranks.place import Place
+from pipeline.ranks.process import describe_process, process_started, this_machine
 from pipeline.ranks.stacks import DUMP_SIGNAL, StackDumps, is_whole, main_thread_waits, stack_excerpt, stack_file
 
 _WRITE_SECONDS, _FILES_PER_SECOND = 2.0, 32

@@ -19,10 +19,10 @@ from data_shards.errors import UserError
 from data_shards.loading.batch import Fault
 from data_shards.text import counted
 from pipeline.checkpoint.train_state import TrainState
-from pipeline.ranks.gone import peer_is_gone
+from pipeline.ranks.dead_ranks import peer_is_gone
 from pipeline.ranks.phases import Phases
+from pipeline.ranks.process import WORTH_A_WORD
 from pipeline.ranks.stopping import Stopped
-from pipeline.ranks.threads import WORTH_A_WORD
 from pipeline.recipe.stage_plan import StagePlan
 from pipeline.recipe.vocabulary import EVENTS_FILE, METRICS_FILE, StageName
 from pipeline.report.best import AVERAGES_SCORES, SCORES, show_score

@@ -27,7 +27,7 @@ from model.regularisation import Regularisation
 from model.saved import build_from_saved, load_model, save_model
 from model.vocabulary import HeadKind
 from pipeline.checkpoint.train_state import TrainState
-from pipeline.engine.frozen import freeze
+from pipeline.engine.saved_state.frozen import freeze
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import FinetuneStage, MaskedPatchStage, PretrainStage, TrainStage
 from pipeline.recipe.vocabulary import StageName

@@ -47,7 +47,7 @@ from pipeline.transfer.shots import Int64s, choose_shots
 
 @dataclass(frozen=True)
 class FewShotContext:
-    """What the stage gives to all of its few-shot sets."""
+    """The stage, as its few-shot sets need it."""
 
     engine: Engine
     ranks: Ranks
@@ -249,7 +249,7 @@ class _DecodedPart:
         )
 
     def _batches(self) -> Generator[Batch]:
-        """All of them; where reading fails, empty ones that count for nothing, since other ranks wait."""
+        """Yield all batches; after a read error empty ones that do not count, since other ranks wait."""
         yield from self._kept
         number, workers = len(self._kept), self._context.workers
         try:
@@ -272,7 +272,7 @@ class _DecodedPart:
 
 
 def _own(batch: Batch) -> Batch:
-    """Not in memory that it shares with a worker process, of which there is little."""
+    """Copy a batch out of the scarce memory shared with a worker process."""
     return replace(batch, images=batch.images.clone()) if batch.images.is_shared() else batch
 
 
@@ -287,7 +287,7 @@ def few_shot_evaluation(
     watch: Watch,
     say: Callable[[str], None],
 ) -> Callable[[int], dict[str, float]]:
-    """What measures the sets that are due after a step, of the weights that become the stage's model; see
+    """Return a function that measures the sets due after a step, on the weights that become the stage's model; see
     `during_training`. Collective, as is what it returns; UserError as `open_few_shot`."""
     if not few_shot_of(context.recipe, stage=stage):
         return lambda step: {}

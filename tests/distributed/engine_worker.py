@@ -15,7 +15,7 @@ from model import build
 from model.init import initialise
 from pipeline.engine.late_metrics import LateMetrics
 from pipeline.engine.open import open_engine
-from pipeline.engine.state_files import write_file
+from pipeline.engine.saved_state.state_files import write_file
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.place import Place
 from pipeline.recipe.optimizer import Schedule

@@ -30,8 +30,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.checking.near_duplicates.collection import Collection, UnreadablePart, UnreadNow
-from data_shards.checking.near_duplicates.perceptual_hash import NUM_WORDS, WHOLE, hash_windows
-from data_shards.checking.near_duplicates.thumbnail import THUMBNAIL_PIXELS, thumbnail
+from data_shards.checking.near_duplicates.perceptual_hash import (
+    NUM_WORDS,
+    THUMBNAIL_PIXELS,
+    WHOLE,
+    hash_windows,
+    thumbnail,
+)
 from data_shards.durable import replaced
 from data_shards.errors import UnreadableImage
 from data_shards.images.decode import PixelLimit, read_image, read_reduced

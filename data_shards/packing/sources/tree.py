@@ -1,8 +1,4 @@
-"""Files by path, in a folder or in archives: what the readers of published data sets look into.
-
-A tree is listed once. Its images are read where they lie, by `FileImages` or `ArchiveImages`; small files (lists of
-labels) are read whole.
-"""
+"""List the files in a folder or in archives, for the readers of published data sets."""
 
 from __future__ import annotations
 
@@ -124,7 +120,7 @@ class ArchiveImages:
 
 
 def open_tree(path: Path, *, unpacking: Unpacking) -> Tree:
-    """The files in a folder, or in an archive. Raises UserError if it is neither, or cannot be read."""
+    """List a folder or an archive. Raises UserError if it is neither, or cannot be read."""
     if path.is_dir():
         return FolderTree(path, walk_files(Path(os.path.abspath(path)).parent, start=Path(os.path.abspath(path)).name))
     if not is_archive(path):
@@ -133,7 +129,7 @@ def open_tree(path: Path, *, unpacking: Unpacking) -> Tree:
 
 
 def is_archive(path: Path) -> bool:
-    """By its name, and there."""
+    """True for an existing file that is named as an archive."""
     return path.name.lower().endswith(SUFFIXES) and path.is_file()
 
 

@@ -28,7 +28,6 @@ from launch.local.env import paths_file
 from launch.target import INDEX_FILE, Force, demand_target, page_mark
 
 if TYPE_CHECKING:
-    from launch.pages.shards_page import Shown
     from pipeline.recipe.schema import Recipe
     from pipeline.recipe.vocabulary import StageName
 
@@ -102,7 +101,7 @@ def show(
         given |= {"--max-image-pixels": max_image_pixels != USUAL_MOST_PIXELS}
         _refuse(given, to=f"{what}, which is a recipe: it has keys for that")
 
-    from launch.pages.shards_page import Looking, show_recipe, show_shards, write_page
+    from launch.pages.shards_page import Looking, show_recipe, show_shards
 
     looking = Looking(images=images, most_labels=labels, seed=seed, report=_report)
     if recipe is None:
@@ -116,7 +115,7 @@ def show(
             raise UserError(f"--cache, --cache-limit: {what} is local and is not copied; leave them out")
         limit_bytes = size_bytes("--cache-limit", cache_limit) or CacheConfig.limit_bytes
         cached = None if is_local(what) else CacheConfig(cache or default_cache_folder(), limit_bytes=limit_bytes)
-        made: Shown = show_shards(
+        made = show_shards(
             ShardsSpec(what, label=label, kind="multi" if multi_label else "single", classes=classes),
             store=Store(cached, retry=RetryPolicy(give_up_seconds=_GIVE_UP_SECONDS)),
             limit=pixel_limit(max_image_pixels),
@@ -124,7 +123,7 @@ def show(
         )
     else:
         made = show_recipe(recipe, stage=_stage(recipe, stage), step=step or 0, looking=looking)
-    page = write_page(made, output, command="show")
+    page = made.write(output, command="show")
     for line in made.notes:
         _report(f"note: {line}")
     print(page)

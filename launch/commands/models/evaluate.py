@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from data_shards.errors import UserError
 from data_shards.text import one_line, table
 from data_shards.vocabulary import USUAL_MOST_PIXELS, EvalProtocol
-from launch.evaluation.exchanged import read_result, write_request
+from launch.evaluation.rank import read_result, write_request
 from launch.flags import (
     Device,
     MaxImagePixels,

@@ -131,7 +131,7 @@ class TransferOptions:
 
 def transfer(
     model: Path,
-    source: str,
+    source: Annotated[str, Parameter(help="TRAIN_SHARDS, or TABLE.yaml")],
     eval_shards: str | None = None,
     /,
     *,

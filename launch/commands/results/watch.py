@@ -16,7 +16,7 @@ from pipeline.recipe.vocabulary import SWEEP_FILE
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from launch.watch.chart import Glyphs
+    from launch.terminal_curves import Glyphs
     from launch.watch.look import Watcher
 
 _LEAST_SECONDS = 0.2

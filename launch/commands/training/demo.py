@@ -93,9 +93,9 @@ def demo(
         folders.append(run.folder)
     transferred, scratch = folders
     print(f"\n{comparison(transferred, scratch=scratch)}\n\n{next_commands(choice, runs_root=runs)}\n", flush=True)
-    from launch.commands.results.report import report_beside
+    from launch.pages.sections import write_beside
 
-    print(f"report  {report_beside(transferred, others=[scratch])}")
+    print(f"report  {write_beside(transferred, others=[scratch])}")
     return 0
 
 

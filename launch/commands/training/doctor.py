@@ -11,12 +11,12 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from launch.doctor.findings import Check, Diagnosis
-from launch.flags import CacheFolder, JsonFlag
+from launch.flags import JsonFlag
 from launch.local.env import num_gpus, tracking_uri, without_place
 from launch.local.output import say
 from pipeline.ranks.start_clock import StartClock
 
-_LEFT_OUT = ("imports", "arithmetic", "decoding", "all-reduce")
+_LEFT_OUT = ("imports", "arithmetic", "decoding", "all-reduce", "collect_env", "ds_report")
 
 
 def doctor(
@@ -25,16 +25,15 @@ def doctor(
         bool, Parameter(negative="", help="Leave out what is tried in child processes: a second in all.")
     ] = False,
     runs: Annotated[Path, Parameter(help="Folder of all runs, whose disk is checked.")] = Path("runs"),
-    cache: CacheFolder = None,
     as_json_text: JsonFlag = False,
 ) -> int:
     """Say what this machine can run: each finding with a verdict and what to do.
 
-    Python, cores, memory, disks and limits; the packages, against what
+    Python, cores, memory, disk and shared memory; the packages, against what
     shardvit asks for; GPUs, driver, and arithmetic in bf16; an all-reduce of
-    two processes, on gloo and NCCL; MLflow's server; SLURM, ssh. Nothing is
-    changed. A library that crashes or hangs is reported, with its signal or
-    time-out. In a batch job it says what that job was given.
+    two processes, on gloo and NCCL; MLflow's server. Nothing is changed. A
+    library that crashes or hangs is reported, with its signal or time-out.
+    What torch's collect_env and DeepSpeed's ds_report say comes first.
 
     Verdicts: fine; note (it works, but read on); problem; absent (not here,
     which may well be right). Exit code 1 if there is a problem. It takes half a
@@ -49,16 +48,13 @@ def doctor(
     """
     import json
 
-    from data_shards.store.cache import default_cache_folder
-
     with closing(StartClock("doctor", say=say, part="looking around")) as clock:
-        folder = cache or default_cache_folder()
-        diagnosis = examine(runs=runs, cache=folder, depth="quick" if quick else "all", clock=clock)
+        diagnosis = examine(runs=runs, depth="quick" if quick else "all", clock=clock)
     print(json.dumps(diagnosis.as_json(), indent=1) if as_json_text else diagnosis.as_text())
     return diagnosis.exit_code
 
 
-def examine(*, runs: Path, cache: Path, depth: Literal["all", "quick"], clock: StartClock) -> Diagnosis:
+def examine(*, runs: Path, depth: Literal["all", "quick"], clock: StartClock) -> Diagnosis:
     """All checks; "quick" leaves out those in child processes. `clock` is told each that may last."""
     from launch.doctor import gpus, libraries, machine, network, probe
 
@@ -67,45 +63,41 @@ def examine(*, runs: Path, cache: Path, depth: Literal["all", "quick"], clock: S
     devices, visible = num_gpus({}), num_gpus()
     tried: Mapping[str, Sequence[Check]] = {}
     backends: tuple[probe.Backend, ...] = ()
+    reports: Mapping[str, str] = {}
     if depth == "all":
         tried = probe.try_parts(tuple(probe.PARTS), environment=environment, clock=clock)
         backends = ("gloo", "nccl") if visible > 1 else ("gloo",)
+        clock.set_status("asking collect_env and ds_report")
+        reports = probe.full_reports(environment=environment)
 
-    def look_at_libraries() -> Sequence[Check]:
-        imports = {name: checks for name, checks in tried.items() if name.startswith("import:")}
-        loaded = ", ".join(name.removeprefix("import:") for name, checks in imports.items() if not checks)
-        return [
+    def of(*parts: str) -> list[Check]:
+        return [check for name in parts for check in tried.get(name, ())]
+
+    imports = [name for name in tried if name.startswith("import:")]
+    loaded = ", ".join(name.removeprefix("import:") for name in imports if not tried[name])
+    looks: dict[str, Callable[[], Sequence[Check]]] = {
+        "machine": lambda: machine.machine_checks(runs=runs, gpus=visible, pythons=libraries.read_requirements()[0]),
+        "libraries": lambda: [
             *libraries.library_checks(libraries.read_requirements()[1]),
             *([Check("imports", "fine", loaded)] if loaded else []),
-            *(check for name in (*imports, "decoders") for check in tried.get(name, ())),
-        ]
-
-    looks: dict[str, Callable[[], Sequence[Check]]] = {
-        "machine": lambda: machine.machine_checks(
-            runs=runs, cache=cache, gpus=visible, pythons=libraries.read_requirements()[0]
-        ),
-        "libraries": look_at_libraries,
+            *of(*imports, "decoders"),
+        ],
         "GPUs and arithmetic": lambda: [
             gpus.check_gpus(devices=devices, visible=visible),
-            *(check for name in ("torch", "arithmetic") for check in tried.get(name, ())),
+            *of("torch", "arithmetic"),
         ],
         "network": lambda: [
             *(check for each in backends for check in probe.try_all_reduce(each, environment=environment)),
             network.check_tracking(tracking_uri(form="any")),
         ],
-        "cluster": network.cluster_checks,
     }
     checks: dict[str, Sequence[Check]] = {}
     for subject, look in looks.items():
         clock.set_status(f"looking at the {subject}")
-        checks[subject] = _guarded(subject, look)
-    return Diagnosis(checks, left_out=_LEFT_OUT if depth == "quick" else (), seconds=time.monotonic() - begin)
-
-
-def _guarded(subject: str, look: Callable[[], Sequence[Check]]) -> Sequence[Check]:
-    """The checks, or one that says why they could not be made."""
-    try:
-        return look()
-    except Exception as error:  # noqa: BLE001 - whatever is odd about a machine, the other checks are made
-        said = f"{type(error).__name__}: {error}"
-        return [Check(subject, "problem", f"the doctor failed: {said}", "please report it, with what is special here")]
+        try:
+            checks[subject] = look()
+        except Exception as error:  # noqa: BLE001 - whatever is odd about a machine, the other checks are made
+            said = f"the doctor failed: {type(error).__name__}: {error}"
+            checks[subject] = [Check(subject, "problem", said, "please report it, with what is special here")]
+    left_out = _LEFT_OUT if depth == "quick" else ()
+    return Diagnosis(checks, left_out=left_out, seconds=time.monotonic() - begin, reports=reports)

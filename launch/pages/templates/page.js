@@ -158,7 +158,7 @@
   for (const group of groups) {
     const root = document.querySelector(`.charts[data-group="${group.key}"]`);
     if (!root) continue;
-    const state = {x: "i", range: null, smooth: 0, at: null, drawn: false};
+    const state = {x: "i", range: null, smooth: 0, at: null};
     const views = [];
     for (const chart of group.charts) {
       const figure = root.querySelector(`figure[data-chart="${chart.key}"]`);
@@ -302,14 +302,13 @@
     }
 
     function drawAll() {
-      state.drawn = true;
       root.querySelector(".reset").disabled = state.range === null;
       views.forEach(draw);
     }
 
     function pointAll(at) {
       state.at = at;
-      if (!state.drawn) drawAll(); else views.forEach(point);
+      views.forEach(point);
     }
 
     function zoom(range) {
@@ -326,9 +325,7 @@
         const [x0, x1] = view.domain;
         return Math.min(x1, Math.max(x0, x0 + (x - view.left) / (view.width - view.left - RIGHT) * (x1 - x0)));
       };
-      const ready = () => { if (!state.drawn) drawAll(); };
       svg.addEventListener("pointermove", event => {
-        ready();
         const at = data(event);
         pointAll(at);
         if (from !== null) {
@@ -338,7 +335,6 @@
       });
       svg.addEventListener("pointerdown", event => {
         if (event.pointerType === "touch" || event.button) return;
-        ready();
         from = data(event);
         svg.setPointerCapture(event.pointerId);
       });
@@ -354,7 +350,6 @@
       svg.addEventListener("dblclick", () => zoom(null));
       svg.tabIndex = 0;
       svg.addEventListener("keydown", event => {
-        ready();
         const xs = chart.series.length ? chart.series[0][state.x] : [];
         const [x0, x1] = view.domain;
         const move = {ArrowRight: 1, ArrowLeft: -1, PageUp: 10, PageDown: -10}[event.key];
@@ -383,7 +378,6 @@
         button.setAttribute("aria-label", wide ? "smaller" : "larger");
         view.width = wide ? Math.max(WIDTH, Math.round(view.figure.clientWidth)) : WIDTH;
         view.height = wide ? Math.max(HEIGHT, Math.min(460, Math.round(view.width * 0.45))) : HEIGHT;
-        ready();
         draw(view);
       });
       view.figure.querySelector("figcaption").appendChild(button);
@@ -395,5 +389,6 @@
       radio.addEventListener("change", () => { state.x = radio.value; state.at = null; zoom(null); });
     tools.querySelector("input[type=range]").addEventListener("input", event => { state.smooth = Number(event.target.value); drawAll(); });
     tools.querySelector(".reset").addEventListener("click", () => zoom(null));
+    drawAll();
   }
 })();

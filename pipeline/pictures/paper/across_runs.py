@@ -16,8 +16,8 @@ from data_shards.text import counted
 from pipeline.pictures.evaluated import percent
 from pipeline.pictures.paper.measured_runs import CostPoint, FewShotPoint, cost_points, few_shot_points
 from pipeline.pictures.style import DASHES, SERIES, draw_level, new_figure
-from pipeline.runs.history import RunHistory
 from pipeline.runs.pictures import Cell, Picture
+from pipeline.runs.read import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +40,7 @@ class FigureOfRuns:
     table: dict[str, list[Cell]]
 
 
-def few_shot_over_size(runs: Sequence[RunHistory]) -> FigureOfRuns | None:
+def few_shot_over_size(runs: Sequence[Run]) -> FigureOfRuns | None:
     """Few-shot accuracy over the size of pre-training; None: no run has measured any.
 
     Where runs of one model were pre-trained on sets of different sizes, a line is a model over these sizes, each run at
@@ -96,7 +96,7 @@ def few_shot_over_size(runs: Sequence[RunHistory]) -> FigureOfRuns | None:
     return FigureOfRuns(picture, figure, _table(points, heads))
 
 
-def transfer_over_cost(runs: Sequence[RunHistory]) -> FigureOfRuns | None:
+def transfer_over_cost(runs: Sequence[Run]) -> FigureOfRuns | None:
     """Accuracy after transfer over the FLOPs of pre-training; None: no run has both.
 
     A run without pre-training is a dashed line; one that was pre-trained elsewhere is in the table alone.
@@ -153,7 +153,7 @@ def _table(points: Sequence[FewShotPoint | CostPoint], heads: Mapping[str, str])
     return {**columns, heads["top1"]: [round(100 * each.top1, 2) for each in points]}
 
 
-def _named(runs: Sequence[RunHistory]) -> list[tuple[str, RunHistory]]:
+def _named(runs: Sequence[Run]) -> list[tuple[str, Run]]:
     """Each run with its name, or with its path where two have one name."""
     names = [run.name for run in runs]
     return [(str(run.folder.path) if names.count(run.name) > 1 else run.name, run) for run in runs]

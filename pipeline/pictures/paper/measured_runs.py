@@ -23,7 +23,7 @@ from model.counting.flops import account
 from model.saved import SavedModelMeta
 from pipeline.pictures.style import plain
 from pipeline.recipe.vocabulary import DATA_FILE, StageName
-from pipeline.runs.history import RunHistory, StageHistory
+from pipeline.runs.read import Run, RunStage
 from pipeline.transfer.results import TransferRecord, score_name, transfer_records
 
 PRETRAINING: tuple[StageName, ...] = ("masked_patch", "pretrain")
@@ -63,7 +63,7 @@ class CostPoint:
     top1: float
 
 
-def few_shot_points(run: RunHistory, *, name: str) -> Iterator[FewShotPoint]:
+def few_shot_points(run: Run, *, name: str) -> Iterator[FewShotPoint]:
     """All of a run, called `name`, by images seen; a moment that was measured twice has one point."""
     stage = run.stage("pretrain")
     found: dict[tuple[str, int, int], float] = {}
@@ -84,7 +84,7 @@ def few_shot_points(run: RunHistory, *, name: str) -> Iterator[FewShotPoint]:
         yield FewShotPoint(plain(name), model, plain(data_set), shots, seen, images, value)
 
 
-def cost_points(run: RunHistory, *, name: str) -> Iterator[CostPoint]:
+def cost_points(run: Run, *, name: str) -> Iterator[CostPoint]:
     """All of a run, called `name`: fine-tuning's, then what was measured of the pre-trained model."""
     if run.recipe is None:
         return
@@ -124,7 +124,7 @@ def cost_points(run: RunHistory, *, name: str) -> Iterator[CostPoint]:
                 yield point(_measure(record, score_name(score)), score.value)
 
 
-def model_name(run: RunHistory) -> str:
+def model_name(run: Run) -> str:
     """A few words: the variant, or sizes."""
     if run.recipe is None:
         return "?"
@@ -147,7 +147,7 @@ def _measure(record: TransferRecord, name: str) -> str:
     return plain(name.replace("_", " ")) if record.command != "transfer" else plain(f"{record.name}: {name}")
 
 
-def _records(run: RunHistory, *, stages: tuple[StageName, ...]) -> list[TransferRecord]:
+def _records(run: Run, *, stages: tuple[StageName, ...]) -> list[TransferRecord]:
     return [each for each in transfer_records(run.folder.path) if each.stage in stages]
 
 
@@ -155,7 +155,7 @@ def _is_share(value: float) -> bool:
     return math.isfinite(value) and 0 <= value <= 1
 
 
-def _training_images(stage: StageHistory | None) -> int | None:
+def _training_images(stage: RunStage | None) -> int | None:
     """Of the set that a stage began with."""
     try:
         assert stage is not None
@@ -166,7 +166,7 @@ def _training_images(stage: StageHistory | None) -> int | None:
         return None
 
 
-def _exaflops(run: RunHistory, stage: StageHistory) -> float | None:
+def _exaflops(run: Run, stage: RunStage) -> float | None:
     """Of a stage so far; None: stage.json does not say what its model is."""
     try:
         meta = SavedModelMeta.model_validate(stage.record.model)
@@ -183,7 +183,7 @@ def _exaflops(run: RunHistory, stage: StageHistory) -> float | None:
     return stage.record.images_seen * cost.training_flops / _EXA
 
 
-def held_out_name(run: RunHistory, *, stage: StageName) -> str:
+def held_out_name(run: Run, *, stage: StageName) -> str:
     """What the recipe calls a stage's held-out set: the last two folders of its place."""
     config = getattr(run.recipe.stages, stage) if run.recipe else None
     named = getattr(config, "eval", None)

@@ -84,9 +84,7 @@ def test_a_finding_that_says_nothing_of_what_to_do_is_our_own_mistake(verdict):
 
 def test_quick_on_this_machine(tmp_path: Path):
     code = "import sys; from launch.commands.training.doctor import doctor; from pathlib import Path\n"
-    code += (
-        f"code = doctor(quick=True, runs=Path({str(tmp_path)!r}), cache=Path({str(tmp_path)!r}), as_json_text=True)\n"
-    )
+    code += f"code = doctor(quick=True, runs=Path({str(tmp_path)!r}), as_json_text=True)\n"
     code += "assert not {'torch', 'deepspeed', 'mlflow'} & set(sys.modules); sys.exit(code)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
@@ -94,9 +92,9 @@ def test_quick_on_this_machine(tmp_path: Path):
     content = json.loads(done.stdout)
     assert done.returncode == (0 if content["ok"] else 1), done.stderr
     checks = {check["name"]: check for check in content["checks"]}
-    assert {"Python", "cores", "/dev/shm", "packages", "GPUs", "MLflow", "SLURM", "ssh, pdsh"} <= set(checks)
+    assert {"Python", "cores", "/dev/shm", "packages", "GPUs", "MLflow"} <= set(checks)
     # What must be right wherever these tests run.
-    for name in ("Python", "packages", "torch and torchvision", "MLflow"):
+    for name in ("Python", "packages", "MLflow"):
         assert checks[name]["verdict"] == "fine", checks[name]
     assert not any("the doctor failed" in check["found"] for check in content["checks"])
     assert content["left_out"] and "arithmetic" not in checks and not list(tmp_path.iterdir())
@@ -114,10 +112,9 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     app.command(doctor)
     assert app(["doctor", "--json", "--runs", str(tmp_path)], exit_on_error=False) == 1
     assert json.loads(capsys.readouterr().out)["problems"] == 1
-    assert app(["doctor", "--quick", "--cache", "c"], exit_on_error=False) == 1
+    assert app(["doctor", "--quick"], exit_on_error=False) == 1
     assert capsys.readouterr().out.endswith("doctor: 1 problem (12.0 s)\n")
     assert [(each["depth"], each["runs"]) for each in asked] == [("all", tmp_path), ("quick", Path("runs"))]
-    assert asked[1]["cache"] == Path("c") and str(asked[0]["cache"]).rpartition("/")[2].startswith("shardvit-cache-")
 
 
 def test_a_look_that_fails_is_a_finding_and_the_others_are_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -125,11 +122,11 @@ def test_a_look_that_fails_is_a_finding_and_the_others_are_made(monkeypatch: pyt
         raise OSError("a file of /proc is odd")
 
     monkeypatch.setattr("launch.doctor.machine.machine_checks", broken)
-    made = examine(runs=tmp_path, cache=tmp_path, depth="quick", clock=StartClock())
-    assert list(made.checks) == ["machine", "libraries", "GPUs and arithmetic", "network", "cluster"]
+    made = examine(runs=tmp_path, depth="quick", clock=StartClock())
+    assert list(made.checks) == ["machine", "libraries", "GPUs and arithmetic", "network"]
     [check] = made.checks["machine"]
     assert check.verdict == "problem" and check.found.endswith("OSError: a file of /proc is odd")
-    assert made.exit_code == 1 and len(made.checks["libraries"]) > 1
+    assert made.exit_code == 1 and made.checks["libraries"]
 
 
 def stand_in_for_children(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -144,6 +141,7 @@ def stand_in_for_children(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(
         "launch.doctor.probe.try_all_reduce", lambda backend, environment: tried.append(backend) or [PROBLEM]
     )
+    monkeypatch.setattr("launch.doctor.probe.full_reports", lambda environment: {"ds_report": "torch version .. 2.15"})
     return tried
 
 
@@ -157,23 +155,25 @@ def test_gpus_are_counted_with_and_without_what_hides_them(
     monkeypatch.setattr(
         "launch.doctor.gpus.check_gpus", lambda devices, visible: asked.append((devices, visible)) or FINE
     )
-    examine(runs=tmp_path, cache=tmp_path, depth="all", clock=StartClock())
+    examine(runs=tmp_path, depth="all", clock=StartClock())
     assert asked == [(8, visible)] and tried == backends
 
 
 def test_all_parts_are_tried_and_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Without the children: whatever part is missing is told as a problem, never left out."""
     stand_in_for_children(monkeypatch)
-    made = examine(runs=tmp_path, cache=tmp_path, depth="all", clock=StartClock())
+    made = examine(runs=tmp_path, depth="all", clock=StartClock())
     problems = {check.name for checks in made.checks.values() for check in checks if check.found == "gone"}
     assert {"torch and CUDA", "arithmetic", "decoding", "import deepspeed", "import torchvision"} <= problems
     assert PROBLEM in made.checks["network"] and made.left_out == ()
+    assert made.as_text().startswith("ds_report\n  torch version .. 2.15\n\nmachine")
+    assert made.as_json()["reports"] == {"ds_report": "torch version .. 2.15"}
 
 
 def test_what_can_be_imported_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     stand_in_for_children(monkeypatch)
     results = {"import:timm": [], "import:mlflow": [], "import:deepspeed": [PROBLEM]}
     monkeypatch.setattr("launch.doctor.probe.try_parts", lambda parts, environment, clock: results)
-    made = examine(runs=tmp_path, cache=tmp_path, depth="all", clock=StartClock())
+    made = examine(runs=tmp_path, depth="all", clock=StartClock())
     assert Check("imports", "fine", "timm, mlflow") in made.checks["libraries"]
     assert PROBLEM in made.checks["libraries"]

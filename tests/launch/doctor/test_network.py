@@ -1,4 +1,4 @@
-"""MLflow's server, on loopback; SLURM and the remote shells, from commands and answers that the test makes up."""
+"""MLflow's server, on loopback."""
 
 import http.server
 import threading
@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from launch.doctor.child import Answer
-from launch.doctor.network import check_tracking, cluster_checks
+from launch.doctor.network import check_tracking
 
 
 @pytest.fixture
@@ -63,37 +62,3 @@ def test_other_stores(uri: str | None, verdict: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("launch.doctor.network._status", lambda url: pytest.fail("nothing is to be asked"))
     check = check_tracking(uri)
     assert check.verdict == verdict and "secret" not in check.found
-
-
-SLURM = frozenset({"sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo"})
-
-
-def cluster(commands: frozenset[str], *, sinfo: Answer | None = None):
-    def run(command: tuple[str, ...], *, limit_seconds: float) -> Answer:
-        assert command[0] == "sinfo" and sinfo is not None
-        return sinfo
-
-    found = cluster_checks(which=lambda name: f"/bin/{name}" if name in commands else None, run=run)
-    return {check.name: check for check in found}
-
-
-@pytest.mark.parametrize(
-    ("commands", "sinfo", "verdict", "words"),
-    [
-        (frozenset(), None, "absent", "not on PATH"),
-        (SLURM - {"sbatch"}, None, "note", "sbatch missing"),
-        (SLURM, Answer(0, "gpu*\nold\n", "", 10), "fine", "partitions gpu*, old"),
-        (SLURM, Answer(1, "", "Unable to contact slurm controller\n", 10), "note", "Unable to contact slurm"),
-        (SLURM, Answer(None, "", "", 10), "note", "did not end within 10 seconds"),
-        (SLURM, Answer(0, "", "", 10), "note", "no partitions"),
-    ],
-)
-def test_slurm(commands: frozenset[str], sinfo: Answer | None, verdict: str, words: str):
-    check = cluster(commands, sinfo=sinfo)["SLURM"]
-    assert check.verdict == verdict and words in check.found
-
-
-def test_remote_shells():
-    assert cluster(frozenset({"ssh"}))["ssh, pdsh"].found == "ssh"
-    assert cluster(frozenset({"ssh", "pdsh"}))["ssh, pdsh"].found == "pdsh and ssh"
-    assert cluster(frozenset())["ssh, pdsh"].verdict == "absent"

@@ -37,7 +37,7 @@ class Cluster:
         return Ready("10.0.0.1", {})
 
     def run_there(self, launch: Launch, fleet: Fleet, ready: Ready, *, variables: dict[str, str]) -> int:
-        assert (fleet, ready.address, launch.local.processes) == (FLEET, "10.0.0.1", 4)
+        assert (fleet, ready.address, launch.processes) == (FLEET, "10.0.0.1", 4)
         self.log.append(f"{' '.join(launch.stages)} there")
         return self.machine.start(launch)
 

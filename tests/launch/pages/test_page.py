@@ -101,7 +101,7 @@ def test_data_for_the_script_cannot_end_it() -> None:
 
 def test_too_many_pictures_become_smaller_until_the_page_is_below_its_limit() -> None:
     pictures = [PagePicture(f"p{n}", "", "", [PageImage(png(side=900, noise=True))]) for n in range(4)]
-    assert sum(len(each.images[0].png) for each in pictures) > 1.9 * MOST_BYTES
+    assert sum(len(each.images[0].raster) for each in pictures) > 1.9 * MOST_BYTES
     page = render_page("x", sections=[PageSection("x", pictures)])
     assert len(page.html.encode()) < MOST_BYTES and page.notes == ()
     assert page.html.count("<img ") == 4 and "data:image/webp" in page.html

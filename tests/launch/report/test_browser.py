@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.commands.results.report import write_report
-from pipeline.runs.history import read_history
+from launch.pages.sections import write_runs
+from pipeline.runs.read import read_run
 from tests.launch.report.browser import FONT_SETS, Browser, font_config, open_browser, program
 from tests.launch.report.runs import HOSTILE, make_hostile, make_run
 
@@ -67,9 +67,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     other = make_run(root, "other", overrides=("seed=1", "stages.pretrain.optimizer.lr=0.001"))
     hostile = make_run(root, "hostile", words=HOSTILE)
     make_hostile(hostile)
-    made = {name: [read_history(folder)] for name, folder in (("one", one), ("hostile", hostile))}
-    made["three"] = [read_history(folder) for folder in (one, other, hostile)]
-    return {name: write_report(histories, output=root / f"{name}.html") for name, histories in made.items()}
+    made = {name: [read_run(folder)] for name, folder in (("one", one), ("hostile", hostile))}
+    made["three"] = [read_run(folder) for folder in (one, other, hostile)]
+    return {name: write_runs(histories, output=root / f"{name}.html") for name, histories in made.items()}
 
 
 @pytest.mark.parametrize("name", ["one", "hostile", "three"])

@@ -90,7 +90,9 @@ MODELS = ("predict", "export", "import")
 LOOKS = ("run --dry-run", "submit --render", "plan")
 RECIPES = ("run", *LOOKS)
 RESUME = "tests/distributed/test_elastic.py: test_a_command_in_any_file_of_any_stage_is_refused_by_name_and_not_run"
-RESUME_ACCELERATE = "tests/pipeline/engine/test_reading.py: test_what_keeps_everything_whole_goes_on_from_no_pickle"
+RESUME_ACCELERATE = (
+    "tests/pipeline/engine/saved_state/test_reading.py: test_what_keeps_everything_whole_goes_on_from_no_pickle"
+)
 REDIRECT = "tests/data_shards/store/test_redirects.py: test_a_redirect_that_is_not_followed_ends_at_once"
 SHOWN = "tests/launch/security/test_links.py: test_a_file_that_is_a_link_out_is_not_followed"
 SENT = "tests/pipeline/tracking/test_sent_later.py: test_only_files_of_the_run_are_sent_whatever_its_records_name"

@@ -24,7 +24,7 @@ from model.build import build_model
 from model.saved import save_model
 from pipeline.checkpoint.identity import STATE, checkpoint_identity
 from pipeline.checkpoint.store import MANIFEST
-from pipeline.engine.state_files import Seal, digest_of
+from pipeline.engine.saved_state.state_files import Seal, digest_of
 from pipeline.recipe.io import dump_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.runs.run_folder import RunFolder

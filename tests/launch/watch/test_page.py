@@ -19,7 +19,7 @@ from launch.slurm.records import End, Submission, write_ends, write_submission
 from launch.watch.look import Watcher, last_lines
 from launch.watch.page import page
 from pipeline.ranks.heartbeat import Heartbeat, heartbeat_file, write_heartbeat
-from pipeline.ranks.pid import process_started, this_machine
+from pipeline.ranks.process import process_started, this_machine
 from pipeline.recipe.io import load_recipe
 from pipeline.runs.events import EventsLog
 from pipeline.runs.metrics_log import open_metrics_log

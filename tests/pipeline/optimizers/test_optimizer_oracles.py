@@ -16,7 +16,7 @@ import torch
 
 from model.build import build_model
 from model.config import ModelConfig
-from pipeline.engine.frozen import freeze
+from pipeline.engine.saved_state.frozen import freeze
 from pipeline.optimizers.optim import build_optimizer, set_lr
 from pipeline.recipe.optimizer import OptimizerConfig, Schedule
 

@@ -14,7 +14,7 @@ import pytest
 
 from data_shards.errors import UserError
 from pipeline.checkpoint.train_state import TrainState
-from pipeline.ranks.slow_rank import Slowest
+from pipeline.ranks.pace import Slowest
 from pipeline.ranks.stopping import Requests, StopOrSave
 from pipeline.recipe.optimizer import Schedule
 from pipeline.recipe.stage import RollbackConfig

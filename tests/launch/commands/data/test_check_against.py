@@ -165,7 +165,7 @@ def test_mistakes_are_told_before_anything_is_read(
     def never(*_: object, **__: object) -> None:
         raise AssertionError("hours of reading, for nothing")
 
-    monkeypatch.setattr("data_shards.checking.check.scan_set", never)
+    monkeypatch.setattr("data_shards.checking.check._scan_set", never)
     code, _, errors = call("check", sets[0], "--against", sets[1], tmp_path / "nowhere")
     assert code == 2 and "nowhere" in errors
     taken = tmp_path / "taken"

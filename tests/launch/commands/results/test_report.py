@@ -6,19 +6,17 @@ import re
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from data_shards.errors import UserError
-from launch.commands.results.report import compare, report, report_beside, run_names
+from launch.commands.results.report import compare, report
 from launch.pages.blocks import ShownNumber
-from launch.pages.compare import WIDTH, plot
-from launch.pages.curves import Curve
+from launch.pages.compare import WIDTH
 from launch.pages.facts import held_out_fact, result_rows
-from launch.pages.sections import runs_page
+from launch.pages.sections import run_names, runs_page, write_beside
 from pipeline.recipe.io import dump_recipe, load_recipe
 from pipeline.runs.events import EventsLog
-from pipeline.runs.history import read_history
+from pipeline.runs.read import read_run
 from pipeline.runs.run_folder import RunFolder
 from tests.launch.report.runs import HOSTILE, make_hostile, make_run
 
@@ -50,7 +48,7 @@ def test_a_run_has_its_page_within_its_folder(runs: list[RunFolder], capsys: pyt
 def test_beside_the_score_stands_what_it_is_to_be_compared_with(runs: list[RunFolder]) -> None:
     known = {"val/top1": 0.6141, "val/balanced_accuracy": 0.5002, "val/commonest_class_share": 0.614, "val/loss": 1.0}
     runs[0].update("finetune", results=known)
-    history = read_history(runs[0])
+    history = read_run(runs[0])
     assert held_out_fact(history) == (
         "61.41 %",
         "held-out top-1 after finetune; balanced accuracy 50.02 %; commonest class 61.40 %",
@@ -64,7 +62,7 @@ def test_beside_the_score_stands_what_it_is_to_be_compared_with(runs: list[RunFo
         ShownNumber("61.40 %", 0.614),
     ]
     assert pretrain["balanced accuracy"] is None  # of an older run
-    html = runs_page([history, read_history(runs[1])], ["one", "two"]).html
+    html = runs_page([history, read_run(runs[1])], ["one", "two"]).html
     assert "50.02 %" in html and "commonest class" in html
 
 
@@ -102,19 +100,21 @@ def test_several_runs_have_one_beside_them_or_where_it_is_asked_for(
     rows = [line.split() for line in out.splitlines()]
     assert ["seed", "0", "1"] in rows and ["stages.finetune.optimizer.lr", "0.02", "0.5"] in rows
     assert ["val/loss", "0.11", "0.11", "+0"] in rows
-    assert all(len(line) <= WIDTH for line in out.splitlines() if "│" in line or "└" in line)
+    _, *curves = out.split(", pretrain: ")[-1].split("(val/loss)")
+    assert curves and "●" in curves[0] and "images" in curves[0]
+    assert all(len(line) <= WIDTH for line in curves[0].splitlines())
 
 
 def test_runs_are_told_apart_by_their_folders_where_names_are_alike(runs: list[RunFolder], tmp_path: Path) -> None:
     shutil.copytree("runs/one", tmp_path / "elsewhere" / "one")
-    histories = [read_history(folder) for folder in (runs[0], RunFolder(tmp_path / "elsewhere", "one"))]
+    histories = [read_run(folder) for folder in (runs[0], RunFolder(tmp_path / "elsewhere", "one"))]
     names = run_names(histories)
     assert len(set(names)) == 2
     assert run_names(histories[:1]) == ["one"]
 
 
 def test_a_run_beside_others_shows_what_they_share(runs: list[RunFolder]) -> None:
-    page = report_beside(runs[0], others=runs[1:2]).read_text()
+    page = write_beside(runs[0], others=runs[1:2]).read_text()
     assert "Beside two" in page and 'data-group="finetune-2"' in page and 'data-group="pretrain-1"' in page
 
 
@@ -187,14 +187,3 @@ def test_mistakes_are_one_sentence(runs: list[RunFolder], word: str) -> None:
 def test_a_place_that_cannot_be_written_is_named(runs: list[RunFolder]) -> None:
     with pytest.raises(UserError, match="--output"):
         report(runs[0].path, output=Path("gone/x.html"), no_draw=True)
-
-
-def test_curves_in_characters_show_where_each_is() -> None:
-    steps = np.arange(1, 11)
-    curves = [
-        (mark, Curve("x", "", False, steps, 64 * steps, steps * 1.0, sign * steps * 1.0))
-        for mark, sign in (("A", 1), ("B", -1))
-    ]
-    lines = plot(curves, width=60, height=7).splitlines()
-    assert all(len(line) <= 60 for line in lines)
-    assert "A" in lines[0] and "B" in lines[6] and lines[0].rindex("A") > 50

@@ -13,8 +13,8 @@ from pipeline.pictures.paper.across_runs import few_shot_over_size, transfer_ove
 from pipeline.pictures.paper.measured_runs import cost_points, few_shot_points
 from pipeline.pictures.style import keep_picture
 from pipeline.recipe.io import load_recipe
-from pipeline.runs.history import RunHistory, read_history
 from pipeline.runs.pictures import kept_pictures
+from pipeline.runs.read import Run, read_run
 from pipeline.runs.run_folder import RunFolder, StageRecord
 from pipeline.transfer.results import TransferRecord, TransferScore, save_record
 
@@ -31,7 +31,7 @@ def _run(
     few_shot: tuple[float, ...] = (0.25, 0.5),
     top1: float = 0.75,
     width: int = 64,
-) -> RunHistory:
+) -> Run:
     """A run's folder as training leaves it, without its model."""
     overrides = [f"name={name}", f"model.width={width}"]
     folder = RunFolder(runs_root=root, name=name)
@@ -57,10 +57,10 @@ def _run(
         sets = {"sets": {"training images": {"num_samples": [training_images - 1, 1]}}}
         (stage / "data.json").write_text(json.dumps(sets))
     folder.write("finetune", StageRecord(state="done", images_seen=64, results={"val/top1": top1}))
-    return read_history(folder)
+    return read_run(folder)
 
 
-def _record(run: RunHistory, name: str, **changes: Any) -> None:
+def _record(run: Run, name: str, **changes: Any) -> None:
     fields: dict[str, Any] = {
         "command": "fewshot",
         "name": name,
@@ -162,7 +162,7 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> Non
 def test_nothing_measured_is_no_figure(tmp_path: Path) -> None:
     empty = RunFolder(runs_root=tmp_path, name="empty")
     (tmp_path / "empty").mkdir()
-    history = read_history(empty)
+    history = read_run(empty)
     assert few_shot_over_size([history]) is None and transfer_over_cost([history]) is None
     assert few_shot_over_size([]) is None and transfer_over_cost([]) is None
 
@@ -173,7 +173,7 @@ def test_damaged_records_cost_their_points_alone(tmp_path: Path) -> None:
     (stage / "data.json").write_text('{"sets": 3}')
     record = json.loads((stage / "stage.json").read_text())
     (stage / "stage.json").write_text(json.dumps(record | {"model": {"width": "x"}}))
-    again = read_history(run.folder)
+    again = read_run(run.folder)
     assert {each.training_images for each in few_shot_points(again, name="a")} == {None}
     assert {each.exaflops for each in cost_points(again, name="a")} == {None}
     assert few_shot_over_size([again]) is not None and transfer_over_cost([again]) is None

@@ -1,0 +1,201 @@
+"""Keep a page below its limit of bytes, whatever a run's folder holds; a note says what was left out.
+
+A block, but for charts, takes at most half of what is left: a table loses its last rows. Of a picture the SVG is
+embedded where it is not much larger than its raster (it is sharp, follows the dark scheme, and its text can be found).
+Where not all fit, older steps go first, then the largest become WebP, smaller, and at last none. Re-encoding takes a
+tenth of a second an image.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from html import escape
+from itertools import accumulate
+from typing import Any
+
+from data_shards.text import one_line, printable, show_bytes
+from launch.pages.blocks import ChartBlock, PageImage, PagePicture, PageSection, PageTable
+from pipeline.pictures.style import PNG_DOTS_PER_INCH, plain
+
+_TAGS_BYTES, _CELL_BYTES = 300, 70  # the most that the markup of a block or a cell takes
+_SVG_MOST_BYTES, _SVG_MUCH_LARGER = 1_000_000, 3.0
+_MOST_EARLIER = 7
+_EARLIER_BYTES = 250_000  # of one picture's earlier steps together
+_WEBP = ((82, 1280), (72, 960), (60, 640))  # quality and longest side in pixels, from good to small
+_MOST_PIXELS = 60_000_000
+_SHOWN = 96 / PNG_DOTS_PER_INCH  # CSS pixels of an image's pixel: a figure keeps its inches, as its SVG does
+_FORMATS = ("PNG", "JPEG")
+
+
+class Fitting:
+    """`left_bytes` are for what comes next; `notes`: what was left out."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.left_bytes = most_bytes
+        self.notes: list[str] = []
+
+    def section(self, section: PageSection) -> PageSection:
+        """The section with as much of its blocks as there is room for."""
+        fitted = [self._block(block) for block in section.blocks]
+        return replace(section, blocks=[block for block in fitted if block is not None])
+
+    def _block(self, block: Any) -> Any:
+        if isinstance(block, PageSection):
+            return self.section(block)
+        room = self.left_bytes if isinstance(block, ChartBlock) else self.left_bytes // 2
+        if isinstance(block, PageTable):
+            left = room - _html_bytes(replace(block, rows=()))
+            count = sum(num_bytes <= left for num_bytes in accumulate(map(_html_bytes, block.rows)))
+            if count < len(block.rows):
+                self._note(block, f"the page has room for {count:,} of its {len(block.rows):,} rows")
+                block = replace(block, rows=block.rows[:count])
+        num_bytes = _html_bytes(block)
+        if num_bytes > room:
+            return self._note(block, "the page has no room for it")
+        self.left_bytes -= num_bytes
+        return block
+
+    def _note(self, block: Any, what: str) -> None:
+        self.notes.append(f"“{plain(block.title, longest=80)}”: {what}")
+
+
+def _html_bytes(value: Any) -> int:
+    """An upper bound on a block's markup; images are not counted."""
+    match value:
+        case str():
+            return _CELL_BYTES // 2 + len(escape(printable(value)).encode())
+        case PagePicture():  # each image has words of its own
+            return len(value.images) * (_TAGS_BYTES + _html_bytes([value.title, value.caption, value.alt]))
+        case Mapping():  # data for the script, in which markup is escaped
+            text = json.dumps(value)
+            return len(text) + 5 * sum(map(text.count, "<>&"))
+        case tuple() | list():
+            return sum(map(_html_bytes, value))
+        case _ if is_dataclass(value):
+            parts = {each.name: getattr(value, each.name) for each in fields(value)}
+            return _TAGS_BYTES + len(parts.pop("svg", "")) + sum(map(_html_bytes, parts.values()))
+        case _:
+            return _CELL_BYTES
+
+
+@dataclass(frozen=True)
+class EmbeddedImage:
+    """An <img>: its data, its size in CSS pixels, its step, and whether it is light on every screen."""
+
+    uri: str
+    width: int
+    height: int
+    step: int | None
+    is_raster: bool
+
+
+@dataclass
+class _Choice:
+    """Ways to embed one image, from good to small, and the one taken; past the last: left out."""
+
+    picture: int
+    image: PageImage
+    size: tuple[int, int]
+    is_newest: bool
+    ways: list[Callable[[], tuple[str, bytes]]]
+    made: dict[int, tuple[str, bytes]] = field(default_factory=dict)
+    taken: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self.taken >= len(self.ways) else 4 * len(self.current()[1]) // 3
+
+    def current(self) -> tuple[str, bytes]:
+        if self.taken not in self.made:
+            self.made[self.taken] = self.ways[self.taken]()
+        return self.made[self.taken]
+
+    def embedded(self) -> EmbeddedImage:
+        kind, content = self.current()
+        uri = f"data:{kind};base64,{base64.b64encode(content).decode('ascii')}"
+        width, height = (max(1, round(_SHOWN * side)) for side in self.size)
+        return EmbeddedImage(uri, width, height, self.image.step, is_raster=kind != "image/svg+xml")
+
+
+def embedded(
+    pictures: Sequence[PagePicture], *, budget_bytes: int
+) -> tuple[list[tuple[EmbeddedImage, ...]], list[str]]:
+    """For each picture its images, the newest last (none: left out), and a line for what was left out."""
+    notes: list[str] = []
+    choices: list[_Choice] = []
+    for number, picture in enumerate(pictures):
+        spent = 0
+        for age, image in enumerate(reversed(picture.images)):
+            try:
+                kind, size = _kind_and_size(image.raster)
+            except (OSError, ValueError, SyntaxError) as error:
+                step = "" if image.step is None else f" of step {image.step:,}"
+                why = one_line(str(error)) or type(error).__name__
+                notes.append(f"the picture “{plain(picture.title, longest=80)}”{step} is damaged and left out ({why})")
+                continue
+            choice = _Choice(number, image, size, is_newest=not spent, ways=_ways(image, kind))
+            if spent:
+                choice.ways = choice.ways[:1]
+                spent += choice.num_bytes
+                if age > _MOST_EARLIER or spent > _EARLIER_BYTES:
+                    break
+            spent = spent or 1
+            choices.append(choice)
+    total = sum(choice.num_bytes for choice in choices)
+    while total > budget_bytes:
+        older = [choice for choice in choices if not choice.is_newest and choice.num_bytes]
+        largest = max(older or choices, key=lambda choice: choice.num_bytes)
+        before = largest.num_bytes
+        largest.taken += 1
+        total += largest.num_bytes - before
+        if largest.is_newest and not largest.num_bytes:
+            title = plain(pictures[largest.picture].title, longest=80)
+            notes.append(f"the picture “{title}” is left out: the page has room for {show_bytes(budget_bytes)} of them")
+    shown: list[list[EmbeddedImage]] = [[] for _ in pictures]
+    for choice in reversed(choices):
+        if choice.num_bytes:
+            shown[choice.picture].append(choice.embedded())
+    return [tuple(images) for images in shown], notes
+
+
+def _ways(image: PageImage, kind: str) -> list[Callable[[], tuple[str, bytes]]]:
+    ways: list[Callable[[], tuple[str, bytes]]] = []
+    svg = image.svg
+    is_whole = svg is not None and b"<svg" in svg[:2000] and svg.rstrip().endswith(b"</svg>")
+    if svg is not None and is_whole and len(svg) <= min(_SVG_MOST_BYTES, _SVG_MUCH_LARGER * len(image.raster)):
+        ways.append(lambda: ("image/svg+xml", svg))
+    ways.append(lambda: (kind, image.raster))
+    ways += [lambda way=way: ("image/webp", _as_webp(image.raster, quality=way[0], longest=way[1])) for way in _WEBP]
+    return ways
+
+
+def _kind_and_size(raster: bytes) -> tuple[str, tuple[int, int]]:
+    """The MIME type, width and height of a whole PNG or JPEG; OSError, ValueError or SyntaxError: it is damaged."""
+    from PIL import Image
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with Image.open(io.BytesIO(raster), formats=_FORMATS) as image:
+                if image.width * image.height > _MOST_PIXELS:
+                    raise ValueError(f"it has {image.width:,} × {image.height:,} pixels")
+                image.load()
+                return f"image/{image.format}".lower(), image.size
+        except Image.DecompressionBombError as error:
+            raise ValueError(str(error)) from None
+
+
+def _as_webp(raster: bytes, *, quality: int, longest: int) -> bytes:
+    from PIL import Image
+
+    with Image.open(io.BytesIO(raster), formats=_FORMATS) as image:
+        image = image.convert("RGBA" if "transparency" in image.info or image.mode in ("RGBA", "LA") else "RGB")
+        image.thumbnail((longest, longest), Image.Resampling.LANCZOS)
+        out = io.BytesIO()
+        image.save(out, "WEBP", quality=quality, method=4)
+    return out.getvalue()
