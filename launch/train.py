@@ -204,8 +204,8 @@ def _run(
     from pipeline.stage.context import StageContext, draw_nothing
     from pipeline.stage.data_workers import cores_of
     from pipeline.tracking.system_metrics import node_metrics
+    from pipeline.training.after_step import TrainingFailed
     from pipeline.training.stages import run_stage  # noqa: F401 - while nobody waits in the process group
-    from pipeline.training.train_loop import TrainingFailed
 
     with contextlib.ExitStack() as held:
         held.callback(clock.close)

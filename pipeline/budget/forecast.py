@@ -17,7 +17,7 @@ from pipeline.budget.memory import MAX_LIVE_ELEMENTS, ZERO_STAGES, Activations, 
 from pipeline.budget.saving import Saving, copied_bytes, saving
 from pipeline.budget.speed import Reading, Speed, host_seconds, measured_speed, nearest_anchor, reading, speed_at
 from pipeline.budget.workers import ReadingAhead, reading_ahead
-from pipeline.checkpoint.room import estimate_bytes
+from pipeline.checkpoint.disk_space import estimate_bytes
 from pipeline.engine.zero_config import deepspeed_config, overlaps, reduces_at_once
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import TrainStage

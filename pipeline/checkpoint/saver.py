@@ -27,8 +27,8 @@ from typing import Any, Literal, NoReturn
 
 from data_shards.errors import UserError
 from data_shards.text import show_bytes
+from pipeline.checkpoint.disk_space import free_bytes, spare_host_bytes
 from pipeline.checkpoint.identity import STATE
-from pipeline.checkpoint.room import free_bytes, spare_host_bytes
 from pipeline.checkpoint.store import (
     Retention,
     beside_of,

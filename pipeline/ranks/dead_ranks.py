@@ -1,13 +1,11 @@
-"""After a failed exchange: which rank is gone. Said once per log, and told to the other hosts in one small file.
+"""After a failed exchange: find the dead rank, say it once per log, and tell the other hosts in one small file.
 
-Who has first-hand knowledge (a rank that fails by an exception, or whose host's process died or hangs) overwrites
-`NEWS_FILE` in place. The lowest living rank of each host reads its host's heartbeats once and then that one file, ever
-more seldom; the other ranks read the lowest one's heartbeat. So a death costs some 9 file operations a rank, where
-reading everybody's heartbeat would cost as many as there are ranks, time after time. Processes of this host are asked
-of the kernel.
+A rank that fails by an exception, or whose host's process died or hangs, overwrites `NEWS_FILE` in place. The lowest
+living rank of each host reads its host's heartbeats once and then that file, ever more seldom; the other ranks read the
+lowest one's heartbeat: some 9 file operations a rank for a death. Processes of this host are asked of the kernel.
 
-Each host's first rank has something to say. Where all hosts write to one log (SLURM, `shardvit run` over ssh), the
-first to make a file that can be made only once says it. If it is killed between the two, only its launcher tells.
+Where all hosts write to one log (SLURM, `shardvit run` over ssh), the first to create a certain file says it. If it is
+killed between the two, only its launcher tells.
 """
 
 from __future__ import annotations

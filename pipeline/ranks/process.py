@@ -1,7 +1,4 @@
-"""This process: its identity for locks and ranks, its limit of open files, its threads, its state between stages.
-
-Imports torch only where it is used.
-"""
+"""This process: its identity for locks and ranks, its limit of open files, its threads, its reset between stages."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from pipeline.checkpoint.saver import SaveFailed
 from pipeline.ranks.group import PeerGone
 from pipeline.ranks.stopping import StopFlag, Stopped
 from pipeline.recipe.vocabulary import EXIT_USER_ERROR
-from pipeline.training.train_loop import TrainingFailed
+from pipeline.training.after_step import TrainingFailed
 
 ARGUMENTS = ["digits", "--stage", "pretrain", "--runs", "some runs"]
 

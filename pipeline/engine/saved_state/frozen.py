@@ -1,7 +1,6 @@
-"""Parts of a model that are not trained: named in the recipe, frozen in the model, carried through checkpoints.
+"""Freeze the parts of a model that the recipe names, and carry their exact weights through checkpoints.
 
-They have no gradient and no place in the optimizer, so no decay and no part in the gradient's norm either. In half
-precision the forward pass computes with their rounded values; the exact ones are kept on the CPU (4 bytes of a frozen
+In half precision the forward pass computes with rounded values; the exact ones are kept on the CPU (4 bytes of a frozen
 parameter on each rank) and written by rank 0, since DeepSpeed would save the rounded ones.
 """
 

@@ -1,8 +1,7 @@
 """One process's files of a checkpoint: a snapshot of the engine's state, then written, flushed and verified.
 
-Taking a snapshot costs milliseconds: the structure is copied, the tensors share the training's memory (`host_copy`
-copies them, too). Writing digests in the same pass (blake2b, 0.3 to 0.9 GiB/s a core); then the file is flushed,
-dropped from the page cache and read back, which must give the same digest.
+A snapshot takes milliseconds: its tensors share the training's memory. Writing digests in the same pass (blake2b, 0.3
+to 0.9 GiB/s a core); then the file is flushed, dropped from the page cache, read back and compared.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ import psutil
 import pytest
 
 from data_shards.errors import UserError
-from pipeline.checkpoint import room
-from pipeline.checkpoint.room import check_free_space, estimate_bytes, free_bytes, spare_host_bytes
+from pipeline.checkpoint import disk_space
+from pipeline.checkpoint.disk_space import check_free_space, estimate_bytes, free_bytes, spare_host_bytes
 from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage import EmaConfig
@@ -41,7 +41,7 @@ def test_the_free_space_of_a_folder_that_is_still_to_be_made_is_its_disks(tmp_pa
 
 
 def test_too_little_is_refused_and_enough_is_not(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(room, "free_bytes", lambda root: 10**9)
+    monkeypatch.setattr(disk_space, "free_bytes", lambda root: 10**9)
     check_free_space(tmp_path, needed_bytes=10**9)
     with pytest.raises(UserError, match=r"needs about 4.25 GB in .*1 GB are free: make room") as caught:
         check_free_space(tmp_path, needed_bytes=4_250_000_000)

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,12 +11,14 @@ from data_shards.packing.pack import pack
 from data_shards.reading.opening import open_shards
 from data_shards.shards.shard_set import ShardSet, ShardsSpec
 from pipeline.checkpoint.identity import checkpoint_identity
-from pipeline.checkpoint.note import describe_changes, describe_restored
 from pipeline.checkpoint.store import Restored
 from pipeline.checkpoint.train_state import TrainState
 from pipeline.recipe.io import dump_recipe, load_recipe
 from pipeline.recipe.stage_plan import plan_stage
+from pipeline.runs.run_folder import RunFolder
 from pipeline.runs.written_by import written_by
+from pipeline.stage.data import Stage, StageData
+from pipeline.stage.start_summary import describe_changes, describe_restored
 
 NOW = written_by()
 
@@ -48,17 +51,24 @@ def changes(found: Restored, *overrides: str) -> str | None:
 def test_position_age_and_the_next_image_are_told(tmp_path: Path, shards: ShardSet):
     recipe = load_recipe("digits", overrides=["data.lanes=4", "stages.pretrain.global_batch_size=64"])
     plan = plan_stage(recipe, stage="pretrain", samples_per_epoch=shards.num_samples, world_size=1)
-    order = Order(shards.shard_sizes, seed=0, lanes=4, global_batch_images=64, window_images=64)
+    window = recipe.data.shuffle_window_images
+    order = Order(shards.shard_sizes, seed=recipe.seed, lanes=4, global_batch_images=64, window_images=window)
+    store: Any = None
+    data = StageData(shards, (tuple(shards.shard_sizes),), weights=None, eval=shards, store=store)
+    stage = Stage(recipe, "pretrain", data, plan, run=RunFolder(tmp_path, name="r"))
     found = restored(tmp_path)
     os.utime(tmp_path, (0, os.stat(tmp_path).st_mtime - 600))
-    text = describe_restored(found, plan=plan, order=order, shards=shards, lr=0.00125)
+    text = "\n".join(describe_restored(found, stage=stage))
     first = order.rank_batch(3, rank=0, world_size=1)
     assert text.startswith("step-00000004 is damaged\n")
     assert f"step 3 of {plan.total_steps:,}, 192 images seen, epoch {192 / shards.num_samples:.2f}" in text
-    assert f"number {first.row[0]} of {Path(shards.shards[first.shard[0]].url).name}, learning rate 0.00125" in text
+    assert (
+        f"number {first.row[0]} of {Path(shards.shards[first.shard[0]].url).name}, learning rate {plan.schedule(3):.3g}"
+        in text
+    )
     assert "10 minutes old" in text and "2 steps skipped" in text
     done = restored(tmp_path, step=plan.total_steps)
-    assert "nothing is left to train" in describe_restored(done, plan=plan, order=order, shards=shards, lr=0.0)
+    assert "nothing is left to train" in "\n".join(describe_restored(done, stage=stage))
 
 
 def test_the_same_recipe_machine_and_versions_are_no_change(tmp_path: Path):

@@ -14,8 +14,9 @@ from pipeline.budget.cost import stage_cost
 from pipeline.ranks.place import Place
 from pipeline.recipe.io import load_recipe
 from pipeline.recipe.stage_plan import plan_stage
-from pipeline.stage.data import open_data
-from pipeline.stage.description import describe_start
+from pipeline.runs.run_folder import RunFolder
+from pipeline.stage.data import Stage, open_data
+from pipeline.stage.start_summary import describe_start
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +33,12 @@ def test_activations_are_those_of_the_run_s_precision(
     changes = [f"stages.pretrain.{key}={shards}/{split}" for key, split in (("train", "train"), ("eval", "val"))]
     recipe = load_recipe("digits", overrides=[*changes, f"engine.precision={precision}", "processes=1"])
     data = open_data(recipe, stage="pretrain", report=lambda line: None)
+    plan = plan_stage(recipe, stage="pretrain", samples_per_epoch=data.train.num_samples, world_size=1)
     task: Any = SimpleNamespace(outputs=data.train.classes, kind_of_output="classes")
     lines = list(
         describe_start(
-            recipe,
-            stage="pretrain",
+            Stage(recipe, "pretrain", data, plan, run=RunFolder(Path(), name="r")),
             place=Place(),
-            data=data,
-            plan=plan_stage(recipe, stage="pretrain", samples_per_epoch=data.train.num_samples, world_size=1),
             task=task,
             head="mlp",
             notes=(),
