@@ -6,6 +6,8 @@ counted by the loader, or stops it. Any other exception is a bug or a machine fa
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from data_shards.text import printable
 
 
@@ -30,6 +32,15 @@ class WorkerDied(RuntimeError):
 
 class UnreadableImage(ValueError):
     """Bytes that are not a whole image; `str(error)` is the reason, in a few words."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A damaged sample, or a whole shard (then without a key)."""
+
+    shard: str  # its printable name
+    key: str
+    reason: str
 
 
 class CorruptSample(ValueError):

@@ -23,6 +23,7 @@ JsonFile = Annotated[
         name="--json", allow_leading_hyphen=True, help="Write the result as JSON, too; -: to standard output, alone."
     ),
 ]
+PageCommand = Literal["report", "show", "figures", "check"]
 INDEX_FILE = "index.html"  # of a folder that is a page
 _MOST_BYTES = 2**26  # of a file that is looked into: no result is as large
 _STDOUT = Path("-")
@@ -54,7 +55,7 @@ def demand_target(
         raise UserError(f"{flag} {path}: it exists, and {why}: give another place, or --force")
 
 
-def page_mark(command: Literal["report", "show", "figures"]) -> str:
+def page_mark(command: PageCommand) -> str:
     """The end of a page that the command wrote."""
     return f"<!-- written by shardvit {command} -->\n"
 

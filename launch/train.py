@@ -5,7 +5,7 @@
     python -P -m launch.train RECIPE --stage pretrain
 
 `shardvit run` does that by itself (`local`). Each stage has its own record, MLflow run and watch, and its result is
-to the last bit as in processes of its own (`pipeline.ranks.fresh`); imports and the meeting of the ranks are paid
+to the last bit as in processes of its own (`pipeline.ranks.process`); imports and the meeting of the ranks are paid
 once. Several stages: those that are done are passed over; the first that does not come to its end ends the processes.
 Exit codes of a rank and of `launch.local.torchrun`: 0 done, 2 a user's mistake or a disk that is not writable, 75
 stopped by a signal after saving (the same command resumes), 1 anything else.
@@ -52,9 +52,8 @@ from launch.run.disk import Presence, disk_problem, gone
 from launch.run.lock import locked
 from launch.run.results import describe_results
 from pipeline.checkpoint.mend_record import mend_records
-from pipeline.ranks.open_files import allow_open_files, needed_open_files
-from pipeline.ranks.pid import process_started
 from pipeline.ranks.place import Place
+from pipeline.ranks.process import allow_open_files, needed_open_files, process_started
 from pipeline.ranks.start_clock import StartClock, seconds_since_start
 from pipeline.recipe.io import difference_to_parent, load_recipe
 from pipeline.recipe.schema import Recipe
@@ -132,13 +131,13 @@ def _failed(error: Exception, *, folder: RunFolder, at: _At, place: Place) -> in
             # The first rank may report the same error; then the launcher ends this one with a SIGTERM.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(_COLLATERAL_WAIT_SECONDS)
-        from pipeline.ranks.gone import is_to_say_mistake
+        from pipeline.ranks.dead_ranks import is_to_say_mistake
 
         if is_to_say_mistake(folder.stage(at.stage) / "ranks", place=place):
             say(problem)
         return EXIT_USER_ERROR
     if place.world_size > 1:
-        from pipeline.ranks.gone import peer_is_gone, report_gone
+        from pipeline.ranks.dead_ranks import peer_is_gone, report_gone
         from pipeline.ranks.group import PeerGone
 
         if isinstance(error, PeerGone):
@@ -199,17 +198,14 @@ def _run(
         say(few_files)
     import torch
 
-    from model.importing import import_timm
-
-    import_timm()
     from pipeline.checkpoint.saver import SaveFailed
     from pipeline.ranks.group import Ranks
-    from pipeline.ranks.threads import settle_threads
+    from pipeline.ranks.process import settle_threads
     from pipeline.stage.context import StageContext, draw_nothing
     from pipeline.stage.data_workers import cores_of
     from pipeline.tracking.system_metrics import node_metrics
+    from pipeline.training.after_step import TrainingFailed
     from pipeline.training.stages import run_stage  # noqa: F401 - while nobody waits in the process group
-    from pipeline.training.train_loop import TrainingFailed
 
     with contextlib.ExitStack() as held:
         held.callback(clock.close)
@@ -267,14 +263,14 @@ def _run(
 
 def _run_stages(context: StageContext, stages: Sequence[StageName], *, at: _At) -> None:
     """One after another; of several, those that are not done. Stopped: also between two stages."""
-    from pipeline.ranks.fresh import FreshProcess
+    from pipeline.ranks.process import ProcessState
     from pipeline.ranks.stopping import Stopped
     from pipeline.training.stages import run_stage
 
-    fresh, say_start = FreshProcess(), context.start.say
+    fresh, say_start = ProcessState(), context.start.say
     for stage in stages:
         if stage != stages[0]:
-            fresh.again()
+            fresh.reset()
             if any(context.ranks.gather_objects(context.stop.reason is not None)):
                 raise Stopped
             context = replace(context, start=StartClock(stage, say=say_start))

@@ -27,7 +27,7 @@ class CheckpointedBlocks(nn.Sequential):
 
 
 def checkpoint_blocks(model: nn.Module, *, every: int) -> None:
-    """From now on recompute every `every`-th block of what `build_model` or `build_masked_patch` made; 0: none."""
+    """Recompute every `every`-th block in the backward pass from now on; 0: none."""
     number = 0
     for name, blocks in model.named_modules():
         if name.split(".")[-1] == "blocks":

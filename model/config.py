@@ -1,4 +1,4 @@
-"""What a user may say about a model's trunk: a named variant or its sizes, and what the paper varies.
+"""Configuration of a model's trunk: a named variant or its sizes, and what the paper varies.
 
 Pydantic only, so that reading a recipe and `shardvit --help` import neither torch nor timm. Image size, classes, head
 and dropout belong to a stage: they change between pre-training and fine-tuning.
@@ -121,7 +121,7 @@ class ModelConfig(BaseModel):
 
     @property
     def kind(self) -> Literal["vit", "resnet"]:
-        """Whether this is a Transformer (a hybrid too) or a pure ResNet."""
+        """Transformer (hybrids too) or pure ResNet."""
         if self.variant is not None:
             return "vit" if isinstance(parse_variant(self.variant), VitSizes) else "resnet"
         return "resnet" if self.width is None else "vit"

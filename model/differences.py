@@ -91,7 +91,7 @@ def variant_of(sizes: StateSizes, *, heads: int | None = None) -> str | None:
 
 
 def first_difference(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> str:
-    """What is wrong with the first name, in alphabetical order, whose shapes differ."""
+    """Describe the first name, in alphabetical order, whose shapes differ."""
     name = min(name for name in {**found, **expected} if found.get(name) != expected.get(name))
     if name not in found:
         return f"{name!r} is missing"
@@ -205,7 +205,7 @@ def _grid_size(shapes: Mapping[str, Shape], *, origin: str) -> int | None:
 
 
 def _is_of_patches(shape: Shape | None) -> bool:
-    """Whether position embeddings have a vector for each patch of a square grid and no more (no square follows one)."""
+    """True if position embeddings have a vector for each patch of a square grid and no more."""
     return shape is not None and len(shape) == 3 and math.isqrt(shape[1]) ** 2 == shape[1]
 
 

@@ -33,7 +33,7 @@ _HALF = 2**31  # words are kept as int32: a word minus 2^31 orders them alike
 
 @dataclass
 class SiteWords:
-    """What one site reads in the next forward pass of n samples: tensors alone, so that compiled blocks, which would be
+    """Random words of one site for the next forward pass of n samples. Tensors alone: compiled blocks, which would be
     compiled anew for each number that differs, share one graph."""
 
     factor: Tensor  # int32 [n]
@@ -43,7 +43,7 @@ class SiteWords:
 
 
 class SampleWords:
-    """What the modules of one model share: the random words of the samples in the next forward pass."""
+    """Random words of the samples in the next forward pass, shared by the modules of one model."""
 
     def __init__(self) -> None:
         self.sites: list[str] = []  # names of the modules that draw
@@ -55,7 +55,7 @@ class SampleWords:
         self._tables: dict[tuple[int, torch.device], Tensor] = {}
 
     def give(self, words: Tensor, *, step_word: int) -> None:
-        """From now on `words`, int32 [sites, n, 2] on the model's device, belong to n samples; `step_word`, below 2^32,
+        """Set `words`, int32 [sites, n, 2] on the model's device, for the next n samples; `step_word`, below 2^32,
         is the same for all samples of a step."""
         if step_word != self._step_word or self.step.device != words.device:
             self._tables.clear()
@@ -64,7 +64,7 @@ class SampleWords:
         self._hand_out()
 
     def at(self, site: int, *, rate: float = 0.0) -> SiteWords:
-        """What the module at `site` is to read, now and after each `give`; `rate`: of stochastic depth."""
+        """Register the module at `site`; return what it reads, updated by each `give`. `rate`: of stochastic depth."""
         nothing = torch.empty(0, dtype=torch.int32)
         mine = self._at[site] = SiteWords(nothing, nothing, nothing.float(), rate)
         self._thresholds = None
@@ -112,12 +112,12 @@ def mix_words(words: Tensor) -> Tensor:
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
-    """To the right, as if unsigned."""
+    """Shift right, as if unsigned."""
     return (words >> bits) & (2 ** (32 - bits) - 1)
 
 
 def dropped_words(rate: float) -> int:
-    """How many of the 2^32 words drop an element: `rate`, rounded, but never all."""
+    """Count of the 2^32 words that drop an element: `rate`, rounded, but never all."""
     return min(round(rate * _WORDS), _WORDS - 1)
 
 
@@ -169,7 +169,7 @@ class SampleDropPath(DropPath):
 
 
 class SamplePatchDropout(PatchDropout):
-    """Of the tokens [n, prefix + patches, D], equally many patches of each sample stay, in random order."""
+    """Keep equally many patches of each sample of tokens [n, prefix + patches, D], in random order."""
 
     def __init__(self, rate: float, *, num_prefix_tokens: int, words: SampleWords, site: int) -> None:
         super().__init__(rate, num_prefix_tokens=num_prefix_tokens)
@@ -214,7 +214,7 @@ def by_sample(model: nn.Module) -> None:
 
 
 def words_of(model: nn.Module) -> SampleWords | None:
-    """What `by_sample` made the modules of `model` share; None if no module draws by sample."""
+    """Return the words that `by_sample` made the modules of `model` share; None if no module draws by sample."""
     ours = (SampleDropout, SampleDropPath, SamplePatchDropout)
     return next((module.words for module in model.modules() if isinstance(module, ours)), None)
 

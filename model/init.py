@@ -164,7 +164,7 @@ def timm_value(name: str, value: Tensor, *, model: nn.Module, generator: torch.G
 
 
 def is_resnet_kernel(name: str) -> bool:
-    """Whether a parameter of this name is a convolution's in a hybrid's stem or a pure ResNet."""
+    """True for a convolution's kernel in a hybrid's stem or a pure ResNet."""
     match name.removeprefix(STEM_PREFIX).split("."):
         case ["stem", "conv", "weight"]:
             return True

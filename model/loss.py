@@ -51,7 +51,7 @@ def image_losses(logits: Tensor, targets: Tensor, *, kind: LossKind) -> Tensor:
 
 
 def probabilities(logits: Tensor, kind: LossKind) -> Tensor:
-    """What logits [B, C] of a model trained with this loss say of each class; sigmoid's do not add up to one."""
+    """Class probabilities from logits [B, C] of a model trained with this loss; sigmoid's do not add up to one."""
     match kind:
         case "softmax":
             return logits.softmax(dim=1)

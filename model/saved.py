@@ -182,7 +182,7 @@ def timm_objection(meta: SavedModelMeta) -> str | None:
 
 
 def timm_norm_layer(config: ModelConfig) -> str | None:
-    """What `timm.create_model` must be given where the epsilon is not timm's, 1e-6, as JSON has no place for it."""
+    """Argument for `timm.create_model` where epsilon is not timm's 1e-6; JSON has no place for it."""
     eps = config.layer_norm_eps
     return None if eps == 1e-6 else f"norm_layer=functools.partial(torch.nn.LayerNorm, eps={eps:g})"
 
@@ -268,7 +268,7 @@ def record_json(meta: SavedModelMeta) -> dict[str, Any]:
 
 
 def _may_be_replaced(folder: Path) -> bool:
-    """Whether `folder` is empty or a saved model of ours."""
+    """True if `folder` is empty or a saved model of ours."""
     if not folder.is_dir():
         return False
     try:

@@ -143,7 +143,7 @@ def build_vit(
 
 
 def set_patch_dropout(model: nn.Module, rate: float) -> None:
-    """From now on, leave out this share of the patches; `model` was built with some."""
+    """Drop this share of the patches from now on; `model` was built with patch dropout."""
     for module in model.modules():
         if isinstance(module, PatchDropout):
             module.prob = rate

@@ -21,7 +21,7 @@ from pipeline.ranks.stopping import Requests, StopFlag
 from pipeline.recipe.optimizer import Schedule
 from pipeline.recipe.stage_plan import StagePlan
 from pipeline.stage.task import Example, Tally
-from pipeline.training.train_loop import TrainJob
+from pipeline.training.after_step import TrainJob
 
 STEPS, MASKED = 6, 4
 ALL, HALF = 1 + 16, 1 + 8  # tokens

@@ -15,8 +15,8 @@ from pipeline.checkpoint import saver
 from pipeline.checkpoint.saver import CheckpointSaver
 from pipeline.checkpoint.store import Restored, Retention, restore_checkpoint
 from pipeline.checkpoint.train_state import TrainState
-from pipeline.engine.host_copy import Hold
-from pipeline.engine.state_files import StateFile, state_file, text_file, write_file
+from pipeline.engine.saved_state.host_copy import Hold
+from pipeline.engine.saved_state.state_files import StateFile, state_file, text_file, write_file
 from pipeline.ranks.place import Place
 
 IDENTITY: dict[str, Any] = {

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 Severity = Literal["problem", "warning", "info"]
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 
 MOST_PLACES = 1000  # of one finding that are named; the rest is only counted
 
@@ -36,145 +37,126 @@ class Finding:
     places: tuple[FoundAt, ...] = ()
 
 
-class _Kind(NamedTuple):
-    severity: Severity
-    message: str  # {n}: the count; {s}: "s" if that is not 1
-    remedy: str = ""
-
-
 _COPY = "copy it again from its origin, or pack the set again"
 _SEEN = (
     "results on held-out images that were trained on measure memory: pack the training images again with "
     "--exclude-matches-of, or report how many there are"
 )
-_KINDS = {
-    "unusable-set": _Kind(
-        "problem", "the set cannot be opened", "restore the file that the sentence names, or pack the set again"
-    ),
-    "damage": _Kind("problem", "the set is damaged in {n} place{s}", _COPY),
-    "missing-shard": _Kind(
-        "problem",
-        "{n} shard{s} of the manifest missing",
-        "copy the missing files into the folder (the manifest names them), or pack the set again",
-    ),
-    "unreachable-shard": _Kind(
-        "problem",
-        "{n} shard{s} could not be fetched",
-        "see the reason, fix the network, the permissions or the location, and check again",
-    ),
-    "damaged-shard": _Kind(
-        "problem",
-        "{n} damaged shard{s}",
-        f"{_COPY}; to train on what is left, leave the shard in place: lost samples are substituted as long as "
-        "data.max_corrupt_share allows it",
-    ),
-    "digest": _Kind(
-        "problem",
-        "{n} shard{s} with another SHA-256 than the manifest states",
-        f"bits were flipped, or somebody changed the file: {_COPY}",
-    ),
-    "index": _Kind(
-        "problem",
-        "{n} index file{s} not matching the tar",
-        "delete the .idx files named here: they are rebuilt from the tars",
-    ),
-    "sample-count": _Kind(
-        "problem",
-        "{n} shard{s} with another number of samples than stated",
-        "the tar or the manifest was exchanged: pack the set again, or restore both from one copy",
-    ),
-    "incomplete-sample": _Kind(
-        "problem",
-        "{n} sample{s} without exactly one image and one label",
-        "give each sample one image and one label with the same name up to the first dot, next to each other in the "
-        "tar; if the labels are in another member, say so with --label txt or --label json:KEY",
-    ),
-    "crashed-check": _Kind(
-        "problem",
-        "{n} crash{es} of the checking process",
-        "an image in the shard crashes the decoder or needs more memory than there is: check again without --decode, "
-        "and do not train on the shard",
-    ),
-    "image": _Kind(
-        "problem",
-        "{n} unreadable image{s}",
-        "repair or drop them at the source and pack again; training substitutes others as long as "
-        "data.max_corrupt_share allows it",
-    ),
-    "label": _Kind(
-        "problem",
-        "{n} unusable label{s}",
-        "correct them at the source and pack again; for tars of other tools, --label, --classes and --multi-label say "
-        "where the labels are and what they are called",
-    ),
-    "contradicting-label": _Kind(
-        "problem",
-        "{n} image{s} occurring with different labels",
-        "keep the copy with the right label, drop the others, and pack again",
-    ),
-    "leaked-image": _Kind(
-        "problem",
-        "{n} image{s} of one split also in another",
-        "held-out results on them measure memory: remove them from the training set, or hold out others, and pack "
-        "again",
-    ),
-    "equal-bytes": _Kind("problem", "", _SEEN),
-    "equal-pixels": _Kind("problem", "", _SEEN),
-    "near-duplicate": _Kind("problem", "", _SEEN),
-    "unsure": _Kind("info", "", "look at the pairs (--output shows them); they do not count as the same"),
-    "not-compared": _Kind("info", ""),
-    "class-list": _Kind(
-        "problem",
-        "the splits have different lists of classes",
-        "class numbers mean different things in them: pack them from one source with the same classes",
-    ),
-    "fitness": _Kind("problem", ""),
-    "mended-image": _Kind(
-        "warning",
-        "{n} damaged image{s}, which decoders complete with a guess",
-        "look at them: part may be grey or smeared; replace them at the source if you can",
-    ),
-    "duplicate-image": _Kind(
-        "warning",
-        "{n} image{s} occurring more than once",
-        "they are trained on more often than others, and may end up on both sides of a held-out split: drop the copies "
-        "at the source if that is not meant",
-    ),
-    "duplicate-key": _Kind(
-        "warning",
-        "{n} key{s} occurring more than once",
-        "shardvit does not mind; tools that know samples by their keys (lists of faults, feature stores) mix them up: "
-        "give each sample its own name",
-    ),
-    "extra-tar": _Kind(
-        "warning",
-        "{n} tar{s} in the folder that the manifest does not name",
-        "shardvit ignores them, but other tools read every *.tar: move them away, or pack the set again with their "
-        "images",
-    ),
-    "empty-class": _Kind(
-        "warning",
-        "{n} class{es} without samples",
-        "check that nothing was forgotten; if they are not wanted, pack again without them",
-    ),
-    "alike-classes": _Kind(
-        "warning",
-        "classes whose names differ only by case or blanks",
-        "if they are one class, give them one name at the source and pack again",
-    ),
-    "one-class": _Kind(
-        "warning", "all images are of one class", "if folders inside its folder were meant as classes, pack from there"
-    ),
-    "uneven-shards": _Kind(
-        "warning",
-        "",
-        "shardvit trains on them exactly all the same, but loads and caches unevenly; tools that give whole shards to "
-        "workers wait for the largest: pack the set again",
-    ),
-    "few-shards": _Kind("warning", ""),
-    "no-digests": _Kind(
-        "info", "{n} shard{s} without a digest: flipped bits are found only where they spoil an image or a header"
-    ),
+# Message ({n}: the count; {s}, {es}: a plural's ending) and remedy of each kind.
+_KINDS: dict[Severity, dict[str, tuple[str, str]]] = {
+    "problem": {
+        "unusable-set": ("the set cannot be opened", "restore the file that the sentence names, or pack the set again"),
+        "damage": ("the set is damaged in {n} place{s}", _COPY),
+        "missing-shard": (
+            "{n} shard{s} of the manifest missing",
+            "copy the missing files into the folder (the manifest names them), or pack the set again",
+        ),
+        "unreachable-shard": (
+            "{n} shard{s} could not be fetched",
+            "see the reason, fix the network, the permissions or the location, and check again",
+        ),
+        "damaged-shard": (
+            "{n} damaged shard{s}",
+            f"{_COPY}; to train on what is left, leave the shard in place: lost samples are substituted as long as "
+            "data.max_corrupt_share allows it",
+        ),
+        "digest": (
+            "{n} shard{s} with another SHA-256 than the manifest states",
+            f"bits were flipped, or somebody changed the file: {_COPY}",
+        ),
+        "index": (
+            "{n} index file{s} not matching the tar",
+            "delete the .idx files named here: they are rebuilt from the tars",
+        ),
+        "sample-count": (
+            "{n} shard{s} with another number of samples than stated",
+            "the tar or the manifest was exchanged: pack the set again, or restore both from one copy",
+        ),
+        "incomplete-sample": (
+            "{n} sample{s} without exactly one image and one label",
+            "give each sample one image and one label with the same name up to the first dot, next to each other in "
+            "the tar; if the labels are in another member, say so with --label txt or --label json:KEY",
+        ),
+        "crashed-check": (
+            "{n} crash{es} of the checking process",
+            "an image in the shard crashes the decoder or needs more memory than there is: check again without "
+            "--decode, and do not train on the shard",
+        ),
+        "image": (
+            "{n} unreadable image{s}",
+            "repair or drop them at the source and pack again; training substitutes others as long as "
+            "data.max_corrupt_share allows it",
+        ),
+        "label": (
+            "{n} unusable label{s}",
+            "correct them at the source and pack again; for tars of other tools, --label, --classes and --multi-label "
+            "say where the labels are and what they are called",
+        ),
+        "contradicting-label": (
+            "{n} image{s} occurring with different labels",
+            "keep the copy with the right label, drop the others, and pack again",
+        ),
+        "leaked-image": (
+            "{n} image{s} of one split also in another",
+            "held-out results on them measure memory: remove them from the training set, or hold out others, and pack "
+            "again",
+        ),
+        "equal-bytes": ("", _SEEN),
+        "equal-pixels": ("", _SEEN),
+        "near-duplicate": ("", _SEEN),
+        "class-list": (
+            "the splits have different lists of classes",
+            "class numbers mean different things in them: pack them from one source with the same classes",
+        ),
+        "fitness": ("", ""),
+    },
+    "warning": {
+        "mended-image": (
+            "{n} damaged image{s}, which decoders complete with a guess",
+            "look at them: part may be grey or smeared; replace them at the source if you can",
+        ),
+        "duplicate-image": (
+            "{n} image{s} occurring more than once",
+            "they are trained on more often than others, and may end up on both sides of a held-out split: drop the "
+            "copies at the source if that is not meant",
+        ),
+        "duplicate-key": (
+            "{n} key{s} occurring more than once",
+            "shardvit does not mind; tools that know samples by their keys (lists of faults, feature stores) mix them "
+            "up: give each sample its own name",
+        ),
+        "extra-tar": (
+            "{n} tar{s} in the folder that the manifest does not name",
+            "shardvit ignores them, but other tools read every *.tar: move them away, or pack the set again with their "
+            "images",
+        ),
+        "empty-class": (
+            "{n} class{es} without samples",
+            "check that nothing was forgotten; if they are not wanted, pack again without them",
+        ),
+        "alike-classes": (
+            "classes whose names differ only by case or blanks",
+            "if they are one class, give them one name at the source and pack again",
+        ),
+        "one-class": (
+            "all images are of one class",
+            "if folders inside its folder were meant as classes, pack from there",
+        ),
+        "uneven-shards": (
+            "",
+            "shardvit trains on them exactly all the same, but loads and caches unevenly; tools that give whole shards "
+            "to workers wait for the largest: pack the set again",
+        ),
+        "few-shards": ("", ""),
+    },
+    "info": {
+        "unsure": ("", "look at the pairs (--output shows them); they do not count as the same"),
+        "not-compared": ("", ""),
+        "no-digests": (
+            "{n} shard{s} without a digest: flipped bits are found only where they spoil an image or a header",
+            "",
+        ),
+    },
 }
 
 
@@ -188,15 +170,16 @@ def finding(
     remedy: str = "",
     severity: Severity | None = None,
 ) -> Finding:
-    """A finding in its kind's words, unless `message`, `remedy` or `severity` replace them."""
-    its = _KINDS[kind]
+    """Make a finding in its kind's words, unless `message`, `remedy` or `severity` replace them."""
+    its_severity: Severity = next(each for each in SEVERITIES if kind in _KINDS[each])
+    its_message, its_remedy = _KINDS[its_severity][kind]
     plural = {"s": "", "es": ""} if count == 1 else {"s": "s", "es": "es"}
     return Finding(
-        severity=severity or its.severity,
+        severity=severity or its_severity,
         kind=kind,
         split=split,
         count=count,
-        message=message or its.message.format(n=f"{count:,}", **plural),
-        remedy=remedy or its.remedy,
+        message=message or its_message.format(n=f"{count:,}", **plural),
+        remedy=remedy or its_remedy,
         places=tuple(places[:MOST_PLACES]),
     )

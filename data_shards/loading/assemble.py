@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data_shards.errors import CorruptSample, SampleError, UnreadableImage
+from data_shards.errors import CorruptSample, Fault, SampleError, UnreadableImage
 from data_shards.images.decode import USUAL_LIMIT, EncodedImage, PixelLimit, read_image
 from data_shards.images.transforms import EvalTransform, Pixels, TrainTransform
-from data_shards.loading.batch import Batch, Fault
+from data_shards.loading.batch import Batch
 from data_shards.loading.mixing import Mix
 from data_shards.loading.workers import empty_images, note_sample
 from data_shards.order.sample_order import LaneStream, SampleRefs
@@ -37,7 +37,7 @@ _Transform = Callable[[EncodedImage, Pixels], None]  # of an image, into a row
 
 @dataclass(frozen=True)
 class Access:
-    """How samples are read, in training and evaluation alike."""
+    """Settings for reading samples, in training and evaluation alike."""
 
     shards: ShardSet
     store: Store | None = None  # None: every shard is a local file

@@ -7,16 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from data_shards.errors import Fault
 from data_shards.loading.mixing import Mix
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A damaged sample that was met while a batch was made."""
-
-    shard: str  # its printable name
-    key: str
-    reason: str
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Batches(Protocol):
 
 
 class Copies(Protocol):
-    """How batches come to the device; `DevicePrefetch` calls `prepare` and `start` in its thread."""
+    """Copies batches to the device; `DevicePrefetch` calls both methods in its thread."""
 
     def prepare(self) -> None: ...
 

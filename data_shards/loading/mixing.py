@@ -24,7 +24,7 @@ from data_shards.vocabulary import RandomStream
 
 @dataclass(frozen=True)
 class MixupConfig:
-    """How much is mixed; raises UserError for numbers out of range.
+    """Settings of mixup and CutMix; raises UserError for numbers out of range.
 
     Attributes:
         mixup_alpha: lambda is drawn from Beta(alpha, alpha); 0 for no mixup. (0.2 and 0.5 in big_vision's recipes.)
@@ -46,7 +46,7 @@ class MixupConfig:
 
 @dataclass(frozen=True)
 class Mix:
-    """How one global batch is mixed."""
+    """The mixing of one global batch."""
 
     kind: Literal["mixup", "cutmix"]
     keep: float  # weight of the own image and labels; the partner has the rest

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.errors import CorruptSample, SampleError, UnreadableImage
+from data_shards.errors import CorruptSample, Fault, SampleError, UnreadableImage
 from data_shards.images.box import Pixels
 from data_shards.images.decode import USUAL_LIMIT, PixelLimit, peek_size, read_image
 from data_shards.order.randomness import hash_words
@@ -34,7 +34,7 @@ _SHARDS, _IMAGES, _SIZES, _CLASSES = range(4)  # what is drawn
 
 @dataclass(frozen=True)
 class DrawnImage:
-    """One of the images that were drawn."""
+    """A drawn image."""
 
     key: str
     shard: int  # its number in the set, and the image's row in it
@@ -46,17 +46,8 @@ class DrawnImage:
 
 
 @dataclass(frozen=True)
-class DamagedImage:
-    """An image, or a shard (then without a key), that could not be read."""
-
-    shard: str
-    key: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class Overview:
-    """What was seen of a set."""
+    """Labels, sizes, images and damage found in a set."""
 
     shards: ShardSet
     seed: int
@@ -66,7 +57,7 @@ class Overview:
     opened: int  # shards
     sizes: Int64s  # [n, 3]: height, width and bytes of n images
     images: tuple[DrawnImage, ...]  # by class
-    damaged: tuple[DamagedImage, ...]
+    damaged: tuple[Fault, ...]
     bytes_read: int  # of the shards' samples
 
     @property
@@ -110,7 +101,7 @@ class _Inspection:
         self.places: list[tuple[int, int]] = []  # shard and row of each labelled image
         self.labels: list[tuple[int, ...]] = []
         self.images_of_class = np.zeros(shards.num_classes, np.int64)
-        self.damaged: dict[tuple[int, int], DamagedImage] = {}
+        self.damaged: dict[tuple[int, int], Fault] = {}
         self.opened = self.bytes_read = 0
 
     def read_labels(self, most: int) -> None:
@@ -123,13 +114,13 @@ class _Inspection:
                         labels = self.reader.labels(shard, row=row)
                     except CorruptSample as error:
                         if entry.state == "whole":  # the set's `damage` has the others
-                            self.damaged[shard, row] = DamagedImage(error.shard, error.key, error.reason)
+                            self.damaged[shard, row] = Fault(error.shard, error.key, error.reason)
                         continue
                     self.places.append((shard, row))
                     self.labels.append(labels)
                     self.bytes_read += 1024  # a header and a block
             except SampleError as error:
-                self.damaged[shard, -1] = DamagedImage(entry.name, "", str(error).removeprefix(f"{entry.name}: "))
+                self.damaged[shard, -1] = Fault(entry.name, "", str(error).removeprefix(f"{entry.name}: "))
         for labels in self.labels:
             self.images_of_class[list(labels)] += 1
 
@@ -213,7 +204,7 @@ class _Inspection:
     def _add_damage(self, shard: int, row: int, error: Exception) -> None:
         reason = error.reason if isinstance(error, CorruptSample) else str(error)
         name, key = self.shards.shards[shard].name, self.reader.key(shard, row=row)
-        self.damaged[shard, row] = DamagedImage(name, key, reason)
+        self.damaged[shard, row] = Fault(name, key, reason)
 
 
 def reduced(pixels: Pixels, *, longest_side: int) -> Pixels:

@@ -31,7 +31,7 @@ _PIXELS_ROWS, _PIXELS_BYTES = 16, 1 << 16
 
 @dataclass(frozen=True)
 class TarSummary:
-    """What was found in a tar."""
+    """The samples and damage found in a tar."""
 
     num_samples: int  # in its index
     num_bytes: int  # of the tar

@@ -39,7 +39,7 @@ class LabelSpec:
 
     @classmethod
     def parse(cls, text: str, *, kind: LabelKind = "single") -> LabelSpec:
-        """From "cls", "txt" or "json:KEY"; raises ValueError for anything else."""
+        """Parse "cls", "txt" or "json:KEY"; raises ValueError for anything else."""
         part, colon, key = text.partition(":")
         if part not in get_args(LabelPart) or (part == "json") != bool(key) or (colon and not key):
             raise ValueError(f"{text!r} is no place of a label: use cls, txt or json:KEY")

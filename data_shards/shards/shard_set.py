@@ -93,7 +93,7 @@ class ShardSet:
 
 @dataclass(frozen=True)
 class ShardsSpec:
-    """What the user says about a set of shards; `label`, `kind` and `classes` are for tars without a manifest.
+    """The user's description of a set of shards; `label`, `kind` and `classes` are for tars without a manifest.
 
     Args:
         location: a folder with a manifest.json (local, or a URL), a folder of tars, or a pattern of tars

@@ -75,7 +75,7 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class TableSource:
-    """What the shards of one set have in common."""
+    """Properties that the shards of one set share."""
 
     folder: str  # absolute, or a URL
     shown_folder: str | None  # a local folder's name in messages; None: it is a URL

@@ -51,7 +51,7 @@ def default_cache_folder() -> Path:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """Where shards are kept, and how many bytes of them."""
+    """The cache's folder and size limit."""
 
     folder: Path = field(default_factory=default_cache_folder)
     limit_bytes: int = 50 * 10**9

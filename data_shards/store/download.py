@@ -35,7 +35,7 @@ class MissingObject(StoreError):
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How long to retry."""
+    """Delays and limits of retries."""
 
     first_delay_seconds: float = 1.0  # longest wait after the first failure; doubles with each further one
     most_delay_seconds: float = 60.0
@@ -46,7 +46,7 @@ class RetryPolicy:
 
 
 class ByteSink(Protocol):
-    """Where the bytes go; `begin` discards what came so far, and `num_bytes` will come (None: unknown)."""
+    """Takes the bytes; `begin` discards what came so far, and `num_bytes` will come (None: unknown)."""
 
     def begin(self, *, num_bytes: int | None) -> None: ...
 

@@ -117,7 +117,7 @@ class Prefetcher:
                 raise DownloadStopped
 
     def _pause(self, seconds: float) -> None:
-        """Even if training gets there; raises DownloadStopped on `close`."""
+        """Wait, even if training gets there; raises DownloadStopped on `close`."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             self._closed.wait(min(left, TOUCH_SECONDS))

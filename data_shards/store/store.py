@@ -10,7 +10,8 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from data_shards.errors import UserError
@@ -72,11 +73,8 @@ class Store:
         if not is_local(url):
             self._downloads.download(url, sink=sink)
             return bytes(sink.content)
-        try:
-            with open(local_path(url), "rb") as stream:
-                sink.write(stream.read(most_bytes + 1))
-        except OSError as error:
-            raise _local_error(url, error) from None
+        with _local_errors(url), open(local_path(url), "rb") as stream:
+            sink.write(stream.read(most_bytes + 1))
         return bytes(sink.content)
 
     def size(self, url: str) -> int | None:
@@ -134,17 +132,13 @@ class Store:
     def _about(self, url: str) -> tuple[int | None, str]:
         if not is_local(url):
             return self._downloads.about(url)
-        try:
+        with _local_errors(url):
             status = os.stat(local_path(url))
-        except OSError as error:
-            raise _local_error(url, error) from None
         return status.st_size, str(status.st_mtime_ns)
 
     def _open_local(self, url: str) -> int:
-        try:
+        with _local_errors(url):
             return os.open(local_path(url), os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise _local_error(url, error) from None
 
     def _cached(
         self, entry: ShardEntry, *, evict: Evict, wants_index: bool, stop: Stop = lambda: False
@@ -207,12 +201,11 @@ class Store:
     def _index(self, entry: ShardEntry, descriptor: int, *, name: str) -> ShardIndex:
         """Read a cached shard's index, through its descriptor: it may be evicted by now."""
         assert self._cache is not None
-        path, label = f"/dev/fd/{descriptor}", entry.labels.part
-        if entry.index is not None:
-            return self._read_or_build(entry, path)
-        index = self._cache.load_index(name, label=label)
-        if index is None:
-            index = self._read_or_build(entry, path)
+        label = entry.labels.part
+        if entry.index is None and (index := self._cache.load_index(name, label=label)) is not None:
+            return index
+        index = self._read_or_build(entry, f"/dev/fd/{descriptor}")
+        if entry.index is None:
             self._cache.save_index(index, name, label=label, evict="any")
         return index
 
@@ -260,14 +253,16 @@ class _Memory:
 
     def _check(self, num_bytes: int) -> None:
         if num_bytes > self._most_bytes:
-            raise UserError(
-                f"{redacted(self._url)} has more than {self._most_bytes} bytes, which such a file never has: "
-                "check the location"
-            )
+            most = f"more than {self._most_bytes} bytes, which such a file never has"
+            raise UserError(f"{redacted(self._url)} has {most}: check the location")
 
 
-def _local_error(url: str, error: OSError) -> StoreError:
+@contextmanager
+def _local_errors(url: str) -> Iterator[None]:
     path = local_path(url)
-    if isinstance(error, FileNotFoundError):
-        return MissingObject(f"{path} is not there: check the location, or copy it there")
-    return StoreError(f"{path} cannot be read ({error.strerror}): check what it is, and your rights to it")
+    try:
+        yield
+    except FileNotFoundError:
+        raise MissingObject(f"{path} is not there: check the location, or copy it there") from None
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read ({error.strerror}): check what it is, and your rights to it") from None

@@ -1,4 +1,4 @@
-"""What the data benchmark compares, and where it keeps what they read. Imports nothing heavy."""
+"""Methods that the data benchmark compares, and the folders they read. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHORT_SIDE, QUALITY = 320, 90  # of the shards that are packed smaller
 
 @dataclass(frozen=True)
 class Work:
-    """Where the prepared images lie; the peers get it as it is."""
+    """Folders of the prepared images."""
 
     root: Path
 

@@ -1,4 +1,4 @@
-"""What the data benchmark reads: the user's photographs, repeated, in every layout that a method needs.
+"""Prepare the data benchmark: the user's photographs, repeated, in every layout that a method needs.
 
     WORK/images/CLASS/N.jpg     class folders, for torchvision and timm
     WORK/shards/train/          the same bytes packed into 8 shards
@@ -34,7 +34,7 @@ _JPEG_MAGIC = b"\xff\xd8\xff"
 
 @dataclass(frozen=True)
 class Photographs:
-    """What the user named."""
+    """The user's photographs."""
 
     contents: list[bytes]
     left_out: int

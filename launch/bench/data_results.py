@@ -1,4 +1,4 @@
-"""What the data benchmark found, the targets it is held to, and both as text. Arithmetic and text only."""
+"""Results of the data benchmark, its targets, and both as text. Arithmetic and text only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What somebody waits for in `make demo`: its first line, its first training step, its end; of one or two checkouts.
+"""Time `make demo` to its first line, its first training step and its end, for one or two checkouts.
 
 Run `python -m launch.bench.demo_start --before CHECKOUT` with another checkout of this repository (of an older commit,
 for instance); records/demo_start.txt has what it printed. The checkouts take turns, each demo in a folder of its own;

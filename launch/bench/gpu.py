@@ -113,7 +113,7 @@ def has_gpu() -> bool:
 
 
 def _take(turn: Turn, *, course: Mapping[str, int], folder: Path, number: int, limit_seconds: float) -> dict[str, Any]:
-    """What the process wrote, or why it wrote nothing."""
+    """Read what the process wrote, or why it wrote nothing."""
     out = folder / f"{number}.json"
     command = [sys.executable, "-m", "launch.bench.gpu_child", turn.what, turn.size, json.dumps(dict(course)), str(out)]
     # Compiled code is kept for the same contender's next turn, and from the others: each shows what it compiles.

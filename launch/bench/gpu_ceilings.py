@@ -1,4 +1,4 @@
-"""What this GPU reaches at best: copies, matrix products at the models' shapes, attention by each of torch's kernels.
+"""Measure this GPU's ceilings: copies, matrix products at the models' shapes, each of torch's attention kernels.
 
 Products are measured as training does them: forward (x W'), the input's gradient (dy W), the weight's (dy' x).
 Attention is forward and backward together; its FLOPs are three times the forward pass's, recomputation not counted.
@@ -52,7 +52,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Of one device."""
+    """Ceilings of one device."""
 
     device: str
     copy_gb_per_second: float  # read and written

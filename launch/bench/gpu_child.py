@@ -1,4 +1,4 @@
-"""In a process of its own: one contender of `launch.bench.gpu`, or the ceilings; writes JSON.
+"""Child process of `launch.bench.gpu`: one contender, or the ceilings; writes JSON.
 
 Started as `python -m launch.bench.gpu_child WHAT SIZE COURSE OUT`. A fresh process each, because compiled code,
 allocators and what libraries put in the place of torch's layers outlive a contender.
@@ -22,7 +22,7 @@ CEILINGS = "ceilings"
 
 @dataclass(frozen=True)
 class ContenderOutcome:
-    """Of one contender at one size; without `measured`, `failure` says why."""
+    """Outcome of one contender at one size; without `measured`, `failure` says why."""
 
     contender: str
     size: str

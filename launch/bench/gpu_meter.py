@@ -23,7 +23,7 @@ PHASES = ("forward", "backward", "optimizer")
 
 @dataclass(frozen=True)
 class Course:
-    """How many steps of each kind."""
+    """Number of steps of each kind."""
 
     warm_up: int = 10
     blocks: int = 3
@@ -38,7 +38,7 @@ class Course:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the meter found; bytes are None on a CPU."""
+    """Measurements of the meter; bytes are None on a CPU."""
 
     block_ms: list[float]  # of a step, in each block
     losses: dict[int, float]  # by step

@@ -1,4 +1,4 @@
-"""What a step's time on the device goes into, from torch's profiler: kernels by kind, idle time, the attention kernel.
+"""Split a step's device time by torch's profiler: kernels by kind, idle time, the attention kernel.
 
 Kinds are found by kernels' names, as NVIDIA's libraries, torch and Triton give them; what matches nothing is
 elementwise, which holds norms and reductions too. On a CPU the operators' own times stand for kernels.
@@ -26,7 +26,7 @@ _NO_WORK = re.compile(r"ProfilerStep|^nccl:|^## |Torch-Compiled Region|CompiledF
 
 @dataclass(frozen=True)
 class Split:
-    """Of one step, on average."""
+    """Split of one step, on average."""
 
     shares: dict[str, float]  # of the elapsed time, by kind of kernel and "idle"
     kernels: float  # that were launched
@@ -44,7 +44,7 @@ class Ran:
 
 
 def kind_of(name: str) -> Kind:
-    """By a kernel's name."""
+    """Classify a kernel by its name."""
     for kind, pattern in _KINDS:
         if re.search(pattern, name, re.IGNORECASE):
             return kind
@@ -52,7 +52,7 @@ def kind_of(name: str) -> Kind:
 
 
 def split_of(profile: Any, *, steps: int) -> Split:
-    """Of a `torch.profiler.profile` that has ended."""
+    """Split a `torch.profiler.profile` that has ended."""
     events = profile.events()
     kernels = [_ran(event) for event in events if event.device_type.name == "CUDA" and not _is_mark(event)]
     if not kernels:

@@ -32,7 +32,7 @@ _MFU_SIZES = ("L/16@224 b256", "H/14@224 b128")
 
 @dataclass(frozen=True)
 class Machine:
-    """What it ran on."""
+    """Machine it ran on."""
 
     gpu: str | None  # by its driver; None: on a CPU
     versions: dict[str, str]

@@ -115,7 +115,7 @@ def resident_batch(size: Size, *, device: torch.device) -> Batch:
 
 
 def normalised(batch: Batch, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What timm's PrefetchLoader does with pixels on the device: -> [n, 3, size, size]."""
+    """Normalise pixels on the device as timm's PrefetchLoader does: -> [n, 3, size, size]."""
     mean, std = _statistics(batch.images.device)
     return batch.images.permute(0, 3, 1, 2).float().sub_(mean).div_(std).to(dtype).contiguous()
 
@@ -130,7 +130,7 @@ def _statistics(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """In float32, as everywhere."""
+    """Cross-entropy in float32."""
     return nn.functional.cross_entropy(logits.float(), labels)
 
 

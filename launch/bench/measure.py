@@ -34,7 +34,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Memory:
-    """Of a process and all below it, at one moment."""
+    """Memory of a process tree at one moment."""
 
     pss_mib: float  # proportional set size: pages shared by n processes count 1/n for each
     processes: int
@@ -42,7 +42,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Told:
-    """What a measured process told about itself, and what was seen of it from outside."""
+    """Marks that a measured process told, and what was seen of it from outside."""
 
     marks: Mapping[str, Mapping[str, Any]]  # name of the mark -> its values, with "seconds" since the start
     peak_pss_mib: float
@@ -76,7 +76,7 @@ def tree_memory(root: psutil.Process) -> Memory:
 
 
 class Teller:
-    """In the measured process: tells the measuring one where it stands.
+    """Tell the measuring process where the measured one stands.
 
     Args:
         descriptor: the pipe that it was given.

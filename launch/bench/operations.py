@@ -38,7 +38,7 @@ class Collective:
     num_bytes: int
 
     def sent_bytes(self, ranks: int) -> float:
-        """What a rank sends in a ring of so many."""
+        """Bytes that a rank sends in a ring of so many."""
         if ranks == 1:
             return 0.0
         return self.num_bytes * (ranks - 1) / ranks * (2 if self.name.startswith("allreduce") else 1)
@@ -99,7 +99,7 @@ class Operations(TorchDispatchMode):
 
 
 def count(action: Callable[[], object]) -> Operations:
-    """What `action` does."""
+    """Count the operations of `action`."""
     with Operations() as counted:
         action()
     return counted

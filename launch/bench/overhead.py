@@ -1,4 +1,4 @@
-"""What the engine costs beside plain torch, without a GPU: operations, waits, bytes, collectives, graphs, CPU time.
+"""Measure the engine's overhead over plain torch, without a GPU: operations, waits, bytes, collectives, CPU time.
 
 Run `python -m launch.bench.overhead`; records/overhead.txt has what it printed. All but the CPU time are exact numbers,
 held to their bounds by tests/launch/bench/test_overhead.py. CPU time is the least of many steps, each in turns with one
@@ -58,7 +58,7 @@ class Bound:
 
 
 def bounds_of(one: Counted) -> list[Bound]:
-    """Of one process under `OWN`, which logs nothing in the step."""
+    """Bounds for one process under `OWN`, which logs nothing in the step."""
     found = [
         Bound("operations outside the model", one.in_forward + one.in_backward + one.in_step, 650),
         Bound("of them in the step", one.in_step, 30),
@@ -73,12 +73,12 @@ def bounds_of(one: Counted) -> list[Bound]:
 
 
 def bounds_of_sending(one: Counted, *, ranks: int) -> list[Bound]:
-    """Of one of several processes under `OWN`."""
+    """Bounds for one of several processes under `OWN`."""
     return [Bound("bytes sent a parameter", sent_bytes_per_parameter(one, ranks=ranks), 6.01)]
 
 
 def bounds_of_compiling(one: Counted) -> list[Bound]:
-    """Of one process under `OWN` with its blocks compiled."""
+    """Bounds for one process under `OWN` with its blocks compiled."""
     return [
         Bound("graph breaks", one.graph_breaks, 0),
         Bound("graphs of blocks, in training", one.graphs, 2),

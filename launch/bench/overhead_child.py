@@ -1,4 +1,4 @@
-"""In a process of its own: one engine on a deep, narrow model, and what a step of it costs beside plain torch.
+"""Child process: one engine on a deep, narrow model, and its step's overhead over plain torch.
 
 Started as `python -m launch.bench.overhead_child CASE OUT RANK`, CASE in JSON; writes what `Counted` says to OUT/RANK.
 A fresh process a case, because ZeRO 3 puts another linear layer in the place of torch's. The model is deep and narrow,
@@ -49,7 +49,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Case:
-    """What is counted."""
+    """One case to count."""
 
     zero_stage: int
     precision: str
@@ -81,7 +81,7 @@ class Spent:
 
 @dataclass
 class Counted:
-    """What one rank of a case counted in one step that does not log."""
+    """Counts of one rank in one step that does not log."""
 
     parameters: int
     tensors: int
@@ -283,7 +283,7 @@ def _task(recipe: Recipe, engine: Any) -> Any:
 
 
 def _input_waits(recipe: Recipe) -> dict[str, int]:
-    """Of moving a batch to a device; `meta` stands for a GPU. The second batch is counted."""
+    """Count the waits of moving a batch to a device; `meta` stands for a GPU. The second batch is counted."""
     elsewhere = types.SimpleNamespace(device=torch.device("meta"), input_dtype=torch.bfloat16)
     task, moved = _task(recipe, elsewhere), batch()
     task.example(moved, use="train")

@@ -1,4 +1,4 @@
-"""What `shardvit report` costs on a long run: seconds, memory and bytes of the page, for one run and for three.
+"""Measure `shardvit report` on a long run: seconds, memory and bytes of the page, for one run and for three.
 
 Run `python -m launch.bench.report_page`; records/report_page.txt has what it printed. Run folders are made up: a stage
 of 100,000 points with every metric that training logs, an evaluation for each 1,000 of them, a spike, gaps, restarts,

@@ -1,4 +1,4 @@
-"""What grows with the number of ranks, shards or files, at 1,024 ranks on 128 hosts and 10^9 samples in 10^5 shards.
+"""Measure what grows with ranks, shards and files: 1,024 ranks on 128 hosts, 10^9 samples in 10^5 shards.
 
 Run `python -m launch.bench.scale [--only NAME]`; records/scale.txt has what it printed. One machine simulates: ranks
 are threads (or a few processes) that run the product's own code, files have the real number and no content, and

@@ -25,10 +25,10 @@ from launch.bench.scale_rows import RANKS, Row
 from pipeline.checkpoint.saver import CheckpointSaver
 from pipeline.checkpoint.store import Retention, beside_of, commit_checkpoint, open_beside, shared_out
 from pipeline.checkpoint.train_state import TrainState
-from pipeline.engine.host_copy import Hold
-from pipeline.engine.portable import WEIGHT
-from pipeline.engine.shared import open_shared
-from pipeline.engine.state_files import Seal, StateFile, digest_of, piece_sizes
+from pipeline.engine.saved_state.host_copy import Hold
+from pipeline.engine.saved_state.portable import WEIGHT
+from pipeline.engine.saved_state.shared import open_shared
+from pipeline.engine.saved_state.state_files import Seal, StateFile, digest_of, piece_sizes
 from pipeline.ranks.group import Agreement
 from pipeline.ranks.place import Place
 
@@ -82,7 +82,7 @@ def watched() -> Iterator[Seen]:
 
 
 def commit_operations(*, files: int) -> Seen:
-    """Of the commit of so many files beside the model's."""
+    """Count the operations of committing so many files beside the model's."""
     with tempfile.TemporaryDirectory() as name:
         root = Path(name) / "checkpoints"
         open_beside(root, step=1)
@@ -99,7 +99,7 @@ def commit_operations(*, files: int) -> Seen:
 
 @dataclass
 class _OneRank:
-    """What a saver and a loader ask of the ranks, for ranks that run one after the other: rank 0 first."""
+    """Stand-in for the process group, for ranks that run one after the other: rank 0 first."""
 
     place: Place
     told: list[Any] = field(default_factory=list)  # by rank 0, in order
@@ -132,7 +132,7 @@ class _Engine:
 
 
 def saves(*, files: int) -> tuple[Seen, int]:
-    """What two saves in the background ask of the file system between their beginnings and the end, and the polls; the
+    """Count the file operations and polls of two background saves, from their beginnings to the end; the
     second one's pruning removes the first."""
     with tempfile.TemporaryDirectory() as name:
         committed: list[TrainState] = []
@@ -180,7 +180,7 @@ def digest_shares(parameters: int, *, ranks: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Loading:
-    """What a load asked for, by rank."""
+    """Files that a load asked for, by rank."""
 
     opened: tuple[frozenset[str], ...]  # names of files
     looked: int  # `stat` and the like, by all ranks

@@ -18,7 +18,7 @@ import torch
 from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo
 
 from launch.bench.scale_rows import RANKS, Row
-from pipeline.ranks.exchange import gather_rows, rounds
+from pipeline.ranks.group import gather_rows, rounds
 
 _SIMULATED = 64
 _GLOO: Any = ProcessGroupGloo  # torch's stub knows neither its options nor its messages

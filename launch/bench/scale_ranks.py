@@ -21,11 +21,12 @@ from typing import Any
 from unittest.mock import patch
 
 from launch.bench.scale_rows import HOSTS, RANKS, Row
-from pipeline.ranks import gone, heartbeat
-from pipeline.ranks.gone import NEWS_FILE, report_gone
+from pipeline.ranks import dead_ranks as gone
+from pipeline.ranks import heartbeat
+from pipeline.ranks.dead_ranks import NEWS_FILE, report_gone
 from pipeline.ranks.heartbeat import Heartbeat, read_heartbeat, write_heartbeat
-from pipeline.ranks.pid import process_started
 from pipeline.ranks.place import Log, Place
+from pipeline.ranks.process import process_started
 
 _ATTEMPT = "simulated"
 _EVENTS = ("open", "os.listdir", "os.scandir", "os.mkdir", "os.remove", "os.rename")
@@ -92,7 +93,7 @@ def beat_of(rank: int, *, per_host: int, **changes: Any) -> Heartbeat:
 
 @dataclass(frozen=True)
 class Death:
-    """What happened after one rank had died."""
+    """Events after one rank had died."""
 
     operations: int  # on files of STAGE/ranks, by all ranks together
     said: tuple[str, ...]  # by all of them

@@ -1,1 +1,1 @@
-"""What `shardvit eval` and `shardvit transfer` share with their processes."""
+"""Carry out `shardvit eval` (also in several processes) and `shardvit transfer`."""

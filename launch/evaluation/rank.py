@@ -7,15 +7,21 @@ FOLDER/request.json is what was asked. Exit codes: 0 done, 2 a user's mistake, w
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from data_shards.errors import SampleError, UserError
 from data_shards.processes import num_cores
-from launch.evaluation.exchanged import read_request, write_result
 from launch.local.env import omp_num_threads, read_place
 from launch.local.output import go_on, say
+from pipeline.evaluation.request import EvalRequest
 from pipeline.recipe.vocabulary import EXIT_USER_ERROR
+
+if TYPE_CHECKING:
+    from pipeline.evaluation.evaluate_file import ModelEvaluated
 
 _TIMEOUT_SECONDS = 24 * 3600.0  # the first process may index tars for hours
 
@@ -31,7 +37,7 @@ def main(folder: Path) -> int:
         from pipeline.evaluation.evaluate_file import evaluate_model
         from pipeline.evaluation.truth import open_set
         from pipeline.ranks.group import Ranks
-        from pipeline.ranks.threads import settle_threads
+        from pipeline.ranks.process import settle_threads
 
         if not torch.cuda.is_available():
             too_many = settle_threads(cores=num_cores() / place.world_size, asked=omp_num_threads())
@@ -48,6 +54,42 @@ def main(folder: Path) -> int:
             say(str(error))
         return EXIT_USER_ERROR
     return 0
+
+
+_REQUEST, _RESULT, _EVALUATION = "request.json", "result.json", "evaluation"
+
+
+def write_request(folder: Path, request: EvalRequest) -> None:
+    """Write the request for the processes."""
+    (folder / _REQUEST).write_text(json.dumps(asdict(request)), encoding="ascii")
+
+
+def read_request(folder: Path) -> EvalRequest:
+    """Read the request."""
+    content = json.loads((folder / _REQUEST).read_text(encoding="ascii"))
+    metrics = content["metrics"]
+    return EvalRequest(**{**content, "metrics": metrics if metrics == "auto" else tuple(metrics)})
+
+
+def write_result(folder: Path, result: ModelEvaluated) -> None:
+    """Write the result in the first process; result.json comes last."""
+    from pipeline.runs.evaluations import write_evaluation
+
+    write_evaluation(folder / _EVALUATION, result.evaluation)
+    rest = {name: value for name, value in vars(result).items() if name != "evaluation"}
+    damaged = [asdict(fault) for fault in result.damaged]
+    (folder / _RESULT).write_text(json.dumps({**rest, "damaged": damaged}), encoding="ascii")
+
+
+def read_result(folder: Path) -> ModelEvaluated:
+    """Read the result."""
+    from data_shards.loading.batch import Fault
+    from pipeline.evaluation.evaluate_file import ModelEvaluated
+    from pipeline.runs.evaluations import load_evaluation
+
+    content = json.loads((folder / _RESULT).read_text(encoding="ascii"))
+    content |= {"damaged": tuple(Fault(**each) for each in content["damaged"]), "notes": tuple(content["notes"])}
+    return ModelEvaluated(evaluation=load_evaluation(folder / _EVALUATION), **content)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from data_shards.control_groups import user_name
 from data_shards.errors import UserError
 from data_shards.text import one_line
 from pipeline.ranks.place import Place
-from pipeline.ranks.time_limit import TimeLimit
+from pipeline.ranks.stopping import TimeLimit
 
 SUPERVISOR_PID = "SHARDVIT_SUPERVISOR_PID"
 PATHS_FILE = "SHARDVIT_DATA"

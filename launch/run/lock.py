@@ -35,7 +35,7 @@ from data_shards.durable import break_links
 from data_shards.errors import UserError
 from launch.local.output import say as to_stderr
 from launch.run.disk import Presence, gone
-from pipeline.ranks.pid import process_started, this_machine
+from pipeline.ranks.process import process_started, this_machine
 from pipeline.recipe.vocabulary import EXIT_FAILED, EXIT_USER_ERROR
 
 _BEAT_SECONDS = 5.0
@@ -55,7 +55,7 @@ class Owner:
     """A process that holds a lock."""
 
     host: str  # for people
-    machine: str  # `pipeline.ranks.pid.this_machine`
+    machine: str  # `pipeline.ranks.process.this_machine`
     pid: int
     started: float  # a later process with the same PID has another
     token: str  # of this claim alone

@@ -1,4 +1,4 @@
-"""What one layer costs an image: parameters, arithmetic, and bytes kept for the backward pass. No torch.
+"""Cost of single layers per image: parameters, FLOPs, and bytes kept for the backward pass. No torch.
 
 FLOPs are counted as torch's FlopCounterMode does: two for each multiplication of a matrix product or convolution, none
 for anything else. A layer keeps its input, in bf16; what two layers share is counted once, by the caller.
@@ -76,7 +76,7 @@ def convolution(
 
 @dataclass(frozen=True)
 class Unit:
-    """What one block of a chain keeps, in bytes."""
+    """Bytes that one block of a chain keeps."""
 
     saved_bytes: int  # without activation checkpointing
     input_bytes: int  # with it

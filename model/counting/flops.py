@@ -1,4 +1,4 @@
-"""What a model costs an image: parameters, arithmetic and activation memory, by formula and without torch.
+"""Parameters, FLOPs and activation memory of a model per image, by formula and without torch.
 
 Parameters and FLOPs equal those of the modules and torch's FlopCounterMode to every digit
 (tests/oracles/test_flop_counter.py). A training step multiplies each weight three times: forward, for the weight's
@@ -27,7 +27,7 @@ _PREFIXES = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 
 @dataclass(frozen=True)
 class Accounting:
-    """What one model costs at one image size."""
+    """Cost of one model at one image size."""
 
     parameters: int  # head included
     forward_flops: int  # of one image
@@ -60,7 +60,7 @@ def account(
     patch_dropout: float = 0.0,
     checkpointed_every: int = 1,
 ) -> Accounting:
-    """What `build_model` with these arguments costs an image; `patch_dropout` is as in training, and each
+    """Cost per image of `build_model` with these arguments; `patch_dropout` is as in training, and each
     `checkpointed_every`-th block is recomputed, where any is. ValueError: an argument that the model would refuse."""
     if num_classes < 1:
         raise ValueError(f"num_classes must be at least 1, not {num_classes}")
@@ -137,7 +137,7 @@ def _mlp(rows: int, sizes: VitSizes) -> Cost:
 
 
 def _relative(sizes: VitSizes, *, tokens: int) -> Cost:
-    """What relative positions add to attention: a table of offsets, queries times it, a bias for each pair.
+    """Add relative positions to attention: a table of offsets, queries times it, a bias for each pair.
 
     Kept are the queries once more, and the bias in rows of a multiple of 8, for torch's memory-efficient kernel.
     """

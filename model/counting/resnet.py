@@ -1,4 +1,4 @@
-"""What a ResNet costs an image: the hybrids' stem and the pure ResNets of `model.resnet`. No torch.
+"""Cost of a ResNet per image: the hybrids' stem and the pure ResNets of `model.resnet`. No torch.
 
 Sides are exact multiples of the strides. A kernel's standardised copy is left out: it is kept once a batch.
 """

@@ -1,8 +1,8 @@
-"""Whatever file or folder a user names: find out whose it is, and read it.
+"""Detect the format of any file or folder of weights, and read it.
 
 Tensor names decide, not the file's; a folder is told by its `config.json`, and a record of ours beside a file
 (FILE.json) is believed. Costs one copy of the weights. ONNX files are refused. To add a format: a reader that gives a
-`Foreign`, and a case here.
+`ExternalModel`, and a case here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from model.config import OF_TRANSFORMERS, ModelConfig
-from model.formats.foreign import NOTHING_SAID, Foreign, Said, lost_blocks, of_record, settle
+from model.formats.foreign import NO_HINTS, ExternalModel, UserHints, lost_blocks, of_record, settle
 from model.formats.record import read_side_record
 from model.formats.surgery import adapt
 from model.formats.timm_state import is_timm_state, read_timm_folder, read_timm_state
@@ -39,12 +39,12 @@ def import_file(
     num_classes: int | None = None,
     class_names: Sequence[str] | None = None,
 ) -> tuple[SavedModelMeta, dict[str, Tensor]]:
-    """Read any file or folder and adapt it: `read_foreign`, then `surgery.adapt`, with their errors."""
-    foreign = read_foreign(path, config=config)
-    return adapt(foreign, image_size=image_size, num_classes=num_classes, class_names=class_names)
+    """Read any file or folder and adapt it: `read_external`, then `surgery.adapt`, with their errors."""
+    external = read_external(path, config=config)
+    return adapt(external, image_size=image_size, num_classes=num_classes, class_names=class_names)
 
 
-def read_foreign(path: Path, *, config: ModelConfig | None = None, said: Said = NOTHING_SAID) -> Foreign:
+def read_external(path: Path, *, config: ModelConfig | None = None, said: UserHints = NO_HINTS) -> ExternalModel:
     """The model in a file or folder, under our names.
 
     `path`: a folder of ours, of timm or of transformers; Google's npz; safetensors or a torch file with a state dict of
@@ -82,7 +82,7 @@ def read_foreign(path: Path, *, config: ModelConfig | None = None, said: Said = 
     return found.with_loss(said.loss)
 
 
-def _folder(folder: Path, *, config: ModelConfig | None) -> Foreign:
+def _folder(folder: Path, *, config: ModelConfig | None) -> ExternalModel:
     if (folder / "recipe.yaml").is_file():
         raise ValueError(f"{folder} is a run's folder: give a stage's model, {folder}/STAGE/model")
     if not (folder / CONFIG_FILE).is_file():
@@ -104,7 +104,7 @@ def _folder(folder: Path, *, config: ModelConfig | None) -> Foreign:
     )
 
 
-def _bare(path: Path, *, config: ModelConfig | None, said: Said) -> Foreign:
+def _bare(path: Path, *, config: ModelConfig | None, said: UserHints) -> ExternalModel:
     """A state dict alone, or with a record of ours beside it."""
     state, origin = load_weights(path), str(path)
     for belongs, read in (
@@ -115,15 +115,15 @@ def _bare(path: Path, *, config: ModelConfig | None, said: Said) -> Foreign:
         if belongs(state):
             meta = read_side_record(path)
             if meta is None:
-                foreign = read(state, config=config, origin=origin)
-                if said.depth is None and (lost := lost_blocks(foreign.config.sizes)):
+                external = read(state, config=config, origin=origin)
+                if said.depth is None and (lost := lost_blocks(external.config.sizes)):
                     raise ValueError(f"{origin} {lost}")
-                return foreign
+                return external
             if belongs is is_timm_state:  # our own names: any of our models, those that timm cannot build too
                 described = of_record(meta, state, format="state dict under our names")
             else:
-                foreign = read(state, config=meta.model, origin=origin)
-                described = of_record(meta, foreign.state, format=foreign.format)
+                external = read(state, config=meta.model, origin=origin)
+                described = of_record(meta, external.state, format=external.format)
             return _settled(described, config=config, origin=origin)
     raise ValueError(
         f"{path} has tensors such as {', '.join(sorted(state)[:3])}: looked for the names of timm (blocks.0.*, "
@@ -131,15 +131,15 @@ def _bare(path: Path, *, config: ModelConfig | None, said: Said) -> Foreign:
     )
 
 
-def _settled(foreign: Foreign, *, config: ModelConfig | None, origin: str) -> Foreign:
-    """`foreign`, whose file tells all of its trunk, with what the user says besides."""
+def _settled(external: ExternalModel, *, config: ModelConfig | None, origin: str) -> ExternalModel:
+    """`external`, whose file tells all of its trunk, with what the user says besides."""
     if config is None:
-        return foreign
-    found = foreign.config
+        return external
+    found = external.config
     told = {name: getattr(found, name) for name in OF_TRANSFORMERS} if found.kind == "vit" else {}
     heads = found.sizes.heads if found.kind == "vit" else None
     settled, notes = settle(config, told=told, heads=heads, kind=found.kind, origin=origin)
-    image_size = foreign.image_size
+    image_size = external.image_size
     if found.kind == "vit":  # the grid of positions is what the weights have; patches of another size are found later
         image_size = image_size // found.sizes.patch_size * settled.sizes.patch_size
-    return replace(foreign, config=settled, image_size=image_size, notes=(*foreign.notes, *notes))
+    return replace(external, config=settled, image_size=image_size, notes=(*external.notes, *notes))

@@ -160,7 +160,7 @@ def _in_evaluation(meta: SavedModelMeta, state: Mapping[str, Tensor]) -> nn.Modu
 
 
 def _pixels(meta: SavedModelMeta) -> str:
-    """How to normalise an image first, in words."""
+    """Describe how to normalise an image first."""
     mean, std = (f"({', '.join(f'{value:g}' for value in values)})" for values in (meta.mean, meta.std))
     return (
         f"it takes RGB squares of {meta.image_size} pixels, (x - {mean}) / {std} with x from 0 to 1, prepared by the "

@@ -1,7 +1,7 @@
 """A model found in somebody else's file, already under our names: what every reader returns.
 
 Resolution and classes are the file's (`surgery` changes them). What no shape tells comes from the format (`Semantics`),
-the file's record, or the user (`Said`, a `ModelConfig`).
+the file's record, or the user (`UserHints`, a `ModelConfig`).
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _SIGMOID_CLASSES = {21843: "ImageNet-21k", 18291: "JFT-300M", 29593: "JFT-3B"}
 
 
 @dataclass(frozen=True)
-class Said:
-    """What the user says of a file without a record of ours; None: to be found out."""
+class UserHints:
+    """User's hints about a file without a record of ours; None: infer it."""
 
     depth: int | None = None  # it has so few blocks on purpose
     position: Literal["sincos_2d", "none"] | None = None  # if it has no position embeddings
     loss: LossKind | None = None  # of its head
 
 
-NOTHING_SAID = Said()
+NO_HINTS = UserHints()
 
 
 @dataclass(frozen=True)
-class Foreign:
+class ExternalModel:
     """A converted model; fields without a comment are as in `SavedModelMeta`."""
 
     format: str  # for messages: "Google's npz (vision_transformer)", "torchvision state dict"
@@ -63,7 +63,7 @@ class Foreign:
     headless: str = "has no head"  # what is said of it without a head
     notes: tuple[str, ...] = field(default=())  # what was assumed or folded, a sentence each, for the user
 
-    def with_loss(self, said: LossKind | None) -> Foreign:
+    def with_loss(self, said: LossKind | None) -> ExternalModel:
         """The same with a loss: the user's, the file's, or the usual one for so many classes (with a note)."""
         if said is not None or self.loss is not None or self.num_classes == 0:
             return replace(self, loss=said or self.loss)
@@ -74,13 +74,13 @@ class Foreign:
         return replace(self, loss=loss, notes=(*self.notes, note))
 
 
-def of_record(meta: SavedModelMeta, state: dict[str, Tensor], *, format: str) -> Foreign:
+def of_record(meta: SavedModelMeta, state: dict[str, Tensor], *, format: str) -> ExternalModel:
     """A model that has a record of ours; from the masked-patch stage the trunk alone."""
     from model.positions.embedding import without_numbers
 
     names = ("image_size", "num_classes", "class_names", "mean", "std", "loss", "eval_protocol", "eval_crop_share")
     state = without_numbers(state, config=meta.model, image_size=meta.image_size)
-    described = Foreign(
+    described = ExternalModel(
         format=format,
         state=state,
         config=meta.model,
@@ -96,7 +96,7 @@ def of_record(meta: SavedModelMeta, state: dict[str, Tensor], *, format: str) ->
 
 def of_shapes(
     state: dict[str, Tensor], *, format: str, semantics: Semantics, given: ModelConfig | None, origin: str
-) -> Foreign:
+) -> ExternalModel:
     """A model without a record, under our names: its sizes are those of its tensors. Arguments as for `config_of`.
     Raises ValueError if the tensors do not tell the sizes, or contradict `given`."""
     sizes = read_sizes(shapes_of(state), origin=origin)
@@ -108,7 +108,7 @@ def of_shapes(
     config, notes = config_of(sizes, semantics=semantics, given=given, origin=origin)
     if config.class_token_position != sizes.class_token_position:
         state = move_class_row(state, config=config)
-    return Foreign(
+    return ExternalModel(
         format=format,
         state=state,
         config=config,
@@ -125,7 +125,7 @@ _LAYER_SCALE = 1e-5
 
 @dataclass(frozen=True)
 class Semantics:
-    """What no shape tells; None if neither file nor format does either."""
+    """Semantics that shapes do not tell; None if neither file nor format tells either."""
 
     gelu: Gelu
     layer_norm_eps: float

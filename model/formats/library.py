@@ -1,4 +1,4 @@
-"""What readers and writers for other libraries share: names by tables of prefixes, and what a plain ViT lacks."""
+"""Shared by readers and writers for other libraries: names by tables of prefixes, and what a plain ViT lacks."""
 
 from __future__ import annotations
 

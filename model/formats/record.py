@@ -10,7 +10,7 @@ from model.saved import SavedModelMeta, first_mistake, read_record, record_json,
 
 
 def side_path(file: Path) -> Path:
-    """Where the record of `file` is."""
+    """Path of the record of `file`."""
     return file.with_name(f"{file.name}.json")
 
 

@@ -1,4 +1,4 @@
-"""From a model in somebody else's file to one of ours: the paper's surgery for another resolution or class count.
+"""Adapt an external model to another resolution or number of classes, as the paper does.
 
 ViT paper, section 3.2: position embeddings are interpolated, "we remove the whole pre-trained prediction head and
 attach a zero-initialized D x K feedforward layer". Unchanged tensors are shared with the input.
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from model.formats.foreign import Foreign
+from model.formats.foreign import ExternalModel
 from model.saved import SavedModelMeta, check_state, first_mistake
 from model.vocabulary import LossKind
 
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 
 
 def adapt(
-    foreign: Foreign,
+    external: ExternalModel,
     *,
     image_size: int | None = None,
     num_classes: int | None = None,
     class_names: Sequence[str] | None = None,
     loss: LossKind | None = None,
 ) -> tuple[SavedModelMeta, dict[str, Tensor]]:
-    """The record and the weights of `foreign`, for `image_size` pixels and `num_classes` classes if given.
+    """The record and the weights of `external`, for `image_size` pixels and `num_classes` classes if given.
 
     Args:
-        foreign: what a reader returned.
-        image_size: another resolution: positions are interpolated with the kernel of `foreign.config`.
+        external: what a reader returned.
+        image_size: another resolution: positions are interpolated with the kernel of `external.config`.
         num_classes: another count: the whole head is dropped, a zero linear one is attached. The same keeps the head.
         class_names: default: the file's, else "0", "1", ...; their number is `num_classes` if that is not given.
         loss: of a new head; None: softmax.
 
     Raises:
-        ValueError: the weights do not fit `foreign.config` (with a table) or are not finite, there is neither a head
+        ValueError: the weights do not fit `external.config` (with a table) or are not finite, there is neither a head
             nor a count, or an argument does not fit.
     """
     import torch
@@ -48,44 +48,44 @@ def adapt(
         num_classes = len(class_names)
     if num_classes is not None and num_classes < 1:
         raise ValueError(f"--num-classes must be at least 1, not {num_classes}")
-    wanted = num_classes if num_classes is not None else foreign.num_classes
+    wanted = num_classes if num_classes is not None else external.num_classes
     if wanted == 0:
-        raise ValueError(f"the {foreign.format} {foreign.headless}: give --num-classes to attach a zero one")
+        raise ValueError(f"the {external.format} {external.headless}: give --num-classes to attach a zero one")
 
-    state = dict(foreign.state)
-    new_head = wanted != foreign.num_classes
+    state = dict(external.state)
+    new_head = wanted != external.num_classes
     if new_head:
         state = {name: tensor for name, tensor in state.items() if not name.startswith("head.")}
         like = next(tensor for tensor in state.values() if tensor.is_floating_point())
-        state["head.weight"] = torch.zeros(wanted, foreign.config.num_features, dtype=like.dtype)
+        state["head.weight"] = torch.zeros(wanted, external.config.num_features, dtype=like.dtype)
         state["head.bias"] = torch.zeros(wanted, dtype=like.dtype)
-    described = _record(foreign, num_classes=wanted, head="linear" if new_head else foreign.head)
-    check_state(state, meta=described, says=f"{foreign.format}: does not fit the model that it was taken for")
+    described = _record(external, num_classes=wanted, head="linear" if new_head else external.head)
+    check_state(state, meta=described, says=f"{external.format}: does not fit the model that it was taken for")
     broken = next((name for name, tensor in state.items() if not tensor.isfinite().all()), None)
     if broken:
-        raise ValueError(f"the {foreign.format} has NaN or infinity in {broken}: it is damaged, get it again")
+        raise ValueError(f"the {external.format} has NaN or infinity in {broken}: it is damaged, get it again")
     if class_names is None:
-        class_names = foreign.class_names if foreign.class_names and not new_head else list(map(str, range(wanted)))
+        class_names = external.class_names if external.class_names and not new_head else list(map(str, range(wanted)))
     changes: dict[str, Any] = {"class_names": tuple(class_names)}
     if new_head:
         changes["loss"] = loss or "softmax"
-    if image_size is not None and image_size != foreign.image_size:
+    if image_size is not None and image_size != external.image_size:
         from model.positions.interpolation import resize_state
 
-        sizes = {"from_image_size": foreign.image_size, "to_image_size": image_size}
-        state = resize_state(state, config=foreign.config, **sizes)
+        sizes = {"from_image_size": external.image_size, "to_image_size": image_size}
+        state = resize_state(state, config=external.config, **sizes)
         changes["image_size"] = image_size
     return SavedModelMeta.model_validate(described.model_dump() | changes), state
 
 
-def _record(foreign: Foreign, *, num_classes: int, head: str) -> SavedModelMeta:
-    """The record at `foreign`'s own resolution, with that head; class names still to come."""
+def _record(external: ExternalModel, *, num_classes: int, head: str) -> SavedModelMeta:
+    """The record at `external`'s own resolution, with that head; class names still to come."""
     names = ("image_size", "mean", "std", "eval_protocol", "eval_crop_share")
     try:
         return SavedModelMeta.model_validate(
-            {name: getattr(foreign, name) for name in names}
-            | {"loss": foreign.loss or "softmax", "model": foreign.config, "num_classes": num_classes, "head": head}
+            {name: getattr(external, name) for name in names}
+            | {"loss": external.loss or "softmax", "model": external.config, "num_classes": num_classes, "head": head}
             | {"class_names": tuple(map(str, range(num_classes)))}
         )
     except ValidationError as error:
-        raise ValueError(f"the {foreign.format} says what cannot be: {first_mistake(error)}") from None
+        raise ValueError(f"the {external.format} says what cannot be: {first_mistake(error)}") from None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from model.config import ModelConfig
 from model.differences import describe_differences, read_sizes, shapes_of
-from model.formats.foreign import Foreign, Semantics, config_of, of_shapes
+from model.formats.foreign import ExternalModel, Semantics, config_of, of_shapes
 from model.formats.library import add_qkv_biases
 from model.formats.weights_file import load_folder_weights
 from model.vocabulary import EvalProtocol, Gelu, Pool
@@ -45,11 +45,11 @@ _UNKNOWN_PARTS = {
 
 
 def is_timm_state(names: Collection[str]) -> bool:
-    """Whether these are the names of a timm Vision Transformer, and so ours."""
+    """True for the names of a timm Vision Transformer, which are ours too."""
     return "patch_embed.proj.weight" in names and any(name.startswith("blocks.0.") for name in names)
 
 
-def read_timm_state(state: dict[str, Tensor], *, config: ModelConfig | None, origin: str) -> Foreign:
+def read_timm_state(state: dict[str, Tensor], *, config: ModelConfig | None, origin: str) -> ExternalModel:
     """A bare state dict under timm's names. Raises ValueError if it has parts that our models do not have, or does not
     tell what `config` must then say."""
     _refuse_unknown_parts(state, origin=origin)
@@ -60,15 +60,15 @@ def read_timm_state(state: dict[str, Tensor], *, config: ModelConfig | None, ori
         )
     state, notes = _completed(state)
     semantics = Semantics(gelu="erf", layer_norm_eps=1e-6, interpolation="timm")
-    foreign = of_shapes(state, format="timm state dict", semantics=semantics, given=config, origin=origin)
+    external = of_shapes(state, format="timm state dict", semantics=semantics, given=config, origin=origin)
     assumed = (
-        f"a bare state dict tells neither GELU nor pixels: taken as GELU {foreign.config.gelu}, epsilon "
-        f"{foreign.config.layer_norm_eps:g}, pixels (x - 0.5) / 0.5, as timm has it for Google's weights"
+        f"a bare state dict tells neither GELU nor pixels: taken as GELU {external.config.gelu}, epsilon "
+        f"{external.config.layer_norm_eps:g}, pixels (x - 0.5) / 0.5, as timm has it for Google's weights"
     )
-    return replace(foreign, eval_protocol="timm", notes=(*notes, *foreign.notes, assumed))
+    return replace(external, eval_protocol="timm", notes=(*notes, *external.notes, assumed))
 
 
-def read_timm_folder(folder: Path, *, content: dict[str, Any], config: ModelConfig | None) -> Foreign:
+def read_timm_folder(folder: Path, *, content: dict[str, Any], config: ModelConfig | None) -> ExternalModel:
     """A folder of timm or of transformers' TimmWrapper; `content` is its `config.json`. Raises ValueError if timm does
     not know the architecture, or it computes something that our models do not."""
     from timm.data.config import resolve_data_config
@@ -89,7 +89,7 @@ def read_timm_folder(folder: Path, *, content: dict[str, Any], config: ModelConf
         heads=model.blocks[0].attn.num_heads,
         layer_scale=getattr(model.blocks[0].ls1, "init_values", None),
     )
-    foreign = of_shapes(state, format="timm folder", semantics=semantics, given=config, origin=origin)
+    external = of_shapes(state, format="timm folder", semantics=semantics, given=config, origin=origin)
     # timm's model is compared with ours of the same sizes, whatever was asked for
     own, _ = config_of(read_sizes(shapes_of(state), origin=origin), semantics=semantics, given=None, origin=origin)
     _compare_structure(model, own, origin=origin)
@@ -97,13 +97,13 @@ def read_timm_folder(folder: Path, *, content: dict[str, Any], config: ModelConf
     protocol, share, more = _evaluation(data)
     label_names = content.get("label_names") or ()
     return replace(
-        foreign,
-        class_names=tuple(map(str, label_names)) if len(label_names) == foreign.num_classes else (),
+        external,
+        class_names=tuple(map(str, label_names)) if len(label_names) == external.num_classes else (),
         mean=tuple(data["mean"]),
         std=tuple(data["std"]),
         eval_protocol=protocol,
         eval_crop_share=share,
-        notes=(*notes, *foreign.notes, *more),
+        notes=(*notes, *external.notes, *more),
     )
 
 
@@ -151,7 +151,7 @@ def _built_by_timm(content: dict[str, Any], *, origin: str) -> VisionTransformer
 
 
 def _objection(model: VisionTransformer) -> str | None:
-    """What of a model that timm built has no place in ours."""
+    """Name the part of a model that timm built which ours cannot have."""
     from timm.layers.patch_embed import PatchEmbed
     from timm.models.vision_transformer import Block
     from torch import nn

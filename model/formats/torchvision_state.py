@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from model.config import ModelConfig
-from model.formats.foreign import IMAGENET_MEAN, IMAGENET_STD, Foreign, Semantics, of_shapes
+from model.formats.foreign import IMAGENET_MEAN, IMAGENET_STD, ExternalModel, Semantics, of_shapes
 from model.formats.library import Names, plain_vit_objection, with_all_positions
 from model.saved import SavedModelMeta
 
@@ -44,36 +44,36 @@ _BUILDERS = {"B/16": "vit_b_16", "B/32": "vit_b_32", "L/16": "vit_l_16", "L/32":
 
 
 def is_torchvision_state(names: Collection[str]) -> bool:
-    """Whether these are the names of torchvision's VisionTransformer."""
+    """True for the names of torchvision's VisionTransformer."""
     return "class_token" in names and any(name.startswith("encoder.layers.encoder_layer_0.") for name in names)
 
 
-def read_torchvision_state(state: Mapping[str, Tensor], *, config: ModelConfig | None, origin: str) -> Foreign:
+def read_torchvision_state(state: Mapping[str, Tensor], *, config: ModelConfig | None, origin: str) -> ExternalModel:
     """A state dict of torchvision's VisionTransformer. Raises ValueError if it has a convolutional stem, or does not
     tell what `config` must then say."""
     if any(name.startswith("conv_proj.conv_bn_relu") for name in state):
         raise ValueError(f"{origin} has a convolutional stem (conv_stem_configs): we build no such model")
     if any(name.startswith("heads.pre_logits.") for name in state):
         state = {name.replace("heads.head.", "heads.logits."): value for name, value in state.items()}
-    foreign = of_shapes(
+    external = of_shapes(
         {_NAMES.ours(name): value for name, value in state.items()},
         format="torchvision state dict",
         semantics=Semantics(gelu="erf", layer_norm_eps=1e-6, interpolation="google"),
         given=config,
         origin=origin,
     )
-    kernel = foreign.config.interpolation
+    kernel = external.config.interpolation
     theirs = " (bilinear, corners aligned; torchvision's own default is bicubic, corners aligned)"
     return replace(
-        foreign,
+        external,
         mean=IMAGENET_MEAN,
         std=IMAGENET_STD,
         eval_protocol="big_vision",  # resize to 256, crop 224, bilinear: torchvision's ImageClassification preset
         eval_crop_share=224 / 256,
         notes=(
-            *foreign.notes,
+            *external.notes,
             "the file does not tell pixels and GELU: taken as torchvision has them (ImageNet's mean and deviation, "
-            f"GELU {foreign.config.gelu})",
+            f"GELU {external.config.gelu})",
             f"positions would be interpolated by the kernel {kernel}{theirs if kernel == 'google' else ''}",
         ),
     )

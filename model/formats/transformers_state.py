@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from model.config import ModelConfig
-from model.formats.foreign import GOOGLE_MEAN, GOOGLE_STD, Foreign, Semantics, of_shapes
+from model.formats.foreign import GOOGLE_MEAN, GOOGLE_STD, ExternalModel, Semantics, of_shapes
 from model.formats.library import Names, add_qkv_biases, plain_vit_objection, with_all_positions
 from model.formats.record import read_side_record
 from model.formats.weights_file import load_folder_weights, read_json
@@ -70,24 +70,24 @@ _BILINEAR, _BICUBIC = 2, 3  # PIL's numbers, which preprocessor_config.json has
 
 
 def is_transformers_state(names: Collection[str]) -> bool:
-    """Whether these are the names of transformers' ViT, with or without a classifier."""
+    """True for the names of transformers' ViT, with or without a classifier."""
     return any(name.removeprefix("vit.") == "embeddings.patch_embeddings.projection.weight" for name in names)
 
 
-def read_transformers_state(state: Mapping[str, Tensor], *, config: ModelConfig | None, origin: str) -> Foreign:
+def read_transformers_state(state: Mapping[str, Tensor], *, config: ModelConfig | None, origin: str) -> ExternalModel:
     """A bare state dict of transformers' ViT, without its `config.json`. Raises ValueError if it is incomplete, or does
     not tell what `config` must then say."""
     semantics = Semantics(gelu="erf", layer_norm_eps=1e-12, interpolation="timm")
-    foreign = _read(state, semantics=semantics, config=config, origin=origin)
-    found = foreign.config
+    external = _read(state, semantics=semantics, config=config, origin=origin)
+    found = external.config
     assumed = (
         f"without config.json beside it the file tells neither GELU nor epsilon nor pixels: taken as GELU "
         f"{found.gelu}, epsilon {found.layer_norm_eps:g}, pixels (x - 0.5) / 0.5"
     )
-    return replace(foreign, notes=(*foreign.notes, assumed))
+    return replace(external, notes=(*external.notes, assumed))
 
 
-def read_transformers_folder(folder: Path, *, content: dict[str, Any], config: ModelConfig | None) -> Foreign:
+def read_transformers_folder(folder: Path, *, content: dict[str, Any], config: ModelConfig | None) -> ExternalModel:
     """A folder of transformers' ViT; `content` is its `config.json`. Raises ValueError if its activation or images are
     of a kind that our models do not have, or files are missing or broken."""
     from model.positions.embedding import without_numbers
@@ -112,17 +112,17 @@ def read_transformers_folder(folder: Path, *, content: dict[str, Any], config: M
         position=record.model.position if record else None,  # nor for these
         class_token_position=record.model.class_token_position if record else None,
     )
-    foreign = _read(load_folder_weights(folder), semantics=semantics, config=config, origin=origin)
+    external = _read(load_folder_weights(folder), semantics=semantics, config=config, origin=origin)
     changes: dict[str, Any] = {
         "format": "transformers folder",
-        "state": without_numbers(foreign.state, config=foreign.config, image_size=foreign.image_size),
+        "state": without_numbers(external.state, config=external.config, image_size=external.image_size),
     }
     names = content.get("id2label") or {}
-    if len(names) == foreign.num_classes and all(str(index) in names for index in range(len(names))):
+    if len(names) == external.num_classes and all(str(index) in names for index in range(len(names))):
         changes["class_names"] = tuple(str(names[str(index)]) for index in range(len(names)))
-    notes = list(foreign.notes)
+    notes = list(external.notes)
     changes |= _pixels(folder, record=record, notes=notes)
-    return replace(foreign, **changes, notes=tuple(notes))
+    return replace(external, **changes, notes=tuple(notes))
 
 
 def transformers_objection(meta: SavedModelMeta) -> str | None:
@@ -147,7 +147,9 @@ def write_transformers_folder(
         write_json(beside, {**_config_json(meta), **more})
 
 
-def _read(state: Mapping[str, Tensor], *, semantics: Semantics, config: ModelConfig | None, origin: str) -> Foreign:
+def _read(
+    state: Mapping[str, Tensor], *, semantics: Semantics, config: ModelConfig | None, origin: str
+) -> ExternalModel:
     import torch
 
     bare = {name.removeprefix("vit."): value for name, value in state.items()}
@@ -159,8 +161,8 @@ def _read(state: Mapping[str, Tensor], *, semantics: Semantics, config: ModelCon
             renamed[name.replace(".q.", ".qkv.")] = torch.cat([renamed.pop(part) for part in parts])
     notes = [f"{', '.join(unused)}: left out, classification does not use them"] if unused else []
     notes += add_qkv_biases(renamed)
-    foreign = of_shapes(renamed, format="transformers state dict", semantics=semantics, given=config, origin=origin)
-    return replace(foreign, notes=(*notes, *foreign.notes))
+    external = of_shapes(renamed, format="transformers state dict", semantics=semantics, given=config, origin=origin)
+    return replace(external, notes=(*notes, *external.notes))
 
 
 def _to_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,1 +1,1 @@
-"""What a trained model attends to and has learnt, as tensors: attention, rollout, distances, filters, positions."""
+"""Inspect a trained model: attention maps, rollout, attention distance, filters, position similarity."""

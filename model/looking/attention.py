@@ -65,7 +65,7 @@ def _probabilities(attention: Attention, packed: Tensor) -> Tensor:
 
 @torch.no_grad()
 def weights_of_tokens(model: VisionTransformer, tokens: Tensor) -> Tensor:
-    """How much each normed token [B, T, D] has of what the head sees: [B, T], in sum 1.
+    """Share of each normed token [B, T, D] in what the head sees: [B, T], sums to 1.
 
     The class token all; or, of patches, equal shares (the mean, "gap"), or those that attention pooling ("map") gives
     them, mean over its heads. A masked patch model has no pooling: equal shares.
@@ -103,7 +103,7 @@ class Rollout:
         self.joint = mixed if self.joint is None else mixed @ self.joint
 
     def to_patches(self, model: VisionTransformer, tokens: Tensor) -> Tensor:
-        """How much each patch has of what the head sees: [B, grid, grid], without the class token's own share.
+        """Share of each patch in what the head sees: [B, grid, grid], without the class token's own.
 
         `tokens`: what `look_at_attention` returned. Attention pooling has no residual connection, so its shares are
         multiplied on as they are.
@@ -137,7 +137,7 @@ class AttentionDistance:
 
     @property
     def of_uniform_attention(self) -> float:
-        """What a head has that attends to all patches alike."""
+        """Mean attention distance of a head that attends to all patches alike."""
         return self._distances.mean(dtype=torch.float64).item()
 
     def add(self, block: int, probabilities: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What a model's first layer and its position embeddings have learnt, from the weights alone (ViT paper, Figure 7)."""
+"""Filters of the first layer and similarity of position embeddings, from the weights alone (ViT paper, Figure 7)."""
 
 from __future__ import annotations
 

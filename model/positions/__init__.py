@@ -1,1 +1,1 @@
-"""Where patches are: embeddings added to tokens, relative attention, interpolation at another resolution."""
+"""Position embeddings, relative attention, and interpolation to another resolution."""

@@ -80,7 +80,7 @@ class SinCos2d(nn.Module):
 
 
 class Position(nn.Module):
-    """What a `model.vit.PositionedVit` adds to its tokens, and where.
+    """Position embedding of a `model.vit.PositionedVit`.
 
     `tables`: a module for each layer (at "every_layer"), one for all of them or for the stem, or none.
     """

@@ -47,7 +47,7 @@ class BitResnet(ResNetV2):
 
 
 def stem_embedding(config: ModelConfig, *, image_size: int) -> Callable[..., HybridEmbed]:
-    """What timm's VisionTransformer takes as `embed_layer` for a hybrid: images [B, 3, S, S] -> tokens [B, N, D].
+    """Make `embed_layer` of timm's VisionTransformer for a hybrid: images [B, 3, S, S] -> tokens [B, N, D].
 
     The ResNet is `backbone` of the module it makes, the projection of its features `proj`. It serves one model. Raises
     ValueError if `image_size`, in pixels, is no multiple of the patch size.

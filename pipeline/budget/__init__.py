@@ -1,1 +1,1 @@
-"""What a run will need before it is started: memory, time, traffic, disk, reading. Pure arithmetic, no torch."""
+"""Forecast memory, time, traffic, disk and reading of a run before it starts. Pure arithmetic, no torch."""

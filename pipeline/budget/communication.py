@@ -65,7 +65,7 @@ def links_of(gpu: Gpu, *, gpus_per_node: int, node_gbps: float | None) -> Links:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one GPU sends in a step, and how long it takes."""
+    """Bytes one GPU sends in a step, and the time."""
 
     reduce_bytes: float  # to average the gradients
     gather_bytes: float  # of weights
@@ -80,7 +80,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Workload:
-    """What the traffic depends on, apart from the number of GPUs."""
+    """Everything the traffic depends on except the number of GPUs."""
 
     num_parameters: int  # N
     weight_bytes: int  # w

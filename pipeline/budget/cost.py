@@ -26,7 +26,7 @@ _WORKING_SHARE_OF_CONVOLUTIONS = 0.08  # of the kept activations (measured: 8 % 
 
 @dataclass(frozen=True)
 class StageCost:
-    """What one image costs in a stage."""
+    """Cost of one image in a stage."""
 
     parameters: int  # trained, head included
     training_flops: int  # forward and backward
@@ -42,7 +42,7 @@ class StageCost:
 
 
 def stage_cost(model: ModelConfig, *, stage: TrainStage, engine: EngineConfig, num_classes: int) -> StageCost:
-    """What `stage` costs an image, for `num_classes` classes."""
+    """Cost of one image in `stage`, for `num_classes` classes."""
     masked, every = isinstance(stage, MaskedPatchStage), engine.checkpointed_every or 1
     head: HeadKind = stage.head if isinstance(stage, PretrainStage) else "linear"
     counted = account(

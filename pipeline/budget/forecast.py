@@ -17,7 +17,7 @@ from pipeline.budget.memory import MAX_LIVE_ELEMENTS, ZERO_STAGES, Activations, 
 from pipeline.budget.saving import Saving, copied_bytes, saving
 from pipeline.budget.speed import Reading, Speed, host_seconds, measured_speed, nearest_anchor, reading, speed_at
 from pipeline.budget.workers import ReadingAhead, reading_ahead
-from pipeline.checkpoint.room import estimate_bytes
+from pipeline.checkpoint.disk_space import estimate_bytes
 from pipeline.engine.zero_config import deepspeed_config, overlaps, reduces_at_once
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import TrainStage
@@ -30,7 +30,7 @@ _FORWARD = 1 / 3  # of the arithmetic: what activation checkpointing of all bloc
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the run is planned for; `gpu`: None if unknown."""
+    """Hardware of the plan; `gpu`: None if unknown."""
 
     gpus: int
     gpu: Gpu | None
@@ -39,7 +39,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class GivenSpeed:
-    """What the user gives: nothing, an MFU, or images/s of one GPU, measured in a stage of such FLOPs."""
+    """Speed given by the user: none, an MFU, or images/s of one GPU, measured in a stage of such FLOPs."""
 
     mfu: float | None = None
     images_per_second: float | None = None
@@ -49,7 +49,7 @@ class GivenSpeed:
 
 @dataclass(frozen=True)
 class Shards:
-    """What is known of a stage's training shards; None: unknown."""
+    """Known facts of a stage's training shards; None: unknown."""
 
     num_images: int | None
     num_classes: int
@@ -98,7 +98,7 @@ class CheckpointSpace:
 
 @dataclass(frozen=True)
 class StageForecast:
-    """What one training stage will need."""
+    """Forecast of one training stage."""
 
     name: StageName  # of the stage
     config: TrainStage  # the recipe's

@@ -56,89 +56,32 @@ class Gpu:
                 return self.fp32_tflops * TFLOPS
 
 
+def _gpu(
+    key: str, name: str, memory_gb: int, bf16: float, fp16: float, fp32: float, link: float, host: float, net: float,
+    source: str, pattern: str,
+) -> Gpu:  # fmt: skip
+    kind, paper = ("PCIe" if link == _PCIE_4 else "NVLink"), "" if source.endswith("paper") else " data sheet"
+    where = f"NVIDIA {source}{paper}"
+    return Gpu(key, name, memory_gb * GB, bf16, fp16, fp32, link, kind, host, net, where, pattern)
+
+
+# key, name, memory, TFLOP/s in bf16, fp16 and fp32, link, host, network, source, pattern.
 # In the order in which a driver's name is looked up: more specific names first.
 GPUS = (
-    Gpu(
-        "b200",
-        "B200 SXM",
-        180 * GB,
-        2250,
-        2250,
-        75,
-        1800,
-        "NVLink",
-        _PCIE_5,
-        3200,
-        "NVIDIA HGX B200 data sheet",
-        r"B200",
-    ),
-    Gpu("gh200", "GH200 96 GB", 96 * GB, 990, 990, 67, 900, "NVLink", 900, 3200, "NVIDIA GH200 data sheet", r"GH200"),
-    Gpu("h200", "H200 SXM", 141 * GB, 989, 989, 67, 900, "NVLink", _PCIE_5, 3200, "NVIDIA H200 data sheet", r"H200"),
-    Gpu(
-        "h100-pcie",
-        "H100 PCIe",
-        80 * GB,
-        756,
-        756,
-        51,
-        _PCIE_4,
-        "PCIe",
-        _PCIE_5,
-        400,
-        "NVIDIA H100 data sheet",
-        r"H100 PCIe",
-    ),
-    Gpu("h100", "H100 SXM", 80 * GB, 989, 989, 67, 900, "NVLink", _PCIE_5, 3200, "NVIDIA H100 data sheet", r"H100"),
-    Gpu(
-        "a100-40",
-        "A100 40 GB",
-        40 * GB,
-        312,
-        312,
-        19.5,
-        600,
-        "NVLink",
-        _PCIE_4,
-        1600,
-        "NVIDIA A100 data sheet",
-        r"A100.*40GB",
-    ),
-    Gpu("a100", "A100 80 GB", 80 * GB, 312, 312, 19.5, 600, "NVLink", _PCIE_4, 1600, "NVIDIA A100 data sheet", r"A100"),
-    Gpu(
-        "v100", "V100 SXM2 32 GB", 32 * GB, 0, 125, 15.7, 300, "NVLink", _PCIE_3, 400, "NVIDIA V100 data sheet", r"V100"
-    ),
-    Gpu("l40s", "L40S", 48 * GB, 362, 362, 91.6, _PCIE_4, "PCIe", _PCIE_4, 400, "NVIDIA L40S data sheet", r"L40S"),
-    Gpu("l4", "L4", 24 * GB, 121, 121, 30.3, _PCIE_4, "PCIe", _PCIE_4, 100, "NVIDIA L4 data sheet", r"L4\b"),
-    Gpu("a10", "A10", 24 * GB, 125, 125, 31.2, _PCIE_4, "PCIe", _PCIE_4, 100, "NVIDIA A10 data sheet", r"A10\b"),
-    Gpu("t4", "T4", 16 * GB, 0, 65, 8.1, _PCIE_4, "PCIe", _PCIE_3, 100, "NVIDIA T4 data sheet", r"T4\b"),
-    Gpu(
-        "rtx4090",
-        "RTX 4090",
-        24 * GB,
-        165,
-        165,
-        82.6,
-        _PCIE_4,
-        "PCIe",
-        _PCIE_4,
-        10,
-        "NVIDIA Ada white paper",
-        r"RTX 4090",
-    ),
-    Gpu(
-        "rtx3090",
-        "RTX 3090",
-        24 * GB,
-        71,
-        71,
-        35.6,
-        _PCIE_4,
-        "PCIe",
-        _PCIE_4,
-        10,
-        "NVIDIA Ampere GA102 white paper",
-        r"RTX 3090",
-    ),
+    _gpu("b200", "B200 SXM", 180, 2250, 2250, 75, 1800, _PCIE_5, 3200, "HGX B200", r"B200"),
+    _gpu("gh200", "GH200 96 GB", 96, 990, 990, 67, 900, 900, 3200, "GH200", r"GH200"),
+    _gpu("h200", "H200 SXM", 141, 989, 989, 67, 900, _PCIE_5, 3200, "H200", r"H200"),
+    _gpu("h100-pcie", "H100 PCIe", 80, 756, 756, 51, _PCIE_4, _PCIE_5, 400, "H100", r"H100 PCIe"),
+    _gpu("h100", "H100 SXM", 80, 989, 989, 67, 900, _PCIE_5, 3200, "H100", r"H100"),
+    _gpu("a100-40", "A100 40 GB", 40, 312, 312, 19.5, 600, _PCIE_4, 1600, "A100", r"A100.*40GB"),
+    _gpu("a100", "A100 80 GB", 80, 312, 312, 19.5, 600, _PCIE_4, 1600, "A100", r"A100"),
+    _gpu("v100", "V100 SXM2 32 GB", 32, 0, 125, 15.7, 300, _PCIE_3, 400, "V100", r"V100"),
+    _gpu("l40s", "L40S", 48, 362, 362, 91.6, _PCIE_4, _PCIE_4, 400, "L40S", r"L40S"),
+    _gpu("l4", "L4", 24, 121, 121, 30.3, _PCIE_4, _PCIE_4, 100, "L4", r"L4\b"),
+    _gpu("a10", "A10", 24, 125, 125, 31.2, _PCIE_4, _PCIE_4, 100, "A10", r"A10\b"),
+    _gpu("t4", "T4", 16, 0, 65, 8.1, _PCIE_4, _PCIE_3, 100, "T4", r"T4\b"),
+    _gpu("rtx4090", "RTX 4090", 24, 165, 165, 82.6, _PCIE_4, _PCIE_4, 10, "Ada white paper", r"RTX 4090"),
+    _gpu("rtx3090", "RTX 3090", 24, 71, 71, 35.6, _PCIE_4, _PCIE_4, 10, "Ampere GA102 white paper", r"RTX 3090"),
 )
 _BY_KEY = {gpu.key: gpu for gpu in GPUS}
 

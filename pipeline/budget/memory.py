@@ -158,7 +158,7 @@ def state_of(
 
 
 def _offloaded(held: State, *, engine: EngineConfig, share: int, zero_stage: ZeroStage) -> State:
-    """What is left on the GPU: the CPU's optimizer takes gradients in float32, and ZeRO 3 keeps its share of them where
+    """Bytes left on the GPU: the CPU's optimizer takes gradients in float32, and ZeRO 3 keeps its share of them where
     it steps."""
     if engine.offload == "none":
         return held

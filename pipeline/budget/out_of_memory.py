@@ -1,4 +1,4 @@
-"""What to change after a process ran out of memory, in one sentence, with the plan's own numbers. No torch.
+"""Say what to change after running out of memory, with the plan's numbers. No torch.
 
 The plan leaves out what allocators round up and cut up, so memory may end at an estimate that is below it: the sentence
 says both, and what would take less. Where the state alone is too large, a smaller micro-batch is no advice.
@@ -19,7 +19,7 @@ _CLASSES = 1000  # assumed: the head weighs little beside the rest
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory of a GPU or the host ran out, as torch or Python says it."""
+    """Recognise out-of-memory errors of torch (GPU or CPU) and Python."""
     text = str(error)
     return (
         isinstance(error, MemoryError)

@@ -1,4 +1,4 @@
-"""What a save in the background costs: host memory for the copy, and how long training may wait for it.
+"""Cost of a background save: host memory for the copy, and how long training may wait for it.
 
 Which process copies what is the engines': each its share of masters, moments and averages; rank 0 also the weights of
 the forward pass under ZeRO 1 and 2, and everything under ZeRO 0 and accelerate. Bytes are compared with real engines on
@@ -44,7 +44,7 @@ def copied_bytes(
     zero_stage: ZeroStage,
     processes: int,
 ) -> tuple[int, int]:
-    """Of rank 0, and of each other process."""
+    """Bytes copied by rank 0, and by each other process."""
     each = MASTER_BYTES + optimizer.bytes_per_parameter + (AVERAGE_BYTES if ema else 0)
     if engine.backend == "accelerate" or zero_stage == 0:
         return round(num_parameters * each), 0
@@ -61,7 +61,7 @@ def saving(
     local_processes: int | None,
     pass_seconds: float | None,
 ) -> Saving | None:
-    """None: saves block. `copied`: as `copied_bytes`; `pass_seconds`: of the passes of a step."""
+    """Forecast a background save; None: saves block. `copied`: `copied_bytes`; `pass_seconds`: forward and backward."""
     if engine.saving == "blocking":
         return None
     first, other = copied

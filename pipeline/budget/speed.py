@@ -51,9 +51,9 @@ _CONVOLUTION_MFU = 0.30
 # launch/bench/records/overhead.txt, bf16, blocks not compiled. A server's core is assumed to be twice as fast.
 _MEASURED_TENSORS, _CORE_SPEED = 296, 2.0
 PASS_SECONDS: dict[ZeroKind, float] = {"ddp": 0.0218, 1: 0.0199, 2: 0.0398, 3: 0.1943}
-"""Of a forward and backward pass under each engine."""
+"""Forward and backward pass under each engine."""
 STEP_SECONDS: dict[ZeroKind, float] = {"ddp": 0.0077, 1: 0.0023, 2: 0.0030, 3: 0.0214}
-"""Of its optimizer step."""
+"""Optimizer step under each engine."""
 _TENSORS_PER_BLOCK, _OTHER_TENSORS = 12, 8
 
 _BENCH_IMAGE_BYTES, _BENCH_PIXELS = 107_000, 224
@@ -62,7 +62,7 @@ _DECODE_MS, _REST_MS = 0.99, 0.36  # of the 1.35 ms of CPU time an image in all
 
 @dataclass(frozen=True)
 class Speed:
-    """What one GPU does without waiting for others; `mfu`: None if the GPU is unknown; `basis`: the number's source."""
+    """Speed of one GPU alone; `mfu`: None if the GPU is unknown; `basis`: the number's source."""
 
     images_per_second: float
     mfu: float | None
@@ -105,7 +105,7 @@ def host_seconds(depth: int, *, zero_stage: ZeroKind, passes: int) -> float:
 
 @dataclass(frozen=True)
 class Reading:
-    """What must be read and decoded to keep the GPUs busy."""
+    """Reading and decoding needed to keep the GPUs busy."""
 
     images_per_second: float  # of all GPUs together
     bytes_per_second: float | None  # of the shards, over all nodes; None: their size is not known
@@ -115,7 +115,7 @@ class Reading:
 
 
 def reading(images_per_second: float, *, image_bytes: float | None, image_size: int) -> Reading:
-    """For images of `image_bytes` on average; None: those of the benchmark, scaled down for a smaller `image_size`."""
+    """Reading of images of `image_bytes` on average; None: the benchmark's, scaled down for a smaller `image_size`."""
     size = image_bytes
     if size is None:
         size = _BENCH_IMAGE_BYTES * min(1.0, (image_size / _BENCH_PIXELS) ** 2)

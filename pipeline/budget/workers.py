@@ -1,4 +1,4 @@
-"""How many data workers a process needs: from the time to decode an image, the GPU's speed, and the process's cores.
+"""Choose the number of data workers from decoding time, GPU speed and the process's cores.
 
 The GPU's speed before its first step is the plan's anchor for such a model. Too many workers cost memory and little
 else; too few make the GPU wait. So there is a margin, and where the GPU is not known, all cores but one.
@@ -33,7 +33,7 @@ class ReadingAhead:
 def reading_ahead(
     recipe: Recipe, *, image_size: int, micro_batch: int, decode_seconds: float, speed: float
 ) -> ReadingAhead:
-    """In a stage whose GPU alone trains on `speed` images/s."""
+    """Workers and memory for a GPU that trains on `speed` images/s."""
     workers = recipe.data.workers
     if workers == "auto":
         workers = min(MOST_WORKERS, workers_needed(decode_seconds=decode_seconds, images_per_second=speed))
@@ -45,7 +45,7 @@ def reading_ahead(
 
 
 def workers_needed(*, decode_seconds: float, images_per_second: float) -> int:
-    """Of one process, whose GPU takes `images_per_second`; at least 1."""
+    """Workers that keep a GPU of `images_per_second` busy; at least 1."""
     return max(1, math.ceil(_MARGIN * decode_seconds * images_per_second))
 
 

@@ -27,8 +27,8 @@ from typing import Any, Literal, NoReturn
 
 from data_shards.errors import UserError
 from data_shards.text import show_bytes
+from pipeline.checkpoint.disk_space import free_bytes, spare_host_bytes
 from pipeline.checkpoint.identity import STATE
-from pipeline.checkpoint.room import free_bytes, spare_host_bytes
 from pipeline.checkpoint.store import (
     Retention,
     beside_of,
@@ -38,9 +38,9 @@ from pipeline.checkpoint.store import (
     prune_checkpoints,
 )
 from pipeline.checkpoint.train_state import TrainState
-from pipeline.engine.host_copy import HostBuffer, HostCopy, copy_bytes
 from pipeline.engine.protocol import Engine
-from pipeline.engine.state_files import Abandoned, Seal, StateFile, text_file, write_file
+from pipeline.engine.saved_state.host_copy import HostBuffer, HostCopy, copy_bytes
+from pipeline.engine.saved_state.state_files import Abandoned, Seal, StateFile, text_file, write_file
 from pipeline.ranks.group import Agreement, Ranks
 from pipeline.recipe.vocabulary import RECIPE_FILE
 from pipeline.runs.run_folder import checkpoint_folders

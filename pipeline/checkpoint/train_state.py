@@ -53,6 +53,23 @@ class TrainState:
         return cls(**content)
 
 
+@dataclass(frozen=True)
+class Trouble:
+    """Steps that a run has to do without, counted from 0."""
+
+    first: int
+    last: int
+    why: str  # a clause
+
+
+class RollBack(Exception):
+    """Resume from a checkpoint before `trouble`, and skip its steps."""
+
+    def __init__(self, trouble: Trouble) -> None:
+        self.trouble = trouble
+        super().__init__(trouble.why)
+
+
 def seed_step(seed: int, *, step: int, rank: int) -> None:
     """Seed torch's generators for one step; the masks of `dropout_masks: process` are drawn from them."""
     torch.manual_seed(int(hash_words(RandomStream.DROPOUT, seed, step, rank)[0]) >> 1)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from data_shards.errors import UserError
 from pipeline.checkpoint.identity import read_state_file
-from pipeline.engine.average import AVERAGE
-from pipeline.engine.portable import WEIGHT, open_state
+from pipeline.engine.saved_state.average import AVERAGE
+from pipeline.engine.saved_state.portable import WEIGHT, open_state
 from pipeline.recipe.vocabulary import WeightsKind
 
 

@@ -1,7 +1,6 @@
-"""Plain data parallelism by accelerate (DDP) behind the `Engine` protocol, for debugging and comparison.
+"""Plain data parallelism by accelerate (DDP), for debugging and comparison.
 
-accelerate places the model, wraps it in DDP and casts: half precision is autocast over float32 weights. Nothing is
-sharded: every process keeps all weights and optimizer state (`whole`), and rank 0 writes them to checkpoints.
+Half precision is autocast over float32 weights; every process keeps all weights and optimizer state (`replicated`).
 accelerate's DeepSpeed plugin is not used: on a CPU it silently falls back to DDP, and it hides the checkpoint.
 """
 
@@ -14,32 +13,24 @@ import torch
 from torch import nn
 
 from pipeline.engine.ddp_engine import InOrder, settle_buckets
-from pipeline.engine.portable import ACCELERATE_FILE
-from pipeline.engine.whole import WholeEngine, WholeState
+from pipeline.engine.replicated import ReplicatedEngine, ReplicatedState
+from pipeline.engine.saved_state.portable import ACCELERATE_FILE
 from pipeline.ranks.group import Ranks
-from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig
-from pipeline.recipe.stage import EmaConfig
+from pipeline.recipe.stage import TrainStage
 from pipeline.recipe.stage_plan import StagePlan
 
 _MIXED_PRECISION = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}
 
 
-class AccelerateEngine(WholeEngine):
+class AccelerateEngine(ReplicatedEngine):
     """See `pipeline.engine.protocol.Engine`."""
 
     file, backend = ACCELERATE_FILE, "accelerate"
     input_dtype = torch.float32
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        config: EngineConfig,
-        optimizer: OptimizerConfig,
-        ema: EmaConfig | None,
-        plan: StagePlan,
-        ranks: Ranks,
+        self, model: nn.Module, *, config: EngineConfig, stage: TrainStage, plan: StagePlan, ranks: Ranks
     ) -> None:
         from accelerate import Accelerator
         from accelerate.utils import DistributedDataParallelKwargs
@@ -54,11 +45,11 @@ class AccelerateEngine(WholeEngine):
                 f"accelerate sees {self._accelerator.num_processes} of {ranks.place.world_size} processes"
             )
         self._model = self._accelerator.prepare(InOrder(model))
-        whole = WholeState(
-            model, computes_in=torch.float32, optimizer=optimizer, ema=ema, scaler=self._accelerator.scaler
+        state = ReplicatedState(
+            model, computes_in=torch.float32, optimizer=stage.optimizer, ema=stage.ema, scaler=self._accelerator.scaler
         )
         device = torch.device(self._accelerator.device)
-        super().__init__(model, whole=whole, device=device, plan=plan, ranks=ranks)
+        super().__init__(model, state=state, device=device, plan=plan, ranks=ranks)
         if ranks.place.world_size > 1:
             settle_buckets(self._model)
         self._clear_gradients()
@@ -78,4 +69,4 @@ class AccelerateEngine(WholeEngine):
         self._accelerator.backward(loss / self._accumulation_steps)
 
     def _clear_gradients(self) -> None:
-        self._whole.clear_gradients(keep_memory=False)
+        self._state.clear_gradients(keep_memory=False)

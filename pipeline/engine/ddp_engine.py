@@ -1,8 +1,7 @@
-"""ZeRO 0: nothing is sharded, and torch's DistributedDataParallel averages the gradients while they are computed.
+"""ZeRO 0: nothing is sharded; torch's DistributedDataParallel averages the gradients while they are computed.
 
-Weights and gradients are in the recipe's precision, over float32 masters in half precision (`whole`), so that it
-computes what ZeRO 1 to 3 compute. DeepSpeed's own stage 0 takes 8,687 operations for a step of 24 layers, this about
-20, and no DeepSpeed. Accumulated gradients are sent once a step; one process sends nothing. fp16 scales its loss by
+Weights and gradients are in the recipe's precision over float32 masters (`replicated`), so that it computes what ZeRO 1
+to 3 compute, in about 20 operations a step where DeepSpeed's stage 0 takes 8,687 for 24 layers. fp16 scales its loss by
 torch's GradScaler.
 """
 
@@ -14,12 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.engine.portable import DDP_FILE
-from pipeline.engine.whole import WholeEngine, WholeState
+from pipeline.engine.replicated import ReplicatedEngine, ReplicatedState
+from pipeline.engine.saved_state.portable import DDP_FILE
 from pipeline.ranks.group import Ranks
-from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig
-from pipeline.recipe.stage import EmaConfig
+from pipeline.recipe.stage import TrainStage
 from pipeline.recipe.stage_plan import StagePlan
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -28,20 +26,13 @@ _MIB = 1 << 20
 _NEVER = 1_000_000_000
 
 
-class DdpEngine(WholeEngine):
+class DdpEngine(ReplicatedEngine):
     """See `pipeline.engine.protocol.Engine`."""
 
     file, backend = DDP_FILE, "deepspeed"
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        config: EngineConfig,
-        optimizer: OptimizerConfig,
-        ema: EmaConfig | None,
-        plan: StagePlan,
-        ranks: Ranks,
+        self, model: nn.Module, *, config: EngineConfig, stage: TrainStage, plan: StagePlan, ranks: Ranks
     ) -> None:
         cuda = torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -50,15 +41,15 @@ class DdpEngine(WholeEngine):
         if config.precision == "fp16":
             self._scaler = torch.amp.GradScaler(device.type, growth_interval=_GROWTH_INTERVAL)
         model = model.to(device)
-        whole = WholeState(model, computes_in=self.input_dtype, optimizer=optimizer, ema=ema, scaler=self._scaler)
-        super().__init__(model, whole=whole, device=device, plan=plan, ranks=ranks)
+        state = ReplicatedState(
+            model, computes_in=self.input_dtype, optimizer=stage.optimizer, ema=stage.ema, scaler=self._scaler
+        )
+        super().__init__(model, state=state, device=device, plan=plan, ranks=ranks)
         self._ddp = None
         if ranks.place.world_size > 1:
             bucket_bytes = config.bucket_elements * self.input_dtype.itemsize
             self._ddp = DistributedDataParallel(
-                InOrder(self._module),
-                bucket_cap_mb=bucket_bytes / _MIB,
-                gradient_as_bucket_view=True,
+                InOrder(self._module), bucket_cap_mb=bucket_bytes / _MIB, gradient_as_bucket_view=True
             )
             # It reads its timers in the first ten steps and then at this rate, waiting for the device.
             self._ddp._set_ddp_runtime_logging_sample_rate(_NEVER)
@@ -86,7 +77,7 @@ class DdpEngine(WholeEngine):
         """Accumulated gradients are added up where they are sent from; a single one is copied there, which takes one
         operation of a parameter less than adding it to zeros. The same way from the first step on: the two divide by
         the number of ranks in different ways, of which three or more tell the last bits."""
-        self._whole.clear_gradients(keep_memory=self._ddp is not None and self._accumulation_steps > 1)
+        self._state.clear_gradients(keep_memory=self._ddp is not None and self._accumulation_steps > 1)
 
 
 class InOrder(nn.Module):

@@ -7,13 +7,14 @@ is not finite. Where DeepSpeed 0.19 falls short, this file adds:
 - Its checkpoints are pickles, which it executes, and load only at the world size and ZeRO stage that wrote them: `load`
   reads any of them as data (`portable`) and puts them in place (`masters`).
 - Master weights are made from rounded half-precision ones: they get their exact values back.
-- Its import brings a lot that nothing here uses (`importing`).
+- Its import takes mlflow along, and its first use may compile a kernel of its own (`import_deepspeed`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
@@ -21,47 +22,56 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.engine.average import WeightAverage, average_file
 from pipeline.engine.flat_step import GradientJudge, reduce_at_once
-from pipeline.engine.frozen import FILE as FROZEN_FILE
-from pipeline.engine.frozen import frozen_weights
-from pipeline.engine.host_copy import Hold
-from pipeline.engine.importing import import_deepspeed
-from pipeline.engine.masters import named_masters, put_average, put_state, round_masters, slots
-from pipeline.engine.portable import DEEPSPEED_FOLDER
 from pipeline.engine.protocol import Flags, StepResult, reduce_flags
-from pipeline.engine.shared import open_shared
-from pipeline.engine.state_files import StateFile, state_file
+from pipeline.engine.saved_state.average import WeightAverage, average_file
+from pipeline.engine.saved_state.frozen import FILE as FROZEN_FILE
+from pipeline.engine.saved_state.frozen import frozen_weights
+from pipeline.engine.saved_state.host_copy import Hold
+from pipeline.engine.saved_state.masters import named_masters, put_average, put_state, round_masters, slots
+from pipeline.engine.saved_state.portable import DEEPSPEED_FOLDER
+from pipeline.engine.saved_state.shared import open_shared
+from pipeline.engine.saved_state.state_files import StateFile, state_file
 from pipeline.engine.weight_norms import Measure, WeightNorms
 from pipeline.engine.zero_config import deepspeed_config, reduces_at_once, takes_flat_step
 from pipeline.optimizers.flat import flat_optimizer, merged
 from pipeline.optimizers.optim import build_optimizer, set_lr
 from pipeline.optimizers.parameter_groups import parameter_groups
 from pipeline.ranks.group import Ranks
-from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig
-from pipeline.recipe.stage import EmaConfig
+from pipeline.recipe.stage import TrainStage
 from pipeline.recipe.stage_plan import StagePlan
 
 _LINEAR = nn.functional.linear  # torch's, which ZeRO 3 replaces in the whole process
 _INPUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
+def import_deepspeed() -> Any:
+    """DeepSpeed without mlflow, which its autotuner imports (1 CPU second and 110 MB in every rank), and without a
+    search for kernels: the only one it would use is an all-reduce on CPUs that compiles for half a minute and leaves
+    69 MB in /dev/shm for each rank."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    modules: dict[str, Any] = sys.modules
+    modules.setdefault("mlflow", None)  # Python's mark of "cannot be imported"
+    try:
+        import deepspeed
+    finally:
+        if modules["mlflow"] is None:
+            del modules["mlflow"]
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    deepspeed.ops.__dict__["__compatible_ops__"] = {}  # kernel's name -> whether it can be had
+    return deepspeed
+
+
 class DeepSpeedEngine:
     """See `pipeline.engine.protocol.Engine`."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        config: EngineConfig,
-        optimizer: OptimizerConfig,
-        ema: EmaConfig | None,
-        plan: StagePlan,
-        ranks: Ranks,
+        self, model: nn.Module, *, config: EngineConfig, stage: TrainStage, plan: StagePlan, ranks: Ranks
     ) -> None:
         deepspeed = import_deepspeed()
         self.hold = Hold()
+        optimizer = stage.optimizer
         # Wraps the process group that `Ranks` has joined.
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
         self._ranks = ranks
@@ -90,7 +100,7 @@ class DeepSpeedEngine:
                 reduce_at_once(self._engine.optimizer)
         if config.precision != "fp32":
             self._set_masters(exact)
-        self._average = WeightAverage(named_masters(self._engine), config=ema) if ema else None
+        self._average = WeightAverage(named_masters(self._engine), config=stage.ema) if stage.ema else None
         self._norms = WeightNorms(self._masters, kept="shard")
         # After masters and averages were exchanged: the forward pass's weights are to be made from the masters again.
         self._rounding_is_due = False

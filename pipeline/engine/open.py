@@ -6,9 +6,8 @@ import torch
 from torch import nn
 
 from data_shards.errors import UserError
-from pipeline.engine.frozen import freeze
 from pipeline.engine.protocol import Engine
-from pipeline.optimizers.eager import keep_compiler_out
+from pipeline.engine.saved_state.frozen import freeze
 from pipeline.ranks.group import Ranks
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import StagePlan
@@ -21,19 +20,17 @@ def open_engine(recipe: Recipe, *, stage: StageName, plan: StagePlan, model: nn.
     if recipe.engine.precision == "fp16" and not torch.cuda.is_available():
         raise UserError("engine.precision fp16 needs a GPU: use bf16 or fp32 on this machine")
     config = recipe.train_stage(stage)
-    optimizer, ema = config.optimizer, config.ema
-    freeze(model, optimizer.frozen, key=f"stages.{stage}.optimizer.frozen")
-    keep_compiler_out()
+    freeze(model, config.optimizer.frozen, key=f"stages.{stage}.optimizer.frozen")
     match recipe.engine.backend:
         case "deepspeed" if recipe.engine.zero_stage == 0:
             from pipeline.engine.ddp_engine import DdpEngine
 
-            return DdpEngine(model, config=recipe.engine, optimizer=optimizer, ema=ema, plan=plan, ranks=ranks)
+            return DdpEngine(model, config=recipe.engine, stage=config, plan=plan, ranks=ranks)
         case "deepspeed":
             from pipeline.engine.deepspeed_engine import DeepSpeedEngine
 
-            return DeepSpeedEngine(model, config=recipe.engine, optimizer=optimizer, ema=ema, plan=plan, ranks=ranks)
+            return DeepSpeedEngine(model, config=recipe.engine, stage=config, plan=plan, ranks=ranks)
         case "accelerate":
             from pipeline.engine.accelerate_engine import AccelerateEngine
 
-            return AccelerateEngine(model, config=recipe.engine, optimizer=optimizer, ema=ema, plan=plan, ranks=ranks)
+            return AccelerateEngine(model, config=recipe.engine, stage=config, plan=plan, ranks=ranks)

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import distributed, nn
 
-from pipeline.engine.host_copy import Hold
-from pipeline.engine.state_files import StateFile
+from pipeline.engine.saved_state.host_copy import Hold
+from pipeline.engine.saved_state.state_files import StateFile
 from pipeline.engine.weight_norms import Measure
 
 Flags = tuple[bool, ...]  # one rank's, or of any rank; the engine reduces them and need not know what they mean

@@ -1,1 +1,1 @@
-"""What a model does on images that it was not trained on: scores, counts by class, and its worst mistakes, kept."""
+"""Evaluate a model on held-out images: metrics, counts by class, worst mistakes."""

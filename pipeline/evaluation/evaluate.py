@@ -31,7 +31,7 @@ _CHUNK_BYTES = 64 * 2**20  # of scores in one exchange, of all images
 
 
 class Exchange(Protocol):
-    """What is needed of the process group."""
+    """The part of the process group that is needed."""
 
     @property
     def place(self) -> Place: ...
@@ -42,14 +42,14 @@ class Exchange(Protocol):
 
 
 class Notes(Protocol):
-    """Where damaged images go."""
+    """Takes damaged images."""
 
     def note(self, batch: Batch, *, use: str, rows: int) -> None: ...
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What `evaluate` returns, on every rank."""
+    """Result of `evaluate`, equal on every rank."""
 
     metrics: dict[str, float]
     record: Evaluation | None  # None: there are no classes
@@ -57,7 +57,7 @@ class Evaluated:
 
 @dataclass
 class Kept:
-    """What `run_model` has of this rank's batches, in order; tensors on the device unless it says otherwise."""
+    """Results of this rank's batches, in order; tensors on the device unless stated."""
 
     samples: list[torch.Tensor] = field(default_factory=list)  # int64 on the host, -1 for what does not count
     columns: list[torch.Tensor] = field(default_factory=list)  # float64 [rows, columns], see `_columns`
@@ -247,7 +247,7 @@ def _judged(
 
 
 def _labels(kept: Kept) -> torch.Tensor:
-    """Of all of this rank's rows, on the host: int64 [rows, most labels of an image], filled up with -1."""
+    """Labels of this rank's rows, on the host: int64 [rows, most labels of an image], padded with -1."""
     parts = [each[:, None] if each.ndim == 1 else each for each in kept.labels]
     width = max(each.shape[1] for each in parts)
     return torch.cat([torch.nn.functional.pad(each.cpu(), (0, width - each.shape[1]), value=-1) for each in parts])

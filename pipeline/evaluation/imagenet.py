@@ -21,7 +21,7 @@ _MOST_RENAMED = 0.1  # share of the classes whose name other projects have chang
 
 @cache
 def wordnet_numbers() -> tuple[str, ...]:
-    """Of class 0, 1, ... in the usual order, which is theirs."""
+    """WordNet numbers of class 0, 1, ...; the usual class order sorts by them."""
     from timm.data.imagenet_info import ImageNetInfo
 
     return tuple(ImageNetInfo("imagenet-1k").label_names())
@@ -37,7 +37,7 @@ def usual_classes(names: Sequence[str]) -> list[int] | None:
 
 
 def numbered_classes(names: Sequence[str]) -> list[int] | None:
-    """The same for names that are the numbers, such as ImageNet-v2's folders; None: one is no such number."""
+    """Class numbers of names that are numbers, as ImageNet-v2's folders; None: one is not."""
     known = {str(number) for number in range(_CLASSES)}
     return [int(name) for name in names] if known.issuperset(names) else None
 

@@ -1,4 +1,4 @@
-"""What `shardvit eval` is asked. Plain values without torch: the command line imports them."""
+"""The request of `shardvit eval`: plain values without torch, as the command line imports it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Among = Literal["model", "shards"]
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """What is evaluated, and how; plain values, so that it can be sent to processes as JSON."""
+    """Model, shards and settings of an evaluation; plain values, sent to processes as JSON."""
 
     model: str
     shards: str

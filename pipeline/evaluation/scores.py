@@ -62,7 +62,7 @@ def top_share(answered: Answered, *, k: int) -> float:
 
 
 def per_class(answered: Answered, *, num_classes: int) -> PerClass:
-    """Of images with one label each."""
+    """Counts by class for single-label images."""
     images = np.bincount(answered.true, minlength=num_classes)
     right = np.bincount(answered.true[answered.rank == 0], minlength=num_classes)
     return PerClass(images, right, shares(right, of=images))

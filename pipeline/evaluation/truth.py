@@ -1,4 +1,4 @@
-"""Which of a model's classes is right for a sample of shards that have classes of their own, or by other labels.
+"""Map the labels of shards, or other label sets, to a model's classes; open what `shardvit eval` is asked about.
 
 Classes are matched by name, in any order; shards may have some of them only. Costs nothing: a table of one number a
 class, and ReaL's labels by the samples' keys. No torch, until there are batches.
@@ -6,7 +6,7 @@ class, and ReaL's labels by the samples' keys. No torch, until there are batches
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Truth:
-    """How answers are judged."""
+    """Correct labels in terms of the classes the model chooses among."""
 
     classes: tuple[str, ...]  # that the model chooses among
     columns: tuple[int, ...] | None  # of its outputs, for these; None: all
@@ -37,20 +37,12 @@ class Truth:
     label_kind: LabelKind
     label_set: LabelSet
 
-    def relabelled(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The batches, on the host, with the right labels; what has none does not count with ReaL's."""
+    def relabelled(self, batch: Batch) -> Batch:
+        """The batch, on the host, with the right labels; images without a ReaL label do not count."""
         import torch
 
-        table = torch.tensor([*self.labels, -1])  # -1, the padding, stays
-        for batch in batches:
-            if self.label_set == "real":
-                yield self._real(batch)
-            else:
-                yield replace(batch, labels=table[batch.labels])
-
-    def _real(self, batch: Batch) -> Batch:
-        import torch
-
+        if self.label_set != "real":
+            return replace(batch, labels=torch.tensor([*self.labels, -1])[batch.labels])  # -1, the padding, stays
         rows: list[list[int]] = []
         for key, counts in zip(batch.keys, batch.counted.tolist(), strict=True):
             found = real_labels(key)
@@ -141,7 +133,7 @@ def open_set(request: EvalRequest, *, report: Callable[[str], None]) -> tuple[Sh
 def what_is_asked(
     request: EvalRequest, *, class_names: Sequence[str], shards: ShardSet
 ) -> tuple[Truth, tuple[EvalMetric, ...]]:
-    """Of a model with these classes on these shards. UserError: they do not fit."""
+    """Truth and metrics for a model with these classes on these shards. UserError: they do not fit."""
     truth = find_truth(class_names, shards, label_set=request.label_set, matching=request.matching, among=request.among)
     if request.label_set == "real" and request.metrics == "auto":
         return truth, ("top5",)

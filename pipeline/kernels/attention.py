@@ -1,10 +1,9 @@
-"""Which kernel computes attention: chosen for device, precision and shape, tried at the start, and named.
+"""Choose the attention kernel for device, precision and shape, try it at the start, and name it.
 
-torch has four: cuDNN's, FlashAttention 2, the memory-efficient one of xFormers, and `math`, separate products that keep
-all T x T logits. It takes the first in order that can do the shape, and says nothing; a cuDNN of the system in place of
-torch's, a head size or a bias can so cost half the speed of attention. Here the order is set for the whole stage (torch
-reads it when a block is compiled, too), and a forward and backward pass of two images of the stage's real shape shows
-what ran. Kernels below the chosen one stay allowed: attention pooling has one query, and evaluation no gradient.
+torch has four: cuDNN's, FlashAttention 2, the memory-efficient one of xFormers, and `math`, which keeps all T x T
+logits. It silently takes the first in order that can do the shape. Here the order is set for the whole stage, and a
+forward and backward pass of two images of the real shape shows what ran. Kernels below the chosen one stay allowed:
+attention pooling has one query, and evaluation no gradient.
 
 The rules, where torch's sources are `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` and `sdp_utils_cpp.h`:
 - cuDNN first on compute capability 9 and 10, with a cuDNN above 9.15.0 (the first that is right for lengths which 128

@@ -1,7 +1,7 @@
-"""Which parameter moves by which rule: weight decay, factor of the learning rate, and what Muon and LAMB ask.
+"""Group parameters by weight decay, learning rate factor, and what Muon and LAMB need.
 
-Groups are found from names and module types, so that they hold for every model here. Sources: big_vision's masks
-(decay on flax's `kernel`s), timm's `param_groups_weight_decay` and `param_groups_layer_decay`.
+Groups are found from names and module types, so they hold for every model here. Sources: big_vision's masks (decay on
+flax's `kernel`s), timm's `param_groups_weight_decay` and `param_groups_layer_decay`.
 """
 
 from __future__ import annotations

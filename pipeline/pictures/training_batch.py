@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,8 +37,9 @@ from pipeline.recipe.stage import MaskedPatchStage, TrainStage
 from pipeline.recipe.stage_plan import StagePlan, plan_stage
 from pipeline.recipe.vocabulary import StageName
 from pipeline.runs.pictures import DrawRequest, Picture, kept_pictures
+from pipeline.runs.run_folder import RunFolder
 from pipeline.stage.batches import eval_transform, train_stream, train_transform
-from pipeline.stage.data import StageData, open_data
+from pipeline.stage.data import Stage, StageData, open_data
 from pipeline.stage.task import model_input, targets
 
 if TYPE_CHECKING:
@@ -93,7 +95,8 @@ def seen_batch(
     count = min(images, plan.global_batch_images)
     # The first so many places of the global batch, as if they were a process's micro-batch.
     first = replace(plan, micro_batch_size=count, accumulation_steps=1)
-    batch = train_stream(recipe, stage=stage, data=data, plan=first, place=Place())[step]
+    no_run = RunFolder(Path(), name=recipe.name)
+    batch = train_stream(Stage(recipe, stage, data, first, run=no_run), place=Place())[step]
     inputs = model_input(batch, device=_CPU, dtype=torch.float32, normalisation=normalisation)
     classes = data.train.classes
     with closing(ShardReader(data.train, store=data.store)) as reader:

@@ -1,13 +1,15 @@
 """The process group: how ranks meet, and small exchanges between them (losses, flags, digests).
 
-Big tensors are the engine's; these exchanges use gloo on the host, so they never wait in a GPU's stream. Every method
-is collective, called by all ranks in the same order, and takes about log2(ranks) messages in turn (`exchange`). Above
-`_MOST_MESHED` ranks gloo connects two of them when they first talk: a rank then holds some 20 connections, where all at
-once would be one to each other rank, and as many addresses read from rank 0.
+Big tensors are the engine's; these exchanges use gloo on the host and never wait in a GPU's stream. Every method is
+collective, called by all ranks in the same order, and takes about log2(ranks) messages in turn. Above `_MOST_MESHED`
+ranks gloo connects two of them when they first talk: a rank then holds some 20 connections instead of one to each.
 
-On one machine the network is its loopback interface, and a single process needs that only because gloo does. There
-`shardvit run` gives the ranks a fresh private folder, where rank 0 writes the free port that it listens on, so no other
-program can take it first. MASTER_ADDR and MASTER_PORT of other launchers (several nodes, torchrun) are used as given.
+On one machine `shardvit run` gives the ranks a fresh private folder, where rank 0 writes the free port that it listens
+on, so no other program can take it first. MASTER_ADDR and MASTER_PORT of other launchers are used as given.
+
+Gathers are Bruck's algorithm (IEEE TPDS 8(11), 1997): in round k each rank sends the min(2^k, n - 2^k) blocks that it
+has to the rank 2^k below it, and receives as many from above. At 1,024 ranks an exchange waits for 10 messages, where
+gloo's ring waits for 1,023.
 """
 
 from __future__ import annotations
@@ -15,20 +17,80 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import distributed
 
 from data_shards.durable import replace_text
 from data_shards.errors import UserError
-from pipeline.ranks.exchange import gather_bytes, gather_rows
 from pipeline.ranks.place import Place
+
+
+class _Pending(Protocol):
+    def wait(self) -> object: ...
+
+
+class Messages(Protocol):
+    """What is used of a process group: point-to-point messages on the host."""
+
+    def rank(self) -> int: ...
+    def size(self) -> int: ...
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int, /) -> _Pending: ...
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int, /) -> _Pending: ...
+
+
+def rounds(ranks: int) -> int:
+    """Rounds of one exchange between so many ranks."""
+    return (ranks - 1).bit_length()
+
+
+def gather_rows(group: Messages, mine: torch.Tensor, *, tag: int) -> torch.Tensor:
+    """Every rank's [k] (the same k and type, on the CPU) in rank order: [ranks, k]."""
+    size, rank = group.size(), group.rank()
+    width = mine.numel()
+    blocks = torch.empty(size * width, dtype=mine.dtype)
+    blocks[:width] = mine.flatten()
+    _exchange(group, blocks, ends=[number * width for number in range(size + 1)], tag=tag)
+    return blocks.view(size, width).roll(rank, dims=0)  # ours came first
+
+
+def gather_bytes(group: Messages, mine: bytes, *, tag: int) -> list[bytes]:
+    """Every rank's bytes, of any length, in rank order. Two exchanges: the lengths come first."""
+    size, rank = group.size(), group.rank()
+    lengths = gather_rows(group, torch.tensor([len(mine)], dtype=torch.int64), tag=tag).flatten().roll(-rank).tolist()
+    ends = [0, *accumulate(lengths)]
+    blocks = torch.empty(ends[-1], dtype=torch.uint8)
+    if mine:
+        blocks[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    _exchange(group, blocks, ends=ends, tag=tag)
+    content = blocks.numpy().tobytes()
+    return [content[ends[at] : ends[at + 1]] for at in ((other - rank) % size for other in range(size))]
+
+
+def _exchange(group: Messages, blocks: torch.Tensor, *, ends: Sequence[int], tag: int) -> None:
+    """Fill `blocks`: block i, from `ends[i]` to `ends[i + 1]`, is that of the rank i above this one; ours is there."""
+    size, rank = group.size(), group.rank()
+    have = 1
+    while have < size:
+        count = min(have, size - have)
+        pending: list[_Pending] = []
+        # The sum over the same blocks on both sides, so either both send and receive nothing or neither does.
+        if ends[count]:
+            pending.append(group.send([blocks[: ends[count]]], (rank - have) % size, tag))
+        if ends[have + count] > ends[have]:
+            pending.append(group.recv([blocks[ends[have] : ends[have + count]]], (rank + have) % size, tag))
+        for each in pending:
+            each.wait()
+        have += count
+
 
 Value = TypeVar("Value")
 
@@ -205,3 +267,35 @@ def _store_in(folder: Path, *, place: Place, timeout: timedelta) -> distributed.
     return distributed.TCPStore(
         host, int(port), place.world_size, is_master=False, timeout=timeout, wait_for_workers=False
     )
+
+
+_TURN_SECONDS = 1.0
+
+
+def while_others_wait(ranks: Ranks, work: Callable[[], None]) -> None:
+    """Run `work` on rank 0; collective. What it raises is raised there alone. RuntimeError: a process has died."""
+    if ranks.place.world_size == 1:
+        return work()
+    if not ranks.place.is_main:
+        while not ranks.gather_objects(False)[0]:
+            pass  # one more turn
+        return None
+    is_over = threading.Event()
+    trouble: list[RuntimeError] = []
+
+    def answer() -> None:
+        try:
+            while not ranks.gather_objects(is_over.wait(_TURN_SECONDS))[0]:
+                pass
+        except RuntimeError as error:  # of gloo, if a process has died
+            trouble.append(error)
+
+    thread = threading.Thread(target=answer, daemon=True, name="others-wait")
+    thread.start()
+    try:
+        work()
+    finally:
+        is_over.set()
+        thread.join()
+    if trouble:
+        raise trouble[0]

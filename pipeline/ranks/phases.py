@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 from pipeline.ranks.group import Ranks
-from pipeline.ranks.pace import ASIDE, Pace
-from pipeline.ranks.slow_rank import Slowest
+from pipeline.ranks.pace import ASIDE, Pace, Slowest
 from pipeline.ranks.start_clock import StartClock
 from pipeline.ranks.watch import Watch
 

@@ -24,7 +24,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 # A main thread whose innermost Python frame is in one of these waits for other ranks, or may.
 _WAITING_FILES = re.compile(
-    r"torch/distributed/|deepspeed/comm/|pipeline/ranks/(group|exchange)\.py$|torch/autograd/(graph|__init__)\.py$|torch/_tensor\.py$"
+    r"torch/distributed/|deepspeed/comm/|pipeline/ranks/group\.py$|torch/autograd/(graph|__init__)\.py$|torch/_tensor\.py$"
 )
 _WAITING_FUNCTIONS = re.compile(r"wait|synchronize|barrier")  # DeepSpeed's, around the handles of collectives
 

@@ -7,8 +7,10 @@ second Ctrl-C ends the process at once; what is on disk is always complete.
 
 from __future__ import annotations
 
+import math
 import signal
 import time
+from dataclasses import dataclass
 from types import FrameType
 from typing import NamedTuple
 
@@ -83,3 +85,16 @@ class StopFlag:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         self.request(signal.Signals(number).name)
+
+
+@dataclass(frozen=True)
+class TimeLimit:
+    """Of the job that this process runs in."""
+
+    ends_at: float  # unix seconds
+    seconds: float  # of one job; more than zero
+
+
+def requeues_needed(eta_seconds: float, *, left_seconds: float, limit_seconds: float) -> int:
+    """How many more jobs of `limit_seconds` it takes to finish; start-up and saving at each end are not counted."""
+    return math.ceil(max(0.0, eta_seconds - max(0.0, left_seconds)) / limit_seconds)

@@ -1,4 +1,4 @@
-"""What the recipe is built from: the strict base class, lengths ("7 epochs", "10%") and sizes ("500 GB").
+"""Building blocks of the recipe: strict base class, durations ("7 epochs", "10%") and sizes ("500 GB").
 
 A length becomes optimizer steps once the batch size, the data set's size and, for a percentage, the stage's steps are
 known.

@@ -35,7 +35,7 @@ class Mistake:
 
 
 def mistakes(error: ValidationError, *, tree: Any, root: type[BaseModel]) -> list[Mistake]:
-    """All validation errors of `tree`, each once."""
+    """List the validation errors of `tree`, each once."""
     schema, details = _schema_of(root), error.errors(include_url=False, include_context=True)
     return list(
         dict.fromkeys(_mistake(each, place=_find(each["loc"], tree=tree, root=schema), root=schema) for each in details)
@@ -162,7 +162,7 @@ def _advice(value: Any, *, field: Schema, name: str) -> str:
 
 
 def _words(kind: Schema, *, field: Schema, name: str) -> str:
-    """What a key accepts; `field` is its whole schema, `kind` one branch of it."""
+    """Describe accepted values; `field` is the key's whole schema, `kind` one branch of it."""
     if choices := _choices(kind):
         *first, last = choices
         return f"{', '.join(first)} or {last}" if first else last

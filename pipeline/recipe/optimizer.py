@@ -15,7 +15,7 @@ _Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Strict):
-    """What moves the weights: by default, every parameter by one rule, and weight decay on the kernels alone."""
+    """The optimizer: by default one rule for all parameters, and weight decay on kernels alone."""
 
     name: OptimizerName
     """adamw: Adam with decoupled weight decay, the paper's. sgd: with momentum. adafactor: big_vision's variant. lamb,
@@ -77,12 +77,12 @@ class OptimizerConfig(Strict):
 
     @property
     def frozen_needs_model(self) -> bool:
-        """Whether `frozen` may name what a model lacks: each has trunk and head."""
+        """True if `frozen` names something a model may lack (all have trunk and head)."""
         return not {*self.frozen} <= {"trunk", "head"}
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Of the optimizer's state, at most."""
+        """Upper bound of the optimizer's state."""
         return OPTIMIZERS[self.name].bytes_per_parameter(self.first_moment)
 
 

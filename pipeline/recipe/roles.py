@@ -32,7 +32,7 @@ Paths = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Role:
-    """What is published of a data set."""
+    """Published facts of a data set."""
 
     images: int  # for training
     classes: int | None  # None: it depends on the task
@@ -90,7 +90,7 @@ def read_paths(file: Path) -> Paths:
 
 
 def lacks_paths(tree: dict[str, Any]) -> bool:
-    """Whether a stage of the recipe's tree has a role and not all of its shards."""
+    """True if a stage of the recipe's tree has a role but lacks shards."""
     stages = tree.get("stages")
     return isinstance(stages, dict) and any(
         isinstance(stage, dict) and stage.get("data") is not None and any(stage.get(key) is None for key in _KEYS)
@@ -113,7 +113,7 @@ def fill_paths(tree: dict[str, Any], paths: Paths) -> dict[str, Any]:
 
 
 def role_of(config: TrainStage) -> Role | None:
-    """What is known of the stage's data, without the images that it holds out; None: it names no role, or one of the
+    """The role of the stage's data, without the images that it holds out; None: it names no role, or one of the
     user's own."""
     role = ROLES.get(config.data or "")
     shares = [config.hold_out, *(one.hold_out for one in config.train or () if one.part == "rest")]

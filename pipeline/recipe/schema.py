@@ -7,7 +7,7 @@ global batch and the world size (`stage_plan`).
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -16,14 +16,13 @@ from model.regularisation import Regularisation
 from pipeline.recipe.data import MOST_LANES, DataConfig
 from pipeline.recipe.duration import Strict
 from pipeline.recipe.stage import MOST_SECONDS, MaskedPatchStage, Stages, TrainStage
-from pipeline.recipe.vocabulary import OPTIMIZERS, AttentionKernel, Fp8Scaling, OptimizerName, StageName
+from pipeline.recipe.vocabulary import OPTIMIZERS, AttentionKernel, OptimizerName, StageName
 
 FEW_PROCESSES = 256  # up to here `data.lanes: auto` does not depend on their number
 _MANY_LANES = 4096  # for more processes
 _MOST_IMAGES = 2**20  # of a batch
 _FP16_SKIPS = 17  # in a row, from the first scale of 2^16 down to 1
 _MOST_PATCHES = 2**20  # of an image
-_FP8_MULTIPLE = 16  # of each side of a matrix: torch's scaled product
 _LONGEST_NAME = 200  # file systems take 255 bytes, MLflow's server 250
 _LONGEST_MLFLOW_NAME = 250  # of a registered model and an alias
 _MLFLOW_VERSION = re.compile("v[0-9]+", re.IGNORECASE)  # MLflow's own names of versions
@@ -31,7 +30,7 @@ _TAKEN_NAMES = ("mlartifacts", "mlflow.db")  # beside the runs, in the folder of
 
 
 class TrackingConfig(Strict):
-    """What is sent to MLflow; changes nothing that is learnt."""
+    """Tracking with MLflow; changes nothing that is learnt."""
 
     mode: Literal["online", "offline"] = "online"
     """online: while training goes on; offline: nothing is sent, and `shardvit sync` sends it all later."""
@@ -74,13 +73,6 @@ class TrackingConfig(Strict):
         return self
 
 
-class ExperimentalConfig(Strict):
-    """What may help and is not proven: it changes what is learnt, and may change or go in any version."""
-
-    fp8: Fp8Scaling = "off"
-    """The blocks' linear layers in FP8, with one scale for each tensor, or for each row; for recent GPUs."""
-
-
 class EngineConfig(Strict):
     """How the arithmetic is carried out; changes speed and memory, not what is learnt."""
 
@@ -99,7 +91,6 @@ class EngineConfig(Strict):
     deterministic: Literal["on", "off"] = "on"
     """on: a step has the same bits each time on the same kind of GPU, so that resuming is exact; off: the fastest
     kernels, which with more than 256 tokens are others. On CPUs it is always on."""
-    experimental: ExperimentalConfig = ExperimentalConfig()
     max_micro_batch_size: int = Field(default=256, ge=1, le=_MOST_IMAGES)
     """The most images of one process in one forward pass; more are accumulated."""
     activation_checkpointing: bool | Annotated[int, Field(ge=2, le=1000)] = False
@@ -127,6 +118,14 @@ class EngineConfig(Strict):
     saving: Literal["background", "blocking"] = "background"
     """background: checkpoints are copied to host memory and written while training goes on; blocking: it waits."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_fp8(cls, tree: Any) -> Any:
+        """Run folders of earlier versions hold `experimental: {fp8: off}`, which still means nothing."""
+        if isinstance(tree, dict) and tree.get("experimental") in ({}, {"fp8": "off"}):
+            return {key: value for key, value in tree.items() if key != "experimental"}
+        return tree
+
     @model_validator(mode="after")
     def _nothing_ignored(self) -> EngineConfig:
         if self.backend == "accelerate" and self.zero_stage > 1:
@@ -138,8 +137,6 @@ class EngineConfig(Strict):
                 "compile blocks is for ZeRO 0 to 2: ZeRO 3 gathers weights inside the blocks, which would be cut into "
                 "pieces; take another zero_stage, or leave compile out"
             )
-        if self.experimental.fp8 != "off":
-            self._check_fp8()
         if self.offload != "none":
             self._check_offload()
         if self.backend == "accelerate":
@@ -161,22 +158,10 @@ class EngineConfig(Strict):
                 "when they are used; set zero_stage to 3, or offload to optimizer"
             )
 
-    def _check_fp8(self) -> None:
-        if self.precision != "bf16" or self.backend != "deepspeed":
-            raise ValueError(
-                "experimental.fp8 rounds what bf16 weights are multiplied with: take precision bf16 and backend "
-                "deepspeed, or leave it out"
-            )
-        if self.zero_stage == 3:
-            raise ValueError(
-                "experimental.fp8 keeps weights for the backward pass, which ZeRO 3 takes away: take another "
-                "zero_stage, or leave it out"
-            )
-
     def check_model(self, model: ModelConfig) -> None:
         """ValueError if the kernels that are asked for mean nothing to `model`, or cannot compute it."""
         if model.kind == "resnet":
-            self.refuse("attention", "experimental", means_nothing="to a pure ResNet", group="engine.")
+            self.refuse("attention", means_nothing="to a pure ResNet", group="engine.")
             if self.compile == "blocks":
                 raise ValueError("engine.compile blocks: a pure ResNet has no Transformer blocks: leave it out")
             return
@@ -184,12 +169,6 @@ class EngineConfig(Strict):
             raise ValueError(
                 f"engine.attention {self.attention} learns no bias, as model.position relative needs: take auto, "
                 "efficient or math"
-            )
-        sizes = model.sizes
-        if self.experimental.fp8 != "off" and (sizes.width % _FP8_MULTIPLE or sizes.mlp_dim % _FP8_MULTIPLE):
-            raise ValueError(
-                f"engine.experimental.fp8 needs a width and an mlp_dim that {_FP8_MULTIPLE} divides, not {sizes.width} "
-                f"and {sizes.mlp_dim}: leave it out"
             )
 
     def check_masks(self, stage: TrainStage, *, key: str) -> None:
@@ -202,7 +181,7 @@ class EngineConfig(Strict):
 
     @property
     def checkpointed_every(self) -> int:
-        """Which blocks are recomputed: each that many-th; 0: none."""
+        """Recompute every n-th block; 0: none."""
         return int(self.activation_checkpointing)
 
     def check_takes(self, optimizer: OptimizerName, *, key: str) -> None:

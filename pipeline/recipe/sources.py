@@ -249,13 +249,13 @@ _GPU_HOURS = re.compile(r"(\d[\d,.]*) GPU-hours")
 
 @dataclass(frozen=True)
 class RecipeHeader:
-    """What the comment says; `entries`: key -> lines."""
+    """A parsed header; `entries`: key -> lines."""
 
     description: str
     entries: Mapping[str, tuple[str, ...]]
 
     def entry(self, key: str) -> str:
-        """All lines of a key as one; "": there is none."""
+        """Lines of a key joined; "" if it is missing."""
         return " ".join(self.entries.get(key, ()))
 
     @property

@@ -47,7 +47,7 @@ class RollbackConfig(Strict):
 
 
 class TrainStage(Strict):
-    """What pre-training and fine-tuning have in common."""
+    """Keys shared by all training stages."""
 
     data: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)] | None = None
     """The data set's role, such as imagenet21k, whose shards the user names (see `roles`)."""
@@ -123,7 +123,7 @@ class TrainStage(Strict):
 
     @property
     def draws_in_blocks(self) -> bool:
-        """Whether the Transformer's blocks draw from the process's generator in training."""
+        """True if blocks draw from the process's generator in training."""
         return self.dropout_masks == "process" and bool(self.dropout or self.stochastic_depth)
 
     @model_validator(mode="after")
@@ -300,5 +300,5 @@ class Stages(Strict):
 
     @property
     def trained(self) -> tuple[StageName, ...]:
-        """All but swap_head."""
+        """The stages that train: all but swap_head."""
         return tuple(name for name in self.names if isinstance(getattr(self, name), TrainStage))

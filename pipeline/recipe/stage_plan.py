@@ -22,7 +22,7 @@ from pipeline.recipe.vocabulary import OF_ONE_LABEL, OF_SEVERAL_LABELS, EvalMetr
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What follows from the recipe, the shards and the world size."""
+    """Numbers derived from recipe, shards and world size."""
 
     world_size: int
     global_batch_images: int
@@ -61,22 +61,22 @@ class StagePlan:
         return _due(step, every=self.eval_steps) and left > max(1, self.eval_steps // 10)
 
     def few_shot_after(self, step: int, *, number: int) -> bool:
-        """Whether the evaluation after `step` steps measures few-shot set `number`, too."""
+        """True if the evaluation after `step` steps also measures few-shot set `number`."""
         every = self.few_shot_steps[number]
         return step == self.total_steps or (every > 0 and step // every > (step - self.eval_steps) // every)
 
     def saves_after(self, step: int) -> bool:
-        """Whether a checkpoint is due after `step` steps, apart from the final one."""
+        """True if a checkpoint is due after `step` steps, apart from the final one."""
         due = _due(step, every=self.save_steps) or _due(step, every=self.keep_steps)
         return due or (self.save_after_evaluations and self.evaluates_after(step))
 
     def reads_after(self, step: int) -> bool:
-        """Whether something after `step` steps needs the numbers of them all."""
+        """True if logging, evaluating or saving after `step` needs the numbers so far."""
         return self.logs_after(step) or self.evaluates_after(step) or self.saves_after(step)
 
     @property
     def rollback_reach_steps(self) -> int:
-        """How far back, from when trouble is noticed, a rollback's checkpoint may lie at least; 0: there are none."""
+        """Steps back from when trouble is noticed that a rollback must be able to reach; 0: no rollback."""
         if self.rollback is None:
             return 0
         noticed = (self.log_steps or self.total_steps) if self.rollback.spike_sigmas else 0

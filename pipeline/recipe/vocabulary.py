@@ -51,7 +51,7 @@ _FLOAT32_BYTES, _BF16_BYTES = 4, 2
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer keeps of each parameter, and which recipe keys are its own."""
+    """Optimizer state per parameter, and the recipe keys that belong to the optimizer."""
 
     moments: tuple[str, ...]  # their names in torch's state; each of the parameter's shape, float32 but for `rounded`
     keys: tuple[str, ...]  # of the recipe's optimizer group; refused for the other optimizers
@@ -93,7 +93,6 @@ OPTIMIZERS: dict[OptimizerName, OptimizerState] = {
 # ---- how products are computed ----
 
 AttentionKernel = Literal["cudnn", "flash", "efficient", "math"]
-Fp8Scaling = Literal["off", "tensorwise", "rowwise"]
 
 # ---- the weights that are trained, and their moving average (EMA) ----
 
@@ -118,7 +117,7 @@ OF_SEVERAL_LABELS: tuple[EvalMetric, ...] = ("precision_at_1", "mean_average_pre
 
 @dataclass(frozen=True)
 class Metric:
-    """What a value is; `meaning`: a clause without a full stop."""
+    """A logged value; `meaning`: a clause without a full stop."""
 
     unit: str  # "share": of 1; "": it has none
     meaning: str

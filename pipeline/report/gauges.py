@@ -17,7 +17,7 @@ import torch
 
 from pipeline.budget.cost import stage_cost
 from pipeline.budget.gpus import gpu_of_driver
-from pipeline.ranks.threads import CoreWaits
+from pipeline.ranks.process import CoreWaits
 from pipeline.recipe.schema import EngineConfig, Recipe
 from pipeline.recipe.stage_plan import StagePlan
 from pipeline.recipe.vocabulary import StageName

@@ -21,7 +21,7 @@ import torch
 from pipeline.ranks.group import Ranks
 
 _HISTORY_STEPS, _LEAST_STEPS = 128, 64  # OLMo-core's
-_SIGMAS = 6.0  # OLMo-core's
+SIGMAS = 6.0  # OLMo-core's
 _LOG_SIGMAS = 4.5
 _SMALLEST_SIGMA = 1e-4  # of the mean: after losses that have hardly moved not every rise is a spike
 _CUT = 4  # times these: what of a spike enters the history: one of 1e30 would hide all others for 128 steps
@@ -102,7 +102,7 @@ class Spike:
 class SpikeFinder:
     """Looks at every step's loss once, in order; `recent_losses`: global means from a checkpoint."""
 
-    def __init__(self, recent_losses: Sequence[float] = (), *, sigmas: float = _SIGMAS) -> None:
+    def __init__(self, recent_losses: Sequence[float] = (), *, sigmas: float = SIGMAS) -> None:
         self._sigmas = sigmas
         self._recent = list(recent_losses)[-_HISTORY_STEPS:]
 
@@ -132,7 +132,7 @@ class SpikeFinder:
             return True
         mean, sigma = _mean_and_sigma([math.log(each) for each in self._recent])
         # A recipe that asks for fewer deviations asks for fewer of the logarithms as well.
-        return math.log(loss) > mean + _LOG_SIGMAS * min(1.0, self._sigmas / _SIGMAS) * sigma
+        return math.log(loss) > mean + _LOG_SIGMAS * min(1.0, self._sigmas / SIGMAS) * sigma
 
 
 def _mean_and_sigma(values: Sequence[float]) -> tuple[float, float]:

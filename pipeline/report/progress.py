@@ -17,7 +17,7 @@ from typing import TextIO
 
 from data_shards.progress_line import open_bar
 from data_shards.text import printable, show_duration
-from pipeline.ranks.time_limit import TimeLimit, requeues_needed
+from pipeline.ranks.stopping import TimeLimit, requeues_needed
 
 _SPEED_WINDOW_SECONDS = 60.0
 _LINE_SECONDS = 10.0

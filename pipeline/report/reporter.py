@@ -18,11 +18,11 @@ import torch
 from data_shards.errors import UserError
 from data_shards.loading.batch import Fault
 from data_shards.text import counted
-from pipeline.checkpoint.train_state import TrainState
-from pipeline.ranks.gone import peer_is_gone
+from pipeline.checkpoint.train_state import RollBack, TrainState
+from pipeline.ranks.dead_ranks import peer_is_gone
 from pipeline.ranks.phases import Phases
+from pipeline.ranks.process import WORTH_A_WORD
 from pipeline.ranks.stopping import Stopped
-from pipeline.ranks.threads import WORTH_A_WORD
 from pipeline.recipe.stage_plan import StagePlan
 from pipeline.recipe.vocabulary import EVENTS_FILE, METRICS_FILE, StageName
 from pipeline.report.best import AVERAGES_SCORES, SCORES, show_score
@@ -33,7 +33,6 @@ from pipeline.runs.events import EventKind, EventsLog
 from pipeline.runs.metrics_log import MetricsLog, open_metrics_log
 from pipeline.stage.context import StageContext
 from pipeline.stage.data import StageData
-from pipeline.stage.rollback import GoBack
 from pipeline.tracking.describe import plan_params, stage_datasets
 from pipeline.tracking.environment import gpu_tag
 from pipeline.tracking.facts import DatasetInput, FinalStatus, begin_attempt, end_attempt, told
@@ -114,7 +113,7 @@ def told_events(context: StageContext, *, stage: StageName, state: TrainState, s
         except Stopped:
             tell("stopped", f"by {context.stop.reason or 'a signal to another process'}, after saving")
             raise
-        except GoBack as back:
+        except RollBack as back:
             tell("rollback", f"{back.trouble.why}: going back to before it, and past its batches")
             raise
         except BaseException as error:
@@ -148,7 +147,7 @@ def tracked_log(
         try:
             yield log
             status = "FINISHED"
-        except (Stopped, GoBack):  # it goes on later, or at once
+        except (Stopped, RollBack):  # it goes on later, or at once
             status = "KILLED"
             raise
         finally:

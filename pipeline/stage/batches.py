@@ -15,28 +15,25 @@ from data_shards.loading.loader import EvalBatches, Layout, TrainBatches, TrainL
 from data_shards.loading.mixing import MixupConfig
 from data_shards.shards.shard_set import ShardSet
 from pipeline.ranks.place import Place
-from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import TrainStage
-from pipeline.recipe.stage_plan import StagePlan
-from pipeline.recipe.vocabulary import StageName
-from pipeline.stage.data import StageData, training_order
+from pipeline.stage.data import Stage
 from pipeline.stage.data_workers import DataWorkers
 
 
-def train_stream(recipe: Recipe, *, stage: StageName, data: StageData, plan: StagePlan, place: Place) -> TrainBatches:
-    """All micro-batches of this rank, by their number."""
-    config = recipe.train_stage(stage)
+def train_stream(stage: Stage, *, place: Place) -> TrainBatches:
+    """All micro-batches of a rank, by their number."""
+    config, plan = stage.config, stage.plan
     return TrainBatches(
-        access_of(data.train, data=data, recipe=recipe),
-        order=training_order(recipe, data=data, plan=plan),
+        access_of(stage, stage.data.train),
+        order=stage.order(),
         transform=train_transform(config),
         layout=Layout(
             rank=place.rank,
             world_size=place.world_size,
-            micro_batch_size=plan.micro_batch_size,
+            micro_batch_size=stage.plan.micro_batch_size,
             accumulation_steps=plan.accumulation_steps,
         ),
-        seed=recipe.seed,
+        seed=stage.recipe.seed,
         mixup=mixup(config),
     )
 
@@ -67,16 +64,14 @@ def held_out_loader(part: EvalBatches, *, workers: DataWorkers, device: torch.de
     return prefetch_to_device(eval_batches(part, workers=workers.count, kind=workers.kind), device=device)
 
 
-def held_out(
-    recipe: Recipe, *, stage: StageName, data: StageData, shards: ShardSet, plan: StagePlan, place: Place
-) -> EvalBatches:
+def held_out(stage: Stage, shards: ShardSet, *, place: Place) -> EvalBatches:
     """This rank's part of one of the held-out sets, padded so that all ranks read equally many batches."""
     return EvalBatches(
-        access_of(shards, data=data, recipe=recipe),
-        transform=eval_transform(recipe.train_stage(stage)),
+        access_of(stage, shards),
+        transform=eval_transform(stage.config),
         rank=place.rank,
         world_size=place.world_size,
-        batch_size=plan.micro_batch_size,
+        batch_size=stage.plan.micro_batch_size,
     )
 
 
@@ -111,12 +106,13 @@ def mixup(config: TrainStage) -> MixupConfig | None:
     )
 
 
-def access_of(shards: ShardSet, *, data: StageData, recipe: Recipe) -> Access:
+def access_of(stage: Stage, shards: ShardSet) -> Access:
     """How the samples of one of a stage's sets are read."""
+    config = stage.recipe.data
     return Access(
         shards,
-        store=data.store,
-        decoder=recipe.data.decoder,
-        pixel_limit=PixelLimit(recipe.data.max_image_pixels),
-        on_corrupt="substitute" if recipe.data.max_corrupt_share > 0 else "stop",
+        store=stage.data.store,
+        decoder=config.decoder,
+        pixel_limit=PixelLimit(config.max_image_pixels),
+        on_corrupt="substitute" if config.max_corrupt_share > 0 else "stop",
     )

@@ -11,11 +11,9 @@ from typing import Literal, TypeVar
 
 from data_shards.errors import AgreedError, UserError
 from data_shards.text import printable
-from pipeline.ranks.group import Ranks
+from pipeline.ranks.group import Ranks, while_others_wait
 from pipeline.ranks.start_clock import StartClock
-from pipeline.ranks.stopping import StopFlag
-from pipeline.ranks.time_limit import TimeLimit
-from pipeline.ranks.waiting import while_others_wait
+from pipeline.ranks.stopping import StopFlag, TimeLimit
 from pipeline.ranks.watch import Watch
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import StageName

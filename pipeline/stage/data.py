@@ -25,6 +25,7 @@ from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import MaskedPatchStage, TrainStage
 from pipeline.recipe.stage_plan import StagePlan, chosen_metrics
 from pipeline.recipe.vocabulary import OWN_SET, EvalMetric, StageName
+from pipeline.runs.run_folder import RunFolder, StageRecord
 
 Report = Callable[[str], None]
 
@@ -44,6 +45,54 @@ class StageData:
     def held_out(self) -> dict[str, ShardSet]:
         """All held-out sets by name, the stage's own first, as "val"."""
         return {OWN_SET: self.eval, **self.also_eval}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A training stage of a run."""
+
+    recipe: Recipe
+    name: StageName
+    data: StageData
+    plan: StagePlan
+    run: RunFolder
+
+    @property
+    def config(self) -> TrainStage:
+        """The recipe's section for this stage."""
+        return self.recipe.train_stage(self.name)
+
+    @property
+    def folder(self) -> Path:
+        return self.run.stage(self.name)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.run.checkpoints(self.name)
+
+    @property
+    def record(self) -> StageRecord:
+        """stage.json; raises as `RunFolder.record`."""
+        return self.run.record(self.name)
+
+    def update(self, **changes: object) -> None:
+        """Change fields of stage.json; raises as `RunFolder.update`."""
+        self.run.update(self.name, **changes)
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """Digests of the data sets, by their names in records."""
+        also = {held_out_name(name): one.digest for name, one in self.data.also_eval.items()}
+        return {"training images": self.data.train.digest, "held-out images": self.data.eval.digest, **also}
+
+    def order(self) -> AnyOrder:
+        """The order of the training stream; UserError if sizes do not fit."""
+        return training_order(self.recipe, data=self.data, plan=self.plan)
+
+
+def held_out_name(name: str) -> str:
+    """What records call a set of the recipe's also_eval."""
+    return f"held-out images {name}"
 
 
 def shards_spec(config: ShardsConfig) -> ShardsSpec:

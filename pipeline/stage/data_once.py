@@ -21,7 +21,7 @@ from data_shards.errors import AgreedError, UserError
 from data_shards.shards.location import is_local, local_path
 from data_shards.shards.shard_set import ShardEntry, ShardSet
 from data_shards.shards.shard_table import ShardTable
-from pipeline.ranks.pid import this_machine
+from pipeline.ranks.process import this_machine
 from pipeline.recipe.vocabulary import StageName
 from pipeline.stage.context import StageContext
 from pipeline.stage.data import StageData, open_data, store_of

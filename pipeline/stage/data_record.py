@@ -18,7 +18,7 @@ from data_shards.shards.shard_set import ShardSet
 from data_shards.text import named, parse_json
 from pipeline.recipe.vocabulary import DATA_FILE, StageName
 from pipeline.runs.run_folder import RunFolder
-from pipeline.stage.data import StageData
+from pipeline.stage.data import StageData, held_out_name
 
 _VERSION = 1  # of the file; others are ignored
 _SETS = ("training images", "held-out images")
@@ -35,11 +35,6 @@ class DataRecord:
     def digest(self) -> str:
         """Of all that matters; the same for a copy elsewhere."""
         return "-".join(one.content_digest[:16] for one in self.sets.values())
-
-
-def held_out_name(name: str) -> str:
-    """What a set of the recipe's also_eval is called in records."""
-    return f"held-out images {name}"
 
 
 def has_record(folder: RunFolder, *, stage: StageName) -> bool:

@@ -7,7 +7,7 @@ model is checked by `launch` before any process is started, and again by the sta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,31 +15,36 @@ from data_shards.errors import UserError
 from data_shards.vocabulary import GOOGLES, Normalisation
 from model.config import ModelConfig
 from model.saved import WEIGHTS_FILE, SavedModelMeta
-from model.vocabulary import HeadKind
+from model.vocabulary import COLOURS, HeadKind
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.sources import record_elsewhere
 from pipeline.recipe.stage import MaskedPatchStage
 from pipeline.recipe.vocabulary import StageName
 
+StageHead = HeadKind | Literal["masked_patch"]
 
-def stage_model(
-    recipe: Recipe,
-    *,
-    stage: StageName,
-    classes: Sequence[str],
-    head: HeadKind | Literal["masked_patch"],
-    normalisation: Normalisation,
-) -> SavedModelMeta:
-    """The record of a training stage's model; `classes` names its outputs."""
+
+@dataclass(frozen=True)
+class StageStart:
+    """A stage's model before its first step."""
+
+    head: StageHead
+    weights: str = "random"  # or the digest of the model it was loaded from
+    normalisation: Normalisation = GOOGLES  # of its pixels
+
+
+def stage_model(recipe: Recipe, *, stage: StageName, classes: Sequence[str], start: StageStart) -> SavedModelMeta:
+    """The record of a training stage's model; `classes`: of the training set."""
     config = recipe.train_stage(stage)
+    outputs = COLOURS if start.head == "masked_patch" else classes
     return SavedModelMeta(
         model=recipe.model,
         image_size=config.image_size,
-        num_classes=len(classes),
-        class_names=tuple(classes),
-        head=head,
-        mean=normalisation.mean,
-        std=normalisation.std,
+        num_classes=len(outputs),
+        class_names=tuple(outputs),
+        head=start.head,
+        mean=start.normalisation.mean,
+        std=start.normalisation.std,
         loss=config.loss,
         eval_protocol=config.eval_protocol,
         eval_crop_share=config.eval_crop_share,
@@ -51,7 +56,7 @@ def model_to_come(recipe: Recipe, *, stage: StageName) -> SavedModelMeta:
     """The record that a training stage's model will have, but for its classes and the scale of pixels."""
     config = recipe.train_stage(stage)
     head: Any = "masked_patch" if isinstance(config, MaskedPatchStage) else getattr(config, "head", "linear")
-    return stage_model(recipe, stage=stage, classes=["?"], head=head, normalisation=GOOGLES)
+    return stage_model(recipe, stage=stage, classes=["?"], start=StageStart(head))
 
 
 def model_from_elsewhere(recipe: Recipe) -> Path | None:

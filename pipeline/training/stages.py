@@ -27,17 +27,19 @@ from model.regularisation import Regularisation
 from model.saved import build_from_saved, load_model, save_model
 from model.vocabulary import HeadKind
 from pipeline.checkpoint.train_state import TrainState
-from pipeline.engine.frozen import freeze
+from pipeline.engine.saved_state.frozen import freeze
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import FinetuneStage, MaskedPatchStage, PretrainStage, TrainStage
+from pipeline.recipe.stage_plan import plan_stage
 from pipeline.recipe.vocabulary import StageName
 from pipeline.report.reporter import told_events, tracked_log
 from pipeline.runs.run_folder import check_model, weights_digest
 from pipeline.stage.context import StageContext
-from pipeline.stage.data import open_data
+from pipeline.stage.data import Stage, open_data
 from pipeline.stage.data_once import open_data_once
-from pipeline.stage.initial_model import model_from_elsewhere
-from pipeline.training.stage_training import StageStart, train_stage
+from pipeline.stage.data_workers import expect_data_workers
+from pipeline.stage.initial_model import StageStart, model_from_elsewhere
+from pipeline.training.stage_training import train_stage
 
 
 def run_stage(context: StageContext, *, stage: StageName) -> None:
@@ -54,6 +56,9 @@ def run_stage(context: StageContext, *, stage: StageName) -> None:
     recipe, config = context.recipe, context.recipe.train_stage(stage)
     context.start.set_status("opening shards")
     data = open_data_once(context, stage=stage)
+    expect_data_workers(recipe)
+    processes = context.ranks.place.world_size
+    plan = plan_stage(recipe, stage=stage, samples_per_epoch=data.train.num_samples, world_size=processes)
     context.start.set_status("building the model")
     match config:
         case MaskedPatchStage():
@@ -63,7 +68,7 @@ def run_stage(context: StageContext, *, stage: StageName) -> None:
         case _:
             assert isinstance(config, FinetuneStage)
             model, start = finetune(context, config, num_classes=data.train.num_classes)
-    train_stage(context, stage=stage, data=data, model=model, start=start)
+    train_stage(context, Stage(recipe, stage, data, plan, run=context.folder), model=model, start=start)
 
 
 def masked_patch(recipe: Recipe, config: MaskedPatchStage) -> tuple[nn.Module, StageStart]:

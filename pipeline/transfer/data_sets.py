@@ -55,7 +55,7 @@ def check_sets(data: TransferSet) -> None:
 
 
 def few_shot_of(recipe: Recipe, *, stage: StageName) -> tuple[FewShotConfig, ...]:
-    """What a stage's recipe says; other stages than pretrain have none."""
+    """The few-shot sets of a stage; only pretrain has any."""
     config = getattr(recipe.stages, stage)
     return config.few_shot if isinstance(config, PretrainStage) else ()
 

@@ -33,10 +33,10 @@ from pipeline.ranks.group import Ranks
 from pipeline.ranks.watch import Watch
 from pipeline.recipe.data import FewShotConfig
 from pipeline.recipe.stage_plan import StagePlan
-from pipeline.recipe.vocabulary import FeatureLayer, StageName
+from pipeline.recipe.vocabulary import FeatureLayer
 from pipeline.stage.batches import access_of, eval_transform
 from pipeline.stage.context import StageContext
-from pipeline.stage.data import StageData
+from pipeline.stage.data import Stage
 from pipeline.stage.data_workers import DataWorkers
 from pipeline.transfer.data_sets import TransferSet, few_shot_of, open_few_shot
 from pipeline.transfer.features import Features, extract, merged, shot_features
@@ -47,7 +47,7 @@ from pipeline.transfer.shots import Int64s, choose_shots
 
 @dataclass(frozen=True)
 class FewShotContext:
-    """What the stage gives to all of its few-shot sets."""
+    """The stage, as its few-shot sets need it."""
 
     engine: Engine
     ranks: Ranks
@@ -249,7 +249,7 @@ class _DecodedPart:
         )
 
     def _batches(self) -> Generator[Batch]:
-        """All of them; where reading fails, empty ones that count for nothing, since other ranks wait."""
+        """Yield all batches; after a read error empty ones that do not count, since other ranks wait."""
         yield from self._kept
         number, workers = len(self._kept), self._context.workers
         try:
@@ -272,46 +272,41 @@ class _DecodedPart:
 
 
 def _own(batch: Batch) -> Batch:
-    """Not in memory that it shares with a worker process, of which there is little."""
+    """Copy a batch out of the scarce memory shared with a worker process."""
     return replace(batch, images=batch.images.clone()) if batch.images.is_shared() else batch
 
 
 def few_shot_evaluation(
     context: StageContext,
+    stage: Stage,
     *,
-    stage: StageName,
-    plan: StagePlan,
-    data: StageData,
     engine: Engine,
     workers: DataWorkers,
     watch: Watch,
     say: Callable[[str], None],
 ) -> Callable[[int], dict[str, float]]:
-    """What measures the sets that are due after a step, of the weights that become the stage's model; see
-    `during_training`. Collective, as is what it returns; UserError as `open_few_shot`."""
-    if not few_shot_of(context.recipe, stage=stage):
+    """Measures the sets that are due after a step, with the weights that become the stage's model. Collective, as is
+    what it returns; UserError as `open_few_shot`."""
+    configs = few_shot_of(stage.recipe, stage=stage.name)
+    if not configs:
         return lambda step: {}
-    from pipeline.transfer.during_training import FewShotContext, FewShotMeasures
-
-    recipe, ranks = context.recipe, context.ranks
+    recipe, store = stage.recipe, stage.data.store
     opened = context.on_main(
-        lambda: open_few_shot(recipe, stage=stage, report=context.say, commands="run", store=data.store), takes="long"
+        lambda: open_few_shot(recipe, stage=stage.name, report=context.say, commands="run", store=store), takes="long"
     )
-    sets = ranks.from_main(opened)
+    sets = context.ranks.from_main(opened)
     assert sets is not None
     for line in (damage for each in sets for one in (each.train, each.eval) for damage in one.damage):
         say(line)
-
     shared = FewShotContext(
         engine=engine,
-        ranks=ranks,
-        plan=plan,
+        ranks=context.ranks,
+        plan=stage.plan,
         workers=workers,
-        access=lambda shards: replace(access_of(shards, data=data, recipe=recipe), on_corrupt="substitute"),
-        transform=eval_transform(recipe.train_stage(stage)),
+        access=lambda shards: replace(access_of(stage, shards), on_corrupt="substitute"),
+        transform=eval_transform(stage.config),
         progress=lambda step: watch.progress(step, status="few-shot evaluation"),
         say=say,
     )
-    measures = FewShotMeasures(few_shot_of(recipe, stage=stage), sets, shared)
-    ema = recipe.train_stage(stage).ema
+    measures, ema = FewShotMeasures(configs, sets, shared), stage.config.ema
     return lambda step: measures(step, of_average=ema is not None and ema.model == "ema")

@@ -50,7 +50,7 @@ _OURS = re.compile("[0-9a-f]{32}")  # the user's folder may hold others
 
 @dataclass(frozen=True)
 class Features:
-    """Of the samples that could be read, in the order of their numbers."""
+    """Features of the readable samples, ordered by sample number."""
 
     samples: Int64s  # [n], ascending
     values: torch.Tensor  # float32 [n, D]
@@ -59,18 +59,18 @@ class Features:
     faults: tuple[Fault, ...] = ()  # what is wrong with them, of those that were met now
 
     def rows_of(self, samples: Int64s) -> torch.Tensor:
-        """Where these samples are, in their order: int64; all of them are there."""
+        """Rows of these samples, all of which must be present: int64."""
         return torch.from_numpy(np.searchsorted(self.samples, samples))
 
     def take(self, samples: Int64s) -> Features:
-        """Only these samples."""
+        """Keep only these samples."""
         rows = self.rows_of(np.sort(samples))
         return Features(self.samples[rows.numpy()], self.values[rows], self.labels[rows], self.damaged, self.faults)
 
 
 @dataclass(frozen=True)
 class FeatureReading:
-    """How images are read and shown to a model: what costs time alone."""
+    """How images are read and batched; changes time, not numbers."""
 
     batch_images: int = 64
     workers: int = 4  # threads that read and decode
@@ -117,8 +117,8 @@ class FeatureStore:
         self.forward_passes = 0
 
     def features(self, shards: ShardSet, *, store: Store | None = None, samples: Int64s | None = None) -> Features:
-        """Of all samples of a set, or of `samples`. UserError: the model's features are not finite, a shard is gone, or
-        no image can be read; OSError: the disk is full or fails."""
+        """Features of all samples of a set, or of `samples`. UserError: features are not finite, a shard is gone, or no
+        image can be read; OSError: the disk is full or fails."""
         wanted = np.arange(shards.num_samples) if samples is None else np.unique(samples)
         folder = self._folder / self._key(shards)
         known = [part for file in sorted(folder.glob("*.npz")) if (part := _read(file)) is not None]
@@ -227,7 +227,7 @@ def of_batch(batch: Batch, features: torch.Tensor) -> Features:
 
 
 def merged(parts: list[Features], *, samples: Int64s) -> Features:
-    """All parts together, ordered; of `samples`, those that no part has are damaged."""
+    """Merge and order parts; samples missing from all parts are damaged."""
     numbers = np.concatenate([each.samples for each in parts])
     order = np.argsort(numbers, kind="stable")
     faults = {(each.shard, each.key): each for part in parts for each in part.faults}
@@ -241,7 +241,7 @@ def merged(parts: list[Features], *, samples: Int64s) -> Features:
 
 
 def state_digest(model: nn.Module) -> str:
-    """Of all weights: names, types and bytes; a second a GB."""
+    """Digest of all weights: names, types and bytes; a second a GB."""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -250,7 +250,7 @@ def state_digest(model: nn.Module) -> str:
 
 
 def default_features_folder() -> Path:
-    """In the user's cache folder (freedesktop.org's base directories)."""
+    """The folder in the user's cache (freedesktop.org's base directories)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardvit" / "features"
 
 

@@ -24,7 +24,7 @@ def knn_votes(
     device: torch.device,
     told: Callable[[str], None] = lambda far: None,
 ) -> list[Tensor]:
-    """For each of `k` (all neighbours if there are fewer) the votes of features [n, D]: float64 [n, C] on the CPU.
+    """Votes for features [n, D] by the `k` nearest (all if fewer), for each `k`: float64 [n, C] on the CPU.
     `train` [m, D] and `labels` int64 [m] are who votes; `told` hears how far it is. Cosines are computed in float32."""
     known, classes = _unit(train, device), labels.to(device)
     most = min(max(k), len(train))

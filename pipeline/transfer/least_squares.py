@@ -28,12 +28,12 @@ class LinearClassifier:
     l2: float
 
     def on(self, device: torch.device) -> LinearClassifier:
-        """The same, there."""
+        """A copy on `device`."""
         moved = (each.to(device) for each in (self.mean, self.deviation, self.weights))
         return LinearClassifier(*moved, l2=self.l2)
 
     def __call__(self, features: Tensor) -> Tensor:
-        """In float64; on the weights' device."""
+        """Scores in float64 on the weights' device."""
         rows = features.to(self.weights.device, torch.float64)
         return ((rows - self.mean) / self.deviation) @ self.weights[:-1] + BIAS * self.weights[-1]
 

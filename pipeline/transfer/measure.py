@@ -195,7 +195,7 @@ def _scores(
 
 
 def _ranked(scores: torch.Tensor, labels: torch.Tensor) -> tuple[int, int]:
-    """How many are right at first, and among the first five; of equal scores the first class counts."""
+    """Count top-1 and top-5 hits; ties go to the first class."""
     order = scores.sort(dim=1, descending=True, stable=True).indices[:, :5]
     hits = order == labels[:, None]
     return int(hits[:, 0].sum()), int(hits.any(dim=1).sum())

@@ -133,7 +133,7 @@ def save_record(file: Path, record: TransferRecord) -> None:
 
 
 def load_record(file: Path) -> TransferRecord:
-    """What `save_record` wrote. ValueError, one sentence: it is not there, or is none."""
+    """Read a record. ValueError: the file is missing or is no transfer result."""
     try:
         return _RECORD.validate_json(read_inside(file, folder=file.parent))
     except OSError as error:
@@ -145,7 +145,7 @@ def load_record(file: Path) -> TransferRecord:
 
 
 def transfer_records(run: Path) -> list[TransferRecord]:
-    """All that lie in a run's folder, by name; without those that cannot be read. Several sets of one name have their
+    """Records in a run's folder by name, without unreadable ones. Several sets of one name have their
     digests after it."""
     found: list[TransferRecord] = []
     for file in sorted((run / TRANSFER_FOLDER).glob("*.json")):
@@ -174,13 +174,13 @@ def file_name(name: str) -> str:
 
 
 def metrics_of(record: TransferRecord) -> dict[str, float]:
-    """By their names in MLflow; see METRICS of `pipeline.recipe.vocabulary`."""
+    """Metrics by MLflow name; see METRICS of `pipeline.recipe.vocabulary`."""
     mean = {} if record.mean is None else {"val/transfer_mean": record.mean}
     return {f"val/{score_name(each)}": each.value for each in record.results} | mean
 
 
 def score_name(score: TransferScore) -> str:
-    """Of a metric: "fewshot_pets_5shot", "probe_pets_top1", "knn_pets_20nn_top5"."""
+    """Metric name, such as "fewshot_pets_5shot", "probe_pets_top1" or "knn_pets_20nn_top5"."""
     match score.method:
         case "fewshot":
             return few_shot_name(score.data_set, shots=int(str(score.settings["shots"])))
@@ -191,7 +191,7 @@ def score_name(score: TransferScore) -> str:
 
 
 def few_shot_name(data_set: str, *, shots: int) -> str:
-    """The same of few-shot alone: in a stage's metrics.jsonl it is "val/" and this."""
+    """Metric name of few-shot; a stage's metrics.jsonl has "val/" before it."""
     return f"fewshot_{data_set}_{shots}shot"
 
 
@@ -213,7 +213,7 @@ class ModelOrigin:
 
 
 def model_origin(found: str) -> ModelOrigin:
-    """Of the place that `find_model` names: RUN/STAGE/model or RUN/STAGE/checkpoints/step-..., else none."""
+    """Origin of the model at `FoundModel.origin`: RUN/STAGE/model, RUN/STAGE/checkpoints/step-..., or none."""
     place = Path(found).absolute()
     if place.name == MODEL_FOLDER:
         stage_folder, step = place.parent, None

@@ -1,4 +1,4 @@
-"""What a user may say of the three measures, and of a table of data sets. Imports no torch.
+"""Settings of the three measures, and of a table of data sets. Imports no torch.
 
 few-shot: as big_vision's evaluator `fewshot_lsr`: shots 1, 5, 10 and 25 of each class, l2 2^10, 3 seeds.
 probe: multinomial logistic regression; C on a logarithmic grid, as for CLIP (arXiv 2103.00020, appendix A.3).

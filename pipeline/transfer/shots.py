@@ -1,4 +1,4 @@
-"""Which training images are used: the few shots of each class, a part of the set, the held-out ones. Pure functions.
+"""Choose training images by hash: the shots of each class, a part of the set, the held-out ones. Pure functions.
 
 By hash of (seed, sample's number), in any process and at any time the same: the shots of 5 are among those of 10, and
 where an image is damaged the next of its class takes its place, while nothing else changes.
@@ -33,7 +33,7 @@ def choose_images(num_samples: int, *, most: int) -> Int64s:
 
 
 def held_out_rows(samples: Int64s, *, share: float) -> NDArray[np.bool_]:
-    """Which of the samples choose the regularisation: bool [n], round(share * n), at least one and not all."""
+    """Mask of the samples that choose the regularisation: bool [n], round(share * n), at least one and not all."""
     count = min(max(1, round(share * len(samples))), len(samples) - 1)
     keys = hash_words(RandomStream.TRANSFER_HOLD_OUT, 0, samples)
     chosen = np.zeros(len(samples), dtype=np.bool_)

@@ -48,7 +48,7 @@ def read_table(path: Path) -> TransferTable:
 
 
 def open_table(table: TransferTable, *, store: Store, say: Say) -> list[TransferSet]:
-    """All of its sets, checked, before anything is computed. UserError names the set."""
+    """Open and check all sets before anything is computed. UserError names the set."""
     opened: list[TransferSet] = []
     for each in table.data_sets:
         try:
@@ -62,7 +62,7 @@ def open_table(table: TransferTable, *, store: Store, say: Say) -> list[Transfer
 
 
 def settings_of(data: AnySet) -> Settings:
-    """How a table's set is measured."""
+    """Measuring settings of a table's set."""
     for kind in type(data).__mro__:
         if kind in Settings.__args__:
             return kind.model_validate({name: getattr(data, name) for name in kind.model_fields})
@@ -71,7 +71,7 @@ def settings_of(data: AnySet) -> Settings:
 
 @dataclass(frozen=True)
 class TableProgress:
-    """What `measure_table` tells of one set."""
+    """Progress of `measure_table` after one set."""
 
     number: int
     of: int
@@ -128,7 +128,7 @@ def _kept(file: Path, *, like: TransferRecord) -> TransferRecord | None:
 def _same(
     before: TransferRecord | None, data: TransferSet, *, asked: str
 ) -> tuple[UsedSet, tuple[TransferScore, ...]] | None:
-    """What was measured before of the same shards in the same way."""
+    """Earlier scores of the same shards and settings."""
     if before is None or before.asked.get(data.name) != asked:
         return None
     for used in before.data_sets:
@@ -147,7 +147,7 @@ def _added(record: TransferRecord, used: UsedSet, scores: tuple[TransferScore, .
 
 
 def _added_rest(record: TransferRecord, before: TransferRecord | None, *, names: Sequence[str]) -> TransferRecord:
-    """With what was kept of the sets still to come, which an interruption must not lose."""
+    """Add earlier results of sets still to come, so that an interruption does not lose them."""
     for used in before.data_sets if before else ():
         if before and used.name in names and used.name in before.asked:
             scores = tuple(each for each in before.results if each.data_set == used.name)

@@ -28,7 +28,7 @@ from data_shards.vocabulary import Normalisation
 from model.formats import onnx_file
 from model.loss import probabilities
 from model.saved import SavedModelMeta, build_described
-from pipeline.ranks.threads import settle_threads
+from pipeline.ranks.process import settle_threads
 from pipeline.recipe.vocabulary import WeightsKind
 from pipeline.stage.task import model_input
 from pipeline.using.find_model import find_model
@@ -95,7 +95,7 @@ def open_predictor(path: Path, *, device: DeviceChoice = "auto", weights: Weight
 
 
 def chosen_device(device: DeviceChoice) -> torch.device:
-    """Where to run; UserError: there is no such device."""
+    """Choose the device; UserError: it does not exist."""
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no CUDA device here; leave it out")
     return torch.device("cpu" if device == "cpu" or not torch.cuda.is_available() else "cuda")
@@ -152,7 +152,7 @@ def _squares(
 
 
 def _square(image: Path, transform: EvalTransform, limit: PixelLimit) -> Pixels | str:
-    """What evaluation would see of an image, uint8 [S, S, 3]; or why it cannot be read."""
+    """Transform an image as evaluation does, uint8 [S, S, 3]; or return why it cannot be read."""
     try:
         return transform(read_image(image.read_bytes(), limit=limit))
     except UnreadableImage as error:

@@ -1,4 +1,4 @@
-"""What the tests of other tools' tars share: tars made by webdataset and by hand, opened without a manifest."""
+"""Make tars as other tools do, by webdataset and by hand, and open them without a manifest."""
 
 import io
 import tarfile

@@ -1,4 +1,4 @@
-"""What a store hands out, read in full; what it leaves lying about; and waiting for what others do."""
+"""Read all that a store hands out, list what it leaves behind, and wait for other processes."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""What the tests of reading share: a small packed set, what webdataset reads of it, and how many files are open."""
+"""Pack a small set, read it by webdataset, and count open files, for the tests of reading."""
 
 import os
 from pathlib import Path

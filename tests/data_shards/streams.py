@@ -1,4 +1,4 @@
-"""What the tests of the stream share: a small set of noise images, and what training can see of a sample."""
+"""Make a small set of noise images, and list what training sees of a sample, for the tests of the stream."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -119,7 +119,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Reading:
-    """How the stream is read from some step on, which must not matter."""
+    """A way to read the stream from some step on, which must not matter."""
 
     world_size: int
     accumulation_steps: int
@@ -179,7 +179,7 @@ def rows(batch: Batch, *, count: int) -> list[Row]:
 
 
 def fed(batch: Batch) -> bytes:
-    """What the model and the loss get of a batch, to the bit."""
+    """The bits of a batch that the model and the loss get."""
     cpu = torch.device("cpu")
     images = model_input(batch, device=cpu, dtype=torch.float32)
     wanted = targets(batch, device=cpu, num_classes=CLASSES, label_kind="single")
@@ -212,7 +212,7 @@ def read(
     state: dict[str, int | str] | None = None,
     mixup: MixupConfig | None = None,
 ) -> Stream:
-    """So many steps from a state on, or from the beginning; the loaders would go on to `stop_step`."""
+    """Read some steps from a state on, or from the start, with loaders that would go on to `stop_step`."""
     found: list[list[Row]] = [[] for _ in range(steps)]
     inputs = [b""] * steps
     after: dict[str, int | str] = {}
@@ -300,7 +300,7 @@ def test_every_sample_once_in_each_epoch_of_its_set(pool: list[ShardEntry], draw
 @law
 @given(data(most_sets=3), st.data())
 def test_each_set_has_its_share_of_the_stream(pool: list[ShardEntry], of: Data, draw: st.DataObject):
-    """Of every global batch and of all together, to within two positions a lane: far closer than independent draws."""
+    """Shares hold in every batch and in all together to two positions a lane, far closer than independent draws."""
     steps = min(20, 2 * -(-len(of.samples) // of.global_batch))
     stream = read(of.shards(pool), of.order(), how=draw.draw(readings(of)), seed=of.seed, steps=steps, stop_step=steps)
     weights = np.array(of.weights or [sum(sizes) for sizes in of.sizes], dtype=float)
@@ -371,13 +371,7 @@ def test_the_order_of_sets_and_shards_is_part_of_the_state(pool: list[ShardEntry
     for other in others:
         with pytest.raises(UserError, match="state"):
             read(
-                other.shards(pool),
-                other.order(),
-                how=Reading(1, 1),
-                seed=MIXED.seed,
-                steps=1,
-                stop_step=9,
-                state=state,
+                other.shards(pool), other.order(), how=Reading(1, 1), seed=MIXED.seed, steps=1, stop_step=9, state=state
             )
 
 

@@ -15,7 +15,7 @@ from model import build
 from model.init import initialise
 from pipeline.engine.late_metrics import LateMetrics
 from pipeline.engine.open import open_engine
-from pipeline.engine.state_files import write_file
+from pipeline.engine.saved_state.state_files import write_file
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.place import Place
 from pipeline.recipe.optimizer import Schedule
@@ -167,8 +167,7 @@ def run_case(case: tuple, ranks: Ranks, folder: Path) -> dict:
     held = {
         "step": what_was_held(resumed, lambda: run_steps(resumed, ranks, plan, [STEPS + 2])),
         "load": what_was_held(
-            resumed,
-            lambda: resumed.load(folder, written={"zero_stage": case[1], "processes": ranks.place.world_size}),
+            resumed, lambda: resumed.load(folder, written={"zero_stage": case[1], "processes": ranks.place.world_size})
         ),
     }
     return {

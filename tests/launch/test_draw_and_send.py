@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from launch.draw_and_send import DrawAndSend
-from pipeline.ranks.pid import process_started
+from pipeline.ranks.process import process_started
 from pipeline.recipe.io import dump_recipe, load_recipe
 from pipeline.runs.metrics_log import open_metrics_log
 from pipeline.runs.run_folder import RunFolder, StageRecord

@@ -23,7 +23,7 @@ from pipeline.checkpoint.saver import SaveFailed
 from pipeline.ranks.group import PeerGone
 from pipeline.ranks.stopping import StopFlag, Stopped
 from pipeline.recipe.vocabulary import EXIT_USER_ERROR
-from pipeline.training.train_loop import TrainingFailed
+from pipeline.training.after_step import TrainingFailed
 
 ARGUMENTS = ["digits", "--stage", "pretrain", "--runs", "some runs"]
 
@@ -126,8 +126,8 @@ def test_a_later_rank_lets_the_first_one_say_it(
 def test_a_rank_whose_peer_is_gone_adds_no_traceback(
     error: Exception, waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("pipeline.ranks.gone.LEAVE_SECONDS", 0.1)
-    monkeypatch.setattr("pipeline.ranks.gone.first_word", threading.Lock())  # as in a process of its own
+    monkeypatch.setattr("pipeline.ranks.dead_ranks.LEAVE_SECONDS", 0.1)
+    monkeypatch.setattr("pipeline.ranks.dead_ranks.first_word", threading.Lock())  # as in a process of its own
     assert end(error, rank=1, monkeypatch=monkeypatch) == 1
     said = capsys.readouterr().err
     assert "Traceback" not in said and said.startswith("shardvit: ") and said.count("\n") == 1
@@ -170,7 +170,7 @@ def test_what_ends_training_in_good_order_has_its_own_exit_code_and_no_traceback
         assert timeout_seconds == 7.0  # the recipe's
         return SimpleNamespace(leave=lambda: None, gather_objects=lambda value: [value])
 
-    monkeypatch.setattr("pipeline.ranks.threads.settle_threads", lambda **_: "")  # this process's are the tests'
+    monkeypatch.setattr("pipeline.ranks.process.settle_threads", lambda **_: "")  # this process's are the tests'
     monkeypatch.setattr("pipeline.training.stages.run_stage", run_stage)
     monkeypatch.setattr("pipeline.ranks.group.Ranks", alone)
     monkeypatch.setattr("pipeline.ranks.stopping.StopFlag.listen", lambda flag: None)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -24,8 +25,9 @@ from pipeline.ranks.place import Place
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import plan_stage
 from pipeline.recipe.vocabulary import StageName
+from pipeline.runs.run_folder import RunFolder
 from pipeline.stage.batches import train_stream
-from pipeline.stage.data import open_data
+from pipeline.stage.data import Stage, open_data
 from tests.oracles.flax_vit import CLASSES, FlaxVit
 
 Params = dict[str, Any]
@@ -131,7 +133,7 @@ def batches_of(recipe: Recipe, *, stage: StageName) -> Iterator[GoogleBatch]:
     plan = plan_stage(recipe, stage=stage, samples_per_epoch=data.train.num_samples, world_size=1)
     assert plan.accumulation_steps == 1
 
-    stream = train_stream(recipe, stage=stage, data=data, plan=plan, place=Place())
+    stream = train_stream(Stage(recipe, stage, data, plan, run=RunFolder(Path(), name="r")), place=Place())
     for number in range(plan.total_steps):
         yield google_batch(stream[number], count=plan.global_batch_images)
 

@@ -22,7 +22,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from model.build import build_model
 from model.config import ModelConfig
-from model.formats.foreign import Foreign, Said
+from model.formats.foreign import ExternalModel, UserHints
 from model.formats.google.npz import GoogleNames, read_google_npz, write_google_npz
 from model.saved import SavedModelMeta
 from model.vocabulary import HeadKind, Pool
@@ -149,7 +149,7 @@ def _stacked(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return stacked
 
 
-def _our_logits(foreign: Foreign, images: Any) -> np.ndarray:
+def _our_logits(foreign: ExternalModel, images: Any) -> np.ndarray:
     model = build_model(
         foreign.config, image_size=foreign.image_size, num_classes=foreign.num_classes, head=foreign.head
     ).eval()
@@ -198,11 +198,11 @@ def test_stacked_blocks_give_the_same(tmp_path: Path, pool: Pool, measured: Meas
 def test_fixed_positions_give_the_same_with_a_note(tmp_path: Path, measured: Measured) -> None:
     arrays, images, logits = _flax_file(FlaxVit("big_vision", "gap", "mlp", "sincos_2d"))
     np.savez(tmp_path / "model.npz", **arrays)
-    foreign = read_google_npz(tmp_path / "model.npz", said=Said(position="sincos_2d"))
+    foreign = read_google_npz(tmp_path / "model.npz", said=UserHints(position="sincos_2d"))
     assert foreign.config.position == "sincos_2d"
     assert foreign.image_size == 224
     assert any("sincos_2d" in note for note in foreign.notes)
-    at_our_size = Foreign(
+    at_our_size = ExternalModel(
         foreign.format, foreign.state, foreign.config, image_size=SIZE, num_classes=CLASSES, head=foreign.head
     )
     measured("npz read, sincos_2d", "flax", "logits", _our_logits(at_our_size, images), logits)

@@ -11,7 +11,7 @@ import torch
 
 from pipeline.ranks.place import Place
 from pipeline.recipe.schema import EngineConfig
-from pipeline.training.stage_training import make_pace
+from pipeline.training.assembly import make_pace
 
 
 class Two:

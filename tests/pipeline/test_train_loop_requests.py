@@ -81,7 +81,7 @@ def test_a_step_is_waited_for_only_where_its_numbers_are_needed() -> None:
 
     whole.engine.step = lambda **how: stepping(applied=next(results))(**how)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeline.training.train_loop.LateMetrics", Noting)
+        patch.setattr("pipeline.training.after_step.LateMetrics", Noting)
         train(replace(whole, plan=replace(whole.plan, max_skipped_steps=3)), TrainState())
     assert drained == [4, 6]  # after step 3, two are known to be skipped: the third is looked at
 

@@ -10,7 +10,7 @@ import pytest
 
 from data_shards.loading.batch import Fault
 from launch.draw_and_send import DrawAndSend
-from pipeline.ranks.gone import NEWS_FILE, tell_all_hosts
+from pipeline.ranks.dead_ranks import NEWS_FILE, tell_all_hosts
 from pipeline.ranks.heartbeat import Heartbeat, write_heartbeat
 from pipeline.ranks.stacks import StackDumps, stack_file
 from pipeline.runs.events import EventsLog

@@ -67,8 +67,7 @@ def main(address: str) -> int:
 
     import launch.cli
     import launch.train  # noqa: F401
-    import pipeline.engine.deepspeed_engine  # noqa: F401
-    from pipeline.engine.importing import import_deepspeed
+    from pipeline.engine.deepspeed_engine import import_deepspeed
 
     import_deepspeed()
     assert threading.active_count() == 1, threading.enumerate()

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.checking.near_duplicates.perceptual_hash import Windows
-from data_shards.checking.near_duplicates.thumbnail import sampling
+from data_shards.checking.near_duplicates.perceptual_hash import Windows, sampling
 
 _SAMPLES = 20  # of a window, on each axis
 _SMOOTHED = (6, 1)  # how often, in each pass: a little, so that the grid of pixels does not matter

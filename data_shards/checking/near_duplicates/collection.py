@@ -1,4 +1,4 @@
-"""What is compared: images in parts (the tars of a set, the planned shards of a packing), read by their numbers."""
+"""Collections to compare: images in parts (the tars of a set, planned shards), read by their numbers."""
 
 from __future__ import annotations
 
@@ -29,34 +29,23 @@ class ImagePlace(NamedTuple):
 
 
 class Collection(Protocol):
-    """Images in parts. A collection that is read by processes is pickled."""
+    """Images in parts of `sizes`; `name` is for messages. A collection that is read by processes is pickled.
+
+    `digest` changes with the images and with where they are: collections with the same one are the same.
+    `part_digest` changes with a part's images, "" where that is not known. `read` returns an image as stored, or
+    raises UnreadableImage; for a part that is missing UnreadablePart or UserError.
+    """
 
     @property
-    def name(self) -> str:
-        """As messages call it."""
-        ...
-
+    def name(self) -> str: ...
     @property
-    def digest(self) -> str:
-        """Changes with the images, and with where they are: a collection with the same one is compared with itself."""
-        ...
-
+    def digest(self) -> str: ...
     @property
-    def sizes(self) -> Sequence[int]:
-        """The number of images in each part."""
-        ...
-
+    def sizes(self) -> Sequence[int]: ...
     @property
     def read_by(self) -> Literal["processes", "threads"]: ...
-
-    def part_digest(self, part: int) -> str:
-        """Changes with the part's images; "" where that is not known."""
-        ...
-
-    def read(self, part: int, row: int) -> bytes:
-        """An image as stored. Raises UnreadableImage; of a part that is missing UnreadablePart or UserError."""
-        ...
-
+    def part_digest(self, part: int) -> str: ...
+    def read(self, part: int, row: int) -> bytes: ...
     def place(self, part: int, row: int) -> ImagePlace: ...
 
 

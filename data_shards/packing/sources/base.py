@@ -1,4 +1,4 @@
-"""What a source is: named classes, and per split a set of images, each read as encoded bytes (arrays as PNG).
+"""Sources: named classes, and per split a set of images, each read as encoded bytes (arrays as PNG).
 
 Listing costs one `stat` per file; images are read by `ImageSet.read` alone.
 """
@@ -32,31 +32,22 @@ SplitName = Literal["train", "val", "test"]
 
 
 class ImageSet(Protocol):
-    """The images of one split, in an order that depends only on the source."""
+    """The images of one split, in an order that depends only on the source.
+
+    `labels` index the source's `classes`: [num_images], or [num_images, most labels] padded with -1. `num_bytes`,
+    [num_images], are sizes of files (-1: missing) or pixels. `read` returns an encoded image or raises OSError. `trace`
+    says where it is from, unique in the source: `train/cat/0338.jpg`. `stamp` includes the trace and changes with the
+    image, as far as that shows without reading it.
+    """
 
     @property
-    def labels(self) -> NDArray[np.int64]:
-        """Indices into the source's `classes`: [num_images], or [num_images, most labels] padded with -1."""
-        ...
-
+    def labels(self) -> NDArray[np.int64]: ...
     @property
-    def num_bytes(self) -> NDArray[np.int64]:
-        """[num_images]: sizes of the files (-1: missing); of images in memory, of their pixels."""
-        ...
-
+    def num_bytes(self) -> NDArray[np.int64]: ...
     def __len__(self) -> int: ...
-
-    def read(self, index: int) -> bytes:
-        """One encoded image. Raises OSError if it cannot be read."""
-        ...
-
-    def trace(self, index: int) -> str:
-        """Where the image is from, relative to the source, such as `train/cat/0338.jpg`; unique in the source."""
-        ...
-
-    def stamp(self, index: int) -> bytes:
-        """Changes with the image, as far as that shows without reading it; includes its trace."""
-        ...
+    def read(self, index: int) -> bytes: ...
+    def trace(self, index: int) -> str: ...
+    def stamp(self, index: int) -> bytes: ...
 
 
 @dataclass(frozen=True)
@@ -182,7 +173,7 @@ def is_image(name: str) -> bool:
 
 
 def left_out_notes(place: Path, others: Sequence[str]) -> list[str]:
-    """What is to be said of files that are not images."""
+    """Notes on files that are not images."""
     if not others:
         return []
     tars = [name for name in others if name.lower().endswith(SUFFIXES)]

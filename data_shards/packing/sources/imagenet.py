@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -29,12 +29,7 @@ from data_shards.packing.sources.base import ImageSet, Source, SplitName, is_ima
 from data_shards.packing.sources.tree import ArchiveTree, Tree, is_archive, open_tree
 from data_shards.text import counted, named
 
-TRAIN_ARCHIVES = (
-    "ILSVRC2012_img_train.tar",
-    "fall11_whole.tar",
-    "winter21_whole.tar.gz",
-    "winter21_whole.tar",
-)
+TRAIN_ARCHIVES = ("ILSVRC2012_img_train.tar", "fall11_whole.tar", "winter21_whole.tar.gz", "winter21_whole.tar")
 VAL_ARCHIVE = "ILSVRC2012_img_val.tar"
 _KAGGLE = "ILSVRC/Data/CLS-LOC"
 _SPLITS: dict[str, SplitName] = {"train": "train", "val": "val", "validation": "val", "test": "test"}
@@ -42,8 +37,7 @@ _WORDNET_ID = re.compile(r"n\d{8}")
 _WORDNET_TAR = re.compile(r"n\d{8}\.tar")
 
 
-@dataclass(frozen=True)
-class _Release:
+class _Release(NamedTuple):
     title: str
     num_classes: int
     num_images: int
@@ -58,7 +52,7 @@ _RELEASES = (  # image-net.org's own figures; the first two are the paper's
 
 @dataclass(frozen=True)
 class Parts:
-    """Where the parts of a set are; `title` says what it was recognised as."""
+    """Where the parts of a set are."""
 
     train: Path
     val: Path | None = None
@@ -66,7 +60,7 @@ class Parts:
 
 
 def find_parts(root: Path, *, labelled: bool = False) -> Parts | None:
-    """The parts in a folder under their published names, or None if it holds none of them.
+    """Find the parts in a folder under their published names; None if it holds none of them.
 
     Flat images in val are ImageNet's if a file with their classes is there or given (`labelled`), or if the class
     folders of train are named as synsets are.
@@ -96,7 +90,7 @@ def class_source(
 ) -> Source:
     """Raises UserError for a missing part, images without a class, and classes of val that train does not have."""
     found = _by_class(_open(parts.train, unpacking), unfit=unfit)
-    notes, left_out = [*found.notes], [*found.left_out]
+    notes = [*found.notes]
     if "train" not in found.splits:
         raise UserError(f"{parts.train}: it holds {', '.join(found.splits)} without train; give the training part")
     classes = tuple(sorted(found.splits["train"]))
@@ -109,27 +103,25 @@ def class_source(
         splits = {"train": splits["train"], "val": _val(parts, classes, unpacking=unpacking)}
     elif list(splits) == ["train", "test"]:
         splits = {"train": splits["train"], "val": splits["test"]}
-    release = _release(classes)
-    if release is not None:
-        count = len(splits["train"])
-        published = (
-            "" if count == release.num_images else f" ({release.num_images:,} are published: images are missing)"
-        )
-        notes.append(f"{spec}: recognised as {release.title}: {count:,} training images{published}")
-    else:
-        notes.append(f"{spec}: recognised as images of {len(classes):,} classes, in {parts.train.name}")
+    what = f"images of {len(classes):,} classes, in {parts.train.name}"
+    for release in _RELEASES if all(map(_WORDNET_ID.fullmatch, classes)) else ():
+        if release.num_classes == len(classes):
+            what = f"{release.title}: {(count := len(splits['train'])):,} training images"
+            if count != release.num_images:
+                what += f" ({release.num_images:,} are published: images are missing)"
+    notes.append(f"{spec}: recognised as {what}")
     return Source(
         spec=str(spec.resolve()),
         classes=classes,
         splits=splits,
         notes=tuple(notes),
-        left_out=tuple(left_out),
+        left_out=found.left_out,
         empty_classes="refuse" if len(splits) > 1 and unfit == "refuse" else "report",
     )
 
 
 def holds_class_tars(folder: Path) -> bool:
-    """Whether tars named as WordNet's synsets lie in it: others may be shards."""
+    """True for tars named as WordNet's synsets: others may be shards."""
     try:
         return _holds(folder, _WORDNET_TAR.fullmatch)
     except OSError:
@@ -235,7 +227,7 @@ def _by_class(tree: Tree, *, unfit: Literal["refuse", "skip"]) -> _Found:
 
 
 def _shared(folders: Sequence[list[str]]) -> int:
-    """How many leading folders all images share; where there is one folder alone, it is a class."""
+    """Count the leading folders that all images share; one folder alone is a class."""
     if len(folders) == 1:
         return len(folders[0]) - 1
     return len([*takewhile(lambda column: len({*column}) == 1, zip(*folders, strict=False))])
@@ -271,12 +263,6 @@ def _val(parts: Parts, classes: tuple[str, ...], *, unpacking: Unpacking) -> Ima
             f"{parts.train}; give the labels and the training images of one set"
         )
     return tree.images(np.array(rows, dtype=np.int64), np.array([numbers[label] for label in labels], dtype=np.int64))
-
-
-def _release(classes: tuple[str, ...]) -> _Release | None:
-    if not all(_WORDNET_ID.fullmatch(name) for name in classes):
-        return None
-    return next((each for each in _RELEASES if each.num_classes == len(classes)), None)
 
 
 def _val_hint(path: Path) -> str:

@@ -26,7 +26,7 @@ _FLOWERS_SETS: dict[SplitName, str] = {"train": "trnid", "val": "valid", "test":
 
 
 def find_pets(root: Path) -> Path | None:
-    """The folder with both parts, or one of the archives and no folder: `root`, or torchvision's in it."""
+    """Find the folder with both parts, or one of the archives and no folder: `root`, or torchvision's in it."""
     for folder in (root, root / "oxford-iiit-pet"):
         parts = [_there(folder, PETS_IMAGES), _there(folder, PETS_LISTS)]
         if all(parts) or (any(parts) and not any(entry.is_dir() for entry in folder.iterdir())):
@@ -35,10 +35,9 @@ def find_pets(root: Path) -> Path | None:
 
 
 def find_flowers(root: Path) -> Path | None:
-    """The folder with one of the lists, in the same places."""
+    """Find the folder with one of the lists, in the same places."""
     folders = (root, root / "flowers-102")
-    parts = ((FLOWERS_LABELS,), (FLOWERS_SPLITS,))
-    return next((each for each in folders if any(_there(each, names) for names in parts)), None)
+    return next((each for each in folders if _there(each, (FLOWERS_LABELS, FLOWERS_SPLITS))), None)
 
 
 def pets_source(root: Path, *, unpacking: Unpacking) -> Source:
@@ -66,14 +65,15 @@ def pets_source(root: Path, *, unpacking: Unpacking) -> Source:
                 )
             names.append(f"{fields[0]}.jpg")
             numbers.append(number)
-    classes = _numbered(breeds, lists.path)
+    if not breeds or sorted(breeds) != [*range(1, len(breeds) + 1)] or len({*breeds.values()}) != len(breeds):
+        raise UserError(f"{lists.path}: its breeds are not numbered from 1 on, each once; fetch it again")
     splits: dict[SplitName, ImageSet] = {
         split: _listed(images, image_rows, names, np.array(numbers, dtype=np.int64) - 1, by=files[split])
         for split, (names, numbers) in listed.items()
     }
     return Source(
         spec=str(root.resolve()),
-        classes=classes,
+        classes=tuple(breeds[number] for number in sorted(breeds)),
         splits=splits,
         notes=(f"{root}: recognised as Oxford-IIIT Pets: trainval.txt becomes train, test.txt val",),
         empty_classes="report",
@@ -81,7 +81,7 @@ def pets_source(root: Path, *, unpacking: Unpacking) -> Source:
 
 
 def flowers_source(root: Path, *, unpacking: Unpacking) -> Source:
-    """As `pets_source`."""
+    """Like `pets_source`."""
     images = _part(root, FLOWERS_IMAGES, "Oxford Flowers-102", unpacking)
     for name in (FLOWERS_LABELS, FLOWERS_SPLITS):
         if not (root / name).is_file():
@@ -113,7 +113,7 @@ def flowers_source(root: Path, *, unpacking: Unpacking) -> Source:
 
 
 def is_pet(name: str) -> bool:
-    """`images/Abyssinian_1.jpg`: whether an archive that is named images.tar.gz is theirs."""
+    """`images/Abyssinian_1.jpg`, in an archive that is named images.tar.gz."""
     return re.fullmatch(r"images/[A-Za-z_]+_\d+\.(jpg|mat)", name) is not None
 
 
@@ -122,17 +122,11 @@ def _there(folder: Path, names: tuple[str, ...]) -> bool:
 
 
 def _part(root: Path, names: tuple[str, ...], title: str, unpacking: Unpacking) -> Tree:
-    """The first of them that is there: a folder is preferred, which needs no decompressing."""
+    """Open the folder, which needs no decompressing, or else the archive."""
     for name in reversed(names):
         if (root / name).is_dir() or is_archive(root / name):
             return open_tree(root / name, unpacking=unpacking)
     raise UserError(f"{root}: {names[0]} (or the folder {names[1]}) of {title} is missing, which has to lie there")
-
-
-def _numbered(names: dict[int, str], path: Path) -> tuple[str, ...]:
-    if not names or sorted(names) != [*range(1, len(names) + 1)] or len({*names.values()}) != len(names):
-        raise UserError(f"{path}: its breeds are not numbered from 1 on, each once; fetch it again")
-    return tuple(names[number] for number in sorted(names))
 
 
 def _listed(tree: Tree, rows: dict[str, int], names: list[str], labels: NDArray[np.int64], *, by: str) -> ImageSet:

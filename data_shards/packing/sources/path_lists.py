@@ -19,7 +19,7 @@ TRAIN, TEST = "train800val200.txt", "test.txt"
 
 
 def path_lists_source(train: Path, val: Path | None, *, spec: Path) -> Source:
-    """The images of one or two lists in one folder.
+    """Read one or two lists in one folder.
 
     Raises UserError, naming list and line, for a line that is not as published, a path that leads outside of the
     folder, is not there or comes twice, and a list that names no image.
@@ -59,13 +59,11 @@ def path_lists_source(train: Path, val: Path | None, *, spec: Path) -> Source:
             raise UserError(f"{file}, line {lines[int(absent[0])]}: {paths[int(absent[0])]} is not in {root}{more}")
         splits[split] = images
         num_classes = max(num_classes, max(labels) + 1)
+    what = ", ".join(f"{file.name} is {each}" for each, file in lists.items())
     return Source(
         spec=str(spec.resolve()),
         classes=tuple(map(str, range(num_classes))),
         splits=splits,
-        notes=(
-            f"{spec}: recognised as lists of images: "
-            + ", ".join(f"{file.name} is {each}" for each, file in lists.items()),
-        ),
+        notes=(f"{spec}: recognised as lists of images: {what}",),
         empty_classes="report",
     )

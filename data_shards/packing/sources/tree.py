@@ -1,8 +1,4 @@
-"""Files by path, in a folder or in archives: what the readers of published data sets look into.
-
-A tree is listed once. Its images are read where they lie, by `FileImages` or `ArchiveImages`; small files (lists of
-labels) are read whole.
-"""
+"""List the files in a folder or in archives, for the readers of published data sets."""
 
 from __future__ import annotations
 
@@ -25,25 +21,17 @@ _MOST_SMALL_BYTES = 1 << 28  # of a file that is read whole: CIFAR-100's trainin
 
 
 class Tree(Protocol):
-    """The files below one path; a row is a file's number."""
+    """The files below `path`: relative names with forward slashes; a row is a file's number.
+
+    `images` are read where they lie; `read` returns a small file whole, or raises UserError.
+    """
 
     @property
-    def path(self) -> Path:
-        """What the user knows it by."""
-        ...
-
+    def path(self) -> Path: ...
     @property
-    def names(self) -> Sequence[str]:
-        """Relative, with forward slashes."""
-        ...
-
-    def images(self, rows: NDArray[np.int64], labels: NDArray[np.int64]) -> ImageSet:
-        """These files as images."""
-        ...
-
-    def read(self, row: int) -> bytes:
-        """A small file. Raises UserError if it cannot be read."""
-        ...
+    def names(self) -> Sequence[str]: ...
+    def images(self, rows: NDArray[np.int64], labels: NDArray[np.int64]) -> ImageSet: ...
+    def read(self, row: int) -> bytes: ...
 
 
 @dataclass(frozen=True)
@@ -124,7 +112,7 @@ class ArchiveImages:
 
 
 def open_tree(path: Path, *, unpacking: Unpacking) -> Tree:
-    """The files in a folder, or in an archive. Raises UserError if it is neither, or cannot be read."""
+    """List a folder or an archive. Raises UserError if it is neither, or cannot be read."""
     if path.is_dir():
         return FolderTree(path, walk_files(Path(os.path.abspath(path)).parent, start=Path(os.path.abspath(path)).name))
     if not is_archive(path):
@@ -133,7 +121,7 @@ def open_tree(path: Path, *, unpacking: Unpacking) -> Tree:
 
 
 def is_archive(path: Path) -> bool:
-    """By its name, and there."""
+    """True for an existing file that is named as an archive."""
     return path.name.lower().endswith(SUFFIXES) and path.is_file()
 
 

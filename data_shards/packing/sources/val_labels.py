@@ -1,4 +1,4 @@
-"""The classes of held-out images that lie flat in one folder or tar, as ImageNet's validation images do.
+"""Read the classes of held-out images that lie flat in one folder or tar, as ImageNet's validation images do.
 
 Known are: the development kit (ILSVRC2012_devkit_t12.tar.gz, or its folder: numbers in the order of the images, and
 meta.mat, which says which synset a number stands for), Kaggle's LOC_val_solution.csv, lines of "FILE CLASS", and lines
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ _HEADER = "imageid"  # Kaggle's
 
 
 def read_val_labels(path: Path, names: list[str], *, unpacking: Unpacking) -> list[str]:
-    """The class of each image of `names` (paths in order of their file names).
+    """Find the class of each image of `names` (paths in order of their file names).
 
     Raises UserError, naming file and line, for a list that cannot be read, an image that it does not name or names with
     two classes, and a list without names that has another number of lines than there are images.
@@ -90,7 +90,11 @@ def _devkit(path: Path, *, unpacking: Unpacking) -> list[str]:
     missing = [name for name in (TRUTH, META) if name not in rows]
     if missing:
         raise UserError(f"{path}: there is no {missing[0]} in it; give ILSVRC2012_devkit_t12.tar.gz")
-    synsets = _synsets(tree.read(rows[META]), name=f"{path}: {META}")
+    table = read_mat(tree.read(rows[META]), "synsets", name=f"{path}: {META}")
+    try:
+        synsets = {int(row["ILSVRC2012_ID"].item()): str(row["WNID"].item()) for row in table.ravel()}
+    except (ValueError, IndexError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: {META}: its synsets are not as published ({error}); fetch it again") from None
     try:
         numbers = [int(text) for text in tree.read(rows[TRUTH]).decode("ascii").split()]
         return [synsets[number] for number in numbers]
@@ -98,17 +102,8 @@ def _devkit(path: Path, *, unpacking: Unpacking) -> list[str]:
         raise UserError(f"{path}: {TRUTH} in it has a line that is no class of {META} ({error}); fetch it") from None
 
 
-def _synsets(data: bytes, *, name: str) -> Mapping[int, str]:
-    """ILSVRC2012_ID -> WordNet id, of meta.mat."""
-    table = read_mat(data, "synsets", name=name)
-    try:
-        return {int(row["ILSVRC2012_ID"].item()): str(row["WNID"].item()) for row in table.ravel()}
-    except (ValueError, IndexError, TypeError, AttributeError) as error:
-        raise UserError(f"{name}: its synsets are not as published ({error}); fetch it again") from None
-
-
 def read_mat(data: bytes, variable: str, *, name: str) -> Any:
-    """One variable of a MATLAB file, which is data alone. Raises UserError, with the file's `name`."""
+    """Read one variable of a MATLAB file, which is data alone. Raises UserError, with the file's `name`."""
     from scipy.io import loadmat
 
     try:

@@ -34,7 +34,7 @@ _ENDINGS: dict[ExportFormat, str] = {
 @Parameter(name="*")
 @dataclass(frozen=True)
 class TrunkOptions:
-    """What the user tells of a file's model: keys of the recipe's `model`."""
+    """Flags that describe a file's model: keys of the recipe's `model`."""
 
     variant: Annotated[str | None, Parameter(help='What FILE is, such as "B/16".')] = None
     width: Annotated[int | None, Parameter(help="Size of a token; with the next four, in place of --variant.")] = None
@@ -122,17 +122,17 @@ def import_model(
 
         shardvit import ViT-B_16-imagenet.npz models/b16 --class-names imagenet-1k
     """
-    from model.formats.detect import read_foreign
+    from model.formats.detect import read_external
     from model.formats.export import save_for_others
-    from model.formats.foreign import Said
+    from model.formats.foreign import UserHints
     from model.formats.surgery import adapt
 
     demand_target(out, flag="OUT", force=force)
     config = trunk.config()
     names = None if class_names is None else _class_names(class_names)
     with _mistakes(out):
-        said = Said(depth=trunk.depth, position=trunk.position, loss=loss)
-        foreign = read_foreign(file, config=config, said=said)
+        said = UserHints(depth=trunk.depth, position=trunk.position, loss=loss)
+        foreign = read_external(file, config=config, said=said)
         if config is None:
             foreign = replace(foreign, config=trunk.changed(foreign.config))
         if names is not None and num_classes is None and foreign.num_classes not in (0, len(names)):

@@ -1,4 +1,4 @@
-"""The commands `shardvit submit`, `status` and `cancel`; imports are inside, so that --help is fast."""
+"""The commands `shardvit submit` and `cancel`; imports are inside, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def submit(
     submission = submit_plan(plan, slurm=Slurm())
     for name in plan.scripts:
         print(f"{name}: job {submission.jobs[name]}, log {plan.paths.log(name)}")
-    print(f"show its state with: shardvit status {plan.paths.run}")
+    print(f"show its state with: shardvit watch {plan.paths.run}")
     return 0
 
 
@@ -104,40 +104,7 @@ def _submit_sweep(planned: Sweep, *, options: JobOptions, site: Path | None, ren
     print(
         f"{len(plan.open_points)} points to train; logs in {plan.paths.slurm}, the table at the end in sum-up.log there"
     )
-    print(f"show their state with: shardvit status {plan.sweep.root}")
-    return 0
-
-
-def status(
-    run: Path,
-    /,
-    *,
-    as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print it as JSON.")] = False,
-) -> int:
-    """Show how far a run's stages are: on SLURM with their jobs and time limits, on this machine without.
-
-    RUN is its folder, RUNS/NAME; of a sweep's, RUNS/NAME-sweep, its table is shown.
-
-    Some examples:
-        shardvit status runs/digits
-
-        shardvit status runs/digits --json
-    """
-    import json
-
-    from pipeline.recipe.vocabulary import SWEEP_FILE
-
-    if (run / SWEEP_FILE).is_file():
-        from launch.sweep.show import show_sweep
-
-        print(show_sweep(run, form="json" if as_json else "text"))
-        return 0
-
-    from launch.slurm.commands import Slurm
-    from launch.slurm.status import as_text, as_tree, run_status
-
-    found = run_status(run, slurm=Slurm())
-    print(json.dumps(as_tree(found), indent=1) if as_json else as_text(found))
+    print(f"show their state with: shardvit watch {plan.sweep.root}")
     return 0
 
 

@@ -23,7 +23,7 @@ _DAMAGES = (OSError, EOFError, ValueError, NotImplementedError, RuntimeError, zi
 
 @dataclass(frozen=True)
 class Header:
-    """What an array is, without its values."""
+    """Dtype and shape of an array, without its values."""
 
     shape: tuple[int, ...]
     precision: str  # "float32", "bfloat16" and so on

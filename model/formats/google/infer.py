@@ -10,13 +10,13 @@ import re
 from collections.abc import Mapping
 
 from model.differences import Shape, read_sizes
-from model.formats.foreign import NOTHING_SAID, Foreign, Said, Semantics, config_of, lost_blocks
+from model.formats.foreign import NO_HINTS, ExternalModel, Semantics, UserHints, config_of, lost_blocks
 from model.formats.google.names import PATCH_KERNEL, NpzLayout
 
 USUAL_IMAGE_SIZE = 224  # pixels; of pre-training in both code bases' configurations
 
 
-def infer_model(shapes: Mapping[str, Shape], *, layout: NpzLayout, said: Said = NOTHING_SAID) -> Foreign:
+def infer_model(shapes: Mapping[str, Shape], *, layout: NpzLayout, said: UserHints = NO_HINTS) -> ExternalModel:
     """The model whose arrays, named without the prefix, have these shapes; its weights are still to be read.
 
     A head whose representation layer has another width than the trunk, or that lacks its last layer, is left out.
@@ -75,7 +75,7 @@ def infer_model(shapes: Mapping[str, Shape], *, layout: NpzLayout, said: Said = 
             )
     if headless != "has no head":
         notes += (f"The file {headless}: the layer and what follows it are left out.",)
-    return Foreign(
+    return ExternalModel(
         format=f"Google's npz ({layout.code_base})",
         state={},
         config=config,
@@ -99,7 +99,7 @@ def _axes(shapes: Mapping[str, Shape], name: str, *, count: int) -> Shape:
 
 
 def _stem(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """What tells the sizes of a hybrid's stem, under our names; empty without one."""
+    """Shapes that tell the sizes of a hybrid's stem, under our names; empty without one."""
     if "conv_root/kernel" not in shapes:
         return {}
     channels = _axes(shapes, "conv_root/kernel", count=4)[3]

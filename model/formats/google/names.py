@@ -1,4 +1,4 @@
-"""Which array of Google's npz files holds which of our parameters, and in which order of axes. Reads no file.
+"""Map arrays of Google's npz files to our parameters and their order of axes. Reads no file.
 
 Names by google-research/vision_transformer (`models_vit.py`, `models_resnet.py`; its released files number a block's
 parts by position, as flax did before linen) and google-research/big_vision (`models/vit.py`; by class). What neither
@@ -52,7 +52,7 @@ _ORDERS: dict[Axes, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class NpzLayout:
-    """Where a file keeps things."""
+    """Array names of one code base."""
 
     prefix: str  # of all weights; the rest is the optimiser's
     numbering: Numbering  # of a block's parts
@@ -111,7 +111,7 @@ def find_layout(names: Collection[str]) -> NpzLayout | None:
 
 
 def slots_of(parameters: Iterable[str], *, layout: NpzLayout) -> list[ArrayPart]:
-    """Where all of our parameters are, in their order; raises ValueError if one has no name in this layout."""
+    """Locate all of our parameters, in their order; raises ValueError if one has no name in this layout."""
     slots: list[ArrayPart] = []
     for parameter in parameters:
         path = parameter.split(".")

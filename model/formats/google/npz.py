@@ -19,7 +19,7 @@ from torch import Tensor
 
 from model.build import build_model
 from model.differences import Shape, describe_differences, first_difference, shapes_of
-from model.formats.foreign import NOTHING_SAID, Foreign, Said, of_record
+from model.formats.foreign import NO_HINTS, ExternalModel, UserHints, of_record
 from model.formats.google.archive import NpzReader, write_npz
 from model.formats.google.infer import infer_model
 from model.formats.google.names import (
@@ -43,7 +43,7 @@ GoogleNames = Literal["vision_transformer", "big_vision"]
 _LAYOUTS: dict[GoogleNames, NpzLayout] = {"vision_transformer": VISION_TRANSFORMER, "big_vision": BIG_VISION}
 
 
-def read_google_npz(path: Path, *, said: Said = NOTHING_SAID) -> Foreign:
+def read_google_npz(path: Path, *, said: UserHints = NO_HINTS) -> ExternalModel:
     """The model in a file of either code base, in float32.
 
     A record beside it is believed; else the sizes are those of the arrays, with what the user `said`. Raises ValueError
@@ -78,7 +78,7 @@ def write_google_npz(path: Path, state: Mapping[str, Tensor], *, meta: SavedMode
         write_side_record(beside, meta=meta)
 
 
-def _read(npz: NpzReader, *, meta: SavedModelMeta | None, said: Said) -> Foreign:
+def _read(npz: NpzReader, *, meta: SavedModelMeta | None, said: UserHints) -> ExternalModel:
     layout = find_layout(npz.names)
     if layout is None:
         raise ValueError(
@@ -139,7 +139,7 @@ def _refuse_lost_blocks(names: Collection[str], *, depth: int) -> None:
         )
 
 
-def _our_shapes(model: Foreign) -> dict[str, Shape]:
+def _our_shapes(model: ExternalModel) -> dict[str, Shape]:
     """The state dict of our model, without memory; without a head if the file has none."""
     with torch.device("meta"):
         built = build_model(

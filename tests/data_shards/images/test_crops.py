@@ -1,4 +1,4 @@
-"""Where crops lie: torchvision's law against its own code fed with the same numbers; Google's against a slow reference.
+"""Crops follow torchvision's own code, fed with the same numbers, and a slow reference of Google's.
 
 The reference is written from the description of TensorFlow's op (its documentation and kernel), counting in whole
 numbers and exact fractions; `launch/bench/records/google_path.txt` has a comparison with the op itself.
@@ -110,7 +110,7 @@ def test_a_crop_lies_inside_the_image_and_googles_has_its_area_in_bounds(
 @law
 @given(st.integers(200, 3000), st.integers(200, 3000), st.integers(0, 2**32))
 def test_area_and_ratio_stay_in_their_ranges(height: int, width: int, seed: int):
-    """Of pictures whose own shape lies in the range; whole pixels let both miss it by half a pixel a side."""
+    """Holds for pictures whose shape lies in the range, to half a pixel a side."""
     height = int(np.clip(height, width * 3 / 4, width * 4 / 3))
     box = torchvision_crop(height, width, area=(0.08, 0.9), ratio=RATIO, draws=draws_for(seed))
     slack = 1 / box.height + 1 / box.width
@@ -194,7 +194,7 @@ def test_googles_crops_follow_the_law_of_tensorflows_op(height: int, width: int,
 
 
 def test_torchvisions_crops_are_larger():
-    """Of the same images: 0.417, 0.466 and 0.374."""
+    """torchvision's law takes 0.417, 0.466 and 0.374 of the same images."""
     for height, width, share in ((375, 500, 0.417), (500, 500, 0.466), (500, 333, 0.374)):
         boxes = [
             torchvision_crop(height, width, area=(0.05, 1.0), ratio=RATIO, draws=draws)

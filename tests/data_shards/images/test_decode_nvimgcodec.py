@@ -37,7 +37,7 @@ PHOTOGRAPH = photograph()
 
 @pytest.fixture
 def nothing_remembered() -> Iterator[None]:
-    """What was found out about decoders is found out again, by this test and by the next."""
+    """Forget what is known about decoders, before and after this test."""
     for function in (decode.require_decoder, decode_nvimgcodec.complaint):
         function.cache_clear()
     yield
@@ -80,7 +80,7 @@ def test_the_gpu_needs_a_gpu():
 @pytest.mark.gpu
 @has_nvimgcodec
 def test_the_gpu_decodes_nearly_the_same_pixels():
-    """In a process of its own: what nvImageCodec loads at its first import, it has."""
+    """Run in a process of its own: nvImageCodec loads its codecs at its first import."""
     run_alone(
         """
         image = read_image(data, decoder="gpu")

@@ -114,7 +114,7 @@ def test_cast_it_is_tensorflows():
 @law
 @given(st.integers(1, 90), st.integers(1, 90), st.integers(1, 64), st.integers(1, 64), st.integers(0, 255))
 def test_cast_the_fraction_is_cut_off(height: int, width: int, tall: int, wide: int, seed: int):
-    """Of the kernel in float64, but where float32 may fall on the other side of a whole number; even areas stay."""
+    """Equals the kernel in float64, but where float32 may cross a whole number; even areas stay."""
     image = noise(height, width, seed)
     found = resize(image, height=tall, width=wide, antialias="cast")
     floats = torch.nn.functional.interpolate(
@@ -135,7 +135,7 @@ def test_a_cast_darkens_a_photograph_by_half_a_level():
 
 
 def average(values: np.ndarray, size: int) -> np.ndarray:
-    """Of exact fractions: span after span, pixel after pixel, along the first axis."""
+    """Average exact fractions along the first axis, span by span."""
     share = Fraction(len(values), size)
     means = []
     for number in range(size):

@@ -1,4 +1,4 @@
-"""What training and evaluation make of an image: the crops and resizes of `crops` and `resizing`, put together.
+"""Transforms of training and evaluation: the crops and resizes of `crops` and `resizing`, put together.
 
 The oracles of evaluation are written by others: timm's `create_transform` on Pillow, torchvision's operators, and
 big_vision's two functions written down again in numpy's words.
@@ -107,11 +107,10 @@ def test_rand_augment_comes_after_the_resize_with_number_23():
 
 
 @pytest.mark.parametrize(
-    ("crop", "antialias"),
-    [("google", "none"), ("google", "cast"), ("google", "antialiased"), ("torchvision", "none")],
+    ("crop", "antialias"), [("google", "none"), ("google", "cast"), ("google", "antialiased"), ("torchvision", "none")]
 )
 def test_googles_crop_and_resize_are_used(crop: CropLaw, antialias: Antialias):
-    """Of the pixels of the crop alone: what lies beside it does not reach in."""
+    """Only the crop's pixels count; what lies beside it does not reach in."""
     law = {"google": google_crop, "torchvision": torchvision_crop}[crop]
     transform = TrainTransform(16, crop=crop, crop_area=(0.2, 0.7), crop_ratio=(0.75, 1.33), antialias=antialias)
     image = noise(50, 70)

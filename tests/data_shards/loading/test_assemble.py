@@ -1,4 +1,4 @@
-"""What becomes of damaged samples, of several labels, and of mixed images: the same on any number of processes."""
+"""Damaged samples, several labels and mixed images are the same on any number of processes."""
 
 import io
 import json

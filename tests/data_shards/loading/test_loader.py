@@ -189,11 +189,7 @@ def test_evaluation_counts_every_sample_once_and_ranks_make_equally_many_batches
     lengths = set()
     for rank in range(world_size):
         dataset = EvalBatches(
-            Access(shards),
-            transform=EvalTransform(SIZE),
-            rank=rank,
-            world_size=world_size,
-            batch_size=batch_size,
+            Access(shards), transform=EvalTransform(SIZE), rank=rank, world_size=world_size, batch_size=batch_size
         )
         batches = list(eval_batches(dataset, workers=0))
         lengths.add(len(batches))
@@ -275,7 +271,7 @@ def test_the_state_of_another_stream_is_refused(shards: ShardSet):
     other.order = Order(shards.shard_sizes, seed=SEED, lanes=4, global_batch_images=GLOBAL_BATCH, window_images=11)
     with pytest.raises(UserError, match="order"):
         TrainLoader(other, stop_step=STEPS).load_state_dict(loader.state_dict())
-    with pytest.raises(UserError, match="no multiple of the global batch 8"):
+    with pytest.raises(UserError, match="no multiple of the batch 8"):
         loader.load_state_dict({**loader.state_dict(), "images_seen": 12})
 
 

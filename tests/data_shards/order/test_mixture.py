@@ -84,7 +84,7 @@ def lane_visits(order: LaneStream, lane: int, *, start: int, stop: int) -> Sampl
 
 
 def most_off(case: Case, order: MixedOrder) -> np.ndarray:
-    """By how many positions the count of each set in a run of the pattern may be off: the law in the docstring."""
+    """Bound the error of each set's count in a run of the pattern, by the law in the docstring."""
     return 2 * (1 + order.quotas / PATTERN * (len(case.sizes) - 2))
 
 
@@ -118,7 +118,7 @@ def test_every_epoch_of_every_set_is_a_permutation_of_it(case: Case):
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.floats(0.01, 5), min_size=3, max_size=3), st.integers(1, 40_000), st.integers(0, 10**12))
 def test_a_lane_takes_each_sets_own_order_without_a_gap(weights: list[float], images_per_lane: int, far: int):
-    """From the start, across the pattern's end and far away: a set's visits are n, n + 1, ... of its own order."""
+    """A set's samples are n, n + 1, ... of its own order: from the start, across the pattern's end and far away."""
     case = Case([[4000, 2000], [30_000], [7000, 5000, 1]], weights, 3, 8, images_per_lane, window_images=50)
     order = case.order()
     pattern = set_of(case, lane_visits(order, 0, start=0, stop=PATTERN).shard)  # lane 0 begins where the pattern does

@@ -17,7 +17,7 @@ WORDS = st.integers(0, MASK)
 
 
 def splitmix_finaliser(value: int) -> int:
-    """In Python's integers, with the constants of Stafford's Mix13, as splitmix64.c has them."""
+    """SplitMix64 in Python's integers, with the constants of Stafford's Mix13, as in splitmix64.c."""
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & MASK
     return value ^ value >> 31

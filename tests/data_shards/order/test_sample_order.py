@@ -90,7 +90,7 @@ def test_every_epoch_is_a_permutation_of_all_samples(case: Case):
 @law
 @given(cases())
 def test_epochs_follow_one_another_without_a_gap(case: Case):
-    """In a lane epochs never go back; over the lanes, at most one sample a lane is visited early or late."""
+    """Epochs never go back in a lane; over the lanes, at most one sample a lane comes early or late."""
     order = case.order
     steps = -(-2 * order.num_samples // order.global_batch_images)
     refs = stream(order, steps=steps)
@@ -157,7 +157,7 @@ def test_a_slice_of_anothers_part_is_refused():
 @law
 @given(cases(), st.lists(st.integers(0, 10**6), min_size=2, max_size=8))
 def test_a_batch_is_a_function_of_its_step(case: Case, steps: list[int]):
-    """Whatever was asked before, in whatever order: nothing is remembered but what can be computed again."""
+    """Earlier calls, in any order, change nothing: only what can be recomputed is cached."""
     order = case.order
     forwards = {step: rows(order.rank_batch(step, rank=0, world_size=1)) for step in sorted(steps)}
     backwards = {step: rows(order.rank_batch(step, rank=0, world_size=1)) for step in sorted(steps, reverse=True)}

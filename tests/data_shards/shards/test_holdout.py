@@ -215,7 +215,7 @@ def test_training_sees_each_sample_of_the_rest_once_an_epoch_and_evaluation_the_
 
 
 def test_a_damaged_tar_keeps_its_samples_in_their_parts(folder: Path, tmp_path: Path):
-    """What is lost of a cut tar counts in the part that it was in; what is left is in the part it was in."""
+    """Lost and remaining samples of a cut tar stay in their parts."""
     from data_shards.errors import CorruptSample
     from data_shards.shards.tar_index import build_index, index_path, write_index
 

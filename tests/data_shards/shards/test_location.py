@@ -1,4 +1,4 @@
-"""What locations mean, and that nothing secret is left of them where they are shown."""
+"""Locations are parsed, and shown without secrets."""
 
 import string
 

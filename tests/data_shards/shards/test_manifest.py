@@ -38,12 +38,7 @@ def test_round_trip(tmp_path: Path):
     assert read_manifest(str(tmp_path)).num_samples == 3
     content = json.loads((tmp_path / "manifest.json").read_text())
     assert content["label_map"] == {"Katze": 0, "Hündchen": 1}
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "manifest.json",
-        "sizes.json",
-        "x-000000.tar",
-        "x-000001.tar",
-    }
+    assert {path.name for path in tmp_path.iterdir()} == {"manifest.json", "sizes.json", "x-000000.tar", "x-000001.tar"}
 
 
 def test_sizes_json_as_open_clip_reads_it(tmp_path: Path):
@@ -106,14 +101,8 @@ def test_missing_or_mistyped_entry_is_named(tmp_path: Path, key: str):
         ({"classes": ["a", "a"]}, "classes"),
         ({"classes": ["b", "a"]}, "label_map"),
         ({"shards": [1]}, "shards"),
-        (
-            {"shards": [{"file": "x-000000.tar", "num_samples": -1, "num_bytes": 512, "sha256": ""}]},
-            "num_samples",
-        ),
-        (
-            {"shards": [{"file": "x-000000.tar", "num_samples": True, "num_bytes": 512, "sha256": ""}]},
-            "num_samples",
-        ),
+        ({"shards": [{"file": "x-000000.tar", "num_samples": -1, "num_bytes": 512, "sha256": ""}]}, "num_samples"),
+        ({"shards": [{"file": "x-000000.tar", "num_samples": True, "num_bytes": 512, "sha256": ""}]}, "num_samples"),
     ],
 )
 def test_contradictions(tmp_path: Path, change: dict[str, object], message: str):

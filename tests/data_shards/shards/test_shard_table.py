@@ -101,7 +101,7 @@ def test_an_urls_query_stays_behind_the_file_and_out_of_messages():
 
 
 def test_a_hundred_bytes_a_shard_and_no_object_for_each():
-    """What a rank is sent, and a worker process: 10^5 shards are 13 MB."""
+    """10^5 shards are 13 MB to send to a rank or a worker."""
     small, large = (len(pickle.dumps(table(rows(count)), protocol=5)) for count in (1000, 3000))
     assert (large - small) / 2000 < 150
 

@@ -27,7 +27,7 @@ def samples(count: int = 3) -> Members:
 
 
 def read_back(path: Path, index: ShardIndex) -> Members:
-    """What a reader with nothing but the index sees."""
+    """Read samples by the index alone."""
     found: Members = []
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -70,13 +70,7 @@ def test_text_form_is_that_of_wds2idx(tmp_path: Path):
 
 
 def test_parts_that_are_neither_image_nor_label_are_left_out(tmp_path: Path):
-    members = [
-        ("d/k.JPG", b"image"),
-        ("d/k.json", b"{}"),
-        ("d/k.cls", b"7"),
-        ("README", b"x"),
-        (".hidden.cls", b"x"),
-    ]
+    members = [("d/k.JPG", b"image"), ("d/k.json", b"{}"), ("d/k.cls", b"7"), ("README", b"x"), (".hidden.cls", b"x")]
     path = write_tar(tmp_path / "a.tar", members)
     index = build_index(path)
     assert list(index.keys) == ["d/k"] and list(index.image_extension) == ["jpg"]
@@ -214,7 +208,7 @@ def test_the_label_is_the_part_that_is_asked_for(tmp_path: Path, label: LabelPar
 
 
 def test_an_index_of_webdatasets_tool_has_all_parts_in_any_order(tmp_path: Path):
-    """As its `widsindex`, and DALI's `wds2idx`, write them; each label is found in the same file."""
+    """Files of webdataset's `widsindex` and DALI's `wds2idx` are read; each label is found in the same file."""
     members = [
         ("k0.txt", b"a"),
         ("k0.jpg", b"0"),
@@ -269,7 +263,7 @@ ODD = st.sampled_from(["-5", "+7", "007", "9" * 18, "9" * 19, "1" * 30, "\u0665"
 def test_a_plain_index_is_read_at_once_and_to_the_same_result(
     tmp_path_factory: pytest.TempPathFactory, count: int, label_first: bool, changes: list[tuple[int, str, str]]
 ):
-    """Of any text the quick way makes what the slow one makes, an error included, or leaves it to that."""
+    """The quick way gives the slow one's result for any text, errors included, or leaves it to that."""
     lines = []
     for row in range(count):
         parts = [f"cls {1024 * row + 512} 1 k{row}.cls", f"jpg {1024 * row + 700} 90 k{row}.jpg"]

@@ -40,7 +40,7 @@ def walk_until_damage(path: Path) -> tuple[list[Member], TarDamage | None]:
 
 
 class WithoutOwner(tarfile.TarInfo):
-    """What tarfile makes of a header whose mode, owner, time and device, which a walk does not read, are empty.
+    """Read by tarfile a header whose mode, owner, time and device, which a walk ignores, are empty.
 
     It ends at a header in which one of them is no number. Garbage there can keep the checksum: a sum of signed bytes
     counts too.
@@ -59,7 +59,7 @@ class WithoutOwner(tarfile.TarInfo):
 
 
 def by_tarfile(path: Path) -> list[Member]:
-    """As far as tarfile gets."""
+    """List members up to where tarfile stops."""
     found: list[Member] = []
     with suppress(tarfile.ReadError), tarfile.open(path, "r:", tarinfo=WithoutOwner) as tar:
         for each in tar:
@@ -111,7 +111,7 @@ def test_tars_of_the_tar_command(tmp_path: Path):
 def test_a_tar_within_a_file_is_walked_as_one_alone(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], before: int, lost: int
 ):
-    """Whatever lies around it: here more headers, which would be read if the end were not minded."""
+    """A part ends where it should, though more headers follow."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for i, size in enumerate(sizes):

@@ -1,4 +1,4 @@
-"""How long to wait after a failure, and when to give up."""
+"""Waits after failures grow, and end."""
 
 import pytest
 

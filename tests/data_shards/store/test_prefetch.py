@@ -36,7 +36,7 @@ def entries(server: FaultServer, make_tar: MakeTar, make_entry: MakeEntry) -> li
 
 @pytest.fixture(autouse=True)
 def _slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where everything may be held up for a while: a thread may take long to end, and what was just used is in use."""
+    """Allow for a busy machine: threads may end late, and what was just used stays in use."""
     monkeypatch.setattr(prefetch_module, "_CLOSE_SECONDS", 240.0)
     monkeypatch.setattr(cache_module, "IDLE_SECONDS", 3600.0)
 

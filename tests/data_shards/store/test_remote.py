@@ -150,10 +150,7 @@ def test_a_bucket_that_lacks_a_shard_has_a_truncated_one_or_is_down(
 
 
 def test_a_public_bucket_is_read_without_credentials(
-    s3: FaultServer,
-    put: Callable[[str, bytes], None],
-    store: Store,
-    monkeypatch: pytest.MonkeyPatch,
+    s3: FaultServer, put: Callable[[str, bytes], None], store: Store, monkeypatch: pytest.MonkeyPatch
 ):
     config = pytest.importorskip("fsspec.config")
     put("x.json", b"{}")

@@ -136,11 +136,7 @@ def test_a_cut_transfer_goes_on_where_it_was(
 
 
 def test_a_transfer_ends_where_all_of_a_cut_answer_is_lost(
-    server: FaultServer,
-    store_for: StoreFor,
-    make_tar: MakeTar,
-    make_entry: MakeEntry,
-    monkeypatch: pytest.MonkeyPatch,
+    server: FaultServer, store_for: StoreFor, make_tar: MakeTar, make_entry: MakeEntry, monkeypatch: pytest.MonkeyPatch
 ):
     """A slow client has read nothing when the connection ends, and then its buffer is gone."""
 

@@ -18,7 +18,7 @@ from launch.local.env import (
     without_place,
 )
 from pipeline.ranks.place import Place
-from pipeline.ranks.time_limit import TimeLimit
+from pipeline.ranks.stopping import TimeLimit
 
 ADDRESS = {"MASTER_ADDR": "node7", "MASTER_PORT": "29501"}
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", **ADDRESS}

@@ -90,7 +90,9 @@ MODELS = ("predict", "export", "import")
 LOOKS = ("run --dry-run", "submit --render", "plan")
 RECIPES = ("run", *LOOKS)
 RESUME = "tests/distributed/test_elastic.py: test_a_command_in_any_file_of_any_stage_is_refused_by_name_and_not_run"
-RESUME_ACCELERATE = "tests/pipeline/engine/test_reading.py: test_what_keeps_everything_whole_goes_on_from_no_pickle"
+RESUME_ACCELERATE = (
+    "tests/pipeline/engine/saved_state/test_reading.py: test_what_keeps_everything_whole_goes_on_from_no_pickle"
+)
 REDIRECT = "tests/data_shards/store/test_redirects.py: test_a_redirect_that_is_not_followed_ends_at_once"
 SHOWN = "tests/launch/security/test_links.py: test_a_file_that_is_a_link_out_is_not_followed"
 SENT = "tests/pipeline/tracking/test_sent_later.py: test_only_files_of_the_run_are_sent_whatever_its_records_name"
@@ -98,11 +100,11 @@ DRAWN = "tests/launch/figures/test_figures_command.py: test_weights_that_are_a_l
 LINKS = {**dict.fromkeys(("report", "compare", "watch", "status"), SHOWN), "sync": SENT, "figures": DRAWN}
 
 ROWS = (
-    Row("a recipe with YAML tags", ("status", *RECIPES), "refused", (tagged_recipe, tagged_parent)),
+    Row("a recipe with YAML tags", RECIPES, "refused", (tagged_recipe, tagged_parent)),
     Row("the recipe in a run's folder", FOLDERS, "not read", (tagged_recipe, tagged_parent, pipe, pipe_to_evaluate)),
     Row(
         "a recipe with `pipe:`, or a URL of a kind that may start programs",
-        ("status", "run --dry-run", "submit --render"),
+        ("run --dry-run", "submit --render"),
         "not run, and said",
         (pipe, pipe_to_evaluate, pipe_behind_a_tar, pipe_in_braces, scheme_of_programs),
     ),

@@ -19,16 +19,15 @@ import yaml
 from data_shards.images.decode import read_image
 from data_shards.packing.pack import pack
 from data_shards.shards.manifest import load_manifest
-from data_shards.vocabulary import GOOGLES
 from model.build import build_model
 from model.saved import save_model
 from pipeline.checkpoint.identity import STATE, checkpoint_identity
 from pipeline.checkpoint.store import MANIFEST
-from pipeline.engine.state_files import Seal, digest_of
+from pipeline.engine.saved_state.state_files import Seal, digest_of
 from pipeline.recipe.io import dump_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.runs.run_folder import RunFolder
-from pipeline.stage.initial_model import stage_model
+from pipeline.stage.initial_model import StageStart, stage_model
 
 STEP = "step-00000002"
 
@@ -169,7 +168,7 @@ def make_world(top: Path) -> World:
     world.stage.mkdir(parents=True)
     (world.run / "recipe.yaml").write_text(dump_recipe(recipe))
     classes = load_manifest(top / "shards/train").classes
-    meta = stage_model(recipe, stage="pretrain", classes=classes, head="mlp", normalisation=GOOGLES)
+    meta = stage_model(recipe, stage="pretrain", classes=classes, start=StageStart("mlp"))
     model = build_model(recipe.model, image_size=8, num_classes=len(classes), head="mlp")
     folder = RunFolder(runs_root=world.run.parent, name="theirs")
     described = meta.model_dump(mode="json", exclude_none=True)

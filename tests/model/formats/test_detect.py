@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from model.config import ModelConfig
-from model.formats.detect import import_file, read_foreign
+from model.formats.detect import import_file, read_external
 from model.formats.export import export_model
-from model.formats.foreign import Said
+from model.formats.foreign import UserHints
 from model.formats.record import write_side_record
 from model.saved import save_model
 from tests.model.formats.small_model import CONFIG, described, images, logits, random_model, rebuilt
@@ -26,10 +26,10 @@ def test_a_state_dict_without_its_last_blocks_is_no_shallower_model(tmp_path: Pa
     state = random_model(described(ModelConfig(width=192, depth=2, heads=3, patch_size=4))).state_dict()
     save_file(state, tmp_path / "m.safetensors")
     with pytest.raises(ValueError, match=r"m.safetensors has 2 blocks where Ti has 12.*--depth 2"):
-        read_foreign(tmp_path / "m.safetensors")
-    assert read_foreign(tmp_path / "m.safetensors", said=Said(depth=2)).config.sizes.depth == 2
+        read_external(tmp_path / "m.safetensors")
+    assert read_external(tmp_path / "m.safetensors", said=UserHints(depth=2)).config.sizes.depth == 2
     given = ModelConfig(width=192, depth=2, heads=3, patch_size=4)
-    assert read_foreign(tmp_path / "m.safetensors", config=given).config.sizes == given.sizes
+    assert read_external(tmp_path / "m.safetensors", config=given).config.sizes == given.sizes
 
 
 def test_two_members_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_two_members_of_one_name_are_refused(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")  # zipfile's own
         archive.writestr("m/data/0", archive.read("m/data/0"))
     with pytest.raises(ValueError, match=r"m.pth has the member 'm/data/0' 2 times"):
-        read_foreign(tmp_path / "m.pth")
+        read_external(tmp_path / "m.pth")
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_the_loss_is_the_users_word_or_that_of_googles_data_sets(
     meta = described(num_classes=num_classes, class_names=tuple(map(str, range(num_classes))))
     export_model(meta, random_model(meta).state_dict(), to="npz", out=tmp_path / "m.npz")
     (tmp_path / "m.npz.json").unlink()
-    foreign = read_foreign(tmp_path / "m.npz", config=CONFIG, said=Said(loss=said))
+    foreign = read_external(tmp_path / "m.npz", config=CONFIG, said=UserHints(loss=said))
     assert foreign.loss == loss
     assert any(loss in note and "--loss" in note for note in foreign.notes) == (said is None)
 
@@ -78,7 +78,7 @@ def test_every_export_is_recognised(tmp_path: Path, to: Any, name: str, format: 
     meta = described()
     model = random_model(meta)
     export_model(meta, model.state_dict(), to=to, out=tmp_path / name)
-    foreign = read_foreign(tmp_path / name)
+    foreign = read_external(tmp_path / name)
     assert format in foreign.format
     found, state = import_file(tmp_path / name)
     assert found == meta
@@ -89,7 +89,7 @@ def test_every_export_is_recognised(tmp_path: Path, to: Any, name: str, format: 
     asked = import_file(tmp_path / name, config=ModelConfig(**SIZES, gelu="erf"), image_size=32, num_classes=2)[0]
     assert (asked.model.gelu, asked.image_size, asked.num_classes) == ("erf", 32, 2)
     with pytest.raises(ValueError, match="4 attention heads, the model asked for has 8"):
-        read_foreign(tmp_path / name, config=ModelConfig(**SIZES | {"heads": 8}))
+        read_external(tmp_path / name, config=ModelConfig(**SIZES | {"heads": 8}))
     with pytest.raises(ValueError, match=r"does not fit(.*\n)*.*give --width 48 --depth 4"):
         import_file(tmp_path / name, config=ModelConfig(**SIZES | {"depth": 5, "patch_size": 5}))
     with pytest.raises(ValueError, match="holds a Vision Transformer, not a pure ResNet"):
@@ -108,7 +108,7 @@ def test_other_positions_come_with_their_record(tmp_path: Path, position: Any) -
     model = random_model(meta)
     save_file(model.state_dict(), tmp_path / "bare.safetensors")
     with pytest.raises(ValueError, match=r"no position embeddings .*, so its resolution .* are not told"):
-        read_foreign(tmp_path / "bare.safetensors", config=meta.model)
+        read_external(tmp_path / "bare.safetensors", config=meta.model)
     write_side_record(tmp_path / "bare.safetensors", meta=meta)
     found, state = import_file(tmp_path / "bare.safetensors")
     assert found == meta
@@ -133,7 +133,7 @@ def test_what_is_wrapped_around_a_state_dict_is_taken_off(tmp_path: Path, wrappe
     state = random_model(described()).state_dict()
     content = {wrapper: {f"{prefix}{name}": value for name, value in state.items()}, "epoch": 3, "best": 0.5}
     torch.save(content, tmp_path / "checkpoint.pt")
-    foreign = read_foreign(tmp_path / "checkpoint.pt", config=CONFIG)
+    foreign = read_external(tmp_path / "checkpoint.pt", config=CONFIG)
     assert foreign.state.keys() == state.keys()
     assert all(torch.equal(foreign.state[name], value) for name, value in state.items())
 
@@ -142,7 +142,7 @@ def test_an_average_is_preferred(tmp_path: Path) -> None:
     state = random_model(described()).state_dict()
     average = {name: value + 1 for name, value in state.items()}
     torch.save({"state_dict": state, "state_dict_ema": average}, tmp_path / "checkpoint.pt")
-    foreign = read_foreign(tmp_path / "checkpoint.pt", config=CONFIG)
+    foreign = read_external(tmp_path / "checkpoint.pt", config=CONFIG)
     assert torch.equal(foreign.state["norm.bias"], average["norm.bias"])
 
 
@@ -158,14 +158,14 @@ def test_no_pickle_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "plain.bin").write_bytes(pickle.dumps(_Malicious()))
     for name in ("evil.pth", "plain.bin"):
         with pytest.raises(ValueError, match=rf"{name} holds more than tensors.* could run code"):
-            read_foreign(tmp_path / name)
+            read_external(tmp_path / name)
     assert not (tmp_path / "executed").exists()
 
 
 def test_unreadable_things_are_refused_in_words(tmp_path: Path) -> None:
     def refused(path: Path, says: str) -> None:
         with pytest.raises(ValueError, match=says):
-            read_foreign(path)
+            read_external(path)
 
     refused(tmp_path / "nothing.pth", "nothing.pth does not exist")
     (tmp_path / "photo.jpg").write_bytes(b"")
@@ -199,4 +199,4 @@ def test_positions_of_no_square_grid_are_refused(tmp_path: Path) -> None:
     state["pos_embed"] = torch.zeros(1, 35, 48)
     torch.save(state, tmp_path / "wide.pth")
     with pytest.raises(ValueError, match=r"35 patches are no square grid"):
-        read_foreign(tmp_path / "wide.pth", config=ModelConfig(**SIZES, pool="gap"))
+        read_external(tmp_path / "wide.pth", config=ModelConfig(**SIZES, pool="gap"))

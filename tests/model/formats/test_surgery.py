@@ -8,7 +8,7 @@ import torch
 from scipy import ndimage
 
 from model.config import ModelConfig
-from model.formats.foreign import Foreign
+from model.formats.foreign import ExternalModel
 from model.formats.surgery import adapt
 from model.positions.interpolation import resize_state
 from tests.model.formats.small_model import CONFIG, NAMES, described, images, logits, random_model, rebuilt
@@ -16,9 +16,9 @@ from tests.model.formats.small_model import CONFIG, NAMES, described, images, lo
 SIZES = {"width": 48, "depth": 4, "heads": 4, "mlp_dim": 80, "patch_size": 4}
 
 
-def _foreign(config: ModelConfig = CONFIG, **changes: Any) -> Foreign:
+def _foreign(config: ModelConfig = CONFIG, **changes: Any) -> ExternalModel:
     meta = described(config, **changes)
-    return Foreign(
+    return ExternalModel(
         format="test",
         state=random_model(meta).state_dict(),
         config=config,

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForImageClassification
 
 from model.config import ModelConfig
-from model.formats.detect import import_file, read_foreign
+from model.formats.detect import import_file, read_external
 from tests.model.comparing import SMALL_TOKENS, randomise, relative_difference
 from tests.model.formats.small_model import described, images, logits, random_model, rebuilt
 
@@ -76,7 +76,7 @@ def test_what_a_folder_says_of_pixels_and_classes(tmp_path: Path) -> None:
     assert (meta.eval_protocol, meta.eval_crop_share) == ("big_vision", 0.875)
     config["pretrained_cfg"] |= {"interpolation": "nearest", "crop_mode": "border"}
     (folder / "config.json").write_text(json.dumps(config))
-    assert any("crop_mode border" in note for note in read_foreign(folder).notes)
+    assert any("crop_mode border" in note for note in read_external(folder).notes)
 
 
 def test_a_folder_that_transformers_wrote_round_timm(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_other_models_are_refused_in_words(
 ) -> None:
     folder = _saved(_timm_model(architecture, **arguments), tmp_path / "theirs", **arguments)
     with pytest.raises(ValueError, match=f"theirs (is|has) .*({says}).*we build no such model"):
-        read_foreign(folder)
+        read_external(folder)
 
 
 def test_other_architectures_and_arguments_are_refused(tmp_path: Path) -> None:
@@ -128,16 +128,16 @@ def test_other_architectures_and_arguments_are_refused(tmp_path: Path) -> None:
 
     change(architecture="test_resnet", model_args={})
     with pytest.raises(ValueError, match="test_resnet, a ResNet: only its VisionTransformer"):
-        read_foreign(folder)
+        read_external(folder)
     change(architecture="vit_of_tomorrow")
     with pytest.raises(ValueError, match="'vit_of_tomorrow', which timm does not know"):
-        read_foreign(folder)
+        read_external(folder)
     change(model_args={**SIZES, "checkpoint_path": "/etc/passwd"})
     with pytest.raises(ValueError, match="model_args checkpoint_path"):
-        read_foreign(folder)
+        read_external(folder)
     change(model_args={**SIZES, "img_size": 25.5})
     with pytest.raises(ValueError, match="timm cannot build vit_base_patch16_224"):
-        read_foreign(folder)
+        read_external(folder)
     change(model_args={**SIZES, "depth": 3})
     with pytest.raises(ValueError, match=r"not those of the model in its config\.json:\n(.*\n)*.*blocks\.3\."):
         import_file(folder)
@@ -148,14 +148,14 @@ def test_a_bare_state_dict_needs_its_heads(tmp_path: Path) -> None:
     file = tmp_path / "bare.pth"
     torch.save({"state_dict_ema": {f"module.{name}": value for name, value in model.state_dict().items()}}, file)
     with pytest.raises(ValueError, match=r"--heads, with --width 48 --depth 4 --mlp-dim 96 --patch-size 4"):
-        read_foreign(file)
+        read_external(file)
     config = ModelConfig(width=48, depth=4, heads=4, mlp_dim=96, patch_size=4)
     meta, state = import_file(file, config=config)
     assert (meta.model.gelu, meta.eval_protocol, meta.mean) == ("erf", "timm", (0.5, 0.5, 0.5))
     assert relative_difference(logits(rebuilt(meta, state), images()), logits(model, images())) < 1e-5
 
     asked = ModelConfig(**config.model_dump(exclude_unset=True), gelu="tanh", layer_norm_eps=1e-5)
-    foreign = read_foreign(file, config=asked)
+    foreign = read_external(file, config=asked)
     assert (foreign.config.gelu, foreign.config.layer_norm_eps) == ("tanh", 1e-5)
     assert any("gelu is tanh as given, not the erf" in note for note in foreign.notes)
 
@@ -164,13 +164,13 @@ def test_a_bare_state_dict_needs_its_heads(tmp_path: Path) -> None:
 def test_a_bare_state_dict_with_foreign_parts_is_refused(tmp_path: Path, part: str) -> None:
     torch.save(_timm_model().state_dict() | {part: torch.zeros(1)}, tmp_path / "bare.pth")
     with pytest.raises(ValueError, match=f"see {part}: we build no such model"):
-        read_foreign(tmp_path / "bare.pth")
+        read_external(tmp_path / "bare.pth")
 
 
 def test_named_widths_tell_the_heads(tmp_path: Path) -> None:
     meta = described(ModelConfig(width=192, depth=13, heads=3, patch_size=4))
     torch.save(random_model(meta).state_dict(), tmp_path / "tiny.pth")
-    foreign = read_foreign(tmp_path / "tiny.pth")
+    foreign = read_external(tmp_path / "tiny.pth")
     assert foreign.config.sizes.heads == 3
     assert any("3 attention heads are assumed" in note for note in foreign.notes)
 
@@ -180,4 +180,4 @@ def test_a_stem_without_a_word_of_whose_it_is_is_refused(tmp_path: Path) -> None
     state["patch_embed.backbone.stages.0.blocks.1.conv1.weight"] = torch.zeros(1)
     torch.save(state, tmp_path / "hybrid.pth")
     with pytest.raises(ValueError, match="ResNet stem and does not tell whose"):
-        read_foreign(tmp_path / "hybrid.pth")
+        read_external(tmp_path / "hybrid.pth")

@@ -9,7 +9,7 @@ import torchvision
 from torchvision.models.vision_transformer import ConvStemConfig, VisionTransformer
 
 from model.config import ModelConfig
-from model.formats.detect import import_file, read_foreign
+from model.formats.detect import import_file, read_external
 from model.formats.export import export_model
 from model.formats.foreign import IMAGENET_MEAN, IMAGENET_STD
 from model.formats.record import side_path
@@ -56,7 +56,7 @@ def test_a_state_dict_of_torchvision_gives_its_logits(tmp_path: Path, representa
     assert (meta.mean, meta.std, meta.eval_protocol) == (IMAGENET_MEAN, IMAGENET_STD, "big_vision")
     assert (meta.head, meta.image_size) == ("mlp" if representation_size else "linear", 24)
     assert relative_difference(logits(rebuilt(meta, state), images()), logits(theirs, images())) < 1e-5
-    assert any("bicubic" in note for note in read_foreign(tmp_path / "vit.pth", config=ModelConfig(**SIZES)).notes)
+    assert any("bicubic" in note for note in read_external(tmp_path / "vit.pth", config=ModelConfig(**SIZES)).notes)
 
 
 def test_names_of_older_releases_are_read(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_named_variant_tells_its_heads(tmp_path: Path) -> None:
     with torch.device("meta"):
         shapes = torchvision.models.vit_b_32(num_classes=2).state_dict()
     torch.save({name: torch.zeros(1).expand(value.shape) for name, value in shapes.items()}, tmp_path / "vit.pth")
-    foreign = read_foreign(tmp_path / "vit.pth")
+    foreign = read_external(tmp_path / "vit.pth")
     assert (foreign.config.variant, foreign.image_size, foreign.num_classes) == ("B/32", 224, 2)
 
 
@@ -83,7 +83,7 @@ def test_a_convolutional_stem_is_refused(tmp_path: Path) -> None:
     stem = [ConvStemConfig(8, 3, 2), ConvStemConfig(8, 3, 2)]
     torch.save(_theirs(conv_stem_configs=stem).state_dict(), tmp_path / "vit.pth")
     with pytest.raises(ValueError, match="convolutional stem"):
-        read_foreign(tmp_path / "vit.pth")
+        read_external(tmp_path / "vit.pth")
 
 
 @pytest.mark.parametrize("head", ["linear", "mlp"])
@@ -143,4 +143,4 @@ def test_a_broken_record_is_named(tmp_path: Path) -> None:
     export_model(meta, random_model(meta).state_dict(), to="torchvision", out=tmp_path / "vit.pth")
     side_path(tmp_path / "vit.pth").write_text("{}")
     with pytest.raises(ValueError, match=r"vit\.pth\.json is no record of shardvit"):
-        read_foreign(tmp_path / "vit.pth")
+        read_external(tmp_path / "vit.pth")

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from model.config import ModelConfig
-from model.formats.detect import import_file, read_foreign
+from model.formats.detect import import_file, read_external
 from model.formats.export import export_model
 from tests.model.comparing import SMALL_TOKENS, randomise, relative_difference
 from tests.model.formats.small_model import (
@@ -76,7 +76,7 @@ def test_names_inside_version_5_are_read_too(tmp_path: Path) -> None:
     assert "vit.layers.0.attention.q_proj.weight" in theirs.state_dict()
     torch.save(theirs.state_dict(), tmp_path / "bare.bin")
     with pytest.raises(ValueError, match="--heads"):
-        read_foreign(tmp_path / "bare.bin")
+        read_external(tmp_path / "bare.bin")
     meta, state = import_file(tmp_path / "bare.bin", config=ModelConfig(**_sizes()))
     assert meta.model.layer_norm_eps == 1e-12
     assert relative_difference(logits(rebuilt(meta, state), images()), logits(theirs, images())) < 1e-5
@@ -92,7 +92,9 @@ def test_a_trunk_without_a_head_gets_one_on_request(tmp_path: Path, kind: Any) -
     theirs.save_pretrained(tmp_path / "theirs")
     with pytest.raises(ValueError, match="has no head: give --num-classes"):
         import_file(tmp_path / "theirs")
-    assert any("left out, classification does not use them" in note for note in read_foreign(tmp_path / "theirs").notes)
+    assert any(
+        "left out, classification does not use them" in note for note in read_external(tmp_path / "theirs").notes
+    )
     meta, state = import_file(tmp_path / "theirs", num_classes=3)
     assert meta.class_names == ("0", "1", "2")
     ours = rebuilt(meta, state)
@@ -119,7 +121,7 @@ def test_other_models_are_refused_in_words(tmp_path: Path, changes: dict[str, An
     path = tmp_path / "theirs" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(ValueError, match=says):
-        read_foreign(tmp_path / "theirs")
+        read_external(tmp_path / "theirs")
 
 
 def test_missing_tensors_are_tabled_and_nothing_is_loaded(tmp_path: Path) -> None:
@@ -183,7 +185,7 @@ def test_without_a_preprocessor_pixels_are_googles(tmp_path: Path) -> None:
     meta = described(mean=(0.4, 0.5, 0.6))
     export_model(meta, random_model(meta).state_dict(), to="transformers", out=tmp_path / "out")
     (tmp_path / "out" / "preprocessor_config.json").unlink()
-    foreign = read_foreign(tmp_path / "out")
+    foreign = read_external(tmp_path / "out")
     assert foreign.mean == (0.5, 0.5, 0.5)
     assert any("preprocessor_config.json is missing" in note for note in foreign.notes)
 

@@ -25,8 +25,8 @@ from model.build import build_model
 from model.init import initialise
 from pipeline.engine import deepspeed_engine as engine_deepspeed
 from pipeline.engine import zero_config
-from pipeline.engine.host_copy import copy_bytes
 from pipeline.engine.open import open_engine
+from pipeline.engine.saved_state.host_copy import copy_bytes
 from pipeline.optimizers import optim
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.place import Place

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.budget.forecast import GivenSpeed
-from pipeline.checkpoint.room import estimate_bytes
+from pipeline.checkpoint.disk_space import estimate_bytes
 from tests.pipeline.budget.planning import forecast, recipe
 
 

@@ -17,8 +17,8 @@ from pipeline.checkpoint import store as checkpoint
 from pipeline.checkpoint.saver import SaveFailed
 from pipeline.checkpoint.store import Retention, damage_of
 from pipeline.checkpoint.train_state import TrainState
-from pipeline.engine.host_copy import HostCopy, copy_bytes
-from pipeline.engine.state_files import StateFile, write_file
+from pipeline.engine.saved_state.host_copy import HostCopy, copy_bytes
+from pipeline.engine.saved_state.state_files import StateFile, write_file
 from tests.saving import (
     Gate,
     TensorEngine,

@@ -20,8 +20,8 @@ from data_shards.errors import UserError
 from pipeline.checkpoint import saver
 from pipeline.checkpoint.saver import SaveFailed
 from pipeline.checkpoint.store import Retention, damage_of
-from pipeline.engine import state_files
-from pipeline.engine.state_files import StateFile, write_file
+from pipeline.engine.saved_state import state_files
+from pipeline.engine.saved_state.state_files import StateFile, write_file
 from tests.saving import (
     Gate,
     TensorEngine,

@@ -19,7 +19,7 @@ from pipeline.checkpoint import store as checkpoint
 from pipeline.checkpoint.identity import STATE
 from pipeline.checkpoint.saver import SaveFailed
 from pipeline.checkpoint.store import MANIFEST, Retention, commit_checkpoint, open_beside, restore_checkpoint
-from pipeline.engine import state_files
+from pipeline.engine.saved_state import state_files
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.place import Place
 from tests.saving import (

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from pipeline.checkpoint import store as checkpoint
 from pipeline.checkpoint.store import MANIFEST, commit_checkpoint, open_beside
-from pipeline.engine import state_files
-from pipeline.engine.state_files import text_file
+from pipeline.engine.saved_state import state_files
+from pipeline.engine.saved_state.state_files import text_file
 from tests.saving import (
     on_ranks,
     restore,

@@ -14,7 +14,7 @@ from model.checkpointing import checkpoint_blocks
 from model.dropout import words_of
 from model.masked_patch import build_masked_patch
 from model.vit import build_vit, set_patch_dropout
-from pipeline.engine.frozen import freeze
+from pipeline.engine.saved_state.frozen import freeze
 from pipeline.kernels import compiled_blocks
 from pipeline.kernels.compiled_blocks import CompiledBlocks, compile_blocks, why_not_compiled
 from pipeline.kernels.settle import settled_kernels

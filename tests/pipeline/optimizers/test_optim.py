@@ -13,7 +13,7 @@ from model.build import build_model
 from model.config import ModelConfig
 from model.masked_patch import build_masked_patch
 from model.vit import build_vit
-from pipeline.engine.frozen import freeze
+from pipeline.engine.saved_state.frozen import freeze
 from pipeline.optimizers.optim import build_optimizer, set_lr
 from pipeline.optimizers.parameter_groups import parameter_groups
 from pipeline.recipe.optimizer import OptimizerConfig

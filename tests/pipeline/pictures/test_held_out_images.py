@@ -22,11 +22,9 @@ from data_shards.packing.pack import pack
 from data_shards.reading.opening import open_shards
 from data_shards.shards.shard_set import ShardsSpec
 from data_shards.shards.tar_index import index_path, read_index
-from data_shards.vocabulary import GOOGLES
 from model.init import initialise
 from model.masked_patch import build_masked_patch, colour_classes
 from model.saved import save_model
-from model.vocabulary import COLOURS
 from pipeline.pictures import held_out_images as held_out_module
 from pipeline.pictures.drawing import draw, drawers
 from pipeline.pictures.evaluation_grid import draw_evaluation_grid, draw_worst_mistakes, is_right
@@ -37,7 +35,7 @@ from pipeline.runs.evaluations import Evaluation, Judged, save_evaluation
 from pipeline.runs.pictures import DrawRequest, kept_pictures
 from pipeline.runs.run_folder import RunFolder
 from pipeline.stage.batches import eval_transform
-from pipeline.stage.initial_model import stage_model
+from pipeline.stage.initial_model import StageStart, stage_model
 from pipeline.stage.task import MaskedPatches
 from tests.pipeline.pictures.evaluated_sets import HOSTILE, evaluation_of
 
@@ -221,9 +219,7 @@ def masked(shards: Path, tmp_path: Path) -> DrawRequest:
     model = build_masked_patch(request.recipe.model, image_size=16)
     initialise(model, seed=1)
     torch.nn.init.normal_(model.head.weight)
-    meta = stage_model(
-        request.recipe, stage="masked_patch", classes=COLOURS, head="masked_patch", normalisation=GOOGLES
-    )
+    meta = stage_model(request.recipe, stage="masked_patch", classes=(), start=StageStart("masked_patch"))
     save_model(request.folder.model("masked_patch"), model.state_dict(), meta=meta)
     return request
 

@@ -31,7 +31,7 @@ from pipeline.recipe.stage_plan import plan_stage
 from pipeline.runs.pictures import DrawRequest, kept_pictures
 from pipeline.runs.run_folder import RunFolder, StageRecord
 from pipeline.stage.batches import train_loader, train_stream
-from pipeline.stage.data import StageData, open_data
+from pipeline.stage.data import Stage, StageData, open_data
 from pipeline.stage.data_workers import DataWorkers
 from pipeline.stage.task import make_task
 from pipeline.training.train_loop import train
@@ -113,7 +113,7 @@ def fed(recipe: Recipe, data: StageData, *, place: Place, steps: int, normalisat
     task: Any = make_task(recipe, stage="pretrain", data=data, normalisation=normalisation, engine=engine)
     loss = task.train_loss
     task = replace(task, train_loss=lambda outputs, wanted: (targets.append(wanted.clone()), loss(outputs, wanted))[1])
-    stream = train_stream(recipe, stage="pretrain", data=data, plan=plan, place=place)
+    stream = train_stream(Stage(recipe, "pretrain", data, plan, run=RunFolder(Path(), name="r")), place=place)
     batches = train_loader(stream, start_step=0, stop_step=steps, workers=DataWorkers(2, "thread"), device=CPU)
     train(replace(job, plan=plan, batches=batches, task=task), TrainState())
     many = plan.accumulation_steps

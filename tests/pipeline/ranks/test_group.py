@@ -1,20 +1,36 @@
-"""The ranks meet without anybody choosing a port, a missing one is named; which GPU a process takes."""
+"""The process group, exchanges in log2(n) rounds, and waiting for rank 0."""
 
 from __future__ import annotations
 
+import math
 import os
+import queue
 import socket
 import subprocess
 import sys
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from data_shards.errors import UserError
 from pipeline.ranks import group
-from pipeline.ranks.group import ADDRESS_FILE, PeerGone, Ranks, join_group
+from pipeline.ranks.group import (
+    ADDRESS_FILE,
+    PeerGone,
+    Ranks,
+    gather_bytes,
+    gather_rows,
+    join_group,
+    rounds,
+    while_others_wait,
+)
 from pipeline.ranks.place import Place
+from tests.saving import ThreadRanks
 
 ROOT = Path(__file__).resolve().parents[3]
 RANK = """
@@ -220,3 +236,166 @@ def test_ranks_that_connect_when_they_first_talk_exchange_the_same(tmp_path: Pat
     finally:
         for rank in ranks:
             rank.kill()
+
+
+class Board:
+    """Point-to-point messages between threads; counts those of each rank, and whom it talks to."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.sent: Counter[int] = Counter()
+        self.partners: dict[int, set[int]] = defaultdict(set)
+        self.boxes: dict[tuple[int, int, int], queue.Queue[torch.Tensor]] = defaultdict(queue.Queue)
+        self.lock = threading.Lock()
+
+    def box(self, source: int, target: int, tag: int) -> queue.Queue[torch.Tensor]:
+        with self.lock:
+            return self.boxes[source, target, tag]
+
+
+class Done:
+    def wait(self) -> None:
+        return
+
+
+class Receipt:
+    def __init__(self, box: queue.Queue[torch.Tensor], into: torch.Tensor) -> None:
+        self._box, self._into = box, into
+
+    def wait(self) -> None:
+        found = self._box.get(timeout=240)
+        assert found.shape == self._into.shape, "a message of another length"
+        self._into.copy_(found)
+
+
+class Member:
+    def __init__(self, board: Board, rank: int) -> None:
+        self._board, self._rank = board, rank
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._board.size
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int, /) -> Done:
+        self._board.sent[self._rank] += 1
+        self._board.partners[self._rank].add(dst)
+        self._board.box(self._rank, dst, tag).put(tensors[0].clone())
+        return Done()
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int, /) -> Receipt:
+        return Receipt(self._board.box(src, self._rank, tag), tensors[0])
+
+
+def on_all(size: int, call) -> tuple[list, Board]:
+    board, found = Board(size), [None] * size
+
+    def work(rank: int) -> None:
+        found[rank] = call(Member(board, rank), rank)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found, board
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 12, 33, 64])
+def test_everyone_has_all_rows_in_rank_order_after_log2_messages(size: int):
+    expected = torch.stack([torch.arange(3, dtype=torch.float64) + 10 * rank for rank in range(size)])
+    found, board = on_all(size, lambda group, rank: gather_rows(group, expected[rank], tag=1))
+    assert all(torch.equal(rows, expected) for rows in found)
+    assert rounds(size) == math.ceil(math.log2(size))
+    assert all(board.sent[rank] == rounds(size) for rank in range(size))
+    assert all(len(board.partners[rank]) == rounds(size) for rank in range(size))
+
+
+@pytest.mark.parametrize("lengths", [[0], [0, 0, 0], [5, 0, 1, 700, 3], [0, 0, 9, 0], [1] * 17])
+def test_bytes_of_any_length_arrive_whole(lengths: list[int]):
+    values = [bytes([rank]) * length for rank, length in enumerate(lengths)]
+    found, board = on_all(len(lengths), lambda group, rank: gather_bytes(group, values[rank], tag=3))
+    assert found == [values] * len(lengths)
+    assert max(board.sent.values(), default=0) <= 2 * rounds(len(lengths))
+
+
+def test_values_of_a_later_exchange_are_not_taken_for_those_of_an_earlier_one():
+    """A rank may be an exchange ahead of another."""
+
+    def twice(group: Member, rank: int) -> list[list[float]]:
+        return [gather_rows(group, torch.tensor([float(rank + tag)]), tag=tag).flatten().tolist() for tag in (1, 2)]
+
+    found, _ = on_all(6, twice)
+    assert found == [[[float(rank + tag) for rank in range(6)] for tag in (1, 2)]] * 6
+
+
+def test_at_1024_ranks_ten_messages_follow_each_other():
+    assert rounds(1024) == 10 and rounds(1025) == 11 and rounds(1) == 0
+
+
+PATIENCE_SECONDS = 240.0
+
+
+def two_ranks() -> list[Any]:
+    barrier, board = threading.Barrier(2), [None, None]
+    return [ThreadRanks(Place(rank=rank, world_size=2), barrier=barrier, board=board) for rank in range(2)]
+
+
+def other(ranks: Any, work: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=while_others_wait, args=(ranks, work), daemon=True)
+    thread.start()
+    return thread
+
+
+def test_the_others_wait_in_turns_until_it_is_over(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(group, "_TURN_SECONDS", 0.001)
+    main, second = two_ranks()
+    turns, enough = [0], threading.Event()
+    exchange = second.gather_objects
+
+    def counted(value: object) -> list[object]:
+        turns[0] += 1
+        if turns[0] == 3:
+            enough.set()
+        return exchange(value)
+
+    second.gather_objects = counted
+    thread = other(second, lambda: pytest.fail("rank 0 alone works"))
+    done: list[bool] = []
+
+    def work() -> None:
+        assert enough.wait(PATIENCE_SECONDS) and thread.is_alive()  # several turns have passed in one piece of work
+        done.append(True)
+
+    while_others_wait(main, work)
+    thread.join(PATIENCE_SECONDS)
+    assert done == [True] and not thread.is_alive() and turns[0] >= 3
+
+
+def test_an_error_ends_the_others_wait_too():
+    main, second = two_ranks()
+    thread = other(second, lambda: None)
+    with pytest.raises(ValueError, match="no such model"):
+        while_others_wait(main, lambda: (_ for _ in ()).throw(ValueError("no such model")))
+    thread.join(PATIENCE_SECONDS)
+    assert not thread.is_alive()
+
+
+def test_a_death_is_raised_when_the_work_is_done():
+    def broken(value: object) -> list[object]:
+        raise RuntimeError("Connection closed by peer")
+
+    main = two_ranks()[0]
+    main.gather_objects = broken
+    done: list[bool] = []
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        while_others_wait(main, lambda: done.append(True))
+    assert done == [True]
+
+
+def test_alone_it_is_a_call():
+    ranks: Any = ThreadRanks(Place(), barrier=threading.Barrier(2), board=[None])
+    done: list[bool] = []
+    while_others_wait(ranks, lambda: done.append(True))
+    assert done == [True]

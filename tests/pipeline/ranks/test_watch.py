@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.ranks import gone as gone_module
+from pipeline.ranks import dead_ranks as gone_module
 from pipeline.ranks import watch as watch_module
-from pipeline.ranks.gone import peer_is_gone, report_gone, who_is_gone
+from pipeline.ranks.dead_ranks import peer_is_gone, report_gone, who_is_gone
 from pipeline.ranks.heartbeat import (
     Heartbeat,
     Sightings,
@@ -23,8 +23,8 @@ from pipeline.ranks.heartbeat import (
     read_heartbeat,
     write_heartbeat,
 )
-from pipeline.ranks.pid import process_started, this_machine
 from pipeline.ranks.place import Place
+from pipeline.ranks.process import process_started, this_machine
 from pipeline.ranks.watch import Watch
 
 

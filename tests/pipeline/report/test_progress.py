@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.ranks.time_limit import TimeLimit
+from pipeline.ranks.stopping import TimeLimit
 from pipeline.report.progress import RecentSpeed, TrainingProgress, format_count
 from tests.terminal import terminal
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from data_shards.errors import UserError
-from pipeline.checkpoint.train_state import TrainState
+from pipeline.checkpoint.train_state import RollBack, TrainState, Trouble
 from pipeline.ranks import phases
 from pipeline.ranks.phases import Phases
 from pipeline.ranks.place import Place
@@ -20,7 +20,6 @@ from pipeline.report.losses import Spike
 from pipeline.report.reporter import Report, told_events
 from pipeline.runs.events import EventsLog, read_events
 from pipeline.runs.run_folder import RunFolder
-from pipeline.stage.rollback import GoBack, Trouble
 
 
 class Notebook:
@@ -199,7 +198,7 @@ class Ended(Exception):
     [
         (None, "done", "40"),
         (Stopped(), "stopped", "SIGTERM"),
-        (GoBack(Trouble(3, 4, "the loss jumps")), "rollback", "the loss jumps"),
+        (RollBack(Trouble(3, 4, "the loss jumps")), "rollback", "the loss jumps"),
         (UserError("a sentence"), "failed", "a sentence"),
         (Ended("oh"), "failed", "Ended: oh"),
         (KeyboardInterrupt(), "failed", "KeyboardInterrupt"),

@@ -33,10 +33,12 @@ from pipeline.runs.metrics_log import open_metrics_log
 from pipeline.runs.run_folder import RunFolder
 from pipeline.runs.written_by import written_by
 from pipeline.stage.context import StageContext
-from pipeline.stage.data import open_data
-from pipeline.training import stage_training
-from pipeline.training.stage_training import StageStart, make_job, train_stage
-from pipeline.training.train_loop import TrainingFailed, TrainJob
+from pipeline.stage.data import Stage, open_data
+from pipeline.stage.initial_model import StageStart
+from pipeline.training import stage_result, stage_training
+from pipeline.training.after_step import TrainingFailed, TrainJob
+from pipeline.training.assembly import make_job
+from pipeline.training.stage_training import train_stage
 from tests.data_shards.small_set import touch_up
 from tests.saving import Gate, TinyEngine, one_rank, state_at, steps
 
@@ -54,7 +56,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-class Stage:
+class OwnStage:
     """A stage `pretrain` of one process, on an engine of one number."""
 
     def __init__(self, root: Path, shards: Path) -> None:
@@ -99,13 +101,10 @@ class Stage:
     def job(self, *, engine: dict[str, Any] | None = None, watch: Any = None, **stage: Any) -> TrainJob:
         """What the loop is given."""
         context = self.context(engine=engine or {"saving": "blocking"}, **stage)
-        data = open_data(context.recipe, stage="pretrain", report=lambda line: None)
         task: Any = SimpleNamespace(score="top1")
         return make_job(
             context,
-            stage="pretrain",
-            data=data,
-            plan=plan_stage(context.recipe, stage="pretrain", samples_per_epoch=data.train.num_samples, world_size=1),
+            self.of(context),
             task=task,
             engine=self.engine,
             state=TrainState(),
@@ -113,20 +112,24 @@ class Stage:
             report=self.report,
         )
 
+    def of(self, context: StageContext) -> Stage:
+        recipe = context.recipe
+        data = open_data(recipe, stage="pretrain", report=lambda line: None)
+        plan = plan_stage(recipe, stage="pretrain", samples_per_epoch=data.train.num_samples, world_size=1)
+        return Stage(recipe, "pretrain", data, plan, run=self.folder)
+
     def train(self, *, engine: dict[str, Any] | None = None, **stage: Any) -> None:
         """The whole stage."""
         context = self.context(engine=engine or {}, **stage)
-        data = open_data(context.recipe, stage="pretrain", report=lambda line: None)
-        start = StageStart(head="linear", weights="random")
-        train_stage(context, stage="pretrain", data=data, model=torch.nn.Linear(10, 100), start=start)
+        train_stage(context, self.of(context), model=torch.nn.Linear(10, 100), start=StageStart("linear"))
 
 
 @pytest.fixture
-def stage(tmp_path: Path, shards: Path) -> Stage:
-    return Stage(tmp_path, shards)
+def stage(tmp_path: Path, shards: Path) -> OwnStage:
+    return OwnStage(tmp_path, shards)
 
 
-def kept(job: TrainJob, stage: Stage, losses: dict[int, float] | None = None, scores: Any = None) -> list[int]:
+def kept(job: TrainJob, stage: OwnStage, losses: dict[int, float] | None = None, scores: Any = None) -> list[int]:
     """The checkpoints that stay of those at the steps 10, 20, 30 and 40, each with an evaluation."""
     for step in (10, 20, 30, 40):
         values = {"val/loss": (losses or {}).get(step, 1.0), "val/top1": (scores or {}).get(step, 0.5)}
@@ -134,16 +137,16 @@ def kept(job: TrainJob, stage: Stage, losses: dict[int, float] | None = None, sc
     return steps(stage.checkpoints)
 
 
-def test_so_many_of_the_newest_checkpoints_stay_as_the_recipe_says(stage: Stage) -> None:
+def test_so_many_of_the_newest_checkpoints_stay_as_the_recipe_says(stage: OwnStage) -> None:
     assert kept(stage.job(keep_checkpoints=3), stage) == [20, 30, 40]
 
 
-def test_those_within_reach_of_a_rollback_stay_with_the_one_before_them(stage: Stage) -> None:
+def test_those_within_reach_of_a_rollback_stay_with_the_one_before_them(stage: OwnStage) -> None:
     """After three skipped steps, 12 steps before these: to step 25 or earlier."""
     assert kept(stage.job(keep_checkpoints=1, rollback={"steps_before": 12}), stage) == [20, 30, 40]
 
 
-def test_those_at_multiples_of_keep_every_stay_for_good(stage: Stage) -> None:
+def test_those_at_multiples_of_keep_every_stay_for_good(stage: OwnStage) -> None:
     job = stage.job(keep_checkpoints=1, keep_every="50%")
     assert (job.plan.keep_steps, job.plan.save_after_evaluations) == (20, False)
     assert kept(job, stage) == [20, 40]
@@ -151,7 +154,7 @@ def test_those_at_multiples_of_keep_every_stay_for_good(stage: Stage) -> None:
 
 @pytest.mark.parametrize(("keep_best", "best"), [("loss", 10), ("score", 30)])
 def test_the_best_by_loss_or_score_stays_and_evaluations_are_followed_by_a_checkpoint(
-    stage: Stage, keep_best: str, best: int
+    stage: OwnStage, keep_best: str, best: int
 ) -> None:
     job = stage.job(keep_checkpoints=1, keep_best=keep_best)
     assert job.plan.save_after_evaluations
@@ -160,7 +163,7 @@ def test_the_best_by_loss_or_score_stays_and_evaluations_are_followed_by_a_check
 
 @pytest.mark.parametrize(("model", "best"), [("ema", 20), ("weights", 30)])
 def test_of_a_stage_with_a_moving_average_the_best_is_judged_by_the_weights_that_it_writes(
-    stage: Stage, model: str, best: int
+    stage: OwnStage, model: str, best: int
 ) -> None:
     job = stage.job(keep_checkpoints=1, keep_best="score", ema={"model": model})
     for step in (10, 20, 30, 40):
@@ -171,14 +174,12 @@ def test_of_a_stage_with_a_moving_average_the_best_is_judged_by_the_weights_that
 
 @pytest.mark.parametrize(("ema", "written"), [(None, 1.0), ({"model": "weights"}, 1.0), ({}, 2.0)])
 def test_the_stages_model_are_the_weights_or_their_average(
-    ends: Stage, monkeypatch: pytest.MonkeyPatch, ema: Any, written: float
+    ends: OwnStage, monkeypatch: pytest.MonkeyPatch, ema: Any, written: float
 ) -> None:
     numbers, saved = [1.0], []
     ends.engine.averaged = lambda: contextlib.closing(SimpleNamespace(close=numbers.pop, at=numbers.append(2.0)))
     ends.engine.weights = lambda: {"w": numbers[-1]}
-    monkeypatch.setattr(
-        stage_training, "save_for_others", lambda *where, meta: saved.append((where[1], meta.ema_decay))
-    )
+    monkeypatch.setattr(stage_result, "save_for_others", lambda *where, meta: saved.append((where[1], meta.ema_decay)))
     ends.train(ema=ema)
     assert saved == [({"w": written}, 0.9999 if written == 2.0 else None)]
     assert ends.folder.record("pretrain").model.get("ema_decay") == saved[0][1]
@@ -187,7 +188,7 @@ def test_the_stages_model_are_the_weights_or_their_average(
 
 @pytest.mark.parametrize(("minutes", "due"), [(0.0, False), (2.0, True), (3.0, False)])
 def test_the_clock_is_set_to_save_every_minutes(
-    stage: Stage, minutes: float, due: bool, monkeypatch: pytest.MonkeyPatch
+    stage: OwnStage, minutes: float, due: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
     monkeypatch.setattr("pipeline.ranks.stopping.time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -197,7 +198,7 @@ def test_the_clock_is_set_to_save_every_minutes(
 
 
 def test_a_checkpoint_is_written_while_training_goes_on_or_while_it_waits(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    stage: OwnStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.job(engine={"saving": "blocking"}).saver.save(state_at(1))
     assert steps(stage.checkpoints) == [1]
@@ -210,7 +211,7 @@ def test_a_checkpoint_is_written_while_training_goes_on_or_while_it_waits(
     assert steps(stage.checkpoints) == [1, 2]
 
 
-def test_what_is_committed_is_on_record_with_its_writer_its_recipe_and_its_identity(stage: Stage) -> None:
+def test_what_is_committed_is_on_record_with_its_writer_its_recipe_and_its_identity(stage: OwnStage) -> None:
     job = stage.job()
     job.saver.save(state_at(3))
     record = stage.folder.record("pretrain")
@@ -222,7 +223,7 @@ def test_what_is_committed_is_on_record_with_its_writer_its_recipe_and_its_ident
     assert (stage.checkpoints / "step-00000003" / "recipe.yaml").read_text() == dump_recipe(recipe)
 
 
-def test_a_save_that_takes_long_is_no_hang_to_the_watch(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_takes_long_is_no_hang_to_the_watch(stage: OwnStage, monkeypatch: pytest.MonkeyPatch) -> None:
     told: set[tuple[int, str]] = set()
     gate = Gate(monkeypatch)
 
@@ -235,12 +236,12 @@ def test_a_save_that_takes_long_is_no_hang_to_the_watch(stage: Stage, monkeypatc
     assert told == {(4, "saving a checkpoint")}
 
 
-def test_what_happens_to_a_slow_rank_is_the_recipes_wish(stage: Stage) -> None:
+def test_what_happens_to_a_slow_rank_is_the_recipes_wish(stage: OwnStage) -> None:
     assert [stage.job(engine={"slow_rank": wish}).plan.slow_rank for wish in ("report", "stop")] == ["report", "stop"]
 
 
 @pytest.fixture
-def ends(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Stage:
+def ends(stage: OwnStage, monkeypatch: pytest.MonkeyPatch) -> OwnStage:
     """A stage whose steps, model and report are stand-ins; what is between them is real."""
 
     @contextlib.contextmanager
@@ -254,13 +255,13 @@ def ends(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Stage:
     monkeypatch.setattr(stage_training, "open_engine", lambda *arguments, **more: stage.engine)
     monkeypatch.setattr(stage_training, "stage_report", silent_report)
     monkeypatch.setattr(stage_training, "train", trained)
-    monkeypatch.setattr(stage_training, "save_for_others", lambda *arguments, **more: None)
-    monkeypatch.setattr(stage_training, "weights_digest", lambda folder: "digest")
+    monkeypatch.setattr(stage_result, "save_for_others", lambda *arguments, **more: None)
+    monkeypatch.setattr(stage_result, "weights_digest", lambda folder: "digest")
     return stage
 
 
 def test_a_stage_that_goes_on_says_from_where_and_what_has_changed_since(
-    ends: Stage, monkeypatch: pytest.MonkeyPatch
+    ends: OwnStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends.train()
     assert not any("going on" in note for note in ends.notes)
@@ -271,7 +272,7 @@ def test_a_stage_that_goes_on_says_from_where_and_what_has_changed_since(
         identity=checkpoint_identity(ends.context(engine={}).recipe, stage="pretrain", processes=4),
         written_by=written_by() | {"torch": "1.0"},
     )
-    monkeypatch.setattr(stage_training, "restore_checkpoint", lambda *arguments, **more: found)
+    monkeypatch.setattr("pipeline.training.rollback.restore_checkpoint", lambda *arguments, **more: found)
     ends.notes.clear()
     ends.train()
     text = "\n".join(ends.notes)
@@ -279,7 +280,7 @@ def test_a_stage_that_goes_on_says_from_where_and_what_has_changed_since(
     assert "processes 4 -> 1" in text and "torch 1.0 ->" in text
 
 
-def test_its_last_words_are_how_long_it_stood_still(ends: Stage) -> None:
+def test_its_last_words_are_how_long_it_stood_still(ends: OwnStage) -> None:
     ends.train()
     last = ends.notes[-1]
     assert last == "pretrain: training stood still for its checkpoints for 5.0 s, 10.0% of the time"
@@ -287,7 +288,7 @@ def test_its_last_words_are_how_long_it_stood_still(ends: Stage) -> None:
 
 
 def test_an_evaluation_that_was_better_than_the_last_is_named_and_recorded(
-    ends: Stage, monkeypatch: pytest.MonkeyPatch
+    ends: OwnStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def trained(job: TrainJob, state: TrainState) -> TrainState:
         with open_metrics_log(ends.folder.stage("pretrain") / "metrics.jsonl", resume_step=-1) as log:
@@ -313,7 +314,7 @@ def test_an_evaluation_that_was_better_than_the_last_is_named_and_recorded(
     ],
 )
 def test_a_stage_whose_held_out_loss_is_not_finite_has_failed_and_leaves_no_model(
-    ends: Stage,
+    ends: OwnStage,
     monkeypatch: pytest.MonkeyPatch,
     evaluation: dict[str, float],
     ema: dict[str, object] | None,
@@ -321,7 +322,7 @@ def test_a_stage_whose_held_out_loss_is_not_finite_has_failed_and_leaves_no_mode
 ) -> None:
     written: list[object] = []
     ends.engine.averaged = contextlib.nullcontext  # pyright: ignore[reportAttributeAccessIssue]
-    monkeypatch.setattr(stage_training, "save_for_others", lambda *where, **more: written.append(where))
+    monkeypatch.setattr(stage_result, "save_for_others", lambda *where, **more: written.append(where))
     monkeypatch.setattr(
         stage_training, "train", lambda job, state: replace(state, step=TOTAL_STEPS, evaluation=evaluation)
     )
@@ -336,7 +337,7 @@ def test_a_stage_whose_held_out_loss_is_not_finite_has_failed_and_leaves_no_mode
     assert not written and ends.folder.record("pretrain").state == "running"
 
 
-def test_a_checkpoint_knows_what_went_into_its_stage(stage: Stage) -> None:
+def test_a_checkpoint_knows_what_went_into_its_stage(stage: OwnStage) -> None:
     stage.folder.update("pretrain", inputs={"training images": "abc"})
     stage.job().saver.save(state_at(3))
     content = json.loads((stage.checkpoints / "step-00000003" / "state.json").read_text())
@@ -346,7 +347,7 @@ def test_a_checkpoint_knows_what_went_into_its_stage(stage: Stage) -> None:
     assert stage.folder.record("pretrain").inputs == {"training images": "abc"}
 
 
-def test_checkpoints_that_are_gone_are_no_reason_to_begin_from_nothing(ends: Stage) -> None:
+def test_checkpoints_that_are_gone_are_no_reason_to_begin_from_nothing(ends: OwnStage) -> None:
     ends.folder.update("pretrain", state="running", last_saved_step=7)
     with pytest.raises(
         UserError, match=r"holds no checkpoint, but one was saved at step 7: bring it back, .*--restart pretrain"
@@ -356,12 +357,12 @@ def test_checkpoints_that_are_gone_are_no_reason_to_begin_from_nothing(ends: Sta
 
 
 def test_what_could_not_be_saved_is_not_begun_and_what_is_saved_whole_needs_no_room(
-    ends: Stage, monkeypatch: pytest.MonkeyPatch
+    ends: OwnStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def opened(*arguments: Any, **more: Any) -> None:
         raise Reached
 
-    monkeypatch.setattr("pipeline.checkpoint.room.free_bytes", lambda root: 15_399)
+    monkeypatch.setattr("pipeline.checkpoint.disk_space.free_bytes", lambda root: 15_399)
     monkeypatch.setattr(stage_training, "open_engine", opened)
     with pytest.raises(UserError, match=r"a checkpoint needs about 15.4 kB"):  # 14 bytes for each of 1100 parameters
         ends.train()
@@ -370,7 +371,7 @@ def test_what_could_not_be_saved_is_not_begun_and_what_is_saved_whole_needs_no_r
         ends.train()
 
 
-def test_the_watch_is_told_engine_hang_seconds(ends: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_watch_is_told_engine_hang_seconds(ends: OwnStage, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Path, float]] = []
 
     def watch(folder: Path, *, hang_seconds: float, **more: Any) -> None:
@@ -383,7 +384,7 @@ def test_the_watch_is_told_engine_hang_seconds(ends: Stage, monkeypatch: pytest.
     assert asked == [(ends.folder.ranks("pretrain"), 17)]
 
 
-def test_data_that_have_changed_since_are_refused_on_all_ranks(ends: Stage, tmp_path: Path) -> None:
+def test_data_that_have_changed_since_are_refused_on_all_ranks(ends: OwnStage, tmp_path: Path) -> None:
     ends.shards = Path(shutil.copytree(ends.shards, tmp_path / "own"))
     ends.train()
     ends.train()

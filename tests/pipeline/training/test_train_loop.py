@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from data_shards.errors import UserError
-from pipeline.checkpoint.train_state import TrainState
-from pipeline.ranks.slow_rank import Slowest
+from pipeline.checkpoint.train_state import RollBack, TrainState
+from pipeline.ranks.pace import Slowest
 from pipeline.ranks.stopping import Requests, StopOrSave
 from pipeline.recipe.optimizer import Schedule
 from pipeline.recipe.stage import RollbackConfig
 from pipeline.report.losses import Spike
-from pipeline.stage.rollback import GoBack
-from pipeline.training.train_loop import TrainingFailed, train
+from pipeline.training.after_step import TrainingFailed
+from pipeline.training.train_loop import train
 from tests.looping import ALL, HALF, MASKED, STEPS, job, saving, stepping
 
 
@@ -201,7 +201,7 @@ def test_so_many_skipped_steps_in_a_row_make_it_go_back_and_save_nothing() -> No
     whole, calls = rolling(after_skipped_steps=2)
     results = iter([True, False, True, False, False])
     whole.engine.step = lambda **how: stepping(applied=next(results))(**how)
-    with pytest.raises(GoBack) as back:
+    with pytest.raises(RollBack) as back:
         train(whole, TrainState())
     assert (back.value.trouble.first, back.value.trouble.last) == (3, 4)
     assert calls == ["finish"]
@@ -225,7 +225,7 @@ def test_steps_that_are_passed_over_move_the_position_and_nothing_else() -> None
 def test_a_spike_makes_it_go_back_if_the_recipe_says_so_at_the_first_one_found() -> None:
     before = [0.010, 0.011] * 40
     whole, _ = rolling(spike_sigmas=6.0)
-    with pytest.raises(GoBack) as back:
+    with pytest.raises(RollBack) as back:
         train(replace(whole, plan=replace(whole.plan, log_steps=3)), TrainState(recent_losses=before))
     assert (back.value.trouble.first, back.value.trouble.last) == (0, 0)
     whole, _ = rolling()

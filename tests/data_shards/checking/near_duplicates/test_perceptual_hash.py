@@ -6,8 +6,15 @@ import scipy.fft
 from PIL import Image
 
 from data_shards.checking.near_duplicates.hash_index import MOST_FIRST
-from data_shards.checking.near_duplicates.perceptual_hash import PARTS, WHOLE, distances, hash_windows, mirrored
-from data_shards.checking.near_duplicates.thumbnail import sampling, thumbnail
+from data_shards.checking.near_duplicates.perceptual_hash import (
+    PARTS,
+    WHOLE,
+    distances,
+    hash_windows,
+    mirrored,
+    sampling,
+    thumbnail,
+)
 from tests.data_shards.checking.near_duplicates.planted import edited, photographs
 
 CENTRE = np.array([[0.05, 0.05, 0.95, 0.95]], np.float32)

@@ -7,7 +7,6 @@ from typing import get_args
 import pytest
 
 from data_shards.packing.sources.recognise import open_source
-from data_shards.vocabulary import GOOGLES
 from launch.commands.training.demo import CHOICES, comparison, next_commands
 from launch.commands.training.demo import _shard_paths as shard_paths
 from model.formats.export import formats_of
@@ -16,7 +15,7 @@ from pipeline.recipe.io import load_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import FinetuneStage
 from pipeline.runs.run_folder import RunFolder
-from pipeline.stage.initial_model import stage_model
+from pipeline.stage.initial_model import StageStart, stage_model
 from tests.conftest import ROOT
 
 
@@ -49,7 +48,7 @@ def test_the_recipe_that_one_is_told_to_copy_makes_models_that_every_program_loa
     for text in (page, next_commands(CHOICES["digits"], runs_root=Path("runs"))):
         (file,) = set(re.findall(r"(?:cp|copy) (pipeline/recipes/\w+\.yaml)", text))
         recipe = load_recipe(str(ROOT / file))
-        meta = stage_model(recipe, stage="finetune", classes=["a"], head="linear", normalisation=GOOGLES)
+        meta = stage_model(recipe, stage="finetune", classes=["a"], start=StageStart("linear"))
         assert formats_of(meta) == (list(get_args(ExportFormat)), {})
 
 

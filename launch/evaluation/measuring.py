@@ -1,0 +1,280 @@
+"""`shardvit transfer` once its flags are read: measure the model, then keep, show and track the result."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import stdev
+from typing import TYPE_CHECKING, get_args
+
+from data_shards.processes import num_cores
+from data_shards.store.cache import CacheConfig
+from data_shards.store.store import Store
+from data_shards.text import one_line, table
+from launch.flags import pixel_limit
+from launch.local.env import experiment_name, tracking_uri
+from launch.local.output import say
+from launch.target import tell_result
+from pipeline.ranks.start_clock import StartClock
+from pipeline.recipe.data import ShardsConfig
+from pipeline.transfer.data_sets import TransferSet, check_sets, open_set
+from pipeline.transfer.results import (
+    Command,
+    SetGroup,
+    TransferRecord,
+    TransferScore,
+    metrics_of,
+    model_origin,
+    save_record,
+)
+from pipeline.transfer.table import TableProgress, mean_score, measure_table, open_table, read_table, set_scores
+
+if TYPE_CHECKING:
+    from launch.evaluation.options import TransferOptions
+    from pipeline.transfer.measure import SetMeasured
+    from pipeline.transfer.settings import Settings
+
+_MOST_WORKERS = 16
+_FAULTS_SHOWN = 5
+
+
+def measure_one_set(
+    model: Path, train_shards: str, eval_shards: str, settings: Settings, *, options: TransferOptions
+) -> int:
+    """Measure by one method on one data set; returns the exit code."""
+    store, classes = Store(CacheConfig()), str(options.classes) if options.classes else None
+    opened = [
+        open_set(ShardsConfig.model_construct(shards=each, label=options.label, classes=classes), store=store, say=say)
+        for each in (train_shards, eval_shards)
+    ]
+    data = TransferSet(options.name or opened[1].name, *opened, store=store)
+    check_sets(data)
+    with closing(StartClock(settings.method, say=say, part="importing libraries")) as clock:
+        from pipeline.transfer.measure import measure
+
+        session = _Session(model, command=settings.method, options=options, clock=clock)
+        measured = measure(session.features, data, settings, most_images=options.images)
+        _tell(measured)
+        used, scores = measured.used, measured.scores
+        record = replace(session.record(data.name), data_sets=(used,), results=scores)
+        file = session.record_file(f"{record.name}-{used.digest}")
+        save_record(file, record)
+        damaged = f", {used.damaged_images:,} more could not be read" if used.damaged_images else ""
+        spread = "; ±: standard deviation over the seeds" if any(len(each.values) > 1 for each in scores) else ""
+        footer = (
+            f"{used.eval_images:,} images of {used.num_classes:,} classes{damaged}; features: {record.layer}{spread}"
+        )
+        shots = {  # seed -> class -> its samples in TRAIN_SHARDS, in the order drawn: the first 5 are the 5 shots
+            str(seed): {data.train.classes[label]: samples for label, samples in by_class.items()}
+            for seed, by_class in measured.shots.items()
+        }
+        return session.finish(
+            record,
+            file,
+            shown=f"{table(_rows(measured), align='lr', heading='ruled')}\n{footer}",
+            params={**settings.model_dump(mode="json"), "images": options.images},
+            more={"shots": shots} if shots else {},
+        )
+
+
+def measure_a_table(model: Path, source: Path, *, options: TransferOptions) -> int:
+    """Measure all data sets of a table; returns the exit code."""
+    content = read_table(source)
+    sets = open_table(content, store=Store(CacheConfig()), say=say)
+    with closing(StartClock("transfer", say=say, part="importing libraries")) as clock:
+        session = _Session(model, command="transfer", options=options, clock=clock)
+        name = (content.name or source.stem) + (f"-{options.images}" if options.images else "")
+
+        def told(progress: TableProgress) -> None:
+            if progress.measured is not None:
+                _tell(progress.measured)
+            done = "done" if progress.measured is not None else "done before"
+            say(f"{progress.number} of {progress.of}: {progress.name} {done}")
+
+        file = session.record_file(name)
+        record = measure_table(
+            content,
+            sets,
+            features=session.features,
+            record=session.record(name),
+            file=file,
+            most_images=options.images,
+            told=told,
+        )
+        params = {"table": str(source), "images": options.images, "method": content.method}
+        shown = table(_table_rows(record), align="lr", heading="ruled")
+        return session.finish(record, file, shown=shown, params=params, more={})
+
+
+class _Session:
+    """One command on one model, whose features are in `features`."""
+
+    def __init__(self, model: Path, *, command: Command, options: TransferOptions, clock: StartClock) -> None:
+        from pipeline.transfer.features import FeatureReading, FeatureStore, default_features_folder
+        from pipeline.using.predict import open_predictor
+
+        clock.set_status("loading the model")
+        predictor = open_predictor(model, device=options.device, weights=options.weights)
+        self.features = FeatureStore(
+            predictor,
+            layer=options.layer,
+            folder=options.features,
+            reading=FeatureReading(
+                batch_images=options.batch_size,
+                workers=options.workers or min(num_cores(), _MOST_WORKERS),
+                pixel_limit=pixel_limit(options.max_image_pixels),
+            ),
+            say=say,
+            clock=clock,
+        )
+        if predictor.origin != str(model):
+            say(f"the model is {predictor.origin}")
+        for note in predictor.notes:
+            say(f"note: {note}")
+        self._command: Command = command
+        self._options, self._origin = options, model_origin(predictor.origin)
+        self._outside = (options.features or default_features_folder()) / "results"
+
+    def record(self, name: str) -> TransferRecord:
+        """A result of this command without scores."""
+        origin = self._origin
+        return TransferRecord(
+            command=self._command,
+            name=name,
+            model=self.features.predictor.origin,
+            model_digest=self.features.digest,
+            layer=self.features.layer,
+            run=origin.run and origin.run.name,
+            stage=origin.stage,
+            step=origin.step,
+            images_seen=origin.images_seen,
+        )
+
+    def record_file(self, name: str) -> Path:
+        """The result's file, in the run's folder or, for a model from elsewhere, beside the features."""
+        digest = "" if self._origin.run else f"-{self.features.digest[:12]}"
+        file = self._origin.record_file(f"{self._command}-{name}{digest}", outside=self._outside)
+        file.parent.parent.mkdir(parents=True, exist_ok=True)
+        return file
+
+    def finish(
+        self,
+        record: TransferRecord,
+        file: Path,
+        *,
+        shown: str,
+        params: Mapping[str, object],
+        more: Mapping[str, object],
+    ) -> int:
+        """Print the table or JSON (with `more` keys), and make the MLflow run; returns the exit code."""
+        tell_result(shown, as_json=json.dumps({**asdict(record), **more}, indent=1), json_file=self._options.json_file)
+        say(f"the result is in {file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}")
+        if self._options.tracking:
+            self.features.clock.set_status("telling MLflow")
+            self._log(record, file, params=params)
+        return 0
+
+    def _log(self, record: TransferRecord, file: Path, *, params: Mapping[str, object]) -> None:
+        from pipeline.tracking.command_runs import CommandResult, log_result
+        from pipeline.tracking.facts import DatasetInput
+
+        results = record.results
+        tracked = CommandResult(
+            name=f"{record.command}-{record.run or Path(record.model).stem}-{record.name}",
+            kind=record.command,
+            params={"model": record.model, "layer": record.layer, "images_seen": record.images_seen, **params},
+            metrics=metrics_of(record),
+            datasets=[
+                DatasetInput(name=f"{each.name}-{use}", source=source, digest=digest, context=use)
+                for each in record.data_sets
+                for use, source, digest in (
+                    ("train", each.train, each.train_digest),
+                    ("eval", each.eval, each.eval_digest),
+                )
+            ],
+            files=[file],
+            tables={
+                "transfer": {
+                    "data set": [each.data_set for each in results],
+                    "group": [each.group or "" for each in results],
+                    "method": [each.method for each in results],
+                    "metric": [each.metric for each in results],
+                    "settings": [json.dumps(each.settings) for each in results],
+                    "value": [each.value for each in results],
+                }
+            },
+            of_run=self._origin.run,
+        )
+        log_result(tracked, tracking_uri=tracking_uri(), experiment=experiment_name(), say=say)
+
+
+def _tell(measured: SetMeasured) -> None:
+    """Damaged images and notes, on standard error."""
+    for note in measured.notes:
+        say(note)
+    for fault in measured.faults[:_FAULTS_SHOWN]:
+        say(f"{one_line(fault.key)} of {fault.shard} cannot be read and is left out: {fault.reason}")
+    if (count := measured.used.damaged_images) > _FAULTS_SHOWN:
+        say(f"{count:,} images in all cannot be read and are left out")
+
+
+def _rows(measured: SetMeasured) -> list[tuple[str, ...]]:
+    scores, settings = measured.scores, measured.scores[0].settings
+    if scores[0].method == "fewshot":
+        keys = ("shots", "images", "l2")
+        rows = [
+            (
+                *(_numbers(each.settings[key]) for key in keys),
+                f"{each.value:.4f}",
+                _spread(each),
+                str(each.settings["seeds"]),
+            )
+            for each in scores
+        ]
+        return [(*keys, "top-1", "±", "seeds"), *rows]
+    names = list(dict.fromkeys(each.metric for each in scores))
+    found: dict[tuple[str, ...], dict[str, str]] = {}
+    for each in scores:
+        found.setdefault(tuple(_numbers(each.settings[key]) for key in settings), {})[each.metric] = f"{each.value:.4f}"
+    shown = {"top1": "top-1", "top5": "top-5"}
+    images = f"{measured.used.train_images:,}"
+    rows = [(*values, images, *(by_name[name] for name in names)) for values, by_name in found.items()]
+    return [(*settings, "images", *(shown.get(name, name) for name in names)), *rows]
+
+
+def _table_rows(record: TransferRecord) -> list[Sequence[str]]:
+    scores = set_scores(record)
+    rows: list[Sequence[str]] = [("data set", "classes", "train", "eval", "method", "top-1", "±")]
+    for group in (*get_args(SetGroup), None):
+        sets = [used for used in record.data_sets if used.group == group]
+        for used in sets:
+            score = scores[used.name]
+            counts = (f"{each:,}" for each in (used.num_classes, used.train_images, used.eval_images))
+            rows.append((used.name, *counts, _how(score), f"{score.value:.4f}", _spread(score)))
+        if sets and group is not None:
+            rows.append((f"mean of {group}", "", "", "", "", f"{mean_score(record, group=group):.4f}", ""))
+    return [*rows, ("mean of all", "", "", "", "", f"{record.mean:.4f}", "")]
+
+
+def _spread(score: TransferScore) -> str:
+    """Standard deviation over the seeds; empty for a single one."""
+    return f"{stdev(score.values):.4f}" if len(score.values) > 1 else ""
+
+
+def _numbers(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_numbers, dict.fromkeys(value)))
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def _how(score: TransferScore) -> str:
+    match score.method:
+        case "fewshot":
+            return f"{score.settings['shots']}-shot"
+        case "probe":
+            return f"probe, C {_numbers(score.settings['c'])}"
+        case "knn":
+            return f"kNN, k {score.settings['k']}"

@@ -1,0 +1,98 @@
+"""The moving average of the weights (EMA, Polyak averaging): one float32 tensor beside each master weight.
+
+Costs 4 bytes a parameter, sharded as the masters are, and one pass over both after each step. In a checkpoint it has a
+file of its own. Buffers are not averaged. Does not import DeepSpeed and is not collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from pipeline.recipe.stage import EmaConfig
+
+AVERAGE = "average"  # among the names of what a saved state holds of each parameter
+Number = TypeVar("Number", float, Tensor)
+_EXCHANGED_ELEMENTS = 1 << 24  # at a time: 64 MiB beside masters and averages
+
+
+def average_file(rank: int) -> str:
+    """The name of a process's file; what all processes hold alike is rank 0's."""
+    return f"average_rank_{rank}.pt"
+
+
+def decay_at(updates: Number, *, config: EmaConfig) -> Number | float:
+    """The decay of the update that comes after so many, a number or a tensor.
+
+    Sources: tf.train.ExponentialMovingAverage (`num_updates`); timm.utils.ModelEmaV3 (`use_warmup`, its defaults).
+    """
+    match config.warmup:
+        case "none":
+            return config.decay
+        case "tensorflow":
+            return _at_most(config.decay, (1 + updates) / (10 + updates))
+        case "timm":
+            return _at_most(config.decay, 1 - (1 + updates) ** (-2 / 3))
+
+
+def _at_most(limit: float, value: Any) -> Any:
+    return value.clamp(max=limit) if isinstance(value, Tensor) else min(limit, value)
+
+
+class WeightAverage:
+    """Averages of `masters`, float32, whose keys name them in the file; they begin as copies."""
+
+    def __init__(self, masters: Mapping[str, Tensor], *, config: EmaConfig) -> None:
+        self._config = config
+        self._keys = tuple(masters)
+        self._masters = list(masters.values())
+        device = self._masters[0].device if self._masters else torch.device("cpu")  # a rank may hold nothing
+        self._updates = torch.zeros((), dtype=torch.float64, device=device)
+        self._averages = [master.detach().clone() for master in self._masters]
+        self._by_master = dict(zip(map(id, self._masters), self._averages, strict=True))
+
+    @property
+    def updates(self) -> int:
+        """How often the average has moved: after each applied step. Waits for the device."""
+        return int(self._updates)
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        self._updates.fill_(count)
+
+    @torch.no_grad()
+    def update(self, *, applied: Tensor) -> None:
+        """After a step: average <- decay * average + (1 - decay) * master if it was applied, else nothing moves.
+        `applied`: 1 or 0, 0-dimensional on the masters' device, so that the host need not know it."""
+        applied = applied.to(self._updates.device)  # masters that are offloaded are on the host
+        weight = applied * (1 - decay_at(self._updates, config=self._config))
+        weights = [weight.float()] * len(self._averages)
+        torch._foreach_lerp_(self._averages, [master.detach() for master in self._masters], weights)
+        self._updates += applied
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Swap masters and averages in place; twice is never, to the last bit."""
+        for master, average in zip(self._masters, self._averages, strict=True):
+            pieces = (each.detach().view(-1).split(_EXCHANGED_ELEMENTS) for each in (master, average))
+            for one, other in zip(*pieces, strict=True):
+                kept = one.clone()
+                one.copy_(other)
+                other.copy_(kept)
+
+    def of(self, master: Tensor) -> Tensor | None:
+        """The average beside a master; None: it has none, as a frozen parameter."""
+        return self._by_master.get(id(master))
+
+    def restart(self) -> None:
+        """Begin again, from the weights as they are."""
+        for master, average in zip(self._masters, self._averages, strict=True):
+            average.copy_(master.detach())
+        self.updates = 0
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint; shares memory."""
+        return {"updates": self.updates, "averages": dict(zip(self._keys, self._averages, strict=True))}

@@ -1,0 +1,73 @@
+"""Freeze the parts of a model that the recipe names, and carry their exact weights through checkpoints.
+
+In half precision the forward pass computes with rounded values; the exact ones are kept on the CPU (4 bytes of a frozen
+parameter on each rank) and written by rank 0, since DeepSpeed would save the rounded ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from data_shards.errors import UserError
+from pipeline.engine.saved_state.reading import read_state
+from pipeline.optimizers.parameter_groups import is_head
+
+FILE = "frozen.pt"  # of a checkpoint, beside DeepSpeed's
+_PARTS: dict[str, Callable[[str], bool]] = {
+    "trunk": lambda name: not is_head(name),
+    "head": is_head,
+    "patch_embedding": lambda name: name.startswith("patch_embed."),
+    "positions": lambda name: name.startswith(("pos_embed", "position.")) or name.endswith(".relative"),
+    "class_token": lambda name: name == "cls_token",
+}
+
+
+def freeze(model: nn.Module, frozen: tuple[str, ...], *, key: str) -> None:
+    """Take the gradient from what `frozen` names; UserError, naming the recipe's `key`: a name that matches nothing, or
+    nothing is left to train."""
+    names = [name for name, _ in model.named_parameters()]
+    for each in frozen:
+        chosen = _PARTS.get(each, lambda name, pattern=each: fnmatchcase(name, pattern))
+        found = {name for name in names if chosen(name)}
+        if not found:
+            parts = [part for part, is_its in _PARTS.items() if any(map(is_its, names))]
+            near = get_close_matches(each, [*parts, *names], n=3, cutoff=0.5)
+            raise UserError(
+                f"{key}: {each!r} is no part of this model: "
+                + (f"the nearest are {', '.join(near)}" if near else f"give {', '.join(parts)}, or a pattern")
+            )
+        for name, parameter in model.named_parameters():
+            if name in found:
+                parameter.requires_grad = False
+    if frozen and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(f"{key}: {', '.join(frozen)} is all of the model, and nothing is left to train: leave some out")
+
+
+def frozen_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Float32 copies on the CPU."""
+    found = {name: p.detach().float().cpu() for name, p in model.named_parameters() if not p.requires_grad}
+    return {name: tensor.clone() for name, tensor in found.items()}
+
+
+def read_frozen(folder: Path) -> dict[str, Tensor]:
+    """What the file in DeepSpeed's `folder` holds; nothing if there is none."""
+    file = folder / FILE
+    return dict(read_state(file)["weights"]) if file.exists() else {}
+
+
+def put_frozen(parameter: Any, values: Tensor, *, rank: int) -> None:
+    """Copy whole float32 values into a frozen parameter, or this rank's piece of it under ZeRO 3."""
+    if hasattr(parameter, "ds_tensor"):
+        piece, flat = parameter.ds_tensor, values.flatten()
+        first = rank * piece.numel()
+        count = max(0, min(piece.numel(), flat.numel() - first))
+        if count:
+            piece.detach().view(-1).narrow(0, 0, count).copy_(flat.narrow(0, first, count))
+    else:
+        parameter.detach().copy_(values)

@@ -1,0 +1,185 @@
+"""Copy a snapshot to host memory while training goes on: one buffer, kept and filled again at each save.
+
+A checkpoint's content changes in an optimizer step and when weights are swapped with their averages, not in forward and
+backward passes: a thread copies beside those, and only the next change waits (`Hold`). Costs as many bytes of host
+memory as the process writes. A CPU copies by one thread (about 5 GB/s); a GPU by its copy engine into page-locked
+memory, for which the next change's kernels wait, not the host. One snapshot at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pipeline.engine.saved_state.state_files import Abandoned, StateFile
+
+_ALIGNMENT = 512  # of a tensor's begin in the buffer: CUDA's own
+_PIECE_BYTES = 64 << 20
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices of the process
+
+
+class Hold:
+    """What an engine must wait for before it changes its state."""
+
+    def __init__(self) -> None:
+        self._wait: Callable[[], None] | None = None
+
+    def set(self, wait: Callable[[], None]) -> None:
+        """`wait` is called once, before the next change; it may be quick, if it makes a stream wait."""
+        self.release()
+        self._wait = wait
+
+    def release(self) -> None:
+        """Before anything that a snapshot holds changes."""
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            wait()
+
+
+class HostBuffer:
+    """Host memory for one snapshot of an engine on `device`; grows when a larger one comes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._unlock: Callable[[], None] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """What it holds of the host's memory."""
+        return self._bytes.numel()
+
+    def device_of_thread(self) -> contextlib.AbstractContextManager[Any]:
+        """CUDA gives each new thread device 0: every rank of a host would make a context there, of its memory."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+
+    def reserve(self, num_bytes: int) -> torch.UntypedStorage:
+        """At least so many bytes. MemoryError: the host has none."""
+        if self._bytes.numel() < num_bytes:
+            self.free()
+            try:
+                self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
+            except RuntimeError as error:  # torch's allocator has no type of its own
+                raise MemoryError(str(error).splitlines()[0]) from error
+            if self.device.type == "cuda":
+                self._unlock = _page_lock(self._bytes)
+        return self._bytes.untyped_storage()
+
+    def free(self) -> None:
+        """Give the memory back; nothing may use it any more."""
+        if self._unlock is not None:
+            self._unlock()
+        self._unlock, self._bytes = None, torch.empty(0, dtype=torch.uint8)
+
+
+def _page_lock(memory: torch.Tensor) -> Callable[[], None] | None:
+    """Lock in place what CUDA is to copy to; torch's own pinned memory would round up to a power of two. None: CUDA
+    refused, and copies are slower, through memory of its own."""
+    cudart: Any = torch.cuda.cudart()
+    address = memory.data_ptr()
+    if int(cudart.cudaHostRegister(address, memory.numel(), _PORTABLE)) != 0:
+        return None
+    unlock = weakref.finalize(memory, cudart.cudaHostUnregister, address)
+    unlock.atexit = False  # the process's end unlocks it as well, and CUDA may be gone by then
+    return unlock
+
+
+def copy_bytes(files: Sequence[StateFile]) -> int:
+    """What a buffer for them holds."""
+    sources = {place: storage for file in files for place, storage in file.storages().items()}
+    return sum(_aligned(storage.nbytes()) for storage in sources.values())
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One storage of a snapshot, and where it goes."""
+
+    source: torch.UntypedStorage
+    target: torch.UntypedStorage
+
+
+class HostCopy:
+    """One snapshot on its way to the host: made by the thread that trains, run by another."""
+
+    def __init__(self, files: Sequence[StateFile], *, buffer: HostBuffer) -> None:
+        self._files, self._buffer = tuple(files), buffer
+        self._ordered = threading.Event()
+        self._copied: torch.cuda.Event | None = None
+        self._written: torch.cuda.Event | None = None  # when the training's kernels so far are done
+        if buffer.device.type == "cuda":
+            self._written = torch.cuda.Event()
+            self._written.record(torch.cuda.current_stream(buffer.device))
+
+    def run(self, *, abandoned: threading.Event | None = None) -> tuple[StateFile, ...]:
+        """Copy, and return the files with their tensors in the buffer. Abandoned: `abandoned` was set."""
+        with self._buffer.device_of_thread():
+            try:
+                parts, files = self._plan()
+                on_device = [part for part in parts if part.source.device.type != "cpu"]
+                if on_device:
+                    self._order(on_device)
+                for part in parts:
+                    if part.source.device.type == "cpu":
+                        _copy_on_host(part, abandoned=abandoned)
+            finally:
+                self._ordered.set()
+                if self._copied is not None:
+                    self._copied.synchronize()  # whatever else failed: the buffer must not be filled while it is used
+                self._files = ()
+        return files
+
+    def wait(self) -> None:
+        """Return when what comes next in this thread, or in its stream, may change what is copied."""
+        self._ordered.wait()
+        if self._copied is not None:
+            torch.cuda.current_stream(self._buffer.device).wait_event(self._copied)
+
+    def _plan(self) -> tuple[list[_Part], tuple[StateFile, ...]]:
+        sources = {place: storage for file in self._files for place, storage in file.storages().items()}
+        begins = list(itertools.accumulate((_aligned(each.nbytes()) for each in sources.values()), initial=0))
+        whole = self._buffer.reserve(begins[-1])
+        targets = {
+            place: whole[begin : begin + source.nbytes()]
+            for (place, source), begin in zip(sources.items(), begins[:-1], strict=True)
+        }
+        parts = [_Part(source, targets[place]) for place, source in sources.items()]
+        return parts, tuple(file.moved(targets) for file in self._files)
+
+    def _order(self, parts: Sequence[_Part]) -> None:
+        device = self._buffer.device
+        stream = torch.cuda.Stream(device)
+        assert self._written is not None
+        stream.wait_event(self._written)
+        with torch.cuda.stream(stream):
+            copied = torch.cuda.Event(blocking=True)  # who waits for it sleeps
+            try:
+                for part in parts:
+                    _as_bytes(part.target).copy_(_as_bytes(part.source), non_blocking=True)
+            finally:
+                copied.record(stream)
+                self._copied = copied
+
+
+def _copy_on_host(part: _Part, *, abandoned: threading.Event | None) -> None:
+    """By one thread, which leaves the cores and the interpreter to the training."""
+    source, target, num_bytes = part.source.data_ptr(), part.target.data_ptr(), part.source.nbytes()
+    for first in range(0, num_bytes, _PIECE_BYTES):
+        if abandoned is not None and abandoned.is_set():
+            raise Abandoned
+        ctypes.memmove(target + first, source + first, min(_PIECE_BYTES, num_bytes - first))
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

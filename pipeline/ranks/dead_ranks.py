@@ -1,0 +1,203 @@
+"""After a failed exchange: find the dead rank, say it once per log, and tell the other hosts in one small file.
+
+A rank that fails by an exception, or whose host's process died or hangs, overwrites `NEWS_FILE` in place. The lowest
+living rank of each host reads its host's heartbeats once and then that file, ever more seldom; the other ranks read the
+lowest one's heartbeat: some 9 file operations a rank for a death. Processes of this host are asked of the kernel.
+
+Where all hosts write to one log (SLURM, `shardvit run` over ssh), the first to create a certain file says it. If it is
+killed between the two, only its launcher tells.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from pipeline.ranks.heartbeat import Heartbeat, read_beat, read_heartbeat, write_beat, write_heartbeat
+from pipeline.ranks.place import Place
+from pipeline.ranks.process import process_started, this_machine
+
+About = Literal["a rank", "nobody known", "a mistake"]
+
+NEWS_FILE = "news.json"  # beside the heartbeats, in the same form
+LEAVE_SECONDS = 3.0  # for the main thread to fail by itself; and the launcher sees the dead rank's exit code first
+_FIRST_PAUSE_SECONDS = 0.2  # between two looks; each one is twice as long as the one before
+_PEER_GONE = re.compile(r"Connection closed by peer|onnection reset|Broken pipe|remote process exited")  # gloo, NCCL
+
+first_word = threading.Lock()  # taken for good by the thread of this process that reports another rank's end
+
+
+def peer_is_gone(error: BaseException) -> bool:
+    """Whether an exchange between ranks failed because another one has ended."""
+    return isinstance(error, RuntimeError) and bool(_PEER_GONE.search(str(error)))
+
+
+def tell_all_hosts(folder: Path, beat: Heartbeat) -> None:
+    """Spread first-hand knowledge: a rank that failed, or has ended the run. The first one stays, but that a rank has
+    ended the run says more than that one has failed. OSError as for a heartbeat."""
+    known = read_beat(folder / NEWS_FILE, attempt=beat.attempt)
+    if known is None or (known.state, beat.state) == ("failed", "ended"):
+        write_beat(folder / NEWS_FILE, beat)
+
+
+def who_is_gone(folder: Path, *, place: Place) -> str:
+    """Which rank died and where it was, after a failed exchange; empty: unknown. A process on another host counts as
+    dead if it failed by an exception, or its host's ranks said so."""
+    mine = _own_heartbeat(folder, place=place)
+    if mine is None:
+        return ""
+    news = read_beat(folder / NEWS_FILE, attempt=mine.attempt)
+    return _sentence(_Host(folder, place=place, attempt=mine.attempt), news)[0]
+
+
+def report_gone(folder: Path, *, place: Place, say: Callable[[str], None]) -> None:
+    """Say `who_is_gone`, once per log, after waiting a moment until it is known."""
+    mine = _own_heartbeat(folder, place=place)
+    host = _Host(folder, place=place, attempt=mine.attempt) if mine else None
+    deadline, pause_seconds = time.monotonic() + LEAVE_SECONDS, _FIRST_PAUSE_SECONDS
+    sentence, is_first_hand = "", False
+    while True:
+        speaker = host.speaker() if host else None
+        if speaker is not None and speaker.state == "ended":
+            return
+        if host and mine and speaker is None:
+            news = read_beat(folder / NEWS_FILE, attempt=mine.attempt)
+            if host.has_said() or (news and news.state == "ended" and news.is_here and news.rank != mine.rank):
+                return
+            sentence, is_first_hand = _sentence(host, news)
+        left_seconds = deadline - time.monotonic()
+        if sentence or left_seconds <= 0:
+            break
+        time.sleep(min(pause_seconds, left_seconds))
+        pause_seconds *= 2
+    if speaker is None and first_word.acquire(blocking=False):
+        about: About = "a rank" if sentence else "nobody known"
+        sentence = sentence or "another process of the run died; which one is not known on this host"
+        if mine is not None:
+            ended = replace(mine, state="ended", note=sentence)
+            with suppress(OSError):
+                write_heartbeat(folder, ended)
+                if is_first_hand:
+                    tell_all_hosts(folder, ended)
+        if mine is None or is_to_say(folder, place=place, attempt=mine.attempt, about=about):
+            say(sentence)
+
+
+def is_to_say_mistake(folder: Path, *, place: Place) -> bool:
+    """Whether this rank is to say what it has found and others may have found too: of one log, who asks first."""
+    mine = _own_heartbeat(folder, place=place)
+    return mine is None or is_to_say(folder, place=place, attempt=mine.attempt, about="a mistake")
+
+
+def is_to_say(folder: Path, *, place: Place, attempt: str, about: About) -> bool:
+    """Whether this host is to say its sentence: always if it has a log of its own, else if it asks before the others.
+    That nobody is known is not said after a rank was named, but does not keep another host from naming it."""
+    if place.log == "of a host":
+        return True
+    named = folder / said_file(attempt)
+    try:
+        if about == "nobody known" and named.exists():
+            return False
+        file = named if about == "a rank" else named.with_suffix("." + about.replace(" ", "-"))
+        os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+    except FileExistsError:
+        return False
+    except OSError:  # rather twice than not at all
+        pass
+    return True
+
+
+def said_file(attempt: str) -> str:
+    """The name of the file that the first one to name a rank makes beside the heartbeats."""
+    return f"said-{hashlib.blake2b(attempt.encode(), digest_size=8).hexdigest()}"
+
+
+class _Host:
+    """The heartbeats of this host's other ranks: each is read once, and again when its process has ended."""
+
+    def __init__(self, folder: Path, *, place: Place, attempt: str) -> None:
+        self._folder, self._place, self._attempt = folder, place, attempt
+        self._seen: dict[int, Heartbeat | None] = {}
+        self._is_final: set[int] = set()
+
+    def speaker(self) -> Heartbeat | None:
+        """The lowest living rank of this host below this one, as its file has it now; None: it is this one's turn."""
+        for rank in ranks_of_host(self._place):
+            if rank >= self._place.rank:
+                return None
+            beat = self._beat(rank)
+            if beat is not None and beat.is_here and not beat.is_gone:
+                self._seen[rank] = read_heartbeat(self._folder, rank, attempt=self._attempt)
+                return self._seen[rank] or beat
+            if beat is not None and beat.is_here and beat.state == "ended":
+                return beat
+        return None
+
+    def has_said(self) -> bool:
+        """Whether another rank of this host has reported an end."""
+        return any(beat.state == "ended" and beat.is_here for beat in self._beats())
+
+    def gone(self) -> str:
+        """What became of a rank of this host, "" if all are alive or have left in good order."""
+        beats = self._beats()
+        ended = [beat.note for beat in beats if beat.state == "ended"]
+        dead = [gone(beat) for beat in beats if beat.state == "running" and beat.is_gone]
+        failed = [failure(beat) for beat in beats if beat.state == "failed"]
+        return next(iter([*ended, *dead, *failed]), "")
+
+    def _beats(self) -> list[Heartbeat]:
+        others = [rank for rank in ranks_of_host(self._place) if rank != self._place.rank]
+        return [beat for rank in others if (beat := self._beat(rank)) is not None]
+
+    def _beat(self, rank: int) -> Heartbeat | None:
+        beat = self._seen.get(rank)
+        if rank not in self._seen or (beat and beat.is_gone and rank not in self._is_final):
+            if beat is not None:
+                self._is_final.add(rank)  # what a dead process has not written now, it never will
+            self._seen[rank] = read_heartbeat(self._folder, rank, attempt=self._attempt) or beat
+        return self._seen[rank]
+
+
+def ranks_of_host(place: Place) -> range:
+    """The ranks of this process's host, where they are numbered consecutively."""
+    first = max(0, place.rank - place.local_rank)
+    return range(first, min(place.world_size, first + place.local_world_size))
+
+
+def last_step(beat: Heartbeat) -> str:
+    """Of its last heartbeat: a process that was killed may have done a few more."""
+    return f"its last known step was {beat.step}, while {beat.status}"
+
+
+def gone(beat: Heartbeat) -> str:
+    """A sentence about a dead process."""
+    return f"{beat.name} is gone; {last_step(beat)}"
+
+
+def failure(beat: Heartbeat) -> str:
+    """A sentence about a rank that ended by an exception."""
+    return f"{beat.name} has failed ({beat.note}); {last_step(beat)}"
+
+
+def _sentence(host: _Host, news: Heartbeat | None) -> tuple[str, bool]:
+    """What is known, "" if nothing is, and whether this host found it out. An ended run counts before a failed rank,
+    which may only have suffered from another's end."""
+    if news is not None and news.state == "ended":
+        return news.note, False
+    if sentence := host.gone():
+        return sentence, True
+    return (failure(news) if news else ""), False
+
+
+def _own_heartbeat(folder: Path, *, place: Place) -> Heartbeat | None:
+    """None if this process has written none, and the file is an earlier attempt's."""
+    beat, here = read_heartbeat(folder, place.rank), (this_machine(), os.getpid(), process_started(os.getpid()))
+    return beat if beat is not None and (beat.machine, beat.pid, beat.started) == here else None

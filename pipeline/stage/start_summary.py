@@ -1,0 +1,110 @@
+"""What a stage prints before its first step: sizes, cost, damage, and what was restored. Rank 0's lines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from data_shards.errors import UserError
+from model.counting.flops import account
+from pipeline.budget.cost import stage_cost
+from pipeline.checkpoint.identity import checkpoint_identity
+from pipeline.checkpoint.store import Restored
+from pipeline.ranks.place import Place
+from pipeline.recipe.io import flatten, parse_recipe
+from pipeline.recipe.schema import Recipe
+from pipeline.runs.written_by import changed_since, written_by
+from pipeline.stage.data import Stage, cache_advice
+from pipeline.stage.initial_model import StageHead
+from pipeline.stage.task import Task
+
+_LAYOUT = {"processes": "processes", "zero_stage": "ZeRO stage"}
+
+
+def describe_start(
+    stage: Stage, *, place: Place, task: Task, head: StageHead, notes: Sequence[str], restored: Restored | None
+) -> Iterator[str]:
+    """The lines, in order; `notes`: of the kernels."""
+    recipe, config, data, plan = stage.recipe, stage.config, stage.data, stage.plan
+    yield f"{stage.name}: {config.image_size} px, {len(task.outputs)} {task.kind_of_output}; {plan.describe()}"
+    if head != "masked_patch":
+        cost = account(
+            recipe.model,
+            image_size=config.image_size,
+            num_classes=len(task.outputs),
+            head=head,
+            patch_dropout=config.patch_dropout,
+            checkpointed_every=recipe.engine.checkpointed_every or 1,
+        )
+        kept = "checkpointed" if recipe.engine.checkpointed_every else "all"
+        own = stage_cost(recipe.model, stage=config, engine=recipe.engine, num_classes=len(task.outputs))
+        held = (own.activation_bytes, own.checkpointed_activation_bytes)
+        cost = replace(cost, activation_bytes=held[0], checkpointed_activation_bytes=held[1])
+        yield f"{stage.name}: {cost.describe(activations=kept, precision=recipe.engine.precision)}"
+    yield from (f"{stage.name}: {note}" for note in notes)
+    yield from (*data.train.damage, *(line for one in data.held_out.values() for line in one.damage))
+    if advice := cache_advice(recipe, data=data, plan=plan, processes_per_node=place.local_world_size):
+        yield advice
+    if restored is None:
+        return
+    yield from describe_restored(restored, stage=stage)
+    identity = checkpoint_identity(recipe, stage=stage.name, processes=place.world_size)
+    if changes := describe_changes(restored, recipe=recipe, identity=identity, written_by=written_by()):
+        yield changes
+
+
+def describe_restored(restored: Restored, *, stage: Stage) -> Iterator[str]:
+    """Damaged checkpoints that were skipped, then position and age of the restored one."""
+    state, plan = restored.state, stage.plan
+    age_minutes = (time.time() - restored.folder.stat().st_mtime) / 60
+    position = "nothing is left to train"
+    if state.step < plan.total_steps:
+        first = stage.order().rank_batch(state.step, rank=0, world_size=1, start=0, stop=1)
+        shard, row = int(first.shard[0]), int(first.row[0])
+        name, lr = Path(stage.data.train.shards[shard].url).name, plan.schedule(state.step)
+        position = f"the next image is number {row} of {name}, learning rate {lr:.3g}"
+    yield from restored.notes
+    yield (
+        f"going on from {restored.folder}, {max(0.0, age_minutes):.0f} minutes old: step {state.step:,} of "
+        f"{plan.total_steps:,}, {state.images_seen:,} images seen, epoch "
+        f"{state.images_seen / plan.samples_per_epoch:.2f}; {position}; {state.skipped_steps} steps skipped so "
+        "far; weights, optimizer and loss scale are restored, random numbers are functions of seed and step"
+    )
+
+
+def describe_changes(
+    restored: Restored, *, recipe: Recipe, identity: Mapping[str, Any], written_by: Mapping[str, str]
+) -> str | None:
+    """Differences between the checkpoint and this process (the last three arguments); None: there are none."""
+    before = restored.identity
+    layout = [
+        f"{name} {before[key]} -> {identity[key]}" for key, name in _LAYOUT.items() if before[key] != identity[key]
+    ]
+    changes = [*layout, *changed_since(restored.written_by, written_by), *_changed_keys(restored.folder, recipe)]
+    if not changes:
+        return None
+    stage = recipe.train_stage(identity["stage"])
+    other_masks = ", dropout draws other masks (dropout_masks: process)" if stage.dropout_masks == "process" else ""
+    return f"changed since that checkpoint was written: {', '.join(changes)}" + (
+        " (weights and optimizer state are the same; losses may differ from an uninterrupted run's in the last digits"
+        f"{other_masks})"
+        if layout
+        else ""
+    )
+
+
+def _changed_keys(folder: Path, recipe: Recipe) -> list[str]:
+    """Recipe keys that differ from the checkpoint's copy; forbidden changes were refused before."""
+    try:
+        before = flatten(parse_recipe(folder / "recipe.yaml"))
+    except (OSError, UserError):  # the digests were right, so another version of this program wrote it
+        return []
+    now = flatten(recipe)
+    return [
+        f"{key} {before.get(key, '(absent)')} -> {now[key]}"
+        for key in now
+        if before.get(key) != now[key] and key not in ("processes", "engine.zero_stage", "name", "experiment")
+    ]

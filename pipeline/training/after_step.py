@@ -1,0 +1,233 @@
+"""Everything that may follow an optimizer step, one decision a method: settle, log, roll back, evaluate, save, stop.
+
+A step's own numbers arrive one step late (`late_metrics`), so no step waits for them; where something reads the state
+(a log, a checkpoint, a decision to end) they are waited for, and the state is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from data_shards.errors import UserError
+from data_shards.loading.device_prefetch import Batches
+from pipeline.checkpoint.saver import CheckpointSaver
+from pipeline.checkpoint.train_state import RollBack, TrainState, Trouble
+from pipeline.engine.late_metrics import LateMetrics, StepOutcome
+from pipeline.engine.protocol import Engine, StepResult
+from pipeline.ranks.group import Ranks
+from pipeline.ranks.phases import Phase
+from pipeline.ranks.stopping import Requests, StopOrSave, Stopped
+from pipeline.recipe.stage_plan import StagePlan
+from pipeline.report.losses import SIGMAS, LossWindow, Spike, SpikeFinder
+from pipeline.report.reporter import Report
+from pipeline.stage.damage import FaultLedger
+from pipeline.stage.task import Task
+
+
+class TrainingFailed(Exception):
+    """Training cannot go on, or was in vain; the message says why and what was saved."""
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """The parts of one stage's training, ready to run."""
+
+    plan: StagePlan  # steps, batch sizes, learning rates, what is due when, and when to give up
+    batches: Batches  # this rank's micro-batches, from the state's step on
+    task: Task  # micro-batch -> inputs and targets -> loss
+    engine: Engine  # forward, backward, step
+    evaluate: Callable[[int], dict[str, float]]  # step -> held-out metrics by name; collective
+    saver: CheckpointSaver  # writes checkpoints, perhaps in the background
+    faults: FaultLedger  # damaged images so far, and their limit
+    report: Report  # metrics.jsonl, events and the screen; silent above rank 0
+    ranks: Ranks  # the process group
+    requests: Requests  # of any rank: stop, or save
+
+    def phase(self, name: Phase, step: int) -> AbstractContextManager[None]:
+        """Run a block as that phase of a step: timed, and told to the watch that looks for hangs."""
+        return self.report.phases(name, step=step)
+
+
+class AfterStep:
+    """Called after each step of a training; collective.
+
+    Raises:
+        Stopped: by a signal, after saving.
+        RollBack: the recipe says to resume from before these steps and to skip their batches.
+        TrainingFailed: too many steps in a row had gradients that were not finite, or too many rollbacks; or, after
+            saving, a rank is too slow and the recipe says to stop then.
+        UserError: more images are damaged than the recipe allows (after saving), or a checkpoint cannot be written.
+        SaveFailed: the disk failed while a checkpoint was written; retrying may help.
+
+    Attributes:
+        losses: of the steps since the last point of the curve.
+    """
+
+    def __init__(self, job: TrainJob, state: TrainState) -> None:
+        self._job, self._state, self._plan = job, state, job.plan
+        self._slow_rank = ""  # why a rank's pace ends the run
+        if job.faults.complaint:  # of an earlier attempt
+            raise UserError(job.faults.complaint)
+        if state.step == job.plan.total_steps and (failure := self._failure()):  # it had failed at its last step
+            raise failure
+        self.losses = LossWindow(state.losses_since_log, state.scores_since_log)
+        rollback = job.plan.rollback
+        self._spikes = SpikeFinder(state.recent_losses, sigmas=(rollback and rollback.spike_sigmas) or SIGMAS)
+        self._late = LateMetrics(device=job.engine.device)
+
+    def __call__(self, result: StepResult, *, lr: float) -> None:
+        job, state, plan = self._job, self._state, self._plan
+        state.advance(images=plan.global_batch_images)
+        self._late.put(state.step, result)
+        if job.saver.poll():
+            job.report.phases.pace.disturbed()
+
+        self._settle(self._late.ready())  # of the steps before
+        agreed, is_last = job.requests.agreed(state.step), state.step == plan.total_steps
+        if is_last or any(agreed) or plan.reads_after(state.step) or self._skips_may_be_too_many:
+            self._settle(self._late.drain())  # now the state is exact
+        spiked = self._log(lr=lr) if plan.logs_after(state.step) or self._skips_too_long else []
+        self._roll_back_after(spiked)
+        if plan.evaluates_after(state.step):
+            self._evaluate()
+        if is_last:
+            self._slow_rank = ""  # it undoes nothing
+        is_end = bool(is_last or agreed.stop or self._slow_rank or job.faults.complaint)
+        if is_end or agreed.save or plan.saves_after(state.step):
+            self._save()
+        # Skipped steps alone ask for no checkpoint: we roll back to an earlier one instead.
+        failure = self._failure()
+        if is_end or failure:
+            self._finish_saving()
+        if failure:
+            raise failure
+        if agreed.stop and not is_last:
+            raise Stopped
+
+    def _settle(self, outcomes: Sequence[StepOutcome]) -> None:
+        """Count steps that were applied or skipped, and hear what the ranks requested in them."""
+        for outcome in outcomes:
+            if outcome.step - 1 not in self._state.passed_over:
+                self._state.settle(applied=outcome.applied)
+                if not outcome.applied:
+                    self._job.report.skipped(outcome.step)
+            self._job.requests.heard(outcome.step, StopOrSave(*outcome.flags))
+
+    @property
+    def _skips_may_be_too_many(self) -> bool:
+        """Whether we would have to give up, or roll back, if all steps still to be settled were skipped."""
+        plan, most = self._plan, self._plan.max_skipped_steps
+        if plan.rollback:
+            most = min(most, plan.rollback.after_skipped_steps)
+        return self._state.skipped_in_a_row + self._late.pending >= most
+
+    @property
+    def _skips_too_long(self) -> bool:
+        rollback = self._plan.rollback
+        return rollback is not None and self._state.skipped_in_a_row >= rollback.after_skipped_steps
+
+    def _log(self, *, lr: float) -> list[Spike]:
+        """Report a point of the training curve and compare the ranks' pace; returns the spikes since the last point."""
+        job, state = self._job, self._state
+        self._settle_faults()
+        new, measured = self.losses.take(job.ranks), job.engine.measured()
+        passed_over, first = set(state.passed_over), state.step - len(new.losses) + 1
+        by_step = {step: loss for step, loss in enumerate(new.losses, start=first) if step - 1 not in passed_over}
+        if scores := [score for score in new.scores if not math.isnan(score)]:
+            measured[job.task.train_metric] = sum(scores) / len(scores)
+        slowest = job.report.phases.slowest(job.ranks)
+        if by_step:
+            job.report.curve(
+                state,
+                loss=sum(by_step.values()) / len(by_step),
+                more=measured,
+                lr=lr,
+                grad_norm=self._late.grad_norm,
+                slowest_rank_ratio=slowest.ratio if slowest else None,
+                stall_seconds=job.saver.stall_seconds,
+            )
+        spiked = self._spikes.look(by_step)
+        job.report.spikes(spiked)
+        state.recent_losses = self._spikes.recent_losses
+        if slowest and slowest.is_news:
+            job.report.note(f"step {state.step}: {slowest.describe()}", kind="slow_rank", step=state.step)
+        stops = slowest and slowest.may_stop and self._plan.slow_rank == "stop"
+        self._slow_rank = slowest.describe() if slowest and stops else ""
+        return spiked
+
+    def _roll_back_after(self, spiked: Sequence[Spike]) -> None:
+        """Raise if the recipe says to roll back: to before the first of the steps found, so that the result does not
+        depend on how often the curve is logged."""
+        state, rollback = self._state, self._plan.rollback
+        if rollback is None:
+            return
+        found: list[Trouble] = []
+        if rollback.spike_sigmas:  # a step whose loss is not finite was skipped
+            found = [
+                Trouble(each.step - 1, each.step - 1, each.describe()) for each in spiked if math.isfinite(each.loss)
+            ]
+        if self._skips_too_long:
+            why = f"step {state.step}: {state.skipped_in_a_row} steps in a row had gradients that are not finite"
+            found.append(Trouble(state.step - state.skipped_in_a_row, state.step - 1, why))
+        if not found:
+            return
+        self._finish_saving()
+        first = min(found, key=lambda trouble: trouble.first)
+        if state.rollbacks < rollback.times:
+            raise RollBack(first)
+        raise TrainingFailed(
+            f"{first.why}, after {state.rollbacks} rollbacks (rollback.times; {self._saved} is saved): lower the "
+            "stage's optimizer.lr or lengthen its schedule.warmup, then use --restart"
+        )
+
+    def _evaluate(self) -> None:
+        job, state = self._job, self._state
+        with job.phase("evaluating", state.step):
+            state.evaluation, state.evaluation_step = job.evaluate(state.step), state.step
+        self._settle_faults()
+        job.report.evaluation(state)
+
+    def _save(self) -> None:
+        """Save a checkpoint, or begin to; `saver` decides which."""
+        job, state = self._job, self._state
+        with job.phase("saving", state.step):
+            self._settle_faults()
+            means = self.losses.reduce(job.ranks)
+            state.losses_since_log, state.scores_since_log = means.losses, means.scores
+            state.training_seconds, state.process_seconds = job.report.training_seconds, job.report.process_seconds
+            job.saver.save(state)
+        job.requests.saved(state.step)
+
+    def _finish_saving(self) -> None:
+        with self._job.phase("saving", self._state.step):
+            self._job.saver.finish()
+
+    def _failure(self) -> Exception | None:
+        """Why training must stop, if it must; the damage limit may have been exceeded while saving."""
+        job, state = self._job, self._state
+        if job.faults.complaint:
+            return UserError(job.faults.complaint)
+        if state.skipped_in_a_row >= self._plan.max_skipped_steps:
+            return TrainingFailed(
+                f"{state.skipped_in_a_row} steps in a row had gradients that are not finite (the last is {state.step}, "
+                f"{self._saved} is saved): lower the stage's optimizer.lr or lengthen its schedule.warmup, then use "
+                "--restart"
+            )
+        if self._slow_rank:
+            return TrainingFailed(
+                f"{self._slow_rank}; everything up to step {state.step} is saved (engine.slow_rank: stop)"
+            )
+        return None
+
+    @property
+    def _saved(self) -> str:
+        step = self._job.requests.saved_step
+        return f"step {step}" if step else "nothing"
+
+    def _settle_faults(self) -> None:
+        settled = self._job.faults.settle(self._job.ranks)
+        self._state.substituted_images += settled.substituted_images
+        self._job.report.faults(self._state, settled.new)

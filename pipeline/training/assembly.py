@@ -1,0 +1,139 @@
+"""The parts of a stage's training, made from its recipe and wired together."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from pipeline.checkpoint.disk_space import check_free_space, estimate_bytes
+from pipeline.checkpoint.identity import checkpoint_identity
+from pipeline.checkpoint.saver import CheckpointSaver
+from pipeline.checkpoint.store import Retention
+from pipeline.checkpoint.train_state import TrainState
+from pipeline.engine.protocol import Engine
+from pipeline.ranks.pace import Pace
+from pipeline.ranks.stopping import Requests
+from pipeline.ranks.watch import Watch
+from pipeline.recipe.io import dump_recipe
+from pipeline.recipe.schema import EngineConfig
+from pipeline.recipe.stage import TrainStage
+from pipeline.recipe.vocabulary import CORRUPT_SAMPLES_FILE
+from pipeline.report.reporter import Report
+from pipeline.runs.written_by import written_by
+from pipeline.stage.batches import train_loader, train_stream
+from pipeline.stage.context import StageContext
+from pipeline.stage.damage import FaultLedger
+from pipeline.stage.data import Stage
+from pipeline.stage.data_workers import data_workers
+from pipeline.stage.task import Task
+from pipeline.training.after_step import TrainJob
+from pipeline.training.stage_evaluation import StageEvaluation
+
+
+def make_job(
+    context: StageContext,
+    stage: Stage,
+    *,
+    task: Task,
+    engine: Engine,
+    state: TrainState,
+    watch: Watch,
+    report: Report,
+) -> TrainJob:
+    """Everything the loop needs, from `state` on; collective."""
+    recipe, data, ranks = stage.recipe, stage.data, context.ranks
+    held_out = {"eval": data.eval, **{f"eval {name}": one for name, one in data.also_eval.items()}}
+    faults = FaultLedger(
+        stage.folder / CORRUPT_SAMPLES_FILE,
+        num_samples={name: one.num_samples for name, one in {"train": data.train, **held_out}.items()},
+        max_share=recipe.data.max_corrupt_share,
+    )
+    stream = train_stream(stage, place=ranks.place)
+    workers = data_workers(
+        recipe, stage=stage.name, batches=stream, step=state.step, device=engine.device, ranks=ranks, say=report.note
+    )
+    batches = train_loader(
+        stream,
+        start_step=state.step,
+        stop_step=stage.plan.total_steps,
+        workers=workers,
+        device=engine.device,
+        passed_over=state.passed_over,
+    )
+    evaluate = StageEvaluation(
+        context, stage, task=task, engine=engine, faults=faults, workers=workers, watch=watch, report=report
+    )
+    return TrainJob(
+        plan=stage.plan,
+        batches=batches,
+        task=task,
+        engine=engine,
+        evaluate=evaluate,
+        saver=_make_saver(context, stage, task=task, engine=engine, watch=watch, report=report),
+        faults=faults,
+        report=report,
+        ranks=ranks,
+        requests=Requests(context.stop, saved_step=state.step, save_minutes=stage.config.save_every_minutes),
+    )
+
+
+def _make_saver(
+    context: StageContext, stage: Stage, *, task: Task, engine: Engine, watch: Watch, report: Report
+) -> CheckpointSaver:
+    recipe, config, ranks = stage.recipe, stage.config, context.ranks
+
+    def committed(at: TrainState) -> None:
+        if ranks.place.is_main:
+            stage.update(last_saved_step=at.step, images_seen=at.images_seen, seconds=at.training_seconds)
+            report.event("checkpoint", f"step {at.step} is saved", step=at.step)
+
+    return CheckpointSaver(
+        stage.checkpoints,
+        engine=engine,
+        ranks=ranks,
+        identity=checkpoint_identity(recipe, stage=stage.name, processes=ranks.place.world_size),
+        written_by=written_by() if ranks.place.is_main else {},  # rank 0 writes them down
+        recipe_text=dump_recipe(recipe),
+        inputs=stage.record.inputs if ranks.place.is_main else {},
+        retention=Retention(
+            last=config.keep_checkpoints,
+            every_steps=stage.plan.keep_steps,
+            best=judged_by(config, task=task) if config.keep_best else None,
+            reach_steps=stage.plan.rollback_reach_steps,
+        ),
+        mode=recipe.engine.saving,
+        say=report.note,
+        on_commit=committed,
+        progress=lambda step: watch.progress(step, status="saving a checkpoint"),
+    )
+
+
+def judged_by(config: TrainStage, *, task: Task) -> str:
+    """The metric that tells the best evaluation."""
+    return config.judged_by("loss" if config.keep_best == "loss" else task.score)
+
+
+def make_pace(config: EngineConfig, *, device: torch.device, drawing_seconds: Callable[[], float]) -> Pace:
+    """Measures and compares the ranks' speed."""
+    return Pace(
+        host=platform.node(),
+        device=device,
+        factor=config.slow_rank_factor,
+        least_seconds=config.slow_rank_seconds,
+        forward="shared" if config.backend == "deepspeed" and config.zero_stage == 3 else "own",
+        drawing_seconds=drawing_seconds,
+    )
+
+
+def check_disk(stage: Stage, *, model: nn.Module) -> None:
+    """UserError if the disk has no room for a checkpoint."""
+    needed_bytes = estimate_bytes(
+        sum(parameter.numel() for parameter in model.parameters()),
+        engine=stage.recipe.engine,
+        optimizer=stage.config.optimizer,
+        ema=stage.config.ema,
+    )
+    check_free_space(stage.checkpoints, needed_bytes=needed_bytes)

@@ -1,0 +1,85 @@
+"""Restoring a stage, and rolling back: resume from before trouble and skip the batches that led to it.
+
+The loop raises `RollBack`; stage.json then names the steps to skip, and the stage resumes from the newest checkpoint
+that is old enough. As every step is a function of its number, training goes on exactly as if those batches had never
+been there, whichever checkpoint it was and whatever was killed in between. PaLM was trained so (arXiv 2204.02311,
+section 5.1: restart about 100 steps before a spike, skip 200 to 500 batches).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from data_shards.errors import UserError
+from pipeline.checkpoint.identity import checkpoint_identity, read_state_file
+from pipeline.checkpoint.store import Restored, remove_checkpoint, restore_checkpoint
+from pipeline.checkpoint.train_state import TrainState, Trouble
+from pipeline.engine.protocol import Engine
+from pipeline.runs.run_folder import StageRecord, checkpoint_folders
+from pipeline.stage.context import StageContext
+from pipeline.stage.data import Stage
+
+
+def restore(context: StageContext, stage: Stage, *, engine: Engine) -> tuple[Restored | None, TrainState]:
+    """Load the newest undamaged checkpoint that has trained on no skipped batch; its state, or a new one; collective.
+    UserError: checkpoints were saved and there is none to resume from."""
+    ranks = context.ranks
+    abandoned = context.on_main(lambda: _abandoned_checkpoints(stage)) or []
+    record: StageRecord = ranks.from_main(stage.record)
+    identity = checkpoint_identity(stage.recipe, stage=stage.name, processes=ranks.place.world_size)
+    restored = restore_checkpoint(stage.checkpoints, engine=engine, ranks=ranks, identity=identity, without=abandoned)
+    if restored is None and ranks.from_main(len(abandoned)):
+        raise UserError(
+            f"all checkpoints in {stage.checkpoints} have trained on batches that a rollback passes over: "
+            f"bring an older one back, or begin again with --restart {stage.name}"
+        )
+    if restored is None and record.last_saved_step > 0:
+        raise UserError(
+            f"{stage.checkpoints} holds no checkpoint, but one was saved at step {record.last_saved_step}: "
+            f"bring it back, or begin again with --restart {stage.name}"
+        )
+    state = restored.state if restored else TrainState()
+    ranks.barrier()  # every rank has read stage.json before it changes
+    # Only now: before an older one was restored, they may be all that is left.
+    context.on_main(lambda: _remove(abandoned, stage=stage, restored=state))
+    state.passed_over, state.rollbacks = list(record.passed_over), record.rollbacks
+    return restored, state
+
+
+def record_rollback(context: StageContext, stage: Stage, trouble: Trouble) -> None:
+    """Write the steps to skip from now on into stage.json; collective."""
+    config = stage.config.rollback
+    assert config is not None
+
+    def write() -> str:
+        record = stage.record
+        first = max(0, trouble.first - config.steps_before)
+        passed_over = sorted({*record.passed_over, *range(first, trouble.last + 1)})
+        stage.update(passed_over=passed_over, rollbacks=record.rollbacks + 1)
+        return (
+            f"{stage.name}: {trouble.why}; going back to before step {first + 1:,}, to pass over the batches up to "
+            f"step {trouble.last + 1:,} (rollback {record.rollbacks + 1} of {config.times})"
+        )
+
+    context.say(context.on_main(write) or "")
+
+
+def _abandoned_checkpoints(stage: Stage) -> list[Path]:
+    """Checkpoints that have trained on steps that are skipped now; damaged ones are left to `restore_checkpoint`."""
+    passed_over, found = set(stage.record.passed_over), list[Path]()
+    for folder in checkpoint_folders(stage.checkpoints):
+        try:
+            state = read_state_file(folder)["state"]
+            step, had_passed_over = int(state["step"]), set(state["passed_over"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if {each for each in passed_over if each < step} != {each for each in had_passed_over if each < step}:
+            found.append(folder)
+    return found
+
+
+def _remove(abandoned: Iterable[Path], *, stage: Stage, restored: TrainState) -> None:
+    for folder in abandoned:
+        remove_checkpoint(folder)
+        stage.update(last_saved_step=restored.step, images_seen=restored.images_seen)
