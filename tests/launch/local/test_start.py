@@ -89,14 +89,14 @@ DRIVER = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from launch import local, processes
+from launch.local import processes, start
 from pipeline.recipe.io import load_recipe
-local.rank_arguments = lambda launch: sys.argv[2:]
+start.rank_arguments = lambda launch: sys.argv[2:]
 processes._FOLLOW_FAILED_SECONDS = 1.0
-stage = local.Launch(load_recipe("digits"), Path("recipe.yaml"), Path("runs"), stage="pretrain", processes=2)
+stage = start.Launch(load_recipe("digits"), Path("recipe.yaml"), Path("runs"), stage="pretrain", processes=2)
 (stage.runs_root / "digits").mkdir(parents=True, exist_ok=True)  # its lock is held by now
 try:
-    print("code", local.run_stage_locally(stage), flush=True)
+    print("code", start.run_stage_locally(stage), flush=True)
 except KeyboardInterrupt:
     print("interrupted", flush=True)
 """
@@ -249,7 +249,7 @@ def test_what_a_rank_makes_of_a_stop(tmp_path: Path, listens: str, ended: str):
 
 SLOW_START = """
 import os, signal, time
-from launch import local, processes
+from launch.local import processes, start
 real = processes.subprocess.Popen
 def start(*arguments, **more):
     child = real(*arguments, **more)
@@ -283,9 +283,9 @@ from pipeline.recipe.io import load_recipe
 show = "from launch.local.env import read_place; place = read_place(); print('place', place.rank, place.world_size)"
 local.RANK_COMMAND, local.rank_arguments = ["-c", show], lambda launch: []
 root = Path(sys.argv[2])
-stage = local.Launch(load_recipe("digits"), Path("recipe.yaml"), root, stage="swap_head", processes=2)
+stage = start.Launch(load_recipe("digits"), Path("recipe.yaml"), root, stage="swap_head", processes=2)
 (root / "digits").mkdir(parents=True, exist_ok=True)
-print("code", local.run_stage_locally(stage), flush=True)
+print("code", start.run_stage_locally(stage), flush=True)
 """
 
 
