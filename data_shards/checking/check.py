@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from data_shards.checking.findings import MOST_PLACES, Finding, FoundAt, finding
+from data_shards.checking.findings import MOST_PLACES, SEVERITIES, Finding, FoundAt, finding
 from data_shards.checking.fitness import Fitness, assess
 from data_shards.checking.judge import SplitScan, SplitSummary, findings_across, split_findings
 from data_shards.checking.near_duplicates.collection import Collection, ShardImages
@@ -140,7 +140,7 @@ def check(
         location=redacted(spec.location),
         splits=tuple(scan.summary() for scan in scans),
         fitness=fitness,
-        findings=tuple(sorted(findings, key=lambda each: ("problem", "warning", "info").index(each.severity))),
+        findings=tuple(sorted(findings, key=lambda each: SEVERITIES.index(each.severity))),
         seconds=time.monotonic() - start,
         matches=tuple(matches),
     )

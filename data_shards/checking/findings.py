@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 Severity = Literal["problem", "warning", "info"]
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 
 MOST_PLACES = 1000  # of one finding that are named; the rest is only counted
 
@@ -170,7 +171,7 @@ def finding(
     severity: Severity | None = None,
 ) -> Finding:
     """Make a finding in its kind's words, unless `message`, `remedy` or `severity` replace them."""
-    its_severity = next(severity for severity, kinds in _KINDS.items() if kind in kinds)
+    its_severity: Severity = next(each for each in SEVERITIES if kind in _KINDS[each])
     its_message, its_remedy = _KINDS[its_severity][kind]
     plural = {"s": "", "es": ""} if count == 1 else {"s": "s", "es": "es"}
     return Finding(

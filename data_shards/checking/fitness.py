@@ -1,4 +1,4 @@
-"""How well a set of shards suits a world size: does it divide the lanes, and what does each node read? No I/O.
+"""Assess how a set of shards suits a world size: does it divide the lanes, what does each node read? No I/O.
 
 Figures are those of epoch 0 with seed 0 in `order.Order`; other epochs read other shards, but the same amounts within
 about a percent. Takes a second for any number of samples.
@@ -52,7 +52,7 @@ def assess(
     processes_per_node: int,
     window_images: int = WINDOW_IMAGES,
 ) -> tuple[Fitness | None, list[Finding]]:
-    """How well the shards suit `world_size` processes; None if they do not fit at all.
+    """Assess the shards for `world_size` processes; None if they do not fit at all.
 
     `shard_sizes` are in samples. `lanes` None is the default, or a number near it that `world_size` divides.
     """

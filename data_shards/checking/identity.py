@@ -1,4 +1,4 @@
-"""What a set of shards was when a stage began, and how it differs now.
+"""Identify a set of shards when a stage begins, and tell how it differs later.
 
 Content decides: sizes, numbers of samples, digests, and the samples that were read (`spots`); file names only where
 nothing else does. Stamps (times, ETags) alone prove nothing, since a copy has others: where one differs, `suspects`
@@ -109,7 +109,7 @@ def suspects(before: SetIdentity, now: SetIdentity) -> list[int]:
 
 
 def differences(before: SetIdentity, now: SetIdentity) -> list[str]:
-    """What differs in the content, as phrases that name shards; empty if nothing does."""
+    """Differences in content, as phrases that name shards."""
     count, old_count = len(now.names), len(before.names)
     old, new = _contents(before), _contents(now)
     if old != new and sorted(old) == sorted(new):
@@ -164,7 +164,7 @@ def _contents(one: SetIdentity) -> list[tuple[str, ...]]:
 
 
 def identify(shards: ShardSet) -> SetIdentity:
-    """What a set is now, by reading a few samples; UserError if a shard cannot be read or its index does not match."""
+    """Identify a set by reading a few samples; UserError if a shard cannot be read or its index does not match."""
     numbers = [number for number in spread(len(shards.shards), most=MOST_SHARDS) if is_local(shards.shards[number].url)]
     share = max(1, min(len(shards.shards), MOST_SHARDS))
     rows, most_bytes = MOST_SAMPLES // share, _MOST_BYTES // share
@@ -174,7 +174,7 @@ def identify(shards: ShardSet) -> SetIdentity:
 
 
 def compare_suspects(shards: ShardSet, before: SetIdentity, suspects: Sequence[int]) -> dict[int, bool]:
-    """Whether each shard with a changed stamp has its old content, read up to `MOST_SUSPECT_BYTES`.
+    """Read shards with a changed stamp, up to `MOST_SUSPECT_BYTES`, and tell if each has its old content.
 
     Compares all bytes where the manifest has their digest, and 16 images of another tool's tar, whose index was already
     compared. Shards that were not read (too many, or remote) are missing from the result.

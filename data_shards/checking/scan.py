@@ -58,7 +58,7 @@ SAMPLE = np.dtype(
 
 @dataclass(frozen=True)
 class ScanRequest:
-    """What all parts of all shards have in common; sent to every worker once."""
+    """Options that all parts share; sent to every worker once."""
 
     shards: ShardSet
     store: Store
@@ -77,7 +77,7 @@ class ShardPart(NamedTuple):
 
 @dataclass
 class PartScan:
-    """What was found in one part; lost samples are not in `samples`."""
+    """Findings in one part; lost samples are not in `samples`."""
 
     part: ShardPart
     faults: dict[str, list[FoundAt]] = field(default_factory=lambda: defaultdict(list))  # by kind; shards not named yet
@@ -214,7 +214,7 @@ def _scan_samples(
 
 
 def _scan_image(data: bytes, *, request: ScanRequest, key: str, sample: Any, scan: PartScan) -> bool:
-    """Whether an image is readable, as far as can be told; decoded only on request."""
+    """True for a readable image, as far as can be told; decoded only on request."""
     image_format = next((name for name, magic in _MAGIC.items() if magic.match(data)), None)
     if not data or (image_format is None and not request.decode):
         scan.add_fault("image", "it is of no known format" if data else "it is empty", key=key)

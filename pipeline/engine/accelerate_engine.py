@@ -1,7 +1,6 @@
-"""Plain data parallelism by accelerate (DDP) behind the `Engine` protocol, for debugging and comparison.
+"""Plain data parallelism by accelerate (DDP), for debugging and comparison.
 
-accelerate places the model, wraps it in DDP and casts: half precision is autocast over float32 weights. Nothing is
-sharded: every process keeps all weights and optimizer state (`replicated`), and rank 0 writes them to checkpoints.
+Half precision is autocast over float32 weights; every process keeps all weights and optimizer state (`replicated`).
 accelerate's DeepSpeed plugin is not used: on a CPU it silently falls back to DDP, and it hides the checkpoint.
 """
 
@@ -17,9 +16,8 @@ from pipeline.engine.ddp_engine import InOrder, settle_buckets
 from pipeline.engine.replicated import ReplicatedEngine, ReplicatedState
 from pipeline.engine.saved_state.portable import ACCELERATE_FILE
 from pipeline.ranks.group import Ranks
-from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig
-from pipeline.recipe.stage import EmaConfig
+from pipeline.recipe.stage import TrainStage
 from pipeline.recipe.stage_plan import StagePlan
 
 _MIXED_PRECISION = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}
@@ -32,14 +30,7 @@ class AccelerateEngine(ReplicatedEngine):
     input_dtype = torch.float32
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        config: EngineConfig,
-        optimizer: OptimizerConfig,
-        ema: EmaConfig | None,
-        plan: StagePlan,
-        ranks: Ranks,
+        self, model: nn.Module, *, config: EngineConfig, stage: TrainStage, plan: StagePlan, ranks: Ranks
     ) -> None:
         from accelerate import Accelerator
         from accelerate.utils import DistributedDataParallelKwargs
@@ -55,7 +46,7 @@ class AccelerateEngine(ReplicatedEngine):
             )
         self._model = self._accelerator.prepare(InOrder(model))
         state = ReplicatedState(
-            model, computes_in=torch.float32, optimizer=optimizer, ema=ema, scaler=self._accelerator.scaler
+            model, computes_in=torch.float32, optimizer=stage.optimizer, ema=stage.ema, scaler=self._accelerator.scaler
         )
         device = torch.device(self._accelerator.device)
         super().__init__(model, state=state, device=device, plan=plan, ranks=ranks)

@@ -1,8 +1,7 @@
-"""ZeRO 0: nothing is sharded, and torch's DistributedDataParallel averages the gradients while they are computed.
+"""ZeRO 0: nothing is sharded; torch's DistributedDataParallel averages the gradients while they are computed.
 
-Weights and gradients are in the recipe's precision, over float32 masters in half precision (`replicated`), so that it
-computes what ZeRO 1 to 3 compute. DeepSpeed's own stage 0 takes 8,687 operations for a step of 24 layers, this about
-20, and no DeepSpeed. Accumulated gradients are sent once a step; one process sends nothing. fp16 scales its loss by
+Weights and gradients are in the recipe's precision over float32 masters (`replicated`), so that it computes what ZeRO 1
+to 3 compute, in about 20 operations a step where DeepSpeed's stage 0 takes 8,687 for 24 layers. fp16 scales its loss by
 torch's GradScaler.
 """
 
@@ -17,9 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeline.engine.replicated import ReplicatedEngine, ReplicatedState
 from pipeline.engine.saved_state.portable import DDP_FILE
 from pipeline.ranks.group import Ranks
-from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig
-from pipeline.recipe.stage import EmaConfig
+from pipeline.recipe.stage import TrainStage
 from pipeline.recipe.stage_plan import StagePlan
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -34,14 +32,7 @@ class DdpEngine(ReplicatedEngine):
     file, backend = DDP_FILE, "deepspeed"
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        config: EngineConfig,
-        optimizer: OptimizerConfig,
-        ema: EmaConfig | None,
-        plan: StagePlan,
-        ranks: Ranks,
+        self, model: nn.Module, *, config: EngineConfig, stage: TrainStage, plan: StagePlan, ranks: Ranks
     ) -> None:
         cuda = torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -50,15 +41,15 @@ class DdpEngine(ReplicatedEngine):
         if config.precision == "fp16":
             self._scaler = torch.amp.GradScaler(device.type, growth_interval=_GROWTH_INTERVAL)
         model = model.to(device)
-        state = ReplicatedState(model, computes_in=self.input_dtype, optimizer=optimizer, ema=ema, scaler=self._scaler)
+        state = ReplicatedState(
+            model, computes_in=self.input_dtype, optimizer=stage.optimizer, ema=stage.ema, scaler=self._scaler
+        )
         super().__init__(model, state=state, device=device, plan=plan, ranks=ranks)
         self._ddp = None
         if ranks.place.world_size > 1:
             bucket_bytes = config.bucket_elements * self.input_dtype.itemsize
             self._ddp = DistributedDataParallel(
-                InOrder(self._module),
-                bucket_cap_mb=bucket_bytes / _MIB,
-                gradient_as_bucket_view=True,
+                InOrder(self._module), bucket_cap_mb=bucket_bytes / _MIB, gradient_as_bucket_view=True
             )
             # It reads its timers in the first ten steps and then at this rate, waiting for the device.
             self._ddp._set_ddp_runtime_logging_sample_rate(_NEVER)

@@ -38,9 +38,8 @@ from pipeline.optimizers.flat import flat_optimizer, merged
 from pipeline.optimizers.optim import build_optimizer, set_lr
 from pipeline.optimizers.parameter_groups import parameter_groups
 from pipeline.ranks.group import Ranks
-from pipeline.recipe.optimizer import OptimizerConfig
 from pipeline.recipe.schema import EngineConfig
-from pipeline.recipe.stage import EmaConfig
+from pipeline.recipe.stage import TrainStage
 from pipeline.recipe.stage_plan import StagePlan
 
 _LINEAR = nn.functional.linear  # torch's, which ZeRO 3 replaces in the whole process
@@ -52,13 +51,13 @@ def import_deepspeed() -> Any:
     search for kernels: the only one it would use is an all-reduce on CPUs that compiles for half a minute and leaves
     69 MB in /dev/shm for each rank."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    held = {"mlflow": sys.modules.get("mlflow")}
-    sys.modules.update(held)  # None is Python's mark of "cannot be imported"
+    modules: dict[str, Any] = sys.modules
+    modules.setdefault("mlflow", None)  # Python's mark of "cannot be imported"
     try:
         import deepspeed
     finally:
-        if held["mlflow"] is None:
-            del sys.modules["mlflow"]
+        if modules["mlflow"] is None:
+            del modules["mlflow"]
     deepspeed.utils.logger.setLevel(logging.WARNING)
     deepspeed.ops.__dict__["__compatible_ops__"] = {}  # kernel's name -> whether it can be had
     return deepspeed
@@ -68,17 +67,11 @@ class DeepSpeedEngine:
     """See `pipeline.engine.protocol.Engine`."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        config: EngineConfig,
-        optimizer: OptimizerConfig,
-        ema: EmaConfig | None,
-        plan: StagePlan,
-        ranks: Ranks,
+        self, model: nn.Module, *, config: EngineConfig, stage: TrainStage, plan: StagePlan, ranks: Ranks
     ) -> None:
         deepspeed = import_deepspeed()
         self.hold = Hold()
+        optimizer = stage.optimizer
         # Wraps the process group that `Ranks` has joined.
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
         self._ranks = ranks
@@ -107,7 +100,7 @@ class DeepSpeedEngine:
                 reduce_at_once(self._engine.optimizer)
         if config.precision != "fp32":
             self._set_masters(exact)
-        self._average = WeightAverage(named_masters(self._engine), config=ema) if ema else None
+        self._average = WeightAverage(named_masters(self._engine), config=stage.ema) if stage.ema else None
         self._norms = WeightNorms(self._masters, kept="shard")
         # After masters and averages were exchanged: the forward pass's weights are to be made from the masters again.
         self._rounding_is_due = False
@@ -229,8 +222,7 @@ class DeepSpeedEngine:
         return state
 
     def close(self) -> None:
-        """Its hooks hold DeepSpeed's engine, and with it all weights and states, where Python's collector does not see
-        it: so they are taken away, and what is left of it is emptied."""
+        """Detach and empty it: its hooks hold the engine, and with it all memory, out of the collector's sight."""
         parameters = list(self._engine.module.parameters())
         self._engine.destroy()
         for parameter in parameters:

@@ -1,9 +1,9 @@
-"""The flat gradients of ZeRO 1 and 2 in bf16 and float32: averaged at once, where nothing overlaps, and judged.
+"""Average and judge the flat gradients of ZeRO 1 and 2 in bf16 and float32.
 
-`GradientJudge` finds the norm over all ranks, whether it is finite, and the flags that any rank raised, by one message
-a step (none in a single process). Nothing comes to the host: the verdict goes to the optimizer's kernels, the
-numbers to `late_metrics`. `reduce_at_once` takes the place of DeepSpeed's hooks, which copy each gradient twice and
-average by all-reduce: one concatenation and one reduce-scatter after the backward pass, of half the bytes.
+`GradientJudge` finds the norm over all ranks, whether it is finite, and which flags the ranks raise, by one message a
+step (none in a single process). Nothing comes to the host: the verdict goes to the optimizer's kernels, the numbers to
+`late_metrics`. `reduce_at_once` replaces DeepSpeed's hooks, which copy each gradient twice and all-reduce: one
+concatenation and one reduce-scatter after the backward pass, of half the bytes.
 """
 
 from __future__ import annotations

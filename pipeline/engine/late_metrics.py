@@ -1,8 +1,7 @@
-"""The numbers of an optimizer step, brought to the host one step later, so that no step waits for its own.
+"""Bring the numbers of a step to the host one step later, so that no step waits for its own.
 
-A GPU copies them to pinned memory behind the step's other work and records an event; they are read when the next step
-has been queued, and the GPU is never idle for it. On a CPU the same class holds plain tensors. On every rank the same
-steps are handed out at the same point: what is done with them does not depend on how fast the device was.
+A GPU copies them to pinned memory and records an event; they are read when the next step has been queued. On every rank
+the same steps are handed out at the same point, however fast the device was.
 """
 
 from __future__ import annotations

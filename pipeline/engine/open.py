@@ -15,23 +15,21 @@ from pipeline.recipe.vocabulary import StageName
 
 
 def open_engine(recipe: Recipe, *, stage: StageName, plan: StagePlan, model: nn.Module, ranks: Ranks) -> Engine:
-    """Build the recipe's backend in the joined process group; UserError: this device lacks the precision, or
-    the recipe freezes what the model lacks."""
+    """Build the recipe's backend. UserError: this device lacks the precision, or the model a part to freeze."""
     if recipe.engine.precision == "fp16" and not torch.cuda.is_available():
         raise UserError("engine.precision fp16 needs a GPU: use bf16 or fp32 on this machine")
     config = recipe.train_stage(stage)
-    optimizer, ema = config.optimizer, config.ema
-    freeze(model, optimizer.frozen, key=f"stages.{stage}.optimizer.frozen")
+    freeze(model, config.optimizer.frozen, key=f"stages.{stage}.optimizer.frozen")
     match recipe.engine.backend:
         case "deepspeed" if recipe.engine.zero_stage == 0:
             from pipeline.engine.ddp_engine import DdpEngine
 
-            return DdpEngine(model, config=recipe.engine, optimizer=optimizer, ema=ema, plan=plan, ranks=ranks)
+            return DdpEngine(model, config=recipe.engine, stage=config, plan=plan, ranks=ranks)
         case "deepspeed":
             from pipeline.engine.deepspeed_engine import DeepSpeedEngine
 
-            return DeepSpeedEngine(model, config=recipe.engine, optimizer=optimizer, ema=ema, plan=plan, ranks=ranks)
+            return DeepSpeedEngine(model, config=recipe.engine, stage=config, plan=plan, ranks=ranks)
         case "accelerate":
             from pipeline.engine.accelerate_engine import AccelerateEngine
 
-            return AccelerateEngine(model, config=recipe.engine, optimizer=optimizer, ema=ema, plan=plan, ranks=ranks)
+            return AccelerateEngine(model, config=recipe.engine, stage=config, plan=plan, ranks=ranks)

@@ -1,14 +1,10 @@
 """What plain data parallelism keeps on every process: whole float32 weights, the optimizer over them, their average.
 
-Shared by `ddp_engine` (ZeRO 0) and `accelerate_engine`, which differ in forward and backward alone. Where the forward
-pass computes in half precision (ZeRO 0), the float32 weights are masters beside it, as under ZeRO 1 to 3; else they are
-the parameters themselves.
-
-A step is a handful of operations over lists of tensors, whatever their number: gradients to float32, norm, one kernel
-of the optimizer a group, masters to half precision. With torch's fused optimizers it is clipped and skipped on the
-device, and the host waits for nothing; others (`bf16_moment`, and those of whole parameters) know no tensor that says
-"skip", so that the host reads the norm, once a step. Beside weights and moments, half precision takes 4 bytes a
-parameter for the float32 gradients while it steps. Not collective: gradients come averaged.
+Shared by `ddp_engine` (ZeRO 0) and `accelerate_engine`, which differ in forward and backward alone. In half precision
+(ZeRO 0) the float32 weights are masters beside the parameters; else they are the parameters. A step is a handful of
+operations over lists of tensors. torch's fused optimizers clip and skip on the device; for others (`bf16_moment`, those
+of whole parameters) the host reads the norm once a step. Half precision takes 4 bytes a parameter for float32 gradients
+while it steps. Not collective: gradients come averaged.
 """
 
 from __future__ import annotations
@@ -86,8 +82,7 @@ class ReplicatedState:
         self._average = WeightAverage(self._masters, config=ema) if ema else None
 
     def step(self, *, lr: float, flags: Tensor) -> StepResult:
-        """Clip and move the weights by the parameters' averaged gradients, unless those are not finite; `flags`: from
-        `reduce_flags`."""
+        """Clip and move the weights unless the averaged gradients are not finite; `flags`: from `reduce_flags`."""
         self.hold.release()
         set_lr(self.optimizer.param_groups, lr)
         gradients = self._float_gradients()
@@ -291,11 +286,7 @@ class ReplicatedEngine(ABC):
 
 def _scaler_state(saved: LossScale, *, like: torch.amp.GradScaler) -> dict[str, Any]:
     steps_since = saved.iteration - saved.last_overflow - 1
-    return {
-        **like.state_dict(),
-        "scale": saved.scale,
-        "_growth_tracker": steps_since % like.get_growth_interval(),
-    }
+    return {**like.state_dict(), "scale": saved.scale, "_growth_tracker": steps_since % like.get_growth_interval()}
 
 
 def _copied(states: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:

@@ -1,9 +1,8 @@
-"""How large the weights are and how far a step moves them, from the float32 masters, for points of the curve.
+"""Measure the norm of the weights, and how far a step moves them, from the float32 masters.
 
-A step that is measured copies this process's masters before it (4 bytes a parameter, sharded as they are, given back
-after it) and takes the norm of the difference: some ten operations over lists of tensors, whatever their number,
-about four passes over the masters. Nothing comes to the host before `take`. Where memory has no room for the copy, or
-the masters are kept on the host (`engine.offload`), the change is not measured and training goes on.
+A measured step copies this process's masters before it (4 bytes a parameter, given back after it) and takes the norm of
+the difference: about four passes over the masters. Nothing comes to the host before `take`. Without room for the copy,
+or with offloaded masters, the change is not measured and training goes on.
 """
 
 from __future__ import annotations
@@ -60,8 +59,7 @@ class WeightNorms:
             self._squares = torch.stack([weights, change])
 
     def take(self, ranks: Ranks) -> dict[str, float]:
-        """The L2 norm of all weights after the last step, and how far it moved them over that; empty: it was not
-        measured, which all processes must agree on. Collective."""
+        """The L2 norm of the weights and the last step's change over it, {} if not measured; collective."""
         if self._squares is None:
             return {}
         mine, self._squares = self._squares, None

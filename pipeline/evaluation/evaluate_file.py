@@ -7,10 +7,11 @@ samples on any number of processes. A process reads ahead with threads; it holds
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -75,16 +76,6 @@ class _Damaged:
             self.found[fault.shard, fault.key] = fault
 
 
-@dataclass(frozen=True)
-class _AsEngine:
-    """A predictor with the engine interface that an evaluation needs."""
-
-    device: torch.device
-    input_dtype: torch.dtype
-    module: torch.nn.Module
-    predict: Callable[[torch.Tensor], torch.Tensor]
-
-
 def evaluate_model(request: EvalRequest, opened: tuple[ShardSet, Store], *, ranks: Exchange) -> ModelEvaluated:
     """This process's part of `opened` (see `open_set`), and the result of all; collective.
 
@@ -105,7 +96,7 @@ def evaluate_model(request: EvalRequest, opened: tuple[ShardSet, Store], *, rank
         )
     crop_share = request.crop_share if request.crop_share is not None else crop_share
     task = Classification(
-        engine=_as_engine(predictor, columns=truth.columns),  # pyright: ignore[reportArgumentType]
+        engine=_as_engine(predictor, columns=truth.columns),
         classes=truth.classes,
         label_kind=truth.label_kind,
         normalisation=Normalisation(mean=meta.mean, std=meta.std),
@@ -123,33 +114,20 @@ def evaluate_model(request: EvalRequest, opened: tuple[ShardSet, Store], *, rank
 
     def batches() -> Iterator[Batch]:
         with closing(eval_batches(part, workers=request.workers, kind="thread")) as read:
-            before: list[int] = []
-
-            def noted() -> Iterator[Batch]:
-                for batch in read:
-                    before.append(int(batch.counted.sum()))
-                    yield batch
-
-            for batch in truth.relabelled(noted()):
-                unlabelled[0] += before.pop() - int(batch.counted.sum())
-                yield batch
+            for batch in read:
+                labelled = truth.relabelled(batch)
+                unlabelled[0] += int(batch.counted.sum() - labelled.counted.sum())
+                yield labelled
 
     with closing(prefetch_to_device(batches(), device=predictor.device)) as read:  # pyright: ignore[reportArgumentType]
-        found = evaluate(
-            read,
-            task=task,
-            engine=task.engine,
-            ranks=ranks,
-            faults=damaged,
-            metrics=metrics,
-        )
+        found = evaluate(read, task=task, engine=task.engine, ranks=ranks, faults=damaged, metrics=metrics)
     evaluation = found.record
     assert evaluation is not None
     if evaluation.images and not math.isfinite(evaluation.metrics["val/loss"]):
         raise UserError(f"{predictor.origin}: the model gives outputs that are not finite: its weights are damaged")
     if request.label_set == "real" or (truth.label_kind == "multi" and meta.loss == "softmax"):
         values = {name: value for name, value in evaluation.metrics.items() if name != "val/loss"}
-        evaluation = Evaluation(**{**vars(evaluation), "metrics": values})  # softmax has no loss for several labels
+        evaluation = replace(evaluation, metrics=values)  # softmax has no loss for several labels
     parts = ranks.gather_objects((damaged.found, unlabelled[0]))
     every = {key: fault for found_here, _ in parts for key, fault in found_here.items()}
     return ModelEvaluated(
@@ -167,7 +145,8 @@ def evaluate_model(request: EvalRequest, opened: tuple[ShardSet, Store], *, rank
     )
 
 
-def _as_engine(predictor: Predictor, *, columns: tuple[int, ...] | None) -> _AsEngine:
+def _as_engine(predictor: Predictor, *, columns: tuple[int, ...] | None) -> Any:
+    """The predictor with the part of an engine's interface that evaluations use."""
     chosen = None if columns is None else torch.tensor(columns, device=predictor.device)
 
     @torch.inference_mode()
@@ -175,4 +154,4 @@ def _as_engine(predictor: Predictor, *, columns: tuple[int, ...] | None) -> _AsE
         every = predictor.logits(images).float()
         return every if chosen is None else every[:, chosen]
 
-    return _AsEngine(predictor.device, torch.float32, torch.nn.Module(), logits)
+    return SimpleNamespace(device=predictor.device, input_dtype=torch.float32, module=torch.nn.Module(), predict=logits)

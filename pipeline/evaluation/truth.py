@@ -6,7 +6,7 @@ class, and ReaL's labels by the samples' keys. No torch, until there are batches
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,20 +37,12 @@ class Truth:
     label_kind: LabelKind
     label_set: LabelSet
 
-    def relabelled(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The batches, on the host, with the right labels; what has none does not count with ReaL's."""
+    def relabelled(self, batch: Batch) -> Batch:
+        """The batch, on the host, with the right labels; images without a ReaL label do not count."""
         import torch
 
-        table = torch.tensor([*self.labels, -1])  # -1, the padding, stays
-        for batch in batches:
-            if self.label_set == "real":
-                yield self._real(batch)
-            else:
-                yield replace(batch, labels=table[batch.labels])
-
-    def _real(self, batch: Batch) -> Batch:
-        import torch
-
+        if self.label_set != "real":
+            return replace(batch, labels=torch.tensor([*self.labels, -1])[batch.labels])  # -1, the padding, stays
         rows: list[list[int]] = []
         for key, counts in zip(batch.keys, batch.counted.tolist(), strict=True):
             found = real_labels(key)

@@ -1,10 +1,9 @@
-"""Which kernel computes attention: chosen for device, precision and shape, tried at the start, and named.
+"""Choose the attention kernel for device, precision and shape, try it at the start, and name it.
 
-torch has four: cuDNN's, FlashAttention 2, the memory-efficient one of xFormers, and `math`, separate products that keep
-all T x T logits. It takes the first in order that can do the shape, and says nothing; a cuDNN of the system in place of
-torch's, a head size or a bias can so cost half the speed of attention. Here the order is set for the whole stage (torch
-reads it when a block is compiled, too), and a forward and backward pass of two images of the stage's real shape shows
-what ran. Kernels below the chosen one stay allowed: attention pooling has one query, and evaluation no gradient.
+torch has four: cuDNN's, FlashAttention 2, the memory-efficient one of xFormers, and `math`, which keeps all T x T
+logits. It silently takes the first in order that can do the shape. Here the order is set for the whole stage, and a
+forward and backward pass of two images of the real shape shows what ran. Kernels below the chosen one stay allowed:
+attention pooling has one query, and evaluation no gradient.
 
 The rules, where torch's sources are `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` and `sdp_utils_cpp.h`:
 - cuDNN first on compute capability 9 and 10, with a cuDNN above 9.15.0 (the first that is right for lengths which 128
@@ -65,8 +64,7 @@ class AttentionCase:
 
 
 def order_of(case: AttentionCase) -> tuple[tuple[AttentionKernel, ...], str]:
-    """The kernels that can do it, the fastest known one first, and why not a faster one, if there is one on other
-    devices or shapes; see the head of this file."""
+    """The kernels that can do it, fastest first, and why a faster one cannot; see the head of this file."""
     aligned = case.head_size % 8 == 0
     if case.device == "cpu":
         if case.has_learnt_bias:
@@ -111,8 +109,7 @@ class ChosenKernel:
 def attention_kernels(
     cases: Sequence[AttentionCase], *, asked: AttentionKernel | Literal["auto"]
 ) -> Iterator[list[ChosenKernel]]:
-    """Within it, torch takes the kernel that was asked for, or that the rules choose, for `cases` that differ in their
-    tokens alone. UserError: the one asked for cannot do one of them."""
+    """Use the kernel asked for, or the fastest. UserError: the one asked for cannot do one of `cases`."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     backends = {

@@ -1,8 +1,7 @@
-"""Where compiled code is kept: in the run folder, so that a run that goes on, on any node, does not compile again.
+"""Keep compiled code in the run folder, so that a resumed run, on any node, does not compile again.
 
-What inductor keeps is code, and is run when it is read. A run folder may be somebody else's, and looking at theirs or
-going on from it runs none of their code (SECURITY.md). So the folder has a name that only this user knows: a random
-one, kept in the user's own cache. Whatever else lies in RUN/compiled/ is not read.
+Inductor runs what it reads from its cache, and a run folder may be somebody else's (SECURITY.md). So the cache's folder
+has a random name that only this user's own cache holds; whatever else lies in RUN/compiled/ is not read.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ _NAME = "TORCHINDUCTOR_CACHE_DIR"  # torch reads it whenever it compiles; Triton
 
 
 def keep_compiled_code(run: Path, *, own_cache: Path | None = None) -> Path | None:
-    """From now on, this process and its children keep compiled code below the folder `run`; what the user or an earlier
-    stage set is left. None: nowhere new, because it is set or the user's own cache cannot be written."""
+    """Keep compiled code below the folder `run`; None if it is set already or the user's cache is not writable."""
     if os.environ.get(_NAME):
         return None
     try:

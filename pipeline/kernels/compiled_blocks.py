@@ -1,14 +1,12 @@
-"""Transformer blocks compiled by torch.compile, each in its place: names, state dict and gradients' hooks stay.
+"""Compile Transformer blocks in place by torch.compile; names, state dict and gradient hooks stay.
 
-All blocks of one shape share one graph (parameters are its inputs), so compilation takes as long for 24 blocks as for
-one, and gradients are ready block by block, as without. There is a graph for training, one for evaluation, and one
-more for training where patch dropout ends before the stage does: a sequence of another length. Each is told when it is
-compiled; a further one is a warning with torch's reason. A block that cannot be one graph is an error, never a break.
+All blocks of one shape share one graph, so 24 blocks compile as fast as one. There is a graph for training, one for
+evaluation, and one more for training where patch dropout ends before the stage does. Each is told when it is compiled;
+a further one is a warning with torch's reason. A block that cannot be one graph is an error, never a break.
 
-Costs seconds to a minute for each graph, once: inductor keeps what it made (`cache`). Its deterministic mode chooses
-kernels without timing them, because a resumed run must repeat the same bits. Rounding differs from uncompiled blocks:
-intermediate results of fused operations are not rounded to bf16. Patch embedding, last norm, pooling and head are not
-compiled.
+Costs seconds to a minute for each graph, once (`cache`). Inductor's deterministic mode chooses kernels without timing
+them, because a resumed run must repeat the same bits. Rounding differs from uncompiled blocks. Patch embedding, last
+norm, pooling and head are not compiled.
 """
 
 from __future__ import annotations
@@ -99,8 +97,7 @@ def why_not_compiled(recipe: Recipe, config: TrainStage, *, device: torch.device
 
 
 def compile_blocks(model: nn.Module, *, device: torch.device) -> CompiledBlocks:
-    """Compile the model's Transformer blocks in place, at their first use; before an engine wraps the model. UserError:
-    this machine cannot compile, as a trial of one operation shows."""
+    """Compile the model's blocks in place, before an engine wraps it. UserError: compiling fails here."""
     import torch._inductor.config as inductor
 
     torch.compiler.reset()  # an earlier stage's graphs count no more

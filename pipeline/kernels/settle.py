@@ -1,6 +1,6 @@
-"""All of a stage's kernels at once, before its engine is opened: what the recipe asks for, or what suits the device.
+"""Set up a stage's kernels before its engine is opened: what the recipe asks for, or what suits the device.
 
-Everything that was chosen is a note, and what is not the fastest has its reason. Nothing here is kept in a checkpoint.
+Each choice is a note, with the reason where it is not the fastest. Nothing here is kept in a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from pipeline.kernels.attention import AttentionCase, attention_kernels
 from pipeline.kernels.cache import keep_compiled_code
 from pipeline.kernels.compiled_blocks import CompiledBlocks, compile_blocks, why_not_compiled
 from pipeline.kernels.determinism import deterministic_algorithms, repeats_bits
-from pipeline.kernels.precision import fp32_products
 from pipeline.recipe.schema import EngineConfig, Recipe
 from pipeline.recipe.vocabulary import StageName
 
@@ -68,6 +67,19 @@ def settled_kernels(
         elif why_not and device.type == "cuda":
             notes.append(f"the blocks are not compiled: {why_not}")
         yield Kernels(tuple(notes), tags, compiled)
+
+
+@contextlib.contextmanager
+def fp32_products(kind: Literal["ieee", "tf32"]) -> Iterator[None]:
+    """Within it, float32 matrix products and convolutions on a GPU are IEEE's, or on tensor cores with 10 bits of
+    mantissa. torch leaves TF32 off for products and on for convolutions. The older switches keep the newer ones
+    (`fp32_precision`) in step; inductor raises where only the newer are set."""
+    before = bool(torch.backends.cuda.matmul.allow_tf32), torch.backends.cudnn.allow_tf32
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = kind == "tf32"
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 def _device() -> torch.device:

@@ -1,10 +1,9 @@
 """big_vision's variant of Adafactor: a factored second moment, momentum in bf16, no clipping of the update.
 
-From Zhai et al., Scaling Vision Transformers (arXiv 2106.04560, section 3.4) and big_vision's `optax.py`: the second
-moment of a matrix is the product of its rows' and columns' means; its decay at step t is min(0.999, 1 - t^-0.8); the
-learning rate is not scaled by the parameter's size, and momentum is an average of the scaled gradients. 2 bytes of a
-parameter in place of AdamW's 8. Takes whole parameters. timm's `AdafactorBigVision` differs: it averages the momentum
-in bf16 itself, moves the weights by the rounded value, and factors from dimensions of 16, not 32.
+From Zhai et al., Scaling Vision Transformers (arXiv 2106.04560, section 3.4) and big_vision's `optax.py`: the decay at
+step t is min(0.999, 1 - t^-0.8); the learning rate is not scaled by the parameter's size. 2 bytes of a parameter in
+place of AdamW's 8. Takes whole parameters. timm's `AdafactorBigVision` differs: it averages the momentum in bf16
+itself, moves the weights by the rounded value, and factors from dimensions of 16, not 32.
 """
 
 from __future__ import annotations

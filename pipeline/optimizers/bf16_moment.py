@@ -1,12 +1,10 @@
-"""AdamW and SGD whose first moment rests in bf16 between steps, as Google's recipes have them.
+"""AdamW and SGD that keep their first moment in bf16 between steps, as Google's recipes do.
 
-The step itself is float32's: the moment is read, moved in float32, used, and rounded as it is put back (optax's
-`mu_dtype` and `accumulator_dtype`). As in optax, whose product of a bf16 moment and a number takes that in bf16 too,
-its decay is rounded: 0.9 becomes 0.8984375, so that Adam's steps are 1.5 % shorter in the long run, and SGD's.
+The moment is read, moved in float32, used, and rounded as it is put back (optax's `mu_dtype`, `accumulator_dtype`). As
+in optax, its decay is rounded too: 0.9 becomes 0.8984375, so Adam's and SGD's steps are 1.5 % shorter in the long run.
 
-torch's own optimizers keep every moment in the parameter's type. Element by element, so ZeRO may cut the parameters
-anywhere. Saves 2 bytes of a parameter; takes about ten small kernels for each tensor that is stepped (parameters at
-ZeRO 0, flattened groups at ZeRO 1 to 3).
+Element by element, so ZeRO may cut the parameters anywhere. Saves 2 bytes of a parameter; takes about ten small kernels
+for each tensor that is stepped (parameters at ZeRO 0, flattened groups at ZeRO 1 to 3).
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""One flat float32 tensor moved by several rules, its step judged, clipped and perhaps skipped on the device.
+"""Move one flat float32 tensor by several rules, its step judged, clipped and perhaps skipped on the device.
 
-ZeRO 1 and 2 hand each process a piece of one flattened group. Here that piece is divided into segments of equal
-learning rate factor and weight decay, and each is moved by torch's own fused kernel, which takes the clipping factor
-and the verdict "not finite" as tensors: no number comes to the host, and a step costs a handful of operations however
-many parameters there are. Where torch has no kernel (a first moment in bf16), the same is written in plain operations.
-Decay is decoupled, as in torch's AdamW, for SGD too. Does not import DeepSpeed.
+ZeRO 1 and 2 hand each process a piece of one flattened group. It is divided into segments of equal learning rate factor
+and weight decay, each moved by torch's own fused kernel, which takes the clipping factor and the verdict as tensors: no
+number comes to the host, and a step costs a handful of operations. Where torch has no kernel (a first moment in bf16),
+the same is written in plain operations. Decay is decoupled, for SGD too. Does not import DeepSpeed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which parameter moves by which rule: weight decay, factor of the learning rate, and what Muon and LAMB ask.
+"""Group parameters by weight decay, learning rate factor, and what Muon and LAMB need.
 
-Groups are found from names and module types, so that they hold for every model here. Sources: big_vision's masks
-(decay on flax's `kernel`s), timm's `param_groups_weight_decay` and `param_groups_layer_decay`.
+Groups are found from names and module types, so they hold for every model here. Sources: big_vision's masks (decay on
+flax's `kernel`s), timm's `param_groups_weight_decay` and `param_groups_layer_decay`.
 """
 
 from __future__ import annotations
@@ -94,8 +94,7 @@ def kernel_names(model: nn.Module) -> set[str]:
 
 
 def layer_numbers(model: nn.Module) -> dict[str, int]:
-    """Each parameter's layer by timm's law: 0 the embedding, then the blocks, each one; the final norm belongs to the
-    last of them; attention pooling and the head are the last layer."""
+    """Number each parameter's layer as timm does: 0 the embedding, then the blocks, the head last."""
     from timm.models import group_parameters
 
     matcher: Any = model.group_matcher

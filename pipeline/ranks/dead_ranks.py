@@ -1,13 +1,11 @@
-"""After a failed exchange: which rank is gone. Said once per log, and told to the other hosts in one small file.
+"""After a failed exchange: find the dead rank, say it once per log, and tell the other hosts in one small file.
 
-Who has first-hand knowledge (a rank that fails by an exception, or whose host's process died or hangs) overwrites
-`NEWS_FILE` in place. The lowest living rank of each host reads its host's heartbeats once and then that one file, ever
-more seldom; the other ranks read the lowest one's heartbeat. So a death costs some 9 file operations a rank, where
-reading everybody's heartbeat would cost as many as there are ranks, time after time. Processes of this host are asked
-of the kernel.
+A rank that fails by an exception, or whose host's process died or hangs, overwrites `NEWS_FILE` in place. The lowest
+living rank of each host reads its host's heartbeats once and then that file, ever more seldom; the other ranks read the
+lowest one's heartbeat: some 9 file operations a rank for a death. Processes of this host are asked of the kernel.
 
-Each host's first rank has something to say. Where all hosts write to one log (SLURM, `shardvit run` over ssh), the
-first to make a file that can be made only once says it. If it is killed between the two, only its launcher tells.
+Where all hosts write to one log (SLURM, `shardvit run` over ssh), the first to create a certain file says it. If it is
+killed between the two, only its launcher tells.
 """
 
 from __future__ import annotations
@@ -51,8 +49,7 @@ def tell_all_hosts(folder: Path, beat: Heartbeat) -> None:
 
 
 def who_is_gone(folder: Path, *, place: Place) -> str:
-    """Which rank died and where it was, after a failed exchange; empty: unknown. A process on another host counts as
-    dead if it failed by an exception, or its host's ranks said so."""
+    """Name the rank that died, and its host, after a failed exchange; "" if unknown."""
     mine = _own_heartbeat(folder, place=place)
     if mine is None:
         return ""
@@ -190,8 +187,7 @@ def failure(beat: Heartbeat) -> str:
 
 
 def _sentence(host: _Host, news: Heartbeat | None) -> tuple[str, bool]:
-    """What is known, "" if nothing is, and whether this host found it out. An ended run counts before a failed rank,
-    which may only have suffered from another's end."""
+    """What is known, and whether this host found it out. An ended run counts before a failed rank."""
     if news is not None and news.state == "ended":
         return news.note, False
     if sentence := host.gone():

@@ -1,8 +1,7 @@
 """Heartbeats: one small file per rank, read by the others to find out who hangs. 4 KiB a write; no torch.
 
 Files are overwritten in place at the same size, so that readers on a network file system need no new listing; a torn
-file, or one of an earlier attempt, counts as none. They hold no wall-clock time: a rank writes how long it has made no
-progress, and readers see by their own clock whether the sequence number moves.
+file, or one of an earlier attempt, counts as none. They hold no wall-clock time: readers use their own clock.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from data_shards.safe_paths import read_inside
 from pipeline.ranks.process import process_started, this_machine
 
 State = Literal["running", "left", "failed", "ended"]
-"""left: in good order; failed: by an exception; ended: it ended the run because of another rank, and said so."""
+"""left: exited cleanly; failed: by an exception; ended: stopped because another rank failed."""
 Why = Literal["failed", "silent", "behind"]
 
 _FILE_BYTES = 4096
@@ -63,7 +62,7 @@ class Heartbeat:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the process is known to be dead; never of a process on another machine."""
+        """Whether the process is known to be dead; False for other machines."""
         return self.is_here and process_started(self.pid) != self.started
 
     @property
@@ -109,8 +108,7 @@ def read_beat(file: Path, *, attempt: str | None = None) -> Heartbeat | None:
 
 
 class WakingClock:
-    """Seconds awake, as counted by calls of `tick`: at most `most_seconds` between two, as a longer gap means a
-    suspended machine or stopped processes."""
+    """Seconds awake: a gap above `most_seconds` between ticks means a suspended machine or stopped process."""
 
     def __init__(self, *, most_seconds: float, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._most_seconds = most_seconds
@@ -163,7 +161,7 @@ class Suspect:
 def find_suspects(
     sightings: Sightings, *, ranks: Iterable[int], now: float, hang_seconds: float, slack_seconds: float
 ) -> list[Suspect]:
-    """Which ranks block a run; empty as long as any rank makes progress.
+    """Find the ranks that block a run; empty as long as any rank makes progress.
 
     In this order: ranks that failed; those with a stale heartbeat (stopped or dead); of those that do not wait for
     others, the ones furthest behind. `sightings` includes the observer's own; a rank may go `hang_seconds` without

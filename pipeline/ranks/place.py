@@ -11,7 +11,7 @@ Log = Literal["of the run", "of a host"]
 
 @dataclass(frozen=True)
 class Place:
-    """Rank numbers under their usual names.
+    """This process's rank, and how it finds the others.
 
     Attributes:
         master_addr, master_port: of rank 0, if a launcher set them.

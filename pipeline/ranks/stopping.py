@@ -96,6 +96,5 @@ class TimeLimit:
 
 
 def requeues_needed(eta_seconds: float, *, left_seconds: float, limit_seconds: float) -> int:
-    """How often a job of `limit_seconds`, of which so many are left, is started again until what takes `eta_seconds`
-    is done; 0: it is done before. Start-up and saving at each end are not counted."""
+    """How many more jobs of `limit_seconds` it takes to finish; start-up and saving at each end are not counted."""
     return math.ceil(max(0.0, eta_seconds - max(0.0, left_seconds)) / limit_seconds)

@@ -1,15 +1,14 @@
 """Ranks watch each other: one that died, hangs or is stopped is named, and the run ends so that it can restart.
 
-A thread of each rank writes a heartbeat (`heartbeat`) and looks
-- every second at the other ranks' processes on this host: one that died without having left is named;
+A thread of each rank writes a heartbeat and looks
+- every second at the other ranks' processes on this host, for one that died;
 - at all heartbeats, once this rank has made no progress for a quarter of `hang_seconds`: when no rank has for all of
-  it, `find_suspects` says which ones hang. Each host's ranks dump their stacks to STAGE/ranks/stack-rank-N.txt
-  (`stacks`); one process per host prints what happened, kills the hanging ones on its host and exits with 1.
+  it, `find_suspects` names those that hang. Each host's ranks dump their stacks to STAGE/ranks/stack-rank-N.txt; one
+  process per host prints what happened, kills the hanging ones on its host and exits with 1.
 
-Cost: a 4 KiB file every 2 seconds, less often above 64 ranks. Normally only the same host's files are read; during a
-hang one process per host reads all. It cannot end a process alone on its host that is stopped or in a C call holding
-the GIL (the other hosts name it and end; the launcher must kill it), nor one in an uninterruptible system call. If a
-host's ranks are not numbered consecutively, a dead one is only found as a hang.
+Cost: a 4 KiB file every 2 seconds, less often above 64 ranks. It cannot end a process alone on its host that is stopped
+or in a C call holding the GIL (the other hosts name it and end; the launcher must kill it), nor one in an
+uninterruptible system call. If a host's ranks are not numbered consecutively, a dead one is only found as a hang.
 """
 
 from __future__ import annotations

@@ -167,8 +167,7 @@ def run_case(case: tuple, ranks: Ranks, folder: Path) -> dict:
     held = {
         "step": what_was_held(resumed, lambda: run_steps(resumed, ranks, plan, [STEPS + 2])),
         "load": what_was_held(
-            resumed,
-            lambda: resumed.load(folder, written={"zero_stage": case[1], "processes": ranks.place.world_size}),
+            resumed, lambda: resumed.load(folder, written={"zero_stage": case[1], "processes": ranks.place.world_size})
         ),
     }
     return {

@@ -144,7 +144,7 @@ class _Block:
                 yield pairs
 
     def _laid(self, pairs: Pairs, part: Fingerprints, first: int, is_swapped: bool) -> Pairs:
-        """Those that fit, laid over each other."""
+        """Lay pairs over each other; keep those that fit."""
         streamed, indexed = ("other", "image") if is_swapped else ("image", "other")
         thumbnails = {
             streamed: part.thumbnails[pairs[streamed] - first],
@@ -226,7 +226,7 @@ def _block(parts: list[Fingerprints], first: int, *, is_swapped: bool) -> _Block
 
 
 def _different(hashes: Words, rows: Int64s) -> Int64s:
-    """Of the others' images with the same hash the first few: they stand for all, in ascending order."""
+    """Keep the first few of several equal hashes, in ascending order."""
     ordered = rows[np.lexsort((rows, hashes[rows, 1], hashes[rows, 0]))]
     is_first = np.append(True, (hashes[ordered[1:]] != hashes[ordered[:-1]]).any(axis=1))[: len(ordered)]
     return np.sort(ordered[_ranks(is_first) < _MOST_OF_ONE_HASH])
@@ -240,7 +240,7 @@ def _pairs(streamed: Int64s, indexed: Int64s, found: NDArray[Any], *, is_swapped
 
 
 def _earlier(pairs: Pairs) -> Pairs:
-    """Of a collection with itself."""
+    """Keep each pair of a collection with itself once."""
     return pairs[pairs["other"] < pairs["image"]]
 
 
@@ -256,6 +256,6 @@ def _nearest(pairs: Pairs, most: int) -> Pairs:
 
 
 def _ranks(is_first: NDArray[np.bool_]) -> Int64s:
-    """How far each is from the first of its group."""
+    """Distance of each from the first of its group."""
     starts = np.flatnonzero(is_first)
     return np.arange(len(is_first)) - np.repeat(starts, np.diff(np.append(starts, len(is_first))))

@@ -51,7 +51,7 @@ ROW = np.dtype([("bytes_digest", np.uint64, 2), ("words", np.uint64, NUM_WORDS),
 
 
 class Kind(IntEnum):
-    """What a row's words are."""
+    """Meaning of a row's words."""
 
     HASH = 0
     PIXELS = 1  # a digest of the pixels
@@ -60,7 +60,7 @@ class Kind(IntEnum):
 
 
 class Fingerprints(NamedTuple):
-    """Of one part: `rows` of `ROW`, [images], and `thumbnails`, uint8 [images, 32, 32]."""
+    """One part: `rows` of `ROW`, [images], and `thumbnails`, uint8 [images, 32, 32]."""
 
     rows: NDArray[Any]
     thumbnails: NDArray[np.uint8]
@@ -68,7 +68,7 @@ class Fingerprints(NamedTuple):
 
 @dataclass(frozen=True)
 class FingerprintRequest:
-    """What all parts have in common."""
+    """Options that all parts share."""
 
     collection: Collection
     kept: Path  # folder of the files of parts that are known by a digest
@@ -183,7 +183,6 @@ def _read(request: FingerprintRequest, part: int) -> Fingerprints | None:
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
             continue
         empty = _nothing(request.collection.sizes[part])
-        fits = all(a.dtype == b.dtype and a.shape == b.shape for a, b in zip(found, empty, strict=True))
-        if fits:
+        if all(a.dtype == b.dtype and a.shape == b.shape for a, b in zip(found, empty, strict=True)):
             return found
     return None

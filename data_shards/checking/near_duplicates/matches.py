@@ -1,4 +1,4 @@
-"""The images of one collection that are also in others: candidates by their fingerprints, then compared by pixels.
+"""Find the images of one collection that are also in others: candidates by fingerprints, then compared by pixels.
 
     equal-bytes     by 128 bits of SHA-256
     equal-pixels    both were decoded in full, and are equal
@@ -13,7 +13,7 @@ looked up among 350 others, 1.8 among 50,000, and 7 for each candidate, 3 of the
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,10 +46,7 @@ _WORTH_PROCESSES = 1024  # images with candidates: 4 s
 
 
 class Match(NamedTuple):
-    """An image, and the one that it is like; images are numbered through all parts of their collection.
-
-    `likeness` (see there) is 1 for equal ones.
-    """
+    """An image and its match, numbered through all parts of their collections; `likeness` is 1 for equal ones."""
 
     image: int
     other: int
@@ -61,8 +58,10 @@ class Match(NamedTuple):
 
 @dataclass(frozen=True)
 class Matches:
-    """All matches, kind by kind, the most alike of each first; `undecoded` counts the images of each collection that
-    could not be, with those whose comparison ended with a crash of its process."""
+    """All matches, kind by kind, the most alike first.
+
+    `undecoded` counts the images of each collection that could not be decoded or crashed the comparing process.
+    """
 
     images: Collection
     others: tuple[Collection, ...]
@@ -100,7 +99,8 @@ def find_matches(
             request = FingerprintRequest(collection, kept, Path(scratch), pixel_limit)
             with Progress(sum(collection.sizes), report, status=f"hashing {collection.name}") as progress:
                 make_fingerprints(request, processes=processes, done=progress.add)
-            if bad := sum(_undecoded(request)):
+            kinds = (request.load(part).rows["kind"] for part in range(len(collection.sizes)))
+            if bad := sum(int((each >= Kind.NOTHING).sum()) for each in kinds):
                 undecoded[collection.name] = bad
             return request
 
@@ -135,11 +135,6 @@ def _located(collection: Collection, number: int) -> tuple[int, int]:
     return part, number - int(starts[part])
 
 
-def _undecoded(request: FingerprintRequest) -> Iterator[int]:
-    for part in range(len(request.collection.sizes)):
-        yield int((request.load(part).rows["kind"] >= Kind.NOTHING).sum())
-
-
 @dataclass(frozen=True)
 class _Comparing:
     images: Collection
@@ -172,27 +167,21 @@ def _compared(
         processes = 1
     with Progress(len(starts), report, status="comparing candidates") as progress:
         found = run_parts(
-            _compare_chunk, request, chunks, processes=processes, done=lambda done: progress.add(done.images)
+            _compare_chunk, request, chunks, processes=processes, done=lambda found: progress.add(len(found))
         )
-    for done in found.values():
-        matches += done.matches
-    return matches, len(starts) - sum(done.images for done in found.values())
+    matches += [match for each in found.values() for match in each if match is not None]
+    return matches, len(starts) - sum(map(len, found.values()))
 
 
-class _Done(NamedTuple):
-    images: int
-    matches: tuple[Match, ...]
-
-
-def _compare_chunk(request: _Comparing, chunk: bytes) -> _Done:
+def _compare_chunk(request: _Comparing, chunk: bytes) -> list[Match | None]:
+    """The match of each image of a chunk."""
     pairs = np.frombuffer(chunk, PAIR)
     images = np.split(pairs, np.unique(pairs["image"], return_index=True)[1][1:]) if len(pairs) else []
-    matches = map(partial(_best, request), images)
-    return _Done(len(images), tuple(match for match in matches if match is not None))
+    return [_best(request, near) for near in images]
 
 
 def _best(request: _Comparing, near: Pairs) -> Match | None:
-    """The first of one image's candidates, nearest first, that is the same picture, or else the likest that may be."""
+    """Take the nearest candidate that is the same picture, or else the likest unsure one."""
     unsure: list[Match] = []
     image = int(near["image"][0])
     data = pixels = None

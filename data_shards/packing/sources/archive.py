@@ -20,7 +20,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -68,17 +68,17 @@ class Archive:
     def is_gzipped(self) -> bool:
         return self.path.name.lower().endswith(GZIPPED)
 
-    @cached_property
+    @property
     def num_bytes(self) -> int:
         return self._stat.st_size
 
-    @cached_property
+    @property
     def modified_ns(self) -> int:
         return self._stat.st_mtime_ns
 
     @cached_property
     def key(self) -> str:
-        """Another one for every other file, and after every change that its size or time shows."""
+        """Differs for every other file, and after every change that its size or time shows."""
         text = f"{_VERSION}\0{os.path.realpath(self.path)}\0{self.num_bytes}\0{self.modified_ns}"
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
@@ -126,7 +126,7 @@ class Listing:
 
 
 def list_archives(archives: Sequence[Archive], *, inside: Literal["names", "stems"] = "names") -> Listing:
-    """What is in them, from the cache folder if they were listed before.
+    """List archives, from the cache folder if they were listed before.
 
     With `inside` "stems" the files of an archive are named STEM/NAME (`n01440764.tar` of a folder of class tars).
     Raises UserError, naming the archive, if one is damaged, not a tar, or names a file that leads outside.
@@ -258,10 +258,14 @@ def _decompressed(archive: Archive) -> Path:
                 f"{archive.path}: a gzipped tar can only be read from its start, so it is decompressed once into "
                 f"{folder} (more than {show_bytes(archive.num_bytes)}, removed when the shards are complete)"
             )
-        with _locked(folder):
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:  # one process at a time, so that what an ended one has left is written over
+            fcntl.flock(handle, fcntl.LOCK_EX)
             if not path.exists():  # another process may have made it meanwhile
                 with replaced(path) as beside:
                     _decompress(archive, beside)
+        finally:
+            os.close(handle)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{archive.path}: it cannot be decompressed ({error}); fetch it again") from None
     except OSError as error:
@@ -270,17 +274,6 @@ def _decompressed(archive: Archive) -> Path:
             "on another disk"
         ) from None
     return path
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time, so that what an ended one has left is written over."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
 
 
 def _decompress(archive: Archive, target: Path) -> None:

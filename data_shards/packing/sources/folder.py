@@ -97,7 +97,12 @@ def folder_source(root: Path, *, unfit: Literal["refuse", "skip"] = "refuse") ->
         here = {name for name, images in by_class[split].items() if images or name in classes or unfit == "refuse"}
         found.problems += _differences(root, folder, classes, here)
     refuse_all(found.problems)
-    splits: dict[SplitName, ImageSet] = {split: _images(root, its, classes) for split, its in by_class.items()}
+    number = {name: label for label, name in enumerate(classes)}
+    splits: dict[SplitName, ImageSet] = {}
+    for split, its in by_class.items():
+        labels = [number[name] for name, images in its.items() for _ in images]
+        files = [file for images in its.values() for file in images]
+        splits[split] = FileImages(root=root, files=files, labels=np.array(labels, dtype=np.int64))
     return Source(
         spec=str(root.resolve()),
         classes=classes,
@@ -156,21 +161,16 @@ def _read_split(root: Path, folder: str, *, split: SplitName, found: _Found) -> 
     return by_class
 
 
-def _images(root: Path, by_class: dict[str, list[str]], classes: tuple[str, ...]) -> FileImages:
-    number = {name: label for label, name in enumerate(classes)}
-    files = [file for images in by_class.values() for file in images]
-    labels = [number[name] for name, images in by_class.items() for _ in images]
-    return FileImages(root=root, files=files, labels=np.array(labels, dtype=np.int64))
-
-
 def walk_images(root: Path) -> list[str]:
     """Paths of all image files below `root`, relative to it, without hidden ones."""
     return _walk(root, "")[0]
 
 
 def image_files(paths: Sequence[Path]) -> list[Path]:
-    """The files, and all images below the folders, sorted, without hidden ones; UserError: a file does not exist, or a
-    folder has no image in it."""
+    """The files, and all images below the folders, sorted, without hidden ones.
+
+    Raises UserError if a file does not exist or a folder has no image in it.
+    """
     files: list[Path] = []
     for path in paths:
         if path.is_dir():

@@ -16,7 +16,7 @@ Costs some 3 µs a line, one `stat` an image, and a listing of the folder, to co
 import csv
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
@@ -38,7 +38,7 @@ Label = int | str
 
 @dataclass(frozen=True)
 class LabelList:
-    """Where labels are; `class_names` is a text file with the name of class 0, 1, ... on a line each."""
+    """A list of labels; `class_names` is a text file with the name of class 0, 1, ... on a line each."""
 
     file: Path  # a .csv or .jsonl file
     path_column: str = "path"  # column (CSV) or key (JSONL) of the image's path, relative to the source's folder
@@ -66,7 +66,11 @@ def label_list_source(root: Path, labels: LabelList) -> Source:
     is_multi, rows = _read_rows(labels, root=root, problems=problems)
     if not rows and not problems:
         raise UserError(f"{labels.file}: it names no image; each line should have a path and a label")
-    problems += _named_twice(labels.file, rows)
+    lines: dict[str, int] = {}
+    for row in rows:
+        if (before := lines.setdefault(row.path, row.line)) != row.line:
+            where = f"{labels.file}, line {row.line}: {one_line(row.path)}"
+            problems.append(f"{where} is on line {before} already; name each image once")
     refuse_all(problems)
     numbers, classes = _number_labels(rows, labels)
     images = FileImages(root=root, files=[row.path for row in rows], labels=_label_array(numbers, is_multi=is_multi))
@@ -78,11 +82,15 @@ def label_list_source(root: Path, labels: LabelList) -> Source:
             f"{labels.file}, line {row.line}: {one_line(row.path)} is not a file below {root}{more}; paths are "
             "relative to SOURCE: correct SOURCE or these lines"
         )
+    notes: tuple[str, ...] = ()
+    if left := [path for path in walk_images(root) if path not in lines]:
+        what = f"{len(left):,} images below {root}, which were left out (the first: {left[0]!a})"
+        notes = (f"{labels.file} does not name {what}",)
     return Source(
         spec=str(root.resolve()),
         classes=classes,
         splits={"train": images},
-        notes=tuple(_unnamed(root, rows, labels.file)),
+        notes=notes,
         kind="multi" if is_multi else "single",
         empty_classes="report",
     )
@@ -120,12 +128,17 @@ def read_lines(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def _read_rows(labels: LabelList, *, root: Path, problems: list[str]) -> tuple[bool, list[_Row]]:
-    """Whether the set is multi-label, and the rows with labels as in the file; bad rows go to `problems` instead."""
+    """(is_multi, rows with labels as in the file); bad rows go to `problems` instead."""
     match labels.file.suffix.lower():
         case ".csv":
             found = list(_csv_rows(labels))
             is_multi = any(LABEL_SEPARATOR in value for _, _, value in found)
-            entries = [(line, path, _split(value) if is_multi else [value]) for line, path, value in found]
+            entries = [(line, path, [value]) for line, path, value in found]
+            if is_multi:
+                split = (
+                    (line, path, value.split(LABEL_SEPARATOR) if value.strip() else []) for line, path, value in found
+                )
+                entries = [(line, path, [label.strip() for label in its]) for line, path, its in split]
             names = set(_class_names(labels.class_names) if labels.class_names else ())
             texts = {text for _, _, values in entries for text in values}
             if not texts <= names and all(re.fullmatch(r"[0-9]{1,18}", text) for text in texts):
@@ -143,10 +156,6 @@ def _read_rows(labels: LabelList, *, root: Path, problems: list[str]) -> tuple[b
         except ValueError as error:
             problems.append(f"{labels.file}, line {line}: {error}; correct that line")
     return is_multi, rows
-
-
-def _split(value: str) -> list[str]:
-    return [label.strip() for label in value.split(LABEL_SEPARATOR)] if value.strip() else []
 
 
 def _row(line: int, path: Any, values: list[Any], *, root: Path) -> _Row:
@@ -265,18 +274,3 @@ def _label_array(numbers: list[list[int]], *, is_multi: bool) -> NDArray[np.int6
     for i, row in enumerate(numbers):
         array[i, : len(row)] = sorted(row)
     return array
-
-
-def _named_twice(file: Path, rows: list[_Row]) -> Iterator[str]:
-    lines: dict[str, int] = {}
-    for row in rows:
-        before = lines.setdefault(row.path, row.line)
-        if before != row.line:
-            yield f"{file}, line {row.line}: {one_line(row.path)} is on line {before} already; name each image once"
-
-
-def _unnamed(root: Path, rows: Iterable[_Row], file: Path) -> Iterator[str]:
-    named = {row.path for row in rows}
-    left = [path for path in walk_images(root) if path not in named]
-    if left:
-        yield f"{file} does not name {len(left):,} images below {root}, which were left out (the first: {left[0]!a})"

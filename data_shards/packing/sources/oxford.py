@@ -67,7 +67,7 @@ def pets_source(root: Path, *, unpacking: Unpacking) -> Source:
             numbers.append(number)
     if not breeds or sorted(breeds) != [*range(1, len(breeds) + 1)] or len({*breeds.values()}) != len(breeds):
         raise UserError(f"{lists.path}: its breeds are not numbered from 1 on, each once; fetch it again")
-    splits = {
+    splits: dict[SplitName, ImageSet] = {
         split: _listed(images, image_rows, names, np.array(numbers, dtype=np.int64) - 1, by=files[split])
         for split, (names, numbers) in listed.items()
     }

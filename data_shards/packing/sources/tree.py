@@ -21,25 +21,17 @@ _MOST_SMALL_BYTES = 1 << 28  # of a file that is read whole: CIFAR-100's trainin
 
 
 class Tree(Protocol):
-    """The files below one path; a row is a file's number."""
+    """The files below `path`: relative names with forward slashes; a row is a file's number.
+
+    `images` are read where they lie; `read` returns a small file whole, or raises UserError.
+    """
 
     @property
-    def path(self) -> Path:
-        """What the user knows it by."""
-        ...
-
+    def path(self) -> Path: ...
     @property
-    def names(self) -> Sequence[str]:
-        """Relative, with forward slashes."""
-        ...
-
-    def images(self, rows: NDArray[np.int64], labels: NDArray[np.int64]) -> ImageSet:
-        """These files as images."""
-        ...
-
-    def read(self, row: int) -> bytes:
-        """A small file. Raises UserError if it cannot be read."""
-        ...
+    def names(self) -> Sequence[str]: ...
+    def images(self, rows: NDArray[np.int64], labels: NDArray[np.int64]) -> ImageSet: ...
+    def read(self, row: int) -> bytes: ...
 
 
 @dataclass(frozen=True)

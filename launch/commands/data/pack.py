@@ -194,6 +194,7 @@ def open_exclusion(locations: list[str], *, report: Report) -> Exclusion:
     from data_shards.shards.location import is_local
     from data_shards.store.cache import CacheConfig
     from data_shards.store.store import Store
+    from launch.pages.duplicates_page import write_duplicates
 
     store = Store(None if all(map(is_local, locations)) else CacheConfig(), commands="run")  # as the user typed them
-    return Exclusion(tuple(open_all_splits(locations, store=store, report=report)), store)
+    return Exclusion(tuple(open_all_splits(locations, store=store, report=report)), store, write_duplicates)

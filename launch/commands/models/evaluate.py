@@ -240,13 +240,8 @@ def _as_text(result: ModelEvaluated) -> str:
     per_class = [
         ["class", "images", "right", "accuracy"],
         *(
-            [
-                one_line(evaluation.classes[number]),
-                f"{counts.images[number]:,}",
-                f"{counts.right[number]:,}",
-                f"{100 * counts.accuracy[number]:.2f} %",
-            ]
-            for number in shown
+            [one_line(evaluation.classes[at]), f"{images:,}", f"{right:,}", f"{100 * counts.accuracy[at]:.2f} %"]
+            for at, images, right in ((at, counts.images[at], counts.right[at]) for at in shown)
         ),
     ]
     which = "" if len(known) <= _SHOWN_CLASSES else f"the {len(shown)} worst of {len(known):,} classes\n"
@@ -257,12 +252,8 @@ def _as_json(result: ModelEvaluated) -> dict[str, object]:
     evaluation, counts = result.evaluation, result.evaluation.per_class
     return {
         "command": "eval",
-        "model": result.origin,
-        "shards": result.source,
+        **_facts(result),
         "digest": result.digest,
-        "protocol": result.protocol,
-        "crop_share": result.crop_share,
-        "image_size": result.image_size,
         "images": evaluation.images,
         "damaged_images": len(result.damaged),
         "unlabelled_images": result.unlabelled,
@@ -277,6 +268,11 @@ def _as_json(result: ModelEvaluated) -> dict[str, object]:
         ],
         "confused": _confused(result),
     }
+
+
+def _facts(result: ModelEvaluated) -> dict[str, object]:
+    facts = {name: getattr(result, name) for name in ("protocol", "crop_share", "image_size")}
+    return {"model": result.origin, "shards": result.source, **facts}
 
 
 def _number(value: float) -> float | None:
@@ -307,11 +303,7 @@ def _track(result: ModelEvaluated, request: EvalRequest, *, processes: int) -> N
         name=f"eval-{Path(request.model).name}-{result.set_name}",
         kind="eval",
         params={
-            "model": result.origin,
-            "shards": result.source,
-            "protocol": result.protocol,
-            "crop_share": result.crop_share,
-            "image_size": result.image_size,
+            **_facts(result),
             "labels": request.label_set,
             "classes": request.matching,
             "among": request.among,
@@ -319,9 +311,7 @@ def _track(result: ModelEvaluated, request: EvalRequest, *, processes: int) -> N
             "batch_size": request.batch_images,
         },
         metrics=evaluation.metrics,
-        datasets=[
-            DatasetInput(name=result.set_name, source=result.source, digest=result.digest, context="eval"),
-        ],
+        datasets=[DatasetInput(name=result.set_name, source=result.source, digest=result.digest, context="eval")],
         tables={
             "per_class": {
                 "class": [one_line(name) for name in evaluation.classes],

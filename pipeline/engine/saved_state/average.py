@@ -1,9 +1,7 @@
-"""The moving average of the weights (EMA, Polyak averaging), beside whatever this process keeps as master weights.
+"""The moving average of the weights (EMA, Polyak averaging): one float32 tensor beside each master weight.
 
-One float32 tensor beside each master: whole under ZeRO 0 and accelerate, this process's piece under ZeRO 1 to 3. Costs
-4 bytes a parameter, sharded like the moments, and one pass over both after each step. It depends on nothing
-that the optimizer keeps, and lies in a file of its own in a checkpoint, cut as the masters are. Buffers are not
-averaged. Does not import DeepSpeed and is not collective.
+Costs 4 bytes a parameter, sharded as the masters are, and one pass over both after each step. In a checkpoint it has a
+file of its own. Buffers are not averaged. Does not import DeepSpeed and is not collective.
 """
 
 from __future__ import annotations

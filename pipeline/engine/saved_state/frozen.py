@@ -1,7 +1,6 @@
-"""Parts of a model that are not trained: named in the recipe, frozen in the model, carried through checkpoints.
+"""Freeze the parts of a model that the recipe names, and carry their exact weights through checkpoints.
 
-They have no gradient and no place in the optimizer, so no decay and no part in the gradient's norm either. In half
-precision the forward pass computes with their rounded values; the exact ones are kept on the CPU (4 bytes of a frozen
+In half precision the forward pass computes with rounded values; the exact ones are kept on the CPU (4 bytes of a frozen
 parameter on each rank) and written by rank 0, since DeepSpeed would save the rounded ones.
 """
 
@@ -30,8 +29,7 @@ _PARTS: dict[str, Callable[[str], bool]] = {
 
 
 def freeze(model: nn.Module, frozen: tuple[str, ...], *, key: str) -> None:
-    """Take the gradient from what `frozen` names; UserError, naming the recipe's `key`: a name that matches nothing, or
-    nothing is left to train."""
+    """Freeze what `frozen` names. UserError naming the recipe's `key`: no match, or nothing left to train."""
     names = [name for name, _ in model.named_parameters()]
     for each in frozen:
         chosen = _PARTS.get(each, lambda name, pattern=each: fnmatchcase(name, pattern))

@@ -1,10 +1,9 @@
-"""A snapshot's way to host memory while training goes on: one buffer, kept and filled again at each save.
+"""Copy a snapshot to host memory while training goes on: one buffer, kept and filled again at each save.
 
-What a checkpoint holds changes in an optimizer step and when weights are exchanged with their averages, not in forward
-and backward passes. So a thread copies beside them, and only the next change waits (`Hold`). Costs as many bytes of
-host memory as the process writes, and one pass over them: on a CPU by one thread (about 5 GB/s), on a GPU by its copy
-engine on a stream of its own into page-locked memory (the speed of PCIe), for which the host waits nowhere: the next
-change's kernels do. The first fill also takes the memory from the system. Not for two snapshots at a time.
+A checkpoint's content changes in an optimizer step and when weights are swapped with their averages, not in forward and
+backward passes: a thread copies beside those, and only the next change waits (`Hold`). Costs as many bytes of host
+memory as the process writes. A CPU copies by one thread (about 5 GB/s); a GPU by its copy engine into page-locked
+memory, for which the next change's kernels wait, not the host. One snapshot at a time.
 """
 
 from __future__ import annotations
@@ -82,8 +81,7 @@ class HostBuffer:
 
 
 def _page_lock(memory: torch.Tensor) -> Callable[[], None] | None:
-    """Lock in place what CUDA is to copy to; torch's own pinned memory would round up to a power of two. None: CUDA
-    refused, and copies are slower, through memory of its own."""
+    """Lock memory in place (pinned memory would round up to a power of two); None: CUDA refused."""
     cudart: Any = torch.cuda.cudart()
     address = memory.data_ptr()
     if int(cudart.cudaHostRegister(address, memory.numel(), _PORTABLE)) != 0:

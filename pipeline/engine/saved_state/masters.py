@@ -1,9 +1,8 @@
 """Where a running DeepSpeed engine keeps its master weights and moments, and how saved ones are put there.
 
-Stages 1 and 2 keep a piece of each flattened group, stage 3 a piece of each parameter (0: `replicated`); `slots` maps
-them all, so that restoring is one copy in every stage. DeepSpeed's own setters are not used: stage 3's
-fails where the world size does not divide a parameter's size, and none creates moments. Relies on attributes of
-DeepSpeed 0.19's optimizers; does not import it.
+`slots` maps the pieces of flattened groups (stages 1 and 2) and of parameters (stage 3), so that restoring is one copy
+in every stage. DeepSpeed's own setters fail where the world size does not divide a parameter's size, and create no
+moments. Relies on attributes of DeepSpeed 0.19's optimizers; does not import it.
 """
 
 from __future__ import annotations

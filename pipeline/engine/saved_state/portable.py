@@ -1,11 +1,9 @@
 """A saved engine state, independent of world size, ZeRO stage and backend: parameter name -> tensors.
 
-ZeRO 0 and accelerate write one file with everything whole. DeepSpeed cuts weights and moments into flat shards,
-differently by ZeRO stage and world size, and loads only its own cut (universal checkpoints need an offline conversion
-and do not cross stages 2 and 3). Here the cuts are undone by address: which element of which file holds element i of a
-parameter. Files are mapped, and a rank reads what it keeps. Restored to the last bit: float32 weights, moments, step
-counters, the dynamic loss scale. At another world size, gradients are summed in another order: float32 losses agree to
-about 1e-6.
+ZeRO 0 and accelerate write one file. DeepSpeed cuts weights and moments into flat shards, differently by ZeRO stage and
+world size, and loads only its own cut; here the cuts are undone by address: which element of which file holds element i
+of a parameter. Files are mapped, and a rank reads what it keeps. Restored to the last bit; at another world size
+gradients are summed in another order, and float32 losses agree to about 1e-6.
 
 Sources: deepspeed.utils.zero_to_fp32 and the optimizers' `state_dict` of DeepSpeed 0.19. Executes nothing from the
 files (`reading`) and does not look for damage (`pipeline.checkpoint.store.damage_of` does).

@@ -1,8 +1,7 @@
-"""Reads the engines' checkpoint files as data: a file from elsewhere runs no code, whatever it holds.
+"""Read the engines' checkpoint files as data: a file from elsewhere runs no code, whatever it holds.
 
-They are pickles, which may call any function. torch's restricted unpickler (`weights_only=True`) makes tensors and
-plain containers of them and refuses the rest; of DeepSpeed 0.19's four extra types three are read as `Record`, so
-DeepSpeed is not imported.
+torch's restricted unpickler (`weights_only=True`) makes tensors and plain containers and refuses the rest; three of
+DeepSpeed 0.19's four extra types are read as `Record`, so DeepSpeed is not imported.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Opening a saved state on many ranks: rank 0 reads what all need and tells the others; each reads its own shard.
+"""Open a saved state on many ranks: rank 0 reads what all need and sends it, each rank reads its own shard.
 
-An engine that shards asks for its own share: of DeepSpeed's files a rank then opens those that hold it (one, and one of
-averages, where the number of processes is that of the run that wrote them), and names, shapes, counters and frozen
-weights come from rank 0. An engine that keeps everything whole asks for the same on all ranks: all of it comes from
-rank 0, in pieces of 64 MiB over the ranks' group on the host. So a state is read from the disk once a run, and not once
-a rank. A piece takes three times its bytes of memory on its way.
+So a state is read from the disk once a run, not once a rank. Where an engine keeps everything whole, all of it comes
+from rank 0, in pieces of 64 MiB over the ranks' host group; a piece takes three times its bytes of memory on its way.
 """
 
 from __future__ import annotations
@@ -52,8 +49,7 @@ def open_shared(
     asks: Literal["alike", "own share"],
     takes: Literal["pieces", "parameters"] = "pieces",
 ) -> PortableState:
-    """`open_state`, collective; `asks`: what the ranks will ask for. `takes`: what the optimizer does; only for one of
-    "parameters" all ranks get `optimizer`."""
+    """`open_state`, collective. All ranks get `optimizer` only where it `takes` parameters."""
 
     def opened() -> PortableState:
         return open_state(folder, backend=backend, zero_stage=zero_stage, processes=processes, model=model)

@@ -1,8 +1,7 @@
 """One process's files of a checkpoint: a snapshot of the engine's state, then written, flushed and verified.
 
-Taking a snapshot costs milliseconds: the structure is copied, the tensors share the training's memory (`host_copy`
-copies them, too). Writing digests in the same pass (blake2b, 0.3 to 0.9 GiB/s a core); then the file is flushed,
-dropped from the page cache and read back, which must give the same digest.
+A snapshot takes milliseconds: its tensors share the training's memory. Writing digests in the same pass (blake2b, 0.3
+to 0.9 GiB/s a core); then the file is flushed, dropped from the page cache, read back and compared.
 """
 
 from __future__ import annotations
@@ -94,8 +93,7 @@ def text_file(path: str, text: str) -> StateFile:
 
 
 def state_file(path: str, content: Any) -> StateFile:
-    """Any picklable structure for `torch.save`; tensors share their memory. Adjacent parts of one storage stay one
-    storage; the rest of it is left out."""
+    """Any picklable structure for `torch.save`; tensors share memory, and unused parts of storages are left out."""
     structure, tensors = left_out(content)
     return StateFile(path, structure, tuple(_trimmed(tensors)))
 

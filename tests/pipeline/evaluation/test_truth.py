@@ -49,7 +49,7 @@ def test_classes_in_another_order_and_a_part_of_them_are_matched_by_name():
     among = truth(("a", "b", "c"), "c", "a", among="shards")
     assert (among.classes, among.columns, among.labels) == (("c", "a"), (2, 0), (0, 1))
     several = replace(batch("x"), labels=torch.tensor([[1, -1, 0]]))
-    (relabelled,) = truth(("a", "b", "c"), "c", "a").relabelled(iter([several]))
+    relabelled = truth(("a", "b", "c"), "c", "a").relabelled(several)
     assert relabelled.labels.tolist() == [[0, -1, 2]]
 
 
@@ -99,8 +99,8 @@ def test_real_labels_are_timms_and_an_image_without_any_does_not_count():
     without = next(name for name in names if not theirs[name])
     several = next(name for name in names if len(theirs[name]) > 1)
     found = truth(NUMBERS, "x", label_set="real")
-    (relabelled,) = found.relabelled(iter([batch(without, several)]))
+    relabelled = found.relabelled(batch(without, several))
     assert found.label_kind == "multi" and relabelled.counted.tolist() == [False, True]
     assert sorted(relabelled.labels[1].tolist()) == sorted(theirs[several])
     with pytest.raises(UserError, match=r"--labels real: .*'photo'"):
-        list(found.relabelled(iter([batch("photo")])))
+        found.relabelled(batch("photo"))

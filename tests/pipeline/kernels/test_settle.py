@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.kernels.precision import fp32_products
+from pipeline.kernels.settle import fp32_products
 
 
 @pytest.mark.parametrize(("kind", "allowed"), [("ieee", False), ("tf32", True)])

@@ -1,0 +1,129 @@
+"""Flags of `shardvit transfer`. Imports nothing heavy: --help reads it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from data_shards.errors import UserError
+from data_shards.vocabulary import USUAL_MOST_PIXELS
+from launch.flags import (
+    Device,
+    MaxImagePixels,
+    TarClasses,
+    TarLabel,
+    WhichWeights,
+    demand_counts,
+    flag_mistake,
+    pixel_limit,
+)
+from launch.local.env import tracking_uri
+from launch.target import Force, JsonFile, demand_target
+
+if TYPE_CHECKING:
+    from pipeline.transfer.settings import Settings
+
+Method = Literal["fewshot", "probe", "knn"]
+_FLAGS = {"fewshot": ("shots", "seeds", "l2"), "probe": ("c", "hold_out"), "knn": ("k", "temperature")}
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class MethodOptions:
+    """Options of the methods; None: the method's default."""
+
+    shots: Annotated[
+        tuple[int, ...] | None,
+        Parameter(consume_multiple=True, negative="", help="fewshot: images of each class; default: 5 10 25."),
+    ] = None
+    seeds: Annotated[int | None, Parameter(help="fewshot: how often they are drawn; the mean counts; default: 3.")] = (
+        None
+    )
+    l2: Annotated[
+        tuple[float, ...] | None,
+        Parameter(
+            consume_multiple=True,
+            negative="",
+            help="fewshot: regularisation; of several the least leave-one-out error wins; default: 1024.",
+        ),
+    ] = None
+    c: Annotated[
+        tuple[float, ...] | None,
+        Parameter(
+            consume_multiple=True,
+            negative="",
+            help="probe: scikit-learn's C; of several the best on the held-out part; default: 1e-5 to 10.",
+        ),
+    ] = None
+    hold_out: Annotated[float | None, Parameter(help="probe: share of TRAIN_SHARDS that chooses C; default: 0.2.")] = (
+        None
+    )
+    k: Annotated[
+        tuple[int, ...] | None, Parameter(consume_multiple=True, negative="", help="knn: neighbours; default: 20.")
+    ] = None
+    temperature: Annotated[
+        float | None, Parameter(help="knn: a vote weighs exp(cosine / temperature); default: 0.07.")
+    ] = None
+
+    def given(self) -> dict[str, object]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def settings(self, method: Method) -> Settings:
+        """UserError: a flag of another method, or a value out of range."""
+        from pydantic import ValidationError
+
+        from pipeline.transfer.settings import FewShotSettings, KnnSettings, ProbeSettings
+
+        for name in self.given().keys() - _FLAGS[method]:
+            raise UserError(f"--{name.replace('_', '-')}: --method {method} has no such option: leave it out")
+        kinds = {"fewshot": FewShotSettings, "probe": ProbeSettings, "knn": KnnSettings}
+        try:
+            return kinds[method].model_validate(self.given())
+        except ValidationError as error:
+            raise flag_mistake(error) from None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class TransferOptions:
+    """How features are computed, and where the result goes."""
+
+    images: Annotated[
+        int | None, Parameter(help="Training images at most, always the same ones; VTAB-1k has 1000.")
+    ] = None
+    name: Annotated[str | None, Parameter(help="Data set's name in the result; default: its shards'.")] = None
+    label: TarLabel = None
+    classes: TarClasses = None
+    layer: Annotated[
+        Literal["pre_logits", "pooled"],
+        Parameter(help="Input of the last linear layer (as big_vision), or the trunk's pooled output."),
+    ] = "pre_logits"
+    weights: WhichWeights = None
+    device: Device = "auto"
+    batch_size: Annotated[int, Parameter(help="Images of a forward pass.")] = 64
+    workers: Annotated[
+        int | None, Parameter(help="Threads that read and decode images; default: one a core, at most 16.")
+    ] = None
+    features: Annotated[
+        Path | None, Parameter(help="Folder where computed features are kept; default: in ~/.cache/shardvit.")
+    ] = None
+    json_file: JsonFile = None
+    force: Force = False
+    tracking: Annotated[
+        bool, Parameter(name="--tracking", negative="--no-tracking", help="Make an MLflow run of the result.")
+    ] = True
+    max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS
+
+    def check(self, model: Path, *, command: str) -> None:
+        """UserError: a bad number or MLflow address, a file that `command` may not replace, or no model."""
+        from pipeline.using.find_model import find_record
+
+        demand_counts(batch_size=self.batch_size, workers=self.workers, images=self.images)
+        pixel_limit(self.max_image_pixels)
+        demand_target(self.json_file, flag="--json", force=self.force, mark=f'"command": "{command}"')
+        if self.tracking:
+            tracking_uri()
+        find_record(model)
