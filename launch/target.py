@@ -1,7 +1,7 @@
-"""Where a command writes what it was told to: one rule for every option that names an output file or folder.
+"""Check output files and folders by one rule, before any work.
 
 What is there is replaced if the same command wrote it, or with --force. What lies in a run is that run's, but for the
-command's own place in it. A device, FIFO, socket or symbolic link is never written to. Looked at before any work.
+command's own place in it. A device, FIFO, socket or symbolic link is never written to.
 """
 
 from __future__ import annotations
