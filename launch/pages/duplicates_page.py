@@ -57,7 +57,7 @@ def _pair(found: Matches, match: Match, *, limit: PixelLimit) -> PagePicture:
         except UnreadableImage:
             image = Image.new("RGB", (8, 8), "lightgrey")
         scale = _PIXELS / max(image.size)
-        size = tuple(max(1, round(side * scale)) for side in image.size)
+        size = [max(1, round(side * scale)) for side in image.size]
         image = image.resize(size, Image.Resampling.NEAREST if scale > 2 else Image.Resampling.LANCZOS)
         paper.paste(image, (number * (_PIXELS + _GAP), _PIXELS - image.height))
     stream = io.BytesIO()
