@@ -20,13 +20,13 @@ from launch.commands.models.transfer import transfer
 from launch.commands.results.figures import figures
 from launch.commands.results.report import compare, report
 from launch.commands.results.sync import sync
-from launch.commands.results.watch import watch
+from launch.commands.results.watch import status, watch
 from launch.commands.training.demo import demo
 from launch.commands.training.doctor import doctor
 from launch.commands.training.plan import plan
 from launch.commands.training.recipes import recipes
 from launch.commands.training.run import run, train
-from launch.commands.training.submit import cancel, status, submit
+from launch.commands.training.submit import cancel, submit
 from launch.commands.training.sweep import sweep
 from launch.local.output import OutputLost, guard, say
 from pipeline.recipe.vocabulary import EXIT_FAILED, EXIT_READER_LEFT, EXIT_STOPPED, EXIT_USER_ERROR

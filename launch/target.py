@@ -1,7 +1,7 @@
-"""Where a command writes what it was told to: one rule for every option that names an output file or folder.
+"""Check output files and folders by one rule, before any work.
 
 What is there is replaced if the same command wrote it, or with --force. What lies in a run is that run's, but for the
-command's own place in it. A device, FIFO, socket or symbolic link is never written to. Looked at before any work.
+command's own place in it. A device, FIFO, socket or symbolic link is never written to.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ JsonFile = Annotated[
         name="--json", allow_leading_hyphen=True, help="Write the result as JSON, too; -: to standard output, alone."
     ),
 ]
+PageCommand = Literal["report", "show", "figures", "check"]
 INDEX_FILE = "index.html"  # of a folder that is a page
 _MOST_BYTES = 2**26  # of a file that is looked into: no result is as large
 _STDOUT = Path("-")
@@ -54,7 +55,7 @@ def demand_target(
         raise UserError(f"{flag} {path}: it exists, and {why}: give another place, or --force")
 
 
-def page_mark(command: Literal["report", "show", "figures"]) -> str:
+def page_mark(command: PageCommand) -> str:
     """The end of a page that the command wrote."""
     return f"<!-- written by shardvit {command} -->\n"
 

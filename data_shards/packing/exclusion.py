@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from data_shards.checking.near_duplicates.collection import ImagePlace, ShardImages, UnreadNow
 from data_shards.checking.near_duplicates.matches import Match, Matches, find_matches
-from data_shards.checking.near_duplicates.page import write_page
 from data_shards.packing.found import EXCLUDED_FILE, UNSURE_FILE, write_lines
 from data_shards.packing.request import PackRequest
 from data_shards.packing.shard_plan import Marks, PackPlan, ShardPlan, marks_of
@@ -78,8 +77,9 @@ class Excluded:
         for name, matches in zip((EXCLUDED_FILE, UNSURE_FILE), self._sorted_out(), strict=True):
             if matches:
                 write_lines(map(self._line, matches), folder / name)
-        if self.matches.matches:
-            write_page(folder / EXCLUDED_PAGE, [self.matches], limit=request.pixel_limit)
+        show = request.exclusion and request.exclusion.show
+        if self.matches.matches and show:
+            show(folder / EXCLUDED_PAGE, [self.matches], request.pixel_limit)
 
     def _sorted_out(self) -> tuple[list[Match], list[Match]]:
         """The matches of images that are left out, and the others."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from data_shards.errors import UserError
 from data_shards.images.decode import PixelLimit
@@ -17,15 +17,19 @@ from data_shards.packing.sources.recognise import Published
 from data_shards.shards.shard_set import ShardSet
 from data_shards.store.store import Store
 
+if TYPE_CHECKING:
+    from data_shards.checking.near_duplicates.matches import Matches
+
 DEFAULT_SAMPLES_PER_SHARD = 1000  # ImageNet: about 110 MB a shard, within the 0.1 to 1 GB that object stores like
 
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Other sets whose images are left out of train; `store` reads those that are not local."""
+    """Other sets whose images are left out of train; `store` reads those that are not local, `show` writes the page."""
 
     sets: tuple[ShardSet, ...]
     store: Store
+    show: Callable[[Path, Sequence[Matches], PixelLimit], None] | None = None
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,10 @@ from PIL import Image
 from data_shards.checking.near_duplicates.collection import ImagePlace
 from data_shards.checking.near_duplicates.hash_index import HashIndex
 from data_shards.checking.near_duplicates.matches import Matches, find_matches
-from data_shards.checking.near_duplicates.page import write_report
 from data_shards.checking.near_duplicates.perceptual_hash import PARTS, WHOLE
 from data_shards.images.decode import USUAL_LIMIT
 from launch.bench.pictures import edited, plain_floors, scenes
+from launch.pages.duplicates_page import MATCHES_PAGE, write_duplicates
 
 _OF_PHOTOGRAPHS = (
     *("quality 50", "quality 30", "x 0.5", "x 1.5", "mirrored", "grey", "square", "border"),
@@ -107,7 +107,8 @@ def measure_photographs(data: Path, work: Path, *, num_scenes: int, seed: int) -
     planted = plant_photographs(data, work, num_scenes=num_scenes, seed=seed)
     images, others = (_Files(side, sorted((work / side).iterdir())) for side in ("images", "others"))
     found, seconds = compare(images, others, work / "fingerprints")
-    write_report(work / "report", [found], limit=USUAL_LIMIT)
+    (work / "report").mkdir(exist_ok=True)
+    write_duplicates(work / "report" / MATCHES_PAGE, [found], USUAL_LIMIT)
     answers = {
         found.place(match).key.partition("_")[2]: (match.kind, found.other_place(match).key.partition("_")[2])
         for match in found.matches

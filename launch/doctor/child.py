@@ -28,7 +28,7 @@ _MOST_CHARACTERS = 300
 
 @dataclass(frozen=True)
 class Answer:
-    """How a child ended."""
+    """The end of a child process."""
 
     code: int | None  # -n: killed by signal n; None: killed by us, because it did not end in time
     output: str
@@ -43,7 +43,7 @@ class Answer:
 
     @property
     def ending(self) -> str:
-        """How it ended, in words, with its last line on standard error if that is of the part it had begun."""
+        """Put the end into words, with the last line on standard error if that is of the part it had begun."""
         if self.code is None:
             return f"did not end within {self.limit_seconds:.0f} seconds and was killed"
         lines = [line.strip() for line in self.errors.splitlines() if line.strip()]

@@ -65,7 +65,7 @@ def check_gpus(*, devices: int, visible: int, run: Callable[..., Answer] = ask) 
 
 
 def try_torch() -> list[Check]:
-    """Whether torch can use the GPUs, and their free memory."""
+    """Check that torch can use the GPUs, and their free memory."""
     import torch
     from torch.cuda import nccl
 
@@ -113,7 +113,7 @@ def judge_memory(free_and_total_bytes: Sequence[tuple[int, int]]) -> Check:
 
 
 def try_arithmetic() -> list[Check]:
-    """A Transformer block's forward and backward pass in bfloat16 and float32: agreement and times."""
+    """Compare a Transformer block's forward and backward pass in bfloat16 and float32: agreement and times."""
     import torch
     from torch import nn
     from torch.nn.functional import scaled_dot_product_attention

@@ -58,7 +58,7 @@ def all_reduce(backend: str) -> list[Check]:
 
 
 def check_tracking(uri: str | None) -> Check:
-    """Whether MLflow's server at `uri` (MLFLOW_TRACKING_URI) answers."""
+    """Check that MLflow's server at `uri` (MLFLOW_TRACKING_URI) answers."""
     name = "MLflow"
     if uri is None:
         return Check(name, "fine", "MLFLOW_TRACKING_URI is not set: runs/mlflow.db is used, a file beside the runs")

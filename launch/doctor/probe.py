@@ -1,4 +1,4 @@
-"""What is tried in child processes, `python -m launch.doctor.probe PART...`, and the parent's side of it.
+"""Try things in child processes, `python -m launch.doctor.probe PART...`, and the parent's side of it.
 
 The child tells when a part begins, so that a crash or hang has a name. All parts take some 20 seconds on 2 idle cores,
 nearly all of it imports.
@@ -55,7 +55,7 @@ def try_import(library: str) -> Sequence[Check]:
 
 
 def try_decoders() -> list[Check]:
-    """Which image decoders work."""
+    """Find the image decoders that work."""
     from data_shards.errors import UserError
     from data_shards.images import decode_nvimgcodec
     from data_shards.images.decode import require_decoder
@@ -169,7 +169,7 @@ def try_all_reduce(
 
 
 def full_reports(*, environment: Mapping[str, str]) -> dict[str, str]:
-    """What torch's collect_env and DeepSpeed's ds_report print of this machine; they may crash or hang, too."""
+    """Run torch's collect_env and DeepSpeed's ds_report, which may crash or hang, too."""
     modules = {"torch.utils.collect_env": "torch.utils.collect_env", "ds_report": "deepspeed.env_report"}
     answers = {
         name: run_children([[sys.executable, "-m", each]], environments=[environment], limit_seconds=_LIMIT_SECONDS)[0]

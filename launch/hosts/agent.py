@@ -1,4 +1,4 @@
-"""On every host: start its ranks, pass requests on to them, leave none behind. Started by `shardvit run` over ssh.
+"""Start the ranks of one host, pass requests on to them, leave none behind. `shardvit run` starts it over ssh.
 
 The first line of standard input is an `AgentOrder`, each further one a message: `alive` (heartbeat), `address HOST
 PORT` (where rank 0 listens), `stop` (save and leave), `kill`. Standard output has what the ranks print, and
@@ -44,7 +44,7 @@ _ADDRESS_FILE = "address"  # as pipeline.ranks.group, which a process without to
 
 @dataclass(frozen=True)
 class AgentOrder:
-    """What an agent is to do."""
+    """The task of an agent."""
 
     word: str  # begins the lines that are no rank's
     run_folder: str  # the mark of the processes
@@ -215,7 +215,7 @@ def _thread(target: Callable[..., None], *arguments: object) -> threading.Thread
 
 
 def rendezvous_name(run_folder: str, *, node: int) -> str:
-    """A fresh folder name; the agent of `node` removes those of earlier attempts at the run."""
+    """Make a fresh folder name; the agent of `node` removes those of earlier attempts at the run."""
     run = hashlib.blake2b(run_folder.encode(), digest_size=4).hexdigest()
     return f"shardvit-{run}-{secrets.token_hex(8)}-{node}"
 

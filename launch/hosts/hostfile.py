@@ -1,4 +1,4 @@
-"""Which hosts and which of their GPUs: a hostfile as DeepSpeed and MPI read it, `--include` and `--exclude`.
+"""Choose hosts and GPUs: a hostfile as DeepSpeed and MPI read it, `--include` and `--exclude`.
 
     # a comment
     worker-0 slots=8
@@ -34,7 +34,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Fleet:
-    """What to start the ranks on, and how."""
+    """The hosts of a run, and how they meet."""
 
     hosts: tuple[Host, ...]  # in the order of ranks
     source: Path  # the hostfile

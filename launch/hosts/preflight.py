@@ -32,7 +32,7 @@ _PYTHON = ["-u", "-c", "import sys; exec(sys.stdin.read(int(sys.stdin.readline()
 
 @dataclass(frozen=True)
 class Facts:
-    """What one host said (`probe.answer`)."""
+    """The facts of one host (`probe.answer`)."""
 
     machine: str
     python: str
@@ -51,7 +51,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Ready:
-    """What the start needs to know of ready hosts."""
+    """The address and interfaces by which ready hosts meet."""
 
     address: str  # at which all reach the first host
     interfaces: dict[str, str]  # host -> its network interface to the others, where it is known
@@ -137,7 +137,7 @@ def _too_little(host: Host, facts: Facts, *, has_gpus: bool, folder: Path) -> li
 
 
 def hosts_table(hosts: Sequence[Host], facts: Mapping[str, Facts | str], problems: Mapping[str, Sequence[str]]) -> str:
-    """A line for each host. Pure."""
+    """Format a line for each host. Pure."""
     rows: list[tuple[str, ...]] = [("host", "slots", "GPUs", "Python", *PACKAGES, "code", "clock", "free", "verdict")]
     for host in hosts:
         each, count = facts[host.name], len(problems[host.name])
@@ -154,10 +154,7 @@ def preflight(
     fleet: Fleet, *, folder: Path, files: Sequence[Path], python_path: str, say: Callable[[str], None]
 ) -> Ready:
     """Check every host, and show the table. All must see `folder` (made when missing), and the same `files`.
-
-    Raises:
-        UserError: hosts are not ready, with a sentence for each problem.
-        OSError: nothing can be written to `folder`.
+    Raises UserError with a sentence for each problem, and OSError if nothing can be written to `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     marker, text = folder.absolute() / f".hosts-{secrets.token_hex(8)}", secrets.token_hex(16)
@@ -196,7 +193,7 @@ def preflight(
 
 
 def folded(problems: Mapping[str, Sequence[str]]) -> list[str]:
-    """The sentences of all hosts; of those that differ in nothing but the host's name the first, and who else. Pure."""
+    """Merge sentences that differ in nothing but the host's name. Pure."""
     alike: dict[str, list[tuple[str, str]]] = {}
     for host, sentences in problems.items():
         for sentence in sentences:
@@ -209,7 +206,7 @@ def folded(problems: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 class _Reply(NamedTuple):
-    """What a host said, and when by this host's clock it was asked and had answered."""
+    """A host's answer, and when by this host's clock it was asked and had answered."""
 
     content: Any
     asked: float

@@ -1,4 +1,4 @@
-"""A host's facts before a run. Sent as text and run by the host's Python: standard library only.
+"""Collect a host's facts before a run. Sent as text and run by the host's Python: standard library only.
 
 shardvit may be missing there, or have another version. Each line of JSON is answered by a line: first `answer`, then
 `connect` (at which addresses it reaches the first host) or `interface` (by which it was reached). Costs reading the

@@ -60,10 +60,7 @@ def node_command(launch: Launch, fleet: Fleet, *, node: int, master_addr: str) -
 
 def run_stage_on_hosts(launch: Launch, fleet: Fleet, ready: Ready, *, variables: dict[str, str]) -> int:
     """Run the stages to their end; returns the exit code. The caller holds the run folder's lock.
-
-    Raises:
-        KeyboardInterrupt: the user stopped it and no rank answered that it has saved, as in `local`.
-        OSError: no process could be started here.
+    Raises KeyboardInterrupt if the user stopped it and no rank has saved, and OSError if no process could be started.
     """
     return _Stage(launch, fleet, ready, variables=variables).run()
 
@@ -79,7 +76,7 @@ def prepare(
 ) -> Callable[[Launch], int]:
     """Check every host, which must see the shards of `stages`; returns the counterpart of `run_stage_locally`.
 
-    `commands`: whether a `pipe:` is run. Raises UserError if hosts are not ready, and OSError if nothing can be written
+    `commands`: run a `pipe:` or refuse. Raises UserError if hosts are not ready, and OSError if nothing can be written
     to `runs_root`.
     """
     variables = travelling(without_place(), folders=(Path.home(), Path()))

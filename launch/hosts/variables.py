@@ -1,4 +1,4 @@
-"""Which environment variables go to the other hosts: DeepSpeed's rule, and its file `.deepspeed_env`.
+"""Choose the environment variables for the other hosts by DeepSpeed's rule and its file `.deepspeed_env`.
 
 Those of `shardvit run` with one of `PREFIXES`, then those in `.deepspeed_env` of the home and the working folder
 (DS_ENV_FILE renames it); later ones win. A host has everything else from its own login.
@@ -23,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class Variables:
-    """What travels to the other hosts."""
+    """The variables for the other hosts."""
 
     inherited: dict[str, str]  # from the environment
     from_files: dict[str, str]

@@ -1,7 +1,7 @@
-"""Exit codes of a stage's processes, in words.
+"""Put the exit codes of a stage's processes into words.
 
-Launchers report signal n as -n, 256 - n or 128 + n. Whether a SIGKILL was an out-of-memory kill is told by the kernel's
-count of those (of this cgroup if there is one): three small reads.
+Launchers report signal n as -n, 256 - n or 128 + n. The kernel's count of out-of-memory kills (of this cgroup if there
+is one) tells why a process got SIGKILL: three small reads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def overall_code(codes: Sequence[int], *, stop_was_asked: bool) -> int:
 
 
 def reason(code: int, *, out_of_memory: bool | None) -> str:
-    """Why a stage is not done; `out_of_memory`: whether the kernel killed a process for that (None: unknown)."""
+    """Say why a stage is not done; `out_of_memory`: the kernel killed a process for that (None: unknown)."""
     number = signal_of(code)
     if code == EXIT_STOPPED:
         return "stopped and saved"
@@ -72,7 +72,7 @@ def memory_kills(root: Path = Path("/")) -> int | None:
 
 
 def signal_name(number: int) -> str:
-    """Such as SIGSEGV."""
+    """Name a signal, such as SIGSEGV."""
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal

@@ -1,4 +1,4 @@
-"""The only reader of the environment: rank and world size from any launcher, visible GPUs, where to track. No torch.
+"""Read the environment, here alone: rank and world size from any launcher, visible GPUs, where to track. No torch.
 
 srun: only inside a step is a process one of several; the batch script also has SLURM_PROCID and SLURM_NTASKS, but not
 SLURM_STEP_NUM_TASKS. Tasks meet on the step's first node, on a port from job and step number (20000 to 29999, below
@@ -54,7 +54,7 @@ class Step:
 
 @dataclass(frozen=True)
 class NodeShare:
-    """What one srun task with a whole node starts: a process for each GPU. All nodes need equally many."""
+    """One process for each GPU, started by an srun task with a whole node. All nodes need equally many."""
 
     node: int  # its number among the step's
     nodes: int
@@ -63,7 +63,7 @@ class NodeShare:
     port: int
 
     def names_of(self, local_rank: int) -> dict[str, str]:
-        """What a launcher sets for one process."""
+        """Name the variables that a launcher sets for one process."""
         return {
             "RANK": str(self.node * self.processes + local_rank),
             "WORLD_SIZE": str(self.nodes * self.processes),
@@ -81,7 +81,7 @@ def paths_file(given: Path | None, environ: Mapping[str, str] = os.environ) -> P
 
 
 def read_place(environ: Mapping[str, str] = os.environ, *, gpus: int | None = None) -> Place:
-    """Where the launcher (deepspeed, torchrun, accelerate, srun, or none) put this process.
+    """Find the place that the launcher (deepspeed, torchrun, accelerate, srun, or none) gave this process.
 
     A launcher inside srun wins over srun, and srun over variables exported by hand. `gpus`: visible to this process,
     counted by default. Raises UserError if the variables are contradictory or incomplete.
@@ -119,7 +119,7 @@ def read_place(environ: Mapping[str, str] = os.environ, *, gpus: int | None = No
 def node_share(
     environ: Mapping[str, str] = os.environ, *, processes: int | Literal["auto"], gpus: int | None = None
 ) -> NodeShare | None:
-    """What to start here if srun gave each node one task that sees several GPUs; None: this is a rank itself.
+    """Plan a node's processes if srun gave each node one task that sees several GPUs; None: this is a rank itself.
 
     `processes` is the recipe's: if it equals the number of tasks, each task is a rank.
     """
@@ -134,7 +134,7 @@ def node_share(
 
 
 def says_mistakes(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process reports a mistake that all find, even if `read_place` refuses."""
+    """True if this process reports a mistake that all ranks find, even if `read_place` refuses."""
     by_srun = "SLURM_STEP_NUM_TASKS" in environ and not _has_launcher(environ)
     return environ.get("SLURM_PROCID" if by_srun else "RANK", "0") == "0"
 
@@ -209,7 +209,7 @@ def experiment_name(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def pictures_wanted(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether pictures may be drawn while training; UserError if SHARDVIT_PICTURES is neither auto nor off."""
+    """True if pictures may be drawn while training; UserError if SHARDVIT_PICTURES is neither auto nor off."""
     value = environ.get(PICTURES, "auto")
     if value not in ("auto", "off"):
         raise UserError(f"{PICTURES} is {value!r}: set it to auto or off")
@@ -242,7 +242,7 @@ def supervisor_pid(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def rendezvous_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Where the ranks meet, if their launcher made a folder for that."""
+    """The folder where the ranks meet, if their launcher made one."""
     return Path(environ[RENDEZVOUS]) if environ.get(RENDEZVOUS) else None
 
 
@@ -267,7 +267,7 @@ def read_step(environ: Mapping[str, str]) -> Step | None:
 
 
 def gpu_of_task(step: Step, *, visible_gpus: int) -> int | None:
-    """Which of the visible GPUs is this task's; None: there is none, or the one with the task's local number.
+    """Choose this task's GPU among the visible ones; None: there is none, or the one with the task's local number.
 
     A single one is taken as the task's own (--gpus-per-task, --gpu-bind): NCCL reports it if it is shared. Raises
     UserError if the tasks of a node would have to share GPUs.
@@ -297,5 +297,5 @@ def most_tasks(per_node: str) -> int:
 
 
 def meeting_port(*, job: int, step: int) -> int:
-    """Where a step's tasks meet on its first node."""
+    """The port where a step's tasks meet on its first node."""
     return FIRST_PORT + (job * _STEPS_OF_A_JOB + step) % PORTS

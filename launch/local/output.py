@@ -21,7 +21,7 @@ _PATIENCE_SECONDS = 1.0  # for a non-blocking terminal or pipe
 
 
 def say(text: str) -> None:
-    """A sentence for the user, on standard error."""
+    """Tell the user a sentence on standard error."""
     print(f"shardvit: {printable(text)}", file=sys.stderr, flush=True)
 
 
@@ -34,7 +34,7 @@ class OutputLost(Exception):
 
 
 class _Stream(io.RawIOBase):
-    """A descriptor that is written to as long as that works."""
+    """Write to a descriptor until that fails."""
 
     def __init__(self, descriptor: int, *, name: str, when_lost: Literal["raise", "drop"]) -> None:
         self.name, self.when_lost = f"<{name}>", when_lost
@@ -78,7 +78,7 @@ def guard() -> None:
 
 
 def go_on() -> None:
-    """From now on, drop failed writes to standard output."""
+    """Drop failed writes to standard output from now on."""
     guard()
     stream = _stream_of(sys.stdout)
     if stream is not None:

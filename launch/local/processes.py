@@ -57,7 +57,7 @@ def rank_environment(rank: int, *, ranks: int, rendezvous: Path) -> dict[str, st
 
 
 def place_here(rank: int, *, ranks: int, rendezvous: Path) -> dict[str, str]:
-    """What tells a rank its place, where all are on this machine."""
+    """Tell a rank its place, where all are on this machine."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, RENDEZVOUS: rendezvous}
     return {name: str(value) for name, value in place.items()}
 
@@ -72,12 +72,8 @@ def run_ranks(
 
     SIGINT, SIGTERM, SIGHUP and SIGUSR1 make them save and leave (SIGTERM); so does the failure of one. Those that
     outlive the first one by too long are killed, with everything they started. `on_stop` is called at the first signal.
-
-    Returns:
-        The exit code of the rank that tells most (negative: killed by a signal), and whether a stop was requested.
-
-    Raises:
-        KeyboardInterrupt: a second Ctrl-C; they were killed.
+    Returns the exit code of the rank that tells most (negative: killed by a signal), and whether a stop was requested;
+    raises KeyboardInterrupt at a second Ctrl-C, which kills them.
     """
     mark = (SUPERVISOR_PID, str(os.getpid()))
     received: list[int] = []  # handled by the loop, once all ranks that are to hear of it are started
@@ -128,7 +124,7 @@ def _stand_by(ranks: Sequence[subprocess.Popen[bytes]], *, received: list[int], 
 
 
 def _overall(ranks: Sequence[subprocess.Popen[bytes]], *, stop_was_asked: bool = False) -> int:
-    """Of those that have ended; 1 comes last, as a rank that noticed another one's end also ends with it."""
+    """Combine the codes so far; 1 comes last, as a rank that noticed another one's end also ends with it."""
     codes = [rank.returncode for rank in ranks if rank.returncode is not None]
     return overall_code(sorted(codes, key=lambda code: code == 1), stop_was_asked=stop_was_asked)
 
@@ -149,7 +145,7 @@ def marked(name: str, value: str) -> list[psutil.Process]:
 
 
 def marked_ranks(name: str, value: str) -> list[psutil.Process]:
-    """Those of `marked` that train."""
+    """Filter `marked` for the processes that train."""
     found = []
     for process in marked(name, value):
         with suppress(psutil.Error):

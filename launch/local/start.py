@@ -31,7 +31,7 @@ _RENDEZVOUS_PREFIX = ".rendezvous-"
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start."""
+    """The stages to start, and with what."""
 
     recipe: Recipe  # resolved
     recipe_file: Path  # the same in the run folder; later edits of the user's file are for the next run
@@ -59,12 +59,8 @@ def rank_arguments(launch: Launch) -> list[str]:
 def run_stage_locally(launch: Launch) -> int:
     """Run the stages to their end; returns the exit code of the rank that tells most (negative: killed by a signal).
 
-    The caller holds the run folder's lock.
-
-    Raises:
-        KeyboardInterrupt: the user stopped it and no rank answered that it has saved: none was listening yet, it was
-            a second Ctrl-C, or the stage ended instead.
-        OSError: nothing can be written to the run folder.
+    The caller holds the run folder's lock. Raises KeyboardInterrupt if the user stopped it and no rank has saved, and
+    OSError if nothing can be written to the run folder.
     """
     more = {} if num_gpus() else {"DS_ACCELERATOR": "cpu"}  # else DeepSpeed warns in every process
     with _rendezvous(launch.runs_root / launch.recipe.name) as folder:
@@ -93,7 +89,7 @@ def run_node(share: NodeShare, arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _rendezvous(run_folder: Path) -> Iterator[Path]:
-    """A fresh folder in the run folder, readable by this user alone; those of killed attempts are removed."""
+    """Make a private folder in the run folder; remove those of killed attempts."""
     for leftover in run_folder.glob(f"{_RENDEZVOUS_PREFIX}*"):
         shutil.rmtree(leftover, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=_RENDEZVOUS_PREFIX, dir=run_folder)).absolute()

@@ -15,14 +15,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from data_shards.durable import replaced
 from data_shards.errors import UserError
 from data_shards.text import one_line, printable
 from launch.pages.blocks import ChartBlock, PagePicture, PageSection, ShownNumber
 from launch.pages.budget import Fitting, embedded
-from launch.target import page_mark
+from launch.target import PageCommand, page_mark
 from pipeline.pictures import style
 
 if TYPE_CHECKING:
@@ -42,7 +42,11 @@ class Page:
     notes: tuple[str, ...] = ()
 
     def write(
-        self, file: Path, *, command: Literal["report", "show", "figures"], beside: Mapping[str, bytes] | None = None
+        self,
+        file: Path,
+        *,
+        command: PageCommand,
+        beside: Mapping[str, bytes] | None = None,
     ) -> Path:
         """Write the page, and files beside it by their names; make its folder. UserError: it cannot be written."""
         contents = {file.name: (self.html + page_mark(command)).encode(), **(beside or {})}

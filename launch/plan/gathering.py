@@ -1,4 +1,4 @@
-"""A recipe, what is known of its shards, and the user's flags -> `RecipeForecast`. Writes nothing, needs no torch
+"""Turn a recipe, the facts of its shards and the user's flags into a `RecipeForecast`. Writes nothing, needs no torch
 (but for the names of frozen weights)."""
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _by_stage(text: str | None, *, flag: str, names: tuple[StageName, ...]) -> d
 def _shards(
     recipe: Recipe, *, stage: StageName, num_images: int | None, num_classes: int | None
 ) -> tuple[Shards, list[str]]:
-    """What is known of a stage's training set, and a sentence for each assumption."""
+    """Find out a stage's training set, with a sentence for each assumption."""
     config, problem = recipe.train_stage(stage), ""
     remote = not all(is_local(each.shards) for each in config.train or ())
     if not (remote and num_images and num_classes):  # else it would fetch what is not needed

@@ -14,7 +14,7 @@ from launch.flags import demand_counts
 @Parameter(name="*")
 @dataclass(frozen=True)
 class PlanOptions:
-    """What to plan for, in place of this machine and of what the shards say."""
+    """The machine and data to plan for, in place of this machine and of what the shards say."""
 
     gpus: Annotated[
         int | None, Parameter(help="GPUs over all nodes; default: the recipe's processes, or this machine's.")

@@ -18,7 +18,7 @@ UNKNOWN = "?"
 
 @dataclass(frozen=True)
 class RecipeForecast:
-    """What `shardvit plan` found."""
+    """The findings of `shardvit plan`."""
 
     recipe: Recipe
     machine: Hardware
@@ -28,7 +28,7 @@ class RecipeForecast:
 
     @property
     def hours(self) -> float | None:
-        """Of all stages; None: one is unknown."""
+        """Hours of all stages; None: one is unknown."""
         hours = [stage.time.hours if stage.time else None for stage in self.stages]
         return None if None in hours else sum(each or 0.0 for each in hours)
 
@@ -55,7 +55,7 @@ def columns(rows: list[list[str]]) -> str:
 
 
 def engine_words(engine: EngineConfig) -> str:
-    """Such as "DeepSpeed ZeRO 1, bf16"."""
+    """Name the engine, such as "DeepSpeed ZeRO 1, bf16"."""
     how = f"DeepSpeed ZeRO {engine.zero_stage}" if engine.backend == "deepspeed" else "accelerate (DDP)"
     return f"{how}, {engine.precision}"
 
@@ -245,7 +245,7 @@ def as_json(plan: RecipeForecast) -> dict[str, Any]:
     }
 
 
-# Of the stage's plan, what training alone needs: no keys of the JSON.
+# Fields of the stage's plan that training alone needs: not in the JSON.
 _OF_TRAINING = {"schedule", "save_after_evaluations", "patch_dropout", "max_skipped_steps", "slow_rank", "seed"}
 
 

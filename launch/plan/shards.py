@@ -1,4 +1,4 @@
-"""Which of a stage's shards exist before a run; no `pipe:` is opened, because it is a command.
+"""Find a stage's shards that exist before a run; no `pipe:` is opened, because it is a command.
 
 Tars without a manifest are indexed, as a run would. Gives up on a silent bucket after half a minute.
 """

@@ -1,4 +1,4 @@
-"""A run's disk that is full, read-only, or lost its run folder (deleted or renamed): one sentence each.
+"""Name a disk that is full or read-only, or lost the run folder (deleted or renamed), in one sentence.
 
 The error for a full disk often has no path, as a write fails long after the file was opened: then the full one among
 the stage's places is named. A renamed folder takes its open files along, and another may have its name by now: so the
@@ -74,7 +74,7 @@ class Presence:
             raise UserError(gone(folder)) from None
 
     def is_gone(self) -> bool:
-        """Whether the folder has certainly lost its name; an unreachable file server is no proof."""
+        """True if the folder has certainly lost its name; an unreachable file server is no proof."""
         try:
             return not os.path.samestat(os.stat(self.folder), os.fstat(self._descriptor))
         except OSError as error:

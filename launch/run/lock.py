@@ -1,4 +1,4 @@
-"""One run folder, one run: exclusive between processes and machines, and free again when its owner dies.
+"""Lock a run folder for one process among all machines; the lock is free again when its owner dies.
 
 The kernel's lock (flock) comes first: it excludes the processes of one machine, and of all machines if the file system
 passes it on (NFS by default, Lustre with `-o flock`). Some have none, or one per machine, so the owner also writes a
@@ -88,10 +88,7 @@ def locked(
     `path` is made when missing, never removed (removing it would let two owners in). `what` is locked, for the message;
     `say` is told when the owner on another machine is watched, and taken over from. When the folder is gone, this
     process has `gone_seconds` to end by itself; `end_others` is called before it is ended then.
-
-    Raises:
-        UserError: another process holds it.
-        OSError: nothing can be written there.
+    Raises UserError if another process holds it, and OSError if nothing can be written there.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -121,8 +118,7 @@ def locked(
 
 
 def _is_own(path: Path, descriptor: int) -> bool:
-    """Whether `path` is what is locked, which a hard-linked copy shares with its original; else `descriptor` becomes
-    `path`, made a file of its own by whoever holds the shared one."""
+    """Check that `descriptor` is `path`, which a hard-linked copy shares with its original; else reopen it."""
     break_links(path)
     own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     is_own = os.path.samestat(os.fstat(descriptor), os.fstat(own))

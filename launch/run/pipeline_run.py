@@ -1,4 +1,4 @@
-"""A whole pipeline: check everything, then start processes that run the stages one after another. No torch.
+"""Run a whole pipeline: check everything, then start processes that run the stages one after another. No torch.
 
 They are started once for all stages that are not done, and again, from the stage that failed on, after a failure.
 """
@@ -40,8 +40,7 @@ _GONE_SECONDS = 20.0  # for the ranks, which notice by themselves, to say it and
 
 @dataclass(frozen=True)
 class PipelineRun:
-    """A recipe and its run folder, checked to fit; `commands`: whether a `pipe:` in it is run; `difference`: to its
-    parent."""
+    """A recipe and its run folder, checked to fit; `difference`: to its parent."""
 
     recipe: Recipe
     folder: RunFolder
@@ -100,10 +99,8 @@ class PipelineRun:
 
         `only`: this stage alone. `mode`: "dry-run" prints a summary and the resolved recipe, and starts nothing.
         `max_restarts`: of failed stages, over all stages. `keys`: of the recipe that a dry run prints.
-
-        Raises:
-            UserError: there is no such stage, the run folder is in use, or nothing can be written there.
-            KeyboardInterrupt: the user stopped it between two stages or before a restart.
+        Raises UserError if there is no such stage, the run folder is in use, or nothing can be written there, and
+        KeyboardInterrupt if the user stopped it between two stages or before a restart.
         """
         if only is not None and only not in self.recipe.stages.names:
             raise UserError(f"--stage {only}: the recipe has only the stages {', '.join(self.recipe.stages.names)}")
@@ -154,7 +151,7 @@ class PipelineRun:
         return 0
 
     def _start_function(self) -> Callable[[Launch], int]:
-        """What starts a stage: here, or on the hosts, which are checked first."""
+        """Return the function that starts a stage: here, or on the hosts, which are checked first."""
         if self.fleet is None:
             return run_stage_locally
         from launch.hosts.stage import prepare

@@ -1,4 +1,4 @@
-"""How often a failed stage is restarted: as long as it makes progress, saving a later step than before. Pure.
+"""Restart a failed stage as long as it makes progress, saving a later step than before. Pure.
 
 One restart without progress may be a transient fault (memory of a dead process, an unreachable file server); two in a
 row mean that the stage fails at the same place.

@@ -1,4 +1,4 @@
-"""What a finished stage reached, as the screen says it behind "done". Costs one read of its record."""
+"""Describe the result of a finished stage, behind "done" on the screen. Costs one read of its record."""
 
 from __future__ import annotations
 

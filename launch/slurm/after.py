@@ -1,4 +1,4 @@
-"""What the batch script asks when srun has ended: is the stage done, is the job requeued, or is it given up?
+"""Decide after srun has ended: the stage is done, the job is requeued, or it is given up.
 
     python -m launch.slurm.after RUN --stage S --job ID --code N --signal none --queue RUNNING/None --max-restarts 20
 
@@ -33,7 +33,7 @@ _TIME_LIMIT = "TimeLimit"
 
 @dataclass(frozen=True)
 class Ending:
-    """How srun ended."""
+    """The end of srun."""
 
     job: str  # its number
     code: int  # srun's exit code
@@ -42,13 +42,13 @@ class Ending:
 
     @property
     def ended_by_slurm(self) -> bool:
-        """Whether SLURM takes the job away, other than for its time limit alone."""
+        """True if SLURM takes the job away, other than for its time limit alone."""
         state, _, why = self.queue.partition("/")
         return state not in ("RUNNING", "") and why != _TIME_LIMIT
 
     @property
     def kind(self) -> Kind:
-        """Of an attempt that did not finish."""
+        """The kind of an attempt that did not finish."""
         if self.ended_by_slurm:
             return "taken away"
         if self.signal == "USR1" or _TIME_LIMIT in self.queue:
@@ -67,7 +67,7 @@ class Verdict(NamedTuple):
 def decide(
     ending: Ending, *, record: StageRecord, earlier: Sequence[End], max_restarts: int, cancelled: bool
 ) -> Verdict:
-    """What becomes of the job. Pure. `earlier`: the stage's ends since it was submitted; `cancelled`: by a user."""
+    """Decide about the job. Pure. `earlier`: the stage's ends since it was submitted; `cancelled`: by a user."""
     if record.state == "done":
         return Verdict(0, "done")
     saved = f"step {record.last_saved_step:,}" if record.last_saved_step else "its beginning"

@@ -79,7 +79,7 @@ class Slurm:
         return {number: state.split()[0] for number, state in rows if state}
 
     def _ask(self, command: Sequence[str], jobs: Iterable[str]) -> str:
-        """What a command says of these jobs; nothing of none."""
+        """Ask a command about these jobs; of no jobs nothing."""
         numbers = sorted(set(jobs))
         return self._call([*command, f"--jobs={','.join(numbers)}"]) if numbers else ""
 

@@ -49,7 +49,7 @@ def format_limit(seconds: int) -> str:
 
 @dataclass(frozen=True)
 class Sbatch:
-    """What one option means to SLURM."""
+    """The meaning of one option to SLURM."""
 
     flag: str = ""  # of sbatch; empty: sbatch is not told. None and 0 are not passed on
     least: int | None = None  # the smallest number allowed
@@ -62,17 +62,17 @@ class Sbatch:
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """What a user asks for; the fields' order is that of the #SBATCH lines."""
+    """The options of `shardvit submit`, in the order of the #SBATCH lines."""
 
     nodes: Annotated[int, Parameter(help="Nodes of a training stage."), Sbatch("nodes", least=1, swap_head=1)]
     tasks_per_node: Annotated[
         int | None,
-        Parameter(help="Processes of a node, where there are no GPUs; default: one for each GPU."),
+        Parameter(help="Processes of a node; default: one for each GPU."),
         Sbatch("ntasks-per-node", least=1, swap_head=1),
     ] = None
     gpus_per_node: Annotated[
         int,
-        Parameter(help="GPUs of a node, one process each; 0: a cluster without GPUs, see --tasks-per-node."),
+        Parameter(help="GPUs of a node, one process each; 0: train on CPUs."),
         Sbatch("gpus-per-node", least=0, swap_head=1),  # not 0: a partition of GPUs may refuse a job without any
     ] = 0
     cpus_per_task: Annotated[
@@ -82,7 +82,7 @@ class JobOptions:
     ] = None
     time: Annotated[
         str,
-        Parameter(help="Time limit of one job, such as 24:00:00; a stage may take several."),
+        Parameter(help="Time limit of one job, such as 24:00:00."),
         Sbatch("time", read=limit_seconds, show=format_limit, swap_head=1800),  # minutes to import from a cold disk
     ]
     partition: Annotated[str | None, _FROM_SITE, Sbatch("partition", in_site=True)] = None
@@ -94,12 +94,10 @@ class JobOptions:
     ] = None
     signal_seconds: Annotated[
         int,
-        Parameter(help="The processes save this long before the time limit; SLURM may signal a minute early."),
+        Parameter(help="The processes save this long before the time limit."),
         Sbatch(least=1),
     ] = 180
-    max_restarts: Annotated[
-        int, Parameter(help="How often a crashed stage is restarted, as long as it makes progress."), Sbatch(least=0)
-    ] = 20
+    max_restarts: Annotated[int, Parameter(help="How often a crashed stage is restarted."), Sbatch(least=0)] = 20
 
     def check(self) -> None:
         """Raises UserError if a number is too small, or a text is empty or has several lines."""

@@ -1,4 +1,4 @@
-"""A stage, or a step of a sweep, as a batch script: renders `templates/`. Pure; every value is quoted."""
+"""Render a stage, or a step of a sweep, as a batch script from `templates/`. Pure; every value is quoted."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Tasks:
 
     @property
     def option(self) -> str:
-        """Of sbatch."""
+        """The option for sbatch."""
         return f"--array=0-{len(self.names) - 1}" + (f"%{self.at_once}" if self.at_once else "")
 
 
@@ -164,7 +164,7 @@ def _lines(options: list[str]) -> list[str]:
 
 
 def _pattern(path: Path) -> str:
-    """A path as sbatch's --output reads it."""
+    """Escape a path for sbatch's --output."""
     return str(path).replace("%", "%%")
 
 
@@ -197,5 +197,5 @@ def _mounts(container: ContainerSite, paths: Paths) -> list[str]:
 
 
 def _command(*parts: Sequence[str]) -> str:
-    """A command over several lines, each a part."""
+    """Join a command's parts, one a line."""
     return " \\\n    ".join(" ".join(w if isinstance(w, _Shell) else shlex.quote(w) for w in part) for part in parts)

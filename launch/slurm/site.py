@@ -113,7 +113,7 @@ def read_site(path: Path | None) -> Site:
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """What every stage of a run is submitted with: complete options, and the cluster."""
+    """The complete options of a run's jobs, and the cluster."""
 
     options: JobOptions
     site: Site = field(default_factory=Site)
@@ -124,7 +124,7 @@ class SlurmJob:
 
     @property
     def processes(self) -> int:
-        """Of a training stage, over all nodes."""
+        """Processes of a training stage, over all nodes."""
         return self.options.nodes * self.tasks_per_node
 
     @property

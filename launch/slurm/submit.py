@@ -42,7 +42,7 @@ class Job:
 
 @dataclass(frozen=True)
 class SubmissionPlan:
-    """What would be submitted."""
+    """The jobs of a run, before they are submitted."""
 
     recipe: Recipe  # resolved, with the jobs' number of processes
     paths: Paths
@@ -56,7 +56,7 @@ class SubmissionPlan:
 
 
 def plan_submission(recipe: Recipe, *, runs_root: Path, job: SlurmJob, commands: Commands = "run") -> SubmissionPlan:
-    """Check everything and render the scripts; changes nothing on disk. `commands`: whether a `pipe:` is run. Raises
+    """Check everything and render the scripts; changes nothing on disk. `commands`: run a `pipe:` or refuse. Raises
     UserError for anything that would keep a stage from running."""
     if recipe.processes not in ("auto", job.processes):
         raise UserError(
@@ -148,6 +148,6 @@ def total_steps(recipe: Recipe, *, processes: int, commands: Commands = "refuse"
 
 
 def package_folder() -> Path | None:
-    """Where `launch` was imported from, unless it is installed with the interpreter's packages."""
+    """The folder that `launch` was imported from, unless it is installed with the interpreter's packages."""
     folder = Path(launch.__file__ or "").resolve().parents[1]
     return None if folder.is_relative_to(Path(sys.prefix).resolve()) else folder

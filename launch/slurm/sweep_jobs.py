@@ -36,7 +36,7 @@ from pipeline.runs.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class SweepSubmission:
-    """What would be submitted."""
+    """The jobs of a sweep, before they are submitted."""
 
     sweep: Sweep
     paths: Paths  # whose run is the sweep's folder

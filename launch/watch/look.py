@@ -1,8 +1,8 @@
-"""What a run's folder says now: read again and again, only what is new of its curves.
+"""What a run does now, for the page: its files, its processes' heartbeats, and SLURM's queue.
 
 All that is read may be half written, damaged or hostile: what cannot be read is left out and named in `notes`. Costs,
-per look, the new lines of the curves, the events where there are new ones, a heartbeat file of each rank, and for a
-run on SLURM one squeue every 30 seconds, in a thread of its own.
+per look, what is new of curves and events, a heartbeat file of each rank, and for a run on SLURM one squeue every 30
+seconds, in a thread of its own.
 """
 
 from __future__ import annotations
@@ -11,34 +11,24 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from data_shards.errors import UserError
 from data_shards.safe_paths import open_inside
 from launch.slurm.commands import Queued, Slurm
 from launch.slurm.records import Submission, read_ends, read_submission
-from launch.slurm.status import SPEED_WINDOW_SECONDS, checkpoint_age
 from pipeline.ranks.heartbeat import Heartbeat, Sightings, heartbeat_file, read_heartbeat
 from pipeline.ranks.stopping import requeues_needed
-from pipeline.recipe.io import parse_recipe
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.vocabulary import (
-    ALL_STAGES,
-    EVENTS_FILE,
-    METRICS_FILE,
-    RECIPE_FILE,
-    STAGE_FILE,
-    SWEEP_FILE,
-    StageName,
-)
+from pipeline.recipe.vocabulary import SWEEP_FILE
 from pipeline.report.progress import RecentSpeed
-from pipeline.runs.events import Event, read_events
-from pipeline.runs.metrics_log import follow_metrics
+from pipeline.runs.events import Event
+from pipeline.runs.read import SUBMITTED_RECIPE, RunReader, RunStage
 from pipeline.runs.run_folder import RunFolder, StageRecord
 
+_SPEED_WINDOW_SECONDS = 1800.0
 _QUEUE_SECONDS = 30.0
 _SILENT_SECONDS = 60.0  # a heartbeat comes every 2 seconds, or of many ranks less often
 _BEATS_PER_SECOND = 32  # of all ranks together, see `pipeline.ranks.watch`
@@ -51,6 +41,7 @@ _SCORES = (
 
 StageState = Literal["waits", "running", "stopped", "failed", "interrupted", "done"]
 """stopped: by a signal, after saving; interrupted: its processes are gone without a word, as after a kill."""
+Found = TypeVar("Found")
 RankState = Literal["runs", "dead", "silent", "failed", "left"]
 
 
@@ -69,26 +60,51 @@ class RankView:
 
 @dataclass(frozen=True)
 class StageView:
-    """One stage; `values`: the last of each metric."""
+    """One stage, its processes and its job."""
 
-    name: StageName
+    on_disk: RunStage
     state: StageState
     step: int
     total_steps: int  # 0: not known, or it has none
     eta_seconds: float  # nan: unknown
-    saved_step: int
-    saved_seconds_ago: float | None
-    restarts: int
-    values: Mapping[str, float] = field(default_factory=dict)
-    loss: Sequence[tuple[int, float]] = ()
-    score: Sequence[tuple[int, float]] = ()
-    score_name: str = ""
-    events: Sequence[Event] = ()
-    ranks: Sequence[RankView] = ()
-    job: str = ""  # SLURM's number
-    queued: Queued | None = None  # what SLURM says of it
-    requeues: int | None = None  # until it is done; None: unknown
-    last_end: str = ""
+    ranks: Sequence[RankView]
+    job: str  # SLURM's number
+    queued: Queued | None  # what SLURM says of it
+    requeues: int | None  # until it is done; None: unknown
+    last_end: str
+
+    @property
+    def name(self) -> str:
+        return self.on_disk.name
+
+    @property
+    def score(self) -> tuple[str, list[tuple[int, float]]]:
+        """The first score that has a curve, else a point; "": none has."""
+        curves = {name: self.on_disk.points(name) for name in _SCORES}
+        return next(
+            ((name, curves[name]) for least in (2, 1) for name in _SCORES if len(curves[name]) >= least), ("", [])
+        )
+
+    def as_tree(self) -> dict[str, Any]:
+        """For `--json`; None: unknown."""
+        queued, stage = self.queued or Queued(""), self.on_disk
+        return {
+            "stage": self.name,
+            "state": self.state,
+            "step": self.step,
+            "total_steps": self.total_steps or None,
+            "eta_seconds": None if math.isnan(self.eta_seconds) else self.eta_seconds,
+            "restarts": stage.restarts,
+            "saved_step": stage.record.last_saved_step,
+            "saved_seconds_ago": stage.checkpoint_age_seconds,
+            "job": self.job,
+            "queue": queued.state,
+            "reason": queued.reason,
+            "nodes": queued.nodes,
+            "left_seconds": queued.left_seconds,
+            "last_end": self.last_end,
+            "requeues_needed": self.requeues,
+        }
 
 
 @dataclass(frozen=True)
@@ -112,159 +128,71 @@ class Watcher:
 
     def __init__(self, run: Path, *, slurm: Slurm, monotonic: Callable[[], float] = time.monotonic) -> None:
         if (run / SWEEP_FILE).is_file():
-            raise UserError(f"{run} is a sweep: watch one of its runs, such as {run}/final, or see shardvit status")
-        if not _is_run(run):
-            raise UserError(f"{run} is no run: give the folder RUNS/NAME of one, for instance runs/digits")
+            raise UserError(f"{run} is a sweep: follow one of its runs, such as {run}/final, or give --once")
         self._folder = RunFolder(runs_root=run.parent, name=run.name)
+        if not self._is_there():
+            raise UserError(f"{run} is no run: give the folder RUNS/NAME of one, for instance runs/digits")
+        self._reader = RunReader(self._folder)
         self._queue = _Queue(slurm, monotonic=monotonic)
-        self._stages: dict[StageName, _Follower] = {}
+        self._sightings: dict[str, Sightings] = {}
         self._monotonic = monotonic
 
     def look(self, *, queue: Literal["wait for it", "as known"] = "as known") -> RunView:
         """The run as it is now; UserError: it is gone."""
-        if not _is_run(self._folder.path):
+        if not self._is_there():
             raise UserError(f"{self._folder.path} is gone: the run was deleted, moved or renamed")
-        notes: list[str] = []
-        submission = self._submission(notes)
+        run = self._reader.read()
+        notes = list(run.notes)
+        submission = _or_none(lambda: read_submission(self._folder.path / "slurm"), notes)
         jobs = {} if submission is None else submission.jobs
         queued = self._queue.of(jobs.values(), wait=queue == "wait for it")
         if self._queue.problem:
             notes.append(f"the queue is unknown: {self._queue.problem}")
-        recipe = self._recipe(notes)
-        stages = tuple(
-            self._stages.setdefault(name, _Follower(self._folder, name, monotonic=self._monotonic)).look(
-                notes,
-                job=jobs.get(name, ""),
-                queued=queued.get(jobs.get(name, "")),
-                submission=submission,
-            )
-            for name in [
-                n for n in ALL_STAGES if n in ((recipe and recipe.stages.names) or ()) or self._folder.stage(n).is_dir()
-            ]
-        )
-        begun = [stage for stage in stages if stage.state != "waits"]
-        open_ones = [stage for stage in begun if stage.state != "done"]
-        current = next(iter([*open_ones, *reversed([each for each in begun if each.loss]), *begun, *stages]), None)
+        stages = tuple(self._stage(each, submission, queued, notes) for each in run.stages)
+        current = _current(stages)
         log_file = None if current is None else self._folder.path / "slurm" / f"{current.name}.log"
         log = () if log_file is None else last_lines(log_file)
         return RunView(self._folder.path, stages, current, log, log_file if log else None, tuple(dict.fromkeys(notes)))
 
-    def _submission(self, notes: list[str]) -> Submission | None:
-        try:
-            return read_submission(self._folder.path / "slurm")
-        except (UserError, OSError) as error:
-            notes.append(str(error))
-            return None
+    def _is_there(self) -> bool:
+        """Begun, or submitted."""
+        return self._folder.is_begun() or (self._folder.path / SUBMITTED_RECIPE).exists()
 
-    def _recipe(self, notes: list[str]) -> Recipe | None:
-        for path in (self._folder.path / RECIPE_FILE, self._folder.path / "slurm" / RECIPE_FILE):
-            if path.exists():
-                try:
-                    return parse_recipe(path)
-                except (UserError, OSError, ValueError, RecursionError) as error:
-                    notes.append(str(error))
-        return None
-
-
-def _is_run(path: Path) -> bool:
-    """Begun, or submitted."""
-    names = (RECIPE_FILE, f"slurm/{RECIPE_FILE}", *(f"{each}/{STAGE_FILE}" for each in ALL_STAGES))
-    return any((path / name).exists() for name in names)
-
-
-class _Follower:
-    """One stage: keeps what was read of it."""
-
-    def __init__(self, folder: RunFolder, name: StageName, *, monotonic: Callable[[], float]) -> None:
-        self._folder, self._monotonic = folder, monotonic
-        self._name: StageName = name
-        self._sightings = Sightings()
-        self._events: tuple[Event, ...] = ()
-        self._events_stamp: tuple[int, int] | None = None
-        self._forget_curve()
-
-    def _forget_curve(self) -> None:
-        self._file: tuple[int, int] | None = None  # device and inode
-        self._offset = 0  # in bytes
-        self._step = 0
-        self._speed = RecentSpeed(SPEED_WINDOW_SECONDS)
-        self._values: dict[str, float] = {}
-        self._curves: dict[str, list[tuple[int, float]]] = {name: [] for name in ("train/loss", *_SCORES)}
-
-    def look(self, notes: list[str], *, job: str, queued: Queued | None, submission: Submission | None) -> StageView:
-        record = self._folder.peek(self._name)
-        try:
-            self._folder.record(self._name)
-        except UserError as error:
-            notes.append(str(error))
-        self._read_curve(notes)
-        self._read_events()
-        ranks = self._ranks()
-        total = record.total_steps
-        if not total and submission is not None:
-            total = submission.total_steps.get(self._name, 0)
-        state = _state(record, ranks=ranks, events=self._events)
-        eta = self._speed.seconds_left(total) if total and state == "running" else math.nan
-        requeues = None
+    def _stage(
+        self, stage: RunStage, submission: Submission | None, queue: dict[str, Queued], notes: list[str]
+    ) -> StageView:
+        record, ranks = stage.record, self._ranks(stage)
+        state = _state(record, ranks=ranks, events=stage.events)
+        total, job = record.total_steps, ""
+        if submission is not None:
+            total, job = total or submission.total_steps.get(stage.name, 0), submission.jobs.get(stage.name, "")
+        eta, queued, requeues = math.nan, queue.get(job), None
+        if total and state == "running":
+            speed = RecentSpeed(_SPEED_WINDOW_SECONDS)
+            for row in stage.rows:
+                speed.add(row.step, row.time)
+            eta = speed.seconds_left(total)
         if submission and queued and queued.left_seconds is not None and not math.isnan(eta):
-            left, limit = queued.left_seconds, max(1, submission.limit_seconds)
-            requeues = requeues_needed(eta, left_seconds=left, limit_seconds=limit)
-        score = next((name for least in (2, 1) for name in _SCORES if len(self._curves[name]) >= least), "")
+            limit = max(1, submission.limit_seconds)
+            requeues = requeues_needed(eta, left_seconds=queued.left_seconds, limit_seconds=limit)
+        ends = _or_none(lambda: read_ends(self._folder.path / "slurm", stage.name), notes)
         return StageView(
-            name=self._name,
-            state=state,
-            step=max(self._step, record.last_saved_step),
+            stage,
+            state,
+            step=max([record.last_saved_step, *(row.step for row in stage.rows)]),
             total_steps=total,
             eta_seconds=eta,
-            saved_step=record.last_saved_step,
-            saved_seconds_ago=checkpoint_age(self._folder, self._name),
-            restarts=max(0, sum(event.kind == "start" for event in self._events) - 1),
-            values=dict(self._values),
-            loss=tuple(self._curves["train/loss"]),
-            score=tuple(self._curves[score]) if score else (),
-            score_name=score,
-            events=self._events,
             ranks=ranks,
             job=job,
             queued=queued,
             requeues=requeues,
-            last_end=self._last_end(notes),
+            last_end=ends[-1].sentence if ends else "",
         )
 
-    def _read_curve(self, notes: list[str]) -> None:
-        path = self._folder.stage(self._name) / METRICS_FILE
-        try:
-            stat = path.stat()
-            # A resumed stage replaces the file by one without what it will do again.
-            if (stat.st_dev, stat.st_ino) != self._file or stat.st_size < self._offset:
-                self._forget_curve()
-                self._file = (stat.st_dev, stat.st_ino)
-            for row, offset in follow_metrics(path, offset=self._offset):
-                self._offset = offset
-                self._step = max(self._step, row.step)
-                self._speed.add(row.step, row.time)
-                self._values |= row.metrics
-                for name, points in self._curves.items():
-                    if name in row.metrics:
-                        points.append((row.step, row.metrics[name]))
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            notes.append(f"{path} cannot be read ({error.strerror})")
-
-    def _read_events(self) -> None:
-        path = self._folder.stage(self._name) / EVENTS_FILE
-        try:
-            stat = path.stat()
-            stamp = (stat.st_size, stat.st_mtime_ns)
-            if stamp != self._events_stamp:
-                self._events, self._events_stamp = tuple(read_events(path)), stamp
-        except OSError:
-            pass
-
-    def _ranks(self) -> tuple[RankView, ...]:
+    def _ranks(self, stage: RunStage) -> tuple[RankView, ...]:
         """Of the last attempt: those whose files follow one another from rank 0 on."""
-        folder, now = self._folder.ranks(self._name), self._monotonic()
+        folder, now = stage.folder / "ranks", self._monotonic()
+        sightings = self._sightings.setdefault(stage.name, Sightings())
         beats: list[Heartbeat] = []
         for rank in range(_MOST_RANKS):
             try:
@@ -274,34 +202,39 @@ class _Follower:
             beat = read_heartbeat(folder, rank)
             if beat is None or not _is_sound(beat, rank=rank):
                 continue  # torn, or damaged
-            if self._sightings.of(rank) is None:  # seen for the first time: as old as its file
-                self._sightings.note(beat, now=now - max(0.0, age))
-            self._sightings.note(beat, now=now)
+            if sightings.of(rank) is None:  # seen for the first time: as old as its file
+                sightings.note(beat, now=now - max(0.0, age))
+            sightings.note(beat, now=now)
             beats.append(beat)
-        if not beats:
-            return ()
         limit = max(_SILENT_SECONDS, 4 * len(beats) / _BEATS_PER_SECOND)
-        return tuple(self._rank(beat, now=now, limit=limit) for beat in beats if beat.attempt == beats[0].attempt)
+        found: list[RankView] = []
+        for beat in beats:
+            if beat.attempt == beats[0].attempt:
+                silent = sightings.silent_seconds(beat.rank, now=now)
+                state: RankState = "silent" if silent > limit else "runs"
+                if beat.state != "running":
+                    state = "left" if beat.state == "left" else "failed"
+                elif beat.is_gone:
+                    state = "dead"
+                idle = sightings.idle_seconds(beat.rank, now=now)
+                found.append(RankView(beat.name, state, beat.step, beat.status, idle, silent, beat.note))
+        return tuple(found)
 
-    def _rank(self, beat: Heartbeat, *, now: float, limit: float) -> RankView:
-        silent = self._sightings.silent_seconds(beat.rank, now=now)
-        state: RankState = "runs"
-        if beat.state != "running":
-            state = "left" if beat.state == "left" else "failed"
-        elif beat.is_gone:
-            state = "dead"
-        elif silent > limit:
-            state = "silent"
-        idle = self._sightings.idle_seconds(beat.rank, now=now)
-        return RankView(beat.name, state, beat.step, beat.status, idle, silent, beat.note)
 
-    def _last_end(self, notes: list[str]) -> str:
-        try:
-            ends = read_ends(self._folder.path / "slurm", self._name)
-        except (UserError, OSError) as error:
-            notes.append(str(error))
-            return ""
-        return ends[-1].sentence if ends else ""
+def _current(stages: Sequence[StageView]) -> StageView | None:
+    """The first one that is begun and not done, else the last that has a curve."""
+    begun = [stage for stage in stages if stage.state != "waits"]
+    not_done = [stage for stage in begun if stage.state != "done"]
+    drawn = [stage for stage in reversed(begun) if "train/loss" in stage.on_disk.latest]
+    return next(iter([*not_done, *drawn, *begun, *stages]), None)
+
+
+def _or_none(read: Callable[[], Found], notes: list[str]) -> Found | None:
+    try:
+        return read()
+    except (UserError, OSError) as error:
+        notes.append(str(error))
+        return None
 
 
 def _is_sound(beat: Heartbeat, *, rank: int) -> bool:
@@ -354,7 +287,9 @@ class _Queue:
 
     def _ask(self, jobs: list[str]) -> None:
         try:
-            self._known, self.problem = self._slurm.queue(jobs), ""
+            known = self._slurm.queue(jobs)
+            forgotten = self._slurm.history(set(jobs) - set(known))  # as those that ended some minutes ago
+            self._known, self.problem = known | {job: Queued(state) for job, state in forgotten.items()}, ""
         except UserError as error:
             self.problem = str(error)
 

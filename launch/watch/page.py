@@ -41,12 +41,14 @@ def page(run: RunView, *, width: int, height: int | None, glyphs: Glyphs, now: f
     if stage is not None:
         parts.append([_cut(line, width) for line in _facts(stage)])
         parts.append([_cut(line, width) for line in _rank_lines(() if stage.state == "done" else stage.ranks)])
+    others = [each for each in run.stages if height is None and each is not stage and each.state != "done"]
+    parts.append([_cut(Text(f"{each.name}: ").append_text(line), width) for each in others for line in _job(each)])
     parts.append([_cut(Text(one_line(note), style="yellow"), width) for note in run.notes[:4]])
     parts = [part for part in parts if part]
     left = 10_000 if height is None else height - sum(map(len, parts)) - len(parts)
     curves = _curves(stage, width=width, lines=min(_CHART_LINES, left), glyphs=glyphs) if stage is not None else []
     left -= len(curves) + bool(curves)
-    events = _events(stage.events if stage else (), width=width, lines=min(7 if height else 10, left), now=now)
+    events = _events(stage.on_disk.events if stage else (), width=width, lines=min(7 if height else 10, left), now=now)
     left -= len(events) + bool(events)
     log = _log(run, width=width, lines=min(12, left))
     parts += [part for part in (curves, events, log) if part]
@@ -86,10 +88,11 @@ def _stages(stages: Sequence[StageView], *, width: int, glyphs: Glyphs) -> list[
 
 
 def _facts(stage: StageView) -> Iterator[Text]:
-    values = stage.values
+    values, on_disk = stage.on_disk.latest, stage.on_disk
+    score = stage.score[0]
     said = (
         ("train/loss", "loss {:.4f}"),
-        (stage.score_name, stage.score_name.partition("/")[2] + " {:.4f}"),
+        (score, score.partition("/")[2] + " {:.4f}"),
         ("val/balanced_accuracy", "balanced {:.4f}"),
         ("val/commonest_class_share", "commonest class {:.4f}"),
         ("perf/images_per_s", "{:,.1f} images/s"),
@@ -105,11 +108,9 @@ def _facts(stage: StageView) -> Iterator[Text]:
         usual, most, longest = (_short(values.get(f"perf/step_seconds_{which}")) for which in ("p50", "p95", "max"))
         yield Text(f"steps take {usual} (95 %: {most}, longest {longest}){hours}")
     yield from _job(stage)
-    if stage.saved_seconds_ago is not None:
-        restarts = f"; {stage.restarts} restart{'s' * (stage.restarts > 1)}" if stage.restarts else ""
-        yield Text(
-            f"last checkpoint: step {stage.saved_step:,}, {show_duration(stage.saved_seconds_ago)} ago{restarts}"
-        )
+    if (age := on_disk.checkpoint_age_seconds) is not None:
+        restarts = f"; {on_disk.restarts} restart{'s' * (on_disk.restarts > 1)}" if on_disk.restarts else ""
+        yield Text(f"last checkpoint: step {on_disk.record.last_saved_step:,}, {show_duration(age)} ago{restarts}")
     elif stage.state == "running":
         yield Text("no checkpoint yet", style="yellow")
 
@@ -172,9 +173,10 @@ def _problem(rank: RankView) -> str:
 
 def _curves(stage: StageView, *, width: int, lines: int, glyphs: Glyphs) -> list[Text]:
     """Loss and score side by side; one alone where there is no place for two."""
-    if lines < _LEAST_CHART_LINES or not stage.loss:
+    loss = stage.on_disk.points("train/loss")
+    if lines < _LEAST_CHART_LINES or not loss:
         return []
-    shown = [("train/loss", stage.loss), *([(stage.score_name, stage.score)] if stage.score else [])]
+    shown = [("train/loss", loss), *([stage.score] if stage.score[0] else [])]
     if width < 60:
         shown = shown[:1]
     each = (width - 2 * (len(shown) - 1)) // len(shown)

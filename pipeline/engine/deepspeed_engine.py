@@ -222,8 +222,7 @@ class DeepSpeedEngine:
         return state
 
     def close(self) -> None:
-        """Its hooks hold DeepSpeed's engine, and with it all weights and states, where Python's collector does not see
-        it: so they are taken away, and what is left of it is emptied."""
+        """Detach and empty it: its hooks hold the engine, and with it all memory, out of the collector's sight."""
         parameters = list(self._engine.module.parameters())
         self._engine.destroy()
         for parameter in parameters:

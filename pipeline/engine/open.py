@@ -15,8 +15,7 @@ from pipeline.recipe.vocabulary import StageName
 
 
 def open_engine(recipe: Recipe, *, stage: StageName, plan: StagePlan, model: nn.Module, ranks: Ranks) -> Engine:
-    """Build the recipe's backend in the joined process group; UserError: this device lacks the precision, or
-    the recipe freezes what the model lacks."""
+    """Build the recipe's backend. UserError: this device lacks the precision, or the model a part to freeze."""
     if recipe.engine.precision == "fp16" and not torch.cuda.is_available():
         raise UserError("engine.precision fp16 needs a GPU: use bf16 or fp32 on this machine")
     config = recipe.train_stage(stage)

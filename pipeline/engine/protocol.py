@@ -105,8 +105,7 @@ class Engine(Protocol):
         ...
 
     def measured(self) -> dict[str, float]:
-        """What a point of the curve says of the last step and its weights, by metric (`opt/parameter_norm`,
-        `opt/update_ratio`, `opt/loss_scale`), where it is known; waits for the device; collective."""
+        """The last step's `opt/` metrics where they are known; waits for the device; collective."""
         ...
 
     def pass_over(self, *, flags: Flags) -> StepResult:

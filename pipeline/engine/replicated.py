@@ -82,8 +82,7 @@ class ReplicatedState:
         self._average = WeightAverage(self._masters, config=ema) if ema else None
 
     def step(self, *, lr: float, flags: Tensor) -> StepResult:
-        """Clip and move the weights by the parameters' averaged gradients, unless those are not finite; `flags`: from
-        `reduce_flags`."""
+        """Clip and move the weights unless the averaged gradients are not finite; `flags`: from `reduce_flags`."""
         self.hold.release()
         set_lr(self.optimizer.param_groups, lr)
         gradients = self._float_gradients()

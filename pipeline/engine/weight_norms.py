@@ -59,8 +59,7 @@ class WeightNorms:
             self._squares = torch.stack([weights, change])
 
     def take(self, ranks: Ranks) -> dict[str, float]:
-        """The L2 norm of all weights after the last step, and how far it moved them over that; empty: it was not
-        measured, which all processes must agree on. Collective."""
+        """The L2 norm of the weights and the last step's change over it, {} if not measured; collective."""
         if self._squares is None:
             return {}
         mine, self._squares = self._squares, None

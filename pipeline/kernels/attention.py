@@ -64,8 +64,7 @@ class AttentionCase:
 
 
 def order_of(case: AttentionCase) -> tuple[tuple[AttentionKernel, ...], str]:
-    """The kernels that can do it, the fastest known one first, and why not a faster one, if there is one on other
-    devices or shapes; see the head of this file."""
+    """The kernels that can do it, fastest first, and why a faster one cannot; see the head of this file."""
     aligned = case.head_size % 8 == 0
     if case.device == "cpu":
         if case.has_learnt_bias:
@@ -110,8 +109,7 @@ class ChosenKernel:
 def attention_kernels(
     cases: Sequence[AttentionCase], *, asked: AttentionKernel | Literal["auto"]
 ) -> Iterator[list[ChosenKernel]]:
-    """Within it, torch takes the kernel that was asked for, or that the rules choose, for `cases` that differ in their
-    tokens alone. UserError: the one asked for cannot do one of them."""
+    """Use the kernel asked for, or the fastest. UserError: the one asked for cannot do one of `cases`."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     backends = {

@@ -16,8 +16,7 @@ _NAME = "TORCHINDUCTOR_CACHE_DIR"  # torch reads it whenever it compiles; Triton
 
 
 def keep_compiled_code(run: Path, *, own_cache: Path | None = None) -> Path | None:
-    """From now on, this process and its children keep compiled code below the folder `run`; what the user or an earlier
-    stage set is left. None: nowhere new, because it is set or the user's own cache cannot be written."""
+    """Keep compiled code below the folder `run`; None if it is set already or the user's cache is not writable."""
     if os.environ.get(_NAME):
         return None
     try:

@@ -97,8 +97,7 @@ def why_not_compiled(recipe: Recipe, config: TrainStage, *, device: torch.device
 
 
 def compile_blocks(model: nn.Module, *, device: torch.device) -> CompiledBlocks:
-    """Compile the model's Transformer blocks in place, at their first use; before an engine wraps the model. UserError:
-    this machine cannot compile, as a trial of one operation shows."""
+    """Compile the model's blocks in place, before an engine wraps it. UserError: compiling fails here."""
     import torch._inductor.config as inductor
 
     torch.compiler.reset()  # an earlier stage's graphs count no more

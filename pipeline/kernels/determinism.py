@@ -37,8 +37,7 @@ def repeats_bits(cases: Sequence[AttentionCase], *, asked: AttentionKernel | Lit
 
 @contextlib.contextmanager
 def deterministic_algorithms() -> Iterator[None]:
-    """Within it, torch computes with nothing else, and raises RuntimeError where it has nothing else. UserError: the
-    environment says otherwise."""
+    """Use torch's deterministic algorithms alone. UserError: the environment says otherwise."""
     if os.environ.setdefault(_WORKSPACE, _REPEATING_WORKSPACES[0]) not in _REPEATING_WORKSPACES:
         raise UserError(
             f"{_WORKSPACE} is {os.environ[_WORKSPACE]}, with which matrix products need not repeat their bits: unset "

@@ -94,8 +94,7 @@ def kernel_names(model: nn.Module) -> set[str]:
 
 
 def layer_numbers(model: nn.Module) -> dict[str, int]:
-    """Each parameter's layer by timm's law: 0 the embedding, then the blocks, each one; the final norm belongs to the
-    last of them; attention pooling and the head are the last layer."""
+    """Number each parameter's layer as timm does: 0 the embedding, then the blocks, the head last."""
     from timm.models import group_parameters
 
     matcher: Any = model.group_matcher

@@ -49,8 +49,7 @@ def tell_all_hosts(folder: Path, beat: Heartbeat) -> None:
 
 
 def who_is_gone(folder: Path, *, place: Place) -> str:
-    """Which rank died and where it was, after a failed exchange; empty: unknown. A process on another host counts as
-    dead if it failed by an exception, or its host's ranks said so."""
+    """Name the rank that died, and its host, after a failed exchange; "" if unknown."""
     mine = _own_heartbeat(folder, place=place)
     if mine is None:
         return ""
@@ -188,8 +187,7 @@ def failure(beat: Heartbeat) -> str:
 
 
 def _sentence(host: _Host, news: Heartbeat | None) -> tuple[str, bool]:
-    """What is known, "" if nothing is, and whether this host found it out. An ended run counts before a failed rank,
-    which may only have suffered from another's end."""
+    """What is known, and whether this host found it out. An ended run counts before a failed rank."""
     if news is not None and news.state == "ended":
         return news.note, False
     if sentence := host.gone():

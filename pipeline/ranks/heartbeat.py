@@ -108,8 +108,7 @@ def read_beat(file: Path, *, attempt: str | None = None) -> Heartbeat | None:
 
 
 class WakingClock:
-    """Seconds awake, as counted by calls of `tick`: at most `most_seconds` between two, as a longer gap means a
-    suspended machine or stopped processes."""
+    """Seconds awake: a gap above `most_seconds` between ticks means a suspended machine or stopped process."""
 
     def __init__(self, *, most_seconds: float, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._most_seconds = most_seconds

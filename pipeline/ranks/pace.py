@@ -146,8 +146,7 @@ class Pace:
         self._counts = False
 
     def compare(self, ranks: Ranks) -> Slowest | None:
-        """The slowest rank since the last call, the same on all ranks; collective. None for a single process, or if
-        some rank has measured nothing."""
+        """The slowest rank since the last call, alike on all ranks, None if some rank measured nothing; collective."""
         drawn_before, self._drawn = self._drawn, self._drawing_seconds()
         mine = [self._own_seconds(), len(self._spans["reading"]), self._seconds, self._drawn > drawn_before]
         self._begin_window()

@@ -28,8 +28,7 @@ def this_machine() -> str:
 
 
 def process_started(pid: int) -> float | None:
-    """A process's start time, for comparison only; None: no such process, or a zombie. Without /proc, psutil's
-    create_time, which moves when the clock is set."""
+    """A process's start time, for comparison only; None: no such process, or a zombie."""
     if Path("/proc/self/stat").exists():
         fields = _stat(pid)
         return None if fields is None or fields[0] in "ZX" else float(fields[_START_FIELD])
@@ -71,8 +70,7 @@ def needed_open_files(*, world_size: int, reading_threads: int) -> int:
 
 
 def allow_open_files(needed: int) -> str:
-    """Raise this process's soft limit to `needed`, or as far as the hard one lets it; returns what there is to say if
-    that is less, else ""."""
+    """Raise the soft limit to `needed` as far as the hard one allows; return a sentence if it falls short."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return ""
@@ -95,8 +93,7 @@ WORTH_A_WORD = 0.25  # of the time that threads could have run; an idle machine'
 
 
 def settle_threads(*, cores: float, asked: int | None) -> str:
-    """Give torch `asked` threads (OMP_NUM_THREADS), else its own number within this process's `cores`. Returns a
-    sentence if they are more than the cores."""
+    """Give torch `asked` threads, else at most `cores`; return a sentence if there are more than cores."""
     import torch
 
     torch.set_num_threads(asked or max(1, min(torch.get_num_threads(), int(cores))))

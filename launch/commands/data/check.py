@@ -95,12 +95,13 @@ def check(
     import json
 
     from data_shards.checking.check import check as check_shards
-    from data_shards.checking.near_duplicates.page import PAGE_FILE, write_report
+    from data_shards.checking.near_duplicates.match_lines import write_lines
     from data_shards.checking.page import as_json, as_text
     from data_shards.shards.location import is_local
     from data_shards.shards.shard_set import ShardsSpec
     from data_shards.store.cache import CacheConfig, default_cache_folder
     from data_shards.store.store import RetryPolicy, Store
+    from launch.pages.duplicates_page import MATCHES_PAGE, TITLE, write_duplicates
 
     demand_counts(world_size=world_size, lanes=lanes, gpus_per_node=gpus_per_node)
     if world_size is None and (lanes, gpus_per_node) != (None, None):
@@ -114,7 +115,7 @@ def check(
         raise UserError("--output: it is for what --against finds; give that too")
     limit_bytes = size_bytes("--cache-limit", cache_limit) or CacheConfig.limit_bytes
     if report is not None:  # before hours of reading
-        demand_target(report, flag="--output", force=force, mark="<title>Duplicates</title>", file=PAGE_FILE)
+        demand_target(report, flag="--output", force=force, mark=f"<title>{TITLE}</title>", file=MATCHES_PAGE)
         try:
             report.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -137,5 +138,6 @@ def check(
     )
     print(json.dumps(as_json(result), indent=1) if as_json_text else as_text(result), flush=True)
     if report is not None:
-        write_report(report, result.matches, limit=pixel_limit(max_image_pixels))
+        write_lines(report, result.matches)
+        write_duplicates(report / MATCHES_PAGE, result.matches, pixel_limit(max_image_pixels))
     return result.exit_code

@@ -145,6 +145,7 @@ def pack(
     from data_shards.shards.location import is_local
     from data_shards.store.cache import CacheConfig
     from data_shards.store.store import Store
+    from launch.pages.duplicates_page import write_duplicates
 
     go_on()
 
@@ -165,7 +166,8 @@ def pack(
     if exclude_matches_of:
         # as the user typed them, so commands run
         store = Store(None if all(map(is_local, exclude_matches_of)) else CacheConfig(), commands="run")
-        exclusion = Exclusion(tuple(open_all_splits(exclude_matches_of, store=store, report=say)), store)
+        sets = tuple(open_all_splits(exclude_matches_of, store=store, report=say))
+        exclusion = Exclusion(sets, store, write_duplicates)
     pack_images(
         source,
         out,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from data_shards.errors import UserError
+from pipeline.recipe.vocabulary import SWEEP_FILE
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,13 +27,15 @@ def watch(
     /,
     *,
     once: Annotated[bool, Parameter(negative="", help="Print the page once, and end; also into a pipe.")] = False,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print it once, as JSON.")] = False,
     interval: Annotated[float, Parameter(help="Seconds between two looks.")] = 2.0,
 ) -> int:
-    """Follow a run in the terminal: stages, speed, ETA, checkpoints, processes, curves, what happened, log.
+    """Follow a run in the terminal: stages, speed, ETA, checkpoints, processes, curves, SLURM's jobs, events, log.
 
     RUN is its folder, RUNS/NAME; it may run here, on other hosts or in SLURM.
     Only files of the folder are read, and SLURM's queue. Ends when the run is
-    done or deleted, or by q (or Ctrl-C), which does not touch the run.
+    done or deleted, or by q (or Ctrl-C), which does not touch the run. Of a
+    sweep, RUNS/NAME-sweep, the table is printed.
 
     Some examples:
         shardvit watch runs/digits
@@ -40,11 +44,21 @@ def watch(
     """
     if not interval >= _LEAST_SECONDS:
         raise UserError(f"--interval {interval:g}: give {_LEAST_SECONDS:g} seconds or more")
+    if (run / SWEEP_FILE).is_file():
+        from launch.sweep.stored import show_sweep
+
+        print(show_sweep(run, form="json" if as_json else "text"))
+        return 0
 
     from launch.slurm.commands import Slurm
     from launch.watch.look import Watcher
 
     watcher = Watcher(run, slurm=Slurm())
+    if as_json:
+        view = watcher.look(queue="wait for it")
+        tree = {"run": str(view.path), "stages": [each.as_tree() for each in view.stages], "notes": view.notes}
+        print(json.dumps(tree, indent=1))
+        return 0
     console = open_console()
     try:
         if once or not console.is_terminal:
@@ -54,6 +68,22 @@ def watch(
     except KeyboardInterrupt:
         pass  # what is watched goes on
     return 0
+
+
+def status(
+    run: Path,
+    /,
+    *,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print it as JSON.")] = False,
+) -> int:
+    """Print how far a run or a sweep is, as `shardvit watch RUN --once`.
+
+    Some examples:
+        shardvit status runs/digits
+
+        shardvit status runs/digits --json
+    """
+    return watch(run, once=True, as_json=as_json)
 
 
 def open_console() -> Console:

@@ -113,7 +113,7 @@ def _shard_paths(recipe: str, data: DemoData, shards_root: Path) -> list[str]:
 
 
 def _few_shot(recipe: str, data: DemoData, shards_root: Path) -> list[str]:
-    """What pre-training is worth for the other classes is measured while it goes on."""
+    """Measure during pre-training how well it transfers to the other classes."""
     if recipe.endswith("_scratch"):
         return []
     transfer = shards_root / f"{data}-transfer"
@@ -147,7 +147,7 @@ def comparison(transferred: RunFolder, *, scratch: RunFolder) -> str:
 
 
 def next_commands(choice: DemoChoice, *, runs_root: Path) -> str:
-    """What to type next."""
+    """Suggest the next commands."""
     shardvit, mlflow = _command("shardvit", module="launch.cli"), _command("mlflow", module="mlflow")
     return (
         "Next:\n"
@@ -162,7 +162,7 @@ def next_commands(choice: DemoChoice, *, runs_root: Path) -> str:
 
 
 def _command(name: str, *, module: str) -> str:
-    """A command of this environment: its script, or `python -m` where there is none."""
+    """Name a command of this environment: its script, or `python -m` where there is none."""
     script = Path(sys.executable).parent / name
     if not script.exists():
         return f"{sys.executable} -m {module}"

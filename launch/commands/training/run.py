@@ -62,9 +62,7 @@ def run(
 
         shardvit run my.yaml --stage finetune --restart finetune
 
-        shardvit run my.yaml --max-restarts 20
-
-        shardvit run my.yaml --hostfile hosts --exclude host3
+        shardvit run my.yaml --hostfile hosts --exclude host3 --max-restarts 20
     """
     from pipeline.recipe.io import difference_to_parent, load_recipe
 

@@ -1,4 +1,4 @@
-"""The commands `shardvit submit`, `status` and `cancel`; imports are inside, so that --help is fast."""
+"""The commands `shardvit submit` and `cancel`; imports are inside, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def submit(
         Path | None, Parameter(help="TOML file with what is the same for all jobs of this cluster.")
     ] = None,
     data: DataFile = None,
-    runs: Annotated[Path, Parameter(help="Folder of all runs and of mlflow.db; all nodes must see it.")] = Path("runs"),
+    runs: Annotated[Path, Parameter(help="Folder of all runs, on all nodes.")] = Path("runs"),
     render: Annotated[
-        bool, Parameter(negative="", help="Print exactly what would be submitted, and submit nothing.")
+        bool, Parameter(negative="", show_default=False, help="Print what would be submitted; submit nothing.")
     ] = False,
     sweep: Annotated[
-        bool, Parameter(negative="", help="A grid, as of shardvit sweep: a job array with a task for each point.")
+        bool, Parameter(negative="", show_default=False, help="A grid, as of shardvit sweep: one job array.")
     ] = False,
     hold_out: Annotated[str | None, Parameter(help="With --sweep: as of shardvit sweep.")] = None,
     stage: Annotated[StageName | None, Parameter(help="With --sweep: as of shardvit sweep.")] = None,
@@ -42,18 +42,16 @@ def submit(
     """Submit a recipe's stages to SLURM, one job each, one after the other; finished stages are skipped.
 
     Everything is checked first, as by `shardvit run --dry-run`. A job saves
-    before its time limit, is requeued and goes on; the same after preemption,
-    a node failure or a crash, unless it makes no progress. Scripts, logs and
-    records lie in RUNS/NAME/slurm. The same command again resumes the run.
+    before its time limit, is requeued and goes on; also after preemption, a
+    node failure or a crash, if it makes progress. Scripts and logs lie in
+    RUNS/NAME/slurm. The same command again resumes the run.
 
     Some examples:
         shardvit submit my.yaml --nodes 4 --gpus-per-node 8 --time 24:00:00
 
-        shardvit submit my.yaml --nodes 1 --gpus-per-node 4 --time 4:00:00 --render
+        shardvit submit digits --nodes 2 --tasks-per-node 1 --time 1:00:00 --render
 
-        shardvit submit digits --nodes 2 --tasks-per-node 1 --time 1:00:00
-
-        shardvit submit vit_b16_in21k finetune=pets --data paths.yaml --sweep --nodes 4 --gpus-per-node 8 --time 4:00:00
+        shardvit submit vit_b16_in21k finetune=pets --sweep --nodes 4 --gpus-per-node 8 --time 4:00:00
     """
     if sweep:
         from launch.sweep.points import plan_sweep, read_share
@@ -86,7 +84,7 @@ def submit(
     submission = submit_plan(plan, slurm=Slurm())
     for name in plan.scripts:
         print(f"{name}: job {submission.jobs[name]}, log {plan.paths.log(name)}")
-    print(f"show its state with: shardvit status {plan.paths.run}")
+    print(f"show its state with: shardvit watch {plan.paths.run}")
     return 0
 
 
@@ -106,40 +104,7 @@ def _submit_sweep(planned: Sweep, *, options: JobOptions, site: Path | None, ren
     print(
         f"{len(plan.open_points)} points to train; logs in {plan.paths.slurm}, the table at the end in sum-up.log there"
     )
-    print(f"show their state with: shardvit status {plan.sweep.root}")
-    return 0
-
-
-def status(
-    run: Path,
-    /,
-    *,
-    as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print it as JSON.")] = False,
-) -> int:
-    """Show how far a run's stages are: on SLURM with their jobs and time limits, on this machine without.
-
-    RUN is its folder, RUNS/NAME; of a sweep's, RUNS/NAME-sweep, its table is shown.
-
-    Some examples:
-        shardvit status runs/digits
-
-        shardvit status runs/digits --json
-    """
-    import json
-
-    from pipeline.recipe.vocabulary import SWEEP_FILE
-
-    if (run / SWEEP_FILE).is_file():
-        from launch.sweep.show import show_sweep
-
-        print(show_sweep(run, form="json" if as_json else "text"))
-        return 0
-
-    from launch.slurm.commands import Slurm
-    from launch.slurm.status import as_text, as_tree, run_status
-
-    found = run_status(run, slurm=Slurm())
-    print(json.dumps(as_tree(found), indent=1) if as_json else as_text(found))
+    print(f"show their state with: shardvit watch {plan.sweep.root}")
     return 0
 
 

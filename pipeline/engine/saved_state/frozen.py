@@ -29,8 +29,7 @@ _PARTS: dict[str, Callable[[str], bool]] = {
 
 
 def freeze(model: nn.Module, frozen: tuple[str, ...], *, key: str) -> None:
-    """Take the gradient from what `frozen` names; UserError, naming the recipe's `key`: a name that matches nothing, or
-    nothing is left to train."""
+    """Freeze what `frozen` names. UserError naming the recipe's `key`: no match, or nothing left to train."""
     names = [name for name, _ in model.named_parameters()]
     for each in frozen:
         chosen = _PARTS.get(each, lambda name, pattern=each: fnmatchcase(name, pattern))

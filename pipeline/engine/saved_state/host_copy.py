@@ -81,8 +81,7 @@ class HostBuffer:
 
 
 def _page_lock(memory: torch.Tensor) -> Callable[[], None] | None:
-    """Lock in place what CUDA is to copy to; torch's own pinned memory would round up to a power of two. None: CUDA
-    refused, and copies are slower, through memory of its own."""
+    """Lock memory in place (pinned memory would round up to a power of two); None: CUDA refused."""
     cudart: Any = torch.cuda.cudart()
     address = memory.data_ptr()
     if int(cudart.cudaHostRegister(address, memory.numel(), _PORTABLE)) != 0:

@@ -49,8 +49,7 @@ def open_shared(
     asks: Literal["alike", "own share"],
     takes: Literal["pieces", "parameters"] = "pieces",
 ) -> PortableState:
-    """`open_state`, collective; `asks`: what the ranks will ask for. `takes`: what the optimizer does; only for one of
-    "parameters" all ranks get `optimizer`."""
+    """`open_state`, collective. All ranks get `optimizer` only where it `takes` parameters."""
 
     def opened() -> PortableState:
         return open_state(folder, backend=backend, zero_stage=zero_stage, processes=processes, model=model)

@@ -93,8 +93,7 @@ def text_file(path: str, text: str) -> StateFile:
 
 
 def state_file(path: str, content: Any) -> StateFile:
-    """Any picklable structure for `torch.save`; tensors share their memory. Adjacent parts of one storage stay one
-    storage; the rest of it is left out."""
+    """Any picklable structure for `torch.save`; tensors share memory, and unused parts of storages are left out."""
     structure, tensors = left_out(content)
     return StateFile(path, structure, tuple(_trimmed(tensors)))
 

@@ -11,6 +11,7 @@ from data_shards.packing import pack as pack_module
 from data_shards.packing.request import Exclusion
 from data_shards.shards.manifest import load_manifest
 from data_shards.store.store import Store
+from launch.pages.duplicates_page import write_duplicates
 from tests.data_shards.checking.near_duplicates.planted import edited, jpeg, photographs
 from tests.data_shards.packing.folders import quiet, tree
 
@@ -24,7 +25,7 @@ def write(root: Path, images: list[bytes]) -> Path:
 
 
 def exclusion(*folders: Path) -> Exclusion:
-    return Exclusion(tuple(open_shards(str(folder)) for folder in folders), Store())
+    return Exclusion(tuple(open_shards(str(folder)) for folder in folders), Store(), write_duplicates)
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def test_matches_are_left_out_listed_and_recorded(sets: tuple[Path, Path], tmp_p
         "dog/021.jpg": ("near-duplicate", True, "dog", "train"),
     }
     assert {line["against"] for line in lines} == {str(test)}
-    assert (tmp_path / "out" / "excluded.html").read_text().count("<img") == 4
+    assert (tmp_path / "out" / "excluded.html").read_text().count("<img") == 2
     digest = load_manifest(test).digest
     assert load_manifest(tmp_path / "out" / "train").without_matches_of == (digest,)
     assert json.loads((tmp_path / "out" / "pack.json").read_text())["request"]["without_matches_of"] == [digest]
@@ -64,7 +65,7 @@ def test_what_is_unsure_is_packed_and_listed(sets: tuple[Path, Path], tmp_path: 
     assert any("unsure.jsonl" in line for line in report.lines(dropped=False))
     (line,) = map(json.loads, (tmp_path / "out" / "unsure.jsonl").read_text().splitlines())
     assert (line["path"], line["kind"]) == ("cat/200.jpg", "unsure")
-    assert (tmp_path / "out" / "excluded.html").read_text().count("<img") == 6
+    assert (tmp_path / "out" / "excluded.html").read_text().count("<img") == 3
 
 
 def test_another_exclusion_is_another_request(sets: tuple[Path, Path], tmp_path: Path):

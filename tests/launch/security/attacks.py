@@ -100,11 +100,11 @@ DRAWN = "tests/launch/figures/test_figures_command.py: test_weights_that_are_a_l
 LINKS = {**dict.fromkeys(("report", "compare", "watch", "status"), SHOWN), "sync": SENT, "figures": DRAWN}
 
 ROWS = (
-    Row("a recipe with YAML tags", ("status", *RECIPES), "refused", (tagged_recipe, tagged_parent)),
+    Row("a recipe with YAML tags", RECIPES, "refused", (tagged_recipe, tagged_parent)),
     Row("the recipe in a run's folder", FOLDERS, "not read", (tagged_recipe, tagged_parent, pipe, pipe_to_evaluate)),
     Row(
         "a recipe with `pipe:`, or a URL of a kind that may start programs",
-        ("status", "run --dry-run", "submit --render"),
+        ("run --dry-run", "submit --render"),
         "not run, and said",
         (pipe, pipe_to_evaluate, pipe_behind_a_tar, pipe_in_braces, scheme_of_programs),
     ),

@@ -21,8 +21,7 @@ from launch.slurm.submit import render
 from launch.slurm.sweep_jobs import SweepSubmission, plan_sweep_jobs, submit_sweep
 from launch.sweep import step
 from launch.sweep.points import Sweep, plan_sweep
-from launch.sweep.show import show_sweep
-from launch.sweep.stored import read_sweep
+from launch.sweep.stored import read_sweep, show_sweep
 from pipeline.recipe.io import parse_recipe
 from pipeline.recipe.vocabulary import StageName
 from pipeline.runs.run_folder import RunFolder

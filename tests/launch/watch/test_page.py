@@ -15,7 +15,7 @@ from rich.console import Console
 
 from data_shards.errors import UserError
 from launch.slurm.commands import Queued
-from launch.slurm.records import Submission, write_submission
+from launch.slurm.records import End, Submission, write_ends, write_submission
 from launch.watch.look import Watcher, last_lines
 from launch.watch.page import page
 from pipeline.ranks.heartbeat import Heartbeat, heartbeat_file, write_heartbeat
@@ -128,20 +128,20 @@ def test_new_points_are_seen_and_what_a_resumed_stage_takes_back_is_forgotten(ru
     assert watcher.look().stages[0].step == 400
     run.log(range(450, 601, 50), resume_step=400)
     view = watcher.look().stages[0]
-    assert (view.step, [step for step, _ in view.loss]) == (600, list(range(50, 601, 50)))
+    assert (view.step, [step for step, _ in view.on_disk.points("train/loss")]) == (600, list(range(50, 601, 50)))
     run.log(range(400, 451, 50), resume_step=350)  # the file is replaced by a shorter one
     run.folder.update("pretrain", last_saved_step=350)
     view = watcher.look().stages[0]
-    assert (view.step, [step for step, _ in view.loss]) == (450, list(range(50, 451, 50)))
+    assert (view.step, [step for step, _ in view.on_disk.points("train/loss")]) == (450, list(range(50, 451, 50)))
 
 
 def test_a_held_out_score_takes_the_place_of_the_training_batchs(run: Run) -> None:
-    assert run.watcher().look().stages[0].score_name == "train/top1"
+    assert run.watcher().look().stages[0].score[0] == "train/top1"
     run.log(range(450, 451), resume_step=400, **{"val/top1": 0.75})
-    assert run.watcher().look().stages[0].score_name == "train/top1"  # one point is no curve
+    assert run.watcher().look().stages[0].score[0] == "train/top1"  # one point is no curve
     run.log(range(500, 501), resume_step=450, **{"val/top1": 0.5})
     view = run.watcher().look().stages[0]
-    assert (view.score_name, list(view.score)) == ("val/top1", [(450, 0.75), (500, 0.5)])
+    assert view.score == ("val/top1", [(450, 0.75), (500, 0.5)])
 
 
 def test_ranks_in_trouble_are_named(run: Run) -> None:
@@ -194,7 +194,7 @@ def test_a_stage_whose_processes_are_gone_says_how_it_ended(run: Run, kind: Any,
     assert view.stages[0].state == state
     with EventsLog(run.stage / "events.jsonl") as events:
         events.append("start", "again", step=400, images_seen=0)
-    assert run.watcher().look().stages[0].restarts == 1
+    assert run.watcher().look().stages[0].on_disk.restarts == 1
 
 
 def test_a_run_on_slurm_shows_its_job_its_limit_and_its_log(run: Run) -> None:
@@ -210,6 +210,37 @@ def test_a_run_on_slurm_shows_its_job_its_limit_and_its_log(run: Run) -> None:
     assert text.splitlines()[-3:] == ["first", "bar 20%", "last \\x1b[2Jline \ufffd"]
     away = run.text(run.watcher(away=True))
     assert "the queue is unknown" in away and "400 of 800" in away
+
+
+def test_every_stage_has_its_job_the_queues_word_and_how_it_ended(run: Run) -> None:
+    run.beat(0)
+    slurm = run.folder.path / "slurm"
+    jobs: dict[str, str] = {"pretrain": "7", "swap_head": "8", "finetune": "9"}
+    submission = Submission(
+        time=0, processes=2, limit_seconds=3600, max_restarts=1, jobs=jobs, total_steps={"finetune": 50}
+    )
+    write_submission(slurm, submission)
+    end = End(job="7", time=0, kind="stopped", code=75, last_saved_step=350, sentence="not finished: requeued")
+    write_ends(slurm, "pretrain", [end])
+    queue = {"7": Queued("RUNNING", left_seconds=15, nodes="node1"), "8": Queued("PENDING", "Dependency")}
+    watcher = run.watcher(states=queue, old={"9": "CANCELLED"})
+    text = run.text(watcher)
+    for part in ("0 of 50", "swap_head: SLURM job 8: PENDING (Dependency)", "finetune: SLURM job 9: CANCELLED"):
+        assert part in text, text
+    pretrain, swap_head, finetune = (stage.as_tree() for stage in watcher.look().stages)
+    assert json.loads(json.dumps(pretrain)) == pretrain and pretrain["last_end"] == "not finished: requeued"
+    assert (pretrain["step"], pretrain["total_steps"], pretrain["saved_step"]) == (400, 800, 350)
+    assert (pretrain["job"], pretrain["left_seconds"], pretrain["requeues_needed"]) == ("7", 15, 1)
+    assert (swap_head["queue"], swap_head["total_steps"], finetune["queue"]) == ("PENDING", None, "CANCELLED")
+
+
+@pytest.mark.parametrize(("left", "limit", "needed"), [(40, 10, 0), (39, 10, 1), (15, 10, 3), (0, 60, 1)])
+def test_how_often_it_will_be_requeued(run: Run, left: int, limit: int, needed: int) -> None:
+    run.beat(0)
+    submission = Submission(time=0, processes=2, limit_seconds=limit, max_restarts=1, jobs={"pretrain": "7"})
+    write_submission(run.folder.path / "slurm", submission)
+    watcher = run.watcher(states={"7": Queued("RUNNING", left_seconds=left)})
+    assert watcher.look(queue="wait for it").stages[0].requeues == needed
 
 
 def test_a_submitted_run_that_has_not_begun_is_shown(run: Run) -> None:
