@@ -55,7 +55,7 @@ def drawers(moment: Moment) -> Sequence[Drawer]:
             )
         case "end":
             from pipeline.pictures.masked_patches import draw_masked_patches
-            from pipeline.pictures.paper.stage_figures import draw_paper_figures
+            from pipeline.pictures.paper.model_figures import draw_paper_figures
 
             return (draw_paper_figures, draw_masked_patches)
 

@@ -83,8 +83,7 @@ def fill_in(request: DrawRequest) -> FilledIn | None:
 
     from model.masked_patch import colour_classes
     from model.saved import build_from_saved
-    from pipeline.stage.patch_corruption import corruption_held_out
-    from pipeline.stage.task import model_input
+    from pipeline.stage.task import corruption_held_out, model_input
 
     recipe = request.recipe
     batch = held_out_images(request, set_name=OWN_SET, samples=range(_IMAGES))

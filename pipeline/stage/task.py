@@ -13,11 +13,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 from data_shards.loading.batch import Batch
 from data_shards.loading.mixing import Mix
-from data_shards.vocabulary import GOOGLES, LabelKind, Normalisation
+from data_shards.order.randomness import uniforms
+from data_shards.vocabulary import GOOGLES, LabelKind, Normalisation, RandomStream
 from model.loss import LossFunction, image_losses, loss_function, probabilities, softmax_cross_entropy
 from model.masked_patch import colour_classes
 from model.vocabulary import COLOURS, LossKind
@@ -26,10 +29,10 @@ from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import MaskedPatchStage
 from pipeline.recipe.vocabulary import StageName
 from pipeline.stage.data import StageData
-from pipeline.stage.patch_corruption import corruption_held_out, corruption_in_training
 
 Use = Literal["train", "eval"]
 TOP = 5  # classes that are kept of an answer
+_MASK_SHARE, _OTHER_SHARE = 0.8, 0.1  # of the corrupted patches; the rest is kept as it is
 
 
 @dataclass(frozen=True)
@@ -183,6 +186,43 @@ class MaskedPatches:
         loss = losses.double().view(targets.shape).sum(dim=1)
         right = (outputs.argmax(dim=-1) == targets).sum(dim=1).double()
         return Tally(loss, right, torch.full_like(loss, targets.shape[1]))
+
+
+@dataclass(frozen=True)
+class Corruption:
+    """What is done to the N patches of n images."""
+
+    source: torch.Tensor  # int64 [n, N]: the number of the patch whose embedding each is given; N for the mask's
+    corrupted: torch.Tensor  # int64 [n, N // 2]: the patches to predict
+
+
+def corruption_in_training(batch: Batch, *, seed: int, num_patches: int) -> Corruption:
+    """A function of (seed, epoch, sample), so that it does not depend on world size, workers or a resume."""
+    return draw_corruption(
+        RandomStream.CORRUPTION_TRAIN, seed, batch.epochs.numpy(), batch.samples.numpy(), num_patches=num_patches
+    )
+
+
+def corruption_held_out(batch: Batch, *, seed: int, num_patches: int) -> Corruption:
+    """A function of (seed, sample): the same in every evaluation, so that held-out numbers compare."""
+    return draw_corruption(RandomStream.CORRUPTION_HELD_OUT, seed, batch.samples.numpy(), num_patches=num_patches)
+
+
+def draw_corruption(*key: ArrayLike, num_patches: int) -> Corruption:
+    """Corrupt a random half of each image's patches (rounded down): 80 % of them get the mask's embedding, 10 % that of
+    another patch of the same image (so that an image's loss does not depend on its batch), and 10 % keep theirs.
+    `key`: words of `randomness.uniforms`; arrays have an entry for each image."""
+    count = num_patches // 2
+    draws = uniforms(*key, draws=num_patches + count)
+    corrupted = np.argsort(draws[:, :num_patches], axis=1, kind="stable")[:, :count]
+    kind = draws[:, num_patches:]
+    # The draw's position between the two shares selects the other patch.
+    steps = np.floor((kind - _MASK_SHARE) / _OTHER_SHARE * (num_patches - 1)).astype(np.int64).clip(0, num_patches - 2)
+    other = (corrupted + 1 + steps) % num_patches
+    given = np.where(kind < _MASK_SHARE, num_patches, np.where(kind < _MASK_SHARE + _OTHER_SHARE, other, corrupted))
+    source = np.tile(np.arange(num_patches), (len(draws), 1))
+    np.put_along_axis(source, corrupted, given, axis=1)
+    return Corruption(source=torch.from_numpy(source), corrupted=torch.from_numpy(corrupted))
 
 
 def answers(logits: torch.Tensor, targets: torch.Tensor, *, kind: LossKind) -> Answers:

@@ -9,7 +9,6 @@ from contextlib import closing
 
 from torch import nn
 
-from data_shards.images.decode import require_decoder
 from model.checkpointing import checkpoint_blocks
 from pipeline.checkpoint.store import Restored
 from pipeline.checkpoint.train_state import RollBack, TrainState
@@ -36,7 +35,6 @@ def train_stage(context: StageContext, stage: Stage, *, model: nn.Module, start:
     """Train `model` to the end of the stage, from its last checkpoint if any; leave STAGE/model; collective. UserError:
     an input or checkpoint is not one that the stage began with; Stopped: by a signal, after saving."""
     recipe, plan, train_set = stage.recipe, stage.plan, stage.data.train
-    require_decoder(recipe.data.decoder)
     inputs, record = {**stage.inputs, "weights": start.weights}, stage.record
     data_record = context.on_main(lambda: check_data(stage.run, stage=stage.name, data=stage.data))
     for note in data_record.notes if data_record else ():

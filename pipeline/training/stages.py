@@ -17,6 +17,7 @@ from torch import nn
 
 from data_shards.durable import make_folders
 from data_shards.errors import UserError
+from data_shards.images.decode import require_decoder
 from data_shards.vocabulary import Normalisation
 from model.build import build_model
 from model.head import replace_head
@@ -54,6 +55,7 @@ def run_stage(context: StageContext, *, stage: StageName) -> None:
             context.on_main(lambda: swap_head(context), takes="long")
         return
     recipe, config = context.recipe, context.recipe.train_stage(stage)
+    require_decoder(recipe.data.decoder)
     context.start.set_status("opening shards")
     data = open_data_once(context, stage=stage)
     expect_data_workers(recipe)

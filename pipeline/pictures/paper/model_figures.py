@@ -1,4 +1,4 @@
-"""All of the paper's figures that a model has, one after the other; and why it lacks the others."""
+"""All of the paper's figures that a model has, why it lacks others, and those that a finished stage keeps."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from data_shards.loading.batch import Batch
 from model.looking.learnt import first_filters, patch_positions, position_similarity
 from model.resnet.bit import BitResnet
 from model.saved import SavedModelMeta, build_described
+from pipeline.pictures.held_out_images import held_out_access
 from pipeline.pictures.paper.attention import Drawn, draw_distance, draw_maps, draw_rollout
-from pipeline.pictures.paper.attention_inputs import LookedAt
+from pipeline.pictures.paper.attention_inputs import LookedAt, images_to_look_at, look
+from pipeline.pictures.paper.images import images_of_shards
 from pipeline.pictures.paper.weights import draw_filters, draw_positions
-from pipeline.using.find_model import FoundModel
+from pipeline.pictures.style import keep_picture
+from pipeline.recipe.vocabulary import OWN_SET
+from pipeline.runs.pictures import DrawRequest
+from pipeline.using.find_model import FoundModel, find_model
 
 
 def built(found: FoundModel, *, device: torch.device) -> VisionTransformer | BitResnet:
@@ -71,3 +76,20 @@ def left_out(meta: SavedModelMeta) -> tuple[str, ...]:
             "its own to compare",
         )
     return ()
+
+
+def draw_paper_figures(request: DrawRequest) -> None:
+    """Those of the model that the stage left, with images of its own held-out set. Raises UserError: the model is gone
+    or damaged; or, once the figures without images are kept, the set cannot be opened or none of it is here."""
+    found = find_model(request.folder.model(request.stage))
+    meta = found.meta
+    model = built(found, device=torch.device("cpu"))
+    for picture, figure in figures_of_weights(model, meta=meta):
+        keep_picture(request.stage_folder, picture, figure=figure, step=request.step)
+    if isinstance(model, VisionTransformer):
+        held_out = held_out_access(request, set_name=OWN_SET)
+        batch = images_of_shards(held_out, meta=meta, count=images_to_look_at(meta), fetch="never")
+        for picture, figure in figures_of_attention(
+            look(model, batch, meta=meta), batch, meta=meta, classes=held_out.shards.classes
+        ):
+            keep_picture(request.stage_folder, picture, figure=figure, step=request.step)

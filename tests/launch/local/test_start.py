@@ -251,13 +251,13 @@ SLOW_START = """
 import os, signal, time
 from launch.local import processes, start
 real = processes.subprocess.Popen
-def start(*arguments, **more):
+def begin(*arguments, **more):
     child = real(*arguments, **more)
     while not os.path.exists("here"):
         time.sleep(0.02)
     os.kill(os.getpid(), signal.SIGTERM)
     return child
-processes.subprocess.Popen = start
+processes.subprocess.Popen = begin
 """
 
 
@@ -267,7 +267,7 @@ def test_a_stop_while_the_ranks_are_being_started_lets_those_save_that_are_there
         "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(75))\nopen('here', 'w').close()\n"
         "time.sleep(600)"
     )
-    slow = DRIVER.replace("from launch import local, processes\n", SLOW_START)
+    slow = DRIVER.replace("from launch.local import processes, start\n", SLOW_START)
     done = subprocess.run(
         [sys.executable, "-c", slow, str(ROOT)], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_SECONDS
     )
@@ -277,11 +277,11 @@ def test_a_stop_while_the_ranks_are_being_started_lets_those_save_that_are_there
 PLAIN_DRIVER = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from launch import local
+from launch.local import start
 from pathlib import Path
 from pipeline.recipe.io import load_recipe
 show = "from launch.local.env import read_place; place = read_place(); print('place', place.rank, place.world_size)"
-local.RANK_COMMAND, local.rank_arguments = ["-c", show], lambda launch: []
+start.RANK_COMMAND, start.rank_arguments = ["-c", show], lambda launch: []
 root = Path(sys.argv[2])
 stage = start.Launch(load_recipe("digits"), Path("recipe.yaml"), root, stage="swap_head", processes=2)
 (root / "digits").mkdir(parents=True, exist_ok=True)

@@ -78,7 +78,9 @@ def test_places_are_the_loaders(world_size: int, accumulation: int) -> None:
     order: Any = SimpleNamespace(
         global_batch_images=GLOBAL_BATCH,
         images_per_lane=1,
-        refs=lambda lane, position: SimpleNamespace(lane=lane, epoch=0 * lane, sample=lane, part=lambda own: lane[own]),
+        resolve=lambda lane, position: SimpleNamespace(
+            lane=lane, epoch=0 * lane, sample=lane, part=lambda own: lane[own]
+        ),
     )
     for rank in range(world_size):
         batches = TrainBatches.__new__(TrainBatches)

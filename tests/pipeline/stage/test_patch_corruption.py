@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from data_shards.loading.batch import Batch
-from pipeline.stage.patch_corruption import Corruption, corruption_held_out, corruption_in_training, draw_corruption
+from pipeline.stage.task import Corruption, corruption_held_out, corruption_in_training, draw_corruption
 
 PATCHES = 16
 IMAGES = 20_000
