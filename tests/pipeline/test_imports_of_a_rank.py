@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Each takes 0.3 to 2 CPU seconds, and no step of a recipe that compiles nothing needs it. (torch._dynamo takes 1.0,
 # and timm, DeepSpeed and torch's optimizers each import it.)
-NEEDLESS = ("mlflow", "pandas", "sklearn")
+NEEDLESS = ("torch._inductor.compile_fx", "mlflow", "pandas", "sklearn")
 
 RANK = """
 import json, sys, tempfile

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 
@@ -12,10 +12,6 @@ from data_shards.text import printable
 from data_shards.vocabulary import USUAL_MOST_PIXELS
 from launch.flags import MaxImagePixels, pixel_limit, size_bytes
 from launch.local.output import go_on
-
-if TYPE_CHECKING:
-    from data_shards.packing.request import Exclusion
-    from data_shards.shards.shard_set import Report
 
 
 def pack(
@@ -142,9 +138,14 @@ def pack(
     """
     from data_shards.packing.image import DEFAULT_QUALITY, Resize
     from data_shards.packing.pack import pack as pack_images
-    from data_shards.packing.request import HoldoutCount
+    from data_shards.packing.request import Exclusion, HoldoutCount
     from data_shards.packing.sources.label_list import LabelList
     from data_shards.packing.sources.recognise import Published
+    from data_shards.reading.opening import open_all_splits
+    from data_shards.shards.location import is_local
+    from data_shards.store.cache import CacheConfig
+    from data_shards.store.store import Store
+    from launch.pages.duplicates_page import write_duplicates
 
     go_on()
 
@@ -161,6 +162,12 @@ def pack(
         )
     if resize_short is None and quality is not None:
         raise UserError("--quality: only reduced images are encoded again; give --resize-short too")
+    exclusion = None
+    if exclude_matches_of:
+        # as the user typed them, so commands run
+        store = Store(None if all(map(is_local, exclude_matches_of)) else CacheConfig(), commands="run")
+        sets = tuple(open_all_splits(exclude_matches_of, store=store, report=say))
+        exclusion = Exclusion(sets, store, write_duplicates)
     pack_images(
         source,
         out,
@@ -181,20 +188,7 @@ def pack(
         unreadable="skip" if skip_unreadable else "refuse",
         duplicates="drop" if drop_duplicates else "keep",
         seed=seed,
-        exclusion=None if exclude_matches_of is None else open_exclusion(exclude_matches_of, report=say),
+        exclusion=exclusion,
         report=say,
     )
     return 0
-
-
-def open_exclusion(locations: list[str], *, report: Report) -> Exclusion:
-    """Open the sets of --exclude-matches-of. Raises UserError if one is missing or damaged."""
-    from data_shards.packing.request import Exclusion
-    from data_shards.reading.opening import open_all_splits
-    from data_shards.shards.location import is_local
-    from data_shards.store.cache import CacheConfig
-    from data_shards.store.store import Store
-    from launch.pages.duplicates_page import write_duplicates
-
-    store = Store(None if all(map(is_local, locations)) else CacheConfig(), commands="run")  # as the user typed them
-    return Exclusion(tuple(open_all_splits(locations, store=store, report=report)), store, write_duplicates)
