@@ -1,4 +1,4 @@
-"""Atomic replacement of files, and flushes to disk (`model` has its own: `model.replacing`).
+"""Atomic replacement of files, and flushes to disk (`model` has its own: `model.saved.atomic`).
 
 Surviving a power failure costs one flush of the disk per file and folder; surviving a kill costs nothing. All functions
 raise OSError when the disk is full or fails.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from timm.models.vision_transformer import VisionTransformer
 
 from model.config import ModelConfig
-from model.regularisation import NO_REGULARISATION, Regularisation
+from model.layers.regularisation import NO_REGULARISATION, Regularisation
 from model.resnet.bit import BitResnet, build_resnet
 from model.vit import build_vit
 from model.vocabulary import HeadKind

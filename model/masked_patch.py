@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from model.build import build_model
 from model.config import ModelConfig
 from model.init import initialise
-from model.regularisation import NO_REGULARISATION, Regularisation
+from model.layers.regularisation import NO_REGULARISATION, Regularisation
 from model.vit import PositionedVit, build_vit, encode
 from model.vocabulary import COLOUR_LEVELS, COLOURS
 

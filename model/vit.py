@@ -26,13 +26,13 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.checkpointing import in_turn
 from model.config import ModelConfig
-from model.dropout import by_sample
-from model.head import MlpHead
+from model.layers.activation_checkpointing import in_turn
+from model.layers.dropout import by_sample
+from model.layers.head import MlpHead
+from model.layers.regularisation import NO_REGULARISATION, Regularisation
 from model.positions.embedding import Position, make_position
 from model.positions.relative_attention import relative_attention
-from model.regularisation import NO_REGULARISATION, Regularisation
 from model.resnet.bit import stem_embedding
 from model.vocabulary import HeadKind
 
@@ -151,7 +151,7 @@ def set_patch_dropout(model: nn.Module, rate: float) -> None:
 
 def timm_arguments(config: ModelConfig, *, image_size: int) -> dict[str, Any]:
     """The arguments, plain JSON values, with which timm builds this trunk (without a ResNet stem, positions that timm
-    knows); epsilon 1e-6 is its default. Both `build_vit` and `model.saved`'s `config.json` use them."""
+    knows); epsilon 1e-6 is its default. Both `build_vit` and `model.saved.model_folder`'s `config.json` use them."""
     sizes = config.sizes
     arguments = {
         "img_size": image_size,

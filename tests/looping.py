@@ -13,7 +13,7 @@ import torch
 
 from model.build import build_model
 from model.config import ModelConfig
-from model.regularisation import Regularisation
+from model.layers.regularisation import Regularisation
 from pipeline.engine.protocol import Flags, StepResult
 from pipeline.evaluation.evaluate import evaluate
 from pipeline.ranks.phases import Phases

@@ -180,7 +180,7 @@ def _transformers_model(size: work.Size, *, device: torch.device) -> nn.Module:
     from transformers import ViTForImageClassification
 
     from model.formats.transformers_state import write_transformers_folder
-    from model.saved import SavedModelMeta
+    from model.saved.model_folder import SavedModelMeta
 
     names = tuple(map(str, range(size.classes)))
     meta = SavedModelMeta(
@@ -196,7 +196,7 @@ def _transformers_model(size: work.Size, *, device: torch.device) -> nn.Module:
 def _ours(size: work.Size, meter: Meter, device: torch.device) -> Note:
     from data_shards.vocabulary import GOOGLES
     from model.build import build_model
-    from model.regularisation import Regularisation
+    from model.layers.regularisation import Regularisation
     from model.vit import set_patch_dropout
     from pipeline.engine.late_metrics import LateMetrics
     from pipeline.engine.open import open_engine

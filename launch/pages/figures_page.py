@@ -24,7 +24,7 @@ from data_shards.text import one_line
 from launch.local.output import say
 from launch.pages.blocks import PageSection, PageText
 from launch.pages.shards_page import Shown
-from model.saved import SavedModelMeta
+from model.saved.model_folder import SavedModelMeta
 from pipeline.pictures.held_out_images import held_out_access
 from pipeline.pictures.paper.attention_inputs import images_to_look_at, look
 from pipeline.pictures.paper.images import images_of_files, images_of_shards

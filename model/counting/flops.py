@@ -18,7 +18,7 @@ from typing import Literal
 from model.config import ModelConfig
 from model.counting.cost import NOTHING, Chain, Cost, convolution, fused_attention, kept, layer_norm, learnt, linear
 from model.counting.resnet import resnet_cost, stem_cost
-from model.regularisation import Regularisation
+from model.layers.regularisation import Regularisation
 from model.variants import VitSizes
 from model.vocabulary import HeadKind
 

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from model.config import OF_TRANSFORMERS, ModelConfig
-from model.formats.foreign import NO_HINTS, ExternalModel, UserHints, lost_blocks, of_record, settle
-from model.formats.record import read_side_record
-from model.formats.surgery import adapt
+from model.formats.adapt import adapt
+from model.formats.external_model import NO_HINTS, ExternalModel, UserHints, lost_blocks, of_record, settle
 from model.formats.timm_state import is_timm_state, read_timm_folder, read_timm_state
 from model.formats.torchvision_state import is_torchvision_state, read_torchvision_state
 from model.formats.transformers_state import (
@@ -25,7 +24,8 @@ from model.formats.transformers_state import (
     read_transformers_state,
 )
 from model.formats.weights_file import FOLDER_FILES, SUFFIXES, load_weights, read_json
-from model.saved import CONFIG_FILE, RECORD_KEY, SavedModelMeta, load_model
+from model.saved.model_folder import CONFIG_FILE, RECORD_KEY, SavedModelMeta, load_model
+from model.saved.side_record import read_side_record
 
 if TYPE_CHECKING:
     from torch import Tensor

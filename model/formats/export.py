@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
-from model.formats.record import read_side_record, side_path, write_side_record
 from model.formats.torchvision_state import (
     how_to_load,
     torchvision_objection,
@@ -19,8 +18,8 @@ from model.formats.torchvision_state import (
 )
 from model.formats.transformers_state import transformers_objection, write_transformers_folder
 from model.formats.weights_file import read_json
-from model.replacing import replaced_file, replaced_folder
-from model.saved import (
+from model.saved.atomic import replaced_file, replaced_folder
+from model.saved.model_folder import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     SavedModelMeta,
@@ -30,6 +29,7 @@ from model.saved import (
     timm_norm_layer,
     timm_objection,
 )
+from model.saved.side_record import read_side_record, side_path, write_side_record
 from model.vocabulary import ExportFormat, check_ending
 
 if TYPE_CHECKING:

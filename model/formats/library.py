@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from model.config import ModelConfig
-    from model.saved import SavedModelMeta
+    from model.saved.model_folder import SavedModelMeta
 
 
 @dataclass(frozen=True)

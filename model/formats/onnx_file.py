@@ -13,9 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model.formats.record import parse_inside
-from model.replacing import replaced_file
-from model.saved import RECORD_KEY, SavedModelMeta
+from model.saved.atomic import replaced_file
+from model.saved.model_folder import RECORD_KEY, SavedModelMeta
+from model.saved.side_record import parse_inside
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zipfile import BadZipFile, ZipFile
 
-from model.formats.record import parse_inside
-from model.replacing import replaced_file
-from model.saved import RECORD_KEY, SavedModelMeta
+from model.saved.atomic import replaced_file
+from model.saved.model_folder import RECORD_KEY, SavedModelMeta
+from model.saved.side_record import parse_inside
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -67,7 +67,7 @@ def read_torch_export(path: Path) -> tuple[SavedModelMeta, dict[str, Tensor]]:
     be read, has no record, or its weights do not fit the record."""
     import torch
 
-    from model.saved import build_described
+    from model.saved.model_folder import build_described
 
     meta = read_torch_export_meta(path)
     with torch.device("meta"):

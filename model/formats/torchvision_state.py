@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from model.config import ModelConfig
-from model.formats.foreign import IMAGENET_MEAN, IMAGENET_STD, ExternalModel, Semantics, of_shapes
+from model.formats.external_model import IMAGENET_MEAN, IMAGENET_STD, ExternalModel, Semantics, of_shapes
 from model.formats.library import Names, plain_vit_objection, with_all_positions
-from model.saved import SavedModelMeta
+from model.saved.model_folder import SavedModelMeta
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model.saved import read_safetensors
+from model.saved.model_folder import read_safetensors
 
 if TYPE_CHECKING:
     from torch import Tensor

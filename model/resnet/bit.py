@@ -26,8 +26,8 @@ from timm.models.resnetv2 import ResNetV2
 from torch import Tensor, nn
 
 from model.config import ModelConfig
-from model.head import MlpHead, zero_linear
-from model.regularisation import NO_REGULARISATION, Regularisation
+from model.layers.head import MlpHead, zero_linear
+from model.layers.regularisation import NO_REGULARISATION, Regularisation
 from model.resnet.standardised_conv import Padding, StandardisedConv2d
 from model.variants import resnet_stride
 from model.vocabulary import HeadKind

@@ -82,7 +82,7 @@ def fill_in(request: DrawRequest) -> FilledIn | None:
     import torch
 
     from model.masked_patch import colour_classes
-    from model.saved import build_from_saved
+    from model.saved.model_folder import build_from_saved
     from pipeline.stage.task import corruption_held_out, model_input
 
     recipe = request.recipe

@@ -27,7 +27,7 @@ from data_shards.errors import UserError
 from data_shards.safe_paths import is_inside
 from data_shards.text import one_line
 from model.config import ModelConfig
-from model.saved import CONFIG_FILE, SavedModelMeta, read_meta
+from model.saved.model_folder import CONFIG_FILE, SavedModelMeta, read_meta
 from pipeline.recipe.yaml_text import read_yaml_file
 
 SHIPPED = Path(__file__).parents[1] / "recipes"

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from data_shards.errors import UserError
 from data_shards.vocabulary import GOOGLES, Normalisation
 from model.config import ModelConfig
-from model.saved import WEIGHTS_FILE, SavedModelMeta
+from model.saved.model_folder import WEIGHTS_FILE, SavedModelMeta
 from model.vocabulary import COLOURS, HeadKind
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.sources import record_elsewhere

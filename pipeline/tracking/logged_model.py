@@ -34,8 +34,8 @@ def log_result_model(client: Any, *, uri: str, result: ResultModel) -> str:
     import mlflow
     from mlflow.entities import LoggedModelOutput, Metric
 
-    from model.formats.served import PixelsToProbabilities
-    from model.saved import build_described, load_model
+    from model.formats.pixels_to_probabilities import PixelsToProbabilities
+    from model.saved.model_folder import build_described, load_model
 
     folder, recipe, stage, run_id = result.folder, result.recipe, result.stage, result.run_id
     require_inside(folder.model(stage), folder=folder.boundary)

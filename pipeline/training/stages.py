@@ -20,12 +20,12 @@ from data_shards.errors import UserError
 from data_shards.images.decode import require_decoder
 from data_shards.vocabulary import Normalisation
 from model.build import build_model
-from model.head import replace_head
 from model.init import initialise
+from model.layers.head import replace_head
+from model.layers.regularisation import Regularisation
 from model.masked_patch import MaskedPatchVit, build_masked_patch, classifier_of
 from model.positions.interpolation import resize_state
-from model.regularisation import Regularisation
-from model.saved import build_from_saved, load_model, save_model
+from model.saved.model_folder import build_from_saved, load_model, save_model
 from model.vocabulary import HeadKind
 from pipeline.checkpoint.train_state import TrainState
 from pipeline.engine.saved_state.frozen import freeze

@@ -35,7 +35,7 @@ from data_shards.reading.shard_reader import UNKNOWN
 from data_shards.shards.shard_set import ShardSet
 from data_shards.store.store import Store
 from data_shards.vocabulary import GOOGLES, Normalisation
-from model.head import MlpHead
+from model.layers.head import MlpHead
 from pipeline.ranks.start_clock import StartClock
 from pipeline.recipe.vocabulary import FeatureLayer
 from pipeline.stage.task import model_input

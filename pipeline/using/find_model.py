@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_shards.errors import UserError
-from model.saved import CONFIG_FILE, SavedModelMeta, build_described, load_model, read_meta
+from model.saved.model_folder import CONFIG_FILE, SavedModelMeta, build_described, load_model, read_meta
 from pipeline.recipe.io import parse_recipe
 from pipeline.recipe.vocabulary import ALL_STAGES, CHECKPOINTS_FOLDER, RECIPE_FILE, STAGE_FILE, StageName, WeightsKind
 from pipeline.runs.run_folder import FOLDER_PREFIX, RunFolder, checkpoint_folders

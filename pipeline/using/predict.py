@@ -27,7 +27,7 @@ from data_shards.processes import num_cores
 from data_shards.vocabulary import Normalisation
 from model.formats import onnx_file
 from model.loss import probabilities
-from model.saved import SavedModelMeta, build_described
+from model.saved.model_folder import SavedModelMeta, build_described
 from pipeline.ranks.process import settle_threads
 from pipeline.recipe.vocabulary import WeightsKind
 from pipeline.stage.task import model_input

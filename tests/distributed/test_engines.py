@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.saved import SavedModelMeta, build_from_saved, save_model
+from model.saved.model_folder import SavedModelMeta, build_from_saved, save_model
 from pipeline.checkpoint.weights import assemble
 from pipeline.ranks.group import Ranks
 from tests.workers import run_ranks

@@ -21,7 +21,7 @@ from data_shards.errors import UserError
 from data_shards.packing.pack import pack
 from launch.cli import app
 from model.formats.detect import import_file
-from model.saved import build_from_saved, load_model, read_meta
+from model.saved.model_folder import build_from_saved, load_model, read_meta
 
 RunCli = Callable[..., subprocess.CompletedProcess[str]]
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

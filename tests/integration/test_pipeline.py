@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from data_shards.packing.pack import pack
-from model.saved import load_model
+from model.saved.model_folder import load_model
 from pipeline.runs.metrics_log import read_metrics
 from tests.left_behind import mlflow_states, surprises
 

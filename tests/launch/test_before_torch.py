@@ -35,7 +35,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _record(model: Path) -> dict[str, object]:
-    from model.saved import read_meta
+    from model.saved.model_folder import read_meta
 
     return read_meta(model).model_dump(mode="json", exclude_none=True)
 

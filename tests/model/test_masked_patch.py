@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from model.build import build_model
-from model.checkpointing import checkpoint_blocks
 from model.config import ModelConfig
 from model.init import initialise
+from model.layers.activation_checkpointing import checkpoint_blocks
+from model.layers.regularisation import Regularisation
 from model.masked_patch import MaskedPatchVit, build_masked_patch, classifier_of, colour_classes, corrupt
-from model.regularisation import Regularisation
-from model.saved import SavedModelMeta, build_from_saved, load_model, save_model
+from model.saved.model_folder import SavedModelMeta, build_from_saved, load_model, save_model
 from model.vocabulary import COLOURS
 from tests.model.comparing import randomise
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from model.checkpointing import checkpoint_blocks
 from model.config import ModelConfig
 from model.init import initialise
-from model.regularisation import Regularisation
+from model.layers.activation_checkpointing import checkpoint_blocks
+from model.layers.regularisation import Regularisation
 from model.vit import PatchProjection, build_vit, timm_arguments
 from tests.model.comparing import randomise
 

@@ -13,8 +13,8 @@ from transformers import ViTForImageClassification
 from model.build import build_model
 from model.config import ModelConfig
 from model.formats.export import export_model
-from model.looking.attention import look_at_attention
-from model.saved import SavedModelMeta
+from model.inspection.attention_maps import look_at_attention
+from model.saved.model_folder import SavedModelMeta
 from tests.model.comparing import SMALL_TOKENS, randomise
 from tests.oracles.conftest import Measured
 

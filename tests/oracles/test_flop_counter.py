@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from model.build import build_model
 from model.config import ModelConfig
 from model.counting.flops import account
-from model.regularisation import Regularisation
+from model.layers.regularisation import Regularisation
 from model.vocabulary import HeadKind
 
 SMALL: dict[str, Any] = {"width": 192, "depth": 3, "heads": 3, "patch_size": 8}

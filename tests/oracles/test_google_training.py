@@ -22,7 +22,7 @@ from scipy.ndimage import zoom
 from data_shards.packing.pack import pack
 from model.build import build_model
 from model.init import initialise
-from model.saved import load_model
+from model.saved.model_folder import load_model
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import StageName
 from pipeline.runs.metrics_log import read_metrics

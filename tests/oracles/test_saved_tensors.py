@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from model.build import build_model
-from model.checkpointing import checkpoint_blocks
 from model.config import ModelConfig
 from model.counting.flops import account
+from model.layers.activation_checkpointing import checkpoint_blocks
 
 SMALL: dict[str, Any] = {"width": 192, "depth": 3, "heads": 3, "patch_size": 8}
 

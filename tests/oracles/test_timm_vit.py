@@ -5,7 +5,7 @@ import timm
 import torch
 
 from model.config import ModelConfig
-from model.regularisation import Regularisation
+from model.layers.regularisation import Regularisation
 from model.vit import build_vit
 from tests.model.comparing import SMALL_TOKENS, randomise
 from tests.oracles.conftest import Measured

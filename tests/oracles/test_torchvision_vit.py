@@ -9,8 +9,8 @@ from torch import nn
 from torchvision.models.vision_transformer import VisionTransformer, interpolate_embeddings
 
 from model.config import ModelConfig
+from model.layers.regularisation import Regularisation
 from model.positions.interpolation import resize_state
-from model.regularisation import Regularisation
 from model.vit import build_vit
 from model.vocabulary import HeadKind
 from tests.model.comparing import SMALL_TOKENS, randomise

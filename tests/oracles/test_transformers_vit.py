@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from model.config import ModelConfig
-from model.saved import SavedModelMeta, save_model
+from model.saved.model_folder import SavedModelMeta, save_model
 from model.vit import build_vit
 from model.vocabulary import HeadKind
 from tests.model.comparing import SMALL_TOKENS, randomise

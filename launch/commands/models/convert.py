@@ -18,7 +18,7 @@ from model.vocabulary import ExportFormat, Gelu, Interpolation, LossKind, check_
 
 if TYPE_CHECKING:
     from model.config import ModelConfig
-    from model.saved import SavedModelMeta
+    from model.saved.model_folder import SavedModelMeta
 
 _ENDINGS: dict[ExportFormat, str] = {
     "npz": ".npz",
@@ -122,10 +122,10 @@ def import_model(
 
         shardvit import ViT-B_16-imagenet.npz models/b16 --class-names imagenet-1k
     """
+    from model.formats.adapt import adapt
     from model.formats.detect import read_external
     from model.formats.export import save_for_others
-    from model.formats.foreign import UserHints
-    from model.formats.surgery import adapt
+    from model.formats.external_model import UserHints
 
     demand_target(out, flag="OUT", force=force)
     config = trunk.config()

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from model.differences import Shape, read_sizes
-from model.formats.foreign import NO_HINTS, ExternalModel, Semantics, UserHints, config_of, lost_blocks
+from model.formats.external_model import NO_HINTS, ExternalModel, Semantics, UserHints, config_of, lost_blocks
 from model.formats.google.names import PATCH_KERNEL, NpzLayout
+from model.saved.state_shapes import Shape, read_sizes
 
 USUAL_IMAGE_SIZE = 224  # pixels; of pre-training in both code bases' configurations
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from model.build import build_model
-from model.differences import Shape, describe_differences, first_difference, shapes_of
-from model.formats.foreign import NO_HINTS, ExternalModel, UserHints, of_record
+from model.formats.external_model import NO_HINTS, ExternalModel, UserHints, of_record
 from model.formats.google.archive import NpzReader, write_npz
 from model.formats.google.infer import infer_model
 from model.formats.google.names import (
@@ -33,10 +32,11 @@ from model.formats.google.names import (
     to_google,
 )
 from model.formats.library import move_class_row, with_all_positions
-from model.formats.record import read_side_record, write_side_record
 from model.positions.embedding import fixed_numbers, without_numbers
-from model.replacing import replaced_file
-from model.saved import SavedModelMeta, check_state
+from model.saved.atomic import replaced_file
+from model.saved.model_folder import SavedModelMeta, check_state
+from model.saved.side_record import read_side_record, write_side_record
+from model.saved.state_shapes import Shape, describe_differences, first_difference, shapes_of
 
 GoogleNames = Literal["vision_transformer", "big_vision"]
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.loading.batch import Batch
-from model.saved import SavedModelMeta
+from model.saved.model_folder import SavedModelMeta
 from pipeline.pictures.grid import Cell, Mark, image_grid
 from pipeline.pictures.paper.attention_inputs import SHOWN_IMAGES, LookedAt
 from pipeline.pictures.paper.tiles import evenly, show_tiles, tiled

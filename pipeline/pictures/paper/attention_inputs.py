@@ -16,9 +16,9 @@ from torch import Tensor
 from data_shards.loading.batch import Batch
 from data_shards.vocabulary import Normalisation
 from model.counting.flops import account
-from model.looking.attention import AttentionDistance, Rollout, look_at_attention, weights_of_tokens
+from model.inspection.attention_maps import AttentionDistance, Rollout, look_at_attention, weights_of_tokens
 from model.loss import probabilities as of_logits
-from model.saved import SavedModelMeta
+from model.saved.model_folder import SavedModelMeta
 from pipeline.stage.task import model_input
 
 PAPERS_IMAGES = 128  # of attention distance: ViT paper, appendix D

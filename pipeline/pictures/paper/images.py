@@ -19,7 +19,7 @@ from data_shards.images.transforms import EvalTransform, Pixels
 from data_shards.loading.assemble import Access
 from data_shards.loading.batch import Batch, batch_of
 from data_shards.text import one_line
-from model.saved import SavedModelMeta
+from model.saved.model_folder import SavedModelMeta
 from pipeline.pictures.held_out_images import read_samples
 
 

@@ -20,7 +20,7 @@ from data_shards.safe_paths import read_inside
 from data_shards.text import parse_json
 from model.config import ModelConfig
 from model.counting.flops import account
-from model.saved import SavedModelMeta
+from model.saved.model_folder import SavedModelMeta
 from pipeline.pictures.style import plain
 from pipeline.recipe.vocabulary import DATA_FILE, StageName
 from pipeline.runs.read import Run, RunStage

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from timm.models.vision_transformer import VisionTransformer
 
-from model.looking.learnt import FirstFilters
-from model.saved import SavedModelMeta
+from model.inspection.learned_weights import FirstFilters
+from model.saved.model_folder import SavedModelMeta
 from pipeline.pictures.paper.attention import Drawn
 from pipeline.pictures.paper.tiles import evenly, show_tiles, tiled
 from pipeline.pictures.style import MUTED, new_figure, sequential

@@ -11,7 +11,7 @@ import torch
 
 from model.build import build_model
 from model.config import ModelConfig
-from model.saved import SavedModelMeta, load_model, save_model
+from model.saved.model_folder import SavedModelMeta, load_model, save_model
 from pipeline.runs.evaluations import load_evaluation
 from tests.conftest import RunCli
 from tests.data_shards.streams import pack_noise

@@ -11,7 +11,7 @@ from PIL import Image
 
 from data_shards.packing.pack import pack
 from model.config import ModelConfig
-from model.saved import SavedModelMeta, build_described, save_model
+from model.saved.model_folder import SavedModelMeta, build_described, save_model
 from pipeline.recipe.io import load_recipe
 from pipeline.runs.run_folder import RunFolder
 from tests.launch.conftest import Call

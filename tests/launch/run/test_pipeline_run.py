@@ -17,7 +17,7 @@ from launch.local.start import Launch
 from launch.run import pipeline_run
 from launch.run.lock import locked
 from launch.run.pipeline_run import PipelineRun
-from model.saved import SavedModelMeta
+from model.saved.model_folder import SavedModelMeta
 from pipeline.recipe.io import load_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import EXIT_STOPPED

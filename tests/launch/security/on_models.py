@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from model.saved import CONFIG_FILE, WEIGHTS_FILE
+from model.saved.model_folder import CONFIG_FILE, WEIGHTS_FILE
 from tests.launch.security.on_shards import add
 from tests.launch.security.somebody import Attack, World
 

@@ -20,7 +20,7 @@ from data_shards.images.decode import read_image
 from data_shards.packing.pack import pack
 from data_shards.shards.manifest import load_manifest
 from model.build import build_model
-from model.saved import save_model
+from model.saved.model_folder import save_model
 from pipeline.checkpoint.identity import STATE, checkpoint_identity
 from pipeline.checkpoint.store import MANIFEST
 from pipeline.engine.saved_state.state_files import Seal, digest_of

@@ -3,7 +3,7 @@
 import torch
 
 from model.config import ModelConfig
-from model.saved import SavedModelMeta, build_described
+from model.saved.model_folder import SavedModelMeta, build_described
 from tests.model.comparing import randomise
 
 SIZES = {"width": 32, "depth": 2, "heads": 4, "patch_size": 4}

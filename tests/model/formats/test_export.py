@@ -17,8 +17,8 @@ from transformers import AutoModelForImageClassification
 from model.config import ModelConfig
 from model.formats.detect import import_file
 from model.formats.export import ExportFormat, export_model, export_objection, formats_of, save_for_others
-from model.formats.record import read_side_record
-from model.saved import SavedModelMeta, load_model
+from model.saved.model_folder import SavedModelMeta, load_model
+from model.saved.side_record import read_side_record
 from tests.model.comparing import relative_difference
 from tests.model.formats.small_model import (
     CONFIG,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from model.formats.torch_export import read_torch_export, read_torch_export_meta, write_torch_export
-from model.saved import SavedModelMeta, build_described
+from model.saved.model_folder import SavedModelMeta, build_described
 from tests.model.formats.program_models import MODELS, described, randomised
 
 WEIGHTS_CONFIG = "data/weights/model_weights_config.json"

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.checkpointing import checkpoint_blocks
 from model.config import ModelConfig
 from model.init import initialise
+from model.layers.activation_checkpointing import checkpoint_blocks
 from model.positions.embedding import Learned1d, Learned2d, SinCos2d, make_position
 from model.vit import build_vit
 from model.vocabulary import Pool

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from model.build import build_model
-from model.checkpointing import checkpoint_blocks
 from model.config import ModelConfig
-from model.head import MlpHead, replace_head
-from model.regularisation import Regularisation
+from model.layers.activation_checkpointing import checkpoint_blocks
+from model.layers.head import MlpHead, replace_head
+from model.layers.regularisation import Regularisation
 from model.resnet.bit import BitResnet, build_resnet, stem_embedding
 from model.resnet.standardised_conv import Padding, StandardisedConv2d, standardise
 from tests.model.comparing import randomise

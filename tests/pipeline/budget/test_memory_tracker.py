@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from model.build import build_model
-from model.checkpointing import checkpoint_blocks
+from model.layers.activation_checkpointing import checkpoint_blocks
 from pipeline.budget.memory import state_of
 from pipeline.optimizers.optim import build_optimizer
 from pipeline.recipe.schema import Recipe

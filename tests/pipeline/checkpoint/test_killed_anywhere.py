@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from model.config import ModelConfig
-from model.saved import SavedModelMeta, build_described, load_model, save_model
+from model.saved.model_folder import SavedModelMeta, build_described, load_model, save_model
 from pipeline.recipe.io import load_recipe
 from pipeline.runs.run_folder import RunFolder
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from data_shards.errors import UserError
-from model.checkpointing import checkpoint_blocks
-from model.dropout import words_of
+from model.layers.activation_checkpointing import checkpoint_blocks
+from model.layers.dropout import words_of
 from model.masked_patch import build_masked_patch
 from model.vit import build_vit, set_patch_dropout
 from pipeline.engine.saved_state.frozen import freeze

@@ -24,7 +24,7 @@ from data_shards.shards.shard_set import ShardsSpec
 from data_shards.shards.tar_index import index_path, read_index
 from model.init import initialise
 from model.masked_patch import build_masked_patch, colour_classes
-from model.saved import save_model
+from model.saved.model_folder import save_model
 from pipeline.pictures import held_out_images as held_out_module
 from pipeline.pictures.drawing import draw, drawers
 from pipeline.pictures.evaluation_grid import draw_evaluation_grid, draw_worst_mistakes, is_right
@@ -231,7 +231,7 @@ def test_what_is_filled_in_is_what_evaluation_judges(masked: DrawRequest, shards
     task = MaskedPatches(engine=engine, seed=7, patch_size=4)
     everything = seen_in_evaluation(masked, shards / "one" / "train")
     example = task.example(everything, use="eval")
-    from model.saved import build_from_saved
+    from model.saved.model_folder import build_from_saved
 
     _, model = build_from_saved(masked.folder.model("masked_patch"))
     with torch.inference_mode():

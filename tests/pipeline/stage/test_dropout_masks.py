@@ -11,8 +11,8 @@ from scipy.stats import chi2, chi2_contingency
 from data_shards.loading.loader import Layout, TrainBatches
 from model.build import build_model
 from model.config import ModelConfig
-from model.dropout import SampleDropout, SampleDropPath, SamplePatchDropout, SampleWords
-from model.regularisation import Regularisation
+from model.layers.dropout import SampleDropout, SampleDropPath, SamplePatchDropout, SampleWords
+from model.layers.regularisation import Regularisation
 from pipeline.recipe.optimizer import Schedule
 from pipeline.recipe.stage_plan import StagePlan
 from pipeline.stage.dropout_masks import draw_masks, sample_words

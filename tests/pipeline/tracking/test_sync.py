@@ -23,7 +23,7 @@ import torch
 
 from data_shards.errors import UserError
 from model.build import build_model
-from model.saved import SavedModelMeta, load_model, save_model
+from model.saved.model_folder import SavedModelMeta, load_model, save_model
 from pipeline.pictures.style import keep_picture, new_figure
 from pipeline.recipe.io import dump_recipe, load_recipe
 from pipeline.runs.metrics_log import read_metrics
@@ -230,7 +230,7 @@ print(json.dumps([answers, model.metadata.metadata["class_names"], model.metadat
 
 def check_model(uri: str, *, model_id: str, version: str, folder: RunFolder, work: Path) -> None:
     """In a process and a folder that know nothing of us: the same probabilities as ours, for any number of images."""
-    from model.saved import build_described
+    from model.saved.model_folder import build_described
 
     assert version == "1"
     pixels = np.random.default_rng(0).integers(0, 256, (5, 16, 16, 3), dtype=np.uint8)

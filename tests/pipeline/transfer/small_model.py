@@ -13,7 +13,7 @@ from data_shards.reading.opening import open_shards
 from data_shards.shards.shard_set import ShardSet
 from data_shards.shards.tar_index import index_path, read_index
 from model.config import ModelConfig
-from model.saved import SavedModelMeta, build_described, save_model
+from model.saved.model_folder import SavedModelMeta, build_described, save_model
 from model.vocabulary import HeadKind
 from pipeline.transfer.features import FeatureReading, FeatureStore
 from pipeline.using.predict import Predictor, open_predictor

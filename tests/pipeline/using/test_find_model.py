@@ -15,7 +15,7 @@ import yaml
 
 from data_shards.errors import UserError
 from data_shards.packing.pack import pack
-from model.saved import load_model, read_meta
+from model.saved.model_folder import load_model, read_meta
 from model.vocabulary import COLOURS
 from pipeline.runs.metrics_log import read_metrics
 from pipeline.runs.run_folder import RunFolder

@@ -24,7 +24,7 @@ from data_shards.vocabulary import Normalisation
 from model.config import ModelConfig
 from model.formats.export import ExportFormat, export_model
 from model.masked_patch import build_masked_patch
-from model.saved import SavedModelMeta, build_described, build_from_saved, save_model
+from model.saved.model_folder import SavedModelMeta, build_described, build_from_saved, save_model
 from pipeline.runs.run_folder import RunFolder
 from pipeline.stage.task import model_input
 from pipeline.using import predict as predict_module

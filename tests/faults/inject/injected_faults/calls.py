@@ -67,7 +67,7 @@ def install() -> None:
                 "pipeline.engine.ddp_engine": lambda module: _patch_engine(module.DdpEngine),
                 "pipeline.engine.accelerate_engine": lambda module: _patch_engine(module.AccelerateEngine),
                 "pipeline.checkpoint.saver": _patch_saver,
-                "model.head": _patch_head,
+                "model.layers.head": _patch_head,
                 "data_shards.loading.assemble": _patch_assemble,
             }
         ),

@@ -12,7 +12,7 @@ import torch
 from model.build import build_model
 from model.config import ModelConfig
 from model.init import initialise
-from model.saved import SavedModelMeta, load_model, read_meta, save_model
+from model.saved.model_folder import SavedModelMeta, load_model, read_meta, save_model
 
 # `main` reads sys.argv, which is what these tests set.
 pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")

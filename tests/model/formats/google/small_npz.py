@@ -13,8 +13,8 @@ from model.formats.google.npz import (
     GoogleNames,
     write_google_npz,
 )
-from model.formats.record import side_path
-from model.saved import SavedModelMeta
+from model.saved.model_folder import SavedModelMeta
+from model.saved.side_record import side_path
 
 SIZES: dict[str, Any] = {"width": 16, "depth": 11, "heads": 2, "mlp_dim": 24, "patch_size": 4}
 Arrays = dict[str, np.ndarray]

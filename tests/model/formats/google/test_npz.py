@@ -15,12 +15,12 @@ import torch
 from model.build import build_model
 from model.config import ModelConfig
 from model.formats.export import export_model
-from model.formats.foreign import UserHints
+from model.formats.external_model import UserHints
 from model.formats.google.infer import infer_model
 from model.formats.google.names import BIG_VISION, VISION_TRANSFORMER, find_layout, slots_of
 from model.formats.google.npz import GoogleNames, expected_arrays, read_google_npz, write_google_npz
-from model.formats.record import side_path
 from model.positions.embedding import sincos_2d
+from model.saved.side_record import side_path
 from model.variants import HYBRIDS, VARIANTS
 from tests.model.formats.google.small_npz import Arrays, arrays_of, meta_of, same, save, state_of
 

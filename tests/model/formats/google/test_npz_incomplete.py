@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from model.formats.foreign import UserHints
+from model.formats.adapt import adapt
+from model.formats.external_model import UserHints
 from model.formats.google.npz import (
     GoogleNames,
     read_google_npz,
 )
-from model.formats.surgery import adapt
 from tests.model.formats.google.small_npz import arrays_of, meta_of, same, save, state_of
 
 

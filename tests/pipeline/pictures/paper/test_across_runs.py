@@ -8,7 +8,7 @@ import pytest
 
 from model.config import ModelConfig
 from model.counting.flops import account
-from model.saved import SavedModelMeta
+from model.saved.model_folder import SavedModelMeta
 from pipeline.pictures.paper.across_runs import few_shot_over_size, transfer_over_cost
 from pipeline.pictures.paper.measured_runs import cost_points, few_shot_points
 from pipeline.pictures.style import keep_picture

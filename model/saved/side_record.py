@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from model.saved import SavedModelMeta, first_mistake, read_record, record_json, write_json
+from model.saved.model_folder import SavedModelMeta, first_mistake, read_record, record_json, write_json
 
 
 def side_path(file: Path) -> Path:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from model.loss import probabilities
-from model.saved import SavedModelMeta
+from model.saved.model_folder import SavedModelMeta
 from model.vocabulary import LossKind
 
 

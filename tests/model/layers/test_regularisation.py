@@ -1,4 +1,4 @@
-"""`model.regularisation` as the models apply it: dropout, stochastic depth, patch dropout."""
+"""`model.layers.regularisation` as the models apply it: dropout, stochastic depth, patch dropout."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from model.config import ModelConfig
-from model.regularisation import Regularisation
+from model.layers.regularisation import Regularisation
 from model.vit import build_vit, timm_arguments
 from model.vocabulary import Pool
 from tests.model.comparing import randomise

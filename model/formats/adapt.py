@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from model.formats.foreign import ExternalModel
-from model.saved import SavedModelMeta, check_state, first_mistake
+from model.formats.external_model import ExternalModel
+from model.saved.model_folder import SavedModelMeta, check_state, first_mistake
 from model.vocabulary import LossKind
 
 if TYPE_CHECKING:

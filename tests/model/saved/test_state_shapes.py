@@ -1,12 +1,12 @@
-"""`model.differences`: the table, and the sentence that says what would fix it."""
+"""`model.saved.state_shapes`: the table, and the sentence that says what would fix it."""
 
 from typing import Any
 
 import pytest
 
 from model.config import ModelConfig
-from model.differences import Shape, describe_differences
-from model.saved import expected_shapes
+from model.saved.model_folder import expected_shapes
+from model.saved.state_shapes import Shape, describe_differences
 from tests.model.formats.small_model import described
 
 SIZES = {"width": 48, "depth": 4, "heads": 4, "mlp_dim": 80, "patch_size": 4}

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import ValidationError
 
 from model.config import ModelConfig
-from model.differences import StateSizes, read_sizes, shapes_of, variant_of
 from model.formats.library import move_class_row
-from model.saved import SavedModelMeta, first_mistake
+from model.saved.model_folder import SavedModelMeta, first_mistake
+from model.saved.state_shapes import StateSizes, read_sizes, shapes_of, variant_of
 from model.variants import VARIANTS, VitSizes
 from model.vocabulary import ClassTokenPosition, Gelu, HeadKind, Interpolation, LossKind, PositionKind
 

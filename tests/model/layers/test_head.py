@@ -1,12 +1,12 @@
-"""`model.head`: the swap drops the whole head, and a new head says nothing yet."""
+"""`model.layers.head`: the swap drops the whole head, and a new head says nothing yet."""
 
 import pytest
 import torch
 from torch import nn
 
 from model.config import ModelConfig
-from model.head import MlpHead, replace_head
 from model.init import initialise
+from model.layers.head import MlpHead, replace_head
 from model.vit import build_vit
 
 SMALL = ModelConfig(width=48, depth=1, heads=4, patch_size=4)

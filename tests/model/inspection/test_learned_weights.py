@@ -1,4 +1,4 @@
-"""`model.looking.learnt` against scikit-learn's PCA and cosine similarity."""
+"""`model.inspection.learned_weights` against scikit-learn's PCA and cosine similarity."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from sklearn.metrics.pairwise import cosine_similarity
 
 from model.build import build_model
 from model.config import ModelConfig
-from model.looking.learnt import first_filters, patch_positions, position_similarity
+from model.inspection.learned_weights import first_filters, patch_positions, position_similarity
 from model.resnet.standardised_conv import standardise
 from model.vit import build_vit
 from tests.model.comparing import randomise

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from model.config import ModelConfig
-from model.replacing import replaced_folder
+from model.saved.atomic import replaced_folder
 from model.vocabulary import EvalProtocol, HeadKind, LossKind
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def expected_shapes(meta: SavedModelMeta) -> dict[str, tuple[int, ...]]:
     """Name -> shape of each tensor of the model that a record describes (built without memory)."""
     import torch
 
-    from model.differences import shapes_of
+    from model.saved.state_shapes import shapes_of
 
     with torch.device("meta"):
         return shapes_of(build_described(meta).state_dict())
@@ -223,7 +223,7 @@ def _timm_json(meta: SavedModelMeta) -> dict[str, Any]:
 def check_state(state: Mapping[str, Tensor], *, meta: SavedModelMeta, says: str) -> None:
     """Compare names and shapes with those of the model in `meta` (built without memory). Raises ValueError if they
     differ: `says`, then the first difference and a table of all."""
-    from model.differences import describe_differences, first_difference, shapes_of
+    from model.saved.state_shapes import describe_differences, first_difference, shapes_of
 
     found, expected = shapes_of(state), expected_shapes(meta)
     if expected != found:

@@ -1,4 +1,4 @@
-"""`model.saved`: what is saved comes back, timm reads it too, and broken folders are refused in words."""
+"""`model.saved.model_folder`: what is saved comes back, timm reads it too, and broken folders are refused in words."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from safetensors import safe_open
 
 from model.config import ModelConfig
-from model.saved import SavedModelMeta, build_from_saved, load_model, read_meta, save_model
+from model.saved.model_folder import SavedModelMeta, build_from_saved, load_model, read_meta, save_model
 from model.vit import build_vit
 from model.vocabulary import HeadKind
 from tests.model.comparing import randomise

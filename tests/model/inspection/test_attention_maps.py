@@ -1,4 +1,4 @@
-"""`model.looking.attention`: laws, and direct computations in numpy; other projects' attention is in tests/oracles."""
+"""`model.inspection.attention_maps`: laws, and direct computations in numpy; oracles are in tests/oracles."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 from model.build import build_model
 from model.config import ModelConfig
-from model.looking.attention import (
+from model.inspection.attention_maps import (
     AttentionDistance,
     Rollout,
     look_at_attention,

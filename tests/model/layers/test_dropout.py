@@ -1,4 +1,4 @@
-"""`model.dropout`: a mask belongs to a sample's words, forwards, backwards and recomputed; timm's modules elsewhere."""
+"""`model.layers.dropout`: a mask belongs to a sample's words, forwards, backwards and recomputed."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ import torch
 from timm.layers import DropPath, PatchDropout
 from torch import Tensor, nn
 
-from model import dropout
-from model.checkpointing import checkpoint_blocks
 from model.config import ModelConfig
-from model.dropout import SampleDropout, SampleWords, by_sample, drop, mix_words, signed, words_of
+from model.layers import dropout
+from model.layers.activation_checkpointing import checkpoint_blocks
+from model.layers.dropout import SampleDropout, SampleWords, by_sample, drop, mix_words, signed, words_of
+from model.layers.regularisation import Regularisation
 from model.masked_patch import build_masked_patch
-from model.regularisation import Regularisation
 from model.vit import build_vit
 from model.vocabulary import Pool
 from tests.model.comparing import randomise

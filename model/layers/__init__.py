@@ -1,0 +1,1 @@
+"""Heads, dropout, regularisation and activation checkpointing."""
