@@ -1,4 +1,4 @@
-"""`shardvit sync`: what the sender sends, once, of a run that nobody trains, after an outage or from an offline cluster."""
+"""`shardvit sync`: send once what the sender would have, of a run that nobody trains: after an outage, or offline."""
 
 from __future__ import annotations
 
