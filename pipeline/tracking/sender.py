@@ -1,6 +1,6 @@
 """THE sender: compares a run's files with what was sent of them, and sends the rest to a sink, each thing once.
 
-`follow` does so while the run trains, in the process beside rank 0 (`launch.draw_and_send`); `sync_run` does it once.
+`follow` does so while the run trains, in the process beside rank 0 (`launch.draw_and_send`); `sync` does it once.
 metrics.jsonl is the outbox: mlflow.json has how many of its rows were sent, and a mark of everything else, so an outage
 costs nothing, and the next attempt sends what this one could not. A failure is reported once, then retried after 1, 2,
 4 ... 60 seconds. What a living service refuses three times is given up.
@@ -17,7 +17,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from data_shards.errors import UserError
 from data_shards.safe_paths import is_inside
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import (
@@ -32,12 +31,12 @@ from pipeline.recipe.vocabulary import (
     TRACKING_FOLDER,
     StageName,
 )
-from pipeline.runs.metrics_log import MetricRow, MetricsFollower, iter_metrics
+from pipeline.runs.metrics_log import MetricRow, MetricsFollower
 from pipeline.runs.pictures import KeptPicture, kept_pictures, newest_pictures
 from pipeline.runs.run_folder import RunFolder
 from pipeline.tracking.describe import pipeline_facts, stage_description
 from pipeline.tracking.environment import TRACKED_FILES
-from pipeline.tracking.facts import RunFacts, begin_attempt, load_facts, now_ms
+from pipeline.tracking.facts import RunFacts, load_facts
 from pipeline.tracking.run_state import RunState, load_run_state, without_credentials
 from pipeline.tracking.sink import ResultModel, Sink
 
@@ -52,7 +51,7 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0
 _POLL_SECONDS = 0.25
 _END_PAUSE_SECONDS = 0.5
 _SLOW_CALL_SECONDS = 20.0
-_LONGEST_REASON = 300
+LONGEST_REASON = 300
 
 
 @dataclass
@@ -300,7 +299,7 @@ class Sender:
             refused = self._ask(partial(self._sink.metrics, str(each.state.run_id), rows))
             each.sent.refused += refused
             for refusal in refused:
-                self.tell("refused", f"MLflow refuses a value: {refusal[:_LONGEST_REASON]}")
+                self.tell("refused", f"MLflow refuses a value: {refusal[:LONGEST_REASON]}")
             each.sent.points += sum(len(row.metrics) + 1 for row in rows)  # with images_seen
             each.state.sent_rows += len(rows)
             self._save(each.state)
@@ -315,7 +314,7 @@ class Sender:
             refusals = self._refusals[item.name] = self._refusals.get(item.name, 0) + 1
             if refusals < _TRIES:  # a proxy that is busy for a moment answers, too
                 return True
-            self.tell(f"refused {item.name}", f"MLflow: {item.name} given up: {str(error)[:_LONGEST_REASON]}")
+            self.tell(f"refused {item.name}", f"MLflow: {item.name} given up: {str(error)[:LONGEST_REASON]}")
         return False
 
     def _send_item(self, item: _Item) -> None:
@@ -370,7 +369,7 @@ def follow(sender: Sender, *, over: threading.Event) -> None:
                 wait_seconds = pause_seconds
         except Exception as error:  # noqa: BLE001  (whatever it was, it is tried again)
             kept = "training goes on, MLflow is retried, and metrics.jsonl has every value"
-            sender.tell("outage", f"MLflow: {type(error).__name__}: {str(error)[:_LONGEST_REASON]} ({kept})")
+            sender.tell("outage", f"MLflow: {type(error).__name__}: {str(error)[:LONGEST_REASON]} ({kept})")
             tries_at_end += ending
             if tries_at_end >= _TRIES:
                 return
@@ -379,36 +378,3 @@ def follow(sender: Sender, *, over: threading.Event) -> None:
             time.sleep(min(wait_seconds, _END_PAUSE_SECONDS))
         else:
             over.wait(wait_seconds)
-
-
-def sync_run(folder: RunFolder, recipe: Recipe, sink: Sink, *, say: Say) -> list[Synced]:
-    """Send what the sink lacks of a run that nobody trains: each value once, however often it is asked.
-
-    Raises:
-        UserError: the sink cannot be reached or refuses, or nothing was trained.
-    """
-    begun = [name for name in recipe.stages.names if _settle(folder, recipe, name)]
-    if not begun:
-        raise UserError(f"{folder.path}: no stage has begun, so there is nothing to send")
-    try:
-        return Sender(folder, recipe, sink, say=say).send_once()
-    except Exception as error:
-        reason = without_credentials(" ".join((str(error) or type(error).__name__).split()))[:_LONGEST_REASON]
-        raise UserError(f"{sink.place} does not take {folder.path}: {reason}") from error
-
-
-def _settle(folder: RunFolder, recipe: Recipe, stage: StageName) -> bool:
-    """Write down how a stage ended that was killed, and what an earlier version did not write down; whether there is
-    anything of this run's own."""
-    file = folder.stage(stage) / METRICS_FILE
-    if not (file.is_file() and is_inside(file, folder=folder.path)):
-        return False
-    facts = load_facts(folder.stage(stage)) or begin_attempt(folder, recipe, stage, params={}, tags={})
-    times = [int(row.time * 1000) for row in iter_metrics(file)]
-    if facts.status == "RUNNING":
-        done = folder.peek(stage).state == "done"
-        facts = replace(facts, status="FINISHED" if done else "KILLED")
-    begun_ms, ended_ms = min([facts.begun_ms or now_ms(), *times[:1]]), facts.ended_ms or max(times, default=None)
-    settled = replace(facts, begun_ms=begun_ms, ended_ms=ended_ms)
-    settled.save(folder.stage(stage) / MLFLOW_FACTS_FILE)
-    return True

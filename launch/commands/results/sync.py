@@ -46,7 +46,7 @@ def sync(
     from pipeline.runs.read import run_folder_at
     from pipeline.tracking.client import home_of, store_uri
     from pipeline.tracking.mlflow_sink import MlflowSink
-    from pipeline.tracking.sender import sync_run
+    from pipeline.tracking.sync import sync_run
 
     if to is not None and not to.startswith(_SCHEMES):
         raise UserError(f"--to {one_line(to)}: give the address of a server or database, such as http://mlflow:5000")

@@ -13,7 +13,8 @@ from pipeline.tracking.client import home_of, store_uri
 from pipeline.tracking.facts import DatasetInput, FinalStatus, begin_attempt, end_attempt
 from pipeline.tracking.mlflow_sink import MlflowSink
 from pipeline.tracking.run_state import load_run_state
-from pipeline.tracking.sender import Sender, Synced, follow, sync_run
+from pipeline.tracking.sender import Sender, Synced, follow
+from pipeline.tracking.sync import sync_run
 
 OPENED: list["Attempt"] = []
 
