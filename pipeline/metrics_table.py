@@ -1,4 +1,4 @@
-"""The table of metrics in pipeline/README.md, made from `vocabulary.METRICS`.
+"""The table of metrics in docs/metrics.md, made from `vocabulary.METRICS`.
 
 `python -m pipeline.metrics_table` writes it anew; a test holds the page to it. For developers: nothing imports it.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipeline.recipe.vocabulary import METRICS
 
-PAGE = Path(__file__).with_name("README.md")
+PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 BEGIN, END = "<!-- metrics: begin -->\n", "<!-- metrics: end -->"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-PAGE = HERE.parents[1] / "pipeline" / "README.md"
+PAGE = HERE.parents[1] / "docs" / "checkpoints-and-faults.md"
 
 
 def promises() -> dict[str, str]:

@@ -22,7 +22,7 @@ from pipeline.recipe.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "launch"
-README = (LAUNCH / "README.md").read_text(encoding="utf-8")
+README = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
 JOBSET = yaml.safe_load((LAUNCH / "kubernetes/jobset.yaml").read_text(encoding="utf-8"))
 PYTORCHJOB = yaml.safe_load((LAUNCH / "kubernetes/pytorchjob.yaml").read_text(encoding="utf-8"))
 SKYPILOT = yaml.safe_load((LAUNCH / "skypilot/task.yaml").read_text(encoding="utf-8"))

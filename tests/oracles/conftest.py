@@ -1,6 +1,6 @@
-"""`measured`: compares with an oracle and remembers by how much it differed, for the table in model/README.md.
+"""`measured`: compares with an oracle and remembers by how much it differed, for the table in docs/numerics.md.
 
-pytest tests/oracles --table model/README.md       writes the rows between the table's two marks
+pytest tests/oracles --table docs/numerics.md       writes the rows between the table's two marks
 """
 
 from __future__ import annotations

@@ -304,7 +304,7 @@ def test_all_of_these_are_drawn_after_an_evaluation() -> None:
 
 
 def test_the_readme_names_them_all(request_: DrawRequest) -> None:
-    text = (Path(__file__).parents[3] / "pipeline" / "README.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "looking-at-runs.md").read_text(encoding="utf-8")
     first_cells = [
         line.split("|")[1] for line in text.partition("## Pictures")[2].splitlines() if line.startswith("| `")
     ]
