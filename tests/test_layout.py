@@ -46,7 +46,9 @@ def defined_names() -> set[str]:
 
 def test_contributing_names_only_what_is_defined() -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    named = {name for code in re.findall(r"`([^`]+)`", page) for name in re.findall(r"^[A-Za-z_]+(?:\.[a-z_]+)?$", code)}
+    named = {
+        name for code in re.findall(r"`([^`]+)`", page) for name in re.findall(r"^[A-Za-z_]+(?:\.[a-z_]+)?$", code)
+    }
     names = {name.rpartition(".")[2] for name in named if not name.endswith((".py", ".md", ".yaml"))}
     assert len(names) > 20
     assert sorted(names - defined_names() - {"shardvit", "step"}) == []

@@ -33,7 +33,7 @@ from pipeline.transfer.results import (
 from pipeline.transfer.table import TableProgress, mean_score, measure_table, open_table, read_table, set_scores
 
 if TYPE_CHECKING:
-    from launch.evaluation.options import TransferOptions
+    from launch.evaluation.transfer_options import TransferOptions
     from pipeline.transfer.measure import SetMeasured
     from pipeline.transfer.settings import Settings
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from data_shards.errors import UserError
 from data_shards.text import show_bytes, table
-from launch.hosts import probe
+from launch.hosts import host_facts as probe
 from launch.hosts.hostfile import Fleet, Host
 from launch.hosts.remote import Connection
 

@@ -28,7 +28,7 @@ from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import StagePlan
 from pipeline.recipe.vocabulary import StageName
 from pipeline.runs.pictures import Picture
-from pipeline.stage.data import StageData, open_data
+from pipeline.stage.stage_data import StageData, open_data
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,7 +12,7 @@ from typing import Literal
 
 from data_shards.errors import UserError
 from data_shards.text import counted, show_duration
-from launch.plan.page import UNKNOWN, columns, engine_words, short
+from launch.plan.plan_page import UNKNOWN, columns, engine_words, short
 from launch.plan.shards import ShardsBefore, look
 from model.formats.export import formats_of
 from pipeline.budget.cost import stage_cost

@@ -8,8 +8,8 @@ from pathlib import Path
 from data_shards.errors import UserError
 from data_shards.shards.location import is_local
 from launch.local.env import num_gpus
-from launch.plan.options import PlanOptions
-from launch.plan.page import RecipeForecast
+from launch.plan.plan_options import PlanOptions
+from launch.plan.plan_page import RecipeForecast
 from launch.plan.shards import look
 from pipeline.budget.communication import links_of
 from pipeline.budget.cost import stage_cost

@@ -21,7 +21,7 @@ from pipeline.recipe.data import ShardsConfig
 from pipeline.recipe.roles import Role, missing_paths, role_of
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import StageName
-from pipeline.stage.data import shards_spec
+from pipeline.stage.stage_data import shards_spec
 from pipeline.transfer.data_sets import few_shot_of
 
 GIVE_UP_SECONDS = 30.0  # the user is waiting

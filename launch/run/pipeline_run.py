@@ -247,7 +247,7 @@ class PipelineRun:
     def check_stages(self) -> list[str]:
         """Check MLflow's address and every stage's data, sizes, model and checkpoints; returns what was not checked."""
         from pipeline.recipe.stage_plan import plan_stage  # numpy and the network only for a recipe that was read
-        from pipeline.stage.data import open_data, training_order
+        from pipeline.stage.stage_data import open_data, training_order
         from pipeline.transfer.data_sets import open_few_shot
 
         tracking_uri()  # UserError: it is no address

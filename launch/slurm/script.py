@@ -11,7 +11,7 @@ from typing import Literal
 
 from data_shards.errors import UserError
 from data_shards.working_folder import SAFE_PATH
-from launch.slurm.options import limit_seconds
+from launch.slurm.job_options import limit_seconds
 from launch.slurm.site import ContainerSite, SlurmJob
 from pipeline.recipe.vocabulary import EXIT_STOPPED, RECIPE_FILE, StageName
 

@@ -33,7 +33,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError, create_model
 
 from data_shards.errors import UserError
-from launch.slurm.options import JobOptions, limit_seconds, table
+from launch.slurm.job_options import JobOptions, limit_seconds, table
 from pipeline.recipe.duration import Strict
 from pipeline.recipe.mistakes import mistakes
 

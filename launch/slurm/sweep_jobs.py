@@ -24,7 +24,7 @@ from launch.slurm.commands import After, Slurm
 from launch.slurm.records import Submission, begin_jobs, write_ends, write_submission
 from launch.slurm.script import Paths, Tasks, stage_script, step_script
 from launch.slurm.site import SlurmJob
-from launch.slurm.submit import Job, demand_no_jobs, package_folder, submit_jobs, total_steps
+from launch.slurm.submission import Job, demand_no_jobs, package_folder, submit_jobs, total_steps
 from launch.sweep.points import FINAL, Point, Sweep, link_earlier
 from launch.sweep.record import make_record
 from launch.sweep.stored import store_finals

@@ -8,8 +8,8 @@ from pathlib import Path
 from data_shards.errors import UserError
 from data_shards.text import show_duration, table
 from launch.plan.gathering import make_plan
-from launch.plan.options import PlanOptions
-from launch.plan.page import UNKNOWN, RecipeForecast
+from launch.plan.plan_options import PlanOptions
+from launch.plan.plan_page import UNKNOWN, RecipeForecast
 from launch.plan.shards import look
 from launch.run.pipeline_run import PipelineRun
 from launch.sweep.points import FINAL, Sweep

@@ -24,7 +24,7 @@ from data_shards.shards.shard_set import ShardSet
 from pipeline.recipe.vocabulary import OWN_SET
 from pipeline.runs.pictures import DrawRequest
 from pipeline.stage.batches import eval_transform
-from pipeline.stage.data import shards_spec, store_of
+from pipeline.stage.stage_data import shards_spec, store_of
 
 
 def held_out_images(request: DrawRequest, *, set_name: str, samples: Sequence[int]) -> Batch:

@@ -39,7 +39,7 @@ from pipeline.recipe.vocabulary import StageName
 from pipeline.runs.pictures import DrawRequest, Picture, kept_pictures
 from pipeline.runs.run_folder import RunFolder
 from pipeline.stage.batches import eval_transform, train_stream, train_transform
-from pipeline.stage.data import Stage, StageData, open_data
+from pipeline.stage.stage_data import Stage, StageData, open_data
 from pipeline.stage.task import model_input, targets
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from data_shards.loading.mixing import MixupConfig
 from data_shards.shards.shard_set import ShardSet
 from pipeline.ranks.place import Place
 from pipeline.recipe.stage import TrainStage
-from pipeline.stage.data import Stage
 from pipeline.stage.data_workers import DataWorkers
+from pipeline.stage.stage_data import Stage
 
 
 def train_stream(stage: Stage, *, place: Place) -> TrainBatches:

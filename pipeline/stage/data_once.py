@@ -24,7 +24,7 @@ from data_shards.shards.shard_table import ShardTable
 from pipeline.ranks.process import this_machine
 from pipeline.recipe.vocabulary import StageName
 from pipeline.stage.context import StageContext
-from pipeline.stage.data import StageData, open_data, store_of
+from pipeline.stage.stage_data import StageData, open_data, store_of
 
 _Identity = tuple[int, int, int, int] | None
 

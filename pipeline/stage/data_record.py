@@ -18,7 +18,7 @@ from data_shards.shards.shard_set import ShardSet
 from data_shards.text import named, parse_json
 from pipeline.recipe.vocabulary import DATA_FILE, StageName
 from pipeline.runs.run_folder import RunFolder
-from pipeline.stage.data import StageData, held_out_name
+from pipeline.stage.stage_data import StageData, held_out_name
 
 _VERSION = 1  # of the file; others are ignored
 _SETS = ("training images", "held-out images")

@@ -17,8 +17,8 @@ from pipeline.ranks.place import Place
 from pipeline.recipe.io import flatten, parse_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.runs.written_by import changed_since, written_by
-from pipeline.stage.data import Stage, cache_advice
 from pipeline.stage.initial_model import StageHead
+from pipeline.stage.stage_data import Stage, cache_advice
 from pipeline.stage.task import Task
 
 _LAYOUT = {"processes": "processes", "zero_stage": "ZeRO stage"}

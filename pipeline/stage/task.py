@@ -28,7 +28,7 @@ from pipeline.engine.protocol import Engine
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import MaskedPatchStage
 from pipeline.recipe.vocabulary import StageName
-from pipeline.stage.data import StageData
+from pipeline.stage.stage_data import StageData
 
 Use = Literal["train", "eval"]
 TOP = 5  # classes that are kept of an answer

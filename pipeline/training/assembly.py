@@ -26,8 +26,8 @@ from pipeline.runs.written_by import written_by
 from pipeline.stage.batches import train_loader, train_stream
 from pipeline.stage.context import StageContext
 from pipeline.stage.damage import FaultLedger
-from pipeline.stage.data import Stage
 from pipeline.stage.data_workers import data_workers
+from pipeline.stage.stage_data import Stage
 from pipeline.stage.task import Task
 from pipeline.training.after_step import TrainJob
 from pipeline.training.stage_evaluation import StageEvaluation

@@ -18,7 +18,7 @@ from pipeline.checkpoint.train_state import TrainState, Trouble
 from pipeline.engine.protocol import Engine
 from pipeline.runs.run_folder import StageRecord, checkpoint_folders
 from pipeline.stage.context import StageContext
-from pipeline.stage.data import Stage
+from pipeline.stage.stage_data import Stage
 
 
 def restore(context: StageContext, stage: Stage, *, engine: Engine) -> tuple[Restored | None, TrainState]:

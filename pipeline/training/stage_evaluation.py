@@ -14,8 +14,8 @@ from pipeline.report.reporter import Report
 from pipeline.stage.batches import held_out, held_out_loader
 from pipeline.stage.context import StageContext
 from pipeline.stage.damage import FaultLedger
-from pipeline.stage.data import Stage, asked_metrics
 from pipeline.stage.data_workers import DataWorkers
+from pipeline.stage.stage_data import Stage, asked_metrics
 from pipeline.stage.task import Task
 from pipeline.transfer.during_training import few_shot_evaluation
 

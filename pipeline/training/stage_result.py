@@ -13,8 +13,8 @@ from pipeline.report.best import best_results, describe_best
 from pipeline.runs.metrics_log import iter_metrics
 from pipeline.runs.run_folder import weights_digest
 from pipeline.stage.context import StageContext
-from pipeline.stage.data import Stage
 from pipeline.stage.initial_model import StageStart, stage_model
+from pipeline.stage.stage_data import Stage
 from pipeline.training.after_step import TrainingFailed, TrainJob
 from pipeline.training.assembly import judged_by
 

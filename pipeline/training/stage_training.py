@@ -20,9 +20,9 @@ from pipeline.ranks.watch import Watch
 from pipeline.report.reporter import stage_report
 from pipeline.runs.run_folder import check_inputs
 from pipeline.stage.context import StageContext
-from pipeline.stage.data import Stage
 from pipeline.stage.data_record import check_data, keep_data
 from pipeline.stage.initial_model import StageStart, stage_model
+from pipeline.stage.stage_data import Stage
 from pipeline.stage.start_summary import describe_start
 from pipeline.stage.task import make_task
 from pipeline.training.assembly import check_disk, make_job, make_pace

@@ -36,10 +36,10 @@ from pipeline.recipe.vocabulary import StageName
 from pipeline.report.reporter import told_events, tracked_log
 from pipeline.runs.run_folder import check_model, weights_digest
 from pipeline.stage.context import StageContext
-from pipeline.stage.data import Stage, open_data
 from pipeline.stage.data_once import open_data_once
 from pipeline.stage.data_workers import expect_data_workers
 from pipeline.stage.initial_model import StageStart, model_from_elsewhere
+from pipeline.stage.stage_data import Stage, open_data
 from pipeline.training.stage_training import train_stage
 
 

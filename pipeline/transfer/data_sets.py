@@ -15,7 +15,7 @@ from pipeline.recipe.data import FewShotConfig, ShardsConfig
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import PretrainStage
 from pipeline.recipe.vocabulary import StageName
-from pipeline.stage.data import shards_spec, store_of
+from pipeline.stage.stage_data import shards_spec, store_of
 from pipeline.transfer.results import SetGroup
 
 Say = Callable[[str], None]

@@ -36,8 +36,8 @@ from pipeline.recipe.stage_plan import StagePlan
 from pipeline.recipe.vocabulary import FeatureLayer
 from pipeline.stage.batches import access_of, eval_transform
 from pipeline.stage.context import StageContext
-from pipeline.stage.data import Stage
 from pipeline.stage.data_workers import DataWorkers
+from pipeline.stage.stage_data import Stage
 from pipeline.transfer.data_sets import TransferSet, few_shot_of, open_few_shot
 from pipeline.transfer.features import Features, extract, merged, shot_features
 from pipeline.transfer.least_squares import LinearClassifier, fit_least_squares

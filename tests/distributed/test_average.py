@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.checkpoint.weights import assemble
+from pipeline.checkpoint.whole_weights import assemble
 from tests.workers import run_ranks
 
 WORKER = Path(__file__).with_name("average_worker.py")

@@ -27,7 +27,7 @@ from pipeline.recipe.stage_plan import plan_stage
 from pipeline.recipe.vocabulary import StageName
 from pipeline.runs.run_folder import RunFolder
 from pipeline.stage.batches import train_stream
-from pipeline.stage.data import Stage, open_data
+from pipeline.stage.stage_data import Stage, open_data
 from tests.oracles.flax_vit import CLASSES, FlaxVit
 
 Params = dict[str, Any]

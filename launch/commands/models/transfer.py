@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from data_shards.errors import UserError
-from launch.evaluation.options import Method, MethodOptions, TransferOptions
+from launch.evaluation.transfer_options import Method, MethodOptions, TransferOptions
 
 
 def transfer(

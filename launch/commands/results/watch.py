@@ -103,7 +103,7 @@ def open_console() -> Console:
 
 def show_once(watcher: Watcher, *, console: Console) -> None:
     """Print the page, as long as it is."""
-    from launch.watch.page import page
+    from launch.watch.screen import page
 
     view = watcher.look(queue="wait for it")
     console.print(page(view, width=console.width, height=None, glyphs=_glyphs(console)))
@@ -116,7 +116,7 @@ def follow(watcher: Watcher, *, console: Console, interval_seconds: float) -> No
     from rich.text import Text
 
     from launch.watch.keys import leaving_by_q
-    from launch.watch.page import page
+    from launch.watch.screen import page
 
     try:
         with leaving_by_q() as typed, Live(console=console, auto_refresh=False, screen=True) as live:

@@ -56,7 +56,8 @@ def doctor(
 
 def examine(*, runs: Path, depth: Literal["all", "quick"], clock: StartClock) -> Diagnosis:
     """All checks; "quick" leaves out those in child processes. `clock` is told each that may last."""
-    from launch.doctor import gpus, libraries, machine, network, probe
+    from launch.doctor import gpus, libraries, machine, network
+    from launch.doctor import trials as probe
 
     begin = time.monotonic()
     environment = without_place()

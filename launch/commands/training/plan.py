@@ -6,7 +6,7 @@ import json
 
 from launch.flags import DataFile, JsonFlag
 from launch.local.env import paths_file
-from launch.plan.options import PlanOptions
+from launch.plan.plan_options import PlanOptions
 
 _NO_OPTIONS = PlanOptions()
 
@@ -42,7 +42,7 @@ def plan(
     loaded = load_recipe(recipe, overrides=overrides, paths=paths_file(data))
 
     from launch.plan.gathering import make_plan
-    from launch.plan.page import as_json, as_page
+    from launch.plan.plan_page import as_json, as_page
 
     made = make_plan(loaded, options)
     print(json.dumps(as_json(made), indent=1) if as_json_text else as_page(made))

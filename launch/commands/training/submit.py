@@ -12,7 +12,7 @@ from data_shards.errors import UserError
 from launch.flags import DataFile
 from launch.local.env import paths_file
 from launch.local.output import say
-from launch.slurm.options import JobOptions
+from launch.slurm.job_options import JobOptions
 from pipeline.recipe.vocabulary import StageName
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ def submit(
 
     from launch.slurm.commands import Slurm
     from launch.slurm.site import job_of, read_site
-    from launch.slurm.submit import plan_submission, submit_plan
-    from launch.slurm.submit import render as rendered
+    from launch.slurm.submission import plan_submission, submit_plan
+    from launch.slurm.submission import render as rendered
 
     job = job_of(options, site=read_site(site))
     plan = plan_submission(loaded, runs_root=runs, job=job, commands="refuse" if render else "run")
@@ -91,7 +91,7 @@ def submit(
 def _submit_sweep(planned: Sweep, *, options: JobOptions, site: Path | None, render: bool, at_once: int | None) -> int:
     from launch.slurm.commands import Slurm
     from launch.slurm.site import job_of, read_site
-    from launch.slurm.submit import render as rendered
+    from launch.slurm.submission import render as rendered
     from launch.slurm.sweep_jobs import plan_sweep_jobs, submit_sweep
 
     plan = plan_sweep_jobs(planned, job=job_of(options, site=read_site(site)), at_once=at_once)

@@ -14,10 +14,10 @@ from model.inspection.learned_weights import first_filters, patch_positions, pos
 from model.resnet.bit import BitResnet
 from model.saved.model_folder import SavedModelMeta, build_described
 from pipeline.pictures.held_out_images import held_out_access
-from pipeline.pictures.paper.attention import Drawn, draw_distance, draw_maps, draw_rollout
+from pipeline.pictures.paper.attention_figures import Drawn, draw_distance, draw_maps, draw_rollout
 from pipeline.pictures.paper.attention_inputs import LookedAt, images_to_look_at, look
 from pipeline.pictures.paper.images import images_of_shards
-from pipeline.pictures.paper.weights import draw_filters, draw_positions
+from pipeline.pictures.paper.weight_figures import draw_filters, draw_positions
 from pipeline.pictures.style import keep_picture
 from pipeline.recipe.vocabulary import OWN_SET
 from pipeline.runs.pictures import DrawRequest

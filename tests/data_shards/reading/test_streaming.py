@@ -85,9 +85,8 @@ def test_shards_from_elsewhere_come_through_the_cache(
 
 
 def test_the_readmes_example_runs(manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (example,) = re.findall(
-        r"```python\n(.*?as_webdataset.*?)```", (Path(data_shards.__file__).parents[1] / "docs" / "your-data.md").read_text(), re.S
-    )
+    page = (Path(data_shards.__file__).parents[1] / "docs" / "your-data.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?as_webdataset.*?)```", page, re.S)
     shutil.copytree(manifest.root, tmp_path / "shards/photos/train")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}

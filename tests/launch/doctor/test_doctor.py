@@ -131,17 +131,17 @@ def test_a_look_that_fails_is_a_finding_and_the_others_are_made(monkeypatch: pyt
 
 def stand_in_for_children(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every part fails; returns the backends as they are tried."""
-    from launch.doctor.probe import PARTS
+    from launch.doctor.trials import PARTS
 
     tried: list[str] = []
     monkeypatch.setattr(
-        "launch.doctor.probe.try_parts",
+        "launch.doctor.trials.try_parts",
         lambda parts, environment, clock: {name: PARTS[name].failed("gone") for name in parts},
     )
     monkeypatch.setattr(
-        "launch.doctor.probe.try_all_reduce", lambda backend, environment: tried.append(backend) or [PROBLEM]
+        "launch.doctor.trials.try_all_reduce", lambda backend, environment: tried.append(backend) or [PROBLEM]
     )
-    monkeypatch.setattr("launch.doctor.probe.full_reports", lambda environment: {"ds_report": "torch version .. 2.15"})
+    monkeypatch.setattr("launch.doctor.trials.full_reports", lambda environment: {"ds_report": "torch version .. 2.15"})
     return tried
 
 
@@ -173,7 +173,7 @@ def test_all_parts_are_tried_and_told(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_what_can_be_imported_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     stand_in_for_children(monkeypatch)
     results = {"import:timm": [], "import:mlflow": [], "import:deepspeed": [PROBLEM]}
-    monkeypatch.setattr("launch.doctor.probe.try_parts", lambda parts, environment, clock: results)
+    monkeypatch.setattr("launch.doctor.trials.try_parts", lambda parts, environment, clock: results)
     made = examine(runs=tmp_path, depth="all", clock=StartClock())
     assert Check("imports", "fine", "timm, mlflow") in made.checks["libraries"]
     assert PROBLEM in made.checks["libraries"]

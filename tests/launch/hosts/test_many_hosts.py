@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from data_shards.errors import UserError
+from launch.hosts import host_facts as probe
 from launch.hosts import preflight as preflight_module
-from launch.hosts import probe
 from launch.hosts import stage as stage_module
 from launch.hosts.hostfile import Fleet, Host
 from launch.hosts.preflight import _MODULES, PACKAGES, Ready, folded, preflight

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from launch.hosts import probe
+from launch.hosts import host_facts as probe
 from launch.hosts.hostfile import Host
 from launch.hosts.preflight import PACKAGES, Facts, clock_offset, find_problems, hosts_table
 

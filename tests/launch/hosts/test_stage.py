@@ -18,7 +18,7 @@ from launch.local.endings import overall_code
 from launch.local.start import Launch
 from launch.train import _parse
 from pipeline.recipe.io import load_recipe
-from pipeline.stage.data import open_data
+from pipeline.stage.stage_data import open_data
 from tests.launch.machine import make_shards
 
 FLEET = Fleet((Host("a", (0, 1)), Host("b", (3,))), Path("hosts"))

@@ -12,8 +12,8 @@ from data_shards.packing.pack import pack
 from launch.local.start import Launch
 from launch.run import pipeline_run
 from pipeline.recipe.vocabulary import EXIT_STOPPED
-from pipeline.stage.data import open_data
 from pipeline.stage.data_record import check_data, keep_data
+from pipeline.stage.stage_data import open_data
 from tests.data_shards.small_set import touch_up
 from tests.launch.machine import Machine
 

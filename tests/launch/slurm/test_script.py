@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from data_shards.errors import UserError
-from launch.slurm.options import JobOptions
+from launch.slurm.job_options import JobOptions
 from launch.slurm.script import Paths, stage_script
 from launch.slurm.site import Site, SlurmJob, job_of
 from pipeline.recipe.vocabulary import StageName

@@ -13,11 +13,11 @@ import pytest
 from data_shards.errors import UserError
 from launch.slurm.after import Ending, judge
 from launch.slurm.cancel import cancel_run
-from launch.slurm.options import JobOptions
+from launch.slurm.job_options import JobOptions
 from launch.slurm.records import End, read_ends, read_submission, write_ends
 from launch.slurm.script import Paths, Tasks, stage_script, step_script
 from launch.slurm.site import Site, job_of
-from launch.slurm.submit import render
+from launch.slurm.submission import render
 from launch.slurm.sweep_jobs import SweepSubmission, plan_sweep_jobs, submit_sweep
 from launch.sweep import step
 from launch.sweep.points import Sweep, plan_sweep

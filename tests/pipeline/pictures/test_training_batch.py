@@ -31,8 +31,8 @@ from pipeline.recipe.stage_plan import plan_stage
 from pipeline.runs.pictures import DrawRequest, kept_pictures
 from pipeline.runs.run_folder import RunFolder, StageRecord
 from pipeline.stage.batches import train_loader, train_stream
-from pipeline.stage.data import Stage, StageData, open_data
 from pipeline.stage.data_workers import DataWorkers
+from pipeline.stage.stage_data import Stage, StageData, open_data
 from pipeline.stage.task import make_task
 from pipeline.training.train_loop import train
 from tests import looping

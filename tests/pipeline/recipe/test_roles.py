@@ -10,7 +10,7 @@ from data_shards.errors import UserError
 from pipeline.recipe.io import differences, dump_recipe, load_recipe, parse_recipe
 from pipeline.recipe.roles import ROLES, missing_paths, read_paths
 from pipeline.runs.run_folder import recipe_digest
-from pipeline.stage.data import open_data
+from pipeline.stage.stage_data import open_data
 
 PATHS = """
 imagenet21k: {train: big/train, eval: big/val}

@@ -13,7 +13,7 @@ from data_shards.shards.manifest import Manifest, Shard, write_manifest
 from pipeline.recipe.optimizer import Schedule
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import StagePlan, plan_stage
-from pipeline.stage.data import open_data
+from pipeline.stage.stage_data import open_data
 
 
 def recipe(*, most: int = 256, lanes: int | str = "auto", stage: dict[str, Any] | None = None) -> Recipe:

@@ -21,8 +21,8 @@ from pipeline.recipe.schema import Recipe
 from pipeline.runs.run_folder import RunFolder
 from pipeline.stage import data_once as stage_data_once
 from pipeline.stage.context import StageContext
-from pipeline.stage.data import StageData, open_data
 from pipeline.stage.data_once import open_data_once
+from pipeline.stage.stage_data import StageData, open_data
 from tests.saving import ThreadRanks
 
 HOSTS, PER_HOST = 2, 2

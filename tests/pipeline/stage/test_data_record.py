@@ -21,8 +21,8 @@ from data_shards.shards.manifest import read_manifest, write_manifest
 from data_shards.shards.tar_index import read_index
 from pipeline.recipe.schema import Recipe
 from pipeline.runs.run_folder import RunFolder
-from pipeline.stage.data import open_data
 from pipeline.stage.data_record import check_data, has_record, keep_data
+from pipeline.stage.stage_data import open_data
 
 
 @pytest.fixture(scope="module")

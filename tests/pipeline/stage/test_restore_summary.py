@@ -17,7 +17,7 @@ from pipeline.recipe.io import dump_recipe, load_recipe
 from pipeline.recipe.stage_plan import plan_stage
 from pipeline.runs.run_folder import RunFolder
 from pipeline.runs.written_by import written_by
-from pipeline.stage.data import Stage, StageData
+from pipeline.stage.stage_data import Stage, StageData
 from pipeline.stage.start_summary import describe_changes, describe_restored
 
 NOW = written_by()

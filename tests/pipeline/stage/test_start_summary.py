@@ -15,7 +15,7 @@ from pipeline.ranks.place import Place
 from pipeline.recipe.io import load_recipe
 from pipeline.recipe.stage_plan import plan_stage
 from pipeline.runs.run_folder import RunFolder
-from pipeline.stage.data import Stage, open_data
+from pipeline.stage.stage_data import Stage, open_data
 from pipeline.stage.start_summary import describe_start
 
 

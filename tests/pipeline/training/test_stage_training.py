@@ -33,8 +33,8 @@ from pipeline.runs.metrics_log import open_metrics_log
 from pipeline.runs.run_folder import RunFolder
 from pipeline.runs.written_by import written_by
 from pipeline.stage.context import StageContext
-from pipeline.stage.data import Stage, open_data
 from pipeline.stage.initial_model import StageStart
+from pipeline.stage.stage_data import Stage, open_data
 from pipeline.training import stage_result, stage_training
 from pipeline.training.after_step import TrainingFailed, TrainJob
 from pipeline.training.assembly import make_job

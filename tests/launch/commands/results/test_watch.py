@@ -18,7 +18,7 @@ import pytest
 
 from launch.cli import app
 from launch.commands.results import watch as command
-from tests.launch.watch.test_page import Run
+from tests.launch.watch.test_screen import Run
 from tests.terminal import terminal
 
 

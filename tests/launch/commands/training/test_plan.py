@@ -20,8 +20,8 @@ from data_shards.text import show_bytes
 from launch.commands.training.plan import plan
 from launch.plan import gathering as planning
 from launch.plan.gathering import make_plan
-from launch.plan.options import PlanOptions
-from launch.plan.page import RecipeForecast, as_json, as_page
+from launch.plan.plan_options import PlanOptions
+from launch.plan.plan_page import RecipeForecast, as_json, as_page
 from launch.plan.shards import GIVE_UP_SECONDS
 from pipeline.recipe.schema import Recipe
 from tests.conftest import ROOT

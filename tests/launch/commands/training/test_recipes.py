@@ -13,7 +13,7 @@ import launch.train
 from data_shards.text import show_duration
 from launch.commands.training.recipes import listing
 from launch.plan.gathering import make_plan
-from launch.plan.options import PlanOptions
+from launch.plan.plan_options import PlanOptions
 from pipeline.recipe.io import load_recipe, parse_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.sources import SHIPPED, RecipeHeader, finetune_sets, read_header, read_source, shipped_recipes

@@ -27,7 +27,7 @@ from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import plan_stage
 from pipeline.recipe.vocabulary import StageName
 from pipeline.runs.run_folder import RunFolder
-from pipeline.stage.data import open_data
+from pipeline.stage.stage_data import open_data
 
 
 @dataclass(frozen=True)

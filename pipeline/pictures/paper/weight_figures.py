@@ -7,7 +7,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 from model.inspection.learned_weights import FirstFilters
 from model.saved.model_folder import SavedModelMeta
-from pipeline.pictures.paper.attention import Drawn
+from pipeline.pictures.paper.attention_figures import Drawn
 from pipeline.pictures.paper.tiles import evenly, show_tiles, tiled
 from pipeline.pictures.style import MUTED, new_figure, sequential
 from pipeline.runs.pictures import Picture

@@ -17,7 +17,7 @@ from data_shards.errors import UserError
 from launch.slurm.commands import Queued
 from launch.slurm.records import End, Submission, write_ends, write_submission
 from launch.watch.look import Watcher, last_lines
-from launch.watch.page import page
+from launch.watch.screen import page
 from pipeline.ranks.heartbeat import Heartbeat, heartbeat_file, write_heartbeat
 from pipeline.ranks.process import process_started, this_machine
 from pipeline.recipe.io import load_recipe

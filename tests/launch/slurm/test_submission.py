@@ -7,10 +7,10 @@ import pytest
 
 from data_shards.errors import UserError
 from launch.bench.scale_ranks import counting
-from launch.slurm.options import JobOptions
+from launch.slurm.job_options import JobOptions
 from launch.slurm.records import read_submission, write_cancelled, write_ends
 from launch.slurm.site import Site, SlurmJob, job_of
-from launch.slurm.submit import SubmissionPlan, plan_submission, render, submit_plan
+from launch.slurm.submission import SubmissionPlan, plan_submission, render, submit_plan
 from pipeline.recipe.io import load_recipe, parse_recipe
 from pipeline.runs.run_folder import RunFolder
 from tests.launch.machine import each_once, make_shards

@@ -1,4 +1,4 @@
-"""Try things in child processes, `python -m launch.doctor.probe PART...`, and the parent's side of it.
+"""Try things in child processes, `python -m launch.doctor.trials PART...`, and the parent's side of it.
 
 The child tells when a part begins, so that a crash or hang has a name. All parts take some 20 seconds on 2 idle cores,
 nearly all of it imports.
@@ -26,7 +26,7 @@ from pipeline.ranks.start_clock import StartClock
 
 Backend = Literal["gloo", "nccl"]
 _LIMIT_SECONDS = 120.0  # of a child; imports from a busy network disk have taken a minute
-_COMMAND = (sys.executable, "-m", "launch.doctor.probe")
+_COMMAND = (sys.executable, "-m", "launch.doctor.trials")
 _LIBRARIES = ("torchvision", "timm", "accelerate", "deepspeed", "mlflow")
 _WORLD = 2
 

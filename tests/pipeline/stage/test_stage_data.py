@@ -15,7 +15,7 @@ from data_shards.order.sample_order import Order
 from data_shards.packing.pack import pack
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import plan_stage
-from pipeline.stage.data import StageData, cache_advice, open_data, training_order
+from pipeline.stage.stage_data import StageData, cache_advice, open_data, training_order
 
 
 def recipe(train: Any, held_out: Any, *, data: dict[str, Any] | None = None, **stage: Any) -> Recipe:
