@@ -9,8 +9,8 @@ import torch
 
 from model.formats import onnx_file
 from model.formats.onnx_file import open_onnx, write_onnx
+from model.saved import atomic as replacing
 from model.saved.model_folder import SavedModelMeta, build_described
-from model.saved.model_folder import atomic as replacing
 from tests.model.formats.program_models import MODELS, described, randomised
 
 onnx = pytest.importorskip("onnx")

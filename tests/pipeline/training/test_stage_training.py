@@ -1,7 +1,4 @@
-"""What a recipe says of saving, watching and slow ranks reaches the part that does it, and what is lost is refused.
-
-The parts have tests of their own, and whole stages run in tests/integration; here no step is trained.
-"""
+"""A recipe's keys about saving, watching and slow ranks reach the part that does it; lost checkpoints are refused."""
 
 from __future__ import annotations
 
