@@ -396,5 +396,5 @@ def test_a_death_is_raised_when_the_work_is_done():
 
 def test_alone_it_is_a_call():
     ranks: Any = ThreadRanks(Place(), barrier=threading.Barrier(2), board=[None])
-    while_others_wait(ranks, lambda: ranks.board.append(True))
-    assert ranks.board == [None, True]
+    while_others_wait(ranks, (done := list[bool]([True])).clear)
+    assert not done
