@@ -33,9 +33,9 @@ from pipeline.runs.events import EventKind, EventsLog
 from pipeline.runs.metrics_log import MetricsLog, open_metrics_log
 from pipeline.stage.context import StageContext
 from pipeline.stage.stage_data import StageData
-from pipeline.tracking.describe import plan_params, stage_datasets
+from pipeline.tracking.describe import begin_attempt, end_attempt, plan_params, stage_datasets, told
 from pipeline.tracking.environment import gpu_tag
-from pipeline.tracking.facts import DatasetInput, FinalStatus, begin_attempt, end_attempt, told
+from pipeline.tracking.facts import DatasetInput, FinalStatus
 
 Say = Callable[[str], None]
 

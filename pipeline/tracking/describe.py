@@ -1,4 +1,4 @@
-"""What a pipeline's and a stage's MLflow run are called, say of themselves and have as parameters. Pure text.
+"""Name, describe and parametrise the MLflow runs of a pipeline and its stages; write the facts of an attempt.
 
 A stage has its own keys and those that all stages share, without the prefix of its stage, so that pre-training and
 fine-tuning can be compared column by column; the pipeline has all keys. Keys without a value are left out.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 import shlex
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from data_shards.text import one_line
@@ -18,9 +19,10 @@ from model.counting.flops import account
 from pipeline.recipe.io import flatten
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import MaskedPatchStage, PretrainStage, TrainStage
-from pipeline.recipe.vocabulary import RECIPE_FILE, REPLACED_FOLDER, StageName
+from pipeline.recipe.vocabulary import MLFLOW_FACTS_FILE, RECIPE_FILE, REPLACED_FOLDER, StageName
 from pipeline.runs.run_folder import RunFolder
-from pipeline.tracking.facts import DatasetInput, RunFacts, RunStatus, load_facts
+from pipeline.runs.written_by import source_tags
+from pipeline.tracking.facts import DatasetInput, FinalStatus, RunFacts, RunStatus, load_facts, now_ms
 
 if TYPE_CHECKING:
     from data_shards.shards.shard_set import ShardSet
@@ -224,3 +226,57 @@ def _code(text: str) -> str:
 
 def _slug(text: str) -> str:
     return re.sub("[^a-z0-9]+", "-", text.lower()).strip("-")[:_LONGEST_PART] or "data"
+
+
+def begin_attempt(
+    folder: RunFolder,
+    recipe: Recipe,
+    stage: StageName,
+    *,
+    from_step: int = 0,
+    kept_rows: int = 0,
+    params: Mapping[str, str],
+    datasets: Sequence[DatasetInput] = (),
+    tags: Mapping[str, str],
+) -> RunFacts:
+    """Write down what a stage's run is to know of a new attempt; `tags`: its job, host, processes. Raises OSError."""
+    before = load_facts(folder.stage(stage))
+    kept = (*(before.kept_rows if before else ()), kept_rows)
+    short = {"shardvit.world_size": "processes", "shardvit.host": "host", "shardvit.slurm_job_id": "job"}
+    summary = [f"step {from_step}", *(f"{name}={tags[tag]}" for tag, name in short.items() if tag in tags)]
+    again = {"shardvit.restart": str(count)} if (count := restarts(folder, stage)) else {}
+    facts = RunFacts(
+        name=before.name if before else stage_name(recipe, stage, folder=folder, datasets=datasets),
+        tags={
+            **(before.tags if before else {}),
+            **source_tags(),
+            **tags,
+            **again,
+            "shardvit.stage": stage,
+            "shardvit.attempt": str(len(kept)),
+            f"shardvit.attempt.{len(kept)}": " ".join(summary),
+        },
+        params={**stage_params(recipe, stage), **params},
+        datasets=tuple(datasets),
+        kept_rows=kept,
+        begun_ms=before.begun_ms if before else now_ms(),
+    )
+    facts.save(folder.stage(stage) / MLFLOW_FACTS_FILE)
+    return facts
+
+
+def end_attempt(folder: RunFolder, stage: StageName, status: FinalStatus) -> None:
+    """Write down how an attempt ended. Raises OSError."""
+    if facts := load_facts(folder.stage(stage)):
+        ended = replace(facts, status=status, ended_ms=now_ms())
+        ended.save(folder.stage(stage) / MLFLOW_FACTS_FILE)
+
+
+def told(write: Callable[[], object], *, say: Callable[[str], None]) -> None:
+    """Write facts; whatever is wrong with them, training goes on."""
+    try:
+        write()
+    except FileNotFoundError:  # the run folder is gone, which is said elsewhere
+        return
+    except Exception as error:  # noqa: BLE001
+        say(f"MLflow: what it is to know cannot be written: {type(error).__name__}: {error}")

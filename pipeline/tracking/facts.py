@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,10 +17,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from data_shards.durable import replace_text
 from data_shards.safe_paths import read_inside
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.vocabulary import MLFLOW_FACTS_FILE, StageName
-from pipeline.runs.run_folder import RunFolder
-from pipeline.runs.written_by import source_tags
+from pipeline.recipe.vocabulary import MLFLOW_FACTS_FILE
 from pipeline.tracking.run_state import without_credentials
 
 FinalStatus = Literal["FINISHED", "FAILED", "KILLED"]
@@ -83,62 +79,6 @@ def load_facts(stage_folder: Path) -> RunFacts | None:
         return _FACTS.validate_json(read_inside(stage_folder / MLFLOW_FACTS_FILE, folder=stage_folder))
     except (OSError, ValidationError):
         return None
-
-
-def begin_attempt(
-    folder: RunFolder,
-    recipe: Recipe,
-    stage: StageName,
-    *,
-    from_step: int = 0,
-    kept_rows: int = 0,
-    params: Mapping[str, str],
-    datasets: Sequence[DatasetInput] = (),
-    tags: Mapping[str, str],
-) -> RunFacts:
-    """Write down what a stage's run is to know of a new attempt; `tags`: its job, host, processes. Raises OSError."""
-    from pipeline.tracking.describe import restarts, stage_name, stage_params
-
-    before = load_facts(folder.stage(stage))
-    kept = (*(before.kept_rows if before else ()), kept_rows)
-    short = {"shardvit.world_size": "processes", "shardvit.host": "host", "shardvit.slurm_job_id": "job"}
-    summary = [f"step {from_step}", *(f"{name}={tags[tag]}" for tag, name in short.items() if tag in tags)]
-    again = {"shardvit.restart": str(count)} if (count := restarts(folder, stage)) else {}
-    facts = RunFacts(
-        name=before.name if before else stage_name(recipe, stage, folder=folder, datasets=datasets),
-        tags={
-            **(before.tags if before else {}),
-            **source_tags(),
-            **tags,
-            **again,
-            "shardvit.stage": stage,
-            "shardvit.attempt": str(len(kept)),
-            f"shardvit.attempt.{len(kept)}": " ".join(summary),
-        },
-        params={**stage_params(recipe, stage), **params},
-        datasets=tuple(datasets),
-        kept_rows=kept,
-        begun_ms=before.begun_ms if before else now_ms(),
-    )
-    facts.save(folder.stage(stage) / MLFLOW_FACTS_FILE)
-    return facts
-
-
-def end_attempt(folder: RunFolder, stage: StageName, status: FinalStatus) -> None:
-    """Write down how an attempt ended. Raises OSError."""
-    if facts := load_facts(folder.stage(stage)):
-        ended = replace(facts, status=status, ended_ms=now_ms())
-        ended.save(folder.stage(stage) / MLFLOW_FACTS_FILE)
-
-
-def told(write: Callable[[], object], *, say: Callable[[str], None]) -> None:
-    """Write facts; whatever is wrong with them, training goes on."""
-    try:
-        write()
-    except FileNotFoundError:  # the run folder is gone, which is said elsewhere
-        return
-    except Exception as error:  # noqa: BLE001
-        say(f"MLflow: what it is to know cannot be written: {type(error).__name__}: {error}")
 
 
 def _clean(value: Any) -> Any:

@@ -10,7 +10,8 @@ from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import METRICS_FILE, MLFLOW_FACTS_FILE, StageName
 from pipeline.runs.metrics_log import iter_metrics
 from pipeline.runs.run_folder import RunFolder
-from pipeline.tracking.facts import begin_attempt, load_facts, now_ms
+from pipeline.tracking.describe import begin_attempt
+from pipeline.tracking.facts import load_facts, now_ms
 from pipeline.tracking.run_state import without_credentials
 from pipeline.tracking.sender import LONGEST_REASON, Say, Sender, Synced
 from pipeline.tracking.sink import Sink

@@ -16,7 +16,7 @@ from pipeline.ranks.process import process_started
 from pipeline.recipe.io import dump_recipe, load_recipe
 from pipeline.runs.metrics_log import open_metrics_log
 from pipeline.runs.run_folder import RunFolder, StageRecord
-from pipeline.tracking.facts import begin_attempt, end_attempt
+from pipeline.tracking.describe import begin_attempt, end_attempt
 from tests.left_behind import mlflow_states
 
 

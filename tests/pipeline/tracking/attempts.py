@@ -10,7 +10,8 @@ from pipeline.recipe.vocabulary import StageName
 from pipeline.runs.metrics_log import open_metrics_log
 from pipeline.runs.run_folder import RunFolder
 from pipeline.tracking.client import home_of, store_uri
-from pipeline.tracking.facts import DatasetInput, FinalStatus, begin_attempt, end_attempt
+from pipeline.tracking.describe import begin_attempt, end_attempt
+from pipeline.tracking.facts import DatasetInput, FinalStatus
 from pipeline.tracking.mlflow_sink import MlflowSink
 from pipeline.tracking.run_state import load_run_state
 from pipeline.tracking.sender import Sender, Synced, follow

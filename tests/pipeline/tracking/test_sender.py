@@ -13,7 +13,8 @@ from pipeline.runs.metrics_log import MetricRow, iter_metrics, open_metrics_log
 from pipeline.runs.pictures import KeptPicture
 from pipeline.runs.run_folder import RunFolder
 from pipeline.tracking import sender as module
-from pipeline.tracking.facts import FinalStatus, RunFacts, begin_attempt, end_attempt
+from pipeline.tracking.describe import begin_attempt, end_attempt
+from pipeline.tracking.facts import FinalStatus, RunFacts
 from pipeline.tracking.run_state import RunState, load_run_state
 from pipeline.tracking.sender import Sender, follow
 from pipeline.tracking.sink import ResultModel
