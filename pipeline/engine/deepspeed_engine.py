@@ -49,10 +49,10 @@ _INPUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.fl
 
 
 def import_deepspeed() -> Any:
-    """DeepSpeed without three things that it imports or starts in every rank, and that nothing here uses.
+    """Import DeepSpeed without three things that it imports or starts in every rank and that nothing here uses.
 
-    mlflow, for its autotuner: 1 CPU second. Inductor, for the decorated functions of its Muon: 1.3. A search for
-    kernels: the only one it would use is an all-reduce on CPUs, which compiles for half a minute and leaves 69 MB in
+    mlflow, for its autotuner: about 1 CPU second. Inductor, for the decorated functions of its Muon: about 1. A search
+    for kernels: the only one it would use is an all-reduce on CPUs, which compiles for half a minute and leaves 69 MB in
     /dev/shm for each rank."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     modules: dict[str, Any] = sys.modules

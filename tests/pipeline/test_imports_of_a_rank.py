@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Each takes 0.3 to 2 CPU seconds, and no step of a recipe that compiles nothing needs it. (torch._dynamo takes 1.0,
+# Each takes 0.3 to 2 CPU seconds, and no step of a recipe that compiles nothing needs it. (torch._dynamo takes 1.4,
 # and timm, DeepSpeed and torch's optimizers each import it.)
 NEEDLESS = ("torch._inductor.compile_fx", "mlflow", "pandas", "sklearn")
 
