@@ -7,9 +7,10 @@ low, curves, events and log give way, in this order: log, events, curves.
 from __future__ import annotations
 
 import math
+import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.cells import cell_len
 from rich.console import Group, RenderableType
@@ -39,10 +40,11 @@ def page(run: RunView, *, width: int, height: int | None, glyphs: Glyphs, now: f
     parts.append(_stages(run.stages, width=width, glyphs=glyphs))
     stage = run.current
     if stage is not None:
-        parts.append([_cut(line, width) for line in _facts(stage)])
+        parts.append(_lines(_facts(stage), width=width, height=height))
         parts.append([_cut(line, width) for line in _rank_lines(() if stage.state == "done" else stage.ranks)])
     others = [each for each in run.stages if height is None and each is not stage and each.state != "done"]
-    parts.append([_cut(Text(f"{each.name}: ").append_text(line), width) for each in others for line in _job(each)])
+    jobs = (Text(f"{each.name}: ").append_text(line) for each in others for line in _job(each))
+    parts.append(_lines(jobs, width=width, height=height))
     parts.append([_cut(Text(one_line(note), style="yellow"), width) for note in run.notes[:4]])
     parts = [part for part in parts if part]
     left = 10_000 if height is None else height - sum(map(len, parts)) - len(parts)
@@ -226,6 +228,13 @@ def _short(seconds: float | None) -> str:
     if seconds is None:
         return "?"
     return f"{1000 * seconds:,.0f} ms" if seconds < 1 else show_duration(seconds)
+
+
+def _lines(texts: Iterable[Text], *, width: int, height: int | None) -> list[Text]:
+    """A line each; wrapped instead of cut where there is room for all."""
+    if height is not None:
+        return [_cut(text, width) for text in texts]
+    return [Text(line, style=text.style) for text in texts for line in textwrap.wrap(text.plain, max(width, 20))]
 
 
 def _cut(text: Text, width: int) -> Text:

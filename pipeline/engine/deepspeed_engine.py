@@ -52,8 +52,8 @@ def import_deepspeed() -> Any:
     """Import DeepSpeed without three things that it imports or starts in every rank and that nothing here uses.
 
     mlflow, for its autotuner: about 1 CPU second. Inductor, for the decorated functions of its Muon: about 1. A search
-    for kernels: the only one it would use is an all-reduce on CPUs, which compiles for half a minute and leaves 69 MB in
-    /dev/shm for each rank."""
+    for kernels: the only one it would use is an all-reduce on CPUs, which compiles for half a minute and leaves 69 MB
+    in /dev/shm for each rank."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     modules: dict[str, Any] = sys.modules
     modules.setdefault("mlflow", None)  # Python's mark of "cannot be imported"

@@ -108,7 +108,7 @@ def test_a_crash_is_started_again_and_one_that_gets_no_further_given_up(stand_in
     assert "2 restarts in a row saved no later step" in run.ends("pretrain")[-1].sentence
     for stage in STAGES[1:]:  # rather than waiting for ever
         assert run.wait_for_state(jobs[stage], "CANCELLED", "") in ("CANCELLED", "")
-    text = run.cli("status", str(run.run)).out
+    text = " ".join(run.cli("status", str(run.run)).out.split())
     assert "given up: 2 restarts in a row saved no later step" in text
 
 

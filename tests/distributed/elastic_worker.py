@@ -164,8 +164,8 @@ def identity(written: Written) -> dict:
 
 def torch_optimizer(engine):
     """AdamW or SGD itself, below whatever is wrapped around it."""
-    if hasattr(engine, "_whole"):
-        return engine._whole.optimizer
+    if not hasattr(engine, "_engine"):
+        return engine._state.optimizer
     return getattr(engine._engine.optimizer, "optimizer", engine._engine.optimizer)
 
 

@@ -245,7 +245,7 @@ def run_kind(case: tuple[str, int, str], ranks: Ranks, folder: Path) -> dict:
 
 
 def weight_decays(engine) -> list[float]:
-    optimizer = engine._engine.optimizer if hasattr(engine, "_engine") else engine._whole.optimizer
+    optimizer = engine._engine.optimizer if hasattr(engine, "_engine") else engine._state.optimizer
     rules = getattr(getattr(optimizer, "optimizer", None), "rules", None)
     if rules is None:
         return [group["weight_decay"] for group in optimizer.param_groups]
