@@ -32,7 +32,7 @@ def test_all_stages_in_order_then_nothing(machine: Machine, capsys: pytest.Captu
     assert not run.folder.path.exists()  # opening writes nothing
     assert run.execute() == 0
     assert machine.started == list(STAGES)
-    assert all(launch.local.processes == 2 for launch in machine.launches)  # the recipe's
+    assert all(launch.processes == 2 for launch in machine.launches)  # the recipe's
     assert "finetune: done, held-out top-1 0.7500 after 64 images" in capsys.readouterr().out
     assert machine.open().execute() == 0
     assert machine.started == list(STAGES)
