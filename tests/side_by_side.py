@@ -35,7 +35,7 @@ FIRST = (
     "distributed/test_engines.py",
     "pipeline/optimizers/test_optimizer_oracles.py",
     "oracles/test_flax_trajectory.py",
-    "pipeline/test_find_model.py",
+    "pipeline/using/test_find_model.py",
     "oracles/test_npz_oracles.py",
     "oracles/test_flax_init.py",
     "pipeline/tracking/test_mlflow_sink.py",
