@@ -42,15 +42,20 @@ app = App(
 )
 
 
-_GONE = {
+_GONE_COMMANDS = {
     **{
         name: f"`shardvit transfer MODEL TRAIN_SHARDS EVAL_SHARDS --method {name}`"
         for name in ("fewshot", "probe", "knn")
     },
     "table8": "`shardvit sweep digits_positions model.position=none,learned_1d,learned_2d,relative,sincos_2d "
-    "--hold-out 30%`",
+    "--hold-out 30%` (docs/recipes.md)",
 }
 """Former commands, and what to type instead."""
+_GONE_FLAGS = {
+    ("run", "--launcher"): "hosts are reached over ssh: leave it out",
+    ("doctor", "--cache"): "the cache's disk is checked when shards are downloaded: leave it out",
+}
+"""Former flags of a command, and what to do instead."""
 
 
 def main() -> None:
@@ -69,8 +74,7 @@ def main() -> None:
 
 def _run_command() -> int:
     try:
-        if (old := sys.argv[1] if len(sys.argv) > 1 else "") in _GONE:
-            raise UserError(f"there is no command {old} any more: give {_GONE[old]}")
+        _refuse_former(*sys.argv[1:])
         return app(exit_on_error=False, print_error=False, result_action="return_value") or 0
     except KeyboardInterrupt:  # between two stages, while packing or exporting: files are renamed when they are whole
         print("\nshardvit: interrupted: nothing is broken, type the same command again", file=sys.stderr)
@@ -86,7 +90,15 @@ def _run_command() -> int:
         return EXIT_USER_ERROR
 
 
-_GROUPS: dict[str, dict[str, Callable[..., int | None]]] = {
+def _refuse_former(command: str = "", *words: str) -> None:
+    if command in _GONE_COMMANDS:
+        raise UserError(f"{command} is no longer a command: give {_GONE_COMMANDS[command]}")
+    for (of_command, flag), remedy in _GONE_FLAGS.items():
+        if command == of_command and any(word.partition("=")[0] == flag for word in words):
+            raise UserError(f"{flag} is no longer a flag of {command}: {remedy}")
+
+
+COMMANDS: dict[str, dict[str, Callable[..., int | None]]] = {
     "Shards": {"pack": pack, "show": show, "check": check},
     "Training": {"demo": demo, "doctor": doctor, "recipes": recipes, "plan": plan, "run": run, "train": train}
     | {"sweep": sweep, "submit": submit, "cancel": cancel},
@@ -94,7 +106,7 @@ _GROUPS: dict[str, dict[str, Callable[..., int | None]]] = {
     "Models": {"eval": evaluate, "predict": predict, "transfer": transfer}
     | {"import": import_model, "export": export_model},
 }
-for order, (title, commands) in enumerate(_GROUPS.items()):
+for order, (title, commands) in enumerate(COMMANDS.items()):
     group = Group(title, sort_key=order)
     for place, (name, command) in enumerate(commands.items()):
         app.command(command, name=name, group=group, sort_key=place)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from data_shards.errors import UserError
+from data_shards.vocabulary import USUAL_MOST_PIXELS
 from pipeline.recipe.vocabulary import WeightsKind
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
     from data_shards.images.decode import PixelLimit
+    from data_shards.shards.shard_set import ShardsSpec
+    from data_shards.store.cache import CacheConfig
 
 RunsFolder = Annotated[Path, Parameter(help="Folder of all runs and of mlflow.db.")]
 WhichWeights = Annotated[
@@ -22,9 +26,6 @@ WhichWeights = Annotated[
         name="--weights",
         help="Of a checkpoint: as trained, or their moving average (ema); default: what its stage writes.",
     ),
-]
-CacheFolder = Annotated[
-    Path | None, Parameter(help="Folder for downloaded shards; default: shardvit-cache-USER in $TMPDIR or /tmp.")
 ]
 DataFile = Annotated[
     Path | None,
@@ -44,6 +45,42 @@ Device = Annotated[Literal["auto", "cpu", "cuda"], Parameter(help="Where to run;
 MaxImagePixels = Annotated[
     int, Parameter(help="Larger images are not decoded, which takes up to 17 bytes a pixel and core.")
 ]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ShardsOptions:
+    """Flags of commands that read shards alone: labels of tars without a manifest, and the cache of remote ones."""
+
+    label: TarLabel = None
+    classes: TarClasses = None
+    multi_label: TarsAreMultiLabel = False
+    max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS
+    cache: Annotated[
+        Path | None, Parameter(help="Folder for downloaded shards; default: shardvit-cache-USER in $TMPDIR or /tmp.")
+    ] = None
+    cache_limit: Annotated[
+        str | None, Parameter(help="Size of that folder, beyond which the oldest shards are removed; default: 50GB.")
+    ] = None
+
+    def spec(self, location: str) -> ShardsSpec:
+        """The shards at `location`."""
+        from data_shards.shards.shard_set import ShardsSpec
+
+        kind = "multi" if self.multi_label else "single"
+        return ShardsSpec(location, label=self.label, kind=kind, classes=self.classes)
+
+    def cache_of(self, *locations: str) -> CacheConfig | None:
+        """The cache; None: all locations are local, and UserError if one of its flags is given then."""
+        from data_shards.shards.location import is_local
+        from data_shards.store.cache import CacheConfig, default_cache_folder
+
+        if not all(map(is_local, locations)):
+            limit_bytes = size_bytes("--cache-limit", self.cache_limit) or CacheConfig.limit_bytes
+            return CacheConfig(self.cache or default_cache_folder(), limit_bytes=limit_bytes)
+        if (self.cache, self.cache_limit) != (None, None):
+            raise UserError(f"--cache, --cache-limit: {locations[0]} is local and is not copied; leave them out")
+        return None
 
 
 def pixel_limit(max_image_pixels: int) -> PixelLimit:

@@ -90,6 +90,7 @@ def job(*, patch_dropout: float, first_step: int) -> tuple[Any, list[tuple[str, 
         **quiet("step", "skipped", "curve", "spikes", "evaluation", "faults", "note"),
     )
     task: Any = SimpleNamespace(
+        engine=engine,
         score="top1",
         train_metric="train/top1",
         example=lambda batch, *, use: Example((batch.images,), torch.zeros(4, dtype=torch.int64)),
@@ -121,7 +122,7 @@ def job(*, patch_dropout: float, first_step: int) -> tuple[Any, list[tuple[str, 
         batches=iter([batch] * (STEPS - first_step) * 2),  # pyright: ignore[reportArgumentType]
         task=task,
         engine=engine,
-        evaluate=lambda step: evaluate([batch], task=task, engine=engine, ranks=ranks, faults=faults).metrics,
+        evaluate=lambda step: evaluate([batch], task=task, ranks=ranks, faults=faults).metrics,
         saver=SimpleNamespace(stall_seconds=0.0, **quiet("save", "poll", "finish")),  # pyright: ignore[reportArgumentType]
         faults=faults,
         report=report,

@@ -77,15 +77,22 @@ class Against:
     unsure: int
 
 
+@dataclass(frozen=True)
+class CheckOptions:
+    """How thoroughly to check, and the training whose size the shards should suit."""
+
+    decode: bool = False  # every image in full, unless it has more pixels than `pixel_limit`
+    digests: bool = True  # compare every shard's SHA-256 with the manifest
+    pixel_limit: PixelLimit = USUAL_LIMIT
+    world_size: int | None = None  # None: do not assess fitness
+    lanes: int | None = None
+    processes_per_node: int = 8
+
+
 def check(
     spec: ShardsSpec,
     *,
-    decode: bool = False,
-    pixel_limit: PixelLimit = USUAL_LIMIT,
-    digests: bool = True,
-    world_size: int | None = None,
-    lanes: int | None = None,
-    processes_per_node: int = 8,
+    options: CheckOptions = CheckOptions(),
     store: Store | None = None,
     processes: int | None = None,
     against: Sequence[str] = (),
@@ -93,9 +100,8 @@ def check(
 ) -> CheckResult:
     """Check a set of shards, or all splits below a folder; UserError if there is none, or the spec does not fit it.
 
-    `decode` decodes every image in full, unless it has more pixels than `pixel_limit`. `digests` compares every shard's
-    SHA-256 with the manifest. Fitness is assessed only with a `world_size`. `processes` 1 starts no process. `against`
-    locates other sets whose images are looked for in this one; UserError if one of them is damaged.
+    `processes` 1 starts no process. `against` locates other sets whose images are looked for in this one; UserError if
+    one of them is damaged.
     """
     start = time.monotonic()
     store = store or Store()
@@ -107,9 +113,11 @@ def check(
         if isinstance(opened, str):
             findings.append(finding("unusable-set", split=split, places=[FoundAt("", "", opened)]))
             continue
-        request = ScanRequest(shards=opened, store=store, decode=decode, digests=digests, pixel_limit=pixel_limit)
+        request = ScanRequest(
+            opened, store, decode=options.decode, digests=options.digests, pixel_limit=options.pixel_limit
+        )
         scan = SplitScan(opened, _scan_set(request, processes=processes, report=report))
-        findings += split_findings(scan, digests=digests)
+        findings += split_findings(scan, digests=options.digests)
         scans.append(scan)
         first = scan if number == 0 else first
     findings += findings_across(scans)
@@ -121,19 +129,19 @@ def check(
             images = ShardImages(scan.shards, store, damaged="report")
             collections = [ShardImages(other, store) for other in theirs]
             matches.append(
-                find_matches(images, collections, pixel_limit=pixel_limit, processes=processes, report=report)
+                find_matches(images, collections, pixel_limit=options.pixel_limit, processes=processes, report=report)
             )
             findings += _match_findings(matches[-1])
     fitness = None
-    if world_size is not None and first is not None:
+    if options.world_size is not None and first is not None:
         sizes = zip(first.shards.shards, first.shard_bytes, strict=True)
         fitness, more = assess(
             first.shards.shard_sizes,  # lost shards included
             shard_bytes=[entry.num_bytes or num_bytes or 0 for entry, num_bytes in sizes],
             split=first.shards.split,
-            world_size=world_size,
-            lanes=lanes,
-            processes_per_node=processes_per_node,
+            world_size=options.world_size,
+            lanes=options.lanes,
+            processes_per_node=options.processes_per_node,
         )
         findings += more
     return CheckResult(

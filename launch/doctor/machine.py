@@ -1,6 +1,6 @@
 """The machine: Python, cores, memory, the disk of the runs, /dev/shm and open files, in milliseconds.
 
-Thresholds are what the demo or a run of ViT-L/16 takes. torch's collect_env, below the findings, has the other facts.
+Thresholds are what the demo or a run of ViT-L/16 takes. torch's collect_env, printed above, has the other facts.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _SHM_BYTES = 2**30  # docker's 64 MB is what goes wrong; a batch of 256 images a
 _CORES_PER_GPU = 4  # 1,500 images/s, a GPU's pace with ViT-L/16, at 400 to 520 images/s a core
 _OPEN_FILES = 4096  # a process may hold a shard of each of 256 lanes open, several workers' connections beside them
 _LOOK_SECONDS = 0.3
+_NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p"}
 
 
 def machine_checks(*, runs: Path, gpus: int, pythons: str) -> list[Check]:
@@ -78,12 +79,12 @@ def check_memory(total: int, *, available: int, limit: int | None) -> Check:
 
 
 def check_disk(runs: Path) -> Check:
-    """Check that checkpoints fit on the disk of `runs`, or of the nearest folder above that exists."""
+    """Check the disk of `runs`, or of the nearest folder that exists: room for checkpoints, locks for SQLite."""
     there = next(path for path in (runs, *runs.absolute().parents) if path.exists())
-    free = free_bytes(runs)
+    free, kind = free_bytes(runs), file_system(there)
     return judge(
         "disk of runs",
-        f"{runs}: {show_bytes(free)} free",
+        f"{runs}: {show_bytes(free)} free{f' ({kind})' if kind else ''}",
         (
             not os.access(there, os.W_OK | os.X_OK),
             "problem",
@@ -94,7 +95,24 @@ def check_disk(runs: Path) -> Check:
             "problem",
             "a checkpoint of ViT-L/16 takes 4.3 GB: make room, or let --runs name a folder on a larger disk",
         ),
+        (
+            kind in _NETWORK_FILE_SYSTEMS,
+            "note",
+            "good for checkpoints, but MLflow's default store is an SQLite file beside them, whose locks are "
+            "unreliable on a network file system: set MLFLOW_TRACKING_URI to a server",
+        ),
     )
+
+
+def file_system(folder: Path) -> str:
+    """The file system of an existing folder, such as "ext4" or "nfs4"; empty if unknown."""
+    there = folder.resolve()
+    kinds = [
+        (len(Path(mount.mountpoint).parts), number, mount.fstype.removeprefix("fuse."))
+        for number, mount in enumerate(psutil.disk_partitions(all=True))
+        if there.is_relative_to(mount.mountpoint)
+    ]
+    return max(kinds)[-1] if kinds else ""  # the innermost; of the same folder the latest, which hides the others
 
 
 def check_shm(free: int | None, *, total: int, gpus: int) -> Check:

@@ -1,4 +1,4 @@
-"""Try things in child processes, `python -m launch.doctor.trials PART...`, and the parent's side of it.
+"""Try parts in child processes, `python -m launch.doctor.trials PART...`, and collect the results in the parent.
 
 The child tells when a part begins, so that a crash or hang has a name. All parts take some 20 seconds on 2 idle cores,
 nearly all of it imports.
@@ -169,7 +169,7 @@ def try_all_reduce(
 
 
 def full_reports(*, environment: Mapping[str, str]) -> dict[str, str]:
-    """Run torch's collect_env and DeepSpeed's ds_report, which may crash or hang, too."""
+    """Run torch's collect_env and DeepSpeed's ds_report in child processes: they may crash or hang."""
     modules = {"torch.utils.collect_env": "torch.utils.collect_env", "ds_report": "deepspeed.env_report"}
     answers = {
         name: run_children([[sys.executable, "-m", each]], environments=[environment], limit_seconds=_LIMIT_SECONDS)[0]

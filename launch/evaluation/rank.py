@@ -23,6 +23,7 @@ from pipeline.recipe.vocabulary import EXIT_USER_ERROR
 if TYPE_CHECKING:
     from pipeline.evaluation.evaluate_file import ModelEvaluated
 
+_REQUEST, _RESULT, _EVALUATION = "request.json", "result.json", "evaluation"
 _TIMEOUT_SECONDS = 24 * 3600.0  # the first process may index tars for hours
 
 
@@ -54,9 +55,6 @@ def main(folder: Path) -> int:
             say(str(error))
         return EXIT_USER_ERROR
     return 0
-
-
-_REQUEST, _RESULT, _EVALUATION = "request.json", "result.json", "evaluation"
 
 
 def write_request(folder: Path, request: EvalRequest) -> None:

@@ -89,7 +89,7 @@ class MethodOptions:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class TransferOptions:
-    """How features are computed, and where the result goes."""
+    """Flags for computing features and for the result."""
 
     images: Annotated[
         int | None, Parameter(help="Training images at most, always the same ones; VTAB-1k has 1000.")

@@ -202,7 +202,7 @@ class Agent:
         return True
 
     def _write_lines(self) -> None:
-        """In its own thread: a write to a cut cable may block for ever."""
+        """Runs in its own thread: a write to a cut cable may block for ever."""
         while (line := self._lines.get()) is not None:
             with suppress(OSError):
                 os.write(1, line)

@@ -171,7 +171,7 @@ class _Stage:
         return connection
 
     def _wait(self) -> int:
-        """Until all agents have ended."""
+        """Wait until all agents have ended."""
         kill_at = give_up_at = math.inf
         while True:
             self._take_lines_and_ends()
@@ -239,7 +239,7 @@ class _Stage:
                 agent.send(f"{message}\n")
 
     def _send_heartbeats(self) -> None:
-        """In a thread: a terminal stopped by Ctrl-S must not look like our death."""
+        """Runs in a thread: a terminal stopped by Ctrl-S must not look like our death."""
         while not self._over.wait(_HEARTBEAT_SECONDS):
             for agent in self._agents.values():
                 agent.send("alive\n")

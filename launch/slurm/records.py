@@ -1,4 +1,4 @@
-"""What a run folder records about SLURM: RUNS/NAME/slurm/*.json, each replaced atomically.
+"""Records of a run about SLURM: RUNS/NAME/slurm/*.json, each replaced atomically.
 
 jobs.json         what `shardvit submit` submitted last
 STAGE.ends.json   how the attempts at a stage ended, written by `after`
@@ -20,7 +20,7 @@ from data_shards.safe_paths import read_inside
 from pipeline.recipe.vocabulary import StageName
 
 Kind = Literal["stopped", "failed", "taken away"]
-"""How an attempt ended that did not finish its stage; taken away: by SLURM (preemption, a failed node, scancel)."""
+"""End of an attempt that did not finish its stage; taken away: by SLURM (preemption, a failed node, scancel)."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Submission:
 
 @dataclass(frozen=True)
 class End:
-    """How one attempt at a stage ended."""
+    """The end of one attempt at a stage."""
 
     job: str
     time: float
@@ -61,7 +61,7 @@ def write_submission(slurm: Path, submission: Submission) -> None:
 
 
 def read_ends(slurm: Path, stage: StageName) -> list[End]:
-    """How a stage's attempts ended, oldest first."""
+    """The ends of a stage's attempts, oldest first."""
     return _read(slurm / f"{stage}.ends.json", TypeAdapter(list[End]), missing=[])
 
 

@@ -50,7 +50,7 @@ def workers_needed(*, decode_seconds: float, images_per_second: float) -> int:
 
 
 def workers_within(cores: float, *, needed: int | None) -> int:
-    """As many of those `needed` (None: not known) as the process's cores allow: one is the training loop's."""
+    """Limit the workers `needed` (None: not known) to the process's cores, less one for the training loop."""
     most = max(1, min(MOST_WORKERS, int(cores) - 1))
     return most if needed is None else min(needed, most)
 

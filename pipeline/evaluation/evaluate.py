@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from data_shards.loading.batch import Batch
-from pipeline.engine.protocol import Engine
 from pipeline.evaluation import scores
 from pipeline.evaluation.scores import Answered, average_precision
 from pipeline.ranks.place import Place
@@ -83,7 +82,6 @@ def evaluate(
     batches: Iterable[Batch],
     *,
     task: Task,
-    engine: Engine,
     ranks: Exchange,
     faults: Notes,
     of: WeightsKind = "weights",
@@ -101,8 +99,8 @@ def evaluate(
     """
     keeps: Literal["scores", "tallies"] = "scores" if "mean_average_precision" in metrics else "tallies"
     use = "eval" if set_name == OWN_SET else f"eval {set_name}"
-    kept = run_model(batches, task=task, engine=engine, faults=faults, use=use, keeps=keeps, progress=progress)
-    # Of this rank, on the host: float64 [rows, 1 + columns], the first the sample's number. Here the host waits.
+    kept = run_model(batches, task=task, faults=faults, use=use, keeps=keeps, progress=progress)
+    # This rank's results on the host: float64 [rows, 1 + columns], the first the sample's number. Here the host waits.
     mine = torch.cat([torch.cat(kept.samples)[:, None].double(), torch.cat(kept.columns).cpu()], dim=1)
     answered = _answered(ranks.gather(mine.flatten()).view(-1, mine.shape[1]))
     values = {"val/loss": scores.mean_loss(answered), f"val/{task.score}": scores.share_right(answered)}
@@ -133,7 +131,6 @@ def run_model(
     batches: Iterable[Batch],
     *,
     task: Task,
-    engine: Engine,
     faults: Notes,
     use: str = "eval",
     keeps: Literal["scores", "tallies"] = "tallies",
@@ -141,7 +138,7 @@ def run_model(
 ) -> Kept:
     """The forward passes of this rank, and what is known of each image; the host waits for nothing. `use`: what the
     set is called in `faults`."""
-    kept = Kept()
+    kept, engine = Kept(), task.engine
     engine.module.eval()
     for batch in batches:
         progress()

@@ -120,7 +120,7 @@ def evaluate_model(request: EvalRequest, opened: tuple[ShardSet, Store], *, rank
                 yield labelled
 
     with closing(prefetch_to_device(batches(), device=predictor.device)) as read:  # pyright: ignore[reportArgumentType]
-        found = evaluate(read, task=task, engine=task.engine, ranks=ranks, faults=damaged, metrics=metrics)
+        found = evaluate(read, task=task, ranks=ranks, faults=damaged, metrics=metrics)
     evaluation = found.record
     assert evaluation is not None
     if evaluation.images and not math.isfinite(evaluation.metrics["val/loss"]):

@@ -108,7 +108,7 @@ def worst(answered: Answered, *, count: int) -> Counts:
 
 
 def shares(part: NDArray[np.int64] | Floats, *, of: Counts) -> Floats:
-    """Element by element; NaN where `of` is 0."""
+    """Divide element by element; NaN where `of` is 0."""
     return np.divide(part, of, out=np.full(len(of), math.nan), where=of > 0)
 
 

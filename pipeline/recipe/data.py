@@ -37,15 +37,15 @@ class ShardsConfig(Strict):
     weight: float | None = Field(default=None, gt=0)
     """Share of the training images that come from this set, relative to the others; default: its size."""
     label: str | None = None
-    """For tars without a manifest: cls, txt or json:KEY, the member (and key) that holds the label."""
+    """Tars without a manifest: cls, txt or json:KEY, the member (and key) that holds the label."""
     kind: LabelKind = "single"
-    """For tars without a manifest: one label an image, or a list."""
+    """Tars without a manifest: one label an image, or a list."""
     classes: str | None = None
-    """For tars without a manifest: a file with the classes' names; default: the labels that are found."""
+    """Tars without a manifest: a file with the classes' names; default: the labels that are found."""
     part: PartName | None = None
     """held_out: a random part of the set, always the same; rest: all other images; default: all."""
     hold_out: float | None = Field(default=None, gt=0, lt=1)
-    """With part: the share of the set's images that is held out; the paper's 0.01 for ImageNet, 0.02 for CIFAR."""
+    """Share of the set's images that `part` holds out; the paper's 0.01 for ImageNet, 0.02 for CIFAR."""
 
     @model_validator(mode="after")
     def _part_of_a_share(self) -> ShardsConfig:
@@ -94,19 +94,19 @@ SomeSets = Annotated[tuple[ShardsConfig, ...], BeforeValidator(several), PlainSe
 
 
 class CacheRecipe(Strict):
-    """Where shards that are not local files are kept on a node; all its processes share it."""
+    """Cache of shards that are not local files, shared by the processes of a node."""
 
     folder: str | None = None
     """Default: shardvit-cache-USER in the folder for temporary files ($TMPDIR or /tmp)."""
     limit: BytesText = "100 GB"
-    """The least recently used shards are removed beyond this."""
+    """Beyond this the least recently used shards are removed."""
 
 
 MOST_LANES = 2**16
 
 
 class DataConfig(Strict):
-    """How the training stream is laid out and read."""
+    """Order and reading of the training stream."""
 
     lanes: Annotated[int, Field(ge=1, le=MOST_LANES)] | Literal["auto"] = "auto"
     """Spans of an epoch; divides the global batch; the processes divide it. auto: the largest divisor up to 256, for
@@ -114,10 +114,10 @@ class DataConfig(Strict):
     shuffle_window_images: int = Field(default=16384, ge=1, le=2**31)
     """Images of a lane that are shuffled among themselves."""
     workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
-    """How many of a rank read and decode ahead. auto: on a GPU as many as it wants and this rank's cores allow, by
-    decoding a few of the images at the start; on a CPU none, since its cores train."""
+    """Workers of a rank that read and decode ahead. auto: on a GPU as many as it needs and this rank's cores allow,
+    measured by decoding a few images at the start; on a CPU none, since its cores train."""
     worker_kind: WorkerKind | Literal["auto"] = "auto"
-    """What they are; the same samples either way. auto: threads up to 4, which start faster and share memory."""
+    """Threads or processes; the samples are the same. auto: threads up to 4, which start faster and share memory."""
     max_corrupt_share: float = Field(default=0.001, ge=0, le=1)
     """Share of a set's images that may turn out damaged (others are trained on instead); above it the run stops."""
     max_image_pixels: int = Field(default=USUAL_MOST_PIXELS, ge=1, le=MOST_PIXELS)
@@ -139,7 +139,7 @@ class RandAugmentConfig(Strict):
     num_ops: int = Field(default=2, ge=1, le=10)
     magnitude: int = Field(ge=0, le=30)
     ranges: RandAugmentRanges = "timm"
-    """What a strength means. big_vision: Google's, with shifts in pixels, cutout and its solarize."""
+    """Scale of the magnitude. big_vision: Google's, with shifts in pixels, cutout and its solarize."""
 
 
 class AugmentConfig(Strict):
@@ -159,10 +159,10 @@ class AugmentConfig(Strict):
     resize_size: int | None = Field(default=None, gt=0, le=MOST_SIDE)
     """Pixels of the short side before crop resize_and_crop takes its square; Google has 448 for 384."""
     interpolation: CropInterpolation = "bilinear"
-    """Of the resize. area: big_vision's average over the area that a pixel covers."""
+    """Interpolation of the resize. area: big_vision's average over the area that a pixel covers."""
     antialias: Antialias = "antialiased"
-    """Of a bilinear resize; none: as Google's code; cast: the same, and the fraction of a level cut off, as big_vision
-    does."""
+    """Antialiasing of a bilinear resize; none: as Google's code; cast: also cut off the fraction of a level, as
+    big_vision does."""
     flip: float = Field(default=0.5, ge=0, le=1)
     """Share of the images mirrored; 0 where left and right have a meaning."""
     rand_augment: RandAugmentConfig | None = None
@@ -232,15 +232,15 @@ class FewShotConfig(Strict):
     least squares in closed form on the features of a few images of each class (big_vision's `fewshot_lsr`)."""
 
     name: str
-    """In the metrics: val/fewshot_NAME_5shot."""
+    """Part of the metric's name: val/fewshot_NAME_5shot."""
     train: OneSet
-    """Where the few images are taken from; only these are read."""
+    """Shards to draw the shots from; only the drawn images are read."""
     eval: OneSet
-    """What is classified."""
+    """Shards to classify."""
     shots: Counts = (5,)
-    """Images of each class: a number, or several."""
+    """Images of each class: one number or a list."""
     seeds: int = Field(default=3, ge=1, le=1000)
-    """How often they are drawn; the metric is the mean."""
+    """Number of draws; the metric is their mean."""
     l2: float = Field(default=1024.0, gt=0, le=1e30)
     """Strength of the regularisation; big_vision's is 2^10."""
     layer: FeatureLayer = "pre_logits"
@@ -249,7 +249,7 @@ class FewShotConfig(Strict):
     """At the first evaluation (eval_every) after each multiple of this, and at the end; 0: at the end alone; null: at
     each evaluation."""
     keep_decoded: BytesText = "1 GB"
-    """Decoded images that a process keeps in memory; what goes beyond is read and decoded each time."""
+    """Memory of a process for decoded images; the rest is read and decoded each time."""
 
     @field_validator("name")
     @classmethod

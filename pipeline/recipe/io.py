@@ -114,9 +114,9 @@ def differences(old: Recipe, new: Recipe) -> dict[str, str]:
 
 
 def difference_to_parent(source: str, *, overrides: Sequence[str] = ()) -> str:
-    """What `source` with the overrides says otherwise than the recipes that it extends, or, if it extends none, than it
-    says without the overrides: "parent: NAMES", then a line for each key; empty: there is neither. Arguments as
-    `load_recipe`, and raises as that does."""
+    """List what `source` and the overrides change of the recipes that it extends, or the overrides of `source` if it
+    extends none: "parent: NAMES", then a line for each key; empty: there is neither. Arguments and errors are those of
+    `load_recipe`."""
     path = find_recipe(source, beside=Path())
     parents, before = read_parents(path)
     tree = read_source(path).tree

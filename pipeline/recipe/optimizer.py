@@ -32,7 +32,7 @@ class OptimizerConfig(Strict):
     """kernels: of linear and convolution layers (big_vision). matrices: all of two dimensions or more but positions and
     tokens (timm), which adds attention pooling's probe."""
     head_weight_decay: float | None = Field(default=None, ge=0)
-    """Of the last layer's kernel; null: weight_decay. ViT-g: 100 times as much."""
+    """Decay of the last layer's kernel; null: weight_decay. ViT-g: 100 times as much."""
     betas: tuple[_Share, _Share] = (0.9, 0.999)
     """Adam's (ViT paper, section 4.1), LAMB's, and those of Muon's AdamW."""
     eps: float = Field(default=1e-8, gt=0)
@@ -40,14 +40,14 @@ class OptimizerConfig(Strict):
     momentum: float = Field(default=0.9, ge=0, lt=1)
     """SGD's (ViT paper, table 4) and Adafactor's; Muon: 0.95."""
     first_moment: MomentType = "float32"
-    """In what Adam's first moment, or the momentum, is kept between steps. bf16: as Google's recipes; Adafactor's
+    """Type in which Adam's first moment, or the momentum, is kept between steps. bf16: Google's recipes and Adafactor's
     default."""
     layer_decay: float = Field(default=1.0, gt=0, le=1)
     """Learning rate of a layer over the next one's, from the head (1) down to the embedding; timm's law."""
     head_lr_factor: float = Field(default=1.0, gt=0)
     """Learning rate of the head over the trunk's."""
     frozen: tuple[str, ...] = ()
-    """What keeps its weights: trunk (all but the head), head, patch_embedding, positions, class_token, or patterns of
+    """Parts without training: trunk (all but the head), head, patch_embedding, positions, class_token, or patterns of
     parameters' names, such as "blocks.0.*". No gradient, no decay, no part in the gradient's norm."""
     clip_grad_norm: float = Field(default=1.0, ge=0)
     """Largest global gradient norm; 0 does not clip."""
@@ -94,7 +94,7 @@ class ScheduleConfig(Strict):
     decay: Decay = "cosine"
     """rsqrt: by one over the root of the steps since warm-up. wsd: none until the cool-down."""
     end_lr: float = Field(default=0.0, ge=0)
-    """Where the decay, or the cool-down, ends."""
+    """Learning rate at the end of the decay or the cool-down."""
     timescale: DurationText = "10000 steps"
     """rsqrt: after so long the rate is the peak over the root of 2."""
     cooldown: DurationText = "0 steps"
@@ -129,7 +129,19 @@ Decay = Literal["cosine", "linear", "rsqrt", "wsd", "constant"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """A learning-rate schedule in optimizer steps."""
+    """Warm-up times decay, in optimizer steps, as in google-research's vision_transformer and big_vision.
+
+    The warm-up starts from zero, so the first step moves nothing, as in Google's code. Progress p is the share of the
+    steps after warm-up that are done:
+
+        cosine    end + (peak - end) (1 + cos(pi p)) / 2
+        linear    end + (peak - end) (1 - p)
+        rsqrt     peak / sqrt(1 + steps since warm-up / timescale)  (Zhai et al., Scaling Vision Transformers)
+        wsd       peak: warm-up, stable, decay (Hu et al., MiniCPM)
+        constant  peak
+
+    rsqrt and wsd end in a cool-down: the rate falls linearly to `end_lr`, reached at the step after the last.
+    """
 
     peak_lr: float = 0.0
     total_steps: int = 1

@@ -74,12 +74,12 @@ class TrackingConfig(Strict):
 
 
 class EngineConfig(Strict):
-    """How the arithmetic is carried out; changes speed and memory, not what is learnt."""
+    """Engine, precision and kernels: they change speed and memory, not what is learnt."""
 
     backend: Literal["deepspeed", "accelerate"] = "deepspeed"
     """deepspeed everywhere; accelerate (plain DDP) for debugging and as the yardstick."""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """What is sharded: 0 nothing (torch's DDP); by DeepSpeed: 1 optimizer state, 2 gradients too, 3 weights too."""
+    """0 shards nothing (torch's DDP); DeepSpeed's 1 shards the optimizer state, 2 also gradients, 3 also weights."""
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     """bf16 and fp16 keep float32 master weights; fp16 needs a GPU."""
     fp32_matmul: Literal["ieee", "tf32"] = "ieee"
@@ -96,25 +96,25 @@ class EngineConfig(Strict):
     activation_checkpointing: bool | Annotated[int, Field(ge=2, le=1000)] = False
     """true: recompute all blocks in the backward pass: less memory, a third more arithmetic; k: every k-th block."""
     offload: Literal["none", "optimizer", "optimizer_and_parameters"] = "none"
-    """What stays in host memory under ZeRO: optimizer (master weights and moments, moved by the CPU; ZeRO 1 to 3), and
-    parameters, copied to the GPU when they are used (ZeRO 3). Much slower: for a model that does not fit otherwise."""
+    """Keep in host memory: optimizer (master weights and moments, updated by the CPU; ZeRO 1 to 3), and parameters,
+    copied to the GPU when they are used (ZeRO 3). Much slower: for a model that does not fit otherwise."""
     overlap: Literal["auto", "on", "off"] = "auto"
-    """Whether gradients are averaged during the backward pass; auto: if there are several processes. DeepSpeed waits
-    for the GPU once a step for it."""
+    """Average gradients during the backward pass; auto: if there are several processes. DeepSpeed waits for the GPU
+    once a step for it."""
     bucket_elements: int = Field(default=25_000_000, ge=2, multiple_of=2, le=2**31)
-    """Gradients averaged in one message; more: fewer messages, less overlap, more memory."""
+    """Gradients averaged in one message. Larger: fewer messages, less overlap, more memory."""
     max_skipped_steps: int = Field(default=20, ge=1, le=10**9)
     """Steps in a row with a gradient that is not finite (and so skipped) before training stops."""
     collective_timeout_seconds: float = Field(default=1800, gt=0, le=MOST_SECONDS)
-    """How long a process waits for the others before one of them is considered dead."""
+    """A process that waits longer for the others considers one of them dead."""
     hang_seconds: float = Field(default=900, ge=0, le=MOST_SECONDS)
-    """A process without progress for so long is named, and the run ends so that it can be restarted; 0: never."""
+    """A process without progress for this long is named, and the run ends so that it can be restarted; 0: never."""
     slow_rank_factor: float = Field(default=2.0, gt=1)
-    """A process whose own part of a step takes so many times as long as the others', and goes on to, is named."""
+    """A process is slow, and named, while its own part of a step takes this many times as long as the others'."""
     slow_rank_seconds: float = Field(default=2.0, gt=0, le=MOST_SECONDS)
-    """For how long the others must have waited for it meanwhile; ten times as long before it stops the run."""
+    """Report a slow process once the others have waited for it this long; stop after ten times that."""
     slow_rank: Literal["report", "stop"] = "report"
-    """What then: report it and go on; or stop: save, and end so that the run can be restarted elsewhere."""
+    """report: name the slow process and go on; stop: save, and end so that the run can be restarted elsewhere."""
     saving: Literal["background", "blocking"] = "background"
     """background: checkpoints are copied to host memory and written while training goes on; blocking: it waits."""
 

@@ -249,7 +249,16 @@ _GPU_HOURS = re.compile(r"(\d[\d,.]*) GPU-hours")
 
 @dataclass(frozen=True)
 class RecipeHeader:
-    """A parsed header; `entries`: key -> lines."""
+    """The comment at the head of a recipe file, for people alone: what the recipe is for, and published numbers.
+
+        # One sentence or two.
+        #
+        #   command   shardvit run NAME train=SHARDS eval=SHARDS
+        #   hardware  64 x H200
+        #   time      23:26 h, 1,500 GPU-hours
+
+    A family shares the header of the file that its recipes extend; NAME stands for the recipe. `entries`: key -> lines.
+    """
 
     description: str
     entries: Mapping[str, tuple[str, ...]]

@@ -28,22 +28,22 @@ class EmaConfig(Strict):
     """A smaller decay at first, so that a short run forgets its initial weights: min(decay, (1 + n) / (10 + n)) after n
     updates (tensorflow), or min(decay, 1 - (1 + n)^(-2/3)) (timm)."""
     model: WeightsKind = "ema"
-    """Which of the two become the stage's model, and are judged by keep_best; both are evaluated and saved."""
+    """Weights that become the stage's model and that keep_best compares; both kinds are evaluated and saved."""
 
 
 class RollbackConfig(Strict):
-    """When a run goes back to a checkpoint from before trouble, and past the batches that led to it."""
+    """When to roll back to a checkpoint from before trouble, and skip the batches that led to it."""
 
     after_skipped_steps: int = Field(default=3, ge=1, le=10**9)
-    """After so many steps in a row whose gradient is not finite."""
+    """Roll back after this many steps in a row without a finite gradient."""
     spike_sigmas: float | None = Field(default=None, ge=1)
-    """Also after a loss so many standard deviations above the mean of the 128 before it (6: OLMo-core's); null: spikes
-    are only reported. Looked for at each point of the curve (log_every)."""
+    """Also roll back after a loss this many standard deviations above the mean of the 128 before it (6: OLMo-core's);
+    null: only report spikes. Checked at each point of the curve (log_every)."""
     steps_before: int = Field(default=100, ge=0, le=10**9)
-    """So many batches before the trouble are passed over as well (PaLM, section 5.1); a step that was skipped has moved
-    nothing, so what ruined the weights came before it."""
+    """Also skip this many batches before the trouble (PaLM, section 5.1): a skipped step has moved nothing, so what
+    ruined the weights came before it."""
     times: int = Field(default=3, ge=1, le=10**6)
-    """How often, in a stage, until training stops instead."""
+    """Rollbacks of a stage before training stops instead."""
 
 
 class TrainStage(Strict):
@@ -63,8 +63,8 @@ class TrainStage(Strict):
     also_eval: dict[SetName, OneSet] = Field(default={})
     """More held-out sets by name, evaluated whenever eval is: {new: SHARDS} gives val_new/top1 and so on."""
     eval_protocol: EvalProtocol = "vit"
-    """What is evaluated of an image. vit: all of it, squashed to the square; big_vision: resized, centre crop; timm:
-    the same, bicubic. vit_exact and big_vision_exact: with the pixels of Google's own resize."""
+    """Part of an image that is evaluated. vit: all of it, squashed to the square; big_vision: resized, centre crop;
+    timm: the same, bicubic. vit_exact and big_vision_exact: with the pixels of Google's own resize."""
     eval_crop_share: float | None = Field(default=None, gt=0, le=1)
     """Crop's side over the resized short side; default 0.875 (big_vision: 224 of 256) or 0.9 (timm)."""
     image_size: int = Field(gt=0, le=MOST_SIDE)
@@ -84,29 +84,29 @@ class TrainStage(Strict):
     patch_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of the patches that a step leaves out; 0.5 halves the arithmetic (FLIP)."""
     unmasked_finish: DurationText = "0 steps"
-    """How long, at the end, patch_dropout rests."""
+    """Length of the end of training without patch_dropout."""
     dropout_masks: DropoutMasks = "sample"
-    """Of the three: sample: by seed, step and the image's place in the global batch, so the same on any number of
-    processes; process: by seed, step and process."""
+    """Random masks of the three dropouts. sample: by seed, step and the image's place in the global batch, so the same
+    on any number of processes; process: by seed, step and process."""
     rollback: RollbackConfig | None = None
     """Default: steps without a finite gradient are skipped, spikes are reported, and training goes on."""
     log_every: DurationText = "20 steps"
-    """Between two points of the curve, which is when spikes and slow processes are looked for; 0: at the end alone."""
+    """Interval of the curve's points, where spikes and slow processes are looked for; 0: at the end alone."""
     eval_every: DurationText = "25%"
-    """Between two evaluations; 0: at the end alone."""
+    """Interval of evaluations; 0: at the end alone."""
     metrics: tuple[EvalMetric, ...] | Literal["auto"] = "auto"
-    """Of each evaluation, beside loss and top-1. auto: top5 and calibration_error, or, where images have several
-    labels, precision_at_1. mean_average_precision keeps all scores: images x classes x 4 bytes over all processes."""
+    """Metrics beside loss and top-1. auto: top5 and calibration_error, or, where images have several labels,
+    precision_at_1. mean_average_precision keeps all scores: images x classes x 4 bytes over all processes."""
     save_every: DurationText = "10%"
-    """Between two checkpoints; one is also written by a signal and at the end."""
+    """Interval of checkpoints; one is also written on a signal and at the end."""
     save_every_minutes: float = Field(default=0.0, ge=0, le=MOST_SECONDS)
-    """Also a checkpoint whenever the last one is so old; 0: steps alone count."""
+    """Also write a checkpoint when the last one is this old; 0: steps alone count."""
     keep_checkpoints: int = Field(default=2, ge=1, le=10**9)
-    """The newest so many stay."""
+    """Number of newest checkpoints to keep."""
     keep_every: DurationText = "0 steps"
-    """Checkpoints are also written at multiples of this, and these stay for good."""
+    """Also write checkpoints at multiples of this, and keep them for good."""
     keep_best: Literal["loss", "score"] | None = None
-    """Checkpoints are also written after each evaluation, and the best by held-out loss or score (top-1) stays."""
+    """Also write a checkpoint after each evaluation, and keep the best by held-out loss or score (top-1)."""
 
     @model_validator(mode="before")
     @classmethod

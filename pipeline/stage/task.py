@@ -47,6 +47,9 @@ class Task(Protocol):
     """What the loop and the evaluation need to know of the kind of training."""
 
     @property
+    def engine(self) -> Engine: ...
+
+    @property
     def outputs(self) -> tuple[str, ...]:
         """What each of the model's outputs stands for."""
         ...

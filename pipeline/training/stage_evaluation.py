@@ -69,7 +69,6 @@ class StageEvaluation:
                     evaluate(
                         batches,
                         task=self._task,
-                        engine=self._engine,
                         ranks=self._context.ranks,
                         faults=self._faults,
                         of=of,

@@ -114,13 +114,12 @@ class _FewShotSet:
         config, context, ranks = self._config, self._context, self._context.ranks
         if self._labels is None:
             self._labels = self._read_labels()
-        train, _, damaged = shot_features(
+        train, _ = shot_features(
             self._labels,
             shots=max(config.shots),
             seeds=config.seeds,
             features_of=lambda samples: self._train_features(samples, step),
         )
-        self._damaged += damaged
         cases = [(shots, seed) for shots in config.shots for seed in range(config.seeds)]
         mine, problem = dict[tuple[int, int], LinearClassifier](), ""
         for shots, seed in cases[ranks.place.rank :: ranks.place.world_size]:
@@ -187,6 +186,7 @@ class _FewShotSet:
         if not train.values.isfinite().all():
             raise _NotMeasured("features are not finite")
         if len(train.damaged):
+            self._damaged += len(train.damaged)
             self._train = None  # others are drawn in their place
         return train
 

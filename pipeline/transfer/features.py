@@ -201,16 +201,14 @@ def extract(
 
 def shot_features(
     labels: Int64s, *, shots: int, seeds: int, features_of: Callable[[Int64s], Features]
-) -> tuple[Features, dict[int, Int64s], int]:
-    """The features of the shots of all seeds; the shots by seed; how many drawn images were damaged. The next image of
-    its class replaces a damaged one, whose label becomes unknown."""
-    damaged = 0
+) -> tuple[Features, dict[int, Int64s]]:
+    """Return the features of the shots of all seeds, and the shots by seed. The next image of its class replaces a
+    damaged one, whose label becomes unknown."""
     while True:
         by_seed = {seed: choose_shots(labels, shots=shots, seed=seed) for seed in range(seeds)}
         found = features_of(np.unique(np.concatenate([*by_seed.values()])))
-        damaged += len(found.damaged)
         if not len(found.damaged):
-            return found, by_seed, damaged
+            return found, by_seed
         labels[found.damaged] = UNKNOWN
 
 

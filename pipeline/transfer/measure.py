@@ -72,15 +72,16 @@ def _few_shot(
         rest[chosen] = False
         labels[rest] = UNKNOWN
     faults: dict[tuple[str, str], Fault] = {}
+    damaged = 0
 
     def features_of(samples: Int64s) -> Features:
+        nonlocal damaged
         found = features.features(data.train, store=data.store, samples=samples)
         faults.update({(each.shard, each.key): each for each in found.faults})
+        damaged += len(found.damaged)
         return found
 
-    train, by_seed, damaged = shot_features(
-        labels, shots=max(settings.shots), seeds=settings.seeds, features_of=features_of
-    )
+    train, by_seed = shot_features(labels, shots=max(settings.shots), seeds=settings.seeds, features_of=features_of)
     held_out = features.features(data.eval, store=data.store)
     scores: list[TransferScore] = []
     for shots in settings.shots:

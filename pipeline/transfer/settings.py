@@ -25,7 +25,7 @@ class FewShotSettings(Strict):
     l2: Strengths = (1024.0,)
     """Strength of the regularisation; of several, the one with the least leave-one-out error on the shots."""
     seeds: int = Field(default=3, ge=1, le=1000)
-    """How often the shots are drawn; the result is the mean."""
+    """Number of draws; the result is their mean."""
 
 
 class ProbeSettings(Strict):
@@ -50,7 +50,7 @@ class KnnSettings(Strict):
 
     method: Literal["knn"] = "knn"
     k: Counts = (20,)
-    """So many neighbours vote."""
+    """Neighbours that vote."""
     temperature: float = Field(default=0.07, gt=0, le=1e6)
     """A neighbour's vote weighs exp(cosine / temperature)."""
 
@@ -89,9 +89,9 @@ class TransferTable(Strict):
     """A table of data sets for `shardvit transfer`."""
 
     name: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=60)] | None = None
-    """Of the result; default: the file's."""
+    """Name of the result; default: the file's."""
     method: Literal["fewshot", "probe", "knn"] = "probe"
-    """Of the data sets that name none."""
+    """Method of the data sets that name none."""
     data_sets: tuple[AnySet, ...] = Field(min_length=1, max_length=1000)
 
     @model_validator(mode="before")

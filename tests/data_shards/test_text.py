@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.checking.check import check
+from data_shards.checking.check import CheckOptions, check
 from data_shards.checking.page import as_text
 from data_shards.errors import UserError
 from data_shards.shards.shard_set import ShardsSpec
@@ -43,7 +43,12 @@ def test_no_tar_can_write_on_the_screen_of_a_check(tmp_path: Path, monkeypatch: 
                 info.size = len(content)
                 tar.addfile(info, io.BytesIO(content))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    result = check(ShardsSpec(str(tmp_path), label="txt"), decode=True, processes=1, report=lambda line: None)
+    result = check(
+        ShardsSpec(str(tmp_path), label="txt"),
+        options=CheckOptions(decode=True),
+        processes=1,
+        report=lambda line: None,
+    )
     text = as_text(result)
     assert "\\x1b[31m\\r0\\ncheck" in text and "\\x1b]0;title\\x07\\na" in text  # keys, a class
     assert text.replace("\n", "").isprintable()

@@ -209,6 +209,13 @@ def test_a_mistake_in_the_recipe_is_said_before_anything_slow_is_imported(packed
         (["pack", "images", "out", "--holdout", "much"], "much"),
         (["demo", "--data", "imagenet"], "imagenet"),
         (["run", "nothing.yaml"], "there is no recipe nothing.yaml"),
+        (["fewshot", "m", "a", "b"], "shardvit transfer MODEL TRAIN_SHARDS EVAL_SHARDS --method fewshot"),
+        (["probe", "--help"], "--method probe"),
+        (["knn"], "--method knn"),
+        (["table8"], "shardvit sweep digits_positions model.position="),
+        (["run", "mine.yaml", "--launcher", "pdsh"], "--launcher is no longer a flag of run: hosts are reached"),
+        (["run", "mine.yaml", "--launcher=ssh"], "leave it out"),
+        (["doctor", "--cache", "there"], "--cache is no longer a flag of doctor"),
         (["run", "mine.yaml", "seed"], "key=value"),
     ],
 )

@@ -120,7 +120,7 @@ def test_an_evaluation_waits_for_none_of_its_batches(task: Any, counted: int, wr
     task.example(batch(), use="eval")
     wrapped.clear()
     with Operations() as counter:
-        kept = run_model([batch(), batch(counted=counted), batch()], task=task, engine=task.engine, faults=faults)
+        kept = run_model([batch(), batch(counted=counted), batch()], task=task, faults=faults)
     counter.waits.subtract({"a tensor of Python's values": len(wrapped)})
     assert [len(each) for each in kept.columns] == [COUNT] * 3 and not +counter.waits
 

@@ -10,18 +10,7 @@ from cyclopts import Parameter
 
 from data_shards.errors import UserError
 from data_shards.text import printable
-from data_shards.vocabulary import USUAL_MOST_PIXELS
-from launch.flags import (
-    CacheFolder,
-    JsonFlag,
-    MaxImagePixels,
-    TarClasses,
-    TarLabel,
-    TarsAreMultiLabel,
-    demand_counts,
-    pixel_limit,
-    size_bytes,
-)
+from launch.flags import JsonFlag, ShardsOptions, demand_counts, pixel_limit
 from launch.target import Force, demand_target
 
 
@@ -32,7 +21,6 @@ def check(
     decode: Annotated[
         bool, Parameter(negative="", help="Decode every image in full: finds those that are cut.")
     ] = False,
-    max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS,
     digests: Annotated[bool, Parameter(help="Compare each shard's SHA-256 with the manifest's.")] = True,
     world_size: Annotated[
         int | None, Parameter(help="Processes to train with, over all nodes: say how the shards suit that number.")
@@ -41,13 +29,7 @@ def check(
     gpus_per_node: Annotated[
         int | None, Parameter(help="Processes on one machine, for --world-size; default: 8.")
     ] = None,
-    label: TarLabel = None,
-    classes: TarClasses = None,
-    multi_label: TarsAreMultiLabel = False,
-    cache: CacheFolder = None,
-    cache_limit: Annotated[
-        str | None, Parameter(help="Size of that folder, beyond which the oldest shards are removed; default: 50GB.")
-    ] = None,
+    options: ShardsOptions = ShardsOptions(),  # noqa: B008 - frozen
     against: Annotated[
         list[str] | None,
         Parameter(
@@ -94,26 +76,22 @@ def check(
     """
     import json
 
+    from data_shards.checking.check import CheckOptions
     from data_shards.checking.check import check as check_shards
     from data_shards.checking.near_duplicates.match_lines import write_lines
     from data_shards.checking.page import as_json, as_text
-    from data_shards.shards.location import is_local
-    from data_shards.shards.shard_set import ShardsSpec
-    from data_shards.store.cache import CacheConfig, default_cache_folder
     from data_shards.store.store import RetryPolicy, Store
     from launch.pages.duplicates_page import MATCHES_PAGE, TITLE, write_duplicates
 
     demand_counts(world_size=world_size, lanes=lanes, gpus_per_node=gpus_per_node)
     if world_size is None and (lanes, gpus_per_node) != (None, None):
         raise UserError("--lanes, --gpus-per-node: they say how --world-size processes would read; give that too")
-    all_local = all(map(is_local, (shards, *(against or ()))))
-    if all_local and (cache, cache_limit) != (None, None):
-        raise UserError(f"--cache, --cache-limit: {shards} is local and is not copied; leave them out")
+    cache = options.cache_of(shards, *(against or ()))
     if against is not None and not against:
         raise UserError("--against: it is followed by no shards; name the sets to compare with")
     if report is not None and not against:
         raise UserError("--output: it is for what --against finds; give that too")
-    limit_bytes = size_bytes("--cache-limit", cache_limit) or CacheConfig.limit_bytes
+    limit = pixel_limit(options.max_image_pixels)
     if report is not None:  # before hours of reading
         demand_target(report, flag="--output", force=force, mark=f"<title>{TITLE}</title>", file=MATCHES_PAGE)
         try:
@@ -121,15 +99,17 @@ def check(
         except OSError as error:
             raise UserError(f"--output: {report} cannot be made a folder ({error.strerror}); give another") from None
     result = check_shards(
-        ShardsSpec(shards, label=label, kind="multi" if multi_label else "single", classes=classes),
-        decode=decode,
-        pixel_limit=pixel_limit(max_image_pixels),
-        digests=digests,
-        world_size=world_size,
-        lanes=lanes,
-        processes_per_node=gpus_per_node or 8,
+        options.spec(shards),
+        options=CheckOptions(
+            decode=decode,
+            digests=digests,
+            pixel_limit=limit,
+            world_size=world_size,
+            lanes=lanes,
+            processes_per_node=gpus_per_node or CheckOptions.processes_per_node,
+        ),
         store=Store(
-            None if all_local else CacheConfig(folder=cache or default_cache_folder(), limit_bytes=limit_bytes),
+            cache,
             retry=RetryPolicy(give_up_seconds=60.0),  # the user is waiting
             commands="run",  # SHARDS as the user typed it; a manifest cannot name commands
         ),
@@ -139,5 +119,5 @@ def check(
     print(json.dumps(as_json(result), indent=1) if as_json_text else as_text(result), flush=True)
     if report is not None:
         write_lines(report, result.matches)
-        write_duplicates(report / MATCHES_PAGE, result.matches, pixel_limit(max_image_pixels))
+        write_duplicates(report / MATCHES_PAGE, result.matches, limit)
     return result.exit_code

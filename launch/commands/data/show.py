@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,18 +13,7 @@ from cyclopts import Parameter
 from data_shards.errors import UserError
 from data_shards.shards.location import redacted
 from data_shards.text import printable
-from data_shards.vocabulary import USUAL_MOST_PIXELS
-from launch.flags import (
-    CacheFolder,
-    DataFile,
-    MaxImagePixels,
-    TarClasses,
-    TarLabel,
-    TarsAreMultiLabel,
-    demand_counts,
-    pixel_limit,
-    size_bytes,
-)
+from launch.flags import DataFile, ShardsOptions, demand_counts, pixel_limit
 from launch.local.env import paths_file
 from launch.target import INDEX_FILE, Force, demand_target, page_mark
 
@@ -51,14 +41,7 @@ def show(
     ] = 200_000,
     seed: Annotated[int, Parameter(help="Draws which images and shards are shown.")] = 0,
     data: DataFile = None,
-    label: TarLabel = None,
-    classes: TarClasses = None,
-    multi_label: TarsAreMultiLabel = False,
-    max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS,
-    cache: CacheFolder = None,
-    cache_limit: Annotated[
-        str | None, Parameter(help="Size of that folder, beyond which the oldest shards are removed; default: 50GB.")
-    ] = None,
+    options: ShardsOptions = ShardsOptions(),  # noqa: B008 - frozen
     force: Force = False,
 ) -> int:
     """Look at shards, or at what a recipe will show the model, before training.
@@ -96,29 +79,22 @@ def show(
         given = {"OVERRIDES": bool(overrides), "--stage": stage is not None, "--step": step is not None}
         _refuse(given | {"--data": data is not None}, to=f"{what}, which are shards")
     else:
-        given = {"--label": label is not None, "--classes": classes is not None, "--multi-label": multi_label}
-        given |= {"--cache": cache is not None, "--cache-limit": cache_limit is not None}
-        given |= {"--max-image-pixels": max_image_pixels != USUAL_MOST_PIXELS}
+        given = {
+            f"--{each.name.replace('_', '-')}": getattr(options, each.name) != each.default for each in fields(options)
+        }
         _refuse(given, to=f"{what}, which is a recipe: it has keys for that")
 
     from launch.pages.shards_page import Looking, show_recipe, show_shards
 
     looking = Looking(images=images, most_labels=labels, seed=seed, report=_report)
     if recipe is None:
-        from data_shards.shards.location import is_local
-        from data_shards.shards.shard_set import ShardsSpec
-        from data_shards.store.cache import CacheConfig, default_cache_folder
         from data_shards.store.download import RetryPolicy
         from data_shards.store.store import Store
 
-        if is_local(what) and (cache, cache_limit) != (None, None):
-            raise UserError(f"--cache, --cache-limit: {what} is local and is not copied; leave them out")
-        limit_bytes = size_bytes("--cache-limit", cache_limit) or CacheConfig.limit_bytes
-        cached = None if is_local(what) else CacheConfig(cache or default_cache_folder(), limit_bytes=limit_bytes)
         made = show_shards(
-            ShardsSpec(what, label=label, kind="multi" if multi_label else "single", classes=classes),
-            store=Store(cached, retry=RetryPolicy(give_up_seconds=_GIVE_UP_SECONDS)),
-            limit=pixel_limit(max_image_pixels),
+            options.spec(what),
+            store=Store(options.cache_of(what), retry=RetryPolicy(give_up_seconds=_GIVE_UP_SECONDS)),
+            limit=pixel_limit(options.max_image_pixels),
             looking=looking,
         )
     else:
@@ -148,7 +124,7 @@ def _recipe(what: str, overrides: tuple[str, ...], *, data: Path | None) -> Reci
 
 
 def _has_shards(name: str) -> bool:
-    """Whether a folder of that name is here and holds shards, or splits of them."""
+    """True if a folder of that name is here and holds shards, or splits of them."""
     folder = Path(name)
     return any(any(folder.glob(pattern)) for pattern in ("manifest.json", "*.tar", "*/manifest.json", "*/*.tar"))
 
@@ -170,7 +146,7 @@ def _refuse(given: dict[str, bool], *, to: str) -> None:
 
 
 def _folder_name(shown: str) -> str:
-    """Of shards, from the end of their location."""
+    """Name the page's folder by the end of the shards' location."""
     last, before, *_ = [*reversed(shown.rstrip("/").split("/")), "", ""]
     stem = f"{before}_{last}" if last in ("train", "val", "test") else last.removesuffix(".tar")
     return re.sub(r"[^A-Za-z0-9._-]+", "_", stem).strip("._")[:80] or "shards"

@@ -9,15 +9,7 @@ from cyclopts import Parameter
 
 from data_shards.errors import UserError
 from data_shards.vocabulary import USUAL_MOST_PIXELS
-from launch.flags import (
-    Device,
-    MaxImagePixels,
-    TarClasses,
-    TarLabel,
-    WhichWeights,
-    demand_counts,
-    pixel_limit,
-)
+from launch.flags import Device, MaxImagePixels, TarClasses, TarLabel, WhichWeights, demand_counts, pixel_limit
 from launch.target import INDEX_FILE, Force, demand_target, page_mark
 
 
@@ -75,7 +67,7 @@ def figures(
 
 
 def _name(model: Path) -> str:
-    """Of the folder, from the model's path: RUN, RUN-STAGE, or a file's name."""
+    """Name the folder by the model's path: RUN, RUN-STAGE, or a file's name."""
     parts = [part for part in model.absolute().parts if part not in ("model", "checkpoints")]
     name = "-".join(parts[-2:]) if parts[-1] in ("pretrain", "finetune", "masked_patch") else parts[-1]
     return name.removesuffix(".npz").removesuffix(".pth") or "model"

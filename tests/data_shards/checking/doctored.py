@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from data_shards.checking.check import CheckResult, check
+from data_shards.checking.check import CheckOptions, CheckResult, check
 from data_shards.checking.findings import Finding
 from data_shards.shards.shard_set import ShardsSpec
 from data_shards.shards.tar_index import index_path, open_index
@@ -34,7 +34,8 @@ def tars(folder: Path) -> list[Path]:
 
 def looked_at(location: Path | str, **options: Any) -> CheckResult:
     spec = options.pop("spec", None) or ShardsSpec(str(location))
-    return check(spec, **{"processes": 1, "report": lambda line: None, **options})
+    chosen = CheckOptions(**{name: options.pop(name) for name in vars(CheckOptions()) if name in options})
+    return check(spec, options=chosen, **{"processes": 1, "report": lambda line: None, **options})
 
 
 def by_kind(result: CheckResult) -> dict[str, Finding]:

@@ -1,6 +1,7 @@
 """The machine's verdicts, each from facts that the test makes up; the real one."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from launch.doctor.machine import (
     check_open_files,
     check_python,
     check_shm,
+    file_system,
     machine_checks,
 )
 
@@ -57,21 +59,32 @@ def test_memory_is_what_the_control_group_and_the_others_leave(available: int, l
 
 
 @pytest.mark.parametrize(
-    ("free", "access", "verdict", "words"),
+    ("free", "access", "kind", "verdict", "words"),
     [
-        (10**12, False, "problem", "--runs"),
-        (4 * 10**9, True, "problem", "checkpoint"),
-        (10**12, True, "fine", ""),
+        (10**12, False, "ext4", "problem", "--runs"),
+        (4 * 10**9, True, "nfs4", "problem", "checkpoint"),
+        (10**12, True, "nfs4", "note", "MLFLOW_TRACKING_URI"),
+        (10**12, True, "ext4", "fine", ""),
+        (10**12, True, "", "fine", ""),
     ],
 )
 def test_the_disk_of_the_runs_is_that_of_the_folder_above_that_is_there(
-    free: int, access: bool, verdict: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    free: int, access: bool, kind: str, verdict: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     asked: list[Path] = []
     monkeypatch.setattr("os.access", lambda path, mode: asked.append(path) or access)
     monkeypatch.setattr(machine, "free_bytes", lambda folder: free)
+    monkeypatch.setattr(machine, "file_system", lambda folder: kind)
     check = check_disk(tmp_path / "a" / "b")
     assert check.verdict == verdict and words in check.remedy and asked == [tmp_path]
+    assert kind in check.found
+
+
+def test_the_innermost_mount_tells_the_file_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    mounts = [("/", "ext4"), (str(tmp_path), "autofs"), (str(tmp_path), "nfs4"), (f"{tmp_path}/other", "tmpfs")]
+    parts = [SimpleNamespace(mountpoint=place, fstype=kind) for place, kind in mounts]
+    monkeypatch.setattr("psutil.disk_partitions", lambda all: parts)
+    assert file_system(tmp_path) == "nfs4"
 
 
 @pytest.mark.parametrize(

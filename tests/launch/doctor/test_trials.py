@@ -160,6 +160,16 @@ def test_a_process_that_crashes_is_named_and_not_the_one_that_waited():
     assert "/etc/hosts" in check.remedy
 
 
+def test_full_reports_are_what_the_tools_print_or_how_they_died(monkeypatch: pytest.MonkeyPatch):
+    def run(commands: list[list[str]], **more: object) -> list[child.Answer]:
+        crashed = commands[0][-1] == "deepspeed.env_report"
+        return [child.Answer(-11 if crashed else 0, "PyTorch version: 2", "", 120)]
+
+    monkeypatch.setattr(probe, "run_children", run)
+    said = probe.full_reports(environment={})
+    assert said["torch.utils.collect_env"] == "PyTorch version: 2" and "SIGSEGV" in said["ds_report"]
+
+
 def test_processes_that_hang():
     check = run_two("import time; time.sleep(600)", backend="nccl", limit_seconds=3)
     assert check.verdict == "problem" and "did not end within 3 seconds" in check.found

@@ -61,7 +61,6 @@ def evaluated(folder: Path, *, ranks: Any, kind: Any) -> Evaluated:
     return evaluate(
         eval_batches(part, workers=0),
         task=task,
-        engine=engine,
         ranks=ranks,
         faults=SimpleNamespace(note=lambda batch, *, use, rows: None),  # pyright: ignore[reportArgumentType]
         metrics=("top5", "calibration_error") if kind == "single" else several,

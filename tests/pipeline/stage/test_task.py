@@ -180,7 +180,7 @@ def test_an_evaluation_counts_every_image_once_however_they_are_divided():
 
     def evaluation(*batches: Batch) -> dict[str, float]:
         task = masked_patches(engine)
-        return evaluate(batches, task=task, engine=engine, ranks=Alone(), faults=ledger).metrics  # pyright: ignore[reportArgumentType]
+        return evaluate(batches, task=task, ranks=Alone(), faults=ledger).metrics  # pyright: ignore[reportArgumentType]
 
     once = evaluation(whole)
     assert set(once) == {"val/loss", "val/accuracy", "val/images"} and once["val/images"] == 7

@@ -141,8 +141,6 @@ def test_a_table_goes_on_where_it_was_and_ends_in_mlflow(call: Call, folder: Pat
         (("transfer", "model", "shards/train"), "EVAL_SHARDS"),
         (("transfer", "model", "nowhere.yaml", "--method", "knn"), "--method"),
         (("transfer", "model", "nowhere.yaml"), "nowhere.yaml"),
-        (("fewshot", "model", *SETS), "transfer MODEL TRAIN_SHARDS EVAL_SHARDS --method fewshot"),
-        (("table8",), "shardvit sweep digits_positions"),
     ],
 )
 def test_mistakes_are_one_sentence(call: Call, arguments: tuple[object, ...], words: str) -> None:
