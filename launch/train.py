@@ -198,6 +198,9 @@ def _run(
         say(few_files)
     import torch
 
+    from model.without_compiler import import_timm
+
+    import_timm()
     from pipeline.checkpoint.saver import SaveFailed
     from pipeline.ranks.group import Ranks
     from pipeline.ranks.process import settle_threads

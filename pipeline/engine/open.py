@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from data_shards.errors import UserError
+from model.without_compiler import keep_out_of_optimizers
 from pipeline.engine.protocol import Engine
 from pipeline.engine.saved_state.frozen import freeze
 from pipeline.ranks.group import Ranks
@@ -20,6 +21,7 @@ def open_engine(recipe: Recipe, *, stage: StageName, plan: StagePlan, model: nn.
         raise UserError("engine.precision fp16 needs a GPU: use bf16 or fp32 on this machine")
     config = recipe.train_stage(stage)
     freeze(model, config.optimizer.frozen, key=f"stages.{stage}.optimizer.frozen")
+    keep_out_of_optimizers()
     match recipe.engine.backend:
         case "deepspeed" if recipe.engine.zero_stage == 0:
             from pipeline.engine.ddp_engine import DdpEngine

@@ -12,14 +12,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Each takes 0.3 to 2 CPU seconds, and no step of a recipe that compiles nothing needs it. (torch._dynamo takes 1.4,
-# and timm, DeepSpeed and torch's optimizers each import it.)
-NEEDLESS = ("torch._inductor.compile_fx", "mlflow", "pandas", "sklearn")
+# Each takes 0.3 to 2 CPU seconds, and no step of a recipe that compiles nothing needs it.
+NEEDLESS = ("torch._dynamo", "torch._inductor", "sympy", "mlflow", "pandas", "sklearn", "setuptools")
 
 RANK = """
 import json, sys, tempfile
 from pathlib import Path
 import torch
+from model.without_compiler import import_timm
+
+import_timm()
 import pipeline.training.stages
 from model.build import build_model
 from model.init import initialise
@@ -58,3 +60,39 @@ def test_a_rank_imports_nothing_needless(stage: str, zero_stage: str):
     assert told["moved"] and told["compile"] == "torch"  # the step is a step, and the compiler is where it was
     assert {"torch", "timm", "deepspeed"} <= set(told["modules"])
     assert [name for name in NEEDLESS if name in told["modules"]] == []
+
+
+USE = """
+from model.without_compiler import import_timm, keep_out_of_optimizers
+
+import_timm()
+from pipeline.engine.deepspeed_engine import import_deepspeed
+
+import_deepspeed()
+import torch
+from deepspeed.runtime.zero.muon.original_muon import zeropower_via_newtonschulz5
+from torchvision.ops.roi_align import is_compile_supported
+import timm.models.naflexvit
+
+keep_out_of_optimizers()
+assert isinstance(is_compile_supported("cpu"), bool)
+import torch._dynamo.utils
+
+assert torch._dynamo.utils.is_compile_supported is not is_compile_supported  # the real one, under its name
+compiled = torch.compile(lambda x: x + 1, backend="eager")
+assert compiled(torch.ones(2)).tolist() == [2, 2]
+torch._dynamo.config.suppress_errors = True
+weight = torch.nn.Parameter(torch.ones(3))
+for kind in (torch.optim.AdamW, torch.optim.SGD):
+    optimizer = kind([weight], lr=0.5)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    assert not weight.grad_fn and weight.requires_grad and torch.is_grad_enabled()
+print("fine")
+"""
+
+
+def test_what_was_deferred_is_imported_when_called():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    ended = subprocess.run([sys.executable, "-c", USE], env=environment, capture_output=True, text=True, check=False)
+    assert ended.stdout.endswith("fine\n"), ended.stderr
