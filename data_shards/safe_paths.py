@@ -12,7 +12,7 @@ from data_shards.errors import UserError
 
 
 def is_inside(path: Path, *, folder: Path) -> bool:
-    """Whether `path`, which need not exist, lies in `folder` once all links are followed."""
+    """True if `path`, which need not exist, lies in `folder` once all links are followed."""
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 

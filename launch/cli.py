@@ -34,8 +34,8 @@ from pipeline.recipe.vocabulary import EXIT_FAILED, EXIT_READER_LEFT, EXIT_STOPP
 app = App(
     name="shardvit",
     help="Pre-train Vision Transformers from WebDataset shards: pretrain, swap head, finetune.",
-    help_epilogue="Exit codes: 0 done, 1 failed, or (check, doctor) problems found, 2 something to change (a "
-    "mistake, a full disk), 75 stopped by a signal: run the same command again.",
+    help_epilogue="Exit codes: 0 done; 1 failed, or (check, doctor) problems found; 2 a mistake or full disk; "
+    "75 stopped by a signal: run it again.",
     version="0.1.0.dev0",
     help_format="plaintext",
     suppress_keyboard_interrupt=False,  # main() says what an interruption means

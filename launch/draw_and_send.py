@@ -185,15 +185,14 @@ def main(runs_root: str, name: str, pictures: str) -> None:
 
 def _open_sender(folder: RunFolder, *, say: Callable[[str], None]) -> Sender | None:
     """None: the recipe says that nothing is sent now."""
-    from pipeline.tracking.client import home_of, store_uri
-    from pipeline.tracking.mlflow_sink import MlflowSink
+    from pipeline.tracking.mlflow_sink import sink_of
     from pipeline.tracking.sender import Sender
 
-    recipe, home = parse_recipe(folder.path / RECIPE_FILE), home_of(folder)
+    recipe = parse_recipe(folder.path / RECIPE_FILE)
     if recipe.tracking.mode == "offline":
         return None
-    name = experiment_name() or recipe.experiment
-    return Sender(folder, recipe, MlflowSink(store_uri(tracking_uri(), home=home), home=home, experiment=name), say=say)
+    sink = sink_of(folder, recipe, uri=tracking_uri(), experiment=experiment_name())
+    return Sender(folder, recipe, sink, say=say)
 
 
 def _listen(asked: SimpleQueue[dict[str, Any] | None], ended: SimpleQueue[dict[str, Any]]) -> None:
@@ -255,8 +254,7 @@ def _draw_all(
 
 
 def _pending(lines: SimpleQueue[dict[str, Any] | None]) -> list[dict[str, Any]]:
-    """What has been asked for by now, at least one request, without evaluations that a later one replaces; empty: no
-    more will come."""
+    """Wait for a request, and return all queued ones, without evaluations replaced by later ones; empty: the end."""
     found = [lines.get()]
     while not lines.empty():
         found.append(lines.get())

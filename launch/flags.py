@@ -19,32 +19,30 @@ if TYPE_CHECKING:
     from data_shards.shards.shard_set import ShardsSpec
     from data_shards.store.cache import CacheConfig
 
+
+def switch(words: str, name: str | None = None) -> Parameter:
+    """Describe a flag that is off unless given."""
+    return Parameter(name=name, negative="", show_default=False, help=words)
+
+
 RunsFolder = Annotated[Path, Parameter(help="Folder of all runs and of mlflow.db.")]
 WhichWeights = Annotated[
     WeightsKind | None,
     Parameter(
         name="--weights",
-        help="Of a checkpoint: as trained, or their moving average (ema); default: what its stage writes.",
+        help="Trained or averaged (ema) weights; default: as its stage says.",
     ),
 ]
 DataFile = Annotated[
     Path | None,
-    Parameter(
-        help="YAML file with the shards of each role, ROLE: {train: SHARDS, eval: SHARDS}; default: $SHARDVIT_DATA."
-    ),
+    Parameter(help="YAML file, ROLE: {train: SHARDS, eval: SHARDS}; default: $SHARDVIT_DATA."),
 ]
-JsonFlag = Annotated[bool, Parameter(name="--json", negative="", help="Print the result as JSON.")]
-TarLabel = Annotated[
-    str | None, Parameter(help="Where tars without a manifest have their labels: cls, txt or json:KEY.")
-]
-TarClasses = Annotated[Path | None, Parameter(help="File with the classes' names, for tars without a manifest.")]
-TarsAreMultiLabel = Annotated[
-    bool, Parameter(negative="", help="Tars without a manifest have a list of labels for each image.")
-]
-Device = Annotated[Literal["auto", "cpu", "cuda"], Parameter(help="Where to run; auto: a GPU if there is one.")]
-MaxImagePixels = Annotated[
-    int, Parameter(help="Larger images are not decoded, which takes up to 17 bytes a pixel and core.")
-]
+JsonFlag = Annotated[bool, switch("Print the result as JSON.", "--json")]
+TarLabel = Annotated[str | None, Parameter(help="Labels in tars without a manifest: cls, txt or json:KEY.")]
+TarClasses = Annotated[Path | None, Parameter(help="File of class names, for tars without a manifest.")]
+TarsAreMultiLabel = Annotated[bool, switch("Several labels per image in tars without a manifest.")]
+Device = Annotated[Literal["auto", "cpu", "cuda"], Parameter(help="auto: a GPU, if any.")]
+MaxImagePixels = Annotated[int, Parameter(help="Do not decode larger images (17 bytes a pixel).")]
 
 
 @Parameter(name="*")
@@ -57,11 +55,11 @@ class ShardsOptions:
     multi_label: TarsAreMultiLabel = False
     max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS
     cache: Annotated[
-        Path | None, Parameter(help="Folder for downloaded shards; default: shardvit-cache-USER in $TMPDIR or /tmp.")
+        Path | None, Parameter(help="Downloaded shards; default: shardvit-cache-USER in $TMPDIR or /tmp.")
     ] = None
-    cache_limit: Annotated[
-        str | None, Parameter(help="Size of that folder, beyond which the oldest shards are removed; default: 50GB.")
-    ] = None
+    cache_limit: Annotated[str | None, Parameter(help="Size of that folder, oldest removed first; default: 50GB.")] = (
+        None
+    )
 
     def spec(self, location: str) -> ShardsSpec:
         """The shards at `location`."""

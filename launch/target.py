@@ -14,16 +14,17 @@ from cyclopts import Parameter
 
 from data_shards.durable import replace_text
 from data_shards.errors import UserError
+from launch.flags import switch
 from pipeline.recipe.vocabulary import ALL_STAGES, RECIPE_FILE, STAGE_FILE
 
-Force = Annotated[bool, Parameter(name="--force", negative="", help="Replace what is there, whatever wrote it.")]
+Force = Annotated[bool, switch("Replace what is there, whatever wrote it.", "--force")]
 JsonFile = Annotated[
     Path | None,
     Parameter(
         name="--json", allow_leading_hyphen=True, help="Write the result as JSON, too; -: to standard output, alone."
     ),
 ]
-PageCommand = Literal["report", "show", "figures", "check"]
+PageCommand = Literal["report", "show", "figures", "check", "pack"]
 INDEX_FILE = "index.html"  # of a folder that is a page
 _MOST_BYTES = 2**26  # of a file that is looked into: no result is as large
 _STDOUT = Path("-")

@@ -1,4 +1,4 @@
-"""What every launcher starts on every rank: stages of a recipe, one after another in the same processes.
+"""Entry point of every rank under every launcher: a recipe's stages, one after another in the same processes.
 
     PYTHONSAFEPATH=1 deepspeed --num_gpus 8 --no_local_rank --module launch.train RECIPE --stage pretrain
     python -P -m launch.local.torchrun --nproc-per-node 8 -m launch.train RECIPE --stage pretrain --stage swap_head
@@ -154,7 +154,7 @@ def _failed(error: Exception, *, folder: RunFolder, at: _At, place: Place) -> in
 
 
 def _memory_problem(error: Exception, *, at: _At, place: Place) -> str | None:
-    """What to change if it was memory that ran out; None: it was not. Trying again would end in the same way."""
+    """Advice if memory ran out; None otherwise. A restart would fail in the same way."""
     from pipeline.budget.out_of_memory import is_out_of_memory, what_to_change
 
     if not is_out_of_memory(error) or at.recipe is None or at.stage == "swap_head":

@@ -2,7 +2,7 @@
 
 The paper pre-trains with the sigmoid loss (vision_transformer issue 34) and fine-tunes with softmax. Logits become
 float32 first, so that large ones neither overflow nor lose precision in the sum over thousands of classes. To add a
-loss: its name in `model/vocabulary.py`, a function and its cases here.
+loss: its name and its row of `LOSSES` in `model/vocabulary.py`, a function and its cases here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 from torch import Tensor
 from torch.nn import functional as F
 
-from model.vocabulary import LossKind
+from model.vocabulary import LOSSES, LossKind
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -26,16 +26,13 @@ def loss_function(kind: LossKind, *, label_smoothing: float = 0.0) -> LossFuncti
     sum, as in optax. The pipeline refuses softmax for images with several labels. Raises ValueError if
     `label_smoothing` is out of range for this kind.
     """
+    bound = LOSSES[kind].smoothing_below
+    if not 0.0 <= label_smoothing < bound:
+        raise ValueError(f"label_smoothing must be at least 0 and below {bound:g} for {kind}, not {label_smoothing}")
     match kind:
         case "softmax":
-            if not 0.0 <= label_smoothing < 1.0:
-                raise ValueError(f"label_smoothing must be at least 0 and below 1, not {label_smoothing}")
             return partial(softmax_cross_entropy, label_smoothing=label_smoothing)
         case "sigmoid":
-            if not 0.0 <= label_smoothing < 0.5:
-                raise ValueError(
-                    f"label_smoothing must be at least 0 and below 0.5 for the sigmoid loss, not {label_smoothing}"
-                )
             return partial(sigmoid_cross_entropy, label_smoothing=label_smoothing)
 
 

@@ -1,16 +1,32 @@
 """The names that a user may write about a model, and what they stand for; torch-free, for recipes and plans.
 
-To add one: its name here, and a loss in `model/loss.py`, a head in `head.py`, a pooling in `vit.py`, a position
-embedding in `positions/embedding.py`, initial values in `init.py`, an export format in `formats/export.py`.
+To add one: its name here, and a loss in `LOSSES` and `model/loss.py`, a head in `head.py`, a pooling in `vit.py`, a
+position embedding in `positions/embedding.py`, initial values in `init.py`, an export format in `formats/export.py`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Literal
 
 LossKind = Literal["softmax", "sigmoid"]
+
+
+@dataclass(frozen=True)
+class LossFacts:
+    """Properties of a loss; its formula is in `model/loss.py`."""
+
+    takes_several_labels: bool  # of an image
+    smoothing_below: float  # label_smoothing from here on would reverse the targets
+    output: str  # what turns logits into probabilities, for MLflow's model
+
+
+LOSSES: dict[LossKind, LossFacts] = {
+    "softmax": LossFacts(takes_several_labels=False, smoothing_below=1.0, output="softmax"),
+    "sigmoid": LossFacts(takes_several_labels=True, smoothing_below=0.5, output="sigmoid of each class"),
+}
 HeadKind = Literal["mlp", "linear"]
 Pool = Literal["cls", "gap", "map"]
 PositionKind = Literal["learned_1d", "learned_2d", "relative", "sincos_2d", "none"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipeline.checkpoint import saver
-from pipeline.checkpoint.saver import CheckpointSaver
+from pipeline.checkpoint.saver import CheckpointSaver, Origin, SaveHooks
 from pipeline.checkpoint.store import Restored, Retention, restore_checkpoint
 from pipeline.checkpoint.train_state import TrainState
 from pipeline.engine.saved_state.host_copy import Hold
@@ -155,15 +155,12 @@ def saver_of(
         root,
         engine=engine,
         ranks=ranks,
-        identity=IDENTITY,
-        written_by={"torch": "2.0", "host": "here"},
-        recipe_text="name: test\n",
-        inputs={},
+        origin=Origin(IDENTITY, {"torch": "2.0", "host": "here"}, inputs={}, recipe_text="name: test\n"),
         retention=retention,
         mode=mode,
-        say=(said if said is not None else []).append,
-        on_commit=(committed if committed is not None else []).append,
-        progress=progress,
+        hooks=SaveHooks(
+            (said if said is not None else []).append, (committed if committed is not None else []).append, progress
+        ),
     )
 
 

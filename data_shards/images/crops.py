@@ -91,6 +91,10 @@ def google_crop(
     return Box(top=0, left=0, height=height, width=width)
 
 
+CROP_LAWS = {"torchvision": torchvision_crop, "google": google_crop}
+"""The random-resized crops of `vocabulary.CropLaw`; a new one also needs its name there."""
+
+
 def place_of(size: int, *, height: int, width: int, draws: NDArray[np.float64]) -> Box:
     """Place a square of `size` pixels anywhere in an image that is no smaller, uniformly."""
     top = int(float(draws[_TOP_DRAW]) * (height - size + 1))

@@ -28,12 +28,11 @@ from numpy.typing import NDArray
 from data_shards.errors import UserError
 from data_shards.images.box import Box, Pixels
 from data_shards.images.crops import (
+    CROP_LAWS,
     FLIP_DRAW,
     RAND_AUGMENT_DRAW,
     TORCHVISION_RATIO,
-    google_crop,
     place_of,
-    torchvision_crop,
 )
 from data_shards.images.decode import EncodedImage
 from data_shards.images.rand_augment import RandAugment
@@ -85,8 +84,7 @@ class TrainTransform:
             scaled = _short_side_to(self.resize_size, image, interpolation=self.interpolation, antialias=self.antialias)
             box = place_of(size, height=scaled.shape[0], width=scaled.shape[1], draws=draws)
             return placed(scaled[box.top : box.bottom, box.left : box.right], into)
-        law = google_crop if self.crop == "google" else torchvision_crop
-        box = law(image.height, image.width, area=self.crop_area, ratio=self.crop_ratio, draws=draws)
+        box = CROP_LAWS[self.crop](image.height, image.width, area=self.crop_area, ratio=self.crop_ratio, draws=draws)
         return resize(
             image.pixels(box),
             height=size,

@@ -24,7 +24,7 @@ from data_shards.loading.mixing import MixupConfig, draw_mix
 from data_shards.loading.workers import iterate
 from data_shards.order.mixture import AnyOrder, upcoming_shards
 from data_shards.order.randomness import uniforms
-from data_shards.order.sample_order import Int64s, SampleRefs
+from data_shards.order.sample_order import Int64s, SampleRefs, refs_in_set_order
 from data_shards.store.prefetch import Prefetcher, start_prefetch
 from data_shards.vocabulary import RandomStream, WorkerKind
 
@@ -152,7 +152,7 @@ class EvalBatches:
         self._block = -(-self._num_samples // (world_size * batch_size)) * batch_size
         self._first = rank * self._block
         self._batch_size = batch_size
-        self._first_of_shard = np.cumsum([0, *access.shards.shard_sizes], dtype=np.int64)[:-1]
+        self._shard_starts = np.cumsum([0, *access.shards.shard_sizes], dtype=np.int64)[:-1]
 
     def __len__(self) -> int:
         """The same for every rank."""
@@ -163,27 +163,25 @@ class EvalBatches:
 
     def __getitem__(self, number: int) -> Batch:
         """Make a batch, always `batch_size` long, so that compiled shapes stay the same."""
-        refs, counted = self._visits(number)
+        refs, counted = self._refs(number)
         return self._assembler.evaluate(refs, counted=counted, transform=self._transform)
 
     def upcoming(self) -> Iterator[tuple[int, list[int]]]:
         """Yield (batch, the shards that it is the first to touch) for the prefetcher."""
         last = -1
         for number in range(len(self)):
-            shards = [shard for shard in np.unique(self._visits(number)[0].shard).tolist() if shard > last]
+            shards = [shard for shard in np.unique(self._refs(number)[0].shard).tolist() if shard > last]
             last = max([last, *shards])
             yield number, shards
 
-    def _visits(self, number: int) -> tuple[SampleRefs, NDArray[np.bool_]]:
+    def _refs(self, number: int) -> tuple[SampleRefs, NDArray[np.bool_]]:
         in_block = np.arange(number * self._batch_size, (number + 1) * self._batch_size, dtype=np.int64)
         wanted = self._first + in_block
         counted = wanted < self._num_samples
         sample = np.minimum(wanted, self._num_samples - 1)
         if self._samples is not None:
             sample = self._samples[sample]
-        shard = np.searchsorted(self._first_of_shard, sample, side="right") - 1
-        row, zeros = sample - self._first_of_shard[shard], np.zeros_like(sample)
-        return SampleRefs(epoch=zeros, shard=shard, row=row, sample=sample, lane=zeros, position=sample), counted
+        return refs_in_set_order(sample, shard_starts=self._shard_starts), counted
 
 
 class TrainLoader:

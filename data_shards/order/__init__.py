@@ -1,1 +1,1 @@
-"""Which sample stands at which position of which epoch: pure functions."""
+"""Sample order: which sample stands at which position of which epoch. Pure functions."""

@@ -47,6 +47,13 @@ class SampleRefs:
         return SampleRefs(**{each.name: getattr(self, each.name)[slots] for each in fields(self)})
 
 
+def refs_in_set_order(samples: Int64s, *, shard_starts: Int64s) -> SampleRefs:
+    """Refer to samples by number, as evaluation does; `shard_starts`: the number of each shard's first sample."""
+    shard, zeros = np.searchsorted(shard_starts, samples, side="right") - 1, np.zeros_like(samples)
+    row = samples - shard_starts[shard]
+    return SampleRefs(epoch=zeros, shard=shard, row=row, sample=samples, lane=zeros, position=samples)
+
+
 class LaneStream(ABC):
     """An order of samples: lanes, the global batches cut from them, and the ranks' parts of those.
 

@@ -47,7 +47,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class PackReport:
-    """What OUT holds; `compared` says what was compared with the source if OUT was packed before."""
+    """Contents of OUT; `compared` says what was compared with the source if OUT was packed before."""
 
     out: Path
     manifests: tuple[Manifest, ...]

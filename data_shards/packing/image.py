@@ -68,7 +68,7 @@ def prepare_image(data: bytes, *, resize: Resize | None = None, limit: PixelLimi
 
 
 def _extension(data: bytes) -> str:
-    """Of bytes that have been decoded."""
+    """File extension of an encoded image, by its content."""
     if data.startswith(_JPEG_MAGIC):
         return "jpg"
     from PIL import Image

@@ -107,7 +107,7 @@ def _is_there(url: str, *, store: Store) -> bool:
 
 
 def is_packed(location: str) -> bool:
-    """Whether a manifest is required; not for a local folder with tars, a pattern or a tar."""
+    """True if a manifest is required: not for a local folder with tars, a pattern or a tar."""
     if location.startswith(PIPE):
         return False
     if is_local(location) and (path := local_path(location)).is_dir():

@@ -62,7 +62,7 @@ class Overview:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all labels were read."""
+        """True if all labels were read."""
         return self.opened == len(self.shards.shards)
 
 

@@ -159,7 +159,7 @@ class _Opened:
 
 
 def _is_plain(header: bytes, name: bytes, size: int) -> bool:
-    """Whether a header states this name (with its final zero) and size in the usual form, as nearly all do."""
+    """True if a header states this name (with its final zero) and size in the usual form, as nearly all do."""
     return (
         len(header) == BLOCK_BYTES
         and header.startswith(name)
@@ -170,7 +170,7 @@ def _is_plain(header: bytes, name: bytes, size: int) -> bool:
 
 
 def _states(header: bytes, key: str, extension: str, size: int) -> bool:
-    """Whether a header states this name and size in any form."""
+    """True if a header states this name and size in any form."""
     try:
         name, stated_size = stated_member(header)
     except ValueError:

@@ -45,7 +45,7 @@ def protocol(location: str) -> str:
 
 
 def is_local(location: str) -> bool:
-    """Whether it is a path of this machine."""
+    """True for a path of this machine."""
     return protocol(location) == "file"
 
 

@@ -57,13 +57,13 @@ class ShardSet:
 
     @property
     def is_multi_label(self) -> bool:
-        """Whether a sample may have any number of classes, rather than exactly one."""
+        """True if a sample may have any number of classes, rather than exactly one."""
         each = self.shards.sources if isinstance(self.shards, ShardTable) else self.shards
         return any(one.labels.kind == "multi" for one in each)
 
     @property
     def is_local(self) -> bool:
-        """Whether all shards are local files."""
+        """True if all shards are local files."""
         if isinstance(self.shards, ShardTable):
             return all(source.shown_folder is not None for source in self.shards.sources)
         return all(is_local(shard.url) for shard in self.shards)

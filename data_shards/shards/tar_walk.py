@@ -192,7 +192,7 @@ def _check_end(end: int, num_bytes: int, *, what: str) -> None:
 
 
 def _check_tail(descriptor: int, position: int, *, end: int) -> None:
-    """Only zeros may follow the end marker; otherwise part of the tar was lost, or two were joined."""
+    """Require zeros after the end marker; anything else means a lost part, or two joined tars."""
     start = position
     while data := os.pread(descriptor, min(_TAIL_READ_BYTES, max(end - start, 0)), start):
         if data.count(0) != len(data):

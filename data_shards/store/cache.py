@@ -62,7 +62,7 @@ class CacheFull(Exception):
 
 
 def is_evicted(descriptor: int) -> bool:
-    """Whether an open shard was removed from the cache: closing it frees its bytes."""
+    """True if an open shard was removed from the cache: closing it frees its bytes."""
     return os.fstat(descriptor).st_nlink == 0
 
 
@@ -305,7 +305,7 @@ class PartialShard:
         return True
 
     def _allocate(self, upto_bytes: int) -> bool:
-        """Whether the disk has the space; a disk that cannot reserve fails only on writing."""
+        """Reserve the space; False if the disk lacks it. A disk that cannot reserve fails only on writing."""
         try:
             os.posix_fallocate(self._descriptor, 0, upto_bytes)
         except OSError as error:
@@ -381,7 +381,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether the open file is the one at `path`."""
+    """True if the open file is the one at `path`."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

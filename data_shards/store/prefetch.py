@@ -125,7 +125,7 @@ class Prefetcher:
                 raise DownloadStopped
 
     def _pulse(self) -> bool:
-        """Whether to stop; sometimes marks what is ahead as still wanted. Called several times a second."""
+        """True to stop; now and then marks the shards ahead as still wanted. Called several times a second."""
         if not self._closed.is_set() and time.monotonic() - self._touched_at > TOUCH_SECONDS:
             self._touched_at = time.monotonic()
             for shard, (step, _) in list(self._ahead.items()):

@@ -132,7 +132,7 @@ class Remotes:
 
 
 def _needs_gopen(kind: str) -> bool:
-    """Whether webdataset's gopen knows this kind of URL, and fsspec does not."""
+    """True if webdataset's gopen knows this kind of URL and fsspec does not."""
     import fsspec
     from fsspec.registry import registry
 

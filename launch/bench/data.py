@@ -93,6 +93,8 @@ def bench(
                     _resume(results, work=work, rounds=rounds)
                 case "memory":
                     _memory(results, work=work)
+                case _:
+                    raise ValueError(part)
     results.setting["minutes"] = round((time.monotonic() - start) / 60, 1)
     lines = report_lines(results)
     print("\n" + "\n".join(lines))

@@ -54,8 +54,9 @@ def _batches(method: Method, root: Path) -> Iterator[Any]:
         from launch.bench import data_ours
 
         return data_ours.batches(work.resized if method.shards == "resized" else work.shards, kind=method.kind)
-    transform: data_peers.Transform = _no_transform
     match method.transform:
+        case "own":
+            transform: data_peers.Transform = _no_transform
         case "stock":
             transform = data_peers.stock_transform()
         case "fast":

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from launch.bench.scale_rows import RANKS, Row
-from pipeline.checkpoint.saver import CheckpointSaver
+from pipeline.checkpoint.saver import CheckpointSaver, Origin, SaveHooks
 from pipeline.checkpoint.store import Retention, beside_of, commit_checkpoint, open_beside, shared_out
 from pipeline.checkpoint.train_state import TrainState
 from pipeline.engine.saved_state.host_copy import Hold
@@ -140,14 +140,10 @@ def saves(*, files: int) -> tuple[Seen, int]:
             Path(name) / "checkpoints",
             engine=_Engine(files),  # pyright: ignore[reportArgumentType]
             ranks=_OneRank(Place()),  # pyright: ignore[reportArgumentType]
-            identity={},
-            written_by={},
-            recipe_text="",
-            inputs={},
+            origin=Origin({}, {}, inputs={}, recipe_text=""),
             retention=Retention(last=1),
             mode="background",
-            say=list[str]().append,
-            on_commit=committed.append,
+            hooks=SaveHooks(list[str]().append, committed.append),
         )
         seen, polls = Seen(), 0
         for step in (1, 2):

@@ -20,7 +20,7 @@ from launch.local.output import say
 from launch.target import tell_result
 from pipeline.ranks.start_clock import StartClock
 from pipeline.recipe.data import ShardsConfig
-from pipeline.transfer.data_sets import TransferSet, check_sets, open_set
+from pipeline.transfer.data_sets import TransferSet, open_set
 from pipeline.transfer.results import (
     Command,
     SetGroup,
@@ -51,7 +51,6 @@ def measure_one_set(
         for each in (train_shards, eval_shards)
     ]
     data = TransferSet(options.name or opened[1].name, *opened, store=store)
-    check_sets(data)
     with closing(StartClock(settings.method, say=say, part="importing libraries")) as clock:
         from pipeline.transfer.measure import measure
 

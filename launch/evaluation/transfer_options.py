@@ -39,15 +39,13 @@ class MethodOptions:
         tuple[int, ...] | None,
         Parameter(consume_multiple=True, negative="", help="fewshot: images of each class; default: 5 10 25."),
     ] = None
-    seeds: Annotated[int | None, Parameter(help="fewshot: how often they are drawn; the mean counts; default: 3.")] = (
-        None
-    )
+    seeds: Annotated[int | None, Parameter(help="fewshot: draws to average over; default: 3.")] = None
     l2: Annotated[
         tuple[float, ...] | None,
         Parameter(
             consume_multiple=True,
             negative="",
-            help="fewshot: regularisation; of several the least leave-one-out error wins; default: 1024.",
+            help="fewshot: regularisation; of several, the best; default: 1024.",
         ),
     ] = None
     c: Annotated[
@@ -55,10 +53,10 @@ class MethodOptions:
         Parameter(
             consume_multiple=True,
             negative="",
-            help="probe: scikit-learn's C; of several the best on the held-out part; default: 1e-5 to 10.",
+            help="probe: scikit-learn's C; of several, the best; default: 1e-5 to 10.",
         ),
     ] = None
-    hold_out: Annotated[float | None, Parameter(help="probe: share of TRAIN_SHARDS that chooses C; default: 0.2.")] = (
+    hold_out: Annotated[float | None, Parameter(help="probe: share of TRAIN_SHARDS to choose C by; default: 0.2.")] = (
         None
     )
     k: Annotated[
@@ -91,25 +89,19 @@ class MethodOptions:
 class TransferOptions:
     """Flags for computing features and for the result."""
 
-    images: Annotated[
-        int | None, Parameter(help="Training images at most, always the same ones; VTAB-1k has 1000.")
-    ] = None
-    name: Annotated[str | None, Parameter(help="Data set's name in the result; default: its shards'.")] = None
+    images: Annotated[int | None, Parameter(help="Most training images, always the same ones; VTAB-1k: 1000.")] = None
+    name: Annotated[str | None, Parameter(help="Data set's name in the result; default: the shards'.")] = None
     label: TarLabel = None
     classes: TarClasses = None
     layer: Annotated[
         Literal["pre_logits", "pooled"],
-        Parameter(help="Input of the last linear layer (as big_vision), or the trunk's pooled output."),
+        Parameter(help="Which features."),
     ] = "pre_logits"
     weights: WhichWeights = None
     device: Device = "auto"
     batch_size: Annotated[int, Parameter(help="Images of a forward pass.")] = 64
-    workers: Annotated[
-        int | None, Parameter(help="Threads that read and decode images; default: one a core, at most 16.")
-    ] = None
-    features: Annotated[
-        Path | None, Parameter(help="Folder where computed features are kept; default: in ~/.cache/shardvit.")
-    ] = None
+    workers: Annotated[int | None, Parameter(help="Reading threads; default: one a core, up to 16.")] = None
+    features: Annotated[Path | None, Parameter(help="Folder of kept features; default: in ~/.cache/shardvit.")] = None
     json_file: JsonFile = None
     force: Force = False
     tracking: Annotated[

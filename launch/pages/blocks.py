@@ -1,4 +1,4 @@
-"""What a page is made of: text, tables, pictures, drawings and charts. Plain values; `page` renders them."""
+"""Parts of a page: text, tables, pictures, drawings and charts. Plain values; `page` renders them."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from data_shards.errors import UnreadableImage
 from data_shards.images.decode import PixelLimit, read_image
 from launch.pages.blocks import PageCell, PageImage, PagePicture, PageSection, PageTable
 from launch.pages.page import render_page
+from launch.target import PageCommand
 
 MATCHES_PAGE = "matches.html"
 TITLE = "Duplicates"
@@ -28,8 +29,10 @@ _TITLES: dict[MatchKind, str] = {
 }
 
 
-def write_duplicates(file: Path, found: Sequence[Matches], limit: PixelLimit) -> None:
-    """Write the page. UserError: it cannot be written."""
+def write_duplicates(
+    file: Path, found: Sequence[Matches], limit: PixelLimit, *, command: PageCommand = "check"
+) -> None:
+    """Write the page of `command`. UserError: it cannot be written."""
     rows: list[list[PageCell]] = []
     for one in found:
         for number, other in enumerate(one.others):
@@ -43,7 +46,7 @@ def write_duplicates(file: Path, found: Sequence[Matches], limit: PixelLimit) ->
         more = f"The {MOST_PICTURES:,} most alike of {len(pairs):,}; the list beside this page has all."
         blocks = [_pair(one, match, limit=limit) for one, match in pairs[:MOST_PICTURES]]
         sections.append(PageSection(_TITLES[kind], blocks, intro=more if len(pairs) > MOST_PICTURES else ""))
-    render_page(TITLE, sections=sections).write(file, command="check")
+    render_page(TITLE, sections=sections).write(file, command=command)
 
 
 def _pair(found: Matches, match: Match, *, limit: PixelLimit) -> PagePicture:

@@ -1,4 +1,4 @@
-"""What a run reached, in numbers and words: for the head of the page, its tables, and `shardvit compare`.
+"""A run's results in numbers and words, for the page's head, its tables, and `shardvit compare`.
 
 Reads records alone, nothing of torch; what a hostile or damaged record says is shown or left out, never trusted.
 """
@@ -45,7 +45,7 @@ class StageResult:
 
 
 def stage_result(history: Run, stage: RunStage) -> StageResult:
-    """What the stage's record says; of a stage that is not done, the curve's last evaluation."""
+    """The stage's recorded evaluation; of an unfinished stage, the curve's last one."""
     config = train_config(history.recipe, stage.name)
     by = score_name(history.recipe, stage)
     results = stage.record.results
@@ -114,7 +114,7 @@ def _score_word(history: Run, stage: RunStage) -> str:
 
 
 def held_out(stage: RunStage) -> dict[str, dict[str, float]]:
-    """What was found last of each held-out set, by the set's name ("val", its own one, first) and the metric's."""
+    """Last metrics of each held-out set, by set name (its own, "val", first) and metric name."""
     names = [name for name in stage.metrics if name.startswith(OWN_SET)]
     values = {name: value for name in names if (value := stage.last(name)) is not None}
     found: dict[str, dict[str, float]] = {OWN_SET: {}}
@@ -128,7 +128,7 @@ def held_out(stage: RunStage) -> dict[str, dict[str, float]]:
 
 
 def set_label(history: Run, stage: StageName, name: str = OWN_SET) -> str:
-    """What the page calls a held-out set: its name, or, of the stage's own, the last two folders of its place."""
+    """A held-out set's name on the page; the stage's own set: the last two folders of its location."""
     return held_out_name(history, stage=stage) if name == OWN_SET else name
 
 
@@ -145,7 +145,7 @@ def describe_model(recipe: Recipe) -> str:
 
 
 def parameters(history: Run, stage: RunStage) -> int | None:
-    """Of the stage's model, head included; None: the record does not say enough."""
+    """Parameters of the stage's model, head included; None if the record does not say enough."""
     from model.counting.flops import account
 
     saved = stage.record.model
@@ -260,7 +260,7 @@ def show_count(value: float) -> str:
 
 
 def _set_names(recipe: Recipe) -> list[str]:
-    """What the stages train on: the names of their shard folders."""
+    """Names of the shard folders that the stages train on."""
     names: list[str] = []
     for stage in recipe.stages.trained:
         sets = recipe.train_stage(stage).train or ()

@@ -43,7 +43,7 @@ _FAULTS_SHOWN = 5
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the user typed."""
+    """The user's arguments."""
 
     model: Path
     images: tuple[str, ...]
@@ -146,7 +146,7 @@ def _refuse_of_tars(wanted: Wanted, *, why: str) -> None:
 
 
 def _is_image(place: str) -> bool:
-    """Whether it is a file or a folder of images, rather than shards."""
+    """True for a file or folder of images, rather than shards."""
     if not is_local(place):
         return False
     path = Path(place)

@@ -48,7 +48,7 @@ class Page:
         command: PageCommand,
         beside: Mapping[str, bytes] | None = None,
     ) -> Path:
-        """Write the page, and files beside it by their names; make its folder. UserError: it cannot be written."""
+        """Write the page, and with `beside` its folder and files by name. UserError: it cannot be written."""
         contents = {file.name: (self.html + page_mark(command)).encode(), **(beside or {})}
         try:
             if beside is not None:
@@ -57,7 +57,8 @@ class Page:
                 with replaced(file.with_name(name), sync="none", writers="several") as temporary:
                     temporary.write_bytes(content)
         except OSError as error:
-            raise UserError(f"{file} cannot be written ({error.strerror}): give another place with --output") from None
+            place = "OUT" if command == "pack" else "place with --output"
+            raise UserError(f"{file} cannot be written ({error.strerror}): give another {place}") from None
         return file
 
 

@@ -1,4 +1,4 @@
-"""What `shardvit show` shows, gathered and written: index.html, and each picture as PNG and SVG beside it.
+"""Gather and write the page of `shardvit show`: index.html, and each picture as PNG and SVG beside it.
 
 Shards are opened as a recipe's are, damage is named and passed over, and a batch is read by training's own code (see
 `pipeline.pictures.training_batch`). Takes some seconds, most of them for drawing.

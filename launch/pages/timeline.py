@@ -1,4 +1,4 @@
-"""What happened when: stages and their attempts as bars, checkpoints, evaluations and trouble as ticks, over the clock.
+"""Draw the timeline: stages and attempts as bars; checkpoints, evaluations and trouble as ticks; over the clock.
 
 Drawn in per cent of the width, so that its words keep their size on a phone. A pause between two attempts longer than
 a tenth of the work is cut to a tenth, and says so.
@@ -116,7 +116,7 @@ def time_line(history: Run, *, title: str = "") -> PageDrawing | None:
 
 
 def event_table(history: Run) -> PageTable | None:
-    """What is worth reading of the events, oldest first; None: nothing."""
+    """Notable events, oldest first; None if there are none."""
     found = [(stage.name, event) for stage in history.stages for event in stage.events if event.kind not in _ROUTINE]
     if not found:
         return None

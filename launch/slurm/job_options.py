@@ -1,4 +1,4 @@
-"""The table of `shardvit submit`'s options. To add one, add a field to `JobOptions`, and nothing else.
+"""The table of `shardvit submit`'s options. To add one that has a value, add a field to `JobOptions`, and nothing else.
 
 The command line, the checks, the [sbatch] keys of a site file and the #SBATCH lines are made from it. Imports nothing
 heavy: --help reads it.

@@ -77,7 +77,7 @@ def point_names(points: Sequence[dict[str, str]]) -> list[str]:
 
 
 def _collides(name: str) -> bool:
-    """Whether the sweep's folder has, or may have, something else of that name."""
+    """True if the sweep's folder has, or may have, something else of that name."""
     return name.casefold() in ("final", "slurm") or not re.match("[A-Za-z0-9]", name)
 
 

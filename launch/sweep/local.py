@@ -1,4 +1,4 @@
-"""A sweep on this machine: one run after another, then the choice and the final run. Typed again, it goes on.
+"""Run a sweep on this machine: one run after another, then the choice and the final run. Resumable.
 
 All runs are checked before the first one starts. A point that fails is retried by the next command and does not keep
 the others from running; a mistake or a full disk (exit code 2) and a stop (75) end the sweep.

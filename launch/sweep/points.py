@@ -74,7 +74,7 @@ class Sweep:
 
     @property
     def earlier(self) -> list[Earlier]:
-        """What is trained before the points, each once."""
+        """Stages trained once, before the points."""
         found = {point.earlier.folder.path: point.earlier for point in self.points if point.earlier}
         return list(found.values())
 
@@ -82,7 +82,7 @@ class Sweep:
         return RunFolder(runs_root=self.root, name=name)
 
     def runs(self) -> Iterator[tuple[RunFolder, Recipe, StageName | None]]:
-        """What lies in its folder; the final run as each point would have it, and the stage from which that begins."""
+        """Yield the sweep's runs: folder, recipe, and (final run as each point would have it) first stage."""
         for earlier in self.earlier:
             if earlier.folder.runs_root == self.root:
                 yield earlier.folder, earlier.recipe, None

@@ -1,4 +1,4 @@
-"""What the points reached, which one is chosen, and sweep.json. The run folders have the results; this reads them.
+"""Read the points' results from their run folders, choose one, and write sweep.json.
 
 The rule: the best held-out score of the swept stage's last evaluation (top-1; masked patch prediction: accuracy), at
 equal scores the lower held-out loss, then the earlier point. A point that failed, or whose score or loss is not
@@ -163,7 +163,7 @@ def as_table(record: SweepRecord) -> str:
 
 
 def _worth(record: SweepRecord) -> list[str]:
-    """Whether chance could have chosen otherwise, and whether the best may lie outside the grid."""
+    """Say which points tie within the standard error, and whether the best may lie outside the grid."""
     best = choose(record.points)
     if best is None or best.score is None or not best.images:
         return []

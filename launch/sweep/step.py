@@ -1,4 +1,4 @@
-"""What the jobs of a sweep do that train nothing: choose a point and prepare the final run, and sum up at the end.
+"""A sweep's jobs that train nothing: choose a point and prepare the final run, and sum up at the end.
 
     python -m launch.sweep.step RUNS/NAME-sweep --do choose
     python -m launch.sweep.step RUNS/NAME-sweep --do sum-up
@@ -41,7 +41,7 @@ def choose_point(sweep: Sweep, record: SweepRecord) -> int:
 
 
 def sum_up(sweep: Sweep, record: SweepRecord) -> int:
-    """Whether the final run is done."""
+    """True if the final run is done."""
     done = record.final is not None and record.final.state == "done"
     tell(sweep, record, status="FINISHED" if done else "FAILED")
     return 0 if done else EXIT_FAILED

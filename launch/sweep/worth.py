@@ -1,4 +1,4 @@
-"""What the result of a grid is worth: how far chance moves a score, and whether the best lies at the edge. Pure."""
+"""Judge a grid's result: the standard error of a score, and whether the best lies at the edge. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from launch.sweep.grid import Axis
 
 
 def standard_error(score: float, *, images: int) -> float:
-    """Of a share of so many images, with one right and one wrong answer more, so that a score of 1 has one, too."""
+    """Standard error of a share, with one right and one wrong answer added: above 0 for a score of 1, too."""
     share = (score * images + 1) / (images + 2)
     return math.sqrt(share * (1 - share) / images)
 

@@ -1,4 +1,4 @@
-"""What a run does now, for the page: its files, its processes' heartbeats, and SLURM's queue.
+"""Collect a run's current state for `watch`: its files, its processes' heartbeats, and SLURM's queue.
 
 All that is read may be half written, damaged or hostile: what cannot be read is left out and named in `notes`. Costs,
 per look, what is new of curves and events, a heartbeat file of each rank, and for a run on SLURM one squeue every 30
@@ -190,7 +190,7 @@ class Watcher:
         )
 
     def _ranks(self, stage: RunStage) -> tuple[RankView, ...]:
-        """Of the last attempt: those whose files follow one another from rank 0 on."""
+        """Ranks of the last attempt: consecutive files from rank 0 on."""
         folder, now = stage.folder / "ranks", self._monotonic()
         sightings = self._sightings.setdefault(stage.name, Sightings())
         beats: list[Heartbeat] = []
@@ -238,7 +238,7 @@ def _or_none(read: Callable[[], Found], notes: list[str]) -> Found | None:
 
 
 def _is_sound(beat: Heartbeat, *, rank: int) -> bool:
-    """Of this rank, and of the types that it says: the file may be anybody's."""
+    """True for this rank's heartbeat with fields of the right types: the file may be anybody's."""
     texts = (beat.attempt, beat.host, beat.machine, beat.status, beat.state, beat.note)
     numbers = (beat.pid, beat.sequence, beat.step, beat.turn)
     return (

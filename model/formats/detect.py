@@ -23,8 +23,8 @@ from model.formats.transformers_state import (
     read_transformers_folder,
     read_transformers_state,
 )
-from model.formats.weights_file import FOLDER_FILES, SUFFIXES, load_weights, read_json
-from model.saved.model_folder import CONFIG_FILE, RECORD_KEY, SavedModelMeta, load_model
+from model.formats.weights_file import FOLDER_FILES, SUFFIXES, load_weights
+from model.saved.model_folder import CONFIG_FILE, RECORD_KEY, SavedModelMeta, load_model, read_json
 from model.saved.side_record import read_side_record
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def import_file(
     num_classes: int | None = None,
     class_names: Sequence[str] | None = None,
 ) -> tuple[SavedModelMeta, dict[str, Tensor]]:
-    """Read any file or folder and adapt it: `read_external`, then `surgery.adapt`, with their errors."""
+    """Read any file or folder and adapt it; errors as in `read_external` and `adapt`."""
     external = read_external(path, config=config)
     return adapt(external, image_size=image_size, num_classes=num_classes, class_names=class_names)
 

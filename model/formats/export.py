@@ -11,13 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
-from model.formats.torchvision_state import (
-    how_to_load,
-    torchvision_objection,
-    write_torchvision_state,
-)
+from model.formats.torchvision_state import how_to_load, torchvision_objection, write_torchvision_state
 from model.formats.transformers_state import transformers_objection, write_transformers_folder
-from model.formats.weights_file import read_json
 from model.saved.atomic import replaced_file, replaced_folder
 from model.saved.model_folder import (
     CONFIG_FILE,
@@ -25,6 +20,7 @@ from model.saved.model_folder import (
     SavedModelMeta,
     build_described,
     check_state,
+    read_json,
     save_model,
     timm_norm_layer,
     timm_objection,

@@ -1,6 +1,6 @@
 """A model found in somebody else's file, already under our names: what every reader returns.
 
-Resolution and classes are the file's (`surgery` changes them). What no shape tells comes from the format (`Semantics`),
+Resolution and classes are the file's (`adapt` changes them). What no shape tells comes from the format (`Semantics`),
 the file's record, or the user (`UserHints`, a `ModelConfig`).
 """
 
@@ -182,7 +182,7 @@ def settle(
 ) -> tuple[ModelConfig, tuple[str, ...]]:
     """The user's configuration, completed by what a file tells, and a note for each value of the file that it replaced.
 
-    The sizes in `given` stand (`surgery` compares them with the weights), and so does what was set explicitly. `told`:
+    The sizes in `given` stand (`adapt` compares them with the weights), and so does what was set explicitly. `told`:
     fields of `ModelConfig`, the sizes aside, by the file or its format. `heads`: the file's. `origin` begins messages.
     Raises ValueError if the file holds a model of another kind, or with another number of heads.
     """

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from model.config import ModelConfig
 from model.formats.external_model import GOOGLE_MEAN, GOOGLE_STD, ExternalModel, Semantics, of_shapes
 from model.formats.library import Names, add_qkv_biases, plain_vit_objection, with_all_positions
-from model.formats.weights_file import load_folder_weights, read_json
+from model.formats.weights_file import load_folder_weights
 from model.saved.atomic import replaced_file
-from model.saved.model_folder import CONFIG_FILE, WEIGHTS_FILE, SavedModelMeta, write_json, write_safetensors
+from model.saved.model_folder import CONFIG_FILE, WEIGHTS_FILE, SavedModelMeta, read_json, write_json, write_safetensors
 from model.saved.side_record import read_side_record
 from model.vocabulary import Gelu
 

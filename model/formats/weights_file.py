@@ -5,16 +5,15 @@ Costs one copy of the weights. It knows no model: it only takes off what trainin
 
 from __future__ import annotations
 
-import json
 import pickle
 import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from model.saved.model_folder import read_safetensors
+from model.saved.model_folder import read_json, read_safetensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,17 +57,6 @@ def load_folder_weights(folder: Path) -> dict[str, Tensor]:
             whole |= read_safetensors(folder / Path(part).name)
         return _without_prefixes(whole)
     raise ValueError(f"{folder} has no weights: looked for {', '.join(FOLDER_FILES)}")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; raises a ValueError that names the file if it holds no object or cannot be read."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is not a JSON object")
-    return content
 
 
 def _torch_file(path: Path) -> object:

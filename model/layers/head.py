@@ -34,11 +34,7 @@ class MlpHead(nn.Module):
 
 
 def zero_linear(
-    in_features: int,
-    out_features: int,
-    *,
-    device: torch.device | None = None,
-    dtype: torch.dtype | None = None,
+    in_features: int, out_features: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
 ) -> nn.Linear:
     """A Linear whose weight and bias are zero; draws no random numbers."""
     device = device or torch.get_default_device()

@@ -105,13 +105,8 @@ def read_meta(folder: Path) -> SavedModelMeta:
 def read_record(path: Path) -> SavedModelMeta:
     """The record under "shardvit" in a JSON file. Raises FileNotFoundError if there is no such file, ValueError if it
     holds no valid record; the message names it."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict) or RECORD_KEY not in content:
+    content = read_json(path)
+    if RECORD_KEY not in content:
         raise ValueError(f"{path} has no key {RECORD_KEY!r}: the model was not saved by shardvit")
     try:
         return SavedModelMeta.model_validate(content[RECORD_KEY])
@@ -255,6 +250,20 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises FileNotFoundError if there is no such file, ValueError if it cannot be read or
+    holds no object; the message names it."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return content
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

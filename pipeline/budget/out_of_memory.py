@@ -6,6 +6,7 @@ says both, and what would take less. Where the state alone is too large, a small
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 from data_shards.text import show_bytes
@@ -32,27 +33,26 @@ def what_to_change(
     recipe: Recipe, *, stage: StageName, processes: int, memory_bytes: int, of: Literal["GPU", "machine"], sharing: int
 ) -> str:
     """A sentence; `sharing`: how many processes there have that memory."""
-    now = _peak(recipe, stage=stage, processes=processes)
-    micro_batch = _micro_batch(recipe, stage=stage, processes=processes)
+    need = partial(_need, recipe, stage=stage, processes=processes)
+    micro_batch, now = need({})
     per = f" for each of {sharing} processes" if sharing > 1 else ""
     ways: list[str] = []
     fewer = micro_batch
     while fewer > 1:
         fewer //= 2
-        less = _changed(recipe, max_micro_batch_size=fewer)
-        num_bytes = _peak(less, stage=stage, processes=processes)
+        taken, num_bytes = need({"max_micro_batch_size": fewer})
         if num_bytes * sharing < 0.8 * memory_bytes and num_bytes < 0.8 * now:
-            taken = _micro_batch(less, stage=stage, processes=processes)
             ways.append(f"engine.max_micro_batch_size to {taken} ({show_bytes(num_bytes)})")
             break
-    if recipe.engine.checkpointed_every != 1:
-        num_bytes = _peak(_changed(recipe, activation_checkpointing=True), stage=stage, processes=processes)
+    engine, others = recipe.engine, dict[str, object]()
+    if engine.checkpointed_every != 1:
+        others["activation_checkpointing"] = True
+    if engine.backend == "deepspeed" and engine.zero_stage < 3 and processes > 1:
+        others["zero_stage"] = 3
+    for key, value in others.items():
+        _, num_bytes = need({key: value})
         if num_bytes < 0.9 * now:
-            ways.append(f"engine.activation_checkpointing to true ({show_bytes(num_bytes)})")
-    if recipe.engine.backend == "deepspeed" and recipe.engine.zero_stage < 3 and processes > 1:
-        num_bytes = _peak(_changed(recipe, zero_stage=3), stage=stage, processes=processes)
-        if num_bytes < 0.9 * now:
-            ways.append(f"engine.zero_stage to 3 ({show_bytes(num_bytes)})")
+            ways.append(f"engine.{key} to {str(value).lower()} ({show_bytes(num_bytes)})")
     advice = "set " + ", or ".join(ways) if ways else "take a smaller model, or more memory"
     return (
         f"{stage}: out of memory: a micro-batch of {micro_batch} needs about {show_bytes(now)} (the plan's "
@@ -61,16 +61,11 @@ def what_to_change(
     )
 
 
-def _changed(recipe: Recipe, **keys: object) -> Recipe:
-    return recipe.model_copy(update={"engine": recipe.engine.model_copy(update=keys)})
-
-
-def _micro_batch(recipe: Recipe, *, stage: StageName, processes: int) -> int:
-    return stage_length(recipe, stage=stage, num_images=None, processes=processes).plan.micro_batch_size
-
-
-def _peak(recipe: Recipe, *, stage: StageName, processes: int) -> int:
-    config, engine = recipe.train_stage(stage), recipe.engine
+def _need(recipe: Recipe, changes: dict[str, object], *, stage: StageName, processes: int) -> tuple[int, int]:
+    """Micro-batch and peak bytes of a process with `changes` to the engine's keys."""
+    engine = recipe.engine.model_copy(update=changes)
+    recipe = recipe.model_copy(update={"engine": engine})
+    config = recipe.train_stage(stage)
     plan = stage_length(recipe, stage=stage, num_images=None, processes=processes).plan
     cost = stage_cost(recipe.model, stage=config, engine=engine, num_classes=_CLASSES)
     zero_stage: ZeroStage = engine.zero_stage if engine.backend == "deepspeed" else 0
@@ -78,4 +73,4 @@ def _peak(recipe: Recipe, *, stage: StageName, processes: int) -> int:
         cost.parameters, engine=engine, optimizer=config.optimizer, plan=plan, zero_stage=zero_stage, ema=config.ema
     )
     kind = "checkpointed" if engine.checkpointed_every else "all"
-    return held.peak_bytes(plan.micro_batch_size * cost.image_bytes(kind))
+    return plan.micro_batch_size, held.peak_bytes(plan.micro_batch_size * cost.image_bytes(kind))

@@ -36,7 +36,7 @@ def estimate_bytes(
 
 
 def free_bytes(root: Path) -> int:
-    """What is free where `root` is, or will be made."""
+    """Free bytes on the disk where `root` is or will be made."""
     there = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
     return shutil.disk_usage(there).free
 
@@ -59,7 +59,7 @@ def spare_host_bytes(*, cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path
 
 
 def _rooms_in_groups(cgroups: Path, own: Path) -> list[int]:
-    """What is left in each limited group around this process."""
+    """Memory left in each limited cgroup around this process."""
     try:
         name = next(line[3:] for line in own.read_text().splitlines() if line.startswith("0::"))
     except (OSError, StopIteration):

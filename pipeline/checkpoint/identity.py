@@ -1,4 +1,4 @@
-"""What a run must agree on with the run that wrote a checkpoint, and the check. No torch here.
+"""Check that a run agrees with the run that wrote a checkpoint. No torch here.
 
 `launch` asks before it starts any process, `store` again when it restores. World size and ZeRO stage may differ: the
 engine converts while it loads (`Engine.load`); losses then agree with an uninterrupted run's up to rounding (dropout
@@ -23,7 +23,7 @@ _FIXED_ENGINE = ("backend", "precision")
 
 
 def checkpoint_identity(recipe: Recipe, *, stage: StageName, processes: int) -> dict[str, Any]:
-    """A checkpoint's identity; `check_identity` says what of it must agree with the run that restores it."""
+    """A checkpoint's identity, compared by `check_identity`."""
     many = {}
     if recipe.data.lanes == "auto" and processes > FEW_PROCESSES:  # the order is another one
         many = {"lanes": recipe.lanes(recipe.train_stage(stage), processes=processes)}

@@ -45,7 +45,7 @@ from pipeline.ranks.group import Agreement, Ranks
 from pipeline.recipe.vocabulary import RECIPE_FILE
 from pipeline.runs.run_folder import checkpoint_folders
 
-_BEAT_SECONDS = 5.0
+_PROGRESS_SECONDS = 5.0
 # A file server that is away, or one bad transfer: a retry may succeed without anybody's help.
 _TRANSIENT = {
     errno.EIO,
@@ -79,22 +79,34 @@ class _Needs:
     problem: _Problem | None  # rank 0 could not make the folder
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Origin of a checkpoint: the run that wrote it."""
+
+    identity: dict[str, Any]  # what a run must agree on to restore it: stage, recipe, layout
+    written_by: dict[str, str]  # facts of this process
+    inputs: Mapping[str, str]  # digests of what went into the stage
+    recipe_text: str
+
+
+@dataclass(frozen=True)
+class SaveHooks:
+    """Callbacks of a saver."""
+
+    say: Callable[[str], None]  # prints a line; on rank 0
+    on_commit: Callable[[TrainState], None]  # on every rank, with the committed state
+    progress: Callable[[int], None] = lambda step: None  # with the step of a blocking save that makes progress
+
+
 class CheckpointSaver:
     """Saves the state of a stage; all methods but `close` are collective.
 
     Args:
         root: the stage's folder of checkpoints.
-        identity: what a run must agree on to restore it (stage, recipe, layout).
-        written_by: facts of this process.
-        inputs: digests of what went into the stage.
-        mode: whether training goes on while the files are written.
-        say: prints a line; called on rank 0.
-        on_commit: called on every rank with the committed state.
-        progress: called with the step of a blocking save that makes progress.
+        mode: "background" if training goes on while the files are written.
 
     Attributes:
-        stall_seconds: how long training stood still for saves of this process so far; without what a GPU's stream, not
-            the host, waited for a copy.
+        stall_seconds: how long this process's training has waited for saves; excludes waits of a GPU's stream.
     """
 
     def __init__(
@@ -103,27 +115,19 @@ class CheckpointSaver:
         *,
         engine: Engine,
         ranks: Ranks,
-        identity: dict[str, Any],
-        written_by: dict[str, str],
-        recipe_text: str,
-        inputs: Mapping[str, str],
+        origin: Origin,
         retention: Retention,
         mode: Literal["background", "blocking"],
-        say: Callable[[str], None],
-        on_commit: Callable[[TrainState], None],
-        progress: Callable[[int], None] = lambda step: None,
+        hooks: SaveHooks,
     ) -> None:
         self.stall_seconds = 0.0
         self._root = root
         self._engine = engine
         self._ranks = ranks
-        self._about: dict[str, Any] = {"identity": identity, "written_by": written_by, "inputs": dict(inputs)}
-        self._recipe_text = recipe_text
+        self._origin = origin
         self._retention = retention
         self._mode = mode
-        self._say = say
-        self._on_commit = on_commit
-        self._progress = progress
+        self._hooks = hooks
         self._writing: _Writing | None = None
         self._committing: _Committing | None = None  # what `_writing` wrote
         self._pending: Agreement | None = None
@@ -167,8 +171,8 @@ class CheckpointSaver:
                 self._finish()
 
     def poll(self) -> bool:
-        """Take the save in flight further if all ranks are done with its present part; once a step. Returns whether
-        one is in flight still, the same on all ranks. Raises as `save`."""
+        """Advance the save in flight if all ranks have finished its present part; call once a step. Returns True, on
+        all ranks alike, while one is in flight. Raises as `save`."""
         if self._writing is None:
             return False
         with self._standing_still():
@@ -229,12 +233,12 @@ class CheckpointSaver:
 
     def _begin_commit(self, writing: _Writing) -> None:
         step, moved_bytes = writing.state.step, -1
-        writing.join(_BEAT_SECONDS)
+        writing.join(_PROGRESS_SECONDS)
         while writing.is_alive():
             if writing.moved_bytes > moved_bytes:  # a disk that takes nothing more is a hang
                 moved_bytes = writing.moved_bytes
-                self._progress(step)
-            writing.join(_BEAT_SECONDS)
+                self._hooks.progress(step)
+            writing.join(_PROGRESS_SECONDS)
         parts = self._ranks.gather_objects((writing.seals, writing.failure))
         failures = [(rank, failure) for rank, (_, failure) in enumerate(parts) if failure]
         if failures:
@@ -253,7 +257,7 @@ class CheckpointSaver:
         self._writing = self._committing = None
         if problem := self._ranks.from_main(committing.failure):
             self._fail(step, problem)
-        self._on_commit(writing.state)  # before the pruning, which may take its time on a file server
+        self._hooks.on_commit(writing.state)  # before the pruning, which may take its time on a file server
         if self._ranks.place.is_main:
             # Not a daemon: the end of the process waits for it.
             self._pruning = threading.Thread(target=self._prune, args=(step,), name="pruning", daemon=False)
@@ -283,7 +287,7 @@ class CheckpointSaver:
         raise (SaveFailed if problem.transient else UserError)(self._ranks.gather_objects(words)[0])
 
     def _open_folder(self, step: int) -> tuple[int, _Problem | None]:
-        """Make the folder on rank 0: the bytes free there, and why it failed."""
+        """Make the folder on rank 0; returns the free bytes there, and why it failed."""
         if self._ranks.place.is_main:
             try:
                 open_beside(self._root, step=step)
@@ -293,17 +297,19 @@ class CheckpointSaver:
         return 0, None
 
     def _our_files(self, state: TrainState) -> tuple[StateFile, ...]:
-        content = json.dumps({**self._about, "state": state.to_json()}, indent=1) + "\n"
-        return text_file(STATE, content), text_file(RECIPE_FILE, self._recipe_text)
+        origin = self._origin
+        content = {"identity": origin.identity, "written_by": origin.written_by, "inputs": dict(origin.inputs)}
+        content["state"] = state.to_json()
+        return text_file(STATE, json.dumps(content, indent=1) + "\n"), text_file(RECIPE_FILE, origin.recipe_text)
 
     def _memory_holds(self, needs: Sequence[_Needs]) -> bool:
-        """Whether every host has the memory for its ranks' copies; if not, it is said, once."""
+        """Check that every host has memory for its ranks' copies; if not, say so once."""
         for host in {need.host for need in needs}:
             local = [need for need in needs if need.host == host]
             copies, spare = sum(need.copy_bytes for need in local), min(need.spare_bytes for need in local)
             if copies > spare:
                 if self._ranks.place.is_main and not self._told_of_memory:
-                    self._say(
+                    self._hooks.say(
                         f"checkpoints are written while training stands still: a copy takes {show_bytes(copies)} of "
                         f"{host}'s memory, {show_bytes(spare)} are left"
                     )
@@ -355,7 +361,7 @@ class _Writing(threading.Thread):
 
 
 class _Committing(threading.Thread):
-    """The commit, in a thread of rank 0: its flushes wait for the disk. On other ranks it is never started."""
+    """Commits in a thread of rank 0, as flushes wait for the disk; never started on other ranks."""
 
     def __init__(self, root: Path, *, step: int, seals: Mapping[str, Seal]) -> None:
         super().__init__(name="commit", daemon=False)

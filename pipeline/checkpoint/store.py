@@ -41,7 +41,7 @@ _REMOVING = ".removing-"
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints are kept beside the newest."""
+    """Which checkpoints to keep beside the newest."""
 
     last: int  # the newest that many, at least 1
     every_steps: int = 0  # the first in each stretch of that many steps is kept for good; 0: none
@@ -110,10 +110,10 @@ def commit_checkpoint(root: Path, *, step: int, seals: Mapping[str, Seal]) -> Pa
     return final
 
 
-def superfluous(metrics: Mapping[int, float | None], *, retention: Retention) -> list[int]:
-    """The steps of the checkpoints that may go, oldest first. The newest always stays, and for good the first one at or
-    after each multiple of `every_steps`, if before the next multiple. `metrics`: by checkpoint step, `retention.best`
-    in an evaluation at that very step; None: there was none."""
+def to_delete(metrics: Mapping[int, float | None], *, retention: Retention) -> list[int]:
+    """Steps of the checkpoints to delete, oldest first. Always keeps the newest, and the first one at or after each
+    multiple of `every_steps` if it comes before the next. `metrics`: `retention.best` evaluated at each checkpoint's
+    own step; None: not evaluated."""
     there = sorted(metrics)
     keep = set(there[-max(retention.last, 1) :])
     if retention.reach_steps:
@@ -141,7 +141,7 @@ def prune_checkpoints(root: Path, *, newest_step: int, retention: Retention) -> 
     """
     numbered = {int(folder.name.removeprefix(FOLDER_PREFIX)): folder for folder in checkpoint_folders(root)}
     metrics = {step: _metric(path, name=retention.best) for step, path in numbered.items() if step <= newest_step}
-    for step in superfluous(metrics, retention=retention):
+    for step in to_delete(metrics, retention=retention):
         with contextlib.suppress(OSError):  # the next pruning tries again
             _set_aside(numbered[step])
     collect_leftovers(root)
@@ -199,13 +199,13 @@ def restore_checkpoint(
 
 
 def damage_of(folder: Path) -> str:
-    """What is wrong with a checkpoint's files; empty: nothing."""
+    """Describe the damage of a checkpoint's files; empty: none."""
     seals = _listed(folder)
     return f"no readable {MANIFEST}" if seals is None else _damage(folder, seals, share=(0, 1))
 
 
 def _listed(folder: Path) -> dict[str, Seal] | None:
-    """What the manifest says; None: it cannot be read."""
+    """The manifest's entries; None: it cannot be read."""
     try:
         content: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         return {
@@ -216,7 +216,7 @@ def _listed(folder: Path) -> dict[str, Seal] | None:
 
 
 def _damage(folder: Path, seals: Mapping[str, Seal], *, share: tuple[int, int]) -> str:
-    """What is wrong with a share of the files (number, of how many)."""
+    """Describe the first damage in a share (number, of how many) of the files; empty: none."""
     for name, run in shared_out(seals, share=share).items():
         path, seal = folder / name, seals[name]
         expected = seal.blake2b.split(" ")
@@ -237,7 +237,7 @@ def _damage(folder: Path, seals: Mapping[str, Seal], *, share: tuple[int, int]) 
 
 
 def shared_out(seals: Mapping[str, Seal], *, share: tuple[int, int]) -> dict[str, range]:
-    """Which pieces of which files are one rank's to look at (number, of how many): for all about as many bytes."""
+    """Pieces of files that one rank (number, of how many) verifies: about as many bytes for each."""
     number, of = share
     total = sum(seal.num_bytes for seal in seals.values())
     mine: dict[str, range] = {}
@@ -259,7 +259,7 @@ def _folders(names: Collection[str]) -> list[str]:
 
 
 def _names(top: Path, *, folders: Collection[str]) -> set[str]:
-    """The files there, relative to `top`: one look at each folder, none at a file."""
+    """Files there, relative to `top`, by listing each folder once."""
     found: set[str] = set()
     for folder in folders:
         with contextlib.suppress(FileNotFoundError), os.scandir(top / folder) as entries:

@@ -1,4 +1,4 @@
-"""What the loop carries from step to step, and a checkpoint from attempt to attempt.
+"""The training state: carried from step to step by the loop, and from attempt to attempt by checkpoints.
 
 Weights and optimizer are the engine's; the position in the data is `step`. No random generator is saved: every step is
 seeded from (seed, step, rank), and dropout's masks depend on the place in the global batch (`dropout_masks`).
@@ -40,7 +40,7 @@ class TrainState:
         self.images_seen += images
 
     def settle(self, *, applied: bool) -> None:
-        """The outcome of the next step that had none; not `applied`: its gradients were not finite."""
+        """Record the next step's outcome; not `applied`: its gradients were not finite."""
         self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
         self.skipped_steps += not applied
 
@@ -55,7 +55,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Trouble:
-    """Steps that a run has to do without, counted from 0."""
+    """Steps to skip, counted from 0."""
 
     first: int
     last: int

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pipeline.engine.protocol import DTYPES
 from pipeline.engine.replicated import ReplicatedEngine, ReplicatedState
 from pipeline.engine.saved_state.portable import DDP_FILE
 from pipeline.ranks.group import Ranks
@@ -20,7 +21,6 @@ from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage import TrainStage
 from pipeline.recipe.stage_plan import StagePlan
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _GROWTH_INTERVAL = 1000  # steps after which the loss scale doubles, as DeepSpeed's under ZeRO 1 to 3
 _MIB = 1 << 20
 _NEVER = 1_000_000_000
@@ -36,7 +36,7 @@ class DdpEngine(ReplicatedEngine):
     ) -> None:
         cuda = torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        self.input_dtype = _DTYPES[config.precision]
+        self.input_dtype = DTYPES[config.precision]
         self._scaler = None
         if config.precision == "fp16":
             self._scaler = torch.amp.GradScaler(device.type, growth_interval=_GROWTH_INTERVAL)

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from pipeline.engine.flat_step import GradientJudge, reduce_at_once
-from pipeline.engine.protocol import Flags, StepResult, reduce_flags
+from pipeline.engine.protocol import DTYPES, Flags, StepResult, reduce_flags
 from pipeline.engine.saved_state.average import WeightAverage, average_file
 from pipeline.engine.saved_state.frozen import FILE as FROZEN_FILE
 from pipeline.engine.saved_state.frozen import frozen_weights
@@ -45,7 +45,6 @@ from pipeline.recipe.stage import TrainStage
 from pipeline.recipe.stage_plan import StagePlan
 
 _LINEAR = nn.functional.linear  # torch's, which ZeRO 3 replaces in the whole process
-_INPUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def import_deepspeed() -> Any:
@@ -91,7 +90,7 @@ class DeepSpeedEngine:
         self._ranks = ranks
         self._accumulation_steps = plan.accumulation_steps
         self._micro_step = 0
-        self.input_dtype = _INPUT_DTYPES[config.precision]
+        self.input_dtype = DTYPES[config.precision]
         self._scales_loss = config.precision == "fp16"
         exact = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         self._frozen = frozen_weights(model)

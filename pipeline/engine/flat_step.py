@@ -56,7 +56,7 @@ class GradientJudge:
         return GradientVerdict(skip=skip, divisor=((norm + _EPS) / self._clip_grad_norm).clamp(min=1.0))
 
     def take_skipped(self) -> int:
-        """How many gradients were not finite since the last call; waits for the device."""
+        """Return and reset the count of gradients that were not finite; waits for the device."""
         skipped, self._skipped = self._skipped, None
         return 0 if skipped is None else int(skipped)
 

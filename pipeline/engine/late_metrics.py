@@ -64,7 +64,7 @@ class LateMetrics:
 
     @property
     def pending(self) -> int:
-        """How many steps' outcomes have not been handed out."""
+        """Number of outcomes not handed out yet."""
         return len(self._pending)
 
     def _take(self, count: int) -> Sequence[StepOutcome]:

@@ -20,6 +20,7 @@ from pipeline.engine.saved_state.host_copy import Hold
 from pipeline.engine.saved_state.state_files import StateFile
 from pipeline.engine.weight_norms import Measure
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # of `engine.precision`
 Flags = tuple[bool, ...]  # one rank's, or of any rank; the engine reduces them and need not know what they mean
 
 
@@ -65,16 +66,16 @@ def reduce_flags(flags: Flags, *, device: torch.device) -> torch.Tensor:
 
 
 class Engine(Protocol):
-    """What the loop, evaluation and checkpoints need of a backend."""
+    """The backend as the loop, evaluation and checkpoints see it."""
 
     @property
     def input_dtype(self) -> torch.dtype:
-        """What images must be cast to."""
+        """Type that images are cast to."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where images and labels belong."""
+        """Device of images and labels."""
         ...
 
     @property
@@ -125,8 +126,8 @@ class Engine(Protocol):
         ...
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Within it, the weights are their moving average, for `predict` and `weights`; do not train or save there.
-        Then everything is as before to the last bit, also after an exception. Not collective."""
+        """Swap the weights with their moving average, for `predict` and `weights`; do not train or save meanwhile.
+        Afterwards all is as before to the last bit, also after an exception. Not collective."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What plain data parallelism keeps on every process: whole float32 weights, the optimizer over them, their average.
+"""Full state on every process (plain data parallelism): float32 weights, their optimizer, their moving average.
 
 Shared by `ddp_engine` (ZeRO 0) and `accelerate_engine`, which differ in forward and backward alone. In half precision
 (ZeRO 0) the float32 weights are masters beside the parameters; else they are the parameters. A step is a handful of
@@ -108,12 +108,12 @@ class ReplicatedState:
         return StepResult(torch.cat([torch.stack([norm, finite.float()]), flags]))
 
     def masters(self) -> list[Tensor]:
-        """What is trained, in float32; the same tensors as long as this lives."""
+        """Trained float32 weights; the same tensors for the engine's lifetime."""
         return list(self._masters.values())
 
     @property
     def loss_scale(self) -> float | None:
-        """What losses are multiplied by; None: no such thing. Waits for the device."""
+        """Loss scale; None without one. Waits for the device."""
         return float(self._scaler.get_scale()) if self._scaler is not None and self._scaler.is_enabled() else None
 
     def clear_gradients(self, *, keep_memory: bool) -> None:
@@ -126,7 +126,7 @@ class ReplicatedState:
 
     @torch.no_grad()
     def _float_gradients(self) -> list[Tensor]:
-        """Of the masters, where the optimizer finds them."""
+        """Gradients of the float32 weights, where the optimizer reads them."""
         gradients = [parameter.grad for parameter in self._parameters]
         assert all(each is not None for each in gradients), "a trained parameter has no part in the loss"
         found: list[Tensor] = gradients  # pyright: ignore[reportAssignmentType]
@@ -216,7 +216,7 @@ class ReplicatedState:
 
 
 class ReplicatedEngine(ABC):
-    """What the engines that keep everything whole do alike, see `Engine`: all but forward and backward passes.
+    """Base of the engines that keep everything whole: all of `Engine` but the forward and backward passes.
 
     Args:
         module: the model itself; `state` is over it.

@@ -13,14 +13,14 @@ from pipeline.recipe.stage_plan import StagePlan
 
 
 def takes_flat_step(engine: EngineConfig) -> bool:
-    """Whether we judge, clip and move the flat gradients on the device (`flat_step`, `optimizers.flat`), without
+    """True if we judge, clip and move the flat gradients on the device (`flat_step`, `optimizers.flat`), without
     DeepSpeed's check and norm. fp16 needs its loss scale, ZeRO 3 moves parameters in pieces of its own, and what is
     offloaded is not on the device."""
     return engine.zero_stage in {1, 2} and engine.precision != "fp16" and engine.offload == "none"
 
 
 def overlaps(engine: EngineConfig, *, world_size: int) -> bool:
-    """Whether gradients are averaged while the backward pass goes on."""
+    """True if gradients are averaged during the backward pass."""
     match engine.overlap:
         case "auto":
             return world_size > 1
@@ -31,7 +31,7 @@ def overlaps(engine: EngineConfig, *, world_size: int) -> bool:
 
 
 def reduces_at_once(engine: EngineConfig, *, world_size: int) -> bool:
-    """Whether gradients are averaged by one message of ours after the backward pass. ZeRO 2 frees them before."""
+    """True if one message of ours averages gradients after the backward pass. ZeRO 2 frees them before."""
     return engine.zero_stage == 1 and takes_flat_step(engine) and not overlaps(engine, world_size=world_size)
 
 
@@ -75,7 +75,7 @@ def deepspeed_config(engine: EngineConfig, *, optimizer: OptimizerConfig, plan: 
 
 
 def _offload(engine: EngineConfig) -> dict[str, Any]:
-    """What of `zero_optimization` keeps state in host memory; pinned where a GPU copies from it."""
+    """Keys of `zero_optimization` that keep state in host memory; pinned where a GPU copies from it."""
     if engine.offload == "none":
         return {}
     import torch  # not above: `shardvit plan` reads this file

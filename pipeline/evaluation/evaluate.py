@@ -1,10 +1,9 @@
-"""A model on a held-out set: every sample exactly once, at any world size; collective.
+"""Evaluate a model on a held-out set: every sample exactly once, at any world size; collective.
 
-What is known of each image (loss, rank of the true class, confidence) stays on the device until the end, when the host
-waits for it once; the ranks then exchange 72 bytes an image and put them in the set's order. So counts and sums are the
-same to the last bit on any number of processes, as far as the outputs are: batches have the same samples on all
-(`EvalBatches`). For 50,000 images that is 3.6 MB. Mean average precision needs all scores, and takes them a few classes
-at a time. What only people look at (keys, the five best classes) is exchanged for 128 images.
+Each image's loss, rank of the true class and confidence stay on the device until the end, when the host waits once; the
+ranks then exchange 72 bytes an image (3.6 MB for 50,000) and sort them in set order. Counts and sums are bit-identical
+on any number of processes, as batches have the same samples on all (`EvalBatches`). Mean average precision exchanges
+all scores, a few classes at a time. Details for people (keys, top five) are exchanged for 128 images.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _CHUNK_BYTES = 64 * 2**20  # of scores in one exchange, of all images
 
 
 class Exchange(Protocol):
-    """The part of the process group that is needed."""
+    """The methods of the process group that evaluation uses."""
 
     @property
     def place(self) -> Place: ...
@@ -41,7 +40,7 @@ class Exchange(Protocol):
 
 
 class Notes(Protocol):
-    """Takes damaged images."""
+    """Records damaged images."""
 
     def note(self, batch: Batch, *, use: str, rows: int) -> None: ...
 
@@ -56,7 +55,7 @@ class Evaluated:
 
 @dataclass
 class Kept:
-    """Results of this rank's batches, in order; tensors on the device unless stated."""
+    """Results of this rank's batches, in order; on the device unless stated."""
 
     samples: list[torch.Tensor] = field(default_factory=list)  # int64 on the host, -1 for what does not count
     columns: list[torch.Tensor] = field(default_factory=list)  # float64 [rows, columns], see `_columns`
@@ -91,11 +90,9 @@ def evaluate(
 ) -> Evaluated:
     """Evaluate `batches`, padded so that all ranks have equally many; collective.
 
-    Damaged images go to `faults`, uncounted; `progress` is called at each batch. The metrics are "val/loss" and
-    "val/SCORE" (`task.score`), means over all predictions, for a classifier what a score is to be compared with,
-    `metrics` in the same way, and "val/images", the readable samples; of another set than the stage's own,
-    "val_NAME/loss". `of` names them: of the moving average ("ema") they are "val/ema_loss" and "val/ema_SCORE";
-    exchanging the weights is the caller's.
+    Damaged images go to `faults` and do not count. Metrics are "val/loss", "val/SCORE" (`task.score`), "val/images"
+    (the readable samples), and for a classifier baselines and `metrics`; of another set than the stage's own they are
+    "val_NAME/...", of the moving average (`of` "ema") "val/ema_...". The caller swaps the weights.
     """
     keeps: Literal["scores", "tallies"] = "scores" if "mean_average_precision" in metrics else "tallies"
     use = "eval" if set_name == OWN_SET else f"eval {set_name}"
@@ -118,7 +115,7 @@ def evaluate(
 
 
 def keep_evaluations(stage_folder: Path, found: Iterable[Evaluated], *, step: int, say: Callable[[str], None]) -> None:
-    """Write what is kept of the sets' evaluations; a disk that fails costs a line, as training needs none of it."""
+    """Save the evaluations; a failing disk only costs a line, as training needs none of them."""
     for each in found:
         if each.record is not None:
             try:
@@ -136,8 +133,7 @@ def run_model(
     keeps: Literal["scores", "tallies"] = "tallies",
     progress: Callable[[], None] = lambda: None,
 ) -> Kept:
-    """The forward passes of this rank, and what is known of each image; the host waits for nothing. `use`: what the
-    set is called in `faults`."""
+    """Run this rank's forward passes, without waiting for the device. `use`: name of the set in `faults`."""
     kept, engine = Kept(), task.engine
     engine.module.eval()
     for batch in batches:
@@ -159,7 +155,7 @@ def _columns(tally: Tally) -> torch.Tensor:
 
 
 def _answered(rows: torch.Tensor) -> Answered:
-    """The rows of all ranks that count, in the set's order."""
+    """Select the rows that count, from all ranks, in set order."""
     table = rows[rows[:, 0] >= 0].numpy()
     table = table[np.argsort(table[:, 0])]
     assert len(np.unique(table[:, 0])) == len(table), "a sample was evaluated twice"
@@ -181,7 +177,7 @@ def _classified(
     set_name: str,
     of: WeightsKind,
 ) -> tuple[dict[str, float], Evaluation]:
-    """The metrics of a classifier, and all that is kept of its evaluation; collective."""
+    """Metrics and record of a classifier's evaluation; collective."""
     num_classes, single = len(task.classes), task.label_kind == "single"
     classes = scores.per_class(answered, num_classes=num_classes) if single else _of_labels(kept, mine, task, ranks)
     classes = replace(classes, answers=np.bincount(answered.predicted, minlength=num_classes))
@@ -225,7 +221,7 @@ def _classified(
 def _judged(
     chosen: np.ndarray, *, answered: Answered, kept: Kept, mine: torch.Tensor, ranks: Exchange
 ) -> dict[int, Judged]:
-    """The chosen samples by their numbers; collective."""
+    """Details of the chosen samples, by number; collective."""
     samples = mine[:, 0].long().numpy()
     rows = np.flatnonzero(np.isin(samples, chosen) & (samples >= 0))
     found: dict[int, Judged] = {}
@@ -251,7 +247,7 @@ def _labels(kept: Kept) -> torch.Tensor:
 
 
 def _of_labels(kept: Kept, mine: torch.Tensor, task: Classification, ranks: Exchange) -> PerClass:
-    """Counts of each class where images have several labels, and average precisions if scores were kept; collective."""
+    """Per-class counts of a multi-label set, with average precisions if scores were kept; collective."""
     num_classes = len(task.classes)
     labels, counts = _labels(kept), mine[:, 0] >= 0
     sums = torch.zeros(2, num_classes, dtype=torch.int64)

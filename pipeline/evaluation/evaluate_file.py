@@ -1,7 +1,7 @@
-"""A model of any format on any shards: what each process of `shardvit eval` does.
+"""Evaluate a model of any format on any shards: the work of each process of `shardvit eval`.
 
-In float32, as `shardvit predict`; evaluation during training is in the stage's own precision. Batches have the same
-samples on any number of processes. A process reads ahead with threads; it holds the model and a few batches.
+In float32, as `shardvit predict`; evaluation during training uses the stage's precision. Batches have the same samples
+on any number of processes. A process reads ahead with threads; it holds the model and a few batches.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from data_shards.shards.shard_set import ShardSet
 from data_shards.store.store import Store
 from data_shards.vocabulary import EvalProtocol, Normalisation
 from model.loss import loss_function
+from model.vocabulary import LOSSES
 from pipeline.evaluation.evaluate import Exchange, evaluate
 from pipeline.evaluation.request import EvalRequest
 from pipeline.evaluation.truth import what_is_asked
@@ -50,7 +51,7 @@ class ModelEvaluated:
     crop_share: float | None
     image_size: int
     damaged: tuple[Fault, ...]  # left out
-    unlabelled: int  # readable images that do not count, as they have no ReaL label
+    unlabelled: int  # readable images without a ReaL label, which do not count
 
 
 class NoPeers:
@@ -67,7 +68,7 @@ class NoPeers:
 
 @dataclass
 class _Damaged:
-    """Damaged images of this process, and how many it has read."""
+    """Collects damaged images of this process."""
 
     found: dict[tuple[str, str], Fault] = field(default_factory=dict)
 
@@ -125,7 +126,8 @@ def evaluate_model(request: EvalRequest, opened: tuple[ShardSet, Store], *, rank
     assert evaluation is not None
     if evaluation.images and not math.isfinite(evaluation.metrics["val/loss"]):
         raise UserError(f"{predictor.origin}: the model gives outputs that are not finite: its weights are damaged")
-    if request.label_set == "real" or (truth.label_kind == "multi" and meta.loss == "softmax"):
+    takes_several = LOSSES[meta.loss].takes_several_labels
+    if request.label_set == "real" or (truth.label_kind == "multi" and not takes_several):
         values = {name: value for name, value in evaluation.metrics.items() if name != "val/loss"}
         evaluation = replace(evaluation, metrics=values)  # softmax has no loss for several labels
     parts = ranks.gather_objects((damaged.found, unlabelled[0]))
@@ -146,7 +148,7 @@ def evaluate_model(request: EvalRequest, opened: tuple[ShardSet, Store], *, rank
 
 
 def _as_engine(predictor: Predictor, *, columns: tuple[int, ...] | None) -> Any:
-    """The predictor with the part of an engine's interface that evaluations use."""
+    """Give the predictor the engine attributes that evaluation uses."""
     chosen = None if columns is None else torch.tensor(columns, device=predictor.device)
 
     @torch.inference_mode()

@@ -1,7 +1,7 @@
 """ImageNet's 1,000 classes by their names, and its ReaL labels (arXiv 2006.07159); both come with timm.
 
-Which class is meant by a name is told by its WordNet number (n01440764) or, where all 1,000 are there in the usual
-order, by that order: the names of models differ ("tench", "tench, Tinca tinca", "0").
+Class names differ between models ("tench", "tench, Tinca tinca", "0"), so classes are identified by WordNet number
+(n01440764), or by position where all 1,000 come in the usual order.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def wordnet_numbers() -> tuple[str, ...]:
 
 
 def usual_classes(names: Sequence[str]) -> list[int] | None:
-    """The usual class number of each name; None: they are not classes of ImageNet, or cannot be told."""
-    if all(map(_NUMBER.fullmatch, names)):  # else timm, which takes seconds, is not asked
+    """The usual class number of each name; None if they are not ImageNet's classes, or it is unclear."""
+    if all(map(_NUMBER.fullmatch, names)):  # else do not import timm, which takes seconds
         numbers = {name: number for number, name in enumerate(wordnet_numbers())}
         if all(name in numbers for name in names):
             return [numbers[name] for name in names]

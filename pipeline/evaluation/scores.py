@@ -1,4 +1,4 @@
-"""Metrics out of what is known of each image, on the host: numpy, exact, the same for any order of the images.
+"""Compute metrics from per-image results on the host: numpy, exact, independent of the order of the images.
 
 Counts are integers; sums of losses and probabilities are rounded once (`math.fsum`). Costs milliseconds for 50,000
 images; a confusion matrix of C classes takes 8 C^2 bytes, so it ends at 1,000 classes.
@@ -94,7 +94,7 @@ def calibration(answered: Answered) -> Calibration:
 
 
 def calibration_error(found: Calibration) -> float:
-    """Mean distance of confidence and accuracy over the bins, weighted by images; NaN without any."""
+    """Mean distance of confidence and accuracy over the bins, weighted by images; NaN without images."""
     used = found.images > 0
     distance = np.abs(found.confidence - found.accuracy)[used] * found.images[used]
     return math.fsum(distance) / int(found.images.sum()) if used.any() else math.nan
@@ -127,8 +127,8 @@ _MOST = 0.95  # of the answers
 
 
 def one_answer(evaluation: Evaluation) -> str:
-    """A warning if all answers, or 95 % of them, are one class; "": they are not, or the images are of one class
-    themselves. Of a set in which a class has 95 % of the images only if all answers are one."""
+    """Warn if 95 % of the answers are one class (all of them, if one class has 95 % of the images); "": no, or
+    all images are of one class."""
     images, answers = evaluation.images, evaluation.per_class.answers
     if not images or answers is None or not all(map(math.isfinite, evaluation.metrics.values())):
         return ""

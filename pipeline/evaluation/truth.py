@@ -1,7 +1,7 @@
-"""Map the labels of shards, or other label sets, to a model's classes; open what `shardvit eval` is asked about.
+"""Map the labels of shards, or other label sets, to a model's classes; open the shards of `shardvit eval`.
 
-Classes are matched by name, in any order; shards may have some of them only. Costs nothing: a table of one number a
-class, and ReaL's labels by the samples' keys. No torch, until there are batches.
+Classes are matched by name, in any order; shards may have only some of them. ReaL labels are found by sample key.
+Imports torch only once there are batches.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Truth:
 def find_truth(
     model_classes: Sequence[str], shards: ShardSet, *, label_set: LabelSet, matching: Matching, among: Among
 ) -> Truth:
-    """Match the classes; UserError, one sentence: they do not fit."""
+    """Match the classes. UserError: they do not fit."""
     model, ours = tuple(model_classes), shards.classes
     whole: LabelKind = "multi" if shards.is_multi_label else "single"
     if label_set != "shards":

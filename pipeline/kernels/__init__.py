@@ -1,1 +1,1 @@
-"""How a stage's arithmetic runs on its device: compiled blocks, attention's kernel and TF32; settled at its start."""
+"""Compiled blocks, attention kernels and TF32, chosen at the start of a stage."""

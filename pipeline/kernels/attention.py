@@ -93,7 +93,7 @@ def order_of(case: AttentionCase) -> tuple[tuple[AttentionKernel, ...], str]:
 
 @dataclass(frozen=True)
 class ChosenKernel:
-    """What computes one case."""
+    """The kernel that computes one case."""
 
     case: AttentionCase
     kernel: AttentionKernel

@@ -28,7 +28,7 @@ _REPEATING_WORKSPACES = (":4096:8", ":16:8")  # the first is torch's own size on
 
 
 def repeats_bits(cases: Sequence[AttentionCase], *, asked: AttentionKernel | Literal["auto"], convolves: bool) -> bool:
-    """Whether a model with these cases of attention computes the same bits each time without torch being told to."""
+    """True if a model with these attention cases is bit-reproducible without torch's deterministic mode."""
     if convolves:
         return False
     kernels = {order_of(case)[0][0] if asked == "auto" else asked for case in cases}

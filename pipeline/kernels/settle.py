@@ -27,7 +27,7 @@ from pipeline.recipe.vocabulary import StageName
 
 @dataclass(frozen=True)
 class Kernels:
-    """What was chosen."""
+    """The chosen kernels."""
 
     notes: tuple[str, ...]  # for the screen, in order
     tags: Mapping[str, str]  # for MLflow
@@ -38,8 +38,8 @@ class Kernels:
 def settled_kernels(
     recipe: Recipe, *, stage: StageName, model: nn.Module, run: Path | None = None, device: torch.device | None = None
 ) -> Iterator[Kernels]:
-    """Within it, the stage's `model` (changed in place) computes as its recipe says, on this process's device; compiled
-    code is kept in the folder `run`, if one is given.
+    """Make the stage's `model` (changed in place) compute as its recipe says, on this process's device; compiled code
+    is kept in the folder `run`, if one is given.
 
     UserError: the device cannot do what the recipe asks for."""
     device = device or _device()
@@ -71,7 +71,7 @@ def settled_kernels(
 
 @contextlib.contextmanager
 def fp32_products(kind: Literal["ieee", "tf32"]) -> Iterator[None]:
-    """Within it, float32 matrix products and convolutions on a GPU are IEEE's, or on tensor cores with 10 bits of
+    """Compute float32 matrix products and convolutions on a GPU as IEEE says, or on tensor cores with 10 bits of
     mantissa. torch leaves TF32 off for products and on for convolutions. The older switches keep the newer ones
     (`fp32_precision`) in step; inductor raises where only the newer are set."""
     before = bool(torch.backends.cuda.matmul.allow_tf32), torch.backends.cudnn.allow_tf32

@@ -51,7 +51,7 @@ class MomentInItsType(torch.optim.Optimizer):
         raise NotImplementedError
 
     def decay(self, value: float) -> float:
-        """What the moment is multiplied by: `value` in the moment's type."""
+        """Decay factor of the moment: `value` in the moment's type."""
         return float(torch.tensor(value, dtype=self.moment_type))
 
     def moment(self, parameter: Tensor) -> Tensor:

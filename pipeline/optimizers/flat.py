@@ -24,7 +24,7 @@ from pipeline.recipe.optimizer import OptimizerConfig
 
 @dataclass(frozen=True)
 class Rule:
-    """What the parameters of a segment have in common."""
+    """Settings shared by the parameters of a segment."""
 
     lr_scale: float  # the segment's learning rate over the schedule's
     weight_decay: float  # multiplied by the segment's learning rate
@@ -50,7 +50,7 @@ def merged(pieces: Iterable[tuple[int, int, Rule]]) -> tuple[Segment, ...]:
 
 @dataclass(frozen=True)
 class GradientVerdict:
-    """What is done with a gradient; 0-dimensional float32 tensors on its device."""
+    """Factors applied to a gradient; 0-dimensional float32 tensors on its device."""
 
     skip: Tensor  # 1: it is not finite, nothing may move; 0
     divisor: Tensor | None  # at least 1, to clip; None: nothing is clipped
@@ -58,7 +58,7 @@ class GradientVerdict:
 
 @dataclass(frozen=True)
 class Move:
-    """By what a segment moves in one step."""
+    """Settings of one step of a segment."""
 
     lr: float  # of this segment
     weight_decay: float  # multiplied by that
@@ -208,7 +208,7 @@ class FlatSgd(FlatOptimizer):
 
 
 class FlatAdamWBf16(FlatOptimizer):
-    """As `bf16_moment.AdamWBf16`."""
+    """Same arithmetic as `bf16_moment.AdamWBf16`."""
 
     counts_steps = True
     moments = (("exp_avg", torch.bfloat16), ("exp_avg_sq", torch.float32))
@@ -232,7 +232,7 @@ class FlatAdamWBf16(FlatOptimizer):
 
 
 class FlatSgdBf16(FlatOptimizer):
-    """As `bf16_moment.SgdBf16`."""
+    """Same arithmetic as `bf16_moment.SgdBf16`."""
 
     counts_steps = False
     moments = (("momentum_buffer", torch.bfloat16),)

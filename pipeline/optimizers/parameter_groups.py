@@ -20,7 +20,7 @@ _EMBEDDING = ("patch_embed.", "stem.")  # what sees the pixels: not Muon's
 
 @dataclass(frozen=True)
 class _Rule:
-    """What the parameters of a group have in common."""
+    """Settings shared by the parameters of a group."""
 
     weight_decay: float  # in the unit of the optimizer, multiplied by the group's learning rate
     lr_scale: float  # the group's learning rate over the schedule's
@@ -103,7 +103,7 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
 
 
 def is_head(name: str) -> bool:
-    """Whether a parameter belongs to the head, of one layer or two."""
+    """True if a parameter belongs to the head, of one layer or two."""
     return name.startswith("head.")
 
 
@@ -113,7 +113,7 @@ def _is_matrix(name: str, parameter: Tensor) -> bool:
 
 
 def flax_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """How flax shapes the attention's parameters: it has the heads as a dimension, which Adafactor's factors see."""
+    """Shapes of attention parameters in flax, where heads are a dimension, which Adafactor's factors see."""
     shapes: dict[str, tuple[int, ...]] = {}
     for prefix, module in model.named_modules():
         heads = getattr(module, "num_heads", None)

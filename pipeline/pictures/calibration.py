@@ -1,4 +1,4 @@
-"""Whether the model is as sure as it is right: accuracy over confidence (a reliability diagram), and how many images.
+"""Draw calibration: accuracy over confidence (a reliability diagram), and the number of images in each bin.
 
 The bins are the evaluation's: 15 of equal width, by the probability of the predicted class. The calibration error is
 the mean over the images of their bin's distance from the diagonal (expected calibration error; Guo et al., 2017).

@@ -1,4 +1,4 @@
-"""Which classes are taken for which: the confusion matrix, and its most frequent pairs as bars.
+"""Draw the confusion matrix, and its most frequent pairs as bars.
 
 A matrix of more classes than `_MOST_NAMED` is ordered so that classes which are taken for one another are neighbours
 (average linkage over the two-way shares, with the order of leaves that keeps neighbours alike), and beyond

@@ -1,4 +1,4 @@
-"""Which pictures are drawn at which moment of a stage, and those that are missing. A failure is told, and costs one.
+"""Choose and draw the pictures due at each moment of a stage, or still missing. A failure is reported and costs one.
 
 A drawer is a function of a `DrawRequest` that reads what is on disk (the recipe, shards, STAGE/evaluations, the model)
 and keeps pictures in the stage's folder. What has been drawn is in STAGE/pictures/drawn.json.
@@ -29,7 +29,7 @@ _SHOWN: dict[Moment, str] = {"begin": "beginning", "evaluated": "evaluation", "e
 
 
 def drawers(moment: Moment) -> Sequence[Drawer]:
-    """What is drawn then, in this order; imported when it is due.
+    """Drawers of that moment, in order; imported when due.
 
     begin: the data as the model will see them. evaluated: what an evaluation found. end: the model itself.
     """
@@ -116,7 +116,7 @@ def _note_drawn(request: DrawRequest, *, moment: Moment) -> None:
 
 
 def request_of(folder: RunFolder, *, stage: str, step: int) -> DrawRequest:
-    """What to draw of a run as it is on disk; UserError: the recipe cannot be read, or has no such stage."""
+    """Make the request from a run on disk. UserError: the recipe cannot be read, or has no such stage."""
     recipe = parse_recipe(folder.path / RECIPE_FILE)
     for name in ALL_STAGES:
         if name == stage and name in recipe.stages.names:

@@ -1,4 +1,4 @@
-"""What the pictures of an evaluation are drawn from: the kept evaluations of a step, and their sets' names and numbers.
+"""Load what an evaluation's pictures are drawn from: the stored evaluations of a step, with their sets' names.
 
 Reads evaluation.json and arrays.npz of each set: milliseconds, and tenths of a second with 1,000 classes. No torch.
 """

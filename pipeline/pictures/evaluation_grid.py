@@ -113,7 +113,7 @@ def _name(evaluation: Evaluation, number: int) -> str:
 
 
 def is_right(judged: Judged) -> bool:
-    """Whether the predicted class is the true one, or one of them."""
+    """True if the predicted class is the true one, or one of them."""
     return judged.predicted in judged.true
 
 

@@ -17,10 +17,9 @@ from data_shards.images.decode import PixelLimit
 from data_shards.images.transforms import EvalTransform
 from data_shards.loading.assemble import Access, Assembler
 from data_shards.loading.batch import Batch
-from data_shards.order.sample_order import SampleRefs
+from data_shards.order.sample_order import SampleRefs, refs_in_set_order
 from data_shards.reading.opening import open_shards
 from data_shards.shards.location import is_local
-from data_shards.shards.shard_set import ShardSet
 from pipeline.recipe.vocabulary import OWN_SET
 from pipeline.runs.pictures import DrawRequest
 from pipeline.stage.batches import eval_transform
@@ -60,7 +59,11 @@ def read_samples(
 ) -> Batch:
     """Those of the `samples` that are whole, in this order; it may be none. `fetch`: shards that are not here, or leave
     their samples out. ValueError: the set has no such sample."""
-    refs = _visits(access.shards, np.asarray(samples, dtype=np.int64))
+    numbers = np.asarray(samples, dtype=np.int64)
+    ends = np.cumsum([0, *access.shards.shard_sizes], dtype=np.int64)
+    if len(numbers) and not 0 <= numbers.min() <= numbers.max() < ends[-1]:
+        raise ValueError(f"{access.shards.source} has no sample {numbers.max()}: it is another set than was evaluated")
+    refs = refs_in_set_order(numbers, shard_starts=ends[:-1])
     if fetch == "never":
         is_here = {number: _is_here(access, number) for number in np.unique(refs.shard).tolist()}
         refs = _only(refs, np.array([is_here[number] for number in refs.shard.tolist()], dtype=np.bool_))
@@ -73,15 +76,6 @@ def read_samples(
 
 
 _ROWS = ("images", "mirrored", "labels", "counted", "substituted", "samples", "epochs")
-
-
-def _visits(shards: ShardSet, samples: NDArray[np.int64]) -> SampleRefs:
-    ends = np.cumsum([0, *shards.shard_sizes], dtype=np.int64)
-    if len(samples) and not 0 <= samples.min() <= samples.max() < ends[-1]:
-        raise ValueError(f"{shards.source} has no sample {samples.max()}: it is another set than was evaluated")
-    shard = np.searchsorted(ends, samples, side="right") - 1
-    zeros = np.zeros_like(samples)
-    return SampleRefs(epoch=zeros, shard=shard, row=samples - ends[shard], sample=samples, lane=zeros, position=samples)
 
 
 def _only(refs: SampleRefs, which: NDArray[np.bool_]) -> SampleRefs:

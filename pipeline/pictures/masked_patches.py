@@ -1,4 +1,4 @@
-"""What masked patch prediction sees of held-out images, and the colours that it fills in.
+"""Draw masked patch prediction on held-out images: what it sees, and the colours it fills in.
 
 Drawn from the stage's model, on the CPU in float32: one forward pass over eight images, and once the weights in memory.
 The corruption is that of every evaluation (`corruption_held_out`), so the pictures of two runs can be compared.
@@ -46,7 +46,7 @@ class FilledIn:
 
 
 def draw_masked_patches(request: DrawRequest) -> None:
-    """Of a masked_patch stage that is done; nothing of another stage."""
+    """Draw a finished masked_patch stage; nothing for another stage."""
     if not isinstance(request.recipe.train_stage(request.stage), MaskedPatchStage):
         return
     filled = fill_in(request)

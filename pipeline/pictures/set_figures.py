@@ -1,6 +1,6 @@
-"""What is in a set of shards, as figures: a contact sheet, the images of each class, and the images' sizes.
+"""Draw a set of shards: a contact sheet, the number of images in each class, and the images' sizes.
 
-Of what a `Overview` has seen; each comes with its words, which say how many images or labels it is drawn from.
+Drawn from an `Overview`; each comes with its words, which say how many images or labels it shows.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def _whole_numbers(axis: Axis) -> None:
 
 
 def _plain_numbers(axis: Axis) -> None:
-    """Of a logarithmic axis, as 10, 100, 1,000: powers of ten would be written in mathematics."""
+    """Label a logarithmic axis 10, 100, 1,000; matplotlib would write powers."""
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
     axis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:,.0f}" if value >= 1 else f"{value:g}"))

@@ -150,7 +150,7 @@ def finished_svg(svg: str) -> str:
 
 @cache
 def _use_style() -> None:
-    """Of the whole process: matplotlib reads most of it when text and axes are made."""
+    """Set matplotlib's style for the whole process: most of it is read when text and axes are made."""
     import matplotlib
     from matplotlib.rcsetup import cycler
 

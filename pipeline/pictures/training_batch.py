@@ -85,7 +85,7 @@ def seen_batch(
     lanes: int = 0,
     normalisation: Normalisation = GOOGLES,
 ) -> SeenBatch:
-    """What a training stage shows the model first in a step.
+    """First micro-batch of a step as a training stage feeds it to the model.
 
     `lanes`: of the run's order, where it has begun; 0: those of a run of few processes. UserError for sizes that do not
     fit together, or a damaged image where none may be.

@@ -21,7 +21,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from pipeline.ranks.heartbeat import Heartbeat, read_beat, read_heartbeat, write_beat, write_heartbeat
+from pipeline.ranks.heartbeat import (
+    Heartbeat,
+    read_heartbeat,
+    read_heartbeat_file,
+    write_heartbeat,
+    write_heartbeat_file,
+)
 from pipeline.ranks.place import Place
 from pipeline.ranks.process import process_started, this_machine
 
@@ -36,16 +42,16 @@ first_word = threading.Lock()  # taken for good by the thread of this process th
 
 
 def peer_is_gone(error: BaseException) -> bool:
-    """Whether an exchange between ranks failed because another one has ended."""
+    """True if an exchange between ranks failed because another one has ended."""
     return isinstance(error, RuntimeError) and bool(_PEER_GONE.search(str(error)))
 
 
 def tell_all_hosts(folder: Path, beat: Heartbeat) -> None:
-    """Spread first-hand knowledge: a rank that failed, or has ended the run. The first one stays, but that a rank has
-    ended the run says more than that one has failed. OSError as for a heartbeat."""
-    known = read_beat(folder / NEWS_FILE, attempt=beat.attempt)
+    """Tell the other hosts that a rank failed or ended the run. The first news stays, but "ended" replaces "failed".
+    OSError as for a heartbeat."""
+    known = read_heartbeat_file(folder / NEWS_FILE, attempt=beat.attempt)
     if known is None or (known.state, beat.state) == ("failed", "ended"):
-        write_beat(folder / NEWS_FILE, beat)
+        write_heartbeat_file(folder / NEWS_FILE, beat)
 
 
 def who_is_gone(folder: Path, *, place: Place) -> str:
@@ -53,7 +59,7 @@ def who_is_gone(folder: Path, *, place: Place) -> str:
     mine = _own_heartbeat(folder, place=place)
     if mine is None:
         return ""
-    news = read_beat(folder / NEWS_FILE, attempt=mine.attempt)
+    news = read_heartbeat_file(folder / NEWS_FILE, attempt=mine.attempt)
     return _sentence(_Host(folder, place=place, attempt=mine.attempt), news)[0]
 
 
@@ -68,7 +74,7 @@ def report_gone(folder: Path, *, place: Place, say: Callable[[str], None]) -> No
         if speaker is not None and speaker.state == "ended":
             return
         if host and mine and speaker is None:
-            news = read_beat(folder / NEWS_FILE, attempt=mine.attempt)
+            news = read_heartbeat_file(folder / NEWS_FILE, attempt=mine.attempt)
             if host.has_said() or (news and news.state == "ended" and news.is_here and news.rank != mine.rank):
                 return
             sentence, is_first_hand = _sentence(host, news)
@@ -91,14 +97,14 @@ def report_gone(folder: Path, *, place: Place, say: Callable[[str], None]) -> No
 
 
 def is_to_say_mistake(folder: Path, *, place: Place) -> bool:
-    """Whether this rank is to say what it has found and others may have found too: of one log, who asks first."""
+    """Let only the first rank that asks report a mistake that others may find too, where ranks share a log."""
     mine = _own_heartbeat(folder, place=place)
     return mine is None or is_to_say(folder, place=place, attempt=mine.attempt, about="a mistake")
 
 
 def is_to_say(folder: Path, *, place: Place, attempt: str, about: About) -> bool:
-    """Whether this host is to say its sentence: always if it has a log of its own, else if it asks before the others.
-    That nobody is known is not said after a rank was named, but does not keep another host from naming it."""
+    """Decide if this host reports: always to its own log; to a shared one only if it is the first to ask. "nobody
+    known" is not said after a rank was named, but does not keep another host from naming it."""
     if place.log == "of a host":
         return True
     named = folder / said_file(attempt)
@@ -141,11 +147,11 @@ class _Host:
         return None
 
     def has_said(self) -> bool:
-        """Whether another rank of this host has reported an end."""
+        """True if another rank of this host has reported an end."""
         return any(beat.state == "ended" and beat.is_here for beat in self._beats())
 
     def gone(self) -> str:
-        """What became of a rank of this host, "" if all are alive or have left in good order."""
+        """Describe a dead rank of this host; "" if all are alive or exited cleanly."""
         beats = self._beats()
         ended = [beat.note for beat in beats if beat.state == "ended"]
         dead = [gone(beat) for beat in beats if beat.state == "running" and beat.is_gone]
@@ -172,7 +178,7 @@ def ranks_of_host(place: Place) -> range:
 
 
 def last_step(beat: Heartbeat) -> str:
-    """Of its last heartbeat: a process that was killed may have done a few more."""
+    """Describe the last heartbeat; a killed process may have done a few more steps."""
     return f"its last known step was {beat.step}, while {beat.status}"
 
 
@@ -187,7 +193,7 @@ def failure(beat: Heartbeat) -> str:
 
 
 def _sentence(host: _Host, news: Heartbeat | None) -> tuple[str, bool]:
-    """What is known, and whether this host found it out. An ended run counts before a failed rank."""
+    """Say what is known, and if this host found it out. An ended run takes precedence over a failed rank."""
     if news is not None and news.state == "ended":
         return news.note, False
     if sentence := host.gone():
@@ -196,6 +202,6 @@ def _sentence(host: _Host, news: Heartbeat | None) -> tuple[str, bool]:
 
 
 def _own_heartbeat(folder: Path, *, place: Place) -> Heartbeat | None:
-    """None if this process has written none, and the file is an earlier attempt's."""
+    """This process's heartbeat; None if it has written none (the file may be an earlier attempt's)."""
     beat, here = read_heartbeat(folder, place.rank), (this_machine(), os.getpid(), process_started(os.getpid()))
     return beat if beat is not None and (beat.machine, beat.pid, beat.started) == here else None

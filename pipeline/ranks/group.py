@@ -39,7 +39,7 @@ class _Pending(Protocol):
 
 
 class Messages(Protocol):
-    """What is used of a process group: point-to-point messages on the host."""
+    """The part of a process group that is used: point-to-point messages on the host."""
 
     def rank(self) -> int: ...
     def size(self) -> int: ...
@@ -172,7 +172,7 @@ class Ranks:
         distributed.destroy_process_group()
 
     def _tag(self) -> int:
-        """Of the next exchange: the same on all ranks, as they make them in the same order."""
+        """Tag of the next exchange: equal on all ranks, which make their exchanges in the same order."""
         self._exchanges = (self._exchanges + 1) % _TAGS
         return self._exchanges
 

@@ -29,7 +29,7 @@ _LONGEST_STATUS, _LONGEST_NOTE = 60, 240  # characters; at most twelve bytes eac
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank reports about itself."""
+    """A rank's report about itself."""
 
     rank: int
     attempt: str  # the same for all ranks that were started together
@@ -62,12 +62,12 @@ class Heartbeat:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the process is known to be dead; False for other machines."""
+        """True if the process is known to be dead; False on other machines."""
         return self.is_here and process_started(self.pid) != self.started
 
     @property
     def is_signalable(self) -> bool:
-        """Whether a signal to its PID reaches this process and no other."""
+        """True if a signal to its PID reaches this process and no other."""
         return self.state == "running" and self.is_here and not self.is_gone
 
 
@@ -78,11 +78,11 @@ def heartbeat_file(folder: Path, rank: int) -> Path:
 
 def write_heartbeat(folder: Path, beat: Heartbeat) -> None:
     """Write a rank's file in place; OSError if the disk is full or the folder is gone."""
-    write_beat(heartbeat_file(folder, beat.rank), beat)
+    write_heartbeat_file(heartbeat_file(folder, beat.rank), beat)
 
 
-def write_beat(file: Path, beat: Heartbeat) -> None:
-    """As `write_heartbeat`, into any file."""
+def write_heartbeat_file(file: Path, beat: Heartbeat) -> None:
+    """Write a heartbeat into any file."""
     content = asdict(beat) | {"status": beat.status[:_LONGEST_STATUS], "note": beat.note[:_LONGEST_NOTE]}
     line = json.dumps(content).encode().ljust(_FILE_BYTES - 1) + b"\n"
     break_links(file)
@@ -95,11 +95,11 @@ def write_beat(file: Path, beat: Heartbeat) -> None:
 
 def read_heartbeat(folder: Path, rank: int, *, attempt: str | None = None) -> Heartbeat | None:
     """A rank's file, if it is complete and (given `attempt`) of this attempt."""
-    return read_beat(heartbeat_file(folder, rank), attempt=attempt)
+    return read_heartbeat_file(heartbeat_file(folder, rank), attempt=attempt)
 
 
-def read_beat(file: Path, *, attempt: str | None = None) -> Heartbeat | None:
-    """As `read_heartbeat`, from any file STAGE/ranks/NAME."""
+def read_heartbeat_file(file: Path, *, attempt: str | None = None) -> Heartbeat | None:
+    """Read a heartbeat from any file STAGE/ranks/NAME."""
     try:
         beat = Heartbeat(**json.loads(read_inside(file, folder=file.parent.parent)))
     except (OSError, ValueError, TypeError, RecursionError):

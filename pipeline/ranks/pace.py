@@ -49,7 +49,7 @@ class Slowest:
 
 
 class SlowRanks:
-    """The law, over the windows of a run; `hosts`: of each rank."""
+    """Decides over the windows of a run which rank is slow; `hosts`: each rank's."""
 
     def __init__(self, hosts: Sequence[str], *, factor: float, least_seconds: float) -> None:
         self._hosts, self._factor, self._least_seconds = hosts, factor, least_seconds
@@ -59,8 +59,8 @@ class SlowRanks:
     def look(
         self, own_seconds: Sequence[float], *, micro_batches: int, seconds: float, excused: Collection[int] = ()
     ) -> Slowest | None:
-        """Take in a window of so many `micro_batches` a rank, whose steps took `seconds`. `own_seconds`: of each rank,
-        a micro-batch; 0: nothing was measured, and nothing is said. The time of `excused` ranks is not theirs alone."""
+        """Add a window of `micro_batches` per rank whose steps took `seconds`. `own_seconds`: each rank's per
+        micro-batch; 0: not measured, so returns None. `excused` ranks were slowed by other work."""
         if min(own_seconds) <= 0:
             return None
         usual = sorted(own_seconds)[(len(own_seconds) - 1) // 2]  # of two ranks the faster: the slow one must not hide
@@ -121,7 +121,7 @@ class Pace:
 
     @contextmanager
     def measuring(self, phase: str) -> Iterator[None]:
-        """Counts the time in here, if this rank waits for no other in this phase and the step counts."""
+        """Time the block if the step counts and this rank waits for no other in this phase."""
         own = self._counts and (phase == "reading" or (phase == "forward" and self._forward == "own"))
         if not own or ((on_gpu := phase == "forward" and self._on_gpu) and len(self._events) >= _MOST_EVENTS):
             yield
@@ -142,7 +142,7 @@ class Pace:
             self._counts, self._began = phase == "step", now
 
     def disturbed(self) -> None:
-        """The step that comes next does not count; to be told to all ranks alike."""
+        """Do not count the next step; call on all ranks alike."""
         self._counts = False
 
     def compare(self, ranks: Ranks) -> Slowest | None:
@@ -165,7 +165,7 @@ class Pace:
         self._seconds = 0.0
 
     def _own_seconds(self) -> float:
-        """The mean of a micro-batch; 0 if nothing was measured."""
+        """Mean seconds of a micro-batch; 0 if nothing was measured."""
         if self._events:
             self._events[-1][1].synchronize()
             self._spans["forward"] = [before.elapsed_time(after) / 1000 for before, after in self._events]

@@ -1,5 +1,4 @@
-"""What this rank is doing: `with phases("forward", step=...)` feeds the heartbeat, the pace, the times and the clock
-of the start.
+"""Phases of a step: `with phases("forward", step=...)` feeds the heartbeat, the pace, the times and the start clock.
 
 Cost: two reads of the clock, and on a GPU two events per forward pass (see `pace`). Nothing waits for the device.
 """
@@ -28,11 +27,11 @@ _STATUS: dict[Phase, str] = {  # as a rank that hangs is described
 
 
 class Phases:
-    """The phases of one rank's training, told to the watch (heartbeats), the pace, and `start` until a first step.
+    """Report one rank's training phases to the watch (heartbeats), the pace, and `start` until the first step.
 
     Attributes:
         pace: compares the ranks.
-        aside_seconds: spent so far on what is no training step: evaluations and checkpoints.
+        aside_seconds: spent so far on evaluations and checkpoints.
     """
 
     def __init__(self, *, watch: Watch, pace: Pace, start: StartClock | None = None) -> None:

@@ -130,7 +130,7 @@ class CoreWaits:
 
 
 class ProcessState:
-    """The state of the generators as it is now, at the start of the process, to return to before each later stage."""
+    """Random state at the start of the process, restored before each later stage."""
 
     def __init__(self) -> None:
         import torch
@@ -140,7 +140,7 @@ class ProcessState:
         self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
 
     def reset(self) -> None:
-        """Call where nothing holds the last stage's engine any more."""
+        """Reset process state between stages; call once nothing refers to the last stage's engine."""
         import torch
 
         gc.collect()  # DeepSpeed's engine, its optimizer and its hooks refer to each other

@@ -78,7 +78,7 @@ def stack_excerpt(text: str, *, thread: int) -> list[str]:
 
 
 def is_whole(text: str, *, main_thread: int) -> bool:
-    """Whether a dump, written piece by piece, has reached its end: the main thread's outermost frame."""
+    """True once a dump, written piece by piece, has reached its end: the main thread's outermost frame."""
     return bool((_lines_of(main_thread, text) or [""])[-1].endswith(_OUTERMOST))
 
 
@@ -95,7 +95,7 @@ def _lines_of(thread: int, text: str) -> list[str]:
 
 
 def main_thread_waits() -> bool:
-    """Whether the main thread waits for other ranks; to be called from another thread."""
+    """True if the main thread waits for other ranks; call it from another thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return False

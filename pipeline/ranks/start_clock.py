@@ -1,4 +1,4 @@
-"""Where the seconds before a stage's first step go, and what is being waited for while they pass, here and in commands.
+"""Shows where the seconds before a stage's first step go, and what slow commands are waiting for.
 
     pretrain: opening the engine ...                                          (only what takes longer than a second)
     probe: fitting, C 0.1, 5 of 8: 300 iterations ...                         (again while it lasts, with how far it is)
@@ -21,7 +21,7 @@ _LEAST_SECONDS = 0.05  # what took less is not in the sentence at the end
 
 
 def seconds_since_start() -> float:
-    """Of this process; the system knows it to a hundredth of a second. 0 where the clock was set back since."""
+    """Age of this process, to a hundredth of a second; 0 if the clock was set back since."""
     import psutil
 
     return max(0.0, time.time() - psutil.Process().create_time())
@@ -67,7 +67,7 @@ class StartClock:
         self._part, self._part_began, self._tell_after = part, now, _TOLD_SECONDS
 
     def first_step_done(self) -> None:
-        """Says how long it took, and where; only once."""
+        """Say once how long it took, and where."""
         if self._over.is_set():
             return
         last, self._seconds[self._part] = self._part_began, self._seconds.get(self._part, 0.0)
@@ -77,7 +77,7 @@ class StartClock:
             self.say(self.describe())
 
     def close(self) -> None:
-        """Nothing more is counted or said: there is no first step, or it is done."""
+        """Stop counting and telling."""
         self._over.set()
 
     def describe(self) -> str:

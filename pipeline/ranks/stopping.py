@@ -20,14 +20,14 @@ class Stopped(Exception):
 
 
 class StopOrSave(NamedTuple):
-    """What is requested, by one rank or by any."""
+    """Requests of one rank, or of any."""
 
     stop: bool = False
     save: bool = False
 
 
 class Requests:
-    """What any rank requests of all of them; the engine exchanges it in each step.
+    """Requests of any rank to all ranks, exchanged by the engine in each step.
 
     Args:
         stop: this rank's signals.
@@ -44,18 +44,18 @@ class Requests:
 
     @property
     def mine(self) -> StopOrSave:
-        """What this rank requests now."""
+        """This rank's request now."""
         age_seconds = time.monotonic() - self._saved_at
         return StopOrSave(
             stop=self._stop.reason is not None, save=self._save_seconds > 0 and age_seconds >= self._save_seconds
         )
 
     def heard(self, step: int, requested: StopOrSave) -> None:
-        """What any rank requested in `step`, the same on all ranks; it may be told before it is to be carried out."""
+        """Record what any rank requested in `step`, the same on all ranks; may be called before it is due."""
         self._heard[step] = requested
 
     def agreed(self, step: int) -> StopOrSave:
-        """What all ranks do after `step`: what was requested in the step before."""
+        """Requests that all ranks follow after `step`; they were made in the step before."""
         requested = self._heard.pop(step - 1, StopOrSave())
         # What the clock requested a step ago is done if that step saved.
         return StopOrSave(stop=requested.stop, save=requested.save and self.saved_step < step - 1)
@@ -89,12 +89,12 @@ class StopFlag:
 
 @dataclass(frozen=True)
 class TimeLimit:
-    """Of the job that this process runs in."""
+    """Time limit of the job that this process runs in."""
 
     ends_at: float  # unix seconds
     seconds: float  # of one job; more than zero
 
 
 def requeues_needed(eta_seconds: float, *, left_seconds: float, limit_seconds: float) -> int:
-    """How many more jobs of `limit_seconds` it takes to finish; start-up and saving at each end are not counted."""
+    """Further jobs of `limit_seconds` needed to finish; start-up and saving are not counted."""
     return math.ceil(max(0.0, eta_seconds - max(0.0, left_seconds)) / limit_seconds)

@@ -263,7 +263,7 @@ class Watch:
         return f"{text}; it did not answer with a stack" if suspect.rank in stacks else text
 
     def _reports(self) -> bool:
-        """Whether it is this rank's turn to report: the lowest of its host that can, if none has yet."""
+        """True if this rank is to report: the lowest of its host that can, if none has yet."""
         for rank in self._siblings:
             beat = self._sightings.of(rank)
             if beat is None or not beat.is_here:

@@ -23,29 +23,29 @@ from data_shards.vocabulary import (
 from pipeline.recipe.duration import BytesText, DurationText, Strict
 from pipeline.recipe.vocabulary import FeatureLayer
 
-# A tenth of the work on a photograph is Python; with more threads they, and the training loop, wait for one another.
+# A tenth of the work on an image is Python: more threads would make each other, and the training loop, wait.
 _MOST_THREADS = 4
 MOST_SIDE = 2**14  # pixels
 
 
 class ShardsConfig(Strict):
-    """One set of shards; where only `shards` is needed, the text alone will do."""
+    """One set of shards; a plain string stands for `shards` alone."""
 
     shards: str = Field(min_length=1)
-    """A folder or URL with a manifest, or of tars (`folder/`, `s3://bucket/train-{000..127}.tar`, `pipe:COMMAND`).
-    A command is written into the run folder and MLflow as it is: name secrets in it by `$VARIABLE`."""
+    """A folder or URL with a manifest, or tars (`folder/`, `s3://bucket/train-{000..127}.tar`, `pipe:COMMAND`). The run
+    folder and MLflow store a command verbatim: put secrets in a `$VARIABLE`."""
     weight: float | None = Field(default=None, gt=0)
-    """Share of the training images that come from this set, relative to the others; default: its size."""
+    """Relative share of the training images drawn from this set; default: its size."""
     label: str | None = None
-    """Tars without a manifest: cls, txt or json:KEY, the member (and key) that holds the label."""
+    """Tars without a manifest: the member (and key) that holds the label: cls, txt or json:KEY."""
     kind: LabelKind = "single"
-    """Tars without a manifest: one label an image, or a list."""
+    """Tars without a manifest: one label per image, or a list."""
     classes: str | None = None
-    """Tars without a manifest: a file with the classes' names; default: the labels that are found."""
+    """Tars without a manifest: a file of class names; default: the labels found."""
     part: PartName | None = None
-    """held_out: a random part of the set, always the same; rest: all other images; default: all."""
+    """held_out: a fixed random part of the set; rest: all other images; default: all images."""
     hold_out: float | None = Field(default=None, gt=0, lt=1)
-    """Share of the set's images that `part` holds out; the paper's 0.01 for ImageNet, 0.02 for CIFAR."""
+    """Share of the images that `part` holds out; the ViT paper uses 0.01 for ImageNet, 0.02 for CIFAR."""
 
     @model_validator(mode="after")
     def _part_of_a_share(self) -> ShardsConfig:
@@ -75,7 +75,7 @@ def _one(value: Any) -> Any:
 
 
 def several(value: Any) -> list[Any]:
-    """The mappings of one set or of a list of them, each of which may be its text alone."""
+    """Turn one set or a list of sets, each a mapping or a plain string, into mappings."""
     if value == []:
         raise ValueError("the list is empty: name at least one set of shards")
     return [_one(each) for each in (value if isinstance(value, list | tuple) else [value])]
@@ -94,89 +94,89 @@ SomeSets = Annotated[tuple[ShardsConfig, ...], BeforeValidator(several), PlainSe
 
 
 class CacheRecipe(Strict):
-    """Cache of shards that are not local files, shared by the processes of a node."""
+    """Cache of remote shards, shared by all processes of a node."""
 
     folder: str | None = None
-    """Default: shardvit-cache-USER in the folder for temporary files ($TMPDIR or /tmp)."""
+    """Default: shardvit-cache-USER in $TMPDIR or /tmp."""
     limit: BytesText = "100 GB"
-    """Beyond this the least recently used shards are removed."""
+    """Above this size, the least recently used shards are deleted."""
 
 
 MOST_LANES = 2**16
 
 
 class DataConfig(Strict):
-    """Order and reading of the training stream."""
+    """How the training stream is ordered and read."""
 
     lanes: Annotated[int, Field(ge=1, le=MOST_LANES)] | Literal["auto"] = "auto"
-    """Spans of an epoch; divides the global batch; the processes divide it. auto: the largest divisor up to 256, for
-    more than 256 processes up to 4,096."""
+    """Spans that an epoch is cut into. Must divide the global batch and be a multiple of the number of processes. auto:
+    the largest divisor of the batch up to 256, or up to 4,096 with more than 256 processes."""
     shuffle_window_images: int = Field(default=16384, ge=1, le=2**31)
-    """Images of a lane that are shuffled among themselves."""
+    """Window of images within which each lane is shuffled."""
     workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
-    """Workers of a rank that read and decode ahead. auto: on a GPU as many as it needs and this rank's cores allow,
-    measured by decoding a few images at the start; on a CPU none, since its cores train."""
+    """Workers per rank that read and decode ahead. auto: on a GPU as many as it needs and the rank's cores allow,
+    measured by decoding a few images at startup; on a CPU none, since its cores train."""
     worker_kind: WorkerKind | Literal["auto"] = "auto"
-    """Threads or processes; the samples are the same. auto: threads up to 4, which start faster and share memory."""
+    """Threads or processes; both give the same samples. auto: threads (faster start, shared memory) for up to 4."""
     max_corrupt_share: float = Field(default=0.001, ge=0, le=1)
-    """Share of a set's images that may turn out damaged (others are trained on instead); above it the run stops."""
+    """Stop the run when more than this share of a set's images is damaged. Damaged images are replaced by others."""
     max_image_pixels: int = Field(default=USUAL_MOST_PIXELS, ge=1, le=MOST_PIXELS)
-    """Images of more pixels count as damaged, and are not decoded: it takes up to 17 bytes a pixel, in each worker."""
+    """Treat larger images as damaged and do not decode them: decoding takes up to 17 bytes per pixel per worker."""
     decoder: DecoderName = "auto"
-    """auto: nvImageCodec on the CPU where it is installed, which decodes only the crop; gpu: its GPU engine."""
+    """auto: nvImageCodec on the CPU if installed, which decodes only the crop; gpu: its GPU engine."""
     cache: CacheRecipe = CacheRecipe()
 
     def kind_of_workers(self, count: int) -> WorkerKind:
-        """`worker_kind`, with auto decided for so many."""
+        """Resolve `worker_kind` auto for `count` workers."""
         if self.worker_kind == "auto":
             return "thread" if count <= _MOST_THREADS else "process"
         return self.worker_kind
 
 
 class RandAugmentConfig(Strict):
-    """RandAugment(n, m): n operations of strength m on each image (arXiv 1909.13719; timm's operations)."""
+    """RandAugment(n, m): n operations of magnitude m per image (arXiv 1909.13719; timm's operations)."""
 
     num_ops: int = Field(default=2, ge=1, le=10)
     magnitude: int = Field(ge=0, le=30)
     ranges: RandAugmentRanges = "timm"
-    """Scale of the magnitude. big_vision: Google's, with shifts in pixels, cutout and its solarize."""
+    """Meaning of a magnitude. big_vision: Google's scale, with shifts in pixels, cutout and its own solarize."""
 
 
 class AugmentConfig(Strict):
-    """The random crop and flip, and stronger augmentation, off by default.
+    """Random crop and flip, and stronger augmentation, which is off by default.
 
-    Google's pre-training: `crop: google` and `antialias: none`, in big_vision `cast`; its fine-tuning on small sets:
+    Google's pre-training: `crop: google` and `antialias: none` (big_vision: `cast`). Its fine-tuning on small sets:
     `crop: resize_and_crop`, `resize_size: 448` and `interpolation: area`.
     """
 
     crop: CropLaw = "torchvision"
-    """The random-resized crop by torchvision's law or Google's, whose crops are smaller; resize_and_crop: the short
-    side to resize_size, then a square of image_size anywhere (big_vision's fine-tuning)."""
+    """torchvision's random resized crop, or Google's, whose crops are smaller. resize_and_crop: resize the short side
+    to resize_size, then crop a random square of image_size (big_vision's fine-tuning)."""
     crop_area: tuple[float, float] = (0.05, 1.0)
-    """Smallest and largest share of the image's area in a crop."""
+    """Smallest and largest crop area, as shares of the image."""
     crop_ratio: tuple[float, float] | None = None
-    """Smallest and largest width/height of a crop; default 3/4 to 4/3 (torchvision), 0.75 to 1.33 (google)."""
+    """Smallest and largest aspect ratio of a crop; default: 3/4 to 4/3 (torchvision), 0.75 to 1.33 (google)."""
     resize_size: int | None = Field(default=None, gt=0, le=MOST_SIDE)
-    """Pixels of the short side before crop resize_and_crop takes its square; Google has 448 for 384."""
+    """Short side in pixels before crop resize_and_crop takes its square; Google uses 448 for 384."""
     interpolation: CropInterpolation = "bilinear"
-    """Interpolation of the resize. area: big_vision's average over the area that a pixel covers."""
+    """Interpolation when resizing. area: average over the area that a pixel covers (big_vision)."""
     antialias: Antialias = "antialiased"
-    """Antialiasing of a bilinear resize; none: as Google's code; cast: also cut off the fraction of a level, as
-    big_vision does."""
+    """Antialiasing of a bilinear resize. none: as in Google's code; cast: none, and truncate pixel values to integers,
+    as in big_vision."""
     flip: float = Field(default=0.5, ge=0, le=1)
-    """Share of the images mirrored; 0 where left and right have a meaning."""
+    """Probability of a horizontal flip; use 0 where left and right matter."""
     rand_augment: RandAugmentConfig | None = None
     mixup_alpha: float = Field(default=0.0, ge=0)
-    """Beta(alpha, alpha) of mixup; 0 does not mix. The law is big_vision's: it pairs an image with the one before it
-    on the device, this with the one after it in the global batch."""
+    """Mixup with Beta(alpha, alpha); 0: off. As in big_vision, except that an image is paired with the next one in the
+    global batch, not with the previous one on the device."""
     cutmix_alpha: float = Field(default=0.0, ge=0)
-    """Beta(alpha, alpha) of CutMix; 0 does not paste."""
+    """CutMix with Beta(alpha, alpha); 0: off."""
     cutmix_share: float = Field(default=0.5, ge=0, le=1)
-    """Share of the batches that get CutMix, where both are on."""
+    """Share of batches that get CutMix rather than mixup, if both are on."""
 
     @property
     def ratio(self) -> tuple[float, float]:
-        """`crop_ratio`, or the law's own; Google's code leaves TensorFlow's default, which ends at 1.33, not at 4/3."""
+        """`crop_ratio`, or the default of `crop`; Google's code keeps TensorFlow's upper limit of 1.33, not 4/3."""
         return self.crop_ratio or ((0.75, 1.33) if self.crop == "google" else (3 / 4, 4 / 3))
 
     @model_validator(mode="after")
@@ -228,28 +228,28 @@ Strengths = Annotated[
 
 
 class FewShotConfig(Strict):
-    """A data set on which few-shot accuracy is measured while a model is pre-trained, as the ViT paper's figure 4 does:
-    least squares in closed form on the features of a few images of each class (big_vision's `fewshot_lsr`)."""
+    """A data set for few-shot accuracy during pre-training, as in figure 4 of the ViT paper: closed-form least squares
+    on the features of a few images per class (big_vision's `fewshot_lsr`)."""
 
     name: str
-    """Part of the metric's name: val/fewshot_NAME_5shot."""
+    """Appears in the metric: val/fewshot_NAME_5shot."""
     train: OneSet
-    """Shards to draw the shots from; only the drawn images are read."""
+    """Shards that shots are drawn from; only the drawn images are read."""
     eval: OneSet
     """Shards to classify."""
     shots: Counts = (5,)
-    """Images of each class: one number or a list."""
+    """Images per class: one number or a list."""
     seeds: int = Field(default=3, ge=1, le=1000)
-    """Number of draws; the metric is their mean."""
+    """Number of random draws; the metric is their mean."""
     l2: float = Field(default=1024.0, gt=0, le=1e30)
-    """Strength of the regularisation; big_vision's is 2^10."""
+    """Regularisation strength; big_vision uses 2^10."""
     layer: FeatureLayer = "pre_logits"
-    """pre_logits: what the last linear layer is given, as big_vision; pooled: the trunk's pooled output."""
+    """pre_logits: the input of the last linear layer, as in big_vision; pooled: the trunk's pooled output."""
     every: DurationText | None = None
-    """At the first evaluation (eval_every) after each multiple of this, and at the end; 0: at the end alone; null: at
-    each evaluation."""
+    """Measure at the first evaluation (eval_every) after each multiple of this, and at the end; 0: only at the end;
+    null: at every evaluation."""
     keep_decoded: BytesText = "1 GB"
-    """Memory of a process for decoded images; the rest is read and decoded each time."""
+    """Memory per process for decoded images; the rest is decoded again each time."""
 
     @field_validator("name")
     @classmethod

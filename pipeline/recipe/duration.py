@@ -1,7 +1,6 @@
 """Building blocks of the recipe: strict base class, durations ("7 epochs", "10%") and sizes ("500 GB").
 
-A length becomes optimizer steps once the batch size, the data set's size and, for a percentage, the stage's steps are
-known.
+A length becomes optimizer steps once the batch size, data set size and, for percentages, the stage's steps are known.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def refuse(self, *keys: str, means_nothing: str, group: str = "") -> None:
-        """Raise ValueError if any of these keys is not at its default, because nothing would read it."""
+        """Raise ValueError if one of these keys is not at its default, as it would be ignored."""
         for key in keys:
             if getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"{group}{key} means nothing {means_nothing}: leave it out")
@@ -43,7 +42,7 @@ class Duration:
 
 
 def parse_duration(text: str) -> Duration:
-    """Read a length; ValueError if it is not a number with a unit."""
+    """Parse a length; ValueError if it is not a number with a unit."""
     match = _PATTERN.fullmatch(str(text))
     if match is None:
         raise ValueError(f"{text!r} is not a duration: {_EXAMPLES}")
@@ -57,7 +56,7 @@ def parse_duration(text: str) -> Duration:
 def in_steps(
     duration: Duration, *, global_batch_images: int, samples_per_epoch: int, total_steps: int | None = None
 ) -> int:
-    """The length in whole optimizer steps, rounded, at least one unless zero; ValueError: % without `total_steps`."""
+    """Convert to whole optimizer steps, rounded, at least one unless zero; ValueError: % without `total_steps`."""
     match duration.unit:
         case "steps":
             steps = duration.amount

@@ -1,7 +1,6 @@
-"""YAML and `key=value` overrides -> `Recipe`; `Recipe` -> YAML; and the differences between two recipes.
+"""Read recipes from YAML and `key=value` overrides, write them, and compare two of them.
 
-Everything is merged first and validated once: the files (see `sources`), the overrides, then the paths of the roles
-that have none yet (see `roles`).
+Files (see `sources`), overrides and missing paths of roles (see `roles`) are merged first, then validated once.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from pipeline.recipe.sources import (
 from pipeline.recipe.vocabulary import ALL_STAGES
 from pipeline.recipe.yaml_text import read_yaml, write_yaml
 
-# Keys that may differ when a run is resumed: they decide how it is carried out and reported, not what is learnt.
+# Keys that may change when resuming: they affect how a run executes and reports, not what it learns.
 FREE_KEYS = (
     "experiment",
     "processes",
@@ -66,10 +65,10 @@ FREE_STAGE_KEYS = (
 def load_recipe(source: str, *, overrides: Sequence[str] = (), paths: Path | None = None) -> Recipe:
     """Read the YAML file `source`, or the shipped recipe of that name ("digits").
 
-    Of `overrides`, such as "stages.finetune.optimizer.lr=0.01", values are YAML; the same key twice is refused. A key
-    that begins with a stage's name is that stage's ("finetune.optimizer.lr"), `train` and `eval` are the first training
-    stage's, and `finetune=SET` chooses the fine-tuning set. Without `model`, it is that of the folder
-    swap_head.model. `paths`: a file with the shards of each role, which is read if a stage with a role lacks some.
+    Values of `overrides`, such as "stages.finetune.optimizer.lr=0.01", are YAML; a repeated key is refused. "stages."
+    may be omitted, `train` and `eval` belong to the first training stage, and `finetune=SET` chooses the fine-tuning
+    set. `model` defaults to that of the folder swap_head.model. `paths`: a file with the shards of each role, read
+    only if a stage with a role lacks some.
 
     Raises:
         UserError: naming the file and the key.
@@ -87,24 +86,24 @@ def load_recipe(source: str, *, overrides: Sequence[str] = (), paths: Path | Non
 
 
 def parse_recipe(path: Path) -> Recipe:
-    """Read the resolved recipe that `dump_recipe` wrote into a run folder. UserError: there is none, or a link."""
+    """Read the resolved recipe of a run folder. UserError: it is missing or a link."""
     return _validate(read_resolved(path), origin=str(path))
 
 
 def dump_recipe(recipe: Recipe, *, keys: Literal["all", "changed"] = "all") -> str:
-    """The resolved recipe as YAML, with every default ("all") or none ("changed")."""
+    """Write the resolved recipe as YAML, with all defaults ("all") or none ("changed")."""
     tree = recipe.model_dump(mode="json", exclude_defaults=keys == "changed")
     return write_yaml(tree)
 
 
 def flatten(recipe: Recipe, *, keys: Literal["all", "changed"] = "all") -> dict[str, str]:
-    """The resolved recipe as dotted keys and text values (MLflow parameters); `keys` as in `dump_recipe`."""
+    """Flatten the resolved recipe to dotted keys and text values (MLflow parameters); `keys` as in `dump_recipe`."""
     tree = recipe.model_dump(mode="json", exclude_defaults=keys == "changed")
     return {key: str(value) for key, value in _leaves(tree).items()}
 
 
 def differences(old: Recipe, new: Recipe) -> dict[str, str]:
-    """The differing keys that affect the result, each with "old -> new"."""
+    """List the differing keys that affect the result, each as "old -> new"."""
     before, after = without_free_keys(flatten(old)), without_free_keys(flatten(new))
     return {
         key: f"{before.get(key, '(absent)')} -> {after.get(key, '(absent)')}"
@@ -114,9 +113,8 @@ def differences(old: Recipe, new: Recipe) -> dict[str, str]:
 
 
 def difference_to_parent(source: str, *, overrides: Sequence[str] = ()) -> str:
-    """List what `source` and the overrides change of the recipes that it extends, or the overrides of `source` if it
-    extends none: "parent: NAMES", then a line for each key; empty: there is neither. Arguments and errors are those of
-    `load_recipe`."""
+    """Describe what `source` with the overrides changes in the recipes that it extends (if none: what the overrides
+    change in `source`): "parent: NAMES", then a line per key; "": nothing. Arguments and errors as `load_recipe`."""
     path = find_recipe(source, beside=Path())
     parents, before = read_parents(path)
     tree = read_source(path).tree
@@ -136,7 +134,7 @@ def _said(leaves: Mapping[str, Any], key: str) -> str:
 
 
 def without_free_keys(leaves: Mapping[str, str]) -> dict[str, str]:
-    """The flattened recipe without the keys that may differ when a run is resumed."""
+    """Drop the keys that may change when resuming."""
     return {key: value for key, value in leaves.items() if not _is_free(key)}
 
 
@@ -159,8 +157,7 @@ _MOST_SAID = 5
 
 
 def _with_choice(tree: Tree, overrides: Sequence[str]) -> tuple[Tree, list[str], list[str]]:
-    """The tree with the fine-tuning set of an override `finetune=SET`, in the place of the recipe's; that override, and
-    the others."""
+    """Put the fine-tuning set of an override `finetune=SET` into the tree; return it, that override, and the others."""
     chosen = [each for each in overrides if each.partition("=")[:2] == (SETS, "=")]
     if not chosen:
         return tree, [], list(overrides)
@@ -174,7 +171,7 @@ def _with_choice(tree: Tree, overrides: Sequence[str]) -> tuple[Tree, list[str],
 
 
 def _overridden(tree: Tree, overrides: Sequence[str]) -> tuple[Tree, list[str]]:
-    """A new tree with the overrides, and their keys."""
+    """Apply the overrides to a copy of the tree; return it and their keys."""
     tree, keys = dict(tree), []
     for override in overrides:
         keys.append(_assign(tree, override, before=keys))
@@ -182,7 +179,7 @@ def _overridden(tree: Tree, overrides: Sequence[str]) -> tuple[Tree, list[str]]:
 
 
 def _whole_key(key: str, *, tree: Tree) -> str:
-    """`key` from the root of the recipe: those of stages may be given without `stages.`."""
+    """Complete `key` from the root of the recipe: `stages.` may be omitted."""
     if key in ("train", "eval"):
         stages = tree.get("stages")
         names = [each for each in ALL_STAGES if each != "swap_head" and isinstance(stages, dict) and stages.get(each)]

@@ -1,6 +1,6 @@
-"""Pydantic's validation errors as sentences: the key, its value, and what to give instead.
+"""Turn pydantic's validation errors into sentences: the key, its value, and what to give instead.
 
-What a key accepts is read from pydantic's JSON schema of the recipe, so a new key needs no text here.
+Accepted values come from pydantic's JSON schema of the recipe, so a new key needs no text here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def mistakes(error: ValidationError, *, tree: Any, root: type[BaseModel]) -> lis
 
 
 def truths(tree: Any, *, root: type[BaseModel]) -> list[Mistake]:
-    """Booleans given for a number; pydantic would take them as 1 or 0."""
+    """List booleans given for numbers, which pydantic would take as 1 or 0."""
     return list(_truths(tree, group=_schema_of(root), key=""))
 
 
@@ -94,7 +94,7 @@ def _find(location: Sequence[int | str], *, tree: Any, root: Schema) -> _Place:
 
 
 def _ending_in(name: str, *, given: str, root: Schema) -> list[str]:
-    """The whole keys that end in `name`: those of the stage that `given` names, or with * for any stage."""
+    """List the full keys that end in `name`: those of the stage that `given` names, or with * for any stage."""
     keys = [key for key in _keys(root) if key.endswith(f".{name}")]
     stage = re.match(r"stages\.\w+\.", given)
     of_stage = [key for key in keys if stage and key.startswith(stage[0])]
@@ -129,7 +129,7 @@ def _mistake(detail: Any, *, place: _Place, root: Schema) -> Mistake:
 
 
 def show(value: Any) -> str:
-    """A value as it was written, or its kind."""
+    """Show a value as written, or its kind."""
     match value:
         case None:
             return "empty"

@@ -15,42 +15,41 @@ _Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Strict):
-    """The optimizer: by default one rule for all parameters, and weight decay on kernels alone."""
+    """The optimizer. By default all parameters share one learning rate, and only kernels decay."""
 
     name: OptimizerName
-    """adamw: Adam with decoupled weight decay, the paper's. sgd: with momentum. adafactor: big_vision's variant. lamb,
-    muon: in timm's form, which treats a block's q, k and v as one matrix, so that LAMB has one trust ratio for the
-    three; flax has three. The last three take whole parameters: engine.zero_stage 0."""
+    """adamw: Adam with decoupled weight decay (ViT paper). sgd: with momentum. adafactor: big_vision's variant. lamb,
+    muon: timm's, which treat a block's q, k and v as one matrix: LAMB has one trust ratio for the three, flax three.
+    adafactor, lamb and muon need engine.zero_stage 0."""
     lr: float = Field(gt=0)
     """Peak learning rate."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled, for SGD too; LAMB alone adds it to the update before it scales that."""
+    """Decoupled, also for SGD; only LAMB adds it to the update before scaling."""
     weight_decay_unit: Literal["lr", "schedule"] = "lr"
-    """lr: multiplied by the learning rate (the paper's and torch's). schedule: only by the schedule, which is 1 at the
-    peak (big_vision's); a layer's or the head's factor changes nothing of it."""
+    """lr: multiply decay by the learning rate (the paper, torch). schedule: multiply only by the schedule, 1 at the
+    peak (big_vision); learning rate factors of layers and head do not apply."""
     weight_decay_on: Literal["kernels", "matrices"] = "kernels"
-    """kernels: of linear and convolution layers (big_vision). matrices: all of two dimensions or more but positions and
-    tokens (timm), which adds attention pooling's probe."""
+    """kernels: linear and convolution kernels (big_vision). matrices: all parameters of two or more dimensions except
+    positions and tokens (timm), so the probe of attention pooling, too."""
     head_weight_decay: float | None = Field(default=None, ge=0)
-    """Decay of the last layer's kernel; null: weight_decay. ViT-g: 100 times as much."""
+    """Weight decay of the last layer's kernel; null: weight_decay. ViT-g uses 100 times more."""
     betas: tuple[_Share, _Share] = (0.9, 0.999)
-    """Adam's (ViT paper, section 4.1), LAMB's, and those of Muon's AdamW."""
+    """For Adam (ViT paper, section 4.1), LAMB, and the AdamW inside Muon."""
     eps: float = Field(default=1e-8, gt=0)
-    """Adam's; LAMB: 1e-6."""
+    """For Adam; LAMB's default is 1e-6."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
-    """SGD's (ViT paper, table 4) and Adafactor's; Muon: 0.95."""
+    """For SGD (ViT paper, table 4) and Adafactor; Muon's default is 0.95."""
     first_moment: MomentType = "float32"
-    """Type in which Adam's first moment, or the momentum, is kept between steps. bf16: Google's recipes and Adafactor's
-    default."""
+    """Storage type of Adam's first moment or the momentum. bf16: as in Google's recipes; Adafactor's default."""
     layer_decay: float = Field(default=1.0, gt=0, le=1)
-    """Learning rate of a layer over the next one's, from the head (1) down to the embedding; timm's law."""
+    """Factor of the learning rate per layer, from the head (1) down to the embedding, as in timm."""
     head_lr_factor: float = Field(default=1.0, gt=0)
-    """Learning rate of the head over the trunk's."""
+    """Factor of the head's learning rate."""
     frozen: tuple[str, ...] = ()
-    """Parts without training: trunk (all but the head), head, patch_embedding, positions, class_token, or patterns of
-    parameters' names, such as "blocks.0.*". No gradient, no decay, no part in the gradient's norm."""
+    """Parts not to train: trunk (all but the head), head, patch_embedding, positions, class_token, or patterns of
+    parameter names such as "blocks.0.*". They get no gradient and no decay, and do not count in the gradient norm."""
     clip_grad_norm: float = Field(default=1.0, ge=0)
-    """Largest global gradient norm; 0 does not clip."""
+    """Clip the global gradient norm to this; 0: no clipping."""
 
     @model_validator(mode="before")
     @classmethod
@@ -77,7 +76,7 @@ class OptimizerConfig(Strict):
 
     @property
     def frozen_needs_model(self) -> bool:
-        """True if `frozen` names something a model may lack (all have trunk and head)."""
+        """True if `frozen` names something that a model may lack (all have trunk and head)."""
         return not {*self.frozen} <= {"trunk", "head"}
 
     @property
@@ -90,15 +89,15 @@ class ScheduleConfig(Strict):
     """Warm-up and decay of the learning rate."""
 
     warmup: DurationText = "0 steps"
-    """Linear, from zero."""
+    """Linear warm-up from zero."""
     decay: Decay = "cosine"
-    """rsqrt: by one over the root of the steps since warm-up. wsd: none until the cool-down."""
+    """rsqrt: inverse square root of the steps since warm-up. wsd: constant until the cool-down."""
     end_lr: float = Field(default=0.0, ge=0)
-    """Learning rate at the end of the decay or the cool-down."""
+    """Final learning rate of the decay or cool-down."""
     timescale: DurationText = "10000 steps"
-    """rsqrt: after so long the rate is the peak over the root of 2."""
+    """rsqrt: the rate has fallen to peak / sqrt(2) after this length."""
     cooldown: DurationText = "0 steps"
-    """rsqrt, wsd: how long, at the end, the rate falls linearly to end_lr."""
+    """rsqrt, wsd: length of the final linear decay to end_lr."""
 
     @model_validator(mode="after")
     def _nothing_ignored(self) -> ScheduleConfig:

@@ -1,12 +1,12 @@
-"""Data sets by role: a stage says `data: imagenet21k`, and where its shards are comes from the user.
+"""Data sets by role: a stage says `data: imagenet21k`, and the user says where its shards are.
 
-By `train=`, `eval=`, `finetune.train=`, `finetune.eval=`, or once for all recipes by a file of paths:
+With `train=`, `eval=`, `finetune.train=`, `finetune.eval=`, or once for all recipes in a file of paths:
 
     imagenet21k: {train: /data/imagenet21k/train, eval: /data/imagenet21k/val}
     imagenet: {train: "s3://bucket/imagenet/train", eval: "s3://bucket/imagenet/val"}
 
-Any name is a role; of those in `ROLES` the published sizes are known, so that a run can be planned before there are
-shards. Paths are as in a recipe: relative ones begin in the folder where the command is started.
+Any name is a role; those in `ROLES` have published sizes, so that runs can be planned before there are shards. As in a
+recipe, relative paths start at the current folder.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Role:
     """Published facts of a data set."""
 
     images: int  # for training
-    classes: int | None  # None: it depends on the task
+    classes: int | None  # None: depends on the task
     source: str
-    packed_from: str = "IMAGES"  # what `shardvit pack` is given
-    held_out: str = ""  # its option for a set that is published without a part to evaluate on
+    packed_from: str = "IMAGES"  # input of `shardvit pack`
+    held_out: str = ""  # its option for a set published without an evaluation part
 
 
 _HELD_OUT = " --holdout-images 51200"
@@ -76,7 +76,7 @@ ROLES: dict[str, Role] = {
 
 
 def read_paths(file: Path) -> Paths:
-    """A file of paths; UserError if it is not one."""
+    """Read a file of paths; UserError if it is not one."""
     tree = read_yaml_file(file)
     if not isinstance(tree, dict) or not all(isinstance(role, str) for role in tree):
         raise UserError(f"{file} names no paths: write lines such as imagenet: {{train: FOLDER, eval: FOLDER}}")
@@ -99,7 +99,7 @@ def lacks_paths(tree: dict[str, Any]) -> bool:
 
 
 def fill_paths(tree: dict[str, Any], paths: Paths) -> dict[str, Any]:
-    """The recipe's tree with the paths of each stage that has a role, where it has none of its own."""
+    """Add the missing paths of each stage that has a role."""
     stages = tree.get("stages")
     if not isinstance(stages, dict):
         return tree
@@ -113,8 +113,7 @@ def fill_paths(tree: dict[str, Any], paths: Paths) -> dict[str, Any]:
 
 
 def role_of(config: TrainStage) -> Role | None:
-    """The role of the stage's data, without the images that it holds out; None: it names no role, or one of the
-    user's own."""
+    """Get the role of the stage's data, less the images held out; None: no role, or one of the user's own."""
     role = ROLES.get(config.data or "")
     shares = [config.hold_out, *(one.hold_out for one in config.train or () if one.part == "rest")]
     share = next((each for each in shares if each), 0.0)
@@ -122,7 +121,7 @@ def role_of(config: TrainStage) -> Role | None:
 
 
 def missing_paths(recipe: Recipe, *, stage: StageName) -> str | None:
-    """One sentence on what must be given before the stage can be trained; None: it has its shards."""
+    """Say which paths the stage lacks, in one sentence; None: it has its shards."""
     config = recipe.train_stage(stage)
     missing = [key for key in _KEYS if getattr(config, key) is None]
     if not missing:

@@ -30,19 +30,18 @@ _TAKEN_NAMES = ("mlartifacts", "mlflow.db")  # beside the runs, in the folder of
 
 
 class TrackingConfig(Strict):
-    """Tracking with MLflow; changes nothing that is learnt."""
+    """Tracking with MLflow; does not affect training."""
 
     mode: Literal["online", "offline"] = "online"
-    """online: while training goes on; offline: nothing is sent, and `shardvit sync` sends it all later."""
+    """online: send during training; offline: send nothing until `shardvit sync`."""
     system_metrics: bool = False
-    """CPU, memory, network, disk and GPU of each node every ten seconds, by a process beside its first rank."""
+    """Log CPU, memory, network, disk and GPU of each node every ten seconds, in a separate process."""
     log_model: bool = True
-    """The last stage's model becomes one of MLflow's, which loads without shardvit; false: it stays in the run's
-    folder alone."""
+    """Log the last stage's model to MLflow, loadable without shardvit; false: keep it only in the run folder."""
     register_as: str | None = Field(default=None, min_length=1, max_length=_LONGEST_MLFLOW_NAME)
-    """The registered model whose next version the model becomes."""
+    """Register the model as the next version of this registered model."""
     alias: str | None = Field(default=None, min_length=1, max_length=_LONGEST_MLFLOW_NAME)
-    """An alias of that version, such as champion; it leaves the version that had it."""
+    """Alias to move to that version, such as champion."""
 
     @field_validator("register_as")
     @classmethod
@@ -74,54 +73,54 @@ class TrackingConfig(Strict):
 
 
 class EngineConfig(Strict):
-    """Engine, precision and kernels: they change speed and memory, not what is learnt."""
+    """Engine, precision and kernels: they affect speed and memory, not what is learned."""
 
     backend: Literal["deepspeed", "accelerate"] = "deepspeed"
-    """deepspeed everywhere; accelerate (plain DDP) for debugging and as the yardstick."""
+    """deepspeed for everything; accelerate (plain DDP) for debugging and as a baseline."""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """0 shards nothing (torch's DDP); DeepSpeed's 1 shards the optimizer state, 2 also gradients, 3 also weights."""
+    """0: no sharding (torch's DDP). DeepSpeed: 1 shards the optimizer state, 2 also gradients, 3 also weights."""
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     """bf16 and fp16 keep float32 master weights; fp16 needs a GPU."""
     fp32_matmul: Literal["ieee", "tf32"] = "ieee"
-    """float32 products and convolutions on a GPU: in full, or on tensor cores with 10 bits of mantissa. CPUs: ieee."""
+    """float32 matrix products and convolutions on a GPU: ieee, or tf32 (10-bit mantissa). CPUs always use ieee."""
     compile: Literal["auto", "off", "blocks"] = "auto"
-    """blocks: torch.compile for the Transformer's blocks; auto: on GPUs under ZeRO 0 to 2."""
+    """blocks: torch.compile each Transformer block; auto: blocks on GPUs with ZeRO 0 to 2, else off."""
     attention: AttentionKernel | Literal["auto"] = "auto"
-    """The kernel that computes attention; auto: the fastest known for the GPU, the precision and the shape."""
+    """Attention kernel; auto: the fastest known for this GPU, precision and shape."""
     deterministic: Literal["on", "off"] = "on"
-    """on: a step has the same bits each time on the same kind of GPU, so that resuming is exact; off: the fastest
-    kernels, which with more than 256 tokens are others. On CPUs it is always on."""
+    """on: a step is bit-identical on the same kind of GPU, so resuming is exact; off: the fastest kernels, which differ
+    only above 256 tokens. Always on for CPUs."""
     max_micro_batch_size: int = Field(default=256, ge=1, le=_MOST_IMAGES)
-    """The most images of one process in one forward pass; more are accumulated."""
+    """Most images per process in a forward pass; larger batches use gradient accumulation."""
     activation_checkpointing: bool | Annotated[int, Field(ge=2, le=1000)] = False
-    """true: recompute all blocks in the backward pass: less memory, a third more arithmetic; k: every k-th block."""
+    """true: recompute all blocks in the backward pass (less memory, a third more compute); k: every k-th block."""
     offload: Literal["none", "optimizer", "optimizer_and_parameters"] = "none"
-    """Keep in host memory: optimizer (master weights and moments, updated by the CPU; ZeRO 1 to 3), and parameters,
-    copied to the GPU when they are used (ZeRO 3). Much slower: for a model that does not fit otherwise."""
+    """Keep in host memory: optimizer (master weights and moments, updated on the CPU; ZeRO 1 to 3), and parameters,
+    copied to the GPU on use (ZeRO 3). Much slower: only for models that do not fit otherwise."""
     overlap: Literal["auto", "on", "off"] = "auto"
-    """Average gradients during the backward pass; auto: if there are several processes. DeepSpeed waits for the GPU
-    once a step for it."""
+    """Average gradients during the backward pass; auto: with several processes. DeepSpeed then waits for the GPU once
+    per step."""
     bucket_elements: int = Field(default=25_000_000, ge=2, multiple_of=2, le=2**31)
-    """Gradients averaged in one message. Larger: fewer messages, less overlap, more memory."""
+    """Gradient elements averaged per message. Larger: fewer messages, less overlap, more memory."""
     max_skipped_steps: int = Field(default=20, ge=1, le=10**9)
-    """Steps in a row with a gradient that is not finite (and so skipped) before training stops."""
+    """Stop training after this many skipped steps (gradient not finite) in a row."""
     collective_timeout_seconds: float = Field(default=1800, gt=0, le=MOST_SECONDS)
-    """A process that waits longer for the others considers one of them dead."""
+    """A process that waits longer than this for the others assumes that one of them is dead."""
     hang_seconds: float = Field(default=900, ge=0, le=MOST_SECONDS)
-    """A process without progress for this long is named, and the run ends so that it can be restarted; 0: never."""
+    """Name a process without progress for this long, and end the run so that it can be restarted; 0: never."""
     slow_rank_factor: float = Field(default=2.0, gt=1)
-    """A process is slow, and named, while its own part of a step takes this many times as long as the others'."""
+    """Call a process slow while its own part of a step takes this many times as long as the others'."""
     slow_rank_seconds: float = Field(default=2.0, gt=0, le=MOST_SECONDS)
-    """Report a slow process once the others have waited for it this long; stop after ten times that."""
+    """Report a slow process once the others have waited this long for it; slow_rank stop acts after ten times that."""
     slow_rank: Literal["report", "stop"] = "report"
-    """report: name the slow process and go on; stop: save, and end so that the run can be restarted elsewhere."""
+    """report: name the slow process and continue; stop: save and end, so that the run can be restarted elsewhere."""
     saving: Literal["background", "blocking"] = "background"
-    """background: checkpoints are copied to host memory and written while training goes on; blocking: it waits."""
+    """background: copy checkpoints to host memory and write them while training continues; blocking: wait."""
 
     @model_validator(mode="before")
     @classmethod
     def _without_fp8(cls, tree: Any) -> Any:
-        """Run folders of earlier versions hold `experimental: {fp8: off}`, which still means nothing."""
+        """Accept `experimental: {fp8: off}`, which earlier versions wrote into run folders."""
         if isinstance(tree, dict) and tree.get("experimental") in ({}, {"fp8": "off"}):
             return {key: value for key, value in tree.items() if key != "experimental"}
         return tree
@@ -159,7 +158,7 @@ class EngineConfig(Strict):
             )
 
     def check_model(self, model: ModelConfig) -> None:
-        """ValueError if the kernels that are asked for mean nothing to `model`, or cannot compute it."""
+        """ValueError if the chosen kernels do not apply to `model` or cannot compute it."""
         if model.kind == "resnet":
             self.refuse("attention", means_nothing="to a pure ResNet", group="engine.")
             if self.compile == "blocks":
@@ -172,7 +171,7 @@ class EngineConfig(Strict):
             )
 
     def check_masks(self, stage: TrainStage, *, key: str) -> None:
-        """ValueError if the blocks of the stage under `key` cannot be compiled, as asked for."""
+        """ValueError if compile blocks cannot work with the dropout masks of the stage under `key`."""
         if self.compile == "blocks" and stage.draws_in_blocks:
             raise ValueError(
                 f"{key}.dropout_masks process draws from the process's generator, where compiled blocks would draw "
@@ -185,7 +184,7 @@ class EngineConfig(Strict):
         return int(self.activation_checkpointing)
 
     def check_takes(self, optimizer: OptimizerName, *, key: str) -> None:
-        """ValueError if `optimizer`, of the stage under `key`, needs whole parameters and gets pieces."""
+        """ValueError if the optimizer of the stage under `key` needs whole parameters, but ZeRO shards them."""
         sharded = self.backend == "deepspeed" and self.zero_stage > 0
         if sharded and OPTIMIZERS[optimizer].takes == "parameters":
             raise ValueError(
@@ -200,13 +199,13 @@ class Recipe(Strict):
     name: str
     """Name of the run folder and of the MLflow run."""
     experiment: str = Field(default="shardvit", min_length=1)
-    """MLflow's experiment; the environment's MLFLOW_EXPERIMENT_NAME comes first."""
+    """MLflow experiment; the environment variable MLFLOW_EXPERIMENT_NAME takes precedence."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     processes: Annotated[int, Field(ge=1, le=10**6)] | Literal["auto"] = "auto"
-    """Processes that `shardvit run` starts on this machine; auto: one for each GPU, or one."""
+    """Processes that `shardvit run` starts on this machine; auto: one per GPU, or one."""
     pictures: Literal["auto", "off"] = "auto"
-    """auto: a process beside rank 0, of the lowest priority, draws data, evaluations and the model while training goes
-    on; off: `shardvit report` draws them when it is asked for."""
+    """auto: a low-priority process beside rank 0 draws data, evaluations and the model during training; off: only
+    `shardvit report` draws them."""
     tracking: TrackingConfig = TrackingConfig()
     model: ModelConfig
     data: DataConfig = DataConfig()
@@ -290,8 +289,8 @@ class Recipe(Strict):
         return self
 
     def lanes(self, stage: TrainStage, *, processes: int = 1) -> int:
-        """Streams that the samples' order is cut into; `auto` is one number for up to 256 processes, and another for
-        more of them, as far as these divide it."""
+        """Number of streams that the sample order is cut into. `auto` does not depend on the number of processes up to
+        256; above that it is a multiple of it where possible."""
         if self.data.lanes != "auto":
             return self.data.lanes
         batch = stage.global_batch_size
@@ -303,7 +302,7 @@ class Recipe(Strict):
         return lanes
 
     def train_stage(self, name: StageName) -> TrainStage:
-        """A stage that trains; KeyError if the recipe has none of that name, or it is swap_head."""
+        """Get a training stage by name; KeyError: the recipe lacks it, or it is swap_head."""
         stage = getattr(self.stages, name)
         if not isinstance(stage, TrainStage):
             raise KeyError(name)

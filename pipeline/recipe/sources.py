@@ -1,12 +1,12 @@
-"""The files of a recipe -> one tree of keys: found by path or name, with what they extend and the fine-tuning set.
+"""Find and read the files of a recipe into one tree of keys, with what they extend and the fine-tuning set.
 
     SHIPPED/NAME.yaml, SHIPPED/FAMILY/NAME.yaml    a recipe, found as NAME
-    SHIPPED/FAMILY/_SHARED.yaml                    what a family shares: no recipe by itself, only to be extended
+    SHIPPED/FAMILY/_SHARED.yaml                    what a family shares: not a recipe itself, only to be extended
     SHIPPED/finetune/SET.yaml                      a fine-tuning set: the stages that `finetune: SET` gives a recipe
 
-`extends: OTHER`, or a list of them merged in this order, names recipes in the same folder or shipped ones, whose keys
-this one changes; a stage set to null is left out. `finetune: SET` lies below the recipe's own keys, which win;
-`finetune: null` leaves out swap_head and finetune. Both are resolved here, and no resolved recipe has them.
+`extends: OTHER`, or a list merged in order, names recipes in the same folder or shipped ones whose keys this one
+changes; a stage set to null is left out. The recipe's own keys win over `finetune: SET`; `finetune: null` leaves out
+swap_head and finetune. Both are resolved here; no resolved recipe has them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pipeline.recipe.yaml_text import read_yaml_file
 
 SHIPPED = Path(__file__).parents[1] / "recipes"
 SETS = "finetune"  # the folder, and the key
-_MOST_FILES = 64  # that one recipe may be made of: lists of lists multiply
+_MOST_FILES = 64  # per recipe: lists of lists multiply
 _MOST_NAMED = 200
 
 Tree = dict[str, Any]
@@ -40,7 +40,7 @@ Tree = dict[str, Any]
 
 @dataclass(frozen=True)
 class RecipeSource:
-    """A recipe as it is written, in one tree; `files`: what it was made from, the most general first."""
+    """A recipe as written, in one tree; `files`: its sources, the most general first."""
 
     tree: Tree
     files: tuple[Path, ...]
@@ -48,7 +48,7 @@ class RecipeSource:
 
 @cache
 def shipped_recipes() -> dict[str, Path]:
-    """The recipes that ship, by name; those for a laptop first, then family by family."""
+    """Shipped recipes by name; those for a laptop first, then by family."""
     paths = [*SHIPPED.glob("*.yaml"), *SHIPPED.glob("*/*.yaml")]
     ours = [path for path in paths if not path.stem.startswith("_") and path.parent.name != SETS]
     order = sorted(ours, key=lambda path: (path.parent != SHIPPED, path.parent, path.stem.startswith("r"), path.stem))
@@ -57,7 +57,7 @@ def shipped_recipes() -> dict[str, Path]:
 
 @cache
 def finetune_sets() -> dict[str, Path]:
-    """The fine-tuning sets that ship, by the name that `finetune` takes ("cifar10", "big_vision/cifar10")."""
+    """Shipped fine-tuning sets by the name that `finetune` takes ("cifar10", "big_vision/cifar10")."""
     folder = SHIPPED / SETS
     paths = sorted(folder.rglob("*.yaml"), key=lambda path: (len(path.parts), path))
     return {
@@ -66,7 +66,7 @@ def finetune_sets() -> dict[str, Path]:
 
 
 def find_recipe(source: str, *, beside: Path, said_by: str = "") -> Path:
-    """The file of a path or a name; `said_by`: the file that extends it. UserError if there is none."""
+    """Find a recipe by path or name; `said_by`: the file that extends it. UserError: there is none."""
     shipped = shipped_recipes()
     for candidate in (beside / source, beside / f"{source}.yaml", shipped.get(source), SHIPPED / f"{source}.yaml"):
         if candidate is not None and os.path.isfile(candidate):  # pathlib's raises for names that no disk can hold
@@ -92,13 +92,13 @@ def find_recipe(source: str, *, beside: Path, said_by: str = "") -> Path:
 
 
 def read_source(path: Path) -> RecipeSource:
-    """A file with everything that it extends; `finetune` is still a key of it."""
+    """Read a file with everything that it extends; keeps `finetune` as a key."""
     files: list[Path] = []
     return RecipeSource(_read(path, seen=(), files=files), tuple(files))
 
 
 def read_resolved(path: Path) -> Tree:
-    """Read the resolved recipe of a run, and no other file. UserError: it is no regular file there, or extends one."""
+    """Read the resolved recipe of a run. UserError: it is not a regular file in that folder, or extends another."""
     if path.exists() and not (path.is_file() and is_inside(path, folder=path.parent)):
         raise UserError(f"{path} is not a regular file in the run's folder: put the run's own recipe there")
     tree, parents = _own_keys(path)
@@ -108,7 +108,7 @@ def read_resolved(path: Path) -> Tree:
 
 
 def read_parents(path: Path) -> tuple[list[str], Tree]:
-    """The names of the recipes that a file extends, and their keys in one tree; none, and no keys: it extends none."""
+    """Read the names of the recipes that a file extends, and their keys in one tree; both empty: it extends none."""
     names, tree = _own_keys(path)[1], Tree()
     for name in names:
         tree = merge(tree, read_source(find_recipe(name, beside=path.parent, said_by=str(path))).tree)
@@ -116,11 +116,10 @@ def read_parents(path: Path) -> tuple[list[str], Tree]:
 
 
 def with_finetune(tree: Tree, *, beside: Path, model: Any, said_by: str) -> Tree:
-    """The tree with its fine-tuning set, if `finetune` names one, below the keys that it has.
+    """Merge the fine-tuning set that `finetune` names below the tree's own keys. UserError: there is no such set.
 
-    `model`: the model that will be trained: the set's image_size is cut to whole patches, as Google's convolution
-    without padding does it (384 pixels are 27 patches of 14, and 6 pixels that none takes). UserError: there is no such
-    set.
+    The set's image_size is cut to whole patches of `model`, as Google's convolution without padding does (384 pixels
+    are 27 patches of 14 and 6 unused pixels).
     """
     if SETS not in tree:
         return tree
@@ -138,7 +137,7 @@ def with_finetune(tree: Tree, *, beside: Path, model: Any, said_by: str) -> Tree
 
 
 def record_elsewhere(folder: Path) -> SavedModelMeta:
-    """The record of the model in swap_head.model's folder; UserError: it holds none of ours."""
+    """Read the record of the model in swap_head.model's folder; UserError: it holds none of ours."""
     advice = f"make a model of it with `shardvit import {folder} FOLDER` and name that folder"
     if folder.is_file():
         raise UserError(f"stages.swap_head.model: {folder} is a file: {advice}")
@@ -150,8 +149,7 @@ def record_elsewhere(folder: Path) -> SavedModelMeta:
 
 
 def model_of(tree: Tree) -> Any:
-    """A recipe's `model`; where it has none, that of the folder that swap_head.model names, if it names one, with
-    `record_elsewhere`'s error."""
+    """Get a recipe's `model`, or else that of the folder swap_head.model. UserError as `record_elsewhere`."""
     stages = tree.get("stages")
     swap_head = stages.get("swap_head") if isinstance(stages, dict) else None
     folder = swap_head.get("model") if isinstance(swap_head, dict) else None
@@ -161,7 +159,7 @@ def model_of(tree: Tree) -> Any:
 
 
 def merge(base: Tree, changes: Tree) -> Tree:
-    """A new tree: groups of keys are merged, everything else is replaced."""
+    """Merge into a new tree: groups of keys are merged, everything else is replaced."""
     merged = dict(base)
     for key, value in changes.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
@@ -190,7 +188,7 @@ def _find_set(name: Any, *, beside: Path, said_by: str) -> Path:
 
 
 def _patch_size(model: Any) -> int:
-    """Pixels that an image's side must be a multiple of; 1: the model is wrong, which validation says."""
+    """Pixels that an image side must be a multiple of; 1: the model is wrong, as validation will say."""
     with suppress(ValidationError, ValueError, AssertionError):
         config = ModelConfig.model_validate(model)
         return config.sizes.patch_size if config.kind == "vit" else 32
@@ -225,7 +223,7 @@ def _read(path: Path, *, seen: tuple[Path, ...], files: list[Path]) -> Tree:
 
 
 def _own_keys(path: Path) -> tuple[Tree, list[str]]:
-    """A file's keys, and the names that it extends."""
+    """Read a file's keys, and the names that it extends."""
     tree = read_yaml_file(path)
     if not isinstance(tree, dict):
         raise UserError(
@@ -240,7 +238,7 @@ def _own_keys(path: Path) -> tuple[Tree, list[str]]:
 
 
 KEYS = ("command", "hardware", "time", "result", "source", "chosen")
-"""chosen: what is not published, and what stands in its place."""
+"""chosen: what is not published, and what we chose instead."""
 
 _ENTRY = re.compile(rf"#   ({'|'.join(KEYS)}) +(\S.*)")
 _GPUS = re.compile(r"(\d[\d,]*) x ([A-Za-z0-9]+)")
@@ -249,7 +247,7 @@ _GPU_HOURS = re.compile(r"(\d[\d,.]*) GPU-hours")
 
 @dataclass(frozen=True)
 class RecipeHeader:
-    """The comment at the head of a recipe file, for people alone: what the recipe is for, and published numbers.
+    """The comment at the top of a recipe file, for people: what the recipe is for, and published numbers.
 
         # One sentence or two.
         #
@@ -269,7 +267,7 @@ class RecipeHeader:
 
     @property
     def hardware(self) -> tuple[int, str] | None:
-        """GPUs and their kind, as `shardvit plan` takes it; None: it is meant for no GPU."""
+        """Number and kind of GPUs, as `shardvit plan` takes it; None: no GPU is needed."""
         match = _GPUS.match(self.entry("hardware"))
         return (int(match[1].replace(",", "")), match[2].lower()) if match else None
 
@@ -280,11 +278,11 @@ class RecipeHeader:
 
     @property
     def headline(self) -> str:
-        """The result up to its first comma or semicolon that is not within parentheses."""
+        """The result up to its first comma or semicolon outside parentheses."""
         return re.split(r"[,;] (?![^(]*\))", self.entry("result"))[0]
 
     def text(self) -> str:
-        """The whole comment again, as in a file."""
+        """Format the comment as in a file."""
         lines = ["# " + line for line in self.description.splitlines()] + ["#"]
         for key in KEYS:
             for number, line in enumerate(self.entries.get(key, ())):
@@ -293,8 +291,8 @@ class RecipeHeader:
 
 
 def read_header(files: Sequence[Path], *, name: str) -> RecipeHeader:
-    """The header of a recipe made from `files`, the most general first: the last one's description and, of each key,
-    the last that one of them has."""
+    """Read the header of a recipe made from `files`, the most general first: the last description and, per key, the
+    last entry."""
     found = [_parse(path.read_text(encoding="utf-8")) for path in files]
     entries = {key: lines for each in found for key, lines in each.entries.items()}
     named = {key: tuple(re.sub(r"\bNAME\b", name, line) for line in entries[key]) for key in KEYS if key in entries}

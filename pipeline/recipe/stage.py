@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from data_shards.vocabulary import EvalProtocol
-from model.vocabulary import DropoutMasks, HeadKind, InitStyle, LossKind
+from model.vocabulary import LOSSES, DropoutMasks, HeadKind, InitStyle, LossKind
 from pipeline.recipe.data import MOST_SIDE, AugmentConfig, FewShotConfig, OneSet, SomeSets, several
 from pipeline.recipe.duration import DurationText, Strict
 from pipeline.recipe.optimizer import OptimizerConfig, ScheduleConfig
@@ -19,94 +19,94 @@ SetName = Annotated[str, Field(pattern="^[a-z0-9_]+$", max_length=40)]
 
 
 class EmaConfig(Strict):
-    """A moving average of the weights (EMA, Polyak averaging) beside those that are trained, from their initial values
-    on: average <- decay * average + (1 - decay) * weights, after each applied step."""
+    """A moving average of the weights (EMA, Polyak averaging), starting from their initial values:
+    average <- decay * average + (1 - decay) * weights, after each applied step."""
 
     decay: float = Field(default=0.9999, gt=0, lt=1)
-    """The average spans about 1 / (1 - decay) steps (ViT paper, table 2: 0.9999)."""
+    """The average spans about 1 / (1 - decay) steps; 0.9999 in table 2 of the ViT paper."""
     warmup: Literal["none", "tensorflow", "timm"] = "none"
-    """A smaller decay at first, so that a short run forgets its initial weights: min(decay, (1 + n) / (10 + n)) after n
-    updates (tensorflow), or min(decay, 1 - (1 + n)^(-2/3)) (timm)."""
+    """Use a smaller decay at first, so that short runs forget their initial weights: min(decay, (1 + n) / (10 + n))
+    after n updates (tensorflow), or min(decay, 1 - (1 + n)^(-2/3)) (timm)."""
     model: WeightsKind = "ema"
-    """Weights that become the stage's model and that keep_best compares; both kinds are evaluated and saved."""
+    """Weights that become the stage's model and that keep_best compares; both are always evaluated and saved."""
 
 
 class RollbackConfig(Strict):
-    """When to roll back to a checkpoint from before trouble, and skip the batches that led to it."""
+    """When to roll back to an earlier checkpoint and skip the batches that caused trouble."""
 
     after_skipped_steps: int = Field(default=3, ge=1, le=10**9)
     """Roll back after this many steps in a row without a finite gradient."""
     spike_sigmas: float | None = Field(default=None, ge=1)
-    """Also roll back after a loss this many standard deviations above the mean of the 128 before it (6: OLMo-core's);
-    null: only report spikes. Checked at each point of the curve (log_every)."""
+    """Also roll back when a loss is this many standard deviations above the mean of the 128 before it (OLMo-core: 6);
+    null: only report spikes. Checked every log_every."""
     steps_before: int = Field(default=100, ge=0, le=10**9)
-    """Also skip this many batches before the trouble (PaLM, section 5.1): a skipped step has moved nothing, so what
-    ruined the weights came before it."""
+    """Also skip this many batches before the trouble (PaLM, section 5.1): a skipped step changed nothing, so an earlier
+    one ruined the weights."""
     times: int = Field(default=3, ge=1, le=10**6)
-    """Rollbacks of a stage before training stops instead."""
+    """Stop training instead after this many rollbacks in a stage."""
 
 
 class TrainStage(Strict):
     """Keys shared by all training stages."""
 
     data: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)] | None = None
-    """The data set's role, such as imagenet21k, whose shards the user names (see `roles`)."""
+    """Role of the data set, such as imagenet21k; the user says where its shards are (see `roles`)."""
     train: SomeSets | None = None
     """Shards to train on: a folder or URL, a mapping (see `ShardsConfig`), or a list of them to mix."""
     eval: OneSet | None = None
     """The held-out shards."""
     eval_overlap: Literal["refuse", "allow"] = "refuse"
-    """allow: images of eval may be trained on, too; their scores then measure memorisation."""
+    """allow: eval may contain training images; scores then measure memorisation."""
     hold_out: float | None = Field(default=None, gt=0, lt=1, strict=True)
-    """Share of the training images that is evaluated beside eval, as also_eval.minival, and not trained on: 0.01 for
-    big_vision's train[:99%]. Once train is known it becomes parts of that set."""
+    """Hold this share of the training images out and evaluate it as also_eval.minival; 0.01 gives big_vision's
+    train[:99%]. Once train is known, this turns into `part` and `hold_out` of that set."""
     also_eval: dict[SetName, OneSet] = Field(default={})
-    """More held-out sets by name, evaluated whenever eval is: {new: SHARDS} gives val_new/top1 and so on."""
+    """More held-out sets by name, evaluated together with eval: {new: SHARDS} gives val_new/top1 and so on."""
     eval_protocol: EvalProtocol = "vit"
-    """Part of an image that is evaluated. vit: all of it, squashed to the square; big_vision: resized, centre crop;
-    timm: the same, bicubic. vit_exact and big_vision_exact: with the pixels of Google's own resize."""
+    """How evaluation preprocesses an image. vit: squash all of it to a square; big_vision: resize and centre crop;
+    timm: the same, bicubic. vit_exact and big_vision_exact reproduce the pixels of Google's own resize."""
     eval_crop_share: float | None = Field(default=None, gt=0, le=1)
-    """Crop's side over the resized short side; default 0.875 (big_vision: 224 of 256) or 0.9 (timm)."""
+    """Crop size over resized short side; default: 0.875 (big_vision: 224 of 256) or 0.9 (timm)."""
     image_size: int = Field(gt=0, le=MOST_SIDE)
     global_batch_size: int = Field(gt=0, le=_MOST_IMAGES)
-    """Images of one optimizer step, over all processes."""
+    """Images per optimizer step, over all processes."""
     duration: DurationText
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = ScheduleConfig()
     ema: EmaConfig | None = None
-    """A moving average of the weights; null: none."""
+    """Moving average of the weights; null: none."""
     augment: AugmentConfig = AugmentConfig()
     loss: LossKind = "softmax"
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     dropout: float = Field(default=0.0, ge=0, lt=1)
     stochastic_depth: float = Field(default=0.0, ge=0, lt=1)
-    """Rate at the last block, falling linearly to 0 at the first."""
+    """Drop rate of the last block, falling linearly to 0 at the first."""
     patch_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the patches that a step leaves out; 0.5 halves the arithmetic (FLIP)."""
+    """Share of patches that a step drops; 0.5 halves the compute (FLIP)."""
     unmasked_finish: DurationText = "0 steps"
-    """Length of the end of training without patch_dropout."""
+    """Length of a final phase without patch_dropout."""
     dropout_masks: DropoutMasks = "sample"
-    """Random masks of the three dropouts. sample: by seed, step and the image's place in the global batch, so the same
+    """Random masks of the three dropouts. sample: by seed, step and the image's place in the global batch, so identical
     on any number of processes; process: by seed, step and process."""
     rollback: RollbackConfig | None = None
-    """Default: steps without a finite gradient are skipped, spikes are reported, and training goes on."""
+    """Default: skip steps without a finite gradient, report spikes, and continue."""
     log_every: DurationText = "20 steps"
-    """Interval of the curve's points, where spikes and slow processes are looked for; 0: at the end alone."""
+    """Interval of logging and of checks for spikes and slow processes; 0: only at the end."""
     eval_every: DurationText = "25%"
-    """Interval of evaluations; 0: at the end alone."""
+    """Interval of evaluations; 0: only at the end."""
     metrics: tuple[EvalMetric, ...] | Literal["auto"] = "auto"
-    """Metrics beside loss and top-1. auto: top5 and calibration_error, or, where images have several labels,
-    precision_at_1. mean_average_precision keeps all scores: images x classes x 4 bytes over all processes."""
+    """Metrics besides loss and top-1. auto: top5 and calibration_error, or precision_at_1 for images with several
+    labels. mean_average_precision keeps all scores: images x classes x 4 bytes over all processes."""
     save_every: DurationText = "10%"
-    """Interval of checkpoints; one is also written on a signal and at the end."""
+    """Interval of checkpoints; also written on a signal and at the end."""
     save_every_minutes: float = Field(default=0.0, ge=0, le=MOST_SECONDS)
-    """Also write a checkpoint when the last one is this old; 0: steps alone count."""
+    """Also write a checkpoint when the last one is this many minutes old; 0: never."""
     keep_checkpoints: int = Field(default=2, ge=1, le=10**9)
-    """Number of newest checkpoints to keep."""
+    """Keep this many of the newest checkpoints."""
     keep_every: DurationText = "0 steps"
-    """Also write checkpoints at multiples of this, and keep them for good."""
+    """Also write checkpoints at multiples of this, and keep them forever."""
     keep_best: Literal["loss", "score"] | None = None
-    """Also write a checkpoint after each evaluation, and keep the best by held-out loss or score (top-1)."""
+    """Also write a checkpoint after each evaluation, and keep the best one by held-out loss or score (top-1)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -123,7 +123,7 @@ class TrainStage(Strict):
 
     @property
     def draws_in_blocks(self) -> bool:
-        """True if blocks draw from the process's generator in training."""
+        """True if blocks draw from the generator of the process during training."""
         return self.dropout_masks == "process" and bool(self.dropout or self.stochastic_depth)
 
     @model_validator(mode="after")
@@ -135,9 +135,9 @@ class TrainStage(Strict):
                 f"augment.resize_size {self.augment.resize_size} is smaller than the square of image_size "
                 f"{self.image_size} that is cut out of it: give at least {self.image_size}"
             )
-        if self.loss == "sigmoid" and self.label_smoothing >= 0.5:
+        if self.label_smoothing >= (bound := LOSSES[self.loss].smoothing_below):
             raise ValueError(
-                f"label_smoothing {self.label_smoothing} turns the sigmoid's targets around: stay below 0.5"
+                f"label_smoothing {self.label_smoothing} turns {self.loss}'s targets around: stay below {bound:g}"
             )
         if not self.patch_dropout:
             self.refuse("unmasked_finish", means_nothing="without patch_dropout")
@@ -176,25 +176,25 @@ class TrainStage(Strict):
             if double:
                 raise ValueError(f"metrics names {double[0]} twice: once is enough")
             several = [each for each in self.metrics if each in OF_SEVERAL_LABELS]
-            if several and self.loss == "softmax":
+            if several and not LOSSES[self.loss].takes_several_labels:
                 raise ValueError(
-                    f"metrics: {several[0]} is for images with several labels, which loss softmax cannot learn: leave "
-                    "it out"
+                    f"metrics: {several[0]} is for images with several labels, which loss {self.loss} cannot learn: "
+                    "leave it out"
                 )
         return self
 
     def judged_by(self, score: str) -> str:
-        """The held-out metric of the weights that become the stage's model; `score`: loss, top1 or accuracy."""
+        """Name the held-out metric of the weights that become the stage's model; `score`: loss, top1 or accuracy."""
         average = self.ema is not None and self.ema.model == "ema"
         return f"val/{'ema_' if average else ''}{score}"
 
 
 class MaskedPatchStage(TrainStage):
-    """Self-supervised pre-training: the colours of corrupted patches (ViT paper, appendix B.1.2); labels are not
-    looked at."""
+    """Self-supervised pre-training: predict the colours of corrupted patches (ViT paper, appendix B.1.2). Ignores
+    labels."""
 
     init: InitStyle = "google"
-    """Initial weights: vision_transformer's (google), big_vision's (other learned positions), or timm's."""
+    """Initial weights as in vision_transformer (google), big_vision (other learned positions) or timm."""
 
     @model_validator(mode="after")
     def _no_labels(self) -> MaskedPatchStage:
@@ -205,16 +205,16 @@ class MaskedPatchStage(TrainStage):
 
 
 class PretrainStage(TrainStage):
-    """Supervised pre-training with a head of one hidden layer."""
+    """Supervised pre-training, by default with a head of one hidden layer."""
 
     head: HeadKind = "mlp"
-    """mlp: one hidden layer (the paper); linear: none (Google's GAP models, and BiT's ResNets)."""
+    """mlp: one hidden layer (ViT paper); linear: none (Google's GAP models, BiT's ResNets)."""
     head_bias: float = 0.0
-    """Initial bias of the last layer; Google sets -10 (ImageNet-21k) with the sigmoid loss."""
+    """Initial bias of the last layer; Google uses -10 with the sigmoid loss (ImageNet-21k)."""
     init: InitStyle = "google"
-    """Initial weights: vision_transformer's (google), big_vision's (other learned positions), or timm's."""
+    """Initial weights as in vision_transformer (google), big_vision (other learned positions) or timm."""
     few_shot: tuple[FewShotConfig, ...] = Field(default=(), max_length=100)
-    """Small data sets on which few-shot accuracy is measured at evaluations."""
+    """Small data sets for few-shot accuracy at evaluations."""
 
     @model_validator(mode="after")
     def _few_shot_sets_differ(self) -> PretrainStage:
@@ -225,18 +225,18 @@ class PretrainStage(TrainStage):
 
 
 class SwapHeadStage(Strict):
-    """Drop the pre-training head, attach a zero-initialised linear layer for the classes of fine-tuning."""
+    """Replace the pre-training head with a zero-initialised linear layer for the classes of fine-tuning."""
 
     model: str | None = None
-    """A model's folder (`shardvit import` makes them), in place of what an earlier stage left. The recipe's `model` is
-    the folder's where it has none."""
+    """Start from this model folder (made by `shardvit import`) instead of an earlier stage. A recipe without `model`
+    takes it from the folder."""
 
 
 class FinetuneStage(TrainStage):
-    """Training of everything, usually at a higher resolution than before."""
+    """Training of all weights, usually at a higher resolution."""
 
     start: Literal["swap_head", "scratch"] = "swap_head"
-    """From the swapped head's model, or from random weights with the same linear head (the comparison)."""
+    """swap_head: start from that stage's model; scratch: from random weights with the same linear head."""
     init: InitStyle = "google"
     """Initial weights with start: scratch."""
 
@@ -253,7 +253,7 @@ class FinetuneStage(TrainStage):
 
 
 class Stages(Strict):
-    """The stages to run, in this order; those left out are not run."""
+    """Stages to run, in this order; omitted stages are not run."""
 
     masked_patch: MaskedPatchStage | None = None
     pretrain: PretrainStage | None = None

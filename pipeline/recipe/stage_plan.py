@@ -1,6 +1,6 @@
-"""One stage's numbers at a given world size (batches, steps, epochs), and every check that needs no GPU.
+"""Derive one stage's numbers at a given world size (batches, steps, epochs), with every check that needs no GPU.
 
-Runs before anything is launched, and again on every rank. Errors name the key and values that fit.
+Runs before launch, and again on every rank. Errors name the key and values that fit.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ class StagePlan:
 
     world_size: int
     global_batch_images: int
-    micro_batch_size: int  # images of one process in one forward pass
-    accumulation_steps: int  # forward passes of one process in one optimizer step
+    micro_batch_size: int  # images per process in a forward pass
+    accumulation_steps: int  # forward passes per process in an optimizer step
     lanes: int
     total_steps: int
     schedule: Schedule
-    log_steps: int  # this and the next three: after every so many steps; 0: never
+    log_steps: int  # interval in steps, as the next three; 0: never
     eval_steps: int
     save_steps: int
     samples_per_epoch: int
-    keep_steps: int = 0  # these checkpoints are never pruned
+    keep_steps: int = 0  # checkpoints that are never pruned
     save_after_evaluations: bool = False
-    patch_dropout: float = 0.0  # share of the patches that are left out, in the first `patch_dropout_steps` steps
+    patch_dropout: float = 0.0  # share of patches dropped in the first `patch_dropout_steps` steps
     patch_dropout_steps: int = 0
-    max_skipped_steps: int = 1  # in a row, until training gives up
+    max_skipped_steps: int = 1  # in a row, before training stops
     rollback: RollbackConfig | None = None
     slow_rank: Literal["report", "stop"] = "report"
     seed: int = 0
-    few_shot_steps: tuple[int, ...] = ()  # of each few-shot set: at most so often; 0: at the end alone
+    few_shot_steps: tuple[int, ...] = ()  # shortest interval of each few-shot set; 0: only at the end
 
     def first_place(self, *, rank: int, micro_step: int) -> int:
-        """The place in the global batch of the first image of a process's micro-batch."""
+        """Place in the global batch of the first image of a micro-batch."""
         return (rank * self.accumulation_steps + micro_step) * self.micro_batch_size
 
     def logs_after(self, step: int) -> bool:
         return step == self.total_steps or _due(step, every=self.log_steps)
 
     def evaluates_after(self, step: int) -> bool:
-        """Always after the last step. One up to a tenth of the interval (at least a step) before it is skipped: 25% of
-        101 steps is 25, and evaluating at both 100 and 101 tells nothing new."""
+        """True if an evaluation is due. The last step always is; one within a tenth of the interval (at least a step)
+        before it is skipped: 25% of 101 steps is 25, and evaluating at both 100 and 101 tells nothing new."""
         left = self.total_steps - step
         if left == 0 or self.eval_steps == 1:
             return True
@@ -76,7 +76,7 @@ class StagePlan:
 
     @property
     def rollback_reach_steps(self) -> int:
-        """Steps back from when trouble is noticed that a rollback must be able to reach; 0: no rollback."""
+        """Steps that a rollback may have to go back from where trouble is noticed; 0: no rollback."""
         if self.rollback is None:
             return 0
         noticed = (self.log_steps or self.total_steps) if self.rollback.spike_sigmas else 0
@@ -84,7 +84,7 @@ class StagePlan:
 
     @property
     def most_within_reach(self) -> int:
-        """The most checkpoints at once that are kept for a rollback, apart from those that the clock asks for."""
+        """Most checkpoints kept at once for a rollback, without those of save_every_minutes."""
         reach = min(self.rollback_reach_steps, self.total_steps)
         every = (self.save_steps, self.keep_steps, self.eval_steps if self.save_after_evaluations else 0)
         return 1 + sum(-(-reach // each) for each in every if each) if reach else 0
@@ -222,8 +222,8 @@ def chosen_metrics(
     num_images: int,
     flag: str,
 ) -> tuple[EvalMetric, ...]:
-    """The metrics of one set; `flag` names the key in messages. UserError: one means nothing for these labels, or mean
-    average precision would have to keep more scores than there may be room for."""
+    """Choose the metrics of one set; `flag` names the key in messages. UserError: one does not fit these labels, or
+    mean average precision would keep too many scores."""
     if asked == "auto":
         if label_kind == "multi":
             return ("precision_at_1",)

@@ -1,4 +1,4 @@
-"""The words that several rooms share: stages, optimizers, metrics, exit codes, and the files of a run folder.
+"""Names shared by several rooms: stages, optimizers, metrics, exit codes, and the files of a run folder.
 
 Plain values without imports, so everything may import it. A new optimizer is a name and an entry here and a case in
 `optimizers.optim.build_optimizer`; a new metric is an entry here and the line that computes it.
@@ -16,7 +16,7 @@ ALL_STAGES: tuple[StageName, ...] = get_args(StageName)
 # ---- exit codes, of `shardvit`, of a rank and of every launcher ----
 
 EXIT_FAILED = 1
-EXIT_USER_ERROR = 2  # somebody must change something first: a mistake, a full disk, a missing folder
+EXIT_USER_ERROR = 2  # the user must change something first: a mistake, a full disk, a missing folder
 EXIT_STOPPED = 75  # stopped by a signal, after saving. BSD's EX_TEMPFAIL: run the same command again
 EXIT_READER_LEFT = 141  # 128 + SIGPIPE: the program that read the output ended
 
@@ -127,8 +127,8 @@ METRICS: dict[str, Metric] = {
     "train/loss": Metric("nats", "mean loss of the steps since the last point, over all ranks"),
     "train/top1": Metric(
         "share",
-        "share of training images, as the model saw them, whose best class is right, over the steps of train/loss; a "
-        "mixed image counts by the share that this class has in it, and label smoothing does not count",
+        "top-1 accuracy on augmented training images over the steps of train/loss; a mixed image counts by the share "
+        "of the predicted class in it; label smoothing is ignored",
     ),
     "train/accuracy": Metric(
         "share",
@@ -140,81 +140,78 @@ METRICS: dict[str, Metric] = {
     "opt/parameter_norm": Metric("", "L2 norm of all trained weights (float32 masters) after the last step"),
     "opt/update_ratio": Metric(
         "ratio",
-        "L2 norm of what the last step changed in the weights over opt/parameter_norm; 0: it was skipped; left out "
-        "with engine.offload, and where a GPU has no memory left for a copy",
+        "L2 norm of the last weight update over opt/parameter_norm; 0: the step was skipped; missing with "
+        "engine.offload and where a GPU has no memory for a copy",
     ),
-    "opt/loss_scale": Metric("", "fp16: the factor of the loss after the last step"),
+    "opt/loss_scale": Metric("", "fp16: loss scale after the last step"),
     "opt/skipped_steps": Metric("steps", "steps skipped so far because their gradients were not finite"),
-    "opt/passed_over_steps": Metric("steps", "steps so far whose batches were passed over after a rollback"),
-    "data/substituted_images": Metric("images", "damaged images so far in whose place another one was trained on"),
-    "perf/images_per_s": Metric(
-        "images/s", "training images per second, all ranks together, without evaluation and saving"
-    ),
+    "opt/passed_over_steps": Metric("steps", "steps so far whose batches were skipped after a rollback"),
+    "data/substituted_images": Metric("images", "damaged images so far that were replaced by another image"),
+    "perf/images_per_s": Metric("images/s", "training images per second over all ranks, without evaluation and saving"),
     "perf/step_seconds_p50": Metric(
-        "s", "median of the times of the steps since the last point, by rank 0's clock, without evaluation and saving"
+        "s", "median step time since the last point, by rank 0's clock, without evaluation and saving"
     ),
-    "perf/step_seconds_p95": Metric("s", "the time that 95 % of the steps since the last point took at most"),
-    "perf/step_seconds_max": Metric("s", "the longest step since the last point"),
+    "perf/step_seconds_p95": Metric("s", "95th percentile of the step times since the last point"),
+    "perf/step_seconds_max": Metric("s", "longest step time since the last point"),
     "perf/model_tflops_per_s": Metric(
         "TFLOP/s",
-        "what one process computes: images/s over the processes, times the FLOPs that the model needs forward and "
-        "backward (recomputation not counted)",
+        "model FLOP/s of one process: its images/s times the FLOPs per image, forward and backward, without "
+        "recomputation",
     ),
     "perf/mfu": Metric(
         "share",
         "model FLOPs utilisation: perf/model_tflops_per_s over the GPU's dense peak in the recipe's precision, from "
-        "its data sheet; left out on CPUs, on GPUs that are not in pipeline/budget/gpus.py, and with TF32",
+        "its data sheet; missing on CPUs, on GPUs not in pipeline/budget/gpus.py, and with TF32",
     ),
-    "perf/gpu_memory_peak_gib": Metric("GiB", "the most memory that tensors of rank 0 took on its GPU in this stage"),
+    "perf/gpu_memory_peak_gib": Metric("GiB", "peak memory of rank 0's tensors on its GPU in this stage"),
     "perf/host_memory_peak_gib": Metric(
-        "GiB", "the most memory that rank 0's process had resident since it began, without data workers"
+        "GiB", "peak resident memory of rank 0's process since its start, without data workers"
     ),
     "perf/gpu_hours": Metric(
-        "h", "hours of the stage times its GPUs, over all attempts (a killed one up to its last checkpoint)"
+        "h", "hours of the stage times its GPUs, over all attempts (killed ones up to their last checkpoint)"
     ),
     "perf/process_hours": Metric("h", "on CPUs: hours of the stage times its processes, over all attempts"),
     "perf/core_wait_frac": Metric(
         "share",
-        "on CPUs: share of their runnable time that threads of rank 0's process spent waiting for a core",
+        "on CPUs: share of runnable time that rank 0's threads spent waiting for a core",
     ),
-    "perf/data_wait_frac": Metric("share", "share of the time of perf/images_per_s in which rank 0 waited for a batch"),
-    "perf/save_stall_frac": Metric(
-        "share", "share of this attempt's time in which training stood still for checkpoints"
-    ),
-    "perf/slowest_rank_ratio": Metric("ratio", "the slowest rank's own time per step over the median rank's"),
-    "val/loss": Metric("nats", "mean loss of the held-out set, without label smoothing"),
-    "val/top1": Metric("share", "share of held-out images whose best class is right"),
-    "val/balanced_accuracy": Metric("share", "images with one label: the mean over the classes of each one's top-1"),
+    "perf/data_wait_frac": Metric("share", "share of the time behind perf/images_per_s that rank 0 waited for batches"),
+    "perf/save_stall_frac": Metric("share", "share of this attempt's time that training waited for checkpoints"),
+    "perf/slowest_rank_ratio": Metric("ratio", "own time per step of the slowest rank over that of the median rank"),
+    "val/loss": Metric("nats", "mean loss on the held-out set, without label smoothing"),
+    "val/top1": Metric("share", "top-1 accuracy on the held-out set"),
+    "val/balanced_accuracy": Metric("share", "images with one label: mean of the per-class top-1"),
     "val/commonest_class_share": Metric(
         "share",
-        "share of held-out images that have the commonest class: val/top1 of a model that gives all of them this one",
+        "share of held-out images in the most common class: val/top1 of a model that always predicts it",
     ),
     "val/accuracy": Metric("share", "masked patch prediction: share of held-out patches whose colour is right"),
     "val/ema_loss": Metric("nats", "val/loss of the moving average of the weights"),
     "val/ema_top1": Metric("share", "val/top1 of the moving average of the weights"),
     "val/ema_balanced_accuracy": Metric("share", "val/balanced_accuracy of the moving average of the weights"),
     "val/ema_accuracy": Metric("share", "val/accuracy of the moving average of the weights"),
-    "val/top5": Metric("share", "share of held-out images whose class is among the five best"),
+    "val/top5": Metric("share", "top-5 accuracy on the held-out set"),
     "val/calibration_error": Metric(
-        "share", "mean distance of confidence and accuracy in 15 bins of confidence, weighted by images"
+        "share",
+        "mean distance of confidence and accuracy over 15 confidence bins, weighted by images",
     ),
-    "val/precision_at_1": Metric("share", "images with several labels: share whose best class is one of them"),
+    "val/precision_at_1": Metric("share", "images with several labels: share whose top class is one of them"),
     "val/mean_average_precision": Metric(
-        "share", "images with several labels: average precision of each class, and the mean over the classes"
+        "share", "images with several labels: average precision, averaged over the classes"
     ),
     "val/images": Metric("images", "held-out images that could be read"),
     "val/fewshot_NAME_Kshot": Metric(
-        "share", "top-1 on set NAME of least squares on K images of each class, mean over the seeds"
+        "share", "top-1 on set NAME of least squares on K images per class, mean over the seeds"
     ),
     "val/probe_NAME_top1": Metric(
         "share", "transfer --method probe: top-1 on set NAME of logistic regression; also _top5"
     ),
-    "val/probe_NAME_loss": Metric("nats", "the same: its mean cross-entropy"),
+    "val/probe_NAME_loss": Metric("nats", "mean cross-entropy of that probe"),
     "val/knn_NAME_Knn_top1": Metric(
         "share", "transfer --method knn: top-1 on set NAME of K nearest neighbours; also _top5"
     ),
-    "val/transfer_mean": Metric("share", "shardvit transfer: mean over the data sets of their first top-1"),
+    "val/transfer_mean": Metric("share", "shardvit transfer: mean of the first top-1 of each data set"),
     "model/parameters": Metric("parameters", "swap_head: parameters of the model"),
-    "model/head_parameters_dropped": Metric("parameters", "swap_head: parameters of the head that was dropped"),
-    "model/head_parameters_attached": Metric("parameters", "swap_head: parameters of the head that was attached"),
+    "model/head_parameters_dropped": Metric("parameters", "swap_head: parameters of the dropped head"),
+    "model/head_parameters_attached": Metric("parameters", "swap_head: parameters of the new head"),
 }

@@ -1,6 +1,6 @@
-"""PyYAML's safe loader with the values of YAML 1.2's core schema, and one sentence for each error.
+"""Read YAML with PyYAML's safe loader and YAML 1.2's core schema, with one sentence per error.
 
-So a date is text, and so are on, off, yes and no. A number that YAML 1.1 reads differently (017, 1:30, 1_000) is
+A date is text, and so are on, off, yes and no. A number that YAML 1.1 reads differently (017, 1:30, 1_000) is
 refused, and so are duplicate keys. Depth, size, aliases and digits are bounded, so that any file is read or refused in
 a moment.
 """
@@ -39,11 +39,11 @@ _LIKE_A_NUMBER = re.compile(r"[-+]?\.?[0-9][\w.:+-]*\Z")
 
 
 class _Refused(Exception):
-    """The content is not allowed; the text names the place."""
+    """Forbidden content; the text names the place."""
 
 
 def read_yaml_file(path: Path) -> Any:
-    """The content of a file; UserError if it cannot be read or is not a recipe's YAML."""
+    """Read a file; UserError if it cannot be read or is not a recipe's YAML."""
     try:
         size = path.stat().st_size
         if size > _MOST_BYTES:
@@ -59,7 +59,7 @@ def read_yaml_file(path: Path) -> Any:
 
 
 def read_yaml(text: str, *, source: str) -> Any:
-    """The content of a text, called `source` in messages; UserError if it is not a recipe's YAML."""
+    """Parse a text, called `source` in messages; UserError if it is not a recipe's YAML."""
     try:
         if end := re.search("[\x85\u2028\u2029]", text):
             line = text.count("\n", 0, end.start()) + 1
@@ -72,12 +72,12 @@ def read_yaml(text: str, *, source: str) -> Any:
 
 
 def write_yaml(tree: Any) -> str:
-    """YAML whose values read the same by 1.1 and by 1.2."""
+    """Write YAML that YAML 1.1 and 1.2 read alike."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts text into quotes that either version would take for another kind of value."""
+    """Quotes text that either version would take for another kind of value."""
 
     yaml_implicit_resolvers = {**yaml.SafeDumper.yaml_implicit_resolvers, None: list(_CORE.items())}  # noqa: RUF012
 
@@ -90,7 +90,7 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._values = 0
-        self._sizes: dict[int, int] = {}  # of the nodes that are complete: values in them, aliases written out
+        self._sizes: dict[int, int] = {}  # values in each complete node, aliases expanded
         self._path: list[str] = []
 
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
@@ -157,7 +157,7 @@ def _whole(text: str) -> int:
 
 
 def _demand_clear(text: str, *, line: int) -> None:
-    """Refuse what is a number in YAML 1.1, and another one or text in YAML 1.2."""
+    """Refuse numbers of YAML 1.1 that are another number or text in YAML 1.2."""
     if len(text) > _MOST_DIGITS or not _LIKE_A_NUMBER.match(text):
         return
     try:

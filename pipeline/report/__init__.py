@@ -1,1 +1,1 @@
-"""What is recorded and shown of a stage: metrics.jsonl, MLflow, the progress bar."""
+"""Record and show a stage: metrics.jsonl, events, the progress bar."""

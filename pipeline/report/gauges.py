@@ -40,7 +40,7 @@ class ImageWork:
 
 
 def stage_work(recipe: Recipe, *, stage: StageName, plan: StagePlan, num_classes: int) -> ImageWork:
-    """Of a training stage's model."""
+    """Training FLOPs an image of a stage's model."""
     config = recipe.train_stage(stage)
 
     def flops(patch_dropout: float) -> int:
@@ -51,8 +51,7 @@ def stage_work(recipe: Recipe, *, stage: StageName, plan: StagePlan, num_classes
 
 
 def peak_flops(engine: EngineConfig, *, gpu_name: str | None) -> float | None:
-    """Of this process's GPU in the recipe's precision, by its data sheet; None: it is not known. TF32's peak is not in
-    the table."""
+    """Peak FLOP/s of this process's GPU in the recipe's precision, by its data sheet; None: unknown, as TF32's is."""
     gpu = None if gpu_name is None else gpu_of_driver(gpu_name)
     if gpu is None or (engine.precision == "fp32" and engine.fp32_matmul == "tf32"):
         return None
@@ -113,7 +112,7 @@ class Gauges:
 
 
 def _percentile(ordered: list[float], percent: int) -> float:
-    """By nearest rank: one of the values, at least so many percent of which are not larger."""
+    """Nearest-rank percentile."""
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 

@@ -29,7 +29,7 @@ _CUT = 4  # times these: what of a spike enters the history: one of 1e30 would h
 
 @dataclass(frozen=True)
 class StepMeans:
-    """Of each step of a window the means over its micro-batches and all ranks; nan: of a step that was not done."""
+    """Per step of a window, means over its micro-batches and all ranks; nan for a skipped step."""
 
     losses: list[float]
     scores: list[float]  # as many
@@ -46,7 +46,7 @@ class LossWindow:
         self._micro: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def add(self, loss: torch.Tensor, score: torch.Tensor) -> None:
-        """Of one micro-batch, 0-dimensional on one device."""
+        """Add the loss of one micro-batch, 0-dimensional on one device."""
         self._micro.append((loss.detach().double(), score.detach().double()))
 
     def end_step(self) -> None:
@@ -108,7 +108,7 @@ class SpikeFinder:
 
     @property
     def recent_losses(self) -> list[float]:
-        """What to carry over: at most 128 finite floats."""
+        """State to carry over: at most 128 finite floats."""
         return list(self._recent)
 
     def look(self, losses: Mapping[int, float]) -> list[Spike]:

@@ -1,4 +1,4 @@
-"""What rank 0 reports of a stage: metrics.jsonl, events.jsonl, the facts that MLflow is to know, and the progress bar.
+"""Rank 0's report of a stage: metrics.jsonl, events.jsonl, facts for MLflow, and the progress bar.
 
 Only on rank 0. Also measured here: how long the loop waited for data, and images/s without evaluation and saving.
 """
@@ -97,7 +97,7 @@ def stage_report(
 
 @contextmanager
 def told_events(context: StageContext, *, stage: StageName, state: TrainState, say: Say) -> Iterator[EventsLog]:
-    """A stage's events.jsonl, which is told the start of this attempt and how it ends; `state`: where it stands."""
+    """A stage's events.jsonl, with this attempt's start and end; `state`: where it stands."""
     place = context.ranks.place
     hosts = math.ceil(place.world_size / place.local_world_size)
     with EventsLog(context.folder.stage(stage) / EVENTS_FILE, say=say) as events:
@@ -157,7 +157,7 @@ def tracked_log(
 
 
 class Report:
-    """What the training loop reports.
+    """The training loop's reports.
 
     Args:
         log: takes the values; None on ranks above 0.
@@ -312,13 +312,13 @@ class Report:
         self.event(kind, text, step=step)
 
     def event(self, kind: EventKind, text: str, *, step: int | None = None) -> None:
-        """What happened at a step, by default the last one that was logged; not on the screen. Thread-safe."""
+        """Record an event at a step, by default the last logged one; not on the screen. Thread-safe."""
         if self._events is not None:
             step = self._step if step is None else step
             self._events.append(kind, text, step=step, images_seen=step * self._plan.global_batch_images)
 
     def close(self) -> None:
-        """Tell what waits to be told. Closing twice is harmless."""
+        """Write what is pending. Closing twice is harmless."""
         self._tell_skipped()
         if self._progress is not None:
             self._progress.close()

@@ -124,8 +124,8 @@ def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
 
 
 def load_evaluation(folder: Path) -> Evaluation:
-    """What `save_evaluation` returned, or `write_evaluation` wrote. ValueError, one sentence: it is not there, damaged,
-    or no evaluation."""
+    """Load an evaluation that `save_evaluation` or `write_evaluation` wrote. ValueError: missing, damaged, or no
+    evaluation."""
     try:
         record = json.loads(read_inside(folder / _RECORD, folder=folder))
         if record["format"] != _FORMAT:

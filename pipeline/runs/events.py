@@ -1,4 +1,4 @@
-"""What happened in a stage, over all attempts, in STAGE/events.jsonl: starts, checkpoints, evaluations, trouble, ends.
+"""Events of a stage over all attempts, STAGE/events.jsonl: starts, checkpoints, evaluations, trouble, ends.
 
 A line: {"time": 1760000000.5, "step": 400, "images_seen": 25600, "kind": "checkpoint", "text": "..."}. Rank 0 writes
 it; an event costs one `write` of a few hundred bytes, and there are a few of them a checkpoint. Unlike metrics.jsonl

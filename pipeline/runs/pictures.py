@@ -1,4 +1,4 @@
-"""What a picture is, and how a stage keeps it: STAGE/pictures/NAME/step-00000400.png, .svg and .json.
+"""A picture and its files in a stage's folder: STAGE/pictures/NAME/step-00000400.png, .svg and .json.
 
 The .json comes last and has the words: a picture without it is not there. A table has its rows in the .json and no
 image. All steps stay; the report shows the newest. No torch and no matplotlib here.
@@ -31,7 +31,7 @@ _FILE = re.compile(r"step-(\d{8,18})\.json")
 
 @dataclass(frozen=True)
 class DrawRequest:
-    """What is to be drawn: a stage of a run, as it is after `step` optimizer steps."""
+    """A drawing request: a stage of a run, after `step` optimizer steps."""
 
     folder: RunFolder
     recipe: Recipe
@@ -45,7 +45,7 @@ class DrawRequest:
 
 @dataclass(frozen=True)
 class Picture:
-    """What a picture is called and says.
+    """A picture's name and texts.
 
     Attributes:
         name: of its folder, [a-z0-9_]+.
@@ -105,7 +105,7 @@ def kept_pictures(stage_folder: Path) -> list[KeptPicture]:
 
 
 def newest_pictures(kept: Sequence[KeptPicture]) -> list[KeptPicture]:
-    """Of each name the last step's, in the order of `kept_pictures`."""
+    """The last step's picture of each name, in the order of `kept_pictures`."""
     return list({each.picture.name: each for each in kept}.values())
 
 

@@ -110,7 +110,7 @@ class RunFolder:
         return self.sweep or self.path
 
     def leads_out(self, name: StageName) -> bool:
-        """Whether a stage's folder is a link beyond the boundary."""
+        """True if a stage's folder is a link that leads outside."""
         return not is_inside(self.stage(name), folder=self.boundary)
 
     def stage(self, name: StageName) -> Path:
@@ -120,7 +120,7 @@ class RunFolder:
         return self.stage(name) / CHECKPOINTS_FOLDER
 
     def is_begun(self) -> bool:
-        """Whether there is a run here."""
+        """True if there is a run here."""
         return (self.path / RECIPE_FILE).is_file() or any(
             (self.stage(name) / STAGE_FILE).is_file() for name in ALL_STAGES
         )
@@ -146,7 +146,7 @@ class RunFolder:
             raise BrokenRecord(path, why=f"{where}: {first['msg']}" if where else first["msg"]) from None
 
     def peek(self, name: StageName) -> StageRecord:
-        """Like `record`, but a broken one counts as begun: it is mended when the stage runs."""
+        """Read the record as `record` does, but take a broken one as begun: it is mended when the stage runs."""
         try:
             return self.record(name)
         except BrokenRecord:

@@ -36,7 +36,7 @@ def written_by() -> dict[str, str]:
 
 
 def changed_since(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """What differs between the writer and this process, as "torch 2.14.0 -> 2.15.0"."""
+    """Differences between the writer and this process, as "torch 2.14.0 -> 2.15.0"."""
     return [
         f"{name} {before[name]} -> {now[name]}"
         for name in now

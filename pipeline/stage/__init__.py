@@ -1,1 +1,1 @@
-"""What one stage is made of: data, batches, task, description, rollback."""
+"""Parts of a stage: data, batches, task, summary."""

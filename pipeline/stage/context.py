@@ -1,4 +1,4 @@
-"""What every stage is given: recipe, run folder, process group, stop flag, clock of its start."""
+"""Context of every stage: recipe, run folder, process group, stop flag, start time."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class StageContext:
         return result
 
     def watch(self, stage: StageName) -> Watch:
-        """What watches the ranks during a stage; collective."""
+        """The watch over the ranks during a stage; collective."""
         return Watch(
             self.folder.ranks(stage),
             place=self.ranks.place,

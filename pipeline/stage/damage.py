@@ -21,7 +21,7 @@ Use = str  # "train", "eval", or "eval NAME" of a set of also_eval
 
 @dataclass(frozen=True)
 class Settled:
-    """What `settle` found."""
+    """Result of `settle`."""
 
     new: tuple[tuple[Use, Fault], ...]  # images not seen damaged before
     substituted_images: int  # in the batches since the last time
@@ -48,7 +48,7 @@ class FaultLedger:
         self.complaint = self._complaint()
 
     def note(self, batch: Batch, *, use: Use, rows: int) -> None:
-        """The first `rows` rows of the batch are this rank's own."""
+        """Note a batch's faults; its first `rows` rows are this rank's own."""
         for fault in batch.faults:
             self._mine[use, fault.shard, fault.key] = fault
         if batch.faults:

@@ -31,7 +31,7 @@ _Identity = tuple[int, int, int, int] | None
 
 @dataclass(frozen=True)
 class _Sent:
-    """What rank 0 found."""
+    """Data as rank 0 opened it."""
 
     train: ShardSet | None = None
     train_sizes: tuple[tuple[int, ...], ...] = ()
@@ -42,7 +42,7 @@ class _Sent:
 
 @dataclass(frozen=True)
 class _OwnDisks:
-    """What the first rank of a host found on disks that are not rank 0's."""
+    """Data as the first rank of another host found it on its own disks."""
 
     machine: str
     problem: str = ""
@@ -53,7 +53,7 @@ class _OwnDisks:
 
 
 def open_data_once(context: StageContext, *, stage: StageName) -> StageData:
-    """As `stage_data.open_data` for training; collective. All ranks raise the UserError of any of them."""
+    """Open a stage's training data once for all ranks; collective. All ranks raise the UserError of any of them."""
     recipe, ranks = context.recipe, context.ranks
     place = ranks.place
     if place.world_size == 1:
@@ -124,7 +124,7 @@ def _look_at_own(context: StageContext, sent: _Sent, *, stage: StageName) -> _Ow
 
 
 def _is_like(own: ShardSet, first: ShardSet) -> bool:
-    """Whether rank 0's entries lead to this host's files, too."""
+    """True if rank 0's entries lead to this host's files, too."""
     if not isinstance(own.shards, ShardTable) or not isinstance(first.shards, ShardTable):
         return False
     return own.shards.sources == first.shards.sources

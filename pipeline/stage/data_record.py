@@ -33,12 +33,12 @@ class DataRecord:
 
     @property
     def digest(self) -> str:
-        """Of all that matters; the same for a copy elsewhere."""
+        """Digest of the data's content; the same for a copy elsewhere."""
         return "-".join(one.content_digest[:16] for one in self.sets.values())
 
 
 def has_record(folder: RunFolder, *, stage: StageName) -> bool:
-    """Whether there is anything to compare the data with."""
+    """True if there is a record to compare the data with."""
     return bool(folder.peek(stage).data_digest) or (folder.stage(stage) / DATA_FILE).exists()
 
 
@@ -77,7 +77,7 @@ def keep_data(folder: RunFolder, record: DataRecord, *, stage: StageName) -> Non
 def _compare_suspects(
     folder: RunFolder, stage: StageName, *, name: str, shards: ShardSet, old: SetIdentity, new: SetIdentity
 ) -> tuple[SetIdentity, list[str]]:
-    """What to keep and to report of a set in which only the files' times differ."""
+    """Compare a set in which only the files' times differ: the record to keep, and what to report."""
     touched = suspects(old, new)
     alike = compare_suspects(shards, old, touched)
     unseen = [shard for shard in touched if shard not in alike]

@@ -27,14 +27,14 @@ from pipeline.recipe.vocabulary import StageName
 
 @dataclass(frozen=True)
 class DataWorkers:
-    """What reads and decodes ahead of a rank."""
+    """Workers that read and decode ahead of a rank."""
 
     count: int
     kind: WorkerKind
 
 
 def expect_data_workers(recipe: Recipe) -> None:
-    """Begin to load what worker processes need, where it is known that there will be some; returns at once."""
+    """Start loading the worker processes' libraries if there will be some; returns at once."""
     count = recipe.data.workers
     if count not in ("auto", 0) and recipe.data.kind_of_workers(count) == "process":
         start_fork_server()
@@ -50,7 +50,7 @@ def data_workers(
     ranks: Ranks,
     say: Callable[[str], None],
 ) -> DataWorkers:
-    """For a stage that goes on from `step`; collective where auto has to look."""
+    """Decide the workers of a stage that resumes at `step`; collective under auto."""
     count = recipe.data.workers
     if count == "auto":
         count = 0
@@ -78,7 +78,7 @@ def choose(
     gpu_name: str,
     cores: float,
 ) -> tuple[int, str]:
-    """How many, and one line that says why; `decode_seconds`: None if the first images cannot be decoded."""
+    """Choose the number, with one line of reasons; `decode_seconds`: None if the first images cannot be decoded."""
     gpu = gpu_of_driver(gpu_name)
     needed, why = None, f"how fast {gpu_name} trains is not known"
     if decode_seconds is None:
@@ -95,7 +95,7 @@ def choose(
 
 
 def _decode_seconds(batches: TrainBatches, *, step: int) -> float | None:
-    """Of one thread, as in a worker."""
+    """Decoding time of an image in one thread, as in a worker."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""What a stage's model is before there are any weights, and which model swap_head starts from. No torch here.
+"""Describe a stage's model before there are weights, and find the model that swap_head starts from. No torch here.
 
 A stage writes its model's record into stage.json when it begins, so `predict` and `export` need no data. swap_head's
 model is checked by `launch` before any process is started, and again by the stage.
@@ -53,7 +53,7 @@ def stage_model(recipe: Recipe, *, stage: StageName, classes: Sequence[str], sta
 
 
 def model_to_come(recipe: Recipe, *, stage: StageName) -> SavedModelMeta:
-    """The record that a training stage's model will have, but for its classes and the scale of pixels."""
+    """The record that a training stage's model will have, except its classes and normalisation."""
     config = recipe.train_stage(stage)
     head: Any = "masked_patch" if isinstance(config, MaskedPatchStage) else getattr(config, "head", "linear")
     return stage_model(recipe, stage=stage, classes=["?"], start=StageStart(head))

@@ -19,6 +19,7 @@ from data_shards.shards.shard_set import Portion, ShardSet, ShardsSpec, merge_sh
 from data_shards.store.cache import CacheConfig, default_cache_folder
 from data_shards.store.store import Store
 from data_shards.text import counted, named, parse_bytes, show_bytes
+from model.vocabulary import LOSSES
 from pipeline.recipe.data import ShardsConfig
 from pipeline.recipe.roles import missing_paths
 from pipeline.recipe.schema import Recipe
@@ -91,12 +92,12 @@ class Stage:
 
 
 def held_out_name(name: str) -> str:
-    """What records call a set of the recipe's also_eval."""
+    """Name in records of a set of the recipe's also_eval."""
     return f"held-out images {name}"
 
 
 def shards_spec(config: ShardsConfig) -> ShardsSpec:
-    """What the recipe says of a set, in the data path's terms."""
+    """Translate the recipe's set for the data path."""
     portion = None
     if config.part is not None:
         assert config.hold_out is not None  # held by the recipe's validator
@@ -171,7 +172,7 @@ def open_data(recipe: Recipe, *, stage: StageName, report: Report = print, comma
 
 
 def store_of(recipe: Recipe, *, commands: Commands) -> Store:
-    """What reads shards, with this host's cache for those that are not local."""
+    """The store that reads shards, with this host's cache for remote ones."""
     folder = recipe.data.cache.folder
     cache = CacheConfig(
         folder=Path(folder) if folder else default_cache_folder(), limit_bytes=parse_bytes(recipe.data.cache.limit)
@@ -199,12 +200,13 @@ def _demand_like_labels(train: ShardSet, held_out: ShardSet, *, config: TrainSta
         raise UserError(
             f"stages.{stage}: one of train and {key} has a list of labels for each image, the other has one"
         )
-    if train.is_multi_label and config.loss != "sigmoid":
-        raise UserError(f"stages.{stage}.loss is {config.loss}, but the images have several labels each: use sigmoid")
+    if train.is_multi_label and not LOSSES[config.loss].takes_several_labels:
+        use = " or ".join(name for name, loss in LOSSES.items() if loss.takes_several_labels)
+        raise UserError(f"stages.{stage}.loss is {config.loss}, but the images have several labels each: use {use}")
 
 
 def asked_metrics(config: TrainStage, *, shards: ShardSet, stage: StageName) -> tuple[EvalMetric, ...]:
-    """What is computed beside loss and score of a held-out set; UserError: it means nothing for its labels."""
+    """Metrics of a held-out set besides loss and score; UserError: one is meaningless for its labels."""
     if isinstance(config, MaskedPatchStage):
         return ()
     return chosen_metrics(
@@ -241,7 +243,7 @@ def cache_advice(recipe: Recipe, *, data: StageData, plan: StagePlan, processes_
 
 
 def _demand_few_lost(shards: ShardSet, *, max_share: float) -> None:
-    """Refuse at the start what `faults` would stop for later."""
+    """Refuse at the start the damage that `FaultLedger` would stop for later."""
     if shards.lost_samples > max_share * shards.num_samples:
         raise UserError(
             f"{shards.damage[0]}; {shards.lost_samples:,} of {shards.num_samples:,} images count as lost, more than "

@@ -1,4 +1,4 @@
-"""What a stage prints before its first step: sizes, cost, damage, and what was restored. Rank 0's lines."""
+"""Summary that rank 0 prints before a stage's first step: sizes, cost, damage, and what was restored."""
 
 from __future__ import annotations
 

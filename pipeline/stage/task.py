@@ -1,4 +1,4 @@
-"""What is trained for: how a batch becomes the model's inputs and targets, its loss and its metrics.
+"""Training tasks: turn a batch into the model's inputs and targets, its loss and its metrics.
 
 A `Task` is all that the loop and the evaluation know of the kind of training: classification (pre-training and
 fine-tuning) or masked patch prediction. It is stateless, a function of batch and seed. Flip, normalisation and mixing
@@ -44,19 +44,19 @@ class Example:
 
 
 class Task(Protocol):
-    """What the loop and the evaluation need to know of the kind of training."""
+    """The kind of training, as the loop and the evaluation see it."""
 
     @property
     def engine(self) -> Engine: ...
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """What each of the model's outputs stands for."""
+        """What each output of the model stands for."""
         ...
 
     @property
     def kind_of_output(self) -> str:
-        """What these are, in the plural."""
+        """Plural noun for them."""
         ...
 
     @property
@@ -72,7 +72,7 @@ class Task(Protocol):
 
     @property
     def train_metric(self) -> str:
-        """What `train_score` is logged as."""
+        """Metric name of `train_score`."""
         ...
 
     def train_score(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -80,7 +80,7 @@ class Task(Protocol):
         ...
 
     def tally(self, outputs: torch.Tensor, targets: torch.Tensor) -> Tally:
-        """What is counted of each held-out image; it does not depend on the other images."""
+        """Scores of each held-out image, independent of the other images."""
         ...
 
 
@@ -97,7 +97,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Tally:
-    """What is counted of n held-out images, on the device; float64 [n] each."""
+    """Scores of n held-out images, on the device; float64 [n] each."""
 
     loss: torch.Tensor  # summed over the image's predictions
     right: torch.Tensor  # right predictions
@@ -193,7 +193,7 @@ class MaskedPatches:
 
 @dataclass(frozen=True)
 class Corruption:
-    """What is done to the N patches of n images."""
+    """Corruption of the N patches of n images."""
 
     source: torch.Tensor  # int64 [n, N]: the number of the patch whose embedding each is given; N for the mask's
     corrupted: torch.Tensor  # int64 [n, N // 2]: the patches to predict

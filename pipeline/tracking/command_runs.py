@@ -1,4 +1,4 @@
-"""What a command tells MLflow in a run of its own: the result of `shardvit eval` and `transfer`, and a whole sweep.
+"""Log a command's result as an MLflow run of its own: `shardvit eval`, `transfer`, and a whole sweep.
 
 The result stands in the terminal and in the command's file whatever becomes of MLflow: a store that does not take it
 costs one line, and a silent one a minute at most. Takes 2 to 4 s for importing mlflow.
@@ -28,7 +28,7 @@ _WAIT_SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class CommandResult:
-    """What a command measured.
+    """A command's result.
 
     Attributes:
         name: of the MLflow run, e.g. "eval-demo-imagenet-v2".
@@ -93,7 +93,7 @@ def _fill(client: Any, run_id: str, result: CommandResult) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepNews:
-    """What a sweep's own run is told, all of it each time; `points` are metrics for the pipelines' runs, by folder.
+    """Content of a sweep's own run, complete each time; `points` are metrics for the pipelines' runs, by folder.
 
     No params: MLflow never changes one, and a sweep's grid and share may change.
     """

@@ -107,8 +107,7 @@ def stage_datasets(
 
 
 def plan_params(recipe: Recipe, stage: StageName, *, plan: StagePlan, classes: int) -> dict[str, str]:
-    """What follows from the recipe and the data: steps, batches, and what the model costs (but for masked patches,
-    whose head is not accounted for)."""
+    """Derived quantities: steps, batches, and the model's cost (not for masked patches, whose head is not counted)."""
     config = recipe.train_stage(stage)
     images = plan.total_steps * plan.global_batch_images
     params = {
@@ -167,8 +166,8 @@ def pipeline_description(recipe: Recipe, folder: RunFolder) -> str:
 
 
 def pipeline_facts(recipe: Recipe, folder: RunFolder) -> RunFacts:
-    """What the pipeline's run is to know, as far as its stages have come: results of those that are done, as
-    `finetune/val/top1`, the last one's also as `val/top1`."""
+    """Facts for the pipeline's MLflow run so far: results of finished stages as `finetune/val/top1`, the last's also as
+    `val/top1`."""
     found: dict[StageName, RunFacts | None] = {name: load_facts(folder.stage(name)) for name in recipe.stages.names}
     stages: dict[StageName, RunFacts] = {name: facts for name, facts in found.items() if facts is not None}
     results: dict[str, tuple[float, int]] = {}
@@ -220,7 +219,7 @@ def _commands(folder: RunFolder) -> str:
 
 
 def _code(text: str) -> str:
-    """As code in Markdown, which no backtick of it ends."""
+    """Quote as Markdown code, whatever backticks it has."""
     return f"`{one_line(text).replace('`', chr(39))}`"
 
 

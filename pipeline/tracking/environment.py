@@ -1,4 +1,4 @@
-"""What a run was computed with: packages, GPUs, driver, and this checkout's changes, as files that MLflow keeps.
+"""Record a run's environment as files for MLflow: packages, GPUs, driver, and this checkout's changes.
 
 Written once an attempt, beside training; takes some tenths of a second of one core. No environment variables: they may
 hold secrets.
@@ -60,8 +60,8 @@ def environment(gpus: str = "") -> str:
 
 
 def git_diff(source_file: Path) -> str:
-    """What the checkout that tracks `source_file` has changed since its commit, without what looks like a secret;
-    empty: nothing, or there is no checkout. Cut after a megabyte."""
+    """Uncommitted changes of the checkout that tracks `source_file`, without likely secrets, cut after a megabyte; ""
+    if there are none, or no checkout."""
     if git_tags(source_file).get("shardvit.git.dirty") != "true":
         return ""
     command = ["git", "-C", str(source_file.parent), "diff", "--no-color", "--no-ext-diff", "HEAD"]

@@ -39,7 +39,7 @@ class DatasetInput:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What the run of a stage, or of a pipeline, is to know."""
+    """Facts for the MLflow run of a stage or of a pipeline."""
 
     __pydantic_config__ = ConfigDict(extra="ignore")
 
@@ -56,7 +56,7 @@ class RunFacts:
 
     @property
     def digest(self) -> str:
-        """Changes with what is to be known, without status and times."""
+        """Digest of the facts, without status and times."""
         text = json.dumps(asdict(replace(self, status="RUNNING", begun_ms=None, ended_ms=None)), sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 

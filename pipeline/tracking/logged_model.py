@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from data_shards.safe_paths import require_inside
+from model.vocabulary import LOSSES
 from pipeline.recipe.vocabulary import METRICS_FILE, StageName
 from pipeline.runs.metrics_log import iter_metrics
 from pipeline.runs.run_folder import RunFolder
@@ -48,7 +49,7 @@ def log_result_model(client: Any, *, uri: str, result: ResultModel) -> str:
     facts = {
         "image_size": str(meta.image_size),
         "classes": str(meta.num_classes),
-        "output": "softmax" if meta.loss == "softmax" else "sigmoid of each class",
+        "output": LOSSES[meta.loss].output,
         "eval_protocol": meta.eval_protocol,
     }
     with tempfile.TemporaryDirectory(prefix="shardvit-model-") as folder_name:

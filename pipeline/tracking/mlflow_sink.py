@@ -17,12 +17,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.recipe.schema import Recipe
 from pipeline.runs.metrics_log import MetricRow
 from pipeline.runs.pictures import KeptPicture
-from pipeline.tracking.client import MODEL_TRAINING, open_client
+from pipeline.runs.run_folder import RunFolder
+from pipeline.tracking.client import MODEL_TRAINING, home_of, open_client, store_uri
 from pipeline.tracking.facts import DatasetInput, RunFacts, now_ms
 from pipeline.tracking.run_state import RunState, without_credentials
-from pipeline.tracking.sink import ResultModel
+from pipeline.tracking.sink import ResultModel, Sink
 
 # From mlflow.utils.validation, and the column `digest` of MLflow's table `datasets`.
 _MAX_METRICS_PER_BATCH = 1_000
@@ -163,6 +165,12 @@ class MlflowSink:
             self._client.update_run(run_id, status=facts.status)
         else:
             self._client.set_terminated(run_id, status=facts.status, end_time=facts.ended_ms)
+
+
+def sink_of(folder: RunFolder, recipe: Recipe, *, uri: str | None, experiment: str | None) -> Sink:
+    """Choose the sink of a run; None: MLflow's database beside the runs, and the recipe's experiment."""
+    home = home_of(folder)
+    return MlflowSink(store_uri(uri, home=home), home=home, experiment=experiment or recipe.experiment)
 
 
 def run_or_none(client: Any, run_id: str) -> Any:

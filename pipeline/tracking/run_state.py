@@ -34,7 +34,7 @@ class RunState:
         replace_text(self.file, json.dumps(record) + "\n", sync="none")
 
     def point_to(self, run_id: str) -> None:
-        """Belong to this run; all is to be sent again to another one than before."""
+        """Point to this run; if it is another one than before, everything is sent again."""
         if self.run_id not in (None, run_id):
             self.sent_rows, self.sent = 0, {}
         self.run_id = run_id

@@ -3,7 +3,7 @@
 `follow` does so while the run trains, in the process beside rank 0 (`launch.draw_and_send`); `sync` does it once.
 metrics.jsonl is the outbox: mlflow.json has how many of its rows were sent, and a mark of everything else, so an outage
 costs nothing, and the next attempt sends what this one could not. A failure is reported once, then retried after 1, 2,
-4 ... 60 seconds. What a living service refuses three times is given up.
+4 ... 60 seconds. An item that a live service refuses three times is dropped.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ LONGEST_REASON = 300
 
 @dataclass
 class Synced:
-    """What was sent of a stage."""
+    """Counts of what was sent for a stage."""
 
     stage: StageName | None = None  # None: of the pipeline
     points: int = 0
@@ -116,7 +116,7 @@ class Sender:
 
     @property
     def is_slow(self) -> bool:
-        """Whether the last answer failed, or the next one is overdue."""
+        """True if the last call failed, or the current one is overdue."""
         asked_at = self._asked_at
         return self._is_failing or (asked_at is not None and time.monotonic() - asked_at > _SLOW_CALL_SECONDS)
 
@@ -126,7 +126,7 @@ class Sender:
         return sum(file.stat().st_size for file in files if file.is_file())
 
     def missing(self) -> str:
-        """What the sink lacks, such as "12 points and 3 other things"; empty: nothing."""
+        """Describe what is still to be sent, such as "12 points and 3 other things"; "" if nothing."""
         points = sum(len(row.metrics) for each in self._begun() for row in self._unsent_rows(each))
         others = len(self._due(pictures=True))
         return f"{points:,} points and {others:,} other things" if points or others else ""
@@ -305,7 +305,7 @@ class Sender:
             self._save(each.state)
 
     def _send(self, item: _Item) -> bool:
-        """Whether a living service refused it, and it is to be sent again; one that is dead is waited for."""
+        """Send an item; True if a live service refused it and it is to be retried. Raises if the service is down."""
         try:
             self._send_item(item)
         except Exception as error:

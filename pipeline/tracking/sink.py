@@ -1,4 +1,6 @@
-"""Where a run's records are sent. MLflow is one sink (`mlflow_sink`); another one is another file with this class.
+"""The protocol of a tracking service. To add one: a file with this class beside `mlflow_sink`, and its choice in
+`mlflow_sink.sink_of`. A run has one sink, whose ids and progress are in its mlflow.json; `shardvit eval`, `transfer`
+and `sweep` write to MLflow alone (`command_runs`).
 
 Every method may raise anything: the sender asks `answers`, waits for a dead service, and gives up what a living one
 refuses again and again.
@@ -48,7 +50,7 @@ class Sink(Protocol):
         ...
 
     def answers(self, run_id: str) -> bool:
-        """Whether the service is alive and has the run."""
+        """True if the service is alive and has the run."""
         ...
 
     def params(self, run_id: str, facts: RunFacts) -> None:

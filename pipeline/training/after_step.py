@@ -118,7 +118,7 @@ class AfterStep:
 
     @property
     def _skips_may_be_too_many(self) -> bool:
-        """Whether we would have to give up, or roll back, if all steps still to be settled were skipped."""
+        """True if we would give up or roll back should all unsettled steps turn out skipped."""
         plan, most = self._plan, self._plan.max_skipped_steps
         if plan.rollback:
             most = min(most, plan.rollback.after_skipped_steps)

@@ -10,7 +10,7 @@ from torch import nn
 
 from pipeline.checkpoint.disk_space import check_free_space, estimate_bytes
 from pipeline.checkpoint.identity import checkpoint_identity
-from pipeline.checkpoint.saver import CheckpointSaver
+from pipeline.checkpoint.saver import CheckpointSaver, Origin, SaveHooks
 from pipeline.checkpoint.store import Retention
 from pipeline.checkpoint.train_state import TrainState
 from pipeline.engine.protocol import Engine
@@ -45,10 +45,10 @@ def make_job(
 ) -> TrainJob:
     """Everything the loop needs, from `state` on; collective."""
     recipe, data, ranks = stage.recipe, stage.data, context.ranks
-    held_out = {"eval": data.eval, **{f"eval {name}": one for name, one in data.also_eval.items()}}
+    sets = {"train": data.train, "eval": data.eval, **{f"eval {name}": one for name, one in data.also_eval.items()}}
     faults = FaultLedger(
         stage.folder / CORRUPT_SAMPLES_FILE,
-        num_samples={name: one.num_samples for name, one in {"train": data.train, **held_out}.items()},
+        num_samples={name: one.num_samples for name, one in sets.items()},
         max_share=recipe.data.max_corrupt_share,
     )
     stream = train_stream(stage, place=ranks.place)
@@ -94,10 +94,12 @@ def _make_saver(
         stage.checkpoints,
         engine=engine,
         ranks=ranks,
-        identity=checkpoint_identity(recipe, stage=stage.name, processes=ranks.place.world_size),
-        written_by=written_by() if ranks.place.is_main else {},  # rank 0 writes them down
-        recipe_text=dump_recipe(recipe),
-        inputs=stage.record.inputs if ranks.place.is_main else {},
+        origin=Origin(
+            checkpoint_identity(recipe, stage=stage.name, processes=ranks.place.world_size),
+            written_by=written_by() if ranks.place.is_main else {},  # rank 0 writes them down
+            inputs=stage.record.inputs if ranks.place.is_main else {},
+            recipe_text=dump_recipe(recipe),
+        ),
         retention=Retention(
             last=config.keep_checkpoints,
             every_steps=stage.plan.keep_steps,
@@ -105,9 +107,7 @@ def _make_saver(
             reach_steps=stage.plan.rollback_reach_steps,
         ),
         mode=recipe.engine.saving,
-        say=report.note,
-        on_commit=committed,
-        progress=lambda step: watch.progress(step, status="saving a checkpoint"),
+        hooks=SaveHooks(report.note, committed, lambda step: watch.progress(step, status="saving a checkpoint")),
     )
 
 

@@ -1,5 +1,5 @@
-"""Data sets that features are measured on, a stage's few-shot sets among them: opened and checked. Needs no torch, so
-that what is wrong is said before anything is started or loaded."""
+"""Open and check data sets to transfer to, including few-shot sets of a stage. Imports no torch, so that mistakes show
+before anything is loaded or started."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class TransferSet:
-    """A data set to transfer to: opened shards with one label an image and the same classes."""
+    """A data set to transfer to: opened shards with one label an image and the same classes, else UserError."""
 
     name: str
     train: ShardSet
@@ -31,27 +31,27 @@ class TransferSet:
     store: Store | None = None
     group: SetGroup | None = None
 
+    def __post_init__(self) -> None:
+        for each in (self.train, self.eval):
+            if each.is_multi_label:
+                raise UserError(
+                    f"{each.source} has a list of labels for each image: give a set with one label an image"
+                )
+        if self.train.classes != self.eval.classes:
+            raise UserError(
+                f"the classes of {self.train.source} ({self.train.num_classes}) and {self.eval.source} "
+                f"({self.eval.num_classes}) differ: pack both from the same list of classes"
+            )
+
 
 def open_set(shards: ShardsConfig, *, store: Store, say: Say) -> ShardSet:
-    """A set that the user names; what is damaged is told, and left out. UserError: it is not there, or broken."""
+    """Open a set that the user names; report and leave out damage. UserError: it is missing or broken."""
     if shards.weight is not None:
         raise UserError(f"{shards.shards}: a weight means nothing to a single set of shards: leave it out")
     opened = open_shards(shards_spec(shards), damaged="report", report=say, store=store)
     for damage in opened.damage:
         say(damage)
     return opened
-
-
-def check_sets(data: TransferSet) -> None:
-    """UserError if the two sets' classes differ, or an image may have several labels."""
-    if data.train.is_multi_label or data.eval.is_multi_label:
-        which = data.train if data.train.is_multi_label else data.eval
-        raise UserError(f"{which.source} has a list of labels for each image: these measures need one label an image")
-    if data.train.classes != data.eval.classes:
-        raise UserError(
-            f"the classes of {data.train.source} ({data.train.num_classes}) and {data.eval.source} "
-            f"({data.eval.num_classes}) differ: pack both from the same list of classes"
-        )
 
 
 def few_shot_of(recipe: Recipe, *, stage: StageName) -> tuple[FewShotConfig, ...]:
@@ -81,9 +81,8 @@ def open_few_shot(
             open_shards(shards_spec(shards), damaged="report", report=report, store=store)
             for shards in (each.train, each.eval)
         )
-        found.append(TransferSet(each.name, train, held_out))
         try:
-            check_sets(found[-1])
+            found.append(TransferSet(each.name, train, held_out))
         except UserError as error:
             raise UserError(f"stages.{stage}.few_shot.{number} ({each.name}): {error}") from None
     return tuple(found)

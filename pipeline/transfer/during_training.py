@@ -1,13 +1,12 @@
-"""Few-shot accuracy at a stage's evaluations, on all ranks together, without a trace in the training.
+"""Few-shot accuracy at a stage's evaluations, on all ranks together, without affecting training.
 
-Each rank computes the features of its part of both sets (as in evaluation, by the engine's own forward pass, so under
-ZeRO 3, too); the few training features go to all ranks, the fits are shared out among them, and each counts what is
-right in its part of the held-out set. What is gathered once is all that moves: the features of the shots, the fitted
-weights, the counts. The first time costs what decoding costs; then the decoded images are in memory, and it costs
-forward passes and the fits. Training's random numbers are not touched, and the model is left in training mode.
+Each rank computes the features of its part of both sets by the engine's own forward pass (so also under ZeRO 3). The
+ranks exchange the features of the shots, share the fits, and each counts the hits in its part of the held-out set.
+The first time costs the decoding; later the decoded images are in memory, and only forward passes and fits remain.
+Training's random numbers are untouched, and the model is left in training mode.
 
-Nothing here may end a run: images that cannot be read are left out, and a set whose shards are gone, or features that
-are not finite, cost a line and the metric.
+Nothing here may end a run: unreadable images are left out; missing shards or features that are not finite cost a line
+and the metric.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ from pipeline.transfer.shots import Int64s, choose_shots
 
 @dataclass(frozen=True)
 class FewShotContext:
-    """The stage, as its few-shot sets need it."""
+    """Parts of the stage that its few-shot sets use."""
 
     engine: Engine
     ranks: Ranks
     plan: StagePlan
     workers: DataWorkers
-    access: Callable[[ShardSet], Access]  # how a set's samples are read; damaged ones are left out
+    access: Callable[[ShardSet], Access]  # reads a set's samples, without damaged ones
     transform: EvalTransform
     progress: Callable[[int], None]  # told the step at each batch
     say: Callable[[str], None]
@@ -69,8 +68,8 @@ class FewShotMeasures:
         self._context = context
 
     def __call__(self, step: int, *, of_average: bool) -> dict[str, float]:
-        """The metrics of the sets that are due, by name, the same on all ranks; collective. `of_average`: of the moving
-        average of the weights. A set that cannot be measured has none."""
+        """Measure the sets that are due: metrics by name, the same on all ranks; collective. `of_average`: measure the
+        moving average of the weights. A set that cannot be measured has no metric."""
         context, metrics = self._context, dict[str, float]()
         due = [each for number, each in enumerate(self._sets) if context.plan.few_shot_after(step, number=number)]
         if not due:
@@ -87,7 +86,7 @@ class FewShotMeasures:
 
 
 class _NotMeasured(Exception):
-    """Why a set has no metric this time; raised on all ranks alike."""
+    """Says why a set has no metric this time; raised on all ranks together."""
 
 
 class _FewShotSet:
@@ -152,7 +151,7 @@ class _FewShotSet:
         }
 
     def _read_labels(self) -> Int64s:
-        """The training set's labels, each rank reading its part; collective."""
+        """Read the training set's labels, each rank its part; collective."""
         place, shards = self._context.ranks.place, self._data.train
         block = -(-shards.num_samples // place.world_size)
         first, own, problem = min(place.rank * block, shards.num_samples), np.zeros(0, dtype=np.int64), ""
@@ -172,7 +171,7 @@ class _FewShotSet:
                 return fitted.on(torch.device("cpu"))
             except torch.OutOfMemoryError:  # training has all of the GPU's memory
                 continue
-        raise AssertionError("a CPU has another word for it")
+        raise AssertionError("unreachable: CPUs do not raise OutOfMemoryError")
 
     def _train_features(self, samples: Int64s, step: int) -> Features:
         """The features of these training images, on every rank; collective."""
@@ -206,10 +205,10 @@ class _FewShotSet:
 
 
 class _DecodedPart:
-    """This rank's part of a set, or of some of its samples, decoded once as far as the memory allowed goes.
+    """This rank's part of a set, or of some of its samples; keeps decoded images within the memory allowed.
 
     Attributes:
-        problem: why its last features are not whole; "": they are.
+        problem: why the last features are incomplete; "": they are complete.
     """
 
     def __init__(
@@ -285,8 +284,8 @@ def few_shot_evaluation(
     watch: Watch,
     say: Callable[[str], None],
 ) -> Callable[[int], dict[str, float]]:
-    """Measures the sets that are due after a step, with the weights that become the stage's model. Collective, as is
-    what it returns; UserError as `open_few_shot`."""
+    """Return a function that measures the sets due after a step, with the weights that become the stage's model. Both
+    are collective. UserError as `open_few_shot`."""
     configs = few_shot_of(stage.recipe, stage=stage.name)
     if not configs:
         return lambda step: {}

@@ -1,10 +1,9 @@
-"""A model's features of a set of shards, each sample once, kept on disk so that nothing is computed a second time.
+"""A model's features of a set of shards, cached on disk.
 
-A folder for each (weights, model, what is shown of an image, shards, layer), named by a digest of them all; in it parts
-of at most 16,384 samples, each written whole when it is done: an interrupted command goes on, and `knn` after `fewshot`
-computes only what is missing. Numbers do not depend on the data workers, and on the size of the batches only by
-rounding. 4 KB a sample of 1,024 features; beyond 20 GB the folders that were longest not used are removed. Images are
-decoded as in evaluation; damaged ones are left out and named.
+A folder for each (weights, model, preprocessing, shards, layer), named by a digest of them all, holds parts
+of at most 16,384 samples, written whole: an interrupted command resumes, and a second method computes only what is
+missing. Numbers do not depend on the data workers, and only by rounding on the batch size. 4 KB a sample of 1,024
+features; above 20 GB the least recently used folders are removed. Damaged images are left out and named.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import re
 import zipfile
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -55,8 +54,8 @@ class Features:
     samples: Int64s  # [n], ascending
     values: torch.Tensor  # float32 [n, D]
     labels: torch.Tensor  # int64 [n]
-    damaged: Int64s  # the samples that could not be read
-    faults: tuple[Fault, ...] = ()  # what is wrong with them, of those that were met now
+    damaged: Int64s  # the unreadable samples
+    faults: tuple[Fault, ...] = ()  # of the damaged samples met in this process
 
     def rows_of(self, samples: Int64s) -> torch.Tensor:
         """Rows of these samples, all of which must be present: int64."""
@@ -70,7 +69,7 @@ class Features:
 
 @dataclass(frozen=True)
 class FeatureReading:
-    """How images are read and batched; changes time, not numbers."""
+    """How images are read and batched; affects time, not numbers."""
 
     batch_images: int = 64
     workers: int = 4  # threads that read and decode
@@ -78,18 +77,18 @@ class FeatureReading:
 
 
 class FeatureStore:
-    """The features of one model, computed where `folder` does not have them.
+    """The features of one model, computed unless `folder` has them.
 
     Args:
         predictor: a model of ours with a head (no ONNX file, whose inside cannot be seen).
-        layer: which of its layers; see `capture`.
-        folder: of all kept features.
+        layer: see `captured_features`.
+        folder: holds all cached features.
         say: takes lines for people.
-        clock: is told what is done with them, and how far it is.
+        clock: shows the progress.
 
     Attributes:
         digest: of the weights.
-        forward_passes: made so far; each is of a batch.
+        forward_passes: number of batches computed so far.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class FeatureStore:
 
     def features(self, shards: ShardSet, *, store: Store | None = None, samples: Int64s | None = None) -> Features:
         """Features of all samples of a set, or of `samples`. UserError: features are not finite, a shard is gone, or no
-        image can be read; OSError: the disk is full or fails."""
+        image is readable; OSError: the disk is full or fails."""
         wanted = np.arange(shards.num_samples) if samples is None else np.unique(samples)
         folder = self._folder / self._key(shards)
         known = [part for file in sorted(folder.glob("*.npz")) if (part := _read(file)) is not None]
@@ -202,13 +201,16 @@ def extract(
 def shot_features(
     labels: Int64s, *, shots: int, seeds: int, features_of: Callable[[Int64s], Features]
 ) -> tuple[Features, dict[int, Int64s]]:
-    """Return the features of the shots of all seeds, and the shots by seed. The next image of its class replaces a
-    damaged one, whose label becomes unknown."""
+    """Return the features of the shots of all seeds, with all damage met on the way, and the shots by seed. The next
+    image of its class replaces a damaged one, whose label becomes unknown."""
+    damaged, faults = [np.zeros(0, dtype=np.int64)], dict[tuple[str, str], Fault]()
     while True:
         by_seed = {seed: choose_shots(labels, shots=shots, seed=seed) for seed in range(seeds)}
         found = features_of(np.unique(np.concatenate([*by_seed.values()])))
+        damaged.append(found.damaged)
+        faults |= {(each.shard, each.key): each for each in found.faults}
         if not len(found.damaged):
-            return found, by_seed
+            return replace(found, damaged=np.concatenate(damaged), faults=tuple(faults.values())), by_seed
         labels[found.damaged] = UNKNOWN
 
 
@@ -248,7 +250,7 @@ def state_digest(model: nn.Module) -> str:
 
 
 def default_features_folder() -> Path:
-    """The folder in the user's cache (freedesktop.org's base directories)."""
+    """The folder in the user's cache, by the XDG base directory specification."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardvit" / "features"
 
 
@@ -258,8 +260,7 @@ def _joined(parts: list[Features], wanted: Int64s, *, source: str) -> Features:
     if not here.any():
         why = f" ({every.faults[0].reason})" if every.faults else ""
         raise UserError(f"{source}: none of {len(wanted):,} images can be read{why}")
-    rows = torch.from_numpy(here)
-    return Features(every.samples[here], every.values[rows], every.labels[rows], every.damaged, every.faults)
+    return every.take(every.samples[here])
 
 
 def _digest(content: bytes) -> str:
@@ -272,7 +273,7 @@ def _write(file: Path, part: Features) -> None:
 
 
 def _read(file: Path) -> Features | None:
-    """A part; None: it is damaged, and computed again."""
+    """Read a part; None: it is damaged and must be computed again."""
     try:
         with file.open("rb") as stream, np.load(stream, allow_pickle=False) as content:
             samples, values, labels = (content[name] for name in ("samples", "values", "labels"))
@@ -286,7 +287,7 @@ def _read(file: Path) -> Features | None:
 
 
 def _remove_old(root: Path, *, keep: Path) -> None:
-    """The folders that were longest not used, while all together take too much room; only files that are ours."""
+    """Remove least recently used folders while all together are too large; only files of ours."""
     with suppress(OSError):  # of another process that does the same
         ours = [each for each in root.iterdir() if _OURS.fullmatch(each.name) and each.is_dir()]
         files = {each: list(each.glob("*.npz")) for each in ours}
@@ -304,7 +305,7 @@ def _remove_old(root: Path, *, keep: Path) -> None:
 
 @contextmanager
 def captured_features(model: nn.Module, *, layer: FeatureLayer) -> Iterator[list[Tensor]]:
-    """A list to which each forward pass of `model` appends its features [n, D], in the type they were computed in.
+    """Yield a list to which each forward pass of `model` appends its features [n, D], in their own type.
 
     pre_logits: the input of the last linear layer (big_vision's `pre_logits`): with one linear layer the trunk's pooled
     output, with the MLP head tanh of its hidden layer. pooled: the head's input, whatever the head. The hook also

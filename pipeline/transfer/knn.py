@@ -1,7 +1,4 @@
-"""k nearest neighbours by cosine, each with a vote of exp(cosine / temperature): DINO's measure of features.
-
-In blocks of images, so that memory does not grow with the set; a classifier without anything to be fitted.
-"""
+"""k nearest neighbours by cosine, weighted by exp(cosine / temperature), as in DINO; in blocks of bounded memory."""
 
 from __future__ import annotations
 
@@ -24,8 +21,8 @@ def knn_votes(
     device: torch.device,
     told: Callable[[str], None] = lambda far: None,
 ) -> list[Tensor]:
-    """Votes for features [n, D] by the `k` nearest (all if fewer), for each `k`: float64 [n, C] on the CPU.
-    `train` [m, D] and `labels` int64 [m] are who votes; `told` hears how far it is. Cosines are computed in float32."""
+    """Votes for features [n, D] by the `k` nearest (all if fewer) of `train` [m, D] with `labels` int64 [m], for each
+    `k`: float64 [n, C] on the CPU. `told` hears the progress. Cosines are float32."""
     known, classes = _unit(train, device), labels.to(device)
     most = min(max(k), len(train))
     votes = [torch.zeros(len(features), num_classes, dtype=torch.float64) for _ in k]
@@ -34,7 +31,7 @@ def knn_votes(
         told(f"{start:,} of {len(features):,} images")
         rows = slice(start, start + block)
         cosines, nearest = (_unit(features[rows], device) @ known.T).topk(most, dim=1)
-        # relative to the nearest, which changes no share and does not overflow at a low temperature
+        # relative to the nearest: same shares, no overflow at low temperatures
         weights = ((cosines - cosines[:, :1]).double() / temperature).exp()
         for number, count in enumerate(k):
             table = torch.zeros(len(cosines), num_classes, dtype=torch.float64, device=device)

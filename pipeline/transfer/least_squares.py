@@ -1,7 +1,7 @@
-"""Linear least squares onto the classes, regularised, in closed form: big_vision's few-shot measure.
+"""Regularised linear least squares onto the classes, in closed form: big_vision's few-shot measure.
 
-Features are standardised (deviation + 1e-5) and get a constant feature of 100, whose weight is so hardly regularised;
-targets are 1 for the class and -1 for the others; the class with the greatest score is predicted. The same formula as
+Features are standardised (deviation + 1e-5) and get a constant feature of 100, so that its weight is hardly
+regularised. Targets are 1 for the class and -1 for the others; the greatest score wins. Same formula as
 `fewshot_lsr.py` of google-research/big_vision, in float64. One eigendecomposition serves all strengths: of the smaller
 of X'X [D + 1, D + 1] and XX' [n, n].
 """

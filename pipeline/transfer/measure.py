@@ -1,6 +1,6 @@
 """A model's score on one data set: features, then few-shot least squares, a linear probe or kNN.
 
-What is random is drawn by hash, so the numbers depend on the model, the shards and the settings alone.
+Random choices are by hash, so the numbers depend only on the model, the shards and the settings.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from data_shards.errors import UserError
 from data_shards.loading.batch import Fault
 from data_shards.reading.shard_reader import UNKNOWN, label_column
-from pipeline.transfer.data_sets import TransferSet, check_sets
+from pipeline.transfer.data_sets import TransferSet
 from pipeline.transfer.features import Features, FeatureStore, shot_features
 from pipeline.transfer.knn import knn_votes
 from pipeline.transfer.least_squares import fit_least_squares
@@ -26,7 +26,7 @@ from pipeline.transfer.settings import FewShotSettings, KnnSettings, ProbeSettin
 from pipeline.transfer.shots import Int64s, choose_images, choose_shots
 
 _BLOCK = 8192  # images whose scores are held at once
-_TOP5_CLASSES = 6  # from so many classes on
+_TOP5_CLASSES = 6  # the fewest for which top-5 is given
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,11 @@ class SetMeasured:
     faults: tuple[Fault, ...] = ()
     # seed -> class -> the samples of the greatest number of shots, in the order drawn
     shots: dict[int, dict[int, list[int]]] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()  # what there is to say, a sentence each
+    notes: tuple[str, ...] = ()  # remarks for people
 
 
 def measure(features: FeatureStore, data: TransferSet, settings: Settings, *, most_images: int | None) -> SetMeasured:
-    """The scores of one set; `most_images`: so many training images at most, None: all.
-
-    Raises:
-        UserError: the sets do not fit one another, or cannot be read.
-    """
-    check_sets(data)
+    """Measure one set on at most `most_images` training images (None: all). UserError: a set cannot be read."""
     chosen = None
     if most_images is not None and most_images < data.train.num_samples:
         chosen = choose_images(data.train.num_samples, most=most_images)
@@ -71,17 +66,12 @@ def _few_shot(
         rest = np.ones(len(labels), dtype=np.bool_)
         rest[chosen] = False
         labels[rest] = UNKNOWN
-    faults: dict[tuple[str, str], Fault] = {}
-    damaged = 0
-
-    def features_of(samples: Int64s) -> Features:
-        nonlocal damaged
-        found = features.features(data.train, store=data.store, samples=samples)
-        faults.update({(each.shard, each.key): each for each in found.faults})
-        damaged += len(found.damaged)
-        return found
-
-    train, by_seed = shot_features(labels, shots=max(settings.shots), seeds=settings.seeds, features_of=features_of)
+    train, by_seed = shot_features(
+        labels,
+        shots=max(settings.shots),
+        seeds=settings.seeds,
+        features_of=lambda samples: features.features(data.train, store=data.store, samples=samples),
+    )
     held_out = features.features(data.eval, store=data.store)
     scores: list[TransferScore] = []
     for shots in settings.shots:
@@ -113,14 +103,11 @@ def _few_shot(
         for shots in settings.shots
         if (few := int((counts < shots).sum()))
     )
-    measured = _measured(data, scores, train=train, held_out=held_out, damaged=damaged, notes=notes)
-    every = {(each.shard, each.key): each for each in measured.faults} | faults
-    drawn = {seed: _by_class(labels, samples) for seed, samples in by_seed.items()}
-    return replace(measured, faults=tuple(every.values()), shots=drawn)
-
-
-def _by_class(labels: Int64s, samples: Int64s) -> dict[int, list[int]]:
-    return {int(label): samples[labels[samples] == label].tolist() for label in np.unique(labels[samples])}
+    drawn = {
+        seed: {int(label): samples[labels[samples] == label].tolist() for label in np.unique(labels[samples])}
+        for seed, samples in by_seed.items()
+    }
+    return replace(_measured(data, scores, train=train, held_out=held_out), notes=notes, shots=drawn)
 
 
 def _probe(
@@ -207,13 +194,7 @@ def _blocks(labels: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
 
 
 def _measured(
-    data: TransferSet,
-    scores: Sequence[TransferScore],
-    *,
-    train: Features,
-    held_out: Features,
-    damaged: int | None = None,
-    notes: tuple[str, ...] = (),
+    data: TransferSet, scores: Sequence[TransferScore], *, train: Features, held_out: Features
 ) -> SetMeasured:
     faults = {(each.shard, each.key): each for each in (*train.faults, *held_out.faults)}
     used = UsedSet(
@@ -225,7 +206,7 @@ def _measured(
         num_classes=data.train.num_classes,
         train_images=len(train.samples),
         eval_images=len(held_out.samples),
-        damaged_images=(len(train.damaged) if damaged is None else damaged) + len(held_out.damaged),
+        damaged_images=len(train.damaged) + len(held_out.damaged),
         group=data.group,
     )
-    return SetMeasured(used, tuple(scores), tuple(faults.values()), notes=notes)
+    return SetMeasured(used, tuple(scores), tuple(faults.values()))

@@ -1,8 +1,8 @@
 """Linear probe: multinomial logistic regression on features, as scikit-learn's LogisticRegression defines it.
 
-The loss is C times the sum of cross-entropies plus half the squared weights; biases are free. scipy's L-BFGS-B walks,
-torch computes loss and gradient in float64 on any device, so that ImageNet's features fit a GPU: an iteration is two
-products of [n, D] and [D, C]. Classes without a training image are never predicted.
+The loss is C times the sum of cross-entropies plus half the squared weights; biases are not regularised. scipy's
+L-BFGS-B minimises it; torch computes loss and gradient in float64 on any device. An iteration is two products of [n, D]
+and [D, C]. Classes without a training image are never predicted.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def fit_probe(
     device: torch.device,
     told: Callable[[str], None] = lambda far: None,
 ) -> Probe:
-    """Fit features [n, D] to labels int64 [n]. Of several `c`, the one with the best top-1 on a part of the rows held
-    out by `samples`, their numbers; of equal ones the smallest. `told` hears how far it is.
-    ValueError: a single row cannot be divided."""
+    """Fit features [n, D] to labels int64 [n]. Of several `c`, take the one with the best top-1 on rows held out by
+    their numbers `samples`, the smallest of equals. `told` hears the progress. ValueError: a single row cannot be
+    divided."""
     x, y = features.to(device, torch.float64), labels.to(device)
     best = c[0]
     if len(c) > 1:
@@ -95,7 +95,7 @@ def _fit(
 
     far = (f"C {c:g} on {len(x):,} images, {number:,} iterations of {_ITERATIONS:,} at most" for number in count())
     first = np.zeros(shape[0] * shape[1]) if start is None else start.cpu().numpy().ravel()
-    # Its threads beside torch's would take each other's cores: ten times the time.
+    # Its threads would compete with torch's for cores: ten times slower.
     with ThreadpoolController().select(prefix="libscipy_openblas").limit(limits=1):
         found = minimize(
             loss,

@@ -1,6 +1,6 @@
-"""A transfer result as it is kept, for pictures and for whoever compares runs.
+"""Transfer results as files, for pictures and for comparing runs.
 
-It is RUN/transfer/COMMAND-NAME-DIGEST-STAGE.json, where DIGEST is that of both its sets; a table's has none:
+RUN/transfer/COMMAND-NAME-DIGEST-STAGE.json, where DIGEST is that of both sets; a table's has none:
 
     {"format": 1,
      "command": "fewshot" | "probe" | "knn" | "transfer",
@@ -19,11 +19,10 @@ It is RUN/transfer/COMMAND-NAME-DIGEST-STAGE.json, where DIGEST is that of both 
      "mean": 0.71,
      "asked": {"pets": "..."}}
 
-`train_images` are those that were learned from, `eval_images` those that could be read; `value` is the mean of
-`values`, one a seed. The first metric of a data set and its settings is top-1; all are shares of 1, but for "loss".
-"mean": of a table, over the data sets' first top-1, as VTAB's; null: it is not whole yet, or no table. "asked": of a
-table, a digest of how each data set was to be measured.
-Written whole (a rename); a file that is broken or of another format is passed over by `transfer_records`.
+`train_images` counts the images learned from, `eval_images` the readable ones; `value` is the mean of `values`, one per
+seed. The first metric of a data set is top-1; all but "loss" are shares of 1. Only for tables: "mean", over each data
+set's first top-1 as in VTAB (null until all are measured), and "asked", a digest of each data set's settings.
+Written atomically; `transfer_records` skips files that are broken or of another format.
 """
 
 from __future__ import annotations
@@ -81,13 +80,13 @@ class UsedSet:
 
     @property
     def digest(self) -> str:
-        """8 hex digits of both its parts, which tell sets of one name apart."""
+        """8 hex digits that tell sets of the same name apart."""
         return hashlib.blake2b(f"{self.train_digest} {self.eval_digest}".encode(), digest_size=4).hexdigest()
 
 
 @dataclass(frozen=True)
 class TransferScore:
-    """One number; see the module's text."""
+    """One number; see the module docstring."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -102,7 +101,7 @@ class TransferScore:
 
 @dataclass(frozen=True)
 class TransferRecord:
-    """One file; see the module's text."""
+    """One file; see the module docstring."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -126,7 +125,7 @@ _RECORD = TypeAdapter(TransferRecord)
 
 
 def save_record(file: Path, record: TransferRecord) -> None:
-    """Write it whole; its folder is made if the one above is there. OSError: the disk is full or fails."""
+    """Write a record atomically, creating its folder but no parents. OSError: the disk is full or fails."""
     file.parent.mkdir(exist_ok=True)
     # ASCII: names from tars need not be UTF-8
     replace_text(file, json.dumps(asdict(record), indent=1) + "\n")
@@ -145,8 +144,8 @@ def load_record(file: Path) -> TransferRecord:
 
 
 def transfer_records(run: Path) -> list[TransferRecord]:
-    """Records in a run's folder by name, without unreadable ones. Several sets of one name have their
-    digests after it."""
+    """Read the records in a run's folder by name, skipping unreadable ones; sets of the same name get their digest
+    appended."""
     found: list[TransferRecord] = []
     for file in sorted((run / TRANSFER_FOLDER).glob("*.json")):
         if file.name.startswith(".") or not is_inside(file, folder=run):
@@ -169,7 +168,7 @@ def _told_apart(record: TransferRecord, names: set[str]) -> TransferRecord:
 
 
 def file_name(name: str) -> str:
-    """A name for NAME.json: letters, digits, '.', '_' and '-' stay, the rest becomes '-'."""
+    """Make a file name: keep letters, digits, '.', '_' and '-'; the rest becomes '-'."""
     return re.sub("[^A-Za-z0-9._-]+", "-", name).strip("-.")[:100] or "unnamed"
 
 
@@ -197,7 +196,7 @@ def few_shot_name(data_set: str, *, shots: int) -> str:
 
 @dataclass(frozen=True)
 class ModelOrigin:
-    """A model's place; all None: it lies in no run's folder."""
+    """Where a model comes from; all None: not from a run folder."""
 
     run: RunFolder | None = None
     stage: StageName | None = None

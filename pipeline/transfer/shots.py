@@ -1,7 +1,7 @@
-"""Choose training images by hash: the shots of each class, a part of the set, the held-out ones. Pure functions.
+"""Choose training images: the shots of each class, a part of the set, the held-out ones. Pure functions.
 
-By hash of (seed, sample's number), in any process and at any time the same: the shots of 5 are among those of 10, and
-where an image is damaged the next of its class takes its place, while nothing else changes.
+Choices are by hash of (seed, sample number), so the 5 shots are among the 10 shots, and if an image is damaged the next
+one of its class replaces it and nothing else changes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ Int64s = NDArray[np.int64]
 
 
 def choose_shots(labels: Int64s, *, shots: int, seed: int) -> Int64s:
-    """The numbers of `shots` samples of each class, or of all that it has; by class, then in the order drawn.
-    `labels`: int64 [n], the class of each sample; those below 0 are not taken."""
+    """Numbers of up to `shots` samples per class, by class, then in the order drawn. `labels`: classes of the samples,
+    int64 [n]; those below 0 are not taken."""
     keys = hash_words(RandomStream.FEW_SHOT, seed, np.arange(len(labels)))
     order = np.lexsort((keys, labels))
     order = order[labels[order] >= 0]
@@ -27,7 +27,7 @@ def choose_shots(labels: Int64s, *, shots: int, seed: int) -> Int64s:
 
 
 def choose_images(num_samples: int, *, most: int) -> Int64s:
-    """The numbers of `most` samples of a set, or of all if it has fewer, ascending; always the same ones."""
+    """Numbers of up to `most` samples of a set, ascending; always the same ones."""
     keys = hash_words(RandomStream.TRANSFER_IMAGES, 0, np.arange(num_samples))
     return np.sort(np.argsort(keys, kind="stable")[:most]).astype(np.int64)
 

@@ -1,7 +1,7 @@
 """A table of data sets for `shardvit transfer`: read from YAML, measured set by set, its result kept after each.
 
-A set whose settings, shards and model are those of the kept result is not measured again, so that the same command,
-typed again after an interruption, goes on. No torch, until something is measured.
+A set is measured again only if its settings, shards or model changed, so repeating an interrupted command resumes it.
+Imports torch only to measure.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,9 +21,9 @@ from data_shards.errors import UserError
 from data_shards.store.store import Store
 from data_shards.text import one_line
 from pipeline.recipe.yaml_text import read_yaml_file
-from pipeline.transfer.data_sets import Say, TransferSet, check_sets, open_set
+from pipeline.transfer.data_sets import Say, TransferSet, open_set
 from pipeline.transfer.results import TransferRecord, TransferScore, UsedSet, load_record, save_record
-from pipeline.transfer.settings import AnySet, Settings, TransferTable
+from pipeline.transfer.settings import AnySet, TransferTable
 
 if TYPE_CHECKING:
     from pipeline.transfer.features import FeatureStore
@@ -32,7 +33,7 @@ _METHODS = ("fewshot", "probe", "knn")
 
 
 def read_table(path: Path) -> TransferTable:
-    """UserError: it cannot be read, or a key is wrong; the sentence names it."""
+    """Read a table. UserError: the file cannot be read, or a key, which is named, is wrong."""
     tree = read_yaml_file(path)
     if not isinstance(tree, dict):
         raise UserError(f"{path} is no table: write method: probe, and data_sets: a list of {{name, train, eval}}")
@@ -53,20 +54,10 @@ def open_table(table: TransferTable, *, store: Store, say: Say) -> list[Transfer
     for each in table.data_sets:
         try:
             train, held_out = (open_set(shards, store=store, say=say) for shards in (each.train, each.eval))
-            data = TransferSet(each.name, train, held_out, store=store, group=each.group)
-            check_sets(data)
+            opened.append(TransferSet(each.name, train, held_out, store=store, group=each.group))
         except UserError as error:
             raise UserError(f"data set {each.name}: {error}") from None
-        opened.append(data)
     return opened
-
-
-def settings_of(data: AnySet) -> Settings:
-    """Measuring settings of a table's set."""
-    for kind in type(data).__mro__:
-        if kind in Settings.__args__:
-            return kind.model_validate({name: getattr(data, name) for name in kind.model_fields})
-    raise AssertionError(type(data))
 
 
 @dataclass(frozen=True)
@@ -89,73 +80,68 @@ def measure_table(
     most_images: int | None,
     told: Callable[[TableProgress], None],
 ) -> TransferRecord:
-    """Measure what `file` does not have; `record`: what it will say of the model. UserError as `measure`; OSError: the
-    disk is full or fails."""
+    """Measure what `file` does not have; `record` describes the model. UserError as `measure`; OSError: the disk is
+    full or fails."""
     from pipeline.transfer.measure import measure
 
-    before = _kept(file, like=record)
-    for number, (config, data) in enumerate(zip(table.data_sets, sets, strict=True), start=1):
-        settings = settings_of(config)
-        asked = _digest({**settings.model_dump(mode="json"), "most_images": most_images, "group": config.group})
-        kept, measured = _same(before, data, asked=asked), None
-        if kept is None:
+    found = _kept(file, like=record)
+    for number, (settings, data) in enumerate(zip(table.data_sets, sets, strict=True), start=1):
+        asked = _digest(settings, most_images=most_images)
+        kept, measured = found.get(data.name), None
+        if kept is None or not kept.is_of(data, asked=asked):
             try:
                 measured = measure(features, data, settings, most_images=most_images)
             except UserError as error:
                 raise UserError(f"data set {data.name}: {error}") from None
-            kept = measured.used, measured.scores
-        record = _added(record, *kept, asked=asked)
-        if number == len(sets):
-            record = replace(record, mean=mean_score(record))
+            found[data.name] = _Kept(measured.used, measured.scores, asked)
+        is_last = number == len(sets)
+        if is_last or measured is not None:  # with earlier results of sets still to come, as a next time may keep them
+            every = [found[each.name] for each in sets if each.name in found]
+            record = replace(
+                record,
+                data_sets=tuple(each.used for each in every),
+                results=tuple(score for each in every for score in each.scores),
+                asked={each.used.name: each.asked for each in every},
+            )
+            record = replace(record, mean=mean_score(record)) if is_last else record
             save_record(file, record)
-        elif measured is not None:
-            done = {each.name for each in sets[:number]}
-            save_record(file, _added_rest(record, before, names=[each.name for each in sets if each.name not in done]))
         told(TableProgress(number, len(sets), data.name, measured))
     return record
 
 
-def _kept(file: Path, *, like: TransferRecord) -> TransferRecord | None:
-    """The result that is there already, if it is of the same model."""
+@dataclass(frozen=True)
+class _Kept:
+    """The result of one data set; `asked`: a digest of how it was measured."""
+
+    used: UsedSet
+    scores: tuple[TransferScore, ...]
+    asked: str
+
+    def is_of(self, data: TransferSet, *, asked: str) -> bool:
+        digests = (data.train.digest, data.eval.digest)
+        return self.asked == asked and (self.used.train_digest, self.used.eval_digest) == digests
+
+
+def _kept(file: Path, *, like: TransferRecord) -> dict[str, _Kept]:
+    """The earlier results in `file` by data set, if they are of the same model."""
     try:
         before = load_record(file)
     except ValueError:
-        return None
-    same = (before.command, before.model_digest, before.layer) == (like.command, like.model_digest, like.layer)
-    return before if same else None
+        return {}
+    if (before.command, before.model_digest, before.layer) != (like.command, like.model_digest, like.layer):
+        return {}
+    scores = defaultdict[str, list[TransferScore]](list)
+    for each in before.results:
+        scores[each.data_set].append(each)
+    return {
+        used.name: _Kept(used, tuple(scores[used.name]), before.asked[used.name])
+        for used in before.data_sets
+        if used.name in before.asked
+    }
 
 
-def _same(
-    before: TransferRecord | None, data: TransferSet, *, asked: str
-) -> tuple[UsedSet, tuple[TransferScore, ...]] | None:
-    """Earlier scores of the same shards and settings."""
-    if before is None or before.asked.get(data.name) != asked:
-        return None
-    for used in before.data_sets:
-        if (used.name, used.train_digest, used.eval_digest) == (data.name, data.train.digest, data.eval.digest):
-            return used, tuple(each for each in before.results if each.data_set == data.name)
-    return None
-
-
-def _added(record: TransferRecord, used: UsedSet, scores: tuple[TransferScore, ...], *, asked: str) -> TransferRecord:
-    return replace(
-        record,
-        data_sets=(*record.data_sets, used),
-        results=(*record.results, *scores),
-        asked={**record.asked, used.name: asked},
-    )
-
-
-def _added_rest(record: TransferRecord, before: TransferRecord | None, *, names: Sequence[str]) -> TransferRecord:
-    """Add earlier results of sets still to come, so that an interruption does not lose them."""
-    for used in before.data_sets if before else ():
-        if before and used.name in names and used.name in before.asked:
-            scores = tuple(each for each in before.results if each.data_set == used.name)
-            record = _added(record, used, scores, asked=before.asked[used.name])
-    return record
-
-
-def _digest(asked: dict[str, object]) -> str:
+def _digest(settings: AnySet, *, most_images: int | None) -> str:
+    asked = settings.model_dump(mode="json", exclude={"name", "train", "eval"}) | {"most_images": most_images}
     return hashlib.blake2b(json.dumps(asked, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 

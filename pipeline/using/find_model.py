@@ -1,11 +1,11 @@
-"""The model meant by a path: a run, a stage, a checkpoint, or any file of weights. Reads weights on the CPU.
+"""Find the model at a path: a run, a stage, a checkpoint, or any file of weights. Reads weights on the CPU.
 
 RUNS/NAME                                  the model of its last finished training stage
-RUNS/NAME/STAGE                            that stage's model; before it is done, its newest good checkpoint
+RUNS/NAME/STAGE                            that stage's model; before it is done, its newest whole checkpoint
 RUNS/NAME/STAGE/checkpoints/step-00000400  that checkpoint, put together from its shards
 FOLDER or FILE                             a model of ours, or of any format that `model.formats` reads
 
-A checkpoint of a stage with a moving average (EMA) has two models: its stage says which it stands for, or the caller.
+A checkpoint of a stage with a moving average (EMA) has two models: the caller chooses, by default the stage's choice.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class FoundModel:
     meta: SavedModelMeta  # its record
     state: dict[str, Tensor]  # its weights under our names, on the CPU
     origin: str  # where it is from, for people
-    notes: tuple[str, ...] = ()  # what was assumed, a sentence each
+    notes: tuple[str, ...] = ()  # assumptions, a sentence each
 
 
 def find_model(path: Path, *, weights: WeightsKind | None = None) -> FoundModel:
-    """The model at `path`, see above; `weights`: as trained, or their moving average; None: what the stage says.
-    UserError: none or a broken one, with what was looked for, or it has not those weights."""
+    """Find the model at `path`, see above; `weights`: as trained, or their moving average; None: the stage's choice.
+    UserError: it is missing or broken, or lacks these weights."""
     found = _find(path, weights=weights)
     if weights is not None and weights != _kind(found.meta):
         here, wanted = _SHOWN[_kind(found.meta)], _SHOWN[weights]
@@ -56,8 +56,8 @@ def _kind(meta: SavedModelMeta) -> WeightsKind:
 
 
 def find_record(path: Path) -> SavedModelMeta | None:
-    """The record of the model at `path`, at once and without torch; None: only its weights tell. UserError as above,
-    where there is none."""
+    """Read the record of the model at `path` without torch; None: it must be inferred from the weights. UserError as
+    `find_model`: there is no model."""
     place = _there(path).absolute()
     if (path / RECIPE_FILE).is_file():
         place = _model_of_run(path)
@@ -170,7 +170,7 @@ def _of_whole_checkpoint(checkpoint: Path, *, weights: WeightsKind | None) -> Fo
 
 
 def _describe_stage(run: Path, *, stage: StageName) -> SavedModelMeta:
-    """The record that the stage will save its model with, from its stage.json."""
+    """Read the record of the stage's future model from its stage.json."""
     folder = RunFolder(runs_root=run.parent, name=run.name)
     file = folder.stage(stage) / STAGE_FILE
     described = folder.record(stage).model

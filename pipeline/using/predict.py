@@ -1,4 +1,4 @@
-"""Classes of image files by a trained model in any format.
+"""Classify image files with a trained model of any format.
 
 Images are decoded, resized, cropped and normalised as in evaluation, per the model's record, in float32. Probabilities
 are the softmax of the logits, or, after training with the sigmoid loss, each logit's sigmoid, which do not sum to one.
@@ -43,8 +43,8 @@ class Predictor:
     meta: SavedModelMeta  # what it is and what it is fed
     logits: Callable[[torch.Tensor], torch.Tensor]
     device: torch.device  # where it runs
-    origin: str  # where its weights are from, for people
-    notes: tuple[str, ...] = ()  # what was assumed when they were read, a sentence each
+    origin: str  # source of the weights, for people
+    notes: tuple[str, ...] = ()  # assumptions when reading them, a sentence each
 
     @torch.inference_mode()
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ class ClassShare:
 
 @dataclass(frozen=True)
 class ImagePrediction:
-    """The most probable classes of one image, best first; or none, and why it could not be read."""
+    """The most probable classes of one image, best first, or why it could not be read."""
 
     image: Path
     classes: tuple[ClassShare, ...] = ()
@@ -128,7 +128,7 @@ def _open_onnx(path: Path, *, device: DeviceChoice) -> Predictor:
         raise UserError(f"--device cuda: {path} is ONNX, which runs on the CPU here; leave it out")
     try:
         program = onnx_file.open_onnx(path)
-    except ValueError as error:  # of model/, which does not know UserError
+    except ValueError as error:  # model/ does not know UserError
         raise UserError(str(error)) from None
     return Predictor(program.meta, program, device=torch.device("cpu"), origin=str(path))
 
@@ -136,7 +136,7 @@ def _open_onnx(path: Path, *, device: DeviceChoice) -> Predictor:
 def _squares(
     images: Iterable[Path], *, transform: EvalTransform, limit: PixelLimit, ahead: int
 ) -> Iterator[tuple[Path, Pixels | str]]:
-    """Each image's pixels, or why there are none; `ahead` of them are decoded in advance."""
+    """Yield each image's pixels, or why there are none, decoding `ahead` in advance."""
     waiting: deque[tuple[Path, Future[Pixels | str]]] = deque()
     pool = ThreadPoolExecutor(num_cores())
     try:

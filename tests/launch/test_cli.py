@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import shutil
 import subprocess
@@ -14,7 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
 
+from launch.cli import COMMANDS, app
 from launch.run import pipeline_run
 from pipeline.checkpoint.identity import STATE, checkpoint_identity
 from pipeline.recipe.io import load_recipe
@@ -121,6 +124,15 @@ def test_help(call: Call, command: list[str]):
     }
     for word in words["".join(command)]:
         assert word in output, word
+
+
+@pytest.mark.parametrize("command", ["", *(name for group in COMMANDS.values() for name in group)])
+def test_the_help_of_each_command_fits_a_screen(command: str):
+    screen = io.StringIO()  # the app keeps the width of its first console
+    app.help_print(command.split(), console=Console(width=100, file=screen))
+    lines = screen.getvalue().splitlines()
+    assert len(lines) <= 50, "\n".join(lines)
+    assert max(map(len, lines)) <= 100
 
 
 def test_no_command_shows_the_help(call: Call):

@@ -65,7 +65,7 @@ def stepped(wanted: Floats, shown: Floats, windows: Windows) -> Windows:
 
 
 def correlations(one: Floats, other: Floats) -> NDArray[np.float32]:
-    """Of each pair, [pairs, side, side, ...], over all channels, each without its mean."""
+    """Correlation of each pair, [pairs, side, side, ...], over all channels, each without its mean."""
     one, other = (each - each.mean(axis=(1, 2), keepdims=True) for each in (one, other))
     one, other = (each.reshape(len(each), -1) for each in (one, other))
     return (one * other).sum(axis=1) / np.sqrt((one**2).sum(axis=1) * (other**2).sum(axis=1) + 1e-9)

@@ -48,7 +48,7 @@ Floats = NDArray[Any]
 
 
 class Likeness(NamedTuple):
-    """What the images have in common where they fit best; correlations are -1 to 1."""
+    """Similarity of two images where they fit best; correlations are -1 to 1."""
 
     likeness: float
     different_blocks: float  # share of them

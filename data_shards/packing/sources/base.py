@@ -167,7 +167,7 @@ def refuse_all(problems: Sequence[str]) -> None:
 
 
 def is_image(name: str) -> bool:
-    """By its extension, and not hidden."""
+    """True for an image's extension on a name that is not hidden."""
     last = name.rpartition("/")[2]
     return last.rpartition(".")[2].lower() in IMAGE_EXTENSIONS and not last.startswith(".")
 

@@ -46,7 +46,7 @@ class LabelList:
     class_names: Path | None = None
 
     def as_json(self) -> dict[str, str | None]:
-        """With absolute paths."""
+        """The list with absolute paths."""
         return {name: str(value.resolve()) if isinstance(value, Path) else value for name, value in vars(self).items()}
 
 

@@ -81,7 +81,7 @@ def pets_source(root: Path, *, unpacking: Unpacking) -> Source:
 
 
 def flowers_source(root: Path, *, unpacking: Unpacking) -> Source:
-    """Like `pets_source`."""
+    """Read the set; raises UserError as `pets_source` does."""
     images = _part(root, FLOWERS_IMAGES, "Oxford Flowers-102", unpacking)
     for name in (FLOWERS_LABELS, FLOWERS_SPLITS):
         if not (root / name).is_file():

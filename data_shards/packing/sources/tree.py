@@ -60,7 +60,7 @@ class FolderTree:
 
 @dataclass(frozen=True)
 class ArchiveTree:
-    """What is in one archive, or in several of a folder."""
+    """Files of one archive, or of several in a folder."""
 
     path: Path
     listing: Listing

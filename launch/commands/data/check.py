@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from data_shards.errors import UserError
 from data_shards.text import printable
-from launch.flags import JsonFlag, ShardsOptions, demand_counts, pixel_limit
+from launch.flags import JsonFlag, ShardsOptions, demand_counts, pixel_limit, switch
 from launch.target import Force, demand_target
 
 
@@ -18,38 +18,31 @@ def check(
     shards: str,
     /,
     *,
-    decode: Annotated[
-        bool, Parameter(negative="", help="Decode every image in full: finds those that are cut.")
-    ] = False,
-    digests: Annotated[bool, Parameter(help="Compare each shard's SHA-256 with the manifest's.")] = True,
-    world_size: Annotated[
-        int | None, Parameter(help="Processes to train with, over all nodes: say how the shards suit that number.")
-    ] = None,
-    lanes: Annotated[int | None, Parameter(help="data.lanes of that training; default: 256 or near it.")] = None,
-    gpus_per_node: Annotated[
-        int | None, Parameter(help="Processes on one machine, for --world-size; default: 8.")
-    ] = None,
+    decode: Annotated[bool, switch("Decode every image in full: finds truncated ones.")] = False,
+    digests: Annotated[bool, Parameter(help="Compare SHA-256 with the manifest's.")] = True,
+    world_size: Annotated[int | None, Parameter(help="Say how the shards suit this many training processes.")] = None,
+    lanes: Annotated[int | None, Parameter(help="data.lanes of that training; default: near 256.")] = None,
+    gpus_per_node: Annotated[int | None, Parameter(help="Processes a machine, for --world-size; default: 8.")] = None,
     options: ShardsOptions = ShardsOptions(),  # noqa: B008 - frozen
     against: Annotated[
         list[str] | None,
         Parameter(
             negative="",
             consume_multiple=True,
-            help="Other shards, such as test sets, named as SHARDS is: find images of SHARDS that are also there, byte "
-            "for byte, pixel for pixel, or the same picture otherwise (see below).",
+            help="Find images also in these shards, such as test sets.",
         ),
     ] = None,
     report: Annotated[
         Path | None,
         Parameter(
             name=["--output", "--report"],
-            help="Folder for what --against finds: matches.jsonl, and the pairs as pictures in matches.html.",
+            help="For --against: matches.jsonl, and pictures in matches.html.",
         ),
     ] = None,
     as_json_text: JsonFlag = False,
     force: Force = False,
 ) -> int:
-    """Look through shards for damage, duplicates, wrong labels, and how they suit a number of GPUs.
+    """Check shards for damage, duplicates and wrong labels, and how they suit a number of GPUs.
 
     SHARDS is what a recipe names: a packed folder, the folder with its train/
     and val/ (each is checked, and whether images are in both), a folder of tars
@@ -67,11 +60,8 @@ def check(
 
     Some examples:
         shardvit check shards/photos
-
         shardvit check shards/photos --decode --world-size 64
-
         shardvit check shards/in21k --against shards/cifar10/val --output seen
-
         shardvit check "laion/{00000..00099}.tar" --label json:label --json
     """
     import json

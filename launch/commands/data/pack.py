@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ from cyclopts import Parameter
 from data_shards.errors import UserError
 from data_shards.text import printable
 from data_shards.vocabulary import USUAL_MOST_PIXELS
-from launch.flags import MaxImagePixels, pixel_limit, size_bytes
+from launch.flags import MaxImagePixels, pixel_limit, size_bytes, switch
 from launch.local.output import go_on
 
 
@@ -19,122 +20,69 @@ def pack(
     out: Path,
     /,
     *,
-    name: Annotated[str | None, Parameter(help="The data set's name, in file names too; default: OUT's.")] = None,
+    name: Annotated[str | None, Parameter(help="Data set's name, in file names too; default: OUT's.")] = None,
     labels: Annotated[
-        Path | None, Parameter(help="CSV or JSONL file with path and label of each image, instead of class folders.")
+        Path | None, Parameter(help="CSV or JSONL of paths and labels, instead of class folders.")
     ] = None,
     path_column: Annotated[str | None, Parameter(help="Column or key of the paths in --labels; default: path.")] = None,
     label_column: Annotated[
         str | None, Parameter(help="Column or key of the labels in --labels; default: label.")
     ] = None,
-    class_names: Annotated[
-        Path | None, Parameter(help="File with the names of class 0, 1, ... of --labels, one a line.")
-    ] = None,
+    class_names: Annotated[Path | None, Parameter(help="Names of classes 0, 1, ... of --labels, one a line.")] = None,
     val: Annotated[
         Path | None,
-        Parameter(
-            help="Published held-out images, if they do not lie beside SOURCE: ILSVRC2012_img_val.tar, a folder, or "
-            "VTAB's val200.txt."
-        ),
+        Parameter(help="Published val images elsewhere: tar, folder, val200.txt."),
     ] = None,
     val_labels: Annotated[
         Path | None,
-        Parameter(
-            help="Their classes: LOC_val_solution.csv, ILSVRC2012_devkit_t12.tar.gz, or a list of 'FILE CLASS' lines."
-        ),
+        Parameter(help="Their classes: Kaggle's CSV, the devkit, or 'FILE CLASS' lines."),
     ] = None,
-    superclasses: Annotated[
-        bool, Parameter(negative="", help="CIFAR-100's 20 superclasses instead of its 100 classes.")
-    ] = False,
-    classes: Annotated[
-        str | None, Parameter(help="Only these classes, comma separated; they get labels 0, 1, ...")
-    ] = None,
-    keep_classes: Annotated[
-        bool, Parameter(negative="", help="Accept class names that differ only in case or spaces, and a single class.")
-    ] = False,
-    holdout: Annotated[float | None, Parameter(help="Share of each class kept apart as the split 'val'.")] = None,
+    superclasses: Annotated[bool, switch("CIFAR-100's 20 superclasses.")] = False,
+    classes: Annotated[str | None, Parameter(help="Only these, comma separated; they get labels 0, 1, ...")] = None,
+    keep_classes: Annotated[bool, switch("Accept a single class, or names differing in case or spaces.")] = False,
+    holdout: Annotated[float | None, Parameter(help="Share of each class to hold out as 'val'.")] = None,
     holdout_images: Annotated[
-        int | None, Parameter(help="Number of images kept apart as 'val' instead, whatever their classes.")
+        int | None, Parameter(help="Number of images to hold out, whatever their classes.")
     ] = None,
-    holdout_list: Annotated[
-        Path | None, Parameter(help="File with the paths of the images kept apart as 'val', one a line.")
-    ] = None,
-    samples_per_shard: Annotated[int | None, Parameter(help="Images in one tar at most; default: 1000.")] = None,
+    holdout_list: Annotated[Path | None, Parameter(help="File of paths to hold out, one a line.")] = None,
+    samples_per_shard: Annotated[int | None, Parameter(help="Most images in a tar; default: 1000.")] = None,
     shard_size: Annotated[
-        str | None, Parameter(help="Size of one tar instead, such as 256MB; exact to within an image.")
+        str | None, Parameter(help="Size of a tar instead, such as 256MB, to within an image.")
     ] = None,
     resize_short: Annotated[
         int | None,
-        Parameter(help="Reduce images with a longer short side to this many pixels; default: original bytes."),
+        Parameter(help="Shrink larger short sides to this; default: original bytes."),
     ] = None,
-    quality: Annotated[int | None, Parameter(help="JPEG quality of the reduced images; default: 90.")] = None,
+    quality: Annotated[int | None, Parameter(help="JPEG quality of shrunk images; default: 90.")] = None,
     max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS,
-    drop_duplicates: Annotated[
-        bool, Parameter(negative="", help="Of images with the same bytes pack only the first, train before val, test.")
-    ] = False,
+    drop_duplicates: Annotated[bool, switch("Pack only the first of equal files: train, then val, test.")] = False,
     exclude_matches_of: Annotated[
         list[str] | None,
         Parameter(
             negative="",
             consume_multiple=True,
-            help="Other shards, such as test sets: leave images out of the training split that are also there, and "
-            "list them. `shardvit check --help` says what counts as the same image and what is missed; images that "
-            "only may be the same stay, and are listed in unsure.jsonl.",
+            help="Leave out training images found in these shards (see above).",
         ),
     ] = None,
-    verify: Annotated[
-        bool,
-        Parameter(negative="", help="If OUT is packed already: compare all bytes, not just times."),
-    ] = False,
-    skip_unreadable: Annotated[
-        bool,
-        Parameter(
-            negative="",
-            help="Leave out images that cannot be read or lie beside the class folders, and list them; pass over empty "
-            "class folders.",
-        ),
-    ] = False,
-    seed: Annotated[int, Parameter(help="Of the shuffle and of the held-out choice.")] = 0,
+    verify: Annotated[bool, switch("If OUT is packed, compare all bytes, not just times.")] = False,
+    skip_unreadable: Annotated[bool, switch("Skip and list unreadable or stray images; pass empty folders.")] = False,
+    seed: Annotated[int, Parameter(help="Seed of the shuffle and the held-out choice.")] = 0,
 ) -> int:
     """Pack images into WebDataset shards with a manifest.
 
-    SOURCE is a folder of class folders (or train/, val/ and test/ of them), a
-    tar of such folders, any folder with --labels, a folder with the four IDX
-    files of MNIST or Fashion-MNIST, "fashion-mnist" for the ones that Debian
-    installs, or "digits" for scikit-learn's digits. Also an archive of
-    ImageNet, CIFAR, Pets, Flowers or VTAB as published, or the folder that
-    holds its files under their published names. OUT gets a folder for each split.
-
-    All images are decoded once: one that cannot be read ends the command,
-    which then names all such images. Killed or stopped at any moment, the same
-    command resumes after the finished shards; the result is the same to the byte.
+    SOURCE: a folder or tar of class folders (or of train/, val/, test/ with them), any folder with
+    --labels, MNIST's IDX files, "fashion-mnist" (Debian's), "digits" (scikit-learn's), or ImageNet,
+    CIFAR, Pets, Flowers or VTAB as published. OUT gets a folder per split. Unreadable images
+    stop it and are all named. If interrupted, run it again: the result is the same to the byte.
+    --labels photos.csv: "path,label", then "a/1.jpg,cat" or, with two labels, "a/2.jpg,cat|dog".
+    JSONL: {"path": "a/2.jpg", "label": ["cat", "dog"]}. Paths: relative to SOURCE, or absolute in it.
+    --exclude-matches-of lists what it left out, and doubtful pairs, which stay, in unsure.jsonl;
+    `shardvit check --help` says which copies it finds. A .tar.gz is decompressed beside OUT meanwhile.
 
     Some examples:
         shardvit pack photos/ shards/photos --holdout 0.1
-
-        shardvit pack photos/ shards/photos --labels photos.csv --holdout-list val.txt
-
-        shardvit pack imagenet/ shards/imagenet --shard-size 256MB --skip-unreadable
-
-        shardvit pack imagenet/ shards/imagenet-320 --resize-short 320 --quality 90
-
-        shardvit pack digits shards/digits --classes 0,1,2,3,4,5,6 --holdout 0.2
-
-        shardvit pack ILSVRC2012_img_train.tar out --val ILSVRC2012_img_val.tar --val-labels LOC_val_solution.csv
-
-        shardvit pack winter21_whole.tar.gz shards/imagenet21k --holdout-images 51200
-
-        shardvit pack cifar-10-python.tar.gz shards/cifar10
-
+        shardvit pack imagenet/ shards/imagenet-320 --resize-short 320 --shard-size 256MB
         shardvit pack in21k/ shards/in21k --exclude-matches-of shards/imagenet/val shards/cifar10/val
-
-    Tars are read in place. A .tar.gz is decompressed once, beside OUT, and that
-    copy is removed at the end.
-
-    photos.csv begins with the line "path,label"; a line is "a/1.jpg,cat", or
-    "a/2.jpg,cat|dog" where images have several labels. JSONL has the same as
-    {"path": "a/2.jpg", "label": ["cat", "dog"]}. Paths are relative to SOURCE,
-    or absolute ones inside it.
     """
     from data_shards.packing.image import DEFAULT_QUALITY, Resize
     from data_shards.packing.pack import pack as pack_images
@@ -167,7 +115,7 @@ def pack(
         # as the user typed them, so commands run
         store = Store(None if all(map(is_local, exclude_matches_of)) else CacheConfig(), commands="run")
         sets = tuple(open_all_splits(exclude_matches_of, store=store, report=say))
-        exclusion = Exclusion(sets, store, write_duplicates)
+        exclusion = Exclusion(sets, store, partial(write_duplicates, command="pack"))
     pack_images(
         source,
         out,

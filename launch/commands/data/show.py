@@ -30,21 +30,17 @@ def show(
     what: str,
     /,
     *overrides: str,
-    stage: Annotated[str | None, Parameter(help="Of a recipe; default: the first that trains.")] = None,
-    step: Annotated[
-        int | None, Parameter(help="Show the batch that a recipe trains on after so many steps; default: 0.")
-    ] = None,
+    stage: Annotated[str | None, Parameter(help="Stage of a recipe; default: the first that trains.")] = None,
+    step: Annotated[int | None, Parameter(help="Show the recipe's batch after this many steps; default: 0.")] = None,
     output: Annotated[Path | None, Parameter(help="Folder for the page and its pictures; default: show/NAME.")] = None,
     images: Annotated[int, Parameter(help="Images on each contact sheet.")] = 40,
-    labels: Annotated[
-        int, Parameter(help="Labels that are counted at the most; of a larger set, those of some shards.")
-    ] = 200_000,
+    labels: Annotated[int, Parameter(help="Most labels to count; larger sets are sampled by shard.")] = 200_000,
     seed: Annotated[int, Parameter(help="Draws which images and shards are shown.")] = 0,
     data: DataFile = None,
     options: ShardsOptions = ShardsOptions(),  # noqa: B008 - frozen
     force: Force = False,
 ) -> int:
-    """Look at shards, or at what a recipe will show the model, before training.
+    """Show shards, or what a recipe will show the model, as a page of pictures.
 
     WHAT is a recipe (a YAML file or a shipped name, with OVERRIDES as for
     `shardvit run`), or shards: a packed folder, the folder with its train/ and
@@ -60,11 +56,8 @@ def show(
 
     Some examples:
         shardvit show shards/photos
-
         shardvit show my.yaml --step 1000
-
         shardvit show digits pretrain.augment.mixup_alpha=0.2 --output look
-
         shardvit show "laion/{00000..00099}.tar" --label json:label
     """
     demand_counts(images=images, labels=labels)

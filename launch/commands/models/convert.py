@@ -117,9 +117,7 @@ def import_model(
 
     Some examples:
         shardvit import ViT-B_16.npz models/vit-b16
-
         shardvit import ViT-B_16.npz models/vit-b16-384 --image-size 384 --num-classes 10
-
         shardvit import ViT-B_16-imagenet.npz models/b16 --class-names imagenet-1k
     """
     from model.formats.adapt import adapt
@@ -182,7 +180,6 @@ def export_model(
 
     Some examples:
         shardvit export runs/digits --format onnx
-
         shardvit export runs/imagenet21k/pretrain/checkpoints/step-00010000 --format npz --output vit-b16.npz
     """
     target = out or Path(f"{_name_of(model)}{_ENDINGS[to]}")

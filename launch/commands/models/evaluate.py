@@ -38,7 +38,7 @@ _MOST_WORKERS = 8  # threads that read ahead, of a process
 _NAMED_FAULTS = 5
 _SHOWN_CLASSES = 20  # of a longer table the worst
 _SHOWN_PAIRS = 20
-_WORDS = {
+WORDS = {  # the rows of the printed result, in this order
     "val/top1": "top-1",
     "val/balanced_accuracy": "balanced accuracy",
     "val/commonest_class_share": "commonest class's share",
@@ -56,44 +56,35 @@ def evaluate(
     /,
     *,
     protocol: Annotated[
-        EvalProtocol | None, Parameter(help="What the model is shown of an image; default: as its record says.")
+        EvalProtocol | None, Parameter(help="Preprocessing; default: as the model's record says.")
     ] = None,
     crop_share: Annotated[
-        float | None, Parameter(help="Crop's side over the resized short side; default: as its record says.")
+        float | None, Parameter(help="Crop's side over the resized short side; default: as recorded.")
     ] = None,
     metrics: Annotated[
         tuple[EvalMetric, ...] | None,
-        Parameter(negative="", consume_multiple=True, help="Beside loss and top-1; default: those that fit."),
+        Parameter(negative="", consume_multiple=True, help="Beyond loss and top-1; default: those that fit."),
     ] = None,
     labels: Annotated[
         LabelSet,
-        Parameter(
-            help="real: ImageNet's validation images by their ReaL labels, found by file name; imagenet_v2: classes "
-            "are the folders 0 to 999."
-        ),
+        Parameter(help="real: ImageNet's ReaL labels, by file name; imagenet_v2: folders 0 to 999."),
     ] = "shards",
-    classes: Annotated[
-        Matching, Parameter(help="Match the model's classes and the shards' by name, or trust their order (index).")
-    ] = "names",
-    among: Annotated[
-        Among, Parameter(help="The model chooses among all its classes, or among those that the shards have.")
-    ] = "model",
+    classes: Annotated[Matching, Parameter(help="Match classes by name, or trust their order (index).")] = "names",
+    among: Annotated[Among, Parameter(help="Predict among the model's classes or only the shards'.")] = "model",
     weights: WhichWeights = None,
-    processes: Annotated[int, Parameter(help="Processes on this machine, each with a GPU of its own, or CPUs.")] = 1,
+    processes: Annotated[int, Parameter(help="Processes on this machine, one per GPU, or on CPUs.")] = 1,
     batch_size: Annotated[int, Parameter(name=["--batch-size", "--batch"], help="Images of a forward pass.")] = 64,
     label: TarLabel = None,
     class_names: TarClasses = None,
     multi_label: TarsAreMultiLabel = False,
     json_file: JsonFile = None,
-    output: Annotated[
-        Path | None, Parameter(help="Folder for all that is known: evaluation.json and arrays.npz.")
-    ] = None,
+    output: Annotated[Path | None, Parameter(help="Folder for evaluation.json and arrays.npz.")] = None,
     tracking: Annotated[bool, Parameter(negative="--no-tracking", help="Make an MLflow run of the result.")] = True,
     max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS,
     device: Device = "auto",
     force: Force = False,
 ) -> int:
-    """Evaluate a model on shards: top-1, top-5, loss, each class, calibration; each image once.
+    """Evaluate a model on shards: top-1, top-5, loss, each class, calibration.
 
     MODEL is all that `shardvit predict` takes: a run, a stage, a checkpoint, or a
     file of weights in any format. SHARDS is what a recipe names: a packed folder,
@@ -104,11 +95,8 @@ def evaluate(
 
     Some examples:
         shardvit eval runs/digits shards/digits-transfer/val
-
         shardvit eval vit_b16.npz shards/imagenet/val --labels real --processes 8
-
         shardvit eval vit_b16.npz shards/imagenet_v2 --labels imagenet_v2
-
         shardvit eval model.onnx shards/pets/val --protocol big_vision --json -
     """
     demand_counts(processes=processes, batch_size=batch_size)
@@ -230,7 +218,7 @@ def _as_text(result: ModelEvaluated) -> str:
     metrics = evaluation.metrics
     rows = [
         [words, f"{metrics[name]:.4f}" if name == "val/loss" else f"{100 * metrics[name]:.2f} %"]
-        for name, words in _WORDS.items()
+        for name, words in WORDS.items()
         if name in metrics
     ]
     counts = evaluation.per_class

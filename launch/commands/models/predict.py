@@ -18,7 +18,7 @@ from cyclopts import Parameter
 from data_shards.errors import UserError
 from data_shards.text import one_line
 from data_shards.vocabulary import USUAL_MOST_PIXELS
-from launch.flags import Device, MaxImagePixels, WhichWeights, demand_counts, pixel_limit
+from launch.flags import Device, MaxImagePixels, WhichWeights, demand_counts, pixel_limit, switch
 from launch.local.output import say
 
 if TYPE_CHECKING:
@@ -32,13 +32,13 @@ def predict(
     /,
     *images: Path,
     top: Annotated[int, Parameter(help="Classes of each image.")] = 5,
-    as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print a JSON list.")] = False,
+    as_json: Annotated[bool, switch("Print a JSON list.", "--json")] = False,
     batch_size: Annotated[int, Parameter(help="Images that the model sees at a time.")] = 32,
     weights: WhichWeights = None,
     max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS,
     device: Device = "auto",
 ) -> int:
-    """Say what is on images: the most probable classes of each.
+    """Classify images: the most probable classes of each.
 
     MODEL is a run's folder (its last trained stage), a saved or imported
     model's, or a file that `shardvit export` made in any of its formats. IMAGES
@@ -54,9 +54,7 @@ def predict(
 
     Some examples:
         shardvit predict runs/digits photo.png
-
         shardvit predict runs/digits/finetune/model photos/ --top 1
-
         shardvit predict model.onnx photos/ --json > photos.json
     """
     demand_counts(top=top, batch_size=batch_size)

@@ -21,27 +21,19 @@ def transfer(
     of_method: MethodOptions = MethodOptions(),  # noqa: B008 - frozen
     options: TransferOptions = TransferOptions(),  # noqa: B008 - frozen
 ) -> int:
-    """Measure what a model's features are worth on other images: few-shot, linear probe, kNN, or a table of data sets.
+    """Measure a model's features on other images: few-shot, linear probe, kNN, or a table.
 
-    MODEL TRAIN_SHARDS EVAL_SHARDS --method fewshot: least squares on a few images
-    of each class, in closed form, as the ViT paper and big_vision. probe: logistic
-    regression on all of TRAIN_SHARDS. knn: votes of the nearest images by cosine,
-    as DINO. EVAL_SHARDS are classified. Features are kept, so the same again takes
-    seconds. MODEL is anything that `shardvit predict` takes but ONNX.
-
-    MODEL TABLE.yaml measures all data sets of a table, as VTAB does, and goes on
-    after an interruption:
-
-      method: probe    # of the sets that say none
+    --method fewshot: least squares on a few images of each class, as the ViT paper and big_vision;
+    probe: logistic regression on all of TRAIN_SHARDS; knn: cosine votes, as DINO. EVAL_SHARDS are
+    classified. Features are kept for the next call. MODEL: as for `shardvit predict`, except ONNX.
+    --layer pre_logits: the last linear layer's input, as big_vision; pooled: the trunk's output.
+    TABLE.yaml lists data sets to measure, as VTAB does; run it again to resume:
       data_sets:
-      - {name: pets, group: natural, train: SHARDS, eval: SHARDS}
-      - {name: dmlab, train: SHARDS, eval: SHARDS, method: fewshot, shots: 5}
+      - {name: pets, group: natural, train: SHARDS, eval: SHARDS, method: probe}
 
     Some examples:
         shardvit transfer runs/digits shards/pets/train shards/pets/val --method fewshot --shots 1 5 10
-
         shardvit transfer vit_b16.npz shards/pets/train shards/pets/val --method probe --images 1000
-
         shardvit transfer runs/vit_b16/pretrain vtab.yaml --images 1000
     """
     if eval_shards is None:

@@ -31,7 +31,7 @@ def figures(
     max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS,
     force: Force = False,
 ) -> int:
-    """Draw the ViT paper's figures of a model: where it looks, how far attention reaches, filters, positions.
+    """Draw the ViT paper's figures of a model: attention, its reach, filters, positions.
 
     MODEL is anything that `shardvit predict` takes but ONNX, and a masked patch
     model. IMAGES are files and folders of images, or shards (a packed folder, a
@@ -46,9 +46,7 @@ def figures(
 
     Some examples:
         shardvit figures runs/digits
-
         shardvit figures runs/digits/pretrain photos/ --output talk
-
         shardvit figures vit_b16.npz shards/imagenet/val --count 128
     """
     demand_counts(count=count)

@@ -32,14 +32,13 @@ NoDraw = Annotated[
 
 
 def report(*runs: Path, output: PageFile = None, no_draw: NoDraw = False, force: Force = False) -> int:
-    """Write all that is known of a run as one HTML page, which needs no network: results, curves, pictures, tables.
+    """Write a run's results, curves, pictures and tables as one offline HTML page.
 
     RUN is a run's folder, RUNS/NAME, of a run that trains or has trained.
     Several runs stand over one another, with the difference of their recipes.
 
     Some examples:
         shardvit report runs/digits
-
         shardvit report runs/digits runs/digits-scratch --output compared.html
     """
     from launch.pages.sections import default_place, drawn, write_runs
@@ -55,13 +54,12 @@ def report(*runs: Path, output: PageFile = None, no_draw: NoDraw = False, force:
 
 
 def compare(*runs: Path, output: PageFile = None, no_draw: NoDraw = False, force: Force = False) -> int:
-    """Compare runs: the difference of their recipes, their metrics and curves, here and, if asked for, as a page.
+    """Compare runs' recipes, metrics and curves, here or as a page.
 
     The first run is the one that the others are compared with.
 
     Some examples:
         shardvit compare runs/digits runs/digits-scratch
-
         shardvit compare runs/a runs/b runs/c --output abc.html
     """
     if output is None and (no_draw or force):

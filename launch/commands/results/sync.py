@@ -27,7 +27,7 @@ def sync(
         str | None, Parameter(help="MLflow's experiment; default: MLFLOW_EXPERIMENT_NAME, or the recipe's.")
     ] = None,
 ) -> int:
-    """Send to MLflow what it lacks of runs: each value once, however often this is typed.
+    """Send to MLflow what it lacks of runs, each value once, however often you repeat it.
 
     For runs whose server was away, from the start or for a while, and for those
     trained with tracking.mode=offline; such a run's folder may be copied from a
@@ -37,15 +37,13 @@ def sync(
 
     Some examples:
         shardvit sync runs/vit-b16 --to http://mlflow:5000
-
         shardvit sync runs/*
     """
     from launch.run.lock import locked
     from pipeline.recipe.io import parse_recipe
     from pipeline.recipe.vocabulary import RECIPE_FILE
     from pipeline.runs.read import run_folder_at
-    from pipeline.tracking.client import home_of, store_uri
-    from pipeline.tracking.mlflow_sink import MlflowSink
+    from pipeline.tracking.mlflow_sink import sink_of
     from pipeline.tracking.sync import sync_run
 
     if to is not None and not to.startswith(_SCHEMES):
@@ -58,8 +56,7 @@ def sync(
             folder = run_folder_at(path)
             recipe = parse_recipe(folder.path / RECIPE_FILE)
             with locked(folder.path / ".train.lock", what=f"run {folder.path}"):
-                home, name = home_of(folder), experiment or experiment_name() or recipe.experiment
-                sink = MlflowSink(store_uri(to or tracking_uri(), home=home), home=home, experiment=name)
+                sink = sink_of(folder, recipe, uri=to or tracking_uri(), experiment=experiment or experiment_name())
                 done = sync_run(folder, recipe, sink, say=say)
         except UserError as error:
             if not runs:

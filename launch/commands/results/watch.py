@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from data_shards.errors import UserError
+from launch.flags import switch
 from pipeline.recipe.vocabulary import SWEEP_FILE
 
 if TYPE_CHECKING:
@@ -26,11 +27,11 @@ def watch(
     run: Path,
     /,
     *,
-    once: Annotated[bool, Parameter(negative="", help="Print the page once, and end; also into a pipe.")] = False,
-    as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print it once, as JSON.")] = False,
+    once: Annotated[bool, switch("Print the page once, and end; also into a pipe.")] = False,
+    as_json: Annotated[bool, switch("Print it once, as JSON.", "--json")] = False,
     interval: Annotated[float, Parameter(help="Seconds between two looks.")] = 2.0,
 ) -> int:
-    """Follow a run in the terminal: stages, speed, ETA, checkpoints, processes, curves, SLURM's jobs, events, log.
+    """Follow a run in the terminal: stages, speed, ETA, checkpoints, jobs, curves, log.
 
     RUN is its folder, RUNS/NAME; it may run here, on other hosts or in SLURM.
     Only files of the folder are read, and SLURM's queue. Ends when the run is
@@ -39,7 +40,6 @@ def watch(
 
     Some examples:
         shardvit watch runs/digits
-
         shardvit watch runs/digits --once
     """
     if not interval >= _LEAST_SECONDS:
@@ -74,13 +74,12 @@ def status(
     run: Path,
     /,
     *,
-    as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print it as JSON.")] = False,
+    as_json: Annotated[bool, switch("Print it as JSON.", "--json")] = False,
 ) -> int:
     """Print how far a run or a sweep is, as `shardvit watch RUN --once`.
 
     Some examples:
         shardvit status runs/digits
-
         shardvit status runs/digits --json
     """
     return watch(run, once=True, as_json=as_json)

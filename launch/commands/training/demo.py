@@ -59,11 +59,10 @@ def demo(
     runs: RunsFolder = Path("runs"),
     shards: Annotated[Path, Parameter(help="Where the shards are packed to.")] = Path("shards"),
 ) -> int:
-    """Run the whole pipeline on small real images: pack, pretrain, swap head, finetune, and compare with scratch.
+    """Run the whole pipeline on small real images, and compare with training from scratch.
 
     Some examples:
         shardvit demo
-
         shardvit demo --data fashion-mnist
     """
     go_on()

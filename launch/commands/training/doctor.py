@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from launch.doctor.findings import Check, Diagnosis
-from launch.flags import JsonFlag
+from launch.flags import JsonFlag, switch
 from launch.local.env import num_gpus, tracking_uri, without_place
 from launch.local.output import say
 from pipeline.ranks.start_clock import StartClock
@@ -21,13 +21,11 @@ _LEFT_OUT = ("imports", "arithmetic", "decoding", "all-reduce", "collect_env", "
 
 def doctor(
     *,
-    quick: Annotated[
-        bool, Parameter(negative="", help="Leave out what is tried in child processes: a second in all.")
-    ] = False,
+    quick: Annotated[bool, switch("Leave out what is tried in child processes: a second in all.")] = False,
     runs: Annotated[Path, Parameter(help="Folder of all runs, whose disk is checked.")] = Path("runs"),
     as_json_text: JsonFlag = False,
 ) -> int:
-    """Say what this machine can run: each finding with a verdict and what to do.
+    """Report what this machine can run: findings, verdicts and what to do.
 
     Python, cores, memory, disk and shared memory; the packages, against what
     shardvit asks for; GPUs, driver, and arithmetic in bf16; an all-reduce of
@@ -41,7 +39,6 @@ def doctor(
 
     Some examples:
         shardvit doctor
-
         shardvit doctor --quick --runs /scratch/me/runs
 
         srun --nodes 1 --gpus-per-node 8 shardvit doctor --json > doctor.json

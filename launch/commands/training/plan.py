@@ -19,7 +19,7 @@ def plan(
     data: DataFile = None,
     as_json_text: JsonFlag = False,
 ) -> int:
-    """Say what a recipe will need: memory, time, GPU-hours, traffic, disk; nothing is started.
+    """Estimate a recipe's memory, time, GPU-hours, traffic and disk; nothing is started.
 
     RECIPE and OVERRIDES are as for `shardvit run`. Warnings come first. The
     shards need not exist yet: the published size of a known data set is taken
@@ -29,11 +29,8 @@ def plan(
 
     Some examples:
         shardvit plan my.yaml
-
         shardvit plan vit_l16_in21k --gpus 64 --gpu h200
-
         shardvit plan my.yaml --gpus 8 --gpu a100 --images 1281167 --classes 1000 engine.zero_stage=2
-
         shardvit plan my.yaml --gpus 64 --gpu h200 --images-per-second 1250 --json
     """
     from pipeline.recipe.io import load_recipe

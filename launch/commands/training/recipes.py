@@ -10,10 +10,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import Parameter
-
 from data_shards.errors import UserError
-from launch.flags import DataFile
+from launch.flags import DataFile, switch
 from launch.local.env import paths_file
 
 if TYPE_CHECKING:
@@ -34,20 +32,16 @@ def recipes(
     /,
     *overrides: str,
     data: DataFile = None,
-    all_keys: Annotated[
-        bool, Parameter(negative="", help="Of one recipe: every key, not only those that differ from defaults.")
-    ] = False,
+    all_keys: Annotated[bool, switch("Of one recipe: every key, not only those that differ from defaults.")] = False,
 ) -> int:
-    """List the recipes that ship, with data, cost and published result; or print one, resolved.
+    """List shipped recipes with data, cost and published result; or print one, resolved.
 
     NAME is one of them, or a YAML file, and OVERRIDES are changes to it,
     key=value, as for `shardvit run`. What is printed is a recipe itself.
 
     Some examples:
         shardvit recipes
-
         shardvit recipes vit_l16_in21k
-
         shardvit recipes vit_l16_in21k finetune=cifar10 > mine.yaml
     """
     if name is None:

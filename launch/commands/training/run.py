@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from data_shards.errors import UserError
-from launch.flags import DataFile, RunsFolder
+from launch.flags import DataFile, RunsFolder, switch
 from launch.local.env import paths_file
 from launch.local.output import go_on
 from pipeline.recipe.vocabulary import StageName
@@ -45,23 +45,17 @@ def run(
     dry_run: Annotated[
         bool, Parameter(help="Check everything, print what would be run, start nothing. Shards may still be missing.")
     ] = False,
-    all_keys: Annotated[
-        bool, Parameter(negative="", help="With --dry-run: print every key, not only those that differ from defaults.")
-    ] = False,
+    all_keys: Annotated[bool, switch("With --dry-run: print every key, not only changed ones.")] = False,
 ) -> int:
-    """Run a recipe's stages here or on several machines: finished ones are skipped, an interrupted one is resumed.
+    """Run a recipe's stages here or on several machines; skip finished ones, resume others.
 
     RECIPE is a YAML file or a name that `shardvit recipes` lists; OVERRIDES are changes to it, key=value.
 
     Some examples:
         shardvit run digits
-
         shardvit run vit_l16_in21k train=shards/in21k/train eval=shards/in21k/val finetune=cifar10 --data paths.yaml
-
         shardvit run my.yaml pretrain.optimizer.lr=3e-4 processes=8
-
         shardvit run my.yaml --stage finetune --restart finetune
-
         shardvit run my.yaml --hostfile hosts --exclude host3 --max-restarts 20
     """
     from pipeline.recipe.io import difference_to_parent, load_recipe
@@ -115,7 +109,7 @@ def train(
         ),
     ],
 ) -> int:
-    """Run one stage of a recipe on this rank: what every launcher starts (`shardvit run` does it for you).
+    """Run one stage of a recipe on this rank, as launchers do (`shardvit run` does it for you).
 
     Some examples:
         python -P -m launch.local.torchrun --nproc-per-node 8 -m launch.train my.yaml --stage pretrain

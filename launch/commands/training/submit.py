@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from data_shards.errors import UserError
-from launch.flags import DataFile
+from launch.flags import DataFile, switch
 from launch.local.env import paths_file
 from launch.local.output import say
 from launch.slurm.job_options import JobOptions
@@ -39,7 +39,7 @@ def submit(
     stage: Annotated[StageName | None, Parameter(help="With --sweep: as of shardvit sweep.")] = None,
     at_once: Annotated[int | None, Parameter(help="With --sweep: the most points at a time; default: all.")] = None,
 ) -> int:
-    """Submit a recipe's stages to SLURM, one job each, one after the other; finished stages are skipped.
+    """Submit a recipe's unfinished stages to SLURM, one job each, in order.
 
     Everything is checked first, as by `shardvit run --dry-run`. A job saves
     before its time limit, is requeued and goes on; also after preemption, a
@@ -48,9 +48,7 @@ def submit(
 
     Some examples:
         shardvit submit my.yaml --nodes 4 --gpus-per-node 8 --time 24:00:00
-
         shardvit submit digits --nodes 2 --tasks-per-node 1 --time 1:00:00 --render
-
         shardvit submit vit_b16_in21k finetune=pets --sweep --nodes 4 --gpus-per-node 8 --time 4:00:00
     """
     if sweep:
@@ -112,16 +110,15 @@ def cancel(
     run: Path,
     /,
     *,
-    now: Annotated[bool, Parameter(negative="", help="Do not let the running job save first.")] = False,
+    now: Annotated[bool, switch("Do not let the running job save first.")] = False,
     wait_seconds: Annotated[float, Parameter(help="How long a running job may take to save.")] = 600.0,
 ) -> int:
-    """End all SLURM jobs of a run; the running one saves first. `shardvit submit` goes on from there.
+    """End a run's SLURM jobs; the running one saves first, and `shardvit submit` resumes.
 
     RUN is its folder, RUNS/NAME; of a sweep's, RUNS/NAME-sweep, all jobs end.
 
     Some examples:
         shardvit cancel runs/digits
-
         shardvit cancel runs/digits --now
     """
     from launch.slurm.cancel import cancel_run

@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from data_shards.errors import UserError
-from launch.flags import DataFile, RunsFolder
+from launch.flags import DataFile, RunsFolder, switch
 from launch.local.env import paths_file
 from launch.local.output import go_on
 from pipeline.recipe.vocabulary import StageName
@@ -20,26 +20,21 @@ def sweep(
     /,
     *overrides: str,
     stage: Annotated[
-        StageName | None, Parameter(help="The stage to choose by; later ones run at the end alone. Default: the last.")
+        StageName | None, Parameter(help="Stage to choose by; later ones run at the end only. Default: last.")
     ] = None,
     hold_out: Annotated[
         str | None,
         Parameter(
-            help="Share of its training images to choose by, such as 2%; default, by the stage's data: the paper's 1% "
-            "of ImageNet, 2% of CIFAR, 10% of Pets and Flowers."
+            help="Share to choose by, such as 2%; default: the paper's (ImageNet 1%, CIFAR 2%, Pets and Flowers 10%)."
         ),
     ] = None,
     data: DataFile = None,
     runs: RunsFolder = Path("runs"),
-    widen: Annotated[
-        bool, Parameter(negative="", help="While the best point lies at the grid's edge, add a value, up to 3 times.")
-    ] = False,
+    widen: Annotated[bool, switch("Extend the grid while the best point is at its edge, up to 3 times.")] = False,
     max_restarts: Annotated[int, Parameter(help="How often failed stages of a run are restarted automatically.")] = 0,
-    dry_run: Annotated[
-        bool, Parameter(negative="", help="Check everything, print the points and what they cost, start nothing.")
-    ] = False,
+    dry_run: Annotated[bool, switch("Check, print the points and their cost, start nothing.")] = False,
 ) -> int:
-    """Train each point of a grid on a part of the training set, choose by the rest of it, and train on all of it.
+    """Train a grid on part of the training set, choose by the rest, train on all of it.
 
     RECIPE and OVERRIDES are as for `shardvit run`, but a key may have several
     values, key=a,b,c: the grid is the product of these. A comma within quotes or
@@ -63,9 +58,7 @@ def sweep(
 
     Some examples:
         shardvit sweep cifar10 pretrain.optimizer.lr=1e-3,2e-3,4e-3 --stage pretrain --hold-out 2%
-
         shardvit sweep vit_b16_in21k finetune=cifar10 --data paths.yaml
-
         shardvit sweep my.yaml finetune.optimizer.lr=0.003,0.01,0.03,0.06 --hold-out 1% --dry-run
     """
     from launch.sweep.points import plan_sweep, read_share

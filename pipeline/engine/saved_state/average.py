@@ -56,7 +56,7 @@ class WeightAverage:
 
     @property
     def updates(self) -> int:
-        """How often the average has moved: after each applied step. Waits for the device."""
+        """Number of applied steps averaged so far. Waits for the device."""
         return int(self._updates)
 
     @updates.setter

@@ -55,7 +55,7 @@ def frozen_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def read_frozen(folder: Path) -> dict[str, Tensor]:
-    """What the file in DeepSpeed's `folder` holds; nothing if there is none."""
+    """Read the file in DeepSpeed's `folder`; empty if there is none."""
     file = folder / FILE
     return dict(read_state(file)["weights"]) if file.exists() else {}
 

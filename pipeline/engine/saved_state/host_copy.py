@@ -14,7 +14,6 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices of the pr
 
 
 class Hold:
-    """What an engine must wait for before it changes its state."""
+    """Make an engine wait for a copy before it changes its state."""
 
     def __init__(self) -> None:
         self._wait: Callable[[], None] | None = None
@@ -54,7 +53,7 @@ class HostBuffer:
 
     @property
     def num_bytes(self) -> int:
-        """What it holds of the host's memory."""
+        """Host memory held."""
         return self._bytes.numel()
 
     def device_of_thread(self) -> contextlib.AbstractContextManager[Any]:
@@ -62,7 +61,7 @@ class HostBuffer:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def reserve(self, num_bytes: int) -> torch.UntypedStorage:
-        """At least so many bytes. MemoryError: the host has none."""
+        """Return a buffer of at least so many bytes. MemoryError: the host has none."""
         if self._bytes.numel() < num_bytes:
             self.free()
             try:
@@ -92,17 +91,12 @@ def _page_lock(memory: torch.Tensor) -> Callable[[], None] | None:
 
 
 def copy_bytes(files: Sequence[StateFile]) -> int:
-    """What a buffer for them holds."""
+    """Bytes of host memory that a copy of `files` takes."""
     sources = {place: storage for file in files for place, storage in file.storages().items()}
     return sum(_aligned(storage.nbytes()) for storage in sources.values())
 
 
-@dataclass(frozen=True)
-class _Part:
-    """One storage of a snapshot, and where it goes."""
-
-    source: torch.UntypedStorage
-    target: torch.UntypedStorage
+_Part = tuple[torch.UntypedStorage, torch.UntypedStorage]  # one storage of a snapshot, and where it goes
 
 
 class HostCopy:
@@ -122,12 +116,12 @@ class HostCopy:
         with self._buffer.device_of_thread():
             try:
                 parts, files = self._plan()
-                on_device = [part for part in parts if part.source.device.type != "cpu"]
+                on_device = [part for part in parts if part[0].device.type != "cpu"]
                 if on_device:
                     self._order(on_device)
-                for part in parts:
-                    if part.source.device.type == "cpu":
-                        _copy_on_host(part, abandoned=abandoned)
+                for source, target in parts:
+                    if source.device.type == "cpu":
+                        _copy_on_host(source, target, abandoned=abandoned)
             finally:
                 self._ordered.set()
                 if self._copied is not None:
@@ -149,7 +143,7 @@ class HostCopy:
             place: whole[begin : begin + source.nbytes()]
             for (place, source), begin in zip(sources.items(), begins[:-1], strict=True)
         }
-        parts = [_Part(source, targets[place]) for place, source in sources.items()]
+        parts = [(source, targets[place]) for place, source in sources.items()]
         return parts, tuple(file.moved(targets) for file in self._files)
 
     def _order(self, parts: Sequence[_Part]) -> None:
@@ -160,20 +154,22 @@ class HostCopy:
         with torch.cuda.stream(stream):
             copied = torch.cuda.Event(blocking=True)  # who waits for it sleeps
             try:
-                for part in parts:
-                    _as_bytes(part.target).copy_(_as_bytes(part.source), non_blocking=True)
+                for source, target in parts:
+                    _as_bytes(target).copy_(_as_bytes(source), non_blocking=True)
             finally:
                 copied.record(stream)
                 self._copied = copied
 
 
-def _copy_on_host(part: _Part, *, abandoned: threading.Event | None) -> None:
-    """By one thread, which leaves the cores and the interpreter to the training."""
-    source, target, num_bytes = part.source.data_ptr(), part.target.data_ptr(), part.source.nbytes()
-    for first in range(0, num_bytes, _PIECE_BYTES):
+def _copy_on_host(
+    source: torch.UntypedStorage, target: torch.UntypedStorage, *, abandoned: threading.Event | None
+) -> None:
+    """Copy in one thread, which leaves the cores and the interpreter to training."""
+    for first in range(0, source.nbytes(), _PIECE_BYTES):
         if abandoned is not None and abandoned.is_set():
             raise Abandoned
-        ctypes.memmove(target + first, source + first, min(_PIECE_BYTES, num_bytes - first))
+        length = min(_PIECE_BYTES, source.nbytes() - first)
+        ctypes.memmove(target.data_ptr() + first, source.data_ptr() + first, length)
 
 
 def _aligned(num_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""Where a running DeepSpeed engine keeps its master weights and moments, and how saved ones are put there.
+"""Find the master weights and moments in a running DeepSpeed engine, and load saved ones into them.
 
 `slots` maps the pieces of flattened groups (stages 1 and 2) and of parameters (stage 3), so that restoring is one copy
 in every stage. DeepSpeed's own setters fail where the world size does not divide a parameter's size, and create no

@@ -63,7 +63,7 @@ class StateFile:
         return sum(storage.nbytes() + _TENSOR_OVERHEAD_BYTES for storage in self.storages().values())
 
     def storages(self) -> dict[Place, torch.UntypedStorage]:
-        """What the tensors lie in, each once; without empty ones."""
+        """Storages of the tensors, each once; without empty ones."""
         found = {_place(tensor): tensor.untyped_storage() for tensor in self.tensors or ()}
         return {place: storage for place, storage in found.items() if storage.nbytes()}
 
@@ -107,7 +107,7 @@ def left_out(content: Any) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def put_back(structure: bytes, tensors: Sequence[torch.Tensor]) -> Any:
-    """What `left_out` took apart, in this run."""
+    """Reassemble what `left_out` took apart, in this run."""
     return _Unpickler(io.BytesIO(structure), tensors).load()
 
 
@@ -150,7 +150,7 @@ def digest_of(path: Path) -> str:
 
 
 def piece_digests(path: Path, *, first: int, count: int) -> list[str]:
-    """Of `count` pieces of a file on the disk, from number `first` on."""
+    """Digest `count` pieces of a file, from number `first` on."""
     digests: list[str] = []
     with path.open("rb", buffering=0) as file:
         file.seek(first * _PIECE_BYTES)

@@ -166,7 +166,7 @@ def _at_the_end(points: Sequence[FewShotPoint]) -> list[FewShotPoint]:
 
 
 def _differ_in_data(points: Sequence[FewShotPoint]) -> bool:
-    """Whether one model was pre-trained on sets of different sizes."""
+    """True if one model was pre-trained on sets of different sizes."""
     sizes: dict[str, set[int]] = {}
     for point in points:
         if point.training_images:
@@ -200,7 +200,7 @@ def _panels(measures: Sequence[str], *, x: str, sharey: bool = False) -> tuple[F
 
 
 def _ticks(panel: Axes, values: Sequence[float], *, room: float) -> None:
-    """Of a logarithmic x: 1, 2 and 5 times powers of ten, a handful; `room`: beside the values, of their span."""
+    """Set a logarithmic x axis with ticks at 1, 2 and 5 times powers of ten; `room`: margin as a share of the span."""
     low, high = log10(min(values)), log10(max(values))
     margin = max(0.15, room * (high - low), 0.4 - (high - low) / 2)  # 0.8 decades at least: two ticks
     low, high = low - margin, high + margin

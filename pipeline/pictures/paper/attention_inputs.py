@@ -29,7 +29,7 @@ _MOST_BYTES = 64 << 20  # of probabilities held at once
 
 @dataclass(frozen=True)
 class LookedAt:
-    """What was seen in `images` images; `rollout`, `guesses` have rows for the first `SHOWN_IMAGES` of them."""
+    """Attention over `images` images; `rollout` and `guesses` have rows for the first `SHOWN_IMAGES`."""
 
     images: int
     rollout: Tensor  # float32 [n, grid, grid]: how much of each patch is in what the head sees
@@ -40,7 +40,7 @@ class LookedAt:
 
 
 def images_to_look_at(meta: SavedModelMeta) -> int:
-    """As many as a CPU looks at within about half a minute: `SHOWN_IMAGES` to `PAPERS_IMAGES`."""
+    """Number of images that a CPU handles in about half a minute: `SHOWN_IMAGES` to `PAPERS_IMAGES`."""
     head = "linear" if meta.head == "masked_patch" else meta.head
     cost = account(meta.model, image_size=meta.image_size, num_classes=meta.num_classes, head=head)
     return max(SHOWN_IMAGES, min(PAPERS_IMAGES, int(_MOST_FLOPS / cost.forward_flops)))
@@ -97,15 +97,15 @@ def look(model: VisionTransformer, batch: Batch, *, meta: SavedModelMeta) -> Loo
 
 
 def _to_patches(model: VisionTransformer, probabilities: Tensor, *, grid: int) -> Tensor:
-    """Of one image's [heads, T, T], what the class token gives to patches, or all patches do in the mean: [heads, grid,
-    grid]."""
+    """Attention from the class token to patches, or the mean over all patches, of one image's [heads, T, T]: [heads,
+    grid, grid]."""
     prefix = model.num_prefix_tokens
     rows = probabilities[:, 0] if reads_class_token(model) else probabilities[:, prefix:].mean(dim=1)
     return rows[:, prefix:].unflatten(1, (grid, grid))
 
 
 def reads_class_token(model: VisionTransformer) -> bool:
-    """Whether the head sees the class token, and nothing else."""
+    """True if the head sees only the class token."""
     with torch.no_grad():
         tokens = next(model.parameters()).new_zeros(1, 1 + model.num_prefix_tokens, model.embed_dim)
         return model.num_prefix_tokens > 0 and bool(weights_of_tokens(model, tokens)[0, 0] == 1)

@@ -24,7 +24,7 @@ from pipeline.pictures.held_out_images import read_samples
 
 
 def transform_of(meta: SavedModelMeta) -> EvalTransform:
-    """What the model is shown of an image in evaluation."""
+    """An image as the model sees it in evaluation."""
     return EvalTransform(meta.image_size, protocol=meta.eval_protocol, crop_share=meta.eval_crop_share)
 
 

@@ -1,4 +1,4 @@
-"""What runs have in numbers for the paper's figures over size and cost; read from their folders alone.
+"""Read from run folders the numbers for the paper's figures over data-set size and cost.
 
     few-shot accuracy     val/fewshot_SET_5shot of a pre-training stage's curve, and RUN/transfer/*.json
     size                  images seen by then, and the images of the training set (data.json)
@@ -51,7 +51,7 @@ class FewShotPoint:
 
 @dataclass(frozen=True)
 class CostPoint:
-    """What a run's pre-training cost, and one accuracy after it."""
+    """Cost of a run's pre-training, and one accuracy after it."""
 
     run: str
     model: str
@@ -156,7 +156,7 @@ def _is_share(value: float) -> bool:
 
 
 def _training_images(stage: RunStage | None) -> int | None:
-    """Of the set that a stage began with."""
+    """Number of images of the set that a stage began to train on."""
     try:
         assert stage is not None
         record = parse_json(read_inside(stage.folder / DATA_FILE, folder=stage.folder))
@@ -167,7 +167,7 @@ def _training_images(stage: RunStage | None) -> int | None:
 
 
 def _exaflops(run: Run, stage: RunStage) -> float | None:
-    """Of a stage so far; None: stage.json does not say what its model is."""
+    """Cost of a stage so far; None if stage.json does not describe its model."""
     try:
         meta = SavedModelMeta.model_validate(stage.record.model)
         config = None if run.recipe is None else run.recipe.train_stage(stage.name)
@@ -184,7 +184,7 @@ def _exaflops(run: Run, stage: RunStage) -> float | None:
 
 
 def held_out_name(run: Run, *, stage: StageName) -> str:
-    """What the recipe calls a stage's held-out set: the last two folders of its place."""
+    """Name a stage's held-out set by the last two folders of its location."""
     config = getattr(run.recipe.stages, stage) if run.recipe else None
     named = getattr(config, "eval", None)
     if named is None:

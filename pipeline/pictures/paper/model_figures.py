@@ -51,7 +51,7 @@ def figures_of_attention(
 
 
 def numbers_of(model: VisionTransformer | BitResnet, looked: LookedAt | None) -> dict[str, NDArray[Any]]:
-    """What the figures show, as arrays by the figures' names."""
+    """The figures' data: arrays by figure name."""
     numbers: dict[str, NDArray[Any]] = {"embedding_filters": first_filters(model).filters.numpy()}
     if isinstance(model, VisionTransformer) and (positions := patch_positions(model)) is not None:
         numbers["position_similarity"] = position_similarity(positions).numpy()
@@ -65,7 +65,7 @@ def numbers_of(model: VisionTransformer | BitResnet, looked: LookedAt | None) ->
 
 
 def left_out(meta: SavedModelMeta) -> tuple[str, ...]:
-    """Which figures such a model has not, and why, a sentence each."""
+    """Say which figures this model cannot have and why, a sentence each."""
     if meta.model.kind == "resnet":
         return ("attention and position embeddings: a ResNet has none; its root's filters are shown",)
     if meta.model.position == "none":

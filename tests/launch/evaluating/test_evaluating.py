@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
+from launch.commands.models.evaluate import WORDS
 from model.build import build_model
 from model.config import ModelConfig
 from model.saved.model_folder import SavedModelMeta, load_model, save_model
+from pipeline.recipe.vocabulary import METRICS, EvalMetric
 from pipeline.runs.evaluations import load_evaluation
 from tests.conftest import RunCli
 from tests.data_shards.streams import pack_noise
@@ -47,6 +50,10 @@ def test_two_processes_print_what_one_does(place: Path, run_cli: RunCli, tmp_pat
     assert two.returncode == 0 and (tmp_path / "earlier.json").read_text() == alone.stdout, two.stderr
 
 
+def test_every_metric_that_may_be_asked_for_has_a_row():
+    assert {f"val/{name}" for name in get_args(EvalMetric)} <= WORDS.keys() <= METRICS.keys()
+
+
 def model_with(place: Path, folder: Path, *, bias: tuple[float, float, float]) -> Path:
     """The model of `place` with a head that looks at nothing."""
     meta, state = load_model(place / "model")
@@ -66,6 +73,7 @@ def test_a_model_that_gives_one_answer_is_named_beside_the_figures_that_tell(
     figures = {name.strip(): words[0].strip() for name, words in rows.items() if words}
     assert figures["top-1"] == figures["commonest class's share"] == "66.67 %"
     assert figures["balanced accuracy"] == "50.00 %"
+    assert "val/images" not in figures
     assert asked.stderr.count("warning") == 1 and "21 of 21 answers" in asked.stderr and "'cat'" in asked.stderr
 
 

@@ -168,9 +168,10 @@ def test_broken_folders_are_refused_in_words(tmp_path: Path) -> None:
     config.write_text(good_config[:50])
     with pytest.raises(ValueError, match=r"config\.json cannot be read"):
         load_model(folder)
-    config.write_text("[]")
-    with pytest.raises(ValueError, match=r"config\.json has no key 'shardvit'"):
-        load_model(folder)
+    for content, problem in (("[]", "is not a JSON object"), ("{}", "has no key 'shardvit'")):
+        config.write_text(content)
+        with pytest.raises(ValueError, match=rf"config\.json {problem}"):
+            load_model(folder)
     content = json.loads(good_config)
     content["shardvit"]["model"]["gelu"] = "relu"
     config.write_text(json.dumps(content))

@@ -333,7 +333,7 @@ def test_while_training_stands_still_it_says_that_it_gets_on_and_only_then(
         at_the_standstill.append(len(told))
         return write_file(folder, file, abandoned=abandoned)
 
-    monkeypatch.setattr(saver, "_BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(saver, "_PROGRESS_SECONDS", 0.01)
     monkeypatch.setattr(saver, "write_file", slow)
     saver_of(tmp_path, ranks=one_rank(), engine=TinyEngine(), progress=told.append).save(state_at(4))
     assert told and set(told) == {4}

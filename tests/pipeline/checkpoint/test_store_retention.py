@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.checkpoint.store import Retention, superfluous
+from pipeline.checkpoint.store import Retention, to_delete
 
 METRICS = st.none() | st.sampled_from([0.1, 0.2, 0.2, 0.5, math.nan, math.inf, -math.inf])
 RUNS = st.dictionaries(st.integers(1, 60), METRICS, min_size=1)
@@ -24,7 +24,7 @@ Run = dict[int, float | None]
 
 
 def kept(run: Run, retention: Retention) -> set[int]:
-    return set(run) - set(superfluous(run, retention=retention))
+    return set(run) - set(to_delete(run, retention=retention))
 
 
 def in_turn(run: Run, retention: Retention) -> set[int]:
@@ -39,7 +39,7 @@ def in_turn(run: Run, retention: Retention) -> set[int]:
 
 @given(RUNS, RETENTIONS)
 def test_the_last_ones_are_kept_and_nothing_is_named_that_is_not_there(run, retention):
-    gone = superfluous(run, retention=retention)
+    gone = to_delete(run, retention=retention)
     steps = sorted(run)
     assert gone == sorted(set(gone)) and set(gone) <= set(steps)
     assert set(steps[-retention.last :]) <= set(steps) - set(gone)
@@ -70,7 +70,7 @@ def test_there_is_always_one_that_is_old_enough_to_go_back_to(run, retention, re
 @given(RUNS, RETENTIONS)
 def test_pruning_twice_is_pruning_once(run, retention):
     left = {step: run[step] for step in kept(run, retention)}
-    assert superfluous(left, retention=retention) == []
+    assert to_delete(left, retention=retention) == []
 
 
 @given(RUNS, RETENTIONS)

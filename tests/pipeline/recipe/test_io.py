@@ -9,6 +9,7 @@ from data_shards.errors import UserError
 from pipeline.recipe.io import difference_to_parent, differences, dump_recipe, flatten, load_recipe, parse_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.sources import read_header, read_source, shipped_recipes
+from pipeline.runs.run_folder import recipe_digest
 
 TEXT = """
 name: mine
@@ -275,3 +276,14 @@ def test_a_recipe_without_a_parent_differs_by_the_commands_changes(tmp_path: Pat
     assert difference_to_parent(str(file), overrides=["seed=3"]) == f"parent: {file}\nseed: (absent) -> 3\n"
     said = difference_to_parent(str(file), overrides=["finetune=cifar10"]).splitlines()
     assert "finetune: (absent) -> cifar10" in said and "stages.finetune.image_size: 24 -> (absent)" in said
+
+
+def test_a_run_folder_of_a_version_with_fp8_still_resumes(file: Path, tmp_path: Path):
+    now = load_recipe(str(file))
+    old = tmp_path / "recipe.yaml"
+    old.write_text(dump_recipe(now).replace("\nengine:\n", "\nengine:\n  experimental:\n    fp8: 'off'\n"))
+    assert "fp8" in old.read_text()
+    before = parse_recipe(old)
+    assert before == now
+    assert not differences(before, now)
+    assert recipe_digest(before, stage="finetune") == recipe_digest(now, stage="finetune")

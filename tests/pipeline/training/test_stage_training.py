@@ -228,7 +228,7 @@ def test_a_save_that_takes_long_is_no_hang_to_the_watch(stage: OwnStage, monkeyp
         told.add((step, status))
         gate.opened.set()
 
-    monkeypatch.setattr("pipeline.checkpoint.saver._BEAT_SECONDS", 0.01)
+    monkeypatch.setattr("pipeline.checkpoint.saver._PROGRESS_SECONDS", 0.01)
     stage.job(watch=SimpleNamespace(progress=progress)).saver.save(state_at(4))
     assert told == {(4, "saving a checkpoint")}
 

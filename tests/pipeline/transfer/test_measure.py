@@ -12,6 +12,7 @@ from sklearn.neighbors import KNeighborsClassifier
 
 from data_shards.errors import UserError
 from data_shards.packing.pack import pack
+from data_shards.shards.shard_set import ShardSet
 from pipeline.ranks.start_clock import StartClock
 from pipeline.transfer.data_sets import TransferSet
 from pipeline.transfer.features import FeatureStore
@@ -131,9 +132,11 @@ def test_a_class_with_few_images_gives_all_and_is_told(features: FeatureStore, w
     assert measured.scores[1].settings["images"] == data.train.num_samples and len(measured.notes) == 1
 
 
-def test_sets_that_do_not_fit_are_refused(features: FeatureStore, work: Path, tmp_path: Path) -> None:
+def test_sets_that_do_not_fit_are_refused(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pack("digits", tmp_path / "other", classes=("5", "6"), holdout=0.3, report=lambda line: None)
     data = sets(work / "shards")
-    for settings in (FewShotSettings(), ProbeSettings(), KnnSettings()):
-        with pytest.raises(UserError, match="classes"):
-            measure(features, replace(data, eval=digits(tmp_path / "other", "val")), settings, most_images=None)
+    with pytest.raises(UserError, match=r"the classes of .* differ"):
+        replace(data, eval=digits(tmp_path / "other", "val"))
+    monkeypatch.setattr(ShardSet, "is_multi_label", property(lambda shards: shards is data.eval))
+    with pytest.raises(UserError, match=r"val.* list of labels"):
+        replace(data)

@@ -11,7 +11,7 @@ import yaml
 from data_shards.errors import UserError
 from data_shards.store.store import Store
 from pipeline.transfer.results import TransferRecord, load_record
-from pipeline.transfer.settings import FewShotSettings, KnnSettings, TransferTable
+from pipeline.transfer.settings import TransferTable
 from pipeline.transfer.table import (
     TableProgress,
     mean_score,
@@ -19,7 +19,6 @@ from pipeline.transfer.table import (
     open_table,
     read_table,
     set_scores,
-    settings_of,
 )
 from tests.pipeline.transfer.small_model import open_small, pack_digits, save_small, store_for
 
@@ -147,9 +146,3 @@ def test_all_sets_are_opened_before_anything_is_computed(work: Path) -> None:
     table = table_of(work, {}, {}, {"train": str(work / "nowhere")})
     with pytest.raises(UserError, match=r"data set c: .*nowhere"):
         open_table(table, store=Store(), say=lambda line: None)
-
-
-def test_the_settings_are_those_of_the_method(work: Path) -> None:
-    table = table_of(work)
-    assert settings_of(table.data_sets[1]) == KnnSettings(k=(3, 9))
-    assert settings_of(table.data_sets[2]) == FewShotSettings(shots=(2,), seeds=2)
