@@ -146,10 +146,12 @@ def test_a_run_goes_on_after_a_power_failure_as_if_nothing_had_happened(
     """The short form of the next one; what nobody kills is forked."""
     undisturbed, run = (Run(tmp_path / name, shards, steps=50) for name in ("undisturbed", "run"))
     assert undisturbed.finish(process := undisturbed.start(preloaded_environment)) and process.returncode == 0
-    fault = {"action": "kill_all", "point": "between_steps", "rank": 1, "step": 25, "once": str(tmp_path / "struck")}
+    fault = {"action": "kill_all", "point": "between_steps", "rank": 1, "step": 45, "once": str(tmp_path / "struck")}
     process = run.start({"PYTHONPATH": f"{INJECT}{os.pathsep}{ROOT}", "SHARDVIT_FAULT": json.dumps([fault])})
     output = run.finish(process)
-    assert process.returncode == -signal.SIGKILL and run.last_saved() == 20, output
+    # A save waits for the one before it, so step 40's began after step 20's was complete; its own files are written
+    # beside the steps, and the kill may come before they are all there.
+    assert process.returncode == -signal.SIGKILL and run.last_saved() in (20, 40), output
     process = run.start(preloaded_environment)
     output = run.finish(process)
     assert process.returncode == 0 and "going on from" in output, output
