@@ -95,7 +95,7 @@ class TransferOptions:
     classes: TarClasses = None
     layer: Annotated[
         Literal["pre_logits", "pooled"],
-        Parameter(help="Which features."),
+        Parameter(help="Feature layer."),
     ] = "pre_logits"
     weights: WhichWeights = None
     device: Device = "auto"
