@@ -1,7 +1,7 @@
-"""The training transform alone, on one core in this process: stock and ours; and how near our pixels are.
+"""The training transform alone, on one core of this process: stock's and ours; and the error of our pixels.
 
-Stock draws boxes of its own from the same distribution. The yardstick of the pixels is the whole image decoded by
-Pillow, the same box cut out, and torch's antialiased bilinear resize in float32, not rounded.
+Stock draws its own boxes from the same distribution. The reference of the pixels is the whole image decoded by Pillow,
+the same box cut out, and torch's antialiased bilinear resize in float32, not rounded.
 """
 
 from __future__ import annotations
@@ -19,17 +19,10 @@ from data_shards.images.box import Box, Pixels
 from data_shards.images.crops import DRAWS_PER_SAMPLE, torchvision_crop
 from data_shards.images.decode import read_image
 from data_shards.order.randomness import uniforms
+from launch.bench.data_ours import OURS
 from launch.bench.measure import in_turns
 
 _SEED = 2
-
-
-@dataclass(frozen=True)
-class TransformResult:
-    """CPU milliseconds per image of each method, one number a round, and decibels per image of ours."""
-
-    milliseconds: dict[str, list[float]]
-    psnr: list[float]
 
 
 @dataclass(frozen=True)
@@ -39,16 +32,17 @@ class _Item:
     draws: NDArray[np.float64]
 
 
-def measure_transform(contents: Sequence[bytes], *, rounds: int) -> TransformResult:
-    """Measure on these JPEGs."""
+def measure_transform(contents: Sequence[bytes], *, rounds: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """CPU milliseconds an image of each method, by rounds; and the decibels of ours (PSNR) over these JPEGs: the
+    median, what 95 % of them exceed, and the worst."""
     import torch
 
-    from launch.bench.data_fast import OURS
     from launch.bench.data_peers import stock_transform
 
     torch.set_num_threads(1)
     stock = stock_transform()
-    items = _items(contents)
+    draws = uniforms(_SEED, np.arange(len(contents)), draws=DRAWS_PER_SAMPLE)
+    items = [_item(content, own) for content, own in zip(contents, draws, strict=True)]
     methods: dict[str, Callable[[_Item], object]] = {
         "stock": lambda item: stock(item.content),
         "ours": lambda item: OURS(read_image(item.content), draws=item.draws),
@@ -56,26 +50,20 @@ def measure_transform(contents: Sequence[bytes], *, rounds: int) -> TransformRes
     }
     in_turns(methods, items[:20], rounds=1)  # first calls load libraries
     seconds = in_turns(methods, items, rounds=rounds)
-    return TransformResult(
-        milliseconds={name: [1000 * value for value in values] for name, values in seconds.items()},
-        psnr=[_psnr(OURS(read_image(item.content), draws=item.draws)[0], item) for item in items],
+    psnr = sorted(_psnr(OURS(read_image(item.content), draws=item.draws)[0], item) for item in items)
+    return (
+        {name: [1000 * value for value in values] for name, values in seconds.items()},
+        {"median": statistics.median(psnr), "95 % exceed": psnr[len(psnr) // 20], "worst": psnr[0]},
     )
 
 
-def _items(contents: Sequence[bytes]) -> list[_Item]:
-    from launch.bench.data_fast import OURS
-
-    draws = uniforms(_SEED, np.arange(len(contents)), draws=DRAWS_PER_SAMPLE)
-    items = []
-    for content, own_draws in zip(contents, draws, strict=True):
-        image = read_image(content)
-        box = torchvision_crop(image.height, image.width, area=OURS.crop_area, ratio=OURS.crop_ratio, draws=own_draws)
-        items.append(_Item(content, box, own_draws))
-    return items
+def _item(content: bytes, draws: NDArray[np.float64]) -> _Item:
+    image = read_image(content)
+    box = torchvision_crop(image.height, image.width, area=OURS.crop_area, ratio=OURS.crop_ratio, draws=draws)
+    return _Item(content, box, draws)
 
 
 def _psnr(pixels: Pixels, item: _Item) -> float:
-    """Decibels of the difference to the yardstick."""
     import torch
     from PIL import Image
 
@@ -91,9 +79,3 @@ def _psnr(pixels: Pixels, item: _Item) -> float:
     )
     error = torch.from_numpy(pixels).double() - exact[0].permute(1, 2, 0).double()
     return 10 * math.log10(255**2 / max(float((error**2).mean()), 1e-12))
-
-
-def psnr_summary(psnr: Sequence[float]) -> dict[str, float]:
-    """Median, the level that 95 % of the images exceed, and the worst."""
-    ordered = sorted(psnr)
-    return {"median": statistics.median(ordered), "95 % exceed": ordered[len(ordered) // 20], "worst": ordered[0]}
