@@ -1,7 +1,7 @@
 """Measure this GPU's ceilings: copies, matrix products at the models' shapes, each of torch's attention kernels.
 
-Products are measured as training does them: forward (x W'), the input's gradient (dy W), the weight's (dy' x).
-Attention is forward and backward together; its FLOPs are three times the forward pass's, recomputation not counted.
+Products are those of training: forward (x W'), the input's gradient (dy W), the weight's (dy' x). Attention is forward
+and backward together; its FLOPs are three times the forward pass's, recomputation not counted.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -92,11 +93,8 @@ def _products(size: str, *, device: torch.device) -> Iterator[tuple[Product, flo
         inputs = torch.randn(tokens, fan_in, device=device, dtype=torch.bfloat16)
         gradients = torch.randn(tokens, fan_out, device=device, dtype=torch.bfloat16)
         weight = torch.randn(fan_out, fan_in, device=device, dtype=torch.bfloat16)
-        seconds = [
-            _seconds(lambda x=inputs, w=weight: x @ w.t(), device=device),
-            _seconds(lambda dy=gradients, w=weight: dy @ w, device=device),
-            _seconds(lambda x=inputs, dy=gradients: dy.t() @ x, device=device),
-        ]
+        pairs = ((inputs, weight.t()), (gradients, weight), (gradients.t(), inputs))
+        seconds = [_seconds(partial(torch.matmul, *pair), device=device) for pair in pairs]
         flops = 2.0 * tokens * fan_in * fan_out
         yield Product(layer, *(flops / each / 1e12 for each in seconds)), 3 * flops, sum(seconds)
 
@@ -117,13 +115,13 @@ def _attention(tokens: int, head: int, *, device: torch.device) -> Attention:
 
         try:
             found[name] = flops / _seconds(both, device=device) / 1e12
-        except RuntimeError:  # torch says "No available kernel"; a card may lack memory for the plain form
+        except RuntimeError:  # "No available kernel", or too little memory for the plain form
             found[name] = None
     return Attention(tokens, head, found)
 
 
 def _seconds(action: Callable[[], object], *, device: torch.device) -> float:
-    """The median of several."""
+    """Median seconds of several calls."""
     for _ in range(_WARM_UP):
         action()
     spent: list[float] = []
