@@ -86,7 +86,7 @@ def bench(
         for part in wanted_parts:
             match part:
                 case "transform":
-                    from launch.bench.data_transform import measure_transform
+                    from launch.bench.data_ours import measure_transform
 
                     print("the transform alone", flush=True)
                     results.transform_ms, results.psnr = measure_transform(photographs.contents, rounds=2 * rounds)

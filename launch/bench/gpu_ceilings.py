@@ -6,8 +6,6 @@ and backward together; its FLOPs are three times the forward pass's, recomputati
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.benchmark import Timer
 
 from launch.bench.gpu_work import SIZES
 
@@ -29,7 +28,7 @@ _HEADS = 16
 _SHAPES = ((197, 64), (577, 64), (256, 80), (257, 80), (1370, 80))  # tokens, size of a head: L/16 and H/14
 _TOKENS_AT_ONCE = 32_768  # of attention's batches
 _COPY_BYTES = 1 << 30
-_WARM_UP, _TIMES = 3, 10
+_MIN_SECONDS = 0.1  # of each measurement
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def ceilings(*, device: torch.device, sizes: Iterable[str]) -> Ceilings:
 def _copy_gb_per_second(device: torch.device) -> float:
     source = torch.empty(_COPY_BYTES if device.type == "cuda" else 1 << 20, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * source.numel() / _seconds(lambda: target.copy_(source), device=device) / 1e9
+    return 2 * source.numel() / _seconds(lambda: target.copy_(source)) / 1e9
 
 
 def _products(size: str, *, device: torch.device) -> Iterator[tuple[Product, float, float]]:
@@ -94,7 +93,7 @@ def _products(size: str, *, device: torch.device) -> Iterator[tuple[Product, flo
         gradients = torch.randn(tokens, fan_out, device=device, dtype=torch.bfloat16)
         weight = torch.randn(fan_out, fan_in, device=device, dtype=torch.bfloat16)
         pairs = ((inputs, weight.t()), (gradients, weight), (gradients.t(), inputs))
-        seconds = [_seconds(partial(torch.matmul, *pair), device=device) for pair in pairs]
+        seconds = [_seconds(partial(torch.matmul, *pair)) for pair in pairs]
         flops = 2.0 * tokens * fan_in * fan_out
         yield Product(layer, *(flops / each / 1e12 for each in seconds)), 3 * flops, sum(seconds)
 
@@ -114,27 +113,12 @@ def _attention(tokens: int, head: int, *, device: torch.device) -> Attention:
             return torch.autograd.grad(out, (query, key, value), gradient)
 
         try:
-            found[name] = flops / _seconds(both, device=device) / 1e12
+            found[name] = flops / _seconds(both) / 1e12
         except RuntimeError:  # "No available kernel", or too little memory for the plain form
             found[name] = None
     return Attention(tokens, head, found)
 
 
-def _seconds(action: Callable[[], object], *, device: torch.device) -> float:
-    """Median seconds of several calls."""
-    for _ in range(_WARM_UP):
-        action()
-    spent: list[float] = []
-    for _ in range(_TIMES):
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            action()
-            end.record()
-            end.synchronize()
-            spent.append(start.elapsed_time(end) / 1000)
-        else:
-            before = time.perf_counter()
-            action()
-            spent.append(time.perf_counter() - before)
-    return statistics.median(spent)
+def _seconds(action: Callable[[], object]) -> float:
+    """Median seconds of a call, in blocks that end with the device."""
+    return Timer("action()", globals={"action": action}).blocked_autorange(min_run_time=_MIN_SECONDS).median

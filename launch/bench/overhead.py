@@ -20,10 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from launch.bench.measure import run_json, setting
-from launch.bench.overhead_child import BUCKET_ELEMENTS, DEPTH, WIDTH, Case, Counted, Spent
+from launch.bench.overhead_child import BUCKET_ELEMENTS, DEPTH, WIDTH, Case, Counted
 
 OWN = Case(zero_stage=1, precision="bf16")
 """The case that the bounds are of: the default."""
@@ -95,18 +96,11 @@ def run_case(case: Case) -> list[Counted]:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(case.ranks) as pool:
 
         def count(rank: int) -> Counted:
-            arguments = json.dumps(asdict(case)), folder, str(rank)
-            child = "launch.bench.overhead_child"
-            return counted_from(run_json(child, *arguments, env=environment, timeout_seconds=_LIMIT_SECONDS))
+            arguments = ("launch.bench.overhead_child", json.dumps(asdict(case)), folder, str(rank))
+            found = run_json(*arguments, env=environment, timeout_seconds=_LIMIT_SECONDS)
+            return TypeAdapter(Counted).validate_python(found)
 
         return list(pool.map(count, range(case.ranks)))
-
-
-def counted_from(content: dict[str, Any]) -> Counted:
-    """Read a child's JSON."""
-    times = {name: Spent(**each) for name in ("cpu_ms", "plain_cpu_ms") if (each := content[name]) is not None}
-    collectives = [(name, num_bytes, sent) for name, num_bytes, sent in content["collectives"]]
-    return Counted(**{**content, **times, "collectives": collectives})
 
 
 def main() -> None:
