@@ -12,7 +12,7 @@ from data_shards.errors import UserError
 from data_shards.images.decode import PixelLimit
 from data_shards.packing.image import PACKED_LIMIT, Resize
 from data_shards.packing.sources.base import Source
-from data_shards.packing.sources.label_list import LabelList, clean_path, read_lines
+from data_shards.packing.sources.label_list import LabelList, at_line, clean_path, read_lines
 from data_shards.packing.sources.recognise import Published
 from data_shards.shards.shard_set import ShardSet
 from data_shards.store.store import Store
@@ -62,10 +62,8 @@ def read_holdout_list(file: Path, *, root: Path) -> HoldoutList:
     """Read one path a line, below the source's folder `root`; UserError if the file is no such list."""
     lines: dict[str, int] = {}
     for line, text in read_lines(file):
-        try:
+        with at_line(file, line):
             lines.setdefault(clean_path(text, root=root), line)
-        except ValueError as error:
-            raise UserError(f"{file}, line {line}: {error}; correct that line") from None
     if not lines:
         raise UserError(f"{file}: it names no image; write the path of one on each line")
     return HoldoutList(file, lines)

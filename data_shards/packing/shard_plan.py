@@ -20,12 +20,11 @@ from numpy.typing import NDArray
 
 from data_shards.errors import UserError
 from data_shards.packing.request import Holdout, HoldoutCount, HoldoutList, PackRequest
-from data_shards.packing.sources.base import ImageSet, Source, SplitName
+from data_shards.packing.sources.base import ImageSet, Int64s, Source, SplitName
 from data_shards.shards.labels import LabelSpec, similar_names
 from data_shards.text import named
 from data_shards.vocabulary import LabelKind
 
-Int64s = NDArray[np.int64]
 Marks = dict[SplitName, NDArray[np.bool_]]  # per split of the source: bool [images]
 
 LABEL_SPECS: Mapping[LabelKind, LabelSpec] = {

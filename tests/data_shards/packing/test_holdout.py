@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 from data_shards.errors import UserError
 from data_shards.packing.request import HoldoutCount, HoldoutList, read_holdout_list
 from data_shards.packing.shard_plan import hold_out
-from data_shards.packing.sources.base import ArrayImages, Source
+from data_shards.packing.sources.base import Source, array_images
 
 
 def source(count: int, *, multi: bool = False, lists: bool = False) -> Source:
     labels = np.arange(count) % 2
-    images = ArrayImages("x", np.zeros((count, 1, 1), np.uint8), np.stack([labels, labels - 1], 1) if multi else labels)
+    images = array_images(
+        "x", np.zeros((count, 1, 1), np.uint8), np.stack([labels, labels - 1], 1) if multi else labels
+    )
     return Source(
         "x",
         ("a", "b"),
