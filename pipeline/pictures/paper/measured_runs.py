@@ -94,9 +94,9 @@ def cost_points(run: Run, *, name: str) -> Iterator[CostPoint]:
     swap = run.recipe.stages.swap_head
     if not begun and swap is not None and getattr(swap, "model", None):
         exaflops = None  # its model comes from elsewhere
-    hours = [last for stage in begun if (last := stage.last("perf/gpu_hours") or stage.last("perf/process_hours"))]
+    hours = [each.latest.get("perf/gpu_hours") or each.latest.get("perf/process_hours") or 0.0 for each in begun]
     family = _family(run.recipe.model)
-    point = partial(CostPoint, plain(name), model_name(run), family, seen, exaflops, sum(hours) if hours else None)
+    point = partial(CostPoint, plain(name), model_name(run), family, seen, exaflops, sum(hours) or None)
     finetune = run.stage("finetune")
     if finetune is not None and run.recipe.stages.finetune is not None:
         top1 = finetune.record.results.get(run.recipe.train_stage("finetune").judged_by("top1"))
