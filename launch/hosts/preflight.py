@@ -1,7 +1,7 @@
-"""Before any GPU time is spent: is every host reachable, with the same software, files and clock? Prints a table.
+"""Check every host before any GPU time is spent: reachable, with the same software, files and clock. Prints a table.
 
-Asks all hosts at once (`probe`) and compares them with this one; then the others try to connect to the first. Costs a
-few seconds for any number of hosts, and a marker file beside the runs. Tests neither GPUs nor network speed.
+Asks all hosts at once (`host_facts`) and compares them with this one; then the others try to connect to the first.
+Costs a few seconds for any number of hosts, and a marker file beside the runs. Tests neither GPUs nor network speed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from data_shards.errors import UserError
 from data_shards.text import show_bytes, table
-from launch.hosts import host_facts as probe
+from launch.hosts import host_facts
 from launch.hosts.hostfile import Fleet, Host
 from launch.hosts.remote import Connection
 
@@ -32,7 +32,7 @@ _PYTHON = ["-u", "-c", "import sys; exec(sys.stdin.read(int(sys.stdin.readline()
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of one host (`probe.answer`)."""
+    """Facts of one host, as `host_facts.answer` collects them."""
 
     machine: str
     python: str
@@ -44,14 +44,14 @@ class Facts:
     files: dict[str, str]  # path -> digest, size, or "! why not"
     gpus: int
     free_bytes: int
-    addresses: list[str]
+    addresses: dict[str, str]  # -> its network interface
     port: int
     clock_offset_seconds: float = 0.0  # ahead of this host
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The address and interfaces by which ready hosts meet."""
+    """How ready hosts meet."""
 
     address: str  # at which all reach the first host
     interfaces: dict[str, str]  # host -> its network interface to the others, where it is known
@@ -60,7 +60,7 @@ class Ready:
 def find_problems(
     hosts: Sequence[Host], facts: Mapping[str, Facts | str], *, here: Facts, folder: Path
 ) -> dict[str, list[str]]:
-    """Host -> its problems, a sentence each. Pure. `facts` has a sentence for a host that gave none."""
+    """Each host's problems, a sentence each. Pure. `facts` has a sentence for a host that gave none."""
     found: dict[str, list[str]] = {}
     seen: dict[str, str] = {}
     has_gpus = any(isinstance(each, Facts) and each.gpus for each in facts.values())
@@ -171,7 +171,7 @@ def preflight(
     marker.write_text(text, encoding="utf-8")
     try:
         asked = time.time()
-        here = _facts(_Reply(probe.answer(question), asked=asked, told=time.time()))
+        here = _facts(_Reply(host_facts.answer(question), asked=asked, told=time.time()))
         with _Inquiry(fleet, python_path=python_path) as inquiry:
             several = len(fleet.hosts) > 1
             facts = inquiry.ask_all(question, first={**question, "listen": several})
@@ -217,7 +217,7 @@ class _Inquiry:
     def __init__(self, fleet: Fleet, *, python_path: str) -> None:
         self._word = f"probe-{secrets.token_hex(8)} "
         self._replies: queue.SimpleQueue[tuple[str, Any, float]] = queue.SimpleQueue()
-        script = Path(probe.__file__).read_text(encoding="utf-8")
+        script = Path(host_facts.__file__).read_text(encoding="utf-8")
         self._connections: dict[str, Connection] = {}
         for host in fleet.hosts:
             note = functools.partial(self._note, host.name)
@@ -265,9 +265,7 @@ class _Inquiry:
                 )
             return candidates[0], {}
         number = reached[others[0]][chosen][0]
-        interfaces = {name: reached[name][chosen][1] for name in others}
-        own = self._ask({first: {"ask": "interface", "address": number}})
-        interfaces[first] = own[first].content if first in own else ""
+        interfaces = {first: told.addresses.get(number, ""), **{name: reached[name][chosen][1] for name in others}}
         return number, {name: interface for name, interface in interfaces.items() if interface}
 
     def _ask(self, questions: Mapping[str, Mapping[str, Any]]) -> dict[str, _Reply]:

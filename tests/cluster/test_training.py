@@ -12,12 +12,11 @@ from typing import Any, cast
 import pytest
 import yaml
 
-from data_shards.packing.pack import pack
 from pipeline.recipe.vocabulary import StageName
 from pipeline.runs.logs import read_metrics
 from tests.cluster.conftest import ROOT, SubmittedRun
 from tests.cluster.slurm_cluster import SlurmCluster
-from tests.faults.harness import INJECT, Case, Fault, recipe
+from tests.faults.harness import INJECT, Case, Fault, pack_shards, recipe
 from tests.left_behind import mlflow_states, surprises
 
 STAGES: tuple[StageName, ...] = ("pretrain", "swap_head", "finetune")
@@ -35,10 +34,7 @@ def content(shards: Path, *, steps: int = STEPS, **changes: Any) -> dict[str, An
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Packed digits of three classes."""
-    out = tmp_path_factory.mktemp("shards") / "digits"
-    pack("digits", out, classes=("0", "1", "2"), holdout=0.2, samples_per_shard=100, report=lambda text: None)
-    return out
+    return pack_shards(tmp_path_factory.mktemp("shards") / "digits")
 
 
 def make_run(

@@ -27,10 +27,9 @@ from typing import Any
 
 import psutil
 
-from data_shards.packing.pack import pack
 from pipeline.checkpoint.store import damage_of
 from pipeline.runs.logs import iter_metrics
-from tests.faults.harness import Attempt, Case, send
+from tests.faults.harness import Attempt, Case, pack_shards, send
 from tests.faults.rows import Row
 
 _STARTUP_SECONDS = 15.0  # of a restart, and what has to be done again: about so much is lost with each fault
@@ -284,8 +283,7 @@ def soak(options: argparse.Namespace, folder: Path, tally: Tally) -> int:
     """Measure, run undisturbed, run disturbed, compare; the exit code."""
     tally.say(f"soak of {options.minutes:g} minutes, a fault every {options.every:g} s, seed {options.seed}")
     tally.say(f"commit {_revision()}, Python {sys.version.split()[0]}, {os.cpu_count()} cores")
-    shards = folder / "shards"
-    pack("digits", shards, classes=("0", "1", "2"), holdout=0.2, samples_per_shard=100, report=lambda text: None)
+    shards = pack_shards(folder / "shards")
     _, _, speed = undisturbed(folder / "measured", shards, steps=400, save_steps=100)
     share = max(0.25, 1 - _STARTUP_SECONDS / options.every)
     steps = options.steps or max(200, int(speed * options.minutes * 60 * share / 100) * 100)

@@ -30,9 +30,7 @@ def test_output_that_disappears(shell: str, new_case: NewCase, undisturbed: Undi
     row.is_about(f"shardvit run {shell}", OUTPUT)
     baseline, case = undisturbed(), new_case()
     row.ends(case.start(how="run", shell=f"{shell}; exit ${{PIPESTATUS[0]}}").wait(), code=0)
-    row.has_no("lost")
-    row.equals(case, baseline)
-    row.leaves_nothing(case, baseline)
+    row.is_unharmed(case, baseline)
 
 
 @pytest.mark.parametrize("how", ["srun", "run"])
@@ -51,9 +49,7 @@ def test_a_run_folder_that_is_renamed(how: str, new_case: NewCase, undisturbed: 
     case.wait_until_all_have_ended()
     assert not case.run.exists()
     elsewhere.rename(case.run)
-    row.loses(case.start().wait(), reached=STEP)
-    row.equals(case, baseline)
-    row.leaves_nothing(case, baseline, besides=[".rendezvous-"])
+    row.recovers(case, baseline, reached=STEP, besides=[".rendezvous-"])
 
 
 @pytest.mark.parametrize("broken", ["", '{"state": "done", "images_seen": "many"}'], ids=["empty", "a wrong type"])
@@ -65,6 +61,4 @@ def test_a_record_that_is_broken(broken: str, new_case: NewCase, undisturbed: Un
     continued = case.start().wait()
     row.ends(continued, code=0, says="was broken")
     assert (case.stage / "stage.json.broken").read_text() == broken
-    row.loses(continued, reached=STEPS, at_most=0)
-    row.equals(case, baseline)
-    row.leaves_nothing(case, baseline, besides=["stage.json.broken"])
+    row.recovers(case, baseline, continued, reached=STEPS, at_most=0, besides=["stage.json.broken"])

@@ -126,21 +126,6 @@ def test_fine_tuning_starts_from_it(finished: Path):
     assert tuned["head.weight"].any()
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_mlflow_has_a_run_of_the_stage_with_its_curve(finished: Path):
-    from mlflow.tracking import MlflowClient
-
-    client = MlflowClient(f"sqlite:///{finished}/runs/mlflow.db")
-    experiment = client.get_experiment_by_name("shardvit")
-    assert experiment is not None
-    runs = client.search_runs([experiment.experiment_id])
-    by_stage = {run.data.tags.get("shardvit.stage"): run for run in runs if "mlflow.parentRunId" in run.data.tags}
-    assert set(by_stage) == set(STAGES)
-    run = by_stage["masked_patch"]
-    assert run.info.status == "FINISHED"
-    assert run.data.metrics["val/accuracy"] == stage_record(finished, "masked_patch")["results"]["val/accuracy"]
-
-
 def test_a_run_that_goes_on_after_a_kill_ends_with_the_same_bits(finished: Path, run_preloaded: Run):
     """From what a kill soon after the first checkpoint leaves behind."""
     shutil.copytree(finished / "runs", finished / "again")

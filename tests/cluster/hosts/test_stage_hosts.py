@@ -71,7 +71,7 @@ stage._FOLLOW_SECONDS, stage._ANSWER_SECONDS = float(follow_seconds), 3.0
 launch = Launch(load_recipe("digits"), Path("recipe.yaml"), runs_root=Path("runs"), stage="pretrain", processes=2)
 fleet = Fleet((Host("alpha", (0,)), Host("beta", (0,))), Path("hostfile"))
 ready = Ready(address, {"alpha": "veth0", "beta": "veth0"})
-variables = travelling(without_place(), folders=(Path("home"), Path())).all
+variables, _ = travelling(without_place(), folders=(Path("home"), Path()))
 try:
     print("code", stage.run_stage_on_hosts(launch, fleet, ready, variables=variables), flush=True)
 except KeyboardInterrupt:

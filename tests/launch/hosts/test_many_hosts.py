@@ -65,8 +65,7 @@ case $2 in
         *'"ask": "facts"'*)
             meet asked
             echo "$word$(sed -e "s/@HOST@/$host/" -e "s/\"@CLOCK@\"/$(date +%s.%N)/" facts.json)" ;;
-        *'"ask": "connect"'*) meet connecting; echo "$word{\"node-000\": [\"10.0.0.1\", \"ib0\"]}" ;;
-        *) echo "$word\"ib0\"" ;;
+        *) meet connecting; echo "$word{\"node-000\": [\"10.0.0.1\", \"ib0\"]}" ;;
         esac
     done ;;
 esac
@@ -135,7 +134,8 @@ def write_facts(cluster: Cluster, runs: Path, **changes: object) -> None:
     question = {"folder": str(runs), "marker": ["", ""], "files": [], "packages": PACKAGES, "modules": _MODULES}
     with no_wait():
         told = probe.answer({**question, "listen": False, "port": 0})
-    told |= {"machine": "@HOST@", "clock": "@CLOCK@", "sees_marker": True, "gpus": 8, "addresses": [], "port": 4000}
+    told |= {"machine": "@HOST@", "clock": "@CLOCK@", "sees_marker": True, "gpus": 8, "port": 4000}
+    told["addresses"] = {"10.0.0.1": "ib0"}
     (cluster.folder / "facts.json").write_text(json.dumps({**told, **changes}))
 
 
