@@ -1,7 +1,7 @@
 """Try parts in child processes, `python -m launch.doctor.trials PART...`, and collect the results in the parent.
 
-The child tells when a part begins, so that a crash or hang has a name. All parts take some 20 seconds on 2 idle cores,
-nearly all of it imports.
+The child announces each part, so a crash or hang has a name. All parts take some 20 seconds on 2 idle cores, nearly all
+of it imports.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Part:
 
 
 def try_import(library: str) -> Sequence[Check]:
-    """Import it, and call a compiled operator of torchvision, which is where a wrong build shows."""
+    """Import a library; for torchvision also call a compiled operator, which fails in a wrong build."""
     module = importlib.import_module(library)
     if library == "torchvision":
         import torch
@@ -107,11 +107,11 @@ _ALL_REDUCE: dict[str, Part] = {
 
 
 def main(parts: Sequence[str]) -> int:
-    """The child: try the parts. Exit code 1 if one raised; its error is printed."""
+    """The child: try the parts. Exit code 1 if one raised; prints its error."""
     code = 0
     for name in parts:
         _tell(name)
-        print(f"{MARK}{name}", file=sys.stderr, flush=True)  # what follows on standard error is this part's
+        print(f"{MARK}{name}", file=sys.stderr, flush=True)  # from here on, standard error is this part's
         part = PARTS[name] if name in PARTS else _ALL_REDUCE[name]
         try:
             checks = part.run()
@@ -132,7 +132,7 @@ def try_parts(
     limit_seconds: float = _LIMIT_SECONDS,
     clock: StartClock | None = None,
 ) -> dict[str, list[Check]]:
-    """The parent: each part's checks. After a part that crashes or hangs, a new child tries the others. `clock` is told
+    """The parent: each part's checks. After a part that crashes or hangs, a new child tries the others. `clock` shows
     which part is tried."""
     found: dict[str, list[Check]] = {}
 
@@ -143,7 +143,7 @@ def try_parts(
 
     while left := [name for name in parts if name not in found]:
         [answer] = run_children([[*command, *left]], environments=[environment], limit_seconds=limit_seconds, told=told)
-        # If not one part began, none of the others would.
+        # If no part began, no other would.
         found |= _results(answer) or {name: PARTS[name].failed(answer.ending) for name in left}
     return found
 

@@ -206,7 +206,7 @@ def folded(problems: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 class _Reply(NamedTuple):
-    """A host's answer, and when by this host's clock it was asked and had answered."""
+    """A host's answer, with this host's clock before and after."""
 
     content: Any
     asked: float
@@ -232,7 +232,7 @@ class _Inquiry:
             connection.close()
 
     def ask_all(self, question: Mapping[str, Any], *, first: Mapping[str, Any]) -> dict[str, Facts | str]:
-        """Every host's facts, or why there are none; the first host may be asked something else."""
+        """Every host's facts, or why there are none; the first host may get another question."""
         names = list(self._connections)
         replies = self._ask({name: first if name == names[0] else question for name in names})
         return {name: _facts(replies[name]) if name in replies else self._connections[name].failure() for name in names}
@@ -240,7 +240,7 @@ class _Inquiry:
     def meet(
         self, fleet: Fleet, facts: Mapping[str, Facts | str], *, text: str, problems: dict[str, list[str]]
     ) -> tuple[str, dict[str, str]]:
-        """The address at which all others reach the first host, and each interface; adds to `problems`."""
+        """Find the address at which all others reach the first host, and each interface; adds to `problems`."""
         first, *others = [host.name for host in fleet.hosts]
         told = facts[first]
         assert isinstance(told, Facts)
@@ -291,9 +291,9 @@ class _Inquiry:
 
 
 def clock_offset(clock: float, *, asked: float, told: float) -> float:
-    """At least how many seconds a host's clock is ahead of ours. Pure.
+    """The least number of seconds that a host's clock is ahead of ours. Pure.
 
-    `clock` was read between our question (`asked`) and the reply (`told`); a busy host's delay must not count.
+    The host read `clock` between our question (`asked`) and the reply (`told`); a busy host's delay must not count.
     """
     return min(0.0, clock - asked) + max(0.0, clock - told)
 

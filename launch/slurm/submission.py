@@ -128,7 +128,7 @@ def render(jobs: Sequence[Job]) -> str:
 
 
 def total_steps(recipe: Recipe, *, processes: int, commands: Commands = "refuse") -> dict[StageName, int]:
-    """Steps of each training stage, from the manifests; raises UserError if shards are missing or sizes do not fit."""
+    """Count each training stage's steps from the manifests; UserError if shards are missing or sizes do not fit."""
     steps: dict[StageName, int] = {}
     for stage in recipe.stages.trained:
         images = open_data(recipe, stage=stage, commands=commands).train.num_samples

@@ -101,7 +101,7 @@ def wait_for_checkpoint(run: SubmittedRun, step: int = 20) -> None:
 
 
 def test_a_requeue_in_the_middle_of_training_changes_no_bit(slurm: SlurmCluster, shards: Path, tmp_path: Path):
-    """The short form of the next two: two stages of few steps, and a job that is held until it is requeued."""
+    """The short form of the next one: two stages of few steps, and a job that is held until it is requeued."""
     expected = Case(tmp_path / "undisturbed", shards, changes={"stages.pretrain.duration": "24 steps"})
     ended = expected.start().wait()
     assert ended.code == 0, ended.output
@@ -128,34 +128,12 @@ def test_a_requeue_in_the_middle_of_training_changes_no_bit(slurm: SlurmCluster,
 
 
 @pytest.mark.slow
-def test_three_stages_through_a_requeue_end_as_if_nothing_had_happened(
-    slurm: SlurmCluster, shards: Path, tmp_path: Path, undisturbed: NewRun
-):
-    expected = undisturbed()
-    run = make_run(slurm, tmp_path / "a b", content(shards))
-    jobs = run.submit()
-    wait_for_checkpoint(run)
-    slurm.run("scancel", "--signal=USR1", "--batch", jobs["pretrain"])  # what SLURM sends before the time limit
-    run.wait_for_log("pretrain", "requeued, it goes on from step")
-    finish(run, jobs)
-    assert "going on from" in run.log("pretrain")
-    is_the_same(run, expected)
-    status = json.loads(run.cli("status", str(run.run), "--json").out)
-    assert [(stage["state"], stage["restarts"]) for stage in status["stages"]] == [
-        ("done", 1),
-        ("done", 0),
-        ("done", 0),
-    ]
-    assert status["stages"][0]["step"] == status["stages"][0]["total_steps"] == STEPS
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("what", ["scontrol requeue", "node down", "preemption", "kill -9 of a process"])
 def test_what_takes_the_nodes_away_loses_nothing(
     slurm: SlurmCluster, shards: Path, tmp_path: Path, undisturbed: NewRun, what: str
 ):
     expected = undisturbed()
-    run = make_run(slurm, tmp_path, content(shards))
+    run = make_run(slurm, tmp_path / "a b", content(shards))
     jobs = run.submit("--partition", "low")
     wait_for_checkpoint(run)
     match what:
@@ -174,8 +152,11 @@ def test_what_takes_the_nodes_away_loses_nothing(
             run.kill_a_rank()
             run.wait_for_log("pretrain", "requeued, it goes on from step", patience_seconds=300)
     finish(run, jobs)
-    assert "requeued 1 times" in run.log("pretrain")
+    assert "requeued 1 times" in run.log("pretrain") and "going on from" in run.log("pretrain")
     is_the_same(run, expected)
+    stages = json.loads(run.cli("status", str(run.run), "--json").out)["stages"]
+    assert [(stage["state"], stage["restarts"]) for stage in stages[1:]] == [("done", 0), ("done", 0)]
+    assert stages[0]["step"] == stages[0]["total_steps"] == STEPS
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def doctor(
 
 
 def examine(*, runs: Path, depth: Literal["all", "quick"], clock: StartClock) -> Diagnosis:
-    """All checks; "quick" leaves out those in child processes. `clock` is told each that may last."""
+    """Make all checks; "quick" leaves out those in child processes. `clock` shows which one is running."""
     from launch.doctor import gpus, libraries, machine, network
     from launch.doctor import trials as probe
 

@@ -14,7 +14,7 @@ from launch.slurm.submission import SubmissionPlan, plan_submission, render, sub
 from pipeline.recipe.io import load_recipe, parse_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.runs.run_folder import RunFolder
-from tests.launch.machine import each_once, make_shards
+from tests.launch.machine import each_once, make_shards, on_shards
 from tests.launch.slurm.fake_slurm import FakeSlurm
 
 JOB = job_of(JobOptions(nodes=2, tasks_per_node=2, time="1:00:00"), site=Site())
@@ -30,12 +30,8 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def recipe(*overrides: str) -> Recipe:
-    shards = [
-        f"stages.{stage}.{key}=shards/{split}"
-        for stage in ("pretrain", "finetune")
-        for key, split in (("train", "train"), ("eval", "val"))
-    ]
-    return load_recipe("digits", overrides=tuple(each_once("processes=auto", *shards, *overrides)))
+    changes = each_once("processes=auto", *on_shards(Path("shards")), *overrides)
+    return load_recipe("digits", overrides=tuple(changes))
 
 
 def plan(*overrides: str, job: SlurmJob = JOB) -> SubmissionPlan:

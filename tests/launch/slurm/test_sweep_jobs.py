@@ -25,7 +25,7 @@ from launch.sweep.record import show_progress
 from pipeline.recipe.io import parse_recipe
 from pipeline.recipe.vocabulary import StageName
 from pipeline.runs.run_folder import RunFolder
-from tests.launch.machine import each_once, make_shards
+from tests.launch.machine import each_once, make_shards, on_shards
 from tests.launch.slurm.fake_slurm import FakeSlurm
 
 JOB = job_of(JobOptions(nodes=2, tasks_per_node=2, time="1:00:00"), site=Site())
@@ -43,13 +43,8 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def sweep_of(*overrides: str) -> Sweep:
-    shards = [
-        f"stages.{stage}.{key}=shards/{split}"
-        for stage in ("pretrain", "finetune")
-        for key, split in (("train", "train"), ("eval", "val"))
-    ]
-    overrides = tuple(each_once("processes=auto", *shards, *overrides))
-    return plan_sweep("digits", overrides, runs_root=Path("runs"), hold_out=0.1)
+    changes = tuple(each_once("processes=auto", *on_shards(Path("shards")), *overrides))
+    return plan_sweep("digits", changes, runs_root=Path("runs"), hold_out=0.1)
 
 
 def plan(*overrides: str, at_once: int | None = None) -> SubmissionPlan:

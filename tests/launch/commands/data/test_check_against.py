@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +13,7 @@ from data_shards.packing.pack import pack
 from data_shards.shards.manifest import load_manifest
 from tests.data_shards.checking.near_duplicates.drawn_scenes import drawn_floors, scenes
 from tests.data_shards.checking.near_duplicates.planted import edited, jpeg, photographs
-
-pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
-Call = Callable[..., tuple[int, str, str]]
+from tests.launch.conftest import Call
 
 
 def packed(root: Path, name: str, images: list[bytes]) -> Path:
