@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from launch.doctor.child import MARK, Answer, run_children
 from launch.doctor.findings import Check, judge
@@ -90,8 +90,6 @@ PARTS = {
         )
         for name in _LIBRARIES
     },
-}
-_ALL_REDUCE: dict[str, Part] = {
     "gloo": Part(
         f"{_WORLD} processes, gloo",
         partial(all_reduce, "gloo"),
@@ -104,6 +102,7 @@ _ALL_REDUCE: dict[str, Part] = {
         "set NCCL_DEBUG=INFO and read its log; give a container more /dev/shm",
     ),
 }
+ALONE = tuple(name for name in PARTS if name not in get_args(Backend))  # these need one process
 
 
 def main(parts: Sequence[str]) -> int:
@@ -112,9 +111,8 @@ def main(parts: Sequence[str]) -> int:
     for name in parts:
         _tell(name)
         print(f"{MARK}{name}", file=sys.stderr, flush=True)  # from here on, standard error is this part's
-        part = PARTS[name] if name in PARTS else _ALL_REDUCE[name]
         try:
-            checks = part.run()
+            checks = PARTS[name].run()
         except Exception as error:  # noqa: BLE001 - whatever a library raises is the finding
             lines = str(error).strip().splitlines()
             _tell(name, error=f"{type(error).__name__}: {lines[0] if lines else ''}")
@@ -165,7 +163,7 @@ def try_all_reduce(
     # Name the one that crashed, not the one that was killed waiting for it.
     rank, answer = min(failed, key=lambda each: sys.maxsize if each[1].code is None else each[1].code)
     said = next((message["error"] for message in answer.messages if "error" in message), answer.ending)
-    return _ALL_REDUCE[backend].failed(f"all-reduce: process {rank}: {said}")
+    return PARTS[backend].failed(f"all-reduce: process {rank}: {said}")
 
 
 def full_reports(*, environment: Mapping[str, str]) -> dict[str, str]:
@@ -185,10 +183,9 @@ def _tell(part: str, **more: object) -> None:
 def _results(answer: Answer) -> dict[str, list[Check]]:
     found: dict[str, list[Check]] = {}
     for message in answer.messages:
-        part = PARTS.get(message["part"]) or _ALL_REDUCE[message["part"]]
-        checks = message.get("checks")
-        failed = part.failed(message.get("error", answer.ending))
-        found[message["part"]] = failed if checks is None else [Check(**each) for each in checks]
+        part, checks = message["part"], message.get("checks")
+        failed = PARTS[part].failed(message.get("error", answer.ending))
+        found[part] = failed if checks is None else [Check(**each) for each in checks]
     return found
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from data_shards.errors import UserError
 from data_shards.text import show_bytes, table
@@ -170,8 +170,8 @@ def preflight(
     }
     marker.write_text(text, encoding="utf-8")
     try:
-        asked = time.time()
-        here = _facts(_Reply(host_facts.answer(question), asked=asked, told=time.time()))
+        own = host_facts.answer(question)
+        here = Facts(**{name: value for name, value in own.items() if name != "clock"})
         with _Inquiry(fleet, python_path=python_path) as inquiry:
             several = len(fleet.hosts) > 1
             facts = inquiry.ask_all(question, first={**question, "listen": several})
@@ -205,18 +205,11 @@ def folded(problems: Mapping[str, Sequence[str]]) -> list[str]:
     return found
 
 
-class _Reply(NamedTuple):
-    """A host's answer, with this host's clock before and after."""
-
-    content: Any
-    asked: float
-    told: float
-
-
 class _Inquiry:
     def __init__(self, fleet: Fleet, *, python_path: str) -> None:
         self._word = f"probe-{secrets.token_hex(8)} "
-        self._replies: queue.SimpleQueue[tuple[str, Any, float]] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._asked = 0.0  # when, by this host's clock
         script = Path(host_facts.__file__).read_text(encoding="utf-8")
         self._connections: dict[str, Connection] = {}
         for host in fleet.hosts:
@@ -235,7 +228,9 @@ class _Inquiry:
         """Every host's facts, or why there are none; the first host may get another question."""
         names = list(self._connections)
         replies = self._ask({name: first if name == names[0] else question for name in names})
-        return {name: _facts(replies[name]) if name in replies else self._connections[name].failure() for name in names}
+        return {
+            name: Facts(**replies[name]) if name in replies else self._connections[name].failure() for name in names
+        }
 
     def meet(
         self, fleet: Fleet, facts: Mapping[str, Facts | str], *, text: str, problems: dict[str, list[str]]
@@ -246,9 +241,7 @@ class _Inquiry:
         assert isinstance(told, Facts)
         candidates = [fleet.master_addr] if fleet.master_addr else [first, *told.addresses]
         question = {"ask": "connect", "addresses": candidates, "port": told.port, "text": text}
-        reached: dict[str, dict[str, list[str]]] = {
-            name: reply.content for name, reply in self._ask(dict.fromkeys(others, question)).items()
-        }
+        reached: dict[str, dict[str, list[str]]] = self._ask(dict.fromkeys(others, question))
         chosen = next((each for each in candidates if all(each in reached.get(name, {}) for name in others)), None)
         if chosen is None:
             for name in others:
@@ -268,16 +261,16 @@ class _Inquiry:
         interfaces = {first: told.addresses.get(number, ""), **{name: reached[name][chosen][1] for name in others}}
         return number, {name: interface for name, interface in interfaces.items() if interface}
 
-    def _ask(self, questions: Mapping[str, Mapping[str, Any]]) -> dict[str, _Reply]:
-        asked = time.time()
+    def _ask(self, questions: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        self._asked = time.time()
         for name, question in questions.items():
             self._connections[name].send(json.dumps({**question, "word": self._word}) + "\n")
-        replies: dict[str, _Reply] = {}
+        replies: dict[str, Any] = {}
         deadline = time.monotonic() + _ANSWER_SECONDS
         while time.monotonic() < deadline:
             while not self._replies.empty():
-                name, content, told = self._replies.get()
-                replies[name] = _Reply(content, asked=asked, told=told)
+                name, content = self._replies.get()
+                replies[name] = content
             over = all(name in replies or self._connections[name].code() is not None for name in questions)
             if over and self._replies.empty():
                 break
@@ -287,7 +280,11 @@ class _Inquiry:
     def _note(self, name: str, line: str) -> None:
         now = time.time()
         if line.startswith(self._word):
-            self._replies.put((name, json.loads(line.removeprefix(self._word)), now))
+            content = json.loads(line.removeprefix(self._word))
+            if isinstance(clock := content.get("clock"), float):  # facts; else addresses, with lists
+                del content["clock"]
+                content["clock_offset_seconds"] = clock_offset(clock, asked=self._asked, told=now)
+            self._replies.put((name, content))
 
 
 def clock_offset(clock: float, *, asked: float, told: float) -> float:
@@ -296,9 +293,3 @@ def clock_offset(clock: float, *, asked: float, told: float) -> float:
     The host read `clock` between our question (`asked`) and the reply (`told`); a busy host's delay must not count.
     """
     return min(0.0, clock - asked) + max(0.0, clock - told)
-
-
-def _facts(reply: _Reply) -> Facts:
-    facts = {name: value for name, value in reply.content.items() if name != "clock"}
-    offset = clock_offset(reply.content["clock"], asked=reply.asked, told=reply.told)
-    return Facts(**facts, clock_offset_seconds=offset)

@@ -50,6 +50,7 @@ class SubmissionPlan:
     begin: Callable[[], dict[StageName, int]]  # writes what the jobs read; the run's steps by stage
     end: Callable[[Submission], None] = lambda submission: None  # when all are submitted
     notes: tuple[str, ...] = ()  # what was not checked
+    closing: str = ""  # printed when all are submitted
 
 
 def plan_submission(recipe: Recipe, *, runs_root: Path, job: SlurmJob, commands: Commands = "run") -> SubmissionPlan:

@@ -53,8 +53,14 @@ def plan_sweep_jobs(sweep: Sweep, *, job: SlurmJob, at_once: int | None) -> Subm
     paths = Paths(run=sweep.root, work=Path.cwd(), package=package_folder())
     open_points = tuple(point for point in sweep.points if sweep.folder(point.name).peek(sweep.stage).state != "done")
     jobs = tuple(_jobs(sweep, open_points, job=job, paths=paths, at_once=at_once))
+    where = f"logs in {paths.slurm}, the table at the end in sum-up.log there"
     return SubmissionPlan(
-        paths, job, jobs, begin=partial(_prepare, sweep), end=partial(_record_tasks, sweep, open_points)
+        paths,
+        job,
+        jobs,
+        begin=partial(_prepare, sweep),
+        end=partial(_record_tasks, sweep, open_points),
+        closing=f"{len(open_points)} points to train; {where}",
     )
 
 

@@ -42,27 +42,17 @@ def slurm(_slurm: SlurmCluster) -> Iterator[SlurmCluster]:
 
 @dataclass
 class SubmittedRun:
-    """A run folder that is handed to the cluster.
-
-    Attributes:
-        slurm: the cluster.
-        folder: for everything of the test.
-        python: that the jobs call.
-        recipe: what is submitted.
-        overrides: of it.
-        name: of the run.
-    """
+    """A run folder that is handed to the cluster."""
 
     slurm: SlurmCluster
-    folder: Path
-    python: Path
+    folder: Path  # for everything of the test
+    python: Path  # that the jobs call
     recipe: str
     overrides: list[str]
     name: str
 
     @property
     def run(self) -> Path:
-        """The run folder."""
         return self.folder / "runs" / self.name
 
     def record(self, stage: StageName) -> StageRecord:

@@ -6,10 +6,9 @@ import subprocess
 from collections.abc import Callable
 
 import pytest
-import yaml
 
-from data_shards.packing.pack import pack
 from pipeline.runs.logs import read_metrics
+from tests.integration.small_runs import pack_digits, stage, write_recipe
 
 STEPS = 40
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -20,47 +19,39 @@ def losses(tmp_path_factory: pytest.TempPathFactory, run_preloaded: Run) -> Call
     """`losses(name, processes=..., ...)` runs the recipe; the training loss of each step, then the held-out loss."""
     folder = tmp_path_factory.mktemp("any")
     # Three classes: what 40 steps can learn with half of the patches dropped.
-    pack(
-        "digits",
-        folder / "digits",
-        classes=("0", "1", "2"),
-        holdout=0.1,
-        samples_per_shard=200,
-        report=lambda text: None,
-    )
+    shards = pack_digits(folder / "digits", "012", holdout=0.1, samples_per_shard=200)
 
     def run(name: str, *, processes: int, micro_batch: int, masks: str = "sample", **engine: object) -> list[float]:
-        stage = {
-            "train": str(folder / "digits" / "train"),
-            "eval": str(folder / "digits" / "val"),
-            "image_size": 8,
-            "global_batch_size": 32,
-            "duration": f"{STEPS} steps",
-            "optimizer": {"name": "adamw", "lr": 0.005},
-            "augment": {"mixup_alpha": 0.2, "crop_area": [0.8, 1.0], "flip": 0.0},
-            "dropout": 0.1,
-            "stochastic_depth": 0.2,
-            "patch_dropout": 0.5,
-            "unmasked_finish": "25%",
-            "dropout_masks": masks,
-            "log_every": "1 steps",
-            "save_every": "100%",
-        }
-        recipe = {
-            "name": name,
-            "seed": 7,
-            "processes": processes,
-            "model": {"width": 32, "depth": 2, "heads": 2, "patch_size": 2},
-            "engine": {"precision": "fp32", "max_micro_batch_size": micro_batch, **engine},
-            "stages": {"pretrain": stage},
-        }
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(recipe))
+        pretrain = stage(
+            shards,
+            f"{STEPS} steps",
+            global_batch_size=32,
+            optimizer={"name": "adamw", "lr": 0.005},
+            augment={"mixup_alpha": 0.2, "crop_area": [0.8, 1.0], "flip": 0.0},
+            dropout=0.1,
+            stochastic_depth=0.2,
+            patch_dropout=0.5,
+            unmasked_finish="25%",
+            dropout_masks=masks,
+            log_every="1 steps",
+            save_every="100%",
+        )
+        write_recipe(
+            folder,
+            {"pretrain": pretrain},
+            name=name,
+            file=f"{name}.yaml",
+            seed=7,
+            processes=processes,
+            model={"width": 32, "depth": 2, "heads": 2, "patch_size": 2},
+            engine={"precision": "fp32", "max_micro_batch_size": micro_batch, **engine},
+        )
         done = run_preloaded("run", f"{name}.yaml", cwd=folder)
         assert done.returncode == 0, done.stdout + done.stderr
         rows = read_metrics(folder / "runs" / name / "pretrain" / "metrics.jsonl")
-        curve = [row.metrics["train/loss"] for row in rows if "train/loss" in row.metrics]
-        assert len(curve) == STEPS
-        return [*curve, *(row.metrics["val/loss"] for row in rows if "val/loss" in row.metrics)]
+        losses = [row.metrics["train/loss"] for row in rows if "train/loss" in row.metrics]
+        assert len(losses) == STEPS
+        return [*losses, *(row.metrics["val/loss"] for row in rows if "val/loss" in row.metrics)]
 
     return run
 

@@ -8,39 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from data_shards.packing.pack import pack
-from pipeline.runs.logs import read_metrics
 from pipeline.runs.run_folder import RunFolder
+from tests.integration.small_runs import curve, pack_digits, stage, write_recipe
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def recipe(name: str, **stage: Any) -> dict[str, Any]:
-    return {
-        "name": name,
-        "processes": 2,
-        "model": {"width": 16, "depth": 1, "heads": 2, "patch_size": 4},
-        "engine": {"zero_stage": 3, "precision": "fp32"},
-        "stages": {
-            "pretrain": {
-                "train": "many/train",
-                "eval": "many/val",
-                "image_size": 8,
-                "global_batch_size": 32,
-                "duration": "12 steps",
-                "optimizer": {"name": "adamw", "lr": 0.003},
-                "dropout": 0.2,
-                "dropout_masks": "process",  # drawn from the process's generator
-                "ema": {"decay": 0.5},
-                "log_every": "3 steps",
-                "eval_every": "3 steps",
-                "save_every": "4 steps",
-                **stage,
-            }
-        },
-    }
+def write(folder: Path, name: str, **keys: Any) -> None:
+    """A recipe of two processes at ZeRO 3."""
+    pretrain = stage(
+        "many",
+        "12 steps",
+        global_batch_size=32,
+        dropout=0.2,
+        dropout_masks="process",  # drawn from the process's generator
+        ema={"decay": 0.5},
+        log_every="3 steps",
+        eval_every="3 steps",
+        save_every="4 steps",
+        **keys,
+    )
+    engine = {"zero_stage": 3, "precision": "fp32"}
+    write_recipe(folder, {"pretrain": pretrain}, name=name, file=f"{name}.yaml", processes=2, engine=engine)
 
 
 FEW_SHOT = [
@@ -51,9 +41,9 @@ FEW_SHOT = [
 
 def test_training_is_the_same_bit_for_bit_with_and_without(tmp_path: Path, run_preloaded: Run) -> None:
     for name, classes in (("many", "01456"), ("few", "238")):
-        pack("digits", tmp_path / name, classes=tuple(classes), holdout=0.3, report=lambda line: None)
-    for name, stage in (("without", {}), ("with", {"few_shot": FEW_SHOT})):
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(recipe(name, **stage)))
+        pack_digits(tmp_path / name, classes, holdout=0.3)
+    for name, keys in (("without", {}), ("with", {"few_shot": FEW_SHOT})):
+        write(tmp_path, name, **keys)
         done = run_preloaded("run", f"{name}.yaml", cwd=tmp_path, timeout_seconds=500)
         assert done.returncode == 0, done.stdout + done.stderr
     plain, measured = (RunFolder(tmp_path / "runs", name) for name in ("without", "with"))
@@ -61,9 +51,8 @@ def test_training_is_the_same_bit_for_bit_with_and_without(tmp_path: Path, run_p
 
     def rows(folder: RunFolder) -> dict[int, dict[str, float]]:
         found: dict[int, dict[str, float]] = {}
-        for row in read_metrics(folder.stage("pretrain") / "metrics.jsonl"):
-            of_step = {key: value for key, value in row.metrics.items() if not key.startswith("perf/")}
-            found[row.step] = found.get(row.step, {}) | of_step
+        for step, metrics in curve(folder.stage("pretrain")):
+            found[step] = found.get(step, {}) | metrics
         return found
 
     few_shot = {
@@ -97,7 +86,7 @@ def test_mistakes_are_said_before_anything_starts(
     tmp_path: Path, run_preloaded: Run, change: dict[str, str], words: str
 ) -> None:
     for name, classes in (("many", "01"), ("few", "238")):
-        pack("digits", tmp_path / name, classes=tuple(classes), holdout=0.3, report=lambda line: None)
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe("r", few_shot=[FEW_SHOT[0] | change])))
+        pack_digits(tmp_path / name, classes, holdout=0.3)
+    write(tmp_path, "r", few_shot=[FEW_SHOT[0] | change])
     done = run_preloaded("run", "r.yaml", cwd=tmp_path, timeout_seconds=500)
     assert done.returncode == 2 and words in done.stderr and "starting" not in done.stdout

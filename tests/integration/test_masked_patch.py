@@ -10,18 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from data_shards.errors import UserError
 from data_shards.images.transforms import EvalTransform
 from data_shards.loading.assemble import Access
 from data_shards.loading.loader import EvalBatches, eval_batches
-from data_shards.packing.pack import pack
 from data_shards.reading.opening import open_shards
 from launch.cli import app
 from model.masked_patch import colour_classes
 from model.saved.model_folder import load_model
 from pipeline.runs.logs import read_metrics
+from tests.integration.small_runs import curve, pack_digits, stage, write_recipe
 
 STAGES = ("masked_patch", "swap_head", "finetune")
 STEPS, SAVED = 120, 60
@@ -30,57 +29,42 @@ SHARDS = {"train": "many/train", "eval": "many/val"}
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def recipe(folder: Path) -> dict:
-    return {
-        "name": "masked",
-        "seed": 3,
-        "processes": 2,
-        "model": {"width": 32, "depth": 2, "heads": 2, "patch_size": 4, "pool": "map"},
-        "engine": {"zero_stage": 2, "precision": "bf16", "max_micro_batch_size": 16},
-        "stages": {
-            "masked_patch": {
-                "train": str(folder / "many/train"),
-                "eval": str(folder / "many/val"),
-                "image_size": 16,
-                "global_batch_size": 64,
-                "duration": f"{STEPS} steps",
-                "optimizer": {"name": "adamw", "lr": 0.005, "weight_decay": 0.05},
-                "schedule": {"warmup": "10%"},
-                "augment": {"crop_area": [0.9, 1.0], "flip": 0.5},
-                "log_every": "7 steps",  # no multiple of save_every: a point of the curve spans a checkpoint
-                "eval_every": "50%",
-                "save_every": f"{SAVED} steps",
-                "keep_checkpoints": STEPS // SAVED,
-            },
-            "swap_head": {},
-            "finetune": {
-                "train": str(folder / "few/train"),
-                "eval": str(folder / "few/val"),
-                "image_size": 24,
-                "global_batch_size": 16,
-                "duration": "8 steps",
-                "optimizer": {"name": "adamw", "lr": 0.001},
-            },
-        },
-    }
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, run_preloaded: Run) -> Path:
     """A folder in which a whole pipeline has run."""
     folder = tmp_path_factory.mktemp("masked")
-    quiet = lambda text: None  # noqa: E731
-    pack("digits", folder / "many", holdout=0.2, samples_per_shard=200, report=quiet)
-    pack("digits", folder / "few", classes=("8", "9"), holdout=0.3, report=quiet)
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe(folder)))
+    pack_digits(folder / "many", samples_per_shard=200)
+    pack_digits(folder / "few", "89", holdout=0.3)
+    masked = stage(
+        folder / "many",
+        f"{STEPS} steps",
+        image_size=16,
+        global_batch_size=64,
+        optimizer={"name": "adamw", "lr": 0.005, "weight_decay": 0.05},
+        schedule={"warmup": "10%"},
+        augment={"crop_area": [0.9, 1.0], "flip": 0.5},
+        log_every="7 steps",  # no multiple of save_every: a point of the curve spans a checkpoint
+        eval_every="50%",
+        save_every=f"{SAVED} steps",
+        keep_checkpoints=STEPS // SAVED,
+    )
+    write_recipe(
+        folder,
+        {"masked_patch": masked, "swap_head": {}, "finetune": stage(folder / "few", "8 steps", image_size=24)},
+        name="masked",
+        seed=3,
+        processes=2,
+        model={"width": 32, "depth": 2, "heads": 2, "patch_size": 4, "pool": "map"},
+        engine={"zero_stage": 2, "precision": "bf16", "max_micro_batch_size": 16},
+    )
     done = run_preloaded("run", "recipe.yaml", cwd=folder, timeout_seconds=500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "masked_patch: done, held-out accuracy" in done.stdout
     return folder
 
 
-def stage_record(folder: Path, stage: str, *, runs: str = "runs") -> dict:
-    return json.loads((folder / runs / "masked" / stage / "stage.json").read_text())
+def stage_record(folder: Path, name: str, *, runs: str = "runs") -> dict:
+    return json.loads((folder / runs / "masked" / name / "stage.json").read_text())
 
 
 def best_guess(folder: Path) -> float:
@@ -117,7 +101,7 @@ def test_the_trunk_goes_on_and_what_belongs_to_the_task_does_not(finished: Path)
 
 
 def test_fine_tuning_starts_from_it(finished: Path):
-    records = {stage: stage_record(finished, stage) for stage in STAGES}
+    records = {name: stage_record(finished, name) for name in STAGES}
     assert {record["state"] for record in records.values()} == {"done"}
     assert records["swap_head"]["inputs"]["weights"] == records["masked_patch"]["model_digest"]
     assert records["finetune"]["inputs"]["weights"] == records["swap_head"]["model_digest"]
@@ -129,16 +113,16 @@ def test_fine_tuning_starts_from_it(finished: Path):
 def test_a_run_that_goes_on_after_a_kill_ends_with_the_same_bits(finished: Path, run_preloaded: Run):
     """From what a kill soon after the first checkpoint leaves behind."""
     shutil.copytree(finished / "runs", finished / "again")
-    stage = finished / "again/masked/masked_patch"
+    masked = finished / "again/masked/masked_patch"
     for name in ("swap_head", "finetune"):
         shutil.rmtree(finished / "again/masked" / name)
-    shutil.rmtree(stage / "model")
-    for checkpoint in (stage / "checkpoints").glob("step-*"):
+    shutil.rmtree(masked / "model")
+    for checkpoint in (masked / "checkpoints").glob("step-*"):
         if checkpoint.name != f"step-{SAVED:08d}":
             shutil.rmtree(checkpoint)
     record = stage_record(finished, "masked_patch")
     record |= {"state": "running", "last_saved_step": SAVED, "results": {}, "model_digest": ""}
-    (stage / "stage.json").write_text(json.dumps(record))
+    (masked / "stage.json").write_text(json.dumps(record))
 
     done = run_preloaded(
         "run", "recipe.yaml", "--stage", "masked_patch", "--runs", "again", cwd=finished, timeout_seconds=500
@@ -148,20 +132,14 @@ def test_a_run_that_goes_on_after_a_kill_ends_with_the_same_bits(finished: Path,
     undisturbed, resumed = (stage_record(finished, "masked_patch", runs=runs) for runs in ("runs", "again"))
     assert resumed["model_digest"] == undisturbed["model_digest"]
     assert resumed["results"] == undisturbed["results"]
-    curves = [
-        [
-            (row.step, {name: value for name, value in row.metrics.items() if not name.startswith("perf/")})
-            for row in read_metrics(finished / runs / "masked/masked_patch/metrics.jsonl")
-        ]
-        for runs in ("runs", "again")
-    ]
-    assert curves[0] == curves[1] and len(curves[0]) > STEPS // 7
+    ours, theirs = (curve(finished / runs / "masked/masked_patch") for runs in ("runs", "again"))
+    assert ours == theirs and len(ours) > STEPS // 7
 
 
 def test_it_is_begun_again_by_its_name(finished: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(finished)
     run = partial(app, exit_on_error=False, print_error=False, result_action="return_value")
     assert run(["run", "recipe.yaml", "--restart", "masked_patch", "--dry-run"]) == 0
-    digits = [f"stages.{stage}.{key}={part}" for stage in ("pretrain", "finetune") for key, part in SHARDS.items()]
+    digits = [f"stages.{name}.{key}={part}" for name in ("pretrain", "finetune") for key, part in SHARDS.items()]
     with pytest.raises(UserError, match="--stage masked_patch: the recipe has only the stages pretrain"):
         run(["run", "digits", *digits, "--stage", "masked_patch", "--runs", "other"])

@@ -7,29 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
-from data_shards.packing.pack import pack
 from model.saved.model_folder import load_model
 from pipeline.runs.logs import read_metrics
+from tests.integration.small_runs import curve, pack_digits, stage, write_recipe
 from tests.left_behind import mlflow_states, surprises
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 STAGES = ("pretrain", "swap_head", "finetune")
-
-
-def train_stage(shards: Path, image_size: int, duration: str) -> dict:
-    return {
-        "train": str(shards / "train"),
-        "eval": str(shards / "val"),
-        "image_size": image_size,
-        "global_batch_size": 16,
-        "duration": duration,
-        "optimizer": {"name": "adamw", "lr": 0.002},
-        "log_every": "4 steps",
-        "eval_every": "50%",
-        "save_every": "8 steps",
-    }
 
 
 @pytest.fixture(scope="module")
@@ -41,24 +26,17 @@ def run(run_preloaded: Callable[..., subprocess.CompletedProcess[str]]) -> Run:
 def finished(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Path:
     """A folder in which a whole pipeline has run."""
     folder = tmp_path_factory.mktemp("pipeline")
-    quiet = lambda text: None  # noqa: E731
-    pack("digits", folder / "many", classes=("0", "1", "2", "3"), holdout=0.2, samples_per_shard=100, report=quiet)
-    pack("digits", folder / "few", classes=("8", "9"), holdout=0.3, report=quiet)
-    recipe = {
-        "name": "three",
-        "processes": 2,
-        "model": {"width": 16, "depth": 2, "heads": 2, "patch_size": 4},
-        "stages": {
-            "pretrain": {**train_stage(folder / "many", 8, "16 steps"), "loss": "sigmoid", "head_bias": -2.0},
-            "swap_head": {},
-            "finetune": {
-                **train_stage(folder / "few", 12, "12 steps"),
-                "optimizer": {"name": "sgd", "lr": 0.01},
-                "label_smoothing": 0.1,
-            },
-        },
+    pack_digits(folder / "many", "0123", samples_per_shard=100)
+    pack_digits(folder / "few", "89", holdout=0.3)
+    often = {"log_every": "4 steps", "eval_every": "50%", "save_every": "8 steps"}
+    sgd = {"name": "sgd", "lr": 0.01}
+    stages = {
+        "pretrain": stage(folder / "many", "16 steps", loss="sigmoid", head_bias=-2.0, **often),
+        "swap_head": {},
+        "finetune": stage(folder / "few", "12 steps", image_size=12, optimizer=sgd, label_smoothing=0.1, **often),
     }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    model = {"width": 16, "depth": 2, "heads": 2, "patch_size": 4}
+    write_recipe(folder, stages, name="three", processes=2, model=model, engine={})
     done = run(folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
@@ -79,20 +57,13 @@ def test_in_processes_of_its_own_each_stage_has_the_same_result_to_the_last_bit(
 ):
     """`finished` has run all three in the same two processes, started once."""
     (tmp_path / "recipe.yaml").write_text((finished / "recipe.yaml").read_text())
-    for stage in STAGES:
-        alone = run(tmp_path, "--stage", stage)
+    for name in STAGES:
+        alone = run(tmp_path, "--stage", name)
         assert alone.returncode == 0, alone.stdout + alone.stderr
-    for stage in STAGES:
-        ours, theirs = (folder / "runs/three" / stage for folder in (finished, tmp_path))
+    for name in STAGES:
+        ours, theirs = (folder / "runs/three" / name for folder in (finished, tmp_path))
         assert (ours / "model/model.safetensors").read_bytes() == (theirs / "model/model.safetensors").read_bytes()
-        metrics = [
-            [
-                {key: value for key, value in row.metrics.items() if not key.startswith("perf/")}
-                for row in read_metrics(folder / "metrics.jsonl")
-            ]
-            for folder in (ours, theirs)
-        ]
-        assert metrics[0] == metrics[1] != []
+        assert curve(ours) == curve(theirs) != []
 
 
 def test_the_head_is_swapped_for_zeros_and_the_trunk_is_untouched(finished):
@@ -132,7 +103,7 @@ def test_timm_loads_the_result_as_it_is(finished):
 
 def test_nothing_is_left_that_is_not_known(finished):
     assert surprises(finished / "runs/three") == []
-    assert mlflow_states(finished / "runs/mlflow.db") == {stage: ["FINISHED"] for stage in ("", *STAGES)}
+    assert mlflow_states(finished / "runs/mlflow.db") == {name: ["FINISHED"] for name in ("", *STAGES)}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -147,11 +118,11 @@ def test_mlflow_holds_one_parent_and_three_finished_children_with_their_curves(f
     children = {run.data.tags["shardvit.stage"]: run for run in runs if "mlflow.parentRunId" in run.data.tags}
     assert len(parents) == 1 and parents[0].info.status == "FINISHED"
     assert set(children) == set(STAGES) and len(runs) == 4
-    for stage, child in children.items():
+    for stage_name, child in children.items():
         assert child.info.status == "FINISHED"
         assert child.data.tags["mlflow.parentRunId"] == parents[0].info.run_id
         assert child.data.params["model.width"] == "16"
-        rows = read_metrics(finished / "runs/three" / stage / "metrics.jsonl")
+        rows = read_metrics(finished / "runs/three" / stage_name / "metrics.jsonl")
         for name in {name for row in rows for name in row.metrics}:
             ours = [(row.step, row.metrics[name]) for row in rows if name in row.metrics]
             theirs = [(point.step, point.value) for point in client.get_metric_history(child.info.run_id, name)]

@@ -9,10 +9,9 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
-from data_shards.packing.pack import pack
 from tests.conftest import RunCli
+from tests.integration.small_runs import pack_digits, stage, write_recipe
 
 STEPS = 8
 
@@ -20,25 +19,13 @@ STEPS = 8
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
     """A working folder with shards of three classes and a recipe of three stages."""
-    pack("digits", tmp_path / "shards", classes=("0", "1", "2"), holdout=0.2, report=lambda text: None)
-    common = {
-        **{"train": "shards/train", "eval": "shards/val", "image_size": 8, "global_batch_size": 16},
-        **{"duration": f"{STEPS} steps", "log_every": "2 steps"},
+    pack_digits(tmp_path / "shards", "012")
+    stages = {
+        "pretrain": stage("shards", f"{STEPS} steps", log_every="2 steps"),
+        "swap_head": {},
+        "finetune": stage("shards", f"{STEPS} steps", log_every="2 steps", optimizer={"name": "sgd", "lr": 0.01}),
     }
-    content = {
-        "name": "law",
-        "processes": 1,
-        "pictures": "off",
-        "tracking": {"mode": "offline"},
-        "model": {"width": 16, "depth": 1, "heads": 2, "patch_size": 4},
-        "engine": {"precision": "fp32"},
-        "stages": {
-            "pretrain": {**common, "optimizer": {"name": "adamw", "lr": 0.003}},
-            "swap_head": {},
-            "finetune": {**common, "optimizer": {"name": "sgd", "lr": 0.01}},
-        },
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
+    write_recipe(tmp_path, stages, name="law", pictures="off", tracking={"mode": "offline"})
     return tmp_path
 
 

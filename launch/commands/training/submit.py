@@ -80,9 +80,10 @@ def submit(
         print(submission.render(plan.jobs), end="")
         return 0
     for name, number in submission.submit_plan(plan, slurm=Slurm()).jobs.items():
-        print(f"{name}: job {number}")
-    where = "logs, and the table at the end (sum-up.log)" if sweep else "logs"
-    print(f"{where}: {plan.paths.slurm}\nshow the state with: shardvit watch {plan.paths.run}")
+        print(f"{name}: job {number}" + ("" if sweep else f", log {plan.paths.slurm}/{name}.log"))
+    if plan.closing:
+        print(plan.closing)
+    print(f"show the state with: shardvit watch {plan.paths.run}")
     return 0
 
 

@@ -74,17 +74,12 @@ esac
 
 @dataclass
 class Cluster:
-    """The folder in which the hosts leave what happened.
-
-    Attributes:
-        most_threads, most_children: of this process, while the hosts were at a gate.
-        others: children of this process that other tests have left to it.
-    """
+    """The folder in which the hosts leave what happened."""
 
     folder: Path
-    most_threads: int = 0
+    most_threads: int = 0  # of this process, while the hosts were at a gate
     most_children: int = 0
-    others: int = field(default_factory=lambda: len(psutil.Process().children()))
+    others: int = field(default_factory=lambda: len(psutil.Process().children()))  # children left by other tests
     over: threading.Event = field(default_factory=threading.Event)
 
     def there(self, what: str) -> list[str]:
