@@ -1,6 +1,6 @@
 """Names shared by several rooms: stages, optimizers, metrics, exit codes, and the files of a run folder.
 
-Plain values without imports, so everything may import it. A new optimizer is a name and an entry here and a case in
+Imports nothing, so everything may import it. A new optimizer is a name and an entry here and a case in
 `optimizers.optim.build_optimizer`; a new metric is an entry here and the line that computes it.
 """
 
@@ -57,7 +57,7 @@ class OptimizerState:
     keys: tuple[str, ...]  # of the recipe's optimizer group; refused for the other optimizers
     defaults: Mapping[str, object] = field(default_factory=dict)  # of its keys, where they differ from the recipe's
     rounded: str | None = None  # the moment that `first_moment: bf16` keeps in bf16
-    more_bytes: float = 0.0  # of a parameter, at most, beside the moments
+    more_bytes: float = 0.0  # per parameter, at most, beside the moments
     takes: Literal["pieces", "parameters"] = "pieces"  # parameters: whole ones, so that ZeRO 1 to 3 cannot cut them
 
     def bytes_per_parameter(self, first_moment: MomentType) -> float:
@@ -90,22 +90,20 @@ OPTIMIZERS: dict[OptimizerName, OptimizerState] = {
     ),
 }
 
-# ---- how products are computed ----
-
 AttentionKernel = Literal["cudnn", "flash", "efficient", "math"]
 
-# ---- the weights that are trained, and their moving average (EMA) ----
+# ---- trained weights and their moving average (EMA) ----
 
 WeightsKind = Literal["weights", "ema"]
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of a parameter in the forward pass, by precision
 MASTER_BYTES = 4  # of its float32 master copy
 AVERAGE_BYTES = 4  # of the moving average of a parameter: float32, beside the moments
 
-# ---- features before the head, for few-shot measures and their like ----
+# ---- features before the head, for few-shot accuracy, probes and kNN ----
 
 FeatureLayer = Literal["pre_logits", "pooled"]
 
-# ---- what an evaluation computes beside loss, top-1, balanced accuracy and the share of the commonest class ----
+# ---- evaluation metrics besides loss, top-1, balanced accuracy and the share of the most common class ----
 
 EvalMetric = Literal["top5", "calibration_error", "precision_at_1", "mean_average_precision"]
 OWN_SET = "val"  # the stage's own held-out set, in metrics and folders
@@ -125,15 +123,8 @@ class Metric:
 
 METRICS: dict[str, Metric] = {
     "train/loss": Metric("nats", "mean loss of the steps since the last point, over all ranks"),
-    "train/top1": Metric(
-        "share",
-        "top-1 accuracy on augmented training images over the steps of train/loss; a mixed image counts by the share "
-        "of the predicted class in it; label smoothing is ignored",
-    ),
-    "train/accuracy": Metric(
-        "share",
-        "masked patch prediction: share of corrupted patches whose colour is right, over the steps of train/loss",
-    ),
+    "train/top1": Metric("share", "top-1 on augmented images; a mixed image counts by the predicted class's share"),
+    "train/accuracy": Metric("share", "masked patch prediction: share of patches with the right colour, as train/loss"),
     "train/epoch": Metric("epochs", "images seen over images of the training set"),
     "opt/lr": Metric("", "learning rate of the last step"),
     "opt/grad_norm": Metric("", "L2 norm of the last step's gradients, before clipping"),
@@ -141,7 +132,7 @@ METRICS: dict[str, Metric] = {
     "opt/update_ratio": Metric(
         "ratio",
         "L2 norm of the last weight update over opt/parameter_norm; 0: the step was skipped; missing with "
-        "engine.offload and where a GPU has no memory for a copy",
+        "engine.offload and if a GPU has no memory for a copy",
     ),
     "opt/loss_scale": Metric("", "fp16: loss scale after the last step"),
     "opt/skipped_steps": Metric("steps", "steps skipped so far because their gradients were not finite"),
@@ -149,14 +140,12 @@ METRICS: dict[str, Metric] = {
     "data/substituted_images": Metric("images", "damaged images so far that were replaced by another image"),
     "perf/images_per_s": Metric("images/s", "training images per second over all ranks, without evaluation and saving"),
     "perf/step_seconds_p50": Metric(
-        "s", "median step time since the last point, by rank 0's clock, without evaluation and saving"
+        "s", "median step time on rank 0 since the last point, without evaluation and saves"
     ),
     "perf/step_seconds_p95": Metric("s", "95th percentile of the step times since the last point"),
     "perf/step_seconds_max": Metric("s", "longest step time since the last point"),
     "perf/model_tflops_per_s": Metric(
-        "TFLOP/s",
-        "model FLOP/s of one process: its images/s times the FLOPs per image, forward and backward, without "
-        "recomputation",
+        "TFLOP/s", "model FLOPs per process, forward and backward, without recomputation"
     ),
     "perf/mfu": Metric(
         "share",
@@ -164,27 +153,17 @@ METRICS: dict[str, Metric] = {
         "its data sheet; missing on CPUs, on GPUs not in pipeline/budget/gpus.py, and with TF32",
     ),
     "perf/gpu_memory_peak_gib": Metric("GiB", "peak memory of rank 0's tensors on its GPU in this stage"),
-    "perf/host_memory_peak_gib": Metric(
-        "GiB", "peak resident memory of rank 0's process since its start, without data workers"
-    ),
-    "perf/gpu_hours": Metric(
-        "h", "hours of the stage times its GPUs, over all attempts (killed ones up to their last checkpoint)"
-    ),
+    "perf/host_memory_peak_gib": Metric("GiB", "peak resident memory of rank 0's process, without data workers"),
+    "perf/gpu_hours": Metric("h", "stage hours times GPUs, over all attempts (a killed one up to its last save)"),
     "perf/process_hours": Metric("h", "on CPUs: hours of the stage times its processes, over all attempts"),
-    "perf/core_wait_frac": Metric(
-        "share",
-        "on CPUs: share of runnable time that rank 0's threads spent waiting for a core",
-    ),
+    "perf/core_wait_frac": Metric("share", "on CPUs: share of runnable time that rank 0's threads waited for a core"),
     "perf/data_wait_frac": Metric("share", "share of the time behind perf/images_per_s that rank 0 waited for batches"),
     "perf/save_stall_frac": Metric("share", "share of this attempt's time that training waited for checkpoints"),
     "perf/slowest_rank_ratio": Metric("ratio", "own time per step of the slowest rank over that of the median rank"),
     "val/loss": Metric("nats", "mean loss on the held-out set, without label smoothing"),
     "val/top1": Metric("share", "top-1 accuracy on the held-out set"),
     "val/balanced_accuracy": Metric("share", "images with one label: mean of the per-class top-1"),
-    "val/commonest_class_share": Metric(
-        "share",
-        "share of held-out images in the most common class: val/top1 of a model that always predicts it",
-    ),
+    "val/commonest_class_share": Metric("share", "images in the most common class: val/top1 of always predicting it"),
     "val/accuracy": Metric("share", "masked patch prediction: share of held-out patches whose colour is right"),
     "val/ema_loss": Metric("nats", "val/loss of the moving average of the weights"),
     "val/ema_top1": Metric("share", "val/top1 of the moving average of the weights"),
@@ -192,24 +171,17 @@ METRICS: dict[str, Metric] = {
     "val/ema_accuracy": Metric("share", "val/accuracy of the moving average of the weights"),
     "val/top5": Metric("share", "top-5 accuracy on the held-out set"),
     "val/calibration_error": Metric(
-        "share",
-        "mean distance of confidence and accuracy over 15 confidence bins, weighted by images",
+        "share", "gap of confidence and accuracy over 15 confidence bins, weighted by images"
     ),
     "val/precision_at_1": Metric("share", "images with several labels: share whose top class is one of them"),
-    "val/mean_average_precision": Metric(
-        "share", "images with several labels: average precision, averaged over the classes"
-    ),
+    "val/mean_average_precision": Metric("share", "images with several labels: average precision, mean over classes"),
     "val/images": Metric("images", "held-out images that could be read"),
     "val/fewshot_NAME_Kshot": Metric(
-        "share", "top-1 on set NAME of least squares on K images per class, mean over the seeds"
+        "share", "top-1 on set NAME: least squares on K images per class, mean over seeds"
     ),
-    "val/probe_NAME_top1": Metric(
-        "share", "transfer --method probe: top-1 on set NAME of logistic regression; also _top5"
-    ),
+    "val/probe_NAME_top1": Metric("share", "transfer --method probe: logistic regression on set NAME; also _top5"),
     "val/probe_NAME_loss": Metric("nats", "mean cross-entropy of that probe"),
-    "val/knn_NAME_Knn_top1": Metric(
-        "share", "transfer --method knn: top-1 on set NAME of K nearest neighbours; also _top5"
-    ),
+    "val/knn_NAME_Knn_top1": Metric("share", "transfer --method knn: K nearest neighbours on set NAME; also _top5"),
     "val/transfer_mean": Metric("share", "shardvit transfer: mean of the first top-1 of each data set"),
     "model/parameters": Metric("parameters", "swap_head: parameters of the model"),
     "model/head_parameters_dropped": Metric("parameters", "swap_head: parameters of the dropped head"),

@@ -109,8 +109,8 @@ def test_round_trip(file: Path, tmp_path: Path):
         ("stages.pretrain=3", "stages.pretrain"),
         ("stages.pretrain.augment.flip.x=3", "flip"),
         ("name.x=3", "'name' is a value, not a group of keys"),
-        ("seed", "write it as key=value"),
-        ("=3", "write it as key=value"),
+        ("seed", "write key=value"),
+        ("=3", "write key=value"),
         ("seed={", "override seed={ is not valid YAML"),
     ],
 )
