@@ -209,35 +209,3 @@ def test_a_run_interrupted_in_every_way_ends_as_the_undisturbed_one(tmp_path, sh
     assert [step for step, metrics in run.curve() if "train/loss" in metrics] == [*range(7, STEPS, 7), STEPS]
     assert run.record()["model_digest"] == undisturbed.record()["model_digest"]
     assert run.record()["results"] == undisturbed.record()["results"]
-
-
-@pytest.mark.slow
-def test_a_finished_run_is_not_run_again(undisturbed):
-    before = (undisturbed.stage / "stage.json").read_bytes()
-    process = undisturbed.start()
-    output = undisturbed.finish(process)
-    assert process.returncode == 0
-    assert "done already" in output
-    assert (undisturbed.stage / "stage.json").read_bytes() == before
-
-
-@pytest.mark.slow
-def test_the_newest_checkpoint_damaged_is_passed_over_and_the_result_is_the_same(tmp_path, shards, undisturbed):
-    run = Run(tmp_path / "run", shards)
-    process = run.start()
-    run.wait_for_step(process, 60)
-    for member in tree_of(process):
-        member.kill()
-    run.finish(process)
-    newest = run.stage / "checkpoints" / f"step-{run.last_saved():08d}"
-    victim = max((path for path in newest.rglob("*.pt")), key=lambda path: path.stat().st_size)
-    content = bytearray(victim.read_bytes())
-    content[len(content) // 2] ^= 1
-    victim.write_bytes(content)
-
-    process = run.start()
-    output = run.finish(process)
-    assert process.returncode == 0, output
-    assert f"{newest.name} is damaged" in output
-    assert run.curve() == undisturbed.curve()
-    assert run.record()["model_digest"] == undisturbed.record()["model_digest"]
