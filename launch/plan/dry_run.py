@@ -24,7 +24,7 @@ from pipeline.recipe.stage import MaskedPatchStage, TrainStage
 from pipeline.recipe.vocabulary import StageName
 from pipeline.runs.logs import read_metrics
 from pipeline.runs.run_folder import RunFolder
-from pipeline.stage.initial_model import model_to_come
+from pipeline.stage.initial_model import stage_model
 
 Keys = Literal["changed", "all"]
 
@@ -61,7 +61,7 @@ def summary(
     labels = dict.fromkeys(label for each in values for label in each)
     rows = [[label, *(each.get(label, "") for each in values), _WORDS.get(label, "")] for label in labels]
     shown = columns([["", *stages, ""], *(row for row in rows if any(row[1:-1]))])
-    held, refused = formats_of(model_to_come(recipe, stage=recipe.stages.names[-1]))
+    held, refused = formats_of(stage_model(recipe, stage=recipe.stages.names[-1]))
     notes += ["", f"formats of {recipe.stages.names[-1]}/model: {', '.join(held) or 'none but its own'}"]
     notes += [f"  not {to}: {why}" for to, why in refused.items()]
     return "\n".join(

@@ -100,9 +100,7 @@ def _attempt(
         task = make_task(stage.recipe, stage=name, data=stage.data, normalisation=start.normalisation, engine=engine)
         job = make_job(context, stage, task=task, engine=engine, state=state, watch=watch, report=report)
         if place.is_main:
-            for line in describe_start(
-                stage, place=place, task=task, head=start.head, notes=kernels.notes, restored=restored
-            ):
+            for line in describe_start(stage, place=place, task=task, notes=kernels.notes, restored=restored):
                 report.note(line)
             context.draw(name, "begin", state.step)
         with closing(job.batches), closing(job.saver):

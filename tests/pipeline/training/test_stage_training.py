@@ -118,7 +118,7 @@ class OwnStage:
     def train(self, *, engine: dict[str, Any] | None = None, **stage: Any) -> None:
         """The whole stage."""
         context = self.context(engine=engine or {}, **stage)
-        train_stage(context, self.of(context), model=torch.nn.Linear(10, 100), start=StageStart("linear"))
+        train_stage(context, self.of(context), model=torch.nn.Linear(10, 100), start=StageStart())
 
 
 @pytest.fixture
