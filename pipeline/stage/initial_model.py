@@ -63,7 +63,7 @@ def model_from_elsewhere(recipe: Recipe) -> Path | None:
     if different:
         shown = ", ".join(f"{key} {theirs.get(key)} (not {ours.get(key)})" for key in different)
         raise UserError(
-            f"stages.swap_head.model: {folder} is another model than the recipe's: under model, set {shown}, or leave "
+            f"stages.swap_head.model: {folder} is another model than the recipe's; under model, set {shown}, or leave "
             "model out (model=null) to take the folder's"
         )
     if not (folder / WEIGHTS_FILE).is_file():

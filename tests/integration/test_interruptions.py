@@ -14,43 +14,34 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 
 from data_shards.packing.pack import pack
 from pipeline.runs.logs import read_metrics
 from tests.faults.harness import INJECT
+from tests.small_recipe import SMALL, small_recipe, small_stage, write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 400
 
 
 def recipe(name: str, shards: Path, *, steps: int) -> dict:
-    return {
-        "name": name,
-        "seed": 7,
-        "processes": 2,
-        "model": {"width": 32, "depth": 2, "heads": 2, "patch_size": 4},
-        "engine": {"zero_stage": 2, "precision": "bf16", "max_micro_batch_size": 8},
-        "stages": {
-            "pretrain": {
-                "train": str(shards / "train"),
-                "eval": str(shards / "val"),
-                "image_size": 8,
-                "global_batch_size": 32,
-                "duration": f"{steps} steps",
-                "optimizer": {"name": "adamw", "lr": 0.003, "weight_decay": 0.05},
-                "schedule": {"warmup": "10%"},
-                "dropout": 0.1,
-                "stochastic_depth": 0.1,
-                "patch_dropout": 0.5,
-                "unmasked_finish": "20%",
-                "log_every": "7 steps",  # no multiple of save_every: a point of the curve spans a checkpoint
-                "eval_every": "40%",
-                "save_every": "20 steps",
-                "keep_checkpoints": 2,
-            }
-        },
-    }
+    stage = small_stage(
+        shards,
+        global_batch_size=32,
+        duration=f"{steps} steps",
+        optimizer={"name": "adamw", "lr": 0.003, "weight_decay": 0.05},
+        schedule={"warmup": "10%"},
+        dropout=0.1,
+        stochastic_depth=0.1,
+        patch_dropout=0.5,
+        unmasked_finish="20%",
+        log_every="7 steps",  # no multiple of save_every: a point of the curve spans a checkpoint
+        eval_every="40%",
+        save_every="20 steps",
+    )
+    engine = {"zero_stage": 2, "precision": "bf16", "max_micro_batch_size": 8}
+    model = SMALL | {"width": 32, "depth": 2}
+    return small_recipe(name, model=model, seed=7, processes=2, engine=engine, pretrain_=stage)
 
 
 class Run:
@@ -60,7 +51,7 @@ class Run:
         self.folder = folder
         self.output = folder / "output.txt"
         folder.mkdir()
-        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe("law", shards, steps=steps)))
+        write_recipe(folder / "recipe.yaml", recipe("law", shards, steps=steps))
 
     @property
     def stage(self) -> Path:

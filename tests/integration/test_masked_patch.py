@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from data_shards.images.transforms import EvalTransform
 from data_shards.loading.assemble import Access
@@ -19,6 +18,7 @@ from data_shards.reading.opening import open_shards
 from model.masked_patch import colour_classes
 from model.saved.model_folder import load_model
 from pipeline.runs.logs import read_metrics
+from tests.small_recipe import SMALL, small_recipe, small_stage, write_recipe
 
 STEPS, SAVED = 120, 60
 
@@ -26,38 +26,29 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def recipe(folder: Path) -> dict:
-    return {
-        "name": "masked",
-        "seed": 3,
-        "processes": 2,
-        "model": {"width": 32, "depth": 2, "heads": 2, "patch_size": 4, "pool": "map"},
-        "engine": {"zero_stage": 2, "precision": "bf16", "max_micro_batch_size": 16},
-        "stages": {
-            "masked_patch": {
-                "train": str(folder / "many/train"),
-                "eval": str(folder / "many/val"),
-                "image_size": 16,
-                "global_batch_size": 64,
-                "duration": f"{STEPS} steps",
-                "optimizer": {"name": "adamw", "lr": 0.005, "weight_decay": 0.05},
-                "schedule": {"warmup": "10%"},
-                "augment": {"crop_area": [0.9, 1.0], "flip": 0.5},
-                "log_every": "7 steps",  # no multiple of save_every: a point of the curve spans a checkpoint
-                "eval_every": "50%",
-                "save_every": f"{SAVED} steps",
-                "keep_checkpoints": STEPS // SAVED,
-            },
-            "swap_head": {},
-            "finetune": {
-                "train": str(folder / "few/train"),
-                "eval": str(folder / "few/val"),
-                "image_size": 24,
-                "global_batch_size": 16,
-                "duration": "8 steps",
-                "optimizer": {"name": "adamw", "lr": 0.001},
-            },
-        },
-    }
+    masked_patch = small_stage(
+        folder / "many",
+        image_size=16,
+        global_batch_size=64,
+        duration=f"{STEPS} steps",
+        optimizer={"name": "adamw", "lr": 0.005, "weight_decay": 0.05},
+        schedule={"warmup": "10%"},
+        augment={"crop_area": [0.9, 1.0], "flip": 0.5},
+        log_every="7 steps",  # no multiple of save_every: a point of the curve spans a checkpoint
+        eval_every="50%",
+        save_every=f"{SAVED} steps",
+        keep_checkpoints=STEPS // SAVED,
+    )
+    return small_recipe(
+        "masked",
+        model=SMALL | {"width": 32, "depth": 2, "pool": "map"},
+        seed=3,
+        processes=2,
+        engine={"zero_stage": 2, "precision": "bf16", "max_micro_batch_size": 16},
+        masked_patch_=masked_patch,
+        swap_head_={},
+        finetune_=small_stage(folder / "few", image_size=24, duration="8 steps"),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +58,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, run_preloaded: Run) -> Pa
     quiet = lambda text: None  # noqa: E731
     pack("digits", folder / "many", holdout=0.2, samples_per_shard=200, report=quiet)
     pack("digits", folder / "few", classes=("8", "9"), holdout=0.3, report=quiet)
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe(folder)))
+    write_recipe(folder / "recipe.yaml", recipe(folder))
     done = run_preloaded("run", "recipe.yaml", cwd=folder, timeout_seconds=500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "masked_patch: done, held-out accuracy" in done.stdout

@@ -13,15 +13,9 @@ from pipeline.recipe.optimizer import OptimizerConfig, ScheduleConfig
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import MaskedPatchStage
 from pipeline.runs.run_folder import recipe_digest
+from tests.small_recipe import small_stage
 
-TRAIN: dict[str, Any] = {
-    "train": "a/train",
-    "eval": "a/val",
-    "image_size": 16,
-    "global_batch_size": 8,
-    "duration": "10 steps",
-    "optimizer": {"name": "sgd", "lr": 0.1},
-}
+TRAIN = small_stage("a", image_size=16, global_batch_size=8, optimizer={"name": "sgd", "lr": 0.1})
 TREE: dict[str, Any] = {
     "name": "r",
     "model": {"width": 8, "depth": 1, "heads": 2, "patch_size": 4},

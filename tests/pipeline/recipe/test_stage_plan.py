@@ -11,28 +11,15 @@ from data_shards.errors import UserError
 from pipeline.recipe.optimizer import Schedule
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import StagePlan, plan_stage
+from tests.small_recipe import small_recipe, small_stage
 
 
 def recipe(*, most: int = 256, lanes: int | str = "auto", stage: dict[str, Any] | None = None) -> Recipe:
-    return Recipe.model_validate(
-        {
-            "name": "r",
-            "model": {"width": 8, "depth": 1, "heads": 2, "patch_size": 4},
-            "data": {"lanes": lanes},
-            "engine": {"max_micro_batch_size": most},
-            "stages": {
-                "pretrain": {
-                    "train": "train",
-                    "eval": "val",
-                    "image_size": 16,
-                    "global_batch_size": 64,
-                    "duration": "100 steps",
-                    "optimizer": {"name": "sgd", "lr": 0.1},
-                    **(stage or {}),
-                }
-            },
-        }
+    keys = {"image_size": 16, "global_batch_size": 64, "duration": "100 steps", "optimizer": {"name": "sgd", "lr": 0.1}}
+    tree = small_recipe(
+        data={"lanes": lanes}, engine={"max_micro_batch_size": most}, pretrain_=small_stage(**keys | (stage or {}))
     )
+    return Recipe.model_validate(tree)
 
 
 def plan(*, world_size: int = 1, samples: int = 1000, **settings: Any) -> StagePlan:

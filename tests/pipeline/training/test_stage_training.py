@@ -38,6 +38,7 @@ from pipeline.training.assembly import make_job
 from pipeline.training.stage_training import train_stage
 from tests.data_shards.small_set import touch_up
 from tests.saving import Gate, TinyEngine, one_rank, state_at, steps
+from tests.small_recipe import SMALL, small_recipe, small_stage
 
 TOTAL_STEPS = 40
 
@@ -74,24 +75,9 @@ class OwnStage:
         return self.folder.checkpoints("pretrain")
 
     def context(self, *, engine: dict[str, Any], **stage: Any) -> StageContext:
-        recipe = Recipe.model_validate(
-            {
-                "name": "r",
-                "model": {"width": 8, "depth": 1, "heads": 2, "patch_size": 4},
-                "engine": engine,
-                "stages": {
-                    "pretrain": {
-                        "train": str(self.shards / "train"),
-                        "eval": str(self.shards / "val"),
-                        "image_size": 8,
-                        "global_batch_size": 8,
-                        "duration": f"{TOTAL_STEPS} steps",
-                        "optimizer": {"name": "adamw", "lr": 0.001},
-                        **stage,
-                    }
-                },
-            }
-        )
+        keys = small_stage(self.shards, global_batch_size=8, duration=f"{TOTAL_STEPS} steps", **stage)
+        model = SMALL | {"width": 8}
+        recipe = Recipe.model_validate(small_recipe(model=model, engine=engine, pretrain_=keys))
         ranks: Any = one_rank()
         return StageContext(recipe, self.folder, ranks, StopFlag(), {})
 
