@@ -184,7 +184,7 @@ class _Part:
 
     @property
     def compute_seconds(self) -> float | None:
-        """Of one step, on one GPU alone."""
+        """Of a step, on one GPU alone."""
         images = self.plan.micro_batch_size * self.plan.accumulation_steps
         return images / self.speed.images_per_second if self.speed else None
 

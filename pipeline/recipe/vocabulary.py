@@ -16,30 +16,30 @@ ALL_STAGES: tuple[StageName, ...] = get_args(StageName)
 # ---- exit codes, of `shardvit`, of a rank and of every launcher ----
 
 EXIT_FAILED = 1
-EXIT_USER_ERROR = 2  # the user must change something first: a mistake, a full disk, a missing folder
+EXIT_USER_ERROR = 2  # the user must act first: a mistake, a full disk, a missing folder
 EXIT_STOPPED = 75  # stopped by a signal, after saving. BSD's EX_TEMPFAIL: run the same command again
-EXIT_READER_LEFT = 141  # 128 + SIGPIPE: the program that read the output ended
+EXIT_READER_LEFT = 141  # 128 + SIGPIPE: the output's reader ended
 
 # ---- a run folder: RUNS/NAME/... ----
 
 RECIPE_FILE = "recipe.yaml"  # the resolved recipe; a copy lies in each checkpoint
-DIFFERENCE_FILE = "recipe_difference.txt"  # to what it extends, or to the recipe without the command's changes
+DIFFERENCE_FILE = "recipe_difference.txt"  # to what it extends, or to the recipe without overrides
 STAGE_FILE = "stage.json"  # STAGE/...: state, images seen, digests of what went in, results
 DATA_FILE = "data.json"  # the shards that the stage began with
 CHECKPOINTS_FOLDER = "checkpoints"
 RANKS_FOLDER = "ranks"  # heartbeats and stacks
 METRICS_FILE = "metrics.jsonl"
-EVENTS_FILE = "events.jsonl"  # what happened, over all attempts
+EVENTS_FILE = "events.jsonl"  # over all attempts
 CORRUPT_SAMPLES_FILE = "corrupt_samples.jsonl"
 MODEL_FOLDER = "model"  # the result: safetensors and config.json
-MLFLOW_FILE = "mlflow.json"  # of the run, and of each stage: which MLflow run it is, and what of it was sent
-MLFLOW_FACTS_FILE = "mlflow_facts.json"  # STAGE/...: what its MLflow run is to know, apart from the metrics
-TRACKING_FOLDER = "tracking"  # of the run: environment and changes, as MLflow keeps them
-PAGE_FILE = "report.html"  # of the run: everything about it on one page
+MLFLOW_FILE = "mlflow.json"  # of the run and of each stage: its MLflow run, and what was sent
+MLFLOW_FACTS_FILE = "mlflow_facts.json"  # STAGE/...: facts for its MLflow run, apart from the metrics
+TRACKING_FOLDER = "tracking"  # of the run: environment and code changes, as in MLflow
+PAGE_FILE = "report.html"  # the run on one page
 PICTURES_FOLDER = "pictures"  # STAGE/...: NAME/step-00000400.png, .svg, .json
-PICTURES_LOG = "pictures.log"  # what the process that draws them had to say
-COMPILED_FOLDER = "compiled"  # what torch has compiled
-REPLACED_FOLDER = "replaced"  # what --restart moved aside
+PICTURES_LOG = "pictures.log"  # output of the drawing process
+COMPILED_FOLDER = "compiled"  # torch's compiled kernels
+REPLACED_FOLDER = "replaced"  # stages that --restart moved aside
 SWEEP_FILE = "sweep.json"  # in the folder of a sweep's runs
 
 # ---- optimizers ----
@@ -53,12 +53,12 @@ _FLOAT32_BYTES, _BF16_BYTES = 4, 2
 class OptimizerState:
     """Optimizer state per parameter, and the recipe keys that belong to the optimizer."""
 
-    moments: tuple[str, ...]  # their names in torch's state; each of the parameter's shape, float32 but for `rounded`
-    keys: tuple[str, ...]  # of the recipe's optimizer group; refused for the other optimizers
-    defaults: Mapping[str, object] = field(default_factory=dict)  # of its keys, where they differ from the recipe's
+    moments: tuple[str, ...]  # names in torch's state; of the parameter's shape, float32 except `rounded`
+    keys: tuple[str, ...]  # in the recipe's optimizer group; refused for other optimizers
+    defaults: Mapping[str, object] = field(default_factory=dict)  # of its keys, if unlike the recipe's
     rounded: str | None = None  # the moment that `first_moment: bf16` keeps in bf16
     more_bytes: float = 0.0  # per parameter, at most, beside the moments
-    takes: Literal["pieces", "parameters"] = "pieces"  # parameters: whole ones, so that ZeRO 1 to 3 cannot cut them
+    takes: Literal["pieces", "parameters"] = "pieces"  # parameters: whole ones only, so no ZeRO 1 to 3
 
     def bytes_per_parameter(self, first_moment: MomentType) -> float:
         saved = _FLOAT32_BYTES - _BF16_BYTES if self.rounded and first_moment == "bf16" else 0
@@ -110,7 +110,7 @@ OWN_SET = "val"  # the stage's own held-out set, in metrics and folders
 OF_ONE_LABEL: tuple[EvalMetric, ...] = ("top5", "calibration_error")
 OF_SEVERAL_LABELS: tuple[EvalMetric, ...] = ("precision_at_1", "mean_average_precision")
 
-# ---- metrics: what stands in metrics.jsonl and MLflow ----
+# ---- metrics in metrics.jsonl and MLflow ----
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""One training stage, from its model before the first step to its result.
+"""Run one training stage, from its initial model to its result.
 
-The loop is `train_loop`, its parts are made in `assembly`, the stages' differences are in `stages`.
+The loop is `train_loop`, `assembly` makes its parts, `stages` has the differences between stages.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from pipeline.training.train_loop import train
 
 
 def train_stage(context: StageContext, stage: Stage, *, model: nn.Module, start: StageStart) -> None:
-    """Train `model` to the end of the stage, from its last checkpoint if any; leave STAGE/model; collective. UserError:
-    an input or checkpoint is not one that the stage began with; Stopped: by a signal, after saving."""
+    """Train `model` to the end of the stage, from its last checkpoint if any, and write STAGE/model; collective.
+    UserError: an input or checkpoint differs from the stage's first; Stopped: by a signal, after saving."""
     recipe, plan, train_set = stage.recipe, stage.plan, stage.data.train
     inputs, record = {**stage.inputs, "weights": start.weights}, stage.record
     data_record = context.on_main(lambda: check_data(stage.run, stage=stage.name, data=stage.data))
@@ -84,7 +84,7 @@ def _attempt(
     watch: Watch,
     resumed: tuple[Restored | None, TrainState],
 ) -> None:
-    """Train from a checkpoint, or the beginning, to the end of the stage; collective. RollBack: go back to an earlier
+    """Train from a checkpoint, or the beginning, to the end of the stage; collective. RollBack: resume from an earlier
     checkpoint."""
     (restored, state), name, place = resumed, stage.name, context.ranks.place
     pace = make_pace(stage.recipe.engine, device=engine.device, drawing_seconds=context.drawing_seconds)

@@ -131,7 +131,7 @@ def swap_head(context: StageContext) -> None:
         }
         log.append(step=0, images_seen=0, metrics=values)
         meta = old.model_copy(update={"num_classes": len(classes), "class_names": classes, "head": "linear"})
-        make_folders(folder.stage("swap_head"), below=folder.path)  # fails where the run folder is gone
+        make_folders(folder.stage("swap_head"), below=folder.path)  # fails if the run folder is gone
         save_model(folder.model("swap_head"), model.state_dict(), meta=meta)
         folder.update("swap_head", state="done", results=values, model_digest=weights_digest(folder.model("swap_head")))
     print(
