@@ -51,7 +51,7 @@ def report_to(
     pace: Any = SimpleNamespace(measuring=lambda phase: contextlib.nullcontext())
     parts = Phases(watch=watch, pace=pace)
     plan: Any = SimpleNamespace(samples_per_epoch=128, global_batch_images=64)
-    return Report(kept, kept, events, gauges, phases=parts, plan=plan, training_seconds=training_seconds)
+    return Report(kept, kept, events, gauges, phases=parts, plan=plan, earlier_seconds=training_seconds)
 
 
 class Clock:
