@@ -211,6 +211,7 @@ def stage_table(history: Run) -> PageTable:
 
 
 def duration_cell(seconds: float) -> PageCell:
+    """A duration for a table, sorted by its seconds."""
     return ShownNumber(show_duration(seconds), seconds)
 
 

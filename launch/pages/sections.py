@@ -33,7 +33,7 @@ from launch.pages.timeline import event_table, time_line
 from model.formats.export import formats_of
 from pipeline.checkpoint.identity import STATE
 from pipeline.recipe.io import differences, dump_recipe, flatten
-from pipeline.recipe.vocabulary import ALL_STAGES, DIFFERENCE_FILE, PAGE_FILE, StageName
+from pipeline.recipe.vocabulary import ALL_STAGES, DIFFERENCE_FILE, PAGE_FILE, RECIPE_FILE, StageName
 from pipeline.runs.read import Run, read_run
 from pipeline.runs.run_folder import RunFolder, checkpoint_folders
 from pipeline.stage.initial_model import model_to_come
@@ -163,10 +163,11 @@ def _curves(
 ) -> list[tuple[StageName, list[PageBlock]]]:
     """The curves of each stage that has any, the last one first."""
     present = {stage.name for history in runs.values() for stage in history.stages if stage.rows}
+    stages: list[StageName] = [name for name in reversed(only) if name in present]
     found: list[tuple[StageName, list[PageBlock]]] = []
-    for name in (name for name in reversed(only) if name in present):
+    for name in stages:
         of_runs = {run: stage for run, history in runs.items() if (stage := history.stage(name)) is not None}
-        key, title, room = f"{name}-{len(runs)}", f"Curves of {name}", DATA_BYTES // len(present.intersection(only))
+        key, title, room = f"{name}-{len(runs)}", f"Curves of {name}", DATA_BYTES // len(stages)
         try:
             block, zero = stage_charts(of_runs, key=key, title=title, runs=list(runs), data_bytes=room)
         except (ValueError, OverflowError) as error:  # numbers of a hostile file
@@ -256,11 +257,11 @@ def recipe_rows(histories: Sequence[Run]) -> list[list[str]] | None:
 
 def _comparison_tables(runs: Mapping[str, Run], *, only: Sequence[StageName] = ALL_STAGES) -> list[PageBlock]:
     blocks: list[PageBlock] = []
-    for name in (name for name in reversed(only) if name != "swap_head"):
+    for name in reversed(only):
         rows: list[list[PageCell]] = []
         for run, history in runs.items():
             stage = history.stage(name)
-            if stage is not None and stage.record.state != "new":
+            if stage is not None and stage.record.state != "new" and name != "swap_head":
                 result = stage_result(history, stage)
                 scores = map(metric_cell, (result.score, *result.beside, result.best))
                 took = duration_cell(result.seconds)
@@ -326,14 +327,15 @@ def _short(key: str, value: str) -> str:
 
 def _commands(history: Run) -> PageSection:
     folder, stages = history.folder, history.stages
-    run, recipe, runs = (
-        shlex.quote(str(path)) for path in (folder.path, folder.path / "recipe.yaml", folder.runs_root)
-    )
+    paths = (folder.path, folder.path / RECIPE_FILE, folder.runs_root)
+    run, recipe, runs = (shlex.quote(str(path)) for path in paths)
     done = {each.name for each in stages if each.record.state == "done"}
     lines: list[str] = []
     if not done or len(done) < len(stages):
         lines += ["# go on", f"shardvit run {recipe} --runs {runs}", "# look on", f"shardvit watch {run}"]
-    trained = [name for name in history.recipe.stages.trained if name in done] if history.recipe else []
+    trained: list[StageName] = (
+        [name for name in history.recipe.stages.trained if name in done] if history.recipe else []
+    )
     formats = formats_of(model_to_come(history.recipe, stage=trained[-1]))[0] if history.recipe and trained else []
     if formats:  # else it knows no classes
         lines += ["# use the model", f"shardvit predict {run} IMAGE_OR_FOLDER", f"shardvit eval {run} SHARDS"]
