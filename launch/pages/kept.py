@@ -61,9 +61,9 @@ def pictures_beside(runs: Mapping[str, Run], *, notes: list[str]) -> PageSection
     for name, history in runs.items():
         for stage in history.stages:
             for kept in newest_pictures([each for each in _kept(stage, notes=notes) if each.table is None]):
-                block = _picture_block([kept], of=f"{name}, {stage.name}", notes=notes)
-                if kept.picture.group in ("evaluation", "paper") and block is not None:
-                    found.append((_place(kept.picture), kept.picture.name, block))
+                if kept.picture.group in ("evaluation", "paper"):
+                    block = _picture_block([kept], of=f"{name}, {stage.name}", notes=notes)
+                    found += [(_place(kept.picture), kept.picture.name, block)] if block is not None else []
     return PageSection("Pictures", [block for *_, block in sorted(found, key=lambda each: each[:2])], state="closed")
 
 

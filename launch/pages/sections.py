@@ -300,29 +300,24 @@ def _text(file: Path) -> str:
 
 def _environment(history: Run) -> PageSection:
     """Versions, code revision and host, as the newest checkpoint of each stage says."""
-    columns: list[str] = []
-    written: list[dict[str, str]] = []
+    written: dict[str, dict[str, str]] = {}
     for stage in history.stages:
         try:
             folders = checkpoint_folders(history.folder.checkpoints(stage.name))
             state = parse_json(read_inside(folders[0] / STATE, folder=stage.folder)) if folders else {}
-            by = state.get("written_by", {})
-            if isinstance(by, dict) and by:
-                columns.append(stage.name)
+            if by := dict(state.get("written_by", {})):
                 identity = state.get("identity", {})
-                more = {key: identity[key] for key in ("processes", "backend", "zero_stage") if key in identity}
-                written.append({str(key): _short(str(key), str(value)) for key, value in {**by, **more}.items()})
+                by |= {key: identity[key] for key in ("processes", "backend", "zero_stage") if key in identity}
+                written[stage.name] = {str(key): str(value)[:200] for key, value in by.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError):
             continue
-    if not written:
-        return PageSection("Environment", [])
-    names = dict.fromkeys(name for each in written for name in each)
-    rows = [[name.replace("_", " "), *(each.get(name, "") for each in written)] for name in names]
-    return PageSection("Environment", [PageTable(("of the newest checkpoint", *columns), rows)], state="closed")
-
-
-def _short(key: str, value: str) -> str:
-    return value[:12] if key == "revision" else value[:200].replace("T", " ") if key == "time" else value[:200]
+    shown = {"revision": lambda revision: revision[:12], "time": lambda time: time.replace("T", " ")}
+    rows = [
+        [name.replace("_", " "), *(shown.get(name, str)(each.get(name, "")) for each in written.values())]
+        for name in dict.fromkeys(name for each in written.values() for name in each)
+    ]
+    blocks = [PageTable(("of the newest checkpoint", *written), rows)] if written else []
+    return PageSection("Environment", blocks, state="closed")
 
 
 def _commands(history: Run) -> PageSection:

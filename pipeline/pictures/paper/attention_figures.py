@@ -11,7 +11,7 @@ from data_shards.loading.batch import Batch
 from model.saved.model_folder import SavedModelMeta
 from pipeline.pictures.grid import Cell, Mark, image_grid
 from pipeline.pictures.paper.attention_inputs import SHOWN_IMAGES, LookedAt
-from pipeline.pictures.paper.tiles import evenly, show_tiles, tiled
+from pipeline.pictures.paper.weight_figures import evenly, show_tiles, tiled
 from pipeline.pictures.style import ACCENT, INK, Drawn, draw_level, new_figure, sequential
 from pipeline.runs.pictures import Picture
 

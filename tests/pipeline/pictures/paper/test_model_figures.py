@@ -19,7 +19,7 @@ from model.saved.model_folder import SavedModelMeta, build_described
 from pipeline.pictures.paper.attention_figures import in_the_light_of
 from pipeline.pictures.paper.attention_inputs import images_of_files, images_to_look_at, look
 from pipeline.pictures.paper.model_figures import built, figures_of_attention, figures_of_weights, left_out
-from pipeline.pictures.paper.tiles import evenly, tiled
+from pipeline.pictures.paper.weight_figures import evenly, tiled
 from pipeline.pictures.style import keep_picture
 from pipeline.runs.pictures import kept_pictures
 from pipeline.stage.task import model_input
