@@ -14,10 +14,15 @@ from typing import TYPE_CHECKING
 
 from data_shards.errors import UserError
 from data_shards.shards.location import PIPE, expand_braces, is_local, join, local_path, redacted
-from data_shards.shards.manifest import MANIFEST_FILE, Manifest, load_manifest, parse_manifest, shard_files
-from data_shards.shards.packed_shards import PackedShards
-from data_shards.shards.shard_set import Damaged, Report, ShardSet, ShardsSpec
-from data_shards.shards.shard_table import ShardEntry, ShardTable, TableSource
+from data_shards.shards.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    ShardFiles,
+    load_manifest,
+    parse_manifest,
+    shard_files,
+)
+from data_shards.shards.shard_set import Damaged, Report, ShardEntry, ShardSet, ShardSource, ShardsSpec, ShardTable
 from data_shards.shards.tar_index import index_path, read_index, readable_index
 from data_shards.vocabulary import SPLIT_FOLDERS
 
@@ -129,13 +134,10 @@ def _open_local(location: str, *, damaged: Damaged) -> ShardSet:
     if found and damaged == "refuse":
         more = f" (and {len(found) - 1} more shards are damaged)" if len(found) > 1 else ""
         raise UserError(found[0] + more)
-    source = TableSource(str(manifest.root.absolute()), str(manifest.root), manifest.labels, len(manifest.shards))
-    rows = PackedShards.of_shards(manifest.shards)
-    table = ShardTable.of(source, rows, damaged=tuple(files.damage), stamps=files.stamps)
-    opened = _packed(manifest, table, source=str(local_path(location)))
-    return replace(
-        opened, damage=tuple(found), lost_samples=sum(_lost_samples(table[number]) for number in files.damage)
-    )
+    root = manifest.root
+    opened = _packed(manifest, folder=str(root.absolute()), shown_folder=str(root), source=str(root), files=files)
+    lost_samples = sum(_lost_samples(opened.shards[number]) for number in files.damage)
+    return replace(opened, damage=tuple(found), lost_samples=lost_samples)
 
 
 def _lost_samples(entry: ShardEntry) -> int:
@@ -162,10 +164,20 @@ def _open_remote(location: str, *, store: Store) -> ShardSet:
         pattern = redacted(join(location, "x-")) + "{000..127}.tar"
         raise UserError(f"{error}; tars without a manifest are given as a pattern, such as {pattern}") from None
     manifest = parse_manifest(content, root=Path(), name=redacted(url))
-    rows = PackedShards.of_shards(manifest.shards)
-    table = ShardTable.of(TableSource(location, None, manifest.labels, len(rows)), rows)
-    return _packed(manifest, table, source=redacted(location))
+    return _packed(manifest, folder=location, shown_folder="", source=redacted(location))
 
 
-def _packed(manifest: Manifest, table: ShardTable, *, source: str) -> ShardSet:
+def _packed(
+    manifest: Manifest, *, folder: str, shown_folder: str, source: str, files: ShardFiles | None = None
+) -> ShardSet:
+    shards = manifest.shards
+    table = ShardTable.of(
+        ShardSource(folder, shown_folder, manifest.labels, len(shards)),
+        [shard.file for shard in shards],
+        num_samples=[shard.num_samples for shard in shards],
+        num_bytes=[shard.num_bytes for shard in shards],
+        sha256=[shard.sha256 for shard in shards],
+        stamps=files.stamps if files else (),
+        damaged=tuple(files.damage) if files else (),
+    )
     return ShardSet(manifest.name, source, manifest.split, manifest.classes, table, manifest.digest)

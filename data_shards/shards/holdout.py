@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from data_shards.errors import UserError
 from data_shards.order.randomness import hash_words, permute
-from data_shards.shards.shard_set import ShardSet
-from data_shards.shards.shard_table import Portion, ShardEntry, ShardRows, ShardTable
+from data_shards.shards.shard_set import Portion, ShardEntry, ShardRows, ShardSet
 from data_shards.vocabulary import RandomStream
 
 if TYPE_CHECKING:
@@ -39,24 +38,13 @@ def take_portion(shards: ShardSet, portion: Portion) -> ShardSet:
     """Take the samples of one part; the shards stay, and hold fewer. UserError if there are none."""
     sizes = shards.shard_sizes
     counts = _held_out_of_shards(sizes, total=held_out_images(shards.num_samples, share=portion.hold_out))
-    is_held_out = portion.which == "held_out"
-    if isinstance(shards.shards, ShardTable):
-        entries = shards.shards.take_portion(portion, held_out=counts)
-    else:
-        entries = tuple(
-            replace(
-                entry,
-                num_samples=count if is_held_out else size - count,
-                subset=ShardRows(number, stored=size, held_out=count, which=portion.which),
-            )
-            for number, (entry, size, count) in enumerate(zip(shards.shards, sizes, counts, strict=True))
-        )
-    kept = sum(counts) if is_held_out else sum(sizes) - sum(counts)
+    table = shards.shards.take_portion(portion, held_out=counts)
+    kept = int(table.used_samples.sum())
     content = json.dumps([shards.digest, portion.which, portion.hold_out])
     return replace(
         shards,
         name=f"{shards.name} ({portion.describe()})",
-        shards=entries,
+        shards=table,
         digest=hashlib.sha256(content.encode()).hexdigest()[:32],
         lost_samples=-(-shards.lost_samples * kept // shards.num_samples),  # the part's share of them
     )

@@ -22,7 +22,7 @@ from data_shards.loading.loader import EvalBatches, Layout, TrainBatches, TrainL
 from data_shards.loading.mixing import MixupConfig
 from data_shards.order.mixture import PATTERN, AnyOrder, MixedOrder, make_order
 from data_shards.shards.labels import LabelSpec
-from data_shards.shards.shard_set import ShardEntry, ShardSet, merge_shard_sets
+from data_shards.shards.shard_set import ShardEntry, ShardSet, ShardTable, merge_shard_sets
 from data_shards.shards.tar_index import build_index, index_path, write_index
 from data_shards.vocabulary import WorkerKind
 from pipeline.stage.task import model_input, targets
@@ -109,7 +109,7 @@ class Data:
                     source=f"set{number}",
                     split="train",
                     classes=tuple("abcde"),
-                    shards=tuple(pool[tar] for tar in tars),
+                    shards=ShardTable.of_entries([pool[tar] for tar in tars]),
                     digest=f"{tars}",
                 )
                 for number, tars in enumerate(self.sets)
@@ -388,6 +388,6 @@ def test_a_set_with_no_image_that_is_whole_stops(pool: list[ShardEntry], tmp_pat
     path = write_tar(tmp_path / "lost.tar", [(f"k{row}{end}", b"1") for row in range(3) for end in (".png", ".cls")])
     lost = replace(pool[2], url=str(path), name="lost.tar", num_bytes=path.stat().st_size)
     of = replace(MIXED, sets=((2,),), weights=None, lanes=1)
-    shards = replace(of.shards(pool), shards=(lost,))
-    with pytest.raises(SampleError, match=r"'k\d' of lost\.tar is damaged .* and so are the 16 substitutes"):
+    shards = replace(of.shards(pool), shards=ShardTable.of_entries([lost]))
+    with pytest.raises(SampleError, match=r"'k\d' of \S*/lost\.tar is damaged .* and so are the 16 substitutes"):
         read(shards, of.order(), how=Reading(1, 1, workers=2), seed=1, steps=1, stop_step=1)

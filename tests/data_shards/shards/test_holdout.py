@@ -24,7 +24,7 @@ from data_shards.reading.opening import open_shards
 from data_shards.reading.shard_reader import ShardReader
 from data_shards.shards.holdout import held_out_images, rows_of, shared_images, take_portion
 from data_shards.shards.labels import LabelSpec
-from data_shards.shards.shard_set import Portion, ShardEntry, ShardSet, ShardsSpec, merge_shard_sets
+from data_shards.shards.shard_set import Portion, ShardEntry, ShardSet, ShardsSpec, ShardTable, merge_shard_sets
 from tests.data_shards.external_tars import write_tar
 
 law = settings(max_examples=25, deadline=None)
@@ -34,7 +34,9 @@ SHARES = st.floats(1e-4, 1 - 1e-4)
 
 def shard_set(sizes: Sequence[int]) -> ShardSet:
     entries = (ShardEntry(f"/{n}.tar", f"{n}.tar", size, 1, "", None, LabelSpec()) for n, size in enumerate(sizes))
-    return ShardSet("set", source="set", split="train", classes=("a", "b"), shards=tuple(entries), digest="d")
+    return ShardSet(
+        "set", source="set", split="train", classes=("a", "b"), shards=ShardTable.of_entries(tuple(entries)), digest="d"
+    )
 
 
 def parts(shards: ShardSet, share: float) -> tuple[ShardSet, ShardSet]:
@@ -95,7 +97,7 @@ def test_shards_are_known_by_their_place_or_their_bytes():
         return ShardEntry(name, name, 5, 1, sha256, None, LabelSpec())
 
     def shards(*entries: ShardEntry) -> ShardSet:
-        return replace(shard_set([1]), shards=entries)
+        return replace(shard_set([1]), shards=ShardTable.of_entries(entries))
 
     a, b = entry("/a.tar", sha256="1"), entry("/b.tar")
     assert shared_images(shards(entry("/x/copy.tar", sha256="1")), shards(b, a)) == 5
@@ -225,7 +227,9 @@ def test_a_damaged_tar_keeps_its_samples_in_their_parts(folder: Path, tmp_path: 
     write_index(index, index_path(cut))
     cut.write_bytes(whole.read_bytes()[: int(index.image_offset[10])])
     entry = ShardEntry(str(cut), cut.name, 14, whole.stat().st_size, "", None, LabelSpec(), state="damaged")
-    shards = ShardSet("cut", source="cut", split="train", classes=("0", "1", "2"), shards=(entry,), digest="d")
+    shards = ShardSet(
+        "cut", source="cut", split="train", classes=("0", "1", "2"), shards=ShardTable.of_entries([entry]), digest="d"
+    )
     read: list[int] = []
     for one in parts(shards, 0.4):
         reader = ShardReader(one)

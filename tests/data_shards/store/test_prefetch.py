@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.shards.shard_set import ShardEntry, ShardSet
+from data_shards.shards.shard_set import ShardEntry, ShardSet, ShardTable
 from data_shards.store import cache as cache_module
 from data_shards.store import prefetch as prefetch_module
 from data_shards.store.cache import CacheConfig
@@ -183,12 +183,14 @@ def test_local_sets_need_none(tmp_path: Path, make_entry: MakeEntry):
         yield 0, [0]
 
     entry, far = make_entry(str(tmp_path / "a.tar")), make_entry("http://127.0.0.1:1/a.tar")
-    local = ShardSet("n", source="s", split="train", classes=("a",), shards=(entry,), digest="d")
+    local = ShardSet("n", source="s", split="train", classes=("a",), shards=ShardTable.of_entries([entry]), digest="d")
     before = set(threading.enumerate())
     store = Store(CacheConfig(folder=tmp_path, limit_bytes=10**6))
     assert start_prefetch(store, local, upcoming=upcoming()) is None
     assert start_prefetch(None, local, upcoming=upcoming()) is None
     assert not {thread for thread in threading.enumerate() if thread.name == "shard-prefetch"} - before
-    running = start_prefetch(store, replace(local, shards=(entry, far)), upcoming=one_shard_a_step())
+    running = start_prefetch(
+        store, replace(local, shards=ShardTable.of_entries([entry, far])), upcoming=one_shard_a_step()
+    )
     assert running is not None
     running.close()
