@@ -17,7 +17,7 @@ from data_shards.errors import UserError
 from data_shards.shards.labels import LabelSpec
 from data_shards.shards.location import is_local, join, redacted
 from data_shards.shards.manifest import MANIFEST_FILE
-from data_shards.shards.texts import Texts
+from data_shards.shards.shard_index import Texts
 from data_shards.vocabulary import LabelKind, PartName
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from data_shards.errors import UserError
 from data_shards.packing.sources.archive import Archive, Listing, Unpacking, list_archives
 from data_shards.packing.sources.base import SUFFIXES, FileImages, ImageSet
 from data_shards.packing.sources.folder import walk_files
-from data_shards.shards.texts import Texts
+from data_shards.shards.shard_index import Texts
 
 _MOST_SMALL_BYTES = 1 << 28  # of a file that is read whole: CIFAR-100's training part has 155 MB
 

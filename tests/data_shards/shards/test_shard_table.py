@@ -9,8 +9,8 @@ import pytest
 
 from data_shards.shards.holdout import take_portion
 from data_shards.shards.labels import LabelSpec
+from data_shards.shards.shard_index import Texts
 from data_shards.shards.shard_set import Portion, ShardEntry, ShardSet, ShardSource, ShardTable, merge_shard_sets
-from data_shards.shards.texts import Texts
 
 NAMES = ["a.tar", "", "sub/ü.tar", "c" * 300, "日本.tar"]
 

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_shards.errors import UserError
-from data_shards.shards import tar_index
 from data_shards.shards.shard_index import ShardIndex, save_index
 from data_shards.shards.tar_index import build_index, index_path, open_index, read_index, readable_index, write_index
 from data_shards.vocabulary import LabelPart
@@ -248,53 +247,3 @@ def test_a_readable_index_has_what_is_before_the_damage(tmp_path: Path):
             build_index(path, name="shown")
     with pytest.raises(UserError, match=r"^shown: there is no such tar"):
         readable_index(tmp_path / "gone.tar", name="shown")
-
-
-_TEXTS = ["", " ", "cls", "jpg", "JPG", "txt", "k1.cls", "k0.jpg"]
-_TEXTS += ["a\u00a0b.cls", "a\tb.jpg", "k9.cls 512 1 k9.jpg", "\udcff.cls"]
-ODD = st.sampled_from(["-5", "+7", "007", "9" * 18, "9" * 19, "1" * 30, "\u0665", "1_0", "512.0", *_TEXTS])
-
-
-@given(
-    st.integers(0, 4),
-    st.booleans(),
-    st.lists(st.tuples(st.integers(0, 31), st.sampled_from(["put", "insert", "take"]), ODD), max_size=2),
-)
-def test_a_plain_index_is_read_at_once_and_to_the_same_result(
-    tmp_path_factory: pytest.TempPathFactory, count: int, label_first: bool, changes: list[tuple[int, str, str]]
-):
-    """The quick way gives the slow one's result for any text, errors included, or leaves it to that."""
-    lines = []
-    for row in range(count):
-        parts = [f"cls {1024 * row + 512} 1 k{row}.cls", f"jpg {1024 * row + 700} 90 k{row}.jpg"]
-        lines.append(" ".join(parts if label_first else parts[::-1]))
-    fields = " \n ".join(lines).split(" ")
-    for place, how, text in changes:
-        fields[place : place + (how != "insert")] = [] if how == "take" else [text]
-    text = "\n".join(line.strip(" ") for line in " ".join(fields).split("\n"))
-    path = tmp_path_factory.mktemp("t") / "a.idx"
-    path.write_text(f"v1.2 {count}\n{text}\n" if count else "v1.2 0\n", encoding="utf-8", errors="surrogateescape")
-
-    def outcome() -> ShardIndex | None:
-        try:
-            return read_index(path)
-        except UserError:
-            return None
-
-    quick = outcome()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(tar_index, "_plain_table", lambda lines, *, label: None)
-        slow = outcome()
-    assert (quick is None) == (slow is None)
-    if quick is not None and slow is not None:
-        assert [*quick.keys] == [*slow.keys] and [*quick.image_extension] == [*slow.image_extension]
-        for row in range(len(quick)):
-            assert quick.places(row) == slow.places(row)
-        assert changes or count == 0 or len(quick) == count
-
-
-def test_the_usual_index_takes_the_quick_way(tmp_path: Path):
-    write_tar(tmp_path / "a.tar", samples())
-    write_index(build_index(tmp_path / "a.tar"), tmp_path / "a.idx")
-    lines = (tmp_path / "a.idx").read_text().splitlines()[1:]
-    assert tar_index._plain_table(lines, label="cls") is not None

@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 
 from data_shards.errors import UserError
-from data_shards.shards.shard_index import ShardIndex
+from data_shards.shards.shard_index import ShardIndex, Texts
 from data_shards.shards.shard_set import ShardEntry
-from data_shards.shards.texts import Texts
 from data_shards.store import cache as cache_module
 from data_shards.store.cache import Cache, CacheConfig, CacheFull, is_evicted, touch
 from data_shards.store.store import RetryPolicy, Store, StoreError
