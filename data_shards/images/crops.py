@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.images.box import Box
 from data_shards.order.randomness import uniforms
 from data_shards.vocabulary import RandomStream
+
+Pixels = NDArray[np.uint8]  # [height, width, 3], red, green, blue
 
 _TORCHVISION_ATTEMPTS = 10  # torchvision's RandomResizedCrop
 _GOOGLE_ATTEMPTS = 100  # TensorFlow's default
@@ -33,6 +35,24 @@ _TOP_DRAW, _LEFT_DRAW, FLIP_DRAW, RAND_AUGMENT_DRAW, _LATER_DRAW = range(
     2 * _TORCHVISION_ATTEMPTS, 2 * _TORCHVISION_ATTEMPTS + 5
 )
 DRAWS_PER_SAMPLE = 2 * _TORCHVISION_ATTEMPTS + 5
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle of an image, in pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+    @property
+    def bottom(self) -> int:
+        return self.top + self.height
+
+    @property
+    def right(self) -> int:
+        return self.left + self.width
 
 
 def torchvision_crop(

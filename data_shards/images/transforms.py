@@ -26,12 +26,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.errors import UserError
-from data_shards.images.box import Box, Pixels
 from data_shards.images.crops import (
     CROP_LAWS,
     FLIP_DRAW,
     RAND_AUGMENT_DRAW,
     TORCHVISION_RATIO,
+    Box,
+    Pixels,
     place_of,
 )
 from data_shards.images.decode import EncodedImage

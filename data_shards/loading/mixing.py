@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from data_shards.errors import UserError
-from data_shards.images.box import Box
+from data_shards.images.crops import Box
 from data_shards.order.randomness import uniforms
 from data_shards.vocabulary import RandomStream
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.images.box import Box, Pixels
-from data_shards.images.crops import DRAWS_PER_SAMPLE, torchvision_crop
+from data_shards.images.crops import DRAWS_PER_SAMPLE, Box, Pixels, torchvision_crop
 from data_shards.images.decode import read_image
 from data_shards.order.randomness import uniforms
 from launch.bench.measure import in_turns

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from data_shards.checking.near_duplicates.alignment import correlations, smooth, stepped
 from data_shards.checking.near_duplicates.perceptual_hash import Windows
-from data_shards.images.box import Pixels
+from data_shards.images.crops import Pixels
 
 Answer = Literal["same", "unsure", "different"]
 

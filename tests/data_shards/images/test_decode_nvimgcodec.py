@@ -15,7 +15,7 @@ from PIL import Image
 
 from data_shards.errors import UserError
 from data_shards.images import decode, decode_nvimgcodec
-from data_shards.images.box import Box
+from data_shards.images.crops import Box
 from data_shards.images.decode import read_image
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -93,7 +93,7 @@ def test_the_gpu_decodes_nearly_the_same_pixels():
 
 PREAMBLE = f"""
 import sys
-from data_shards.images.box import Box
+from data_shards.images.crops import Box
 from data_shards.images.decode import read_image
 data = bytes.fromhex({PHOTOGRAPH.hex()!r})
 """

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from data_shards.errors import UserError
-from data_shards.images.box import Box, Pixels
-from data_shards.images.crops import DRAWS_PER_SAMPLE, google_crop, place_of, torchvision_crop
+from data_shards.images.crops import DRAWS_PER_SAMPLE, Box, Pixels, google_crop, place_of, torchvision_crop
 from data_shards.images.decode import EncodedImage, read_image
 from data_shards.images.rand_augment import RandAugment
 from data_shards.images.resizing import resize
