@@ -51,20 +51,15 @@ class Portion:
 class ShardsSpec:
     """The user's description of a set of shards; `label`, `kind` and `classes` are for tars without a manifest.
 
-    Args:
-        location: a folder with a manifest.json (local, or a URL), a folder of tars, or a pattern of tars
-            ("s3://bucket/x-{000..127}.tar", "a.tar::b.tar", "pipe:...").
-        label: "cls", "txt" or "json:KEY"; None: `cls`, if it exists.
-        kind: one class for each sample, or a list.
-        classes: a file with a name a line, a JSON list, or {name: number}; None: they are found in the labels.
-        portion: the part of it to use; None: all.
+    `location` is a folder with a manifest.json (local, or a URL), a folder of tars, or a pattern of tars
+    ("s3://bucket/x-{000..127}.tar", "a.tar::b.tar", "pipe:...").
     """
 
     location: str
-    label: str | None = None
+    label: str | None = None  # "cls", "txt" or "json:KEY"; None: `cls`, if it exists
     kind: LabelKind = "single"
-    classes: Path | None = None
-    portion: Portion | None = None
+    classes: Path | None = None  # a file with a name a line, a JSON list, or {name: number}; None: found in the labels
+    portion: Portion | None = None  # None: all samples
 
 
 @dataclass(frozen=True)
@@ -334,7 +329,7 @@ class ShardSet:
 
     @property
     def is_multi_label(self) -> bool:
-        """True if a sample may have any number of classes, rather than exactly one."""
+        """True if a sample may have any number of classes."""
         return any(source.labels.kind == "multi" for source in self.shards.sources)
 
     @property
