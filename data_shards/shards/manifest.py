@@ -21,6 +21,7 @@ from typing import Literal
 from data_shards.durable import replace_text
 from data_shards.errors import UserError
 from data_shards.shards.labels import LabelSpec
+from data_shards.text import brief, one_line
 from data_shards.vocabulary import LabelKind, LabelPart
 
 MANIFEST_FILE = "manifest.json"
@@ -207,7 +208,7 @@ def parse_manifest(text: bytes, *, root: Path, name: str) -> Manifest:
             raise ValueError("'num_samples' is not the sum over the shards")
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))
+        place = one_line(".".join(map(str, first["loc"])))[:80]
         reason = f"'{place}': {first['msg']}" if place else first["msg"]
         raise UserError(f"{name}: {reason}; {REMEDY} again") from None
     except ValueError as error:
@@ -265,7 +266,7 @@ def _check(manifest: Manifest) -> None:
     for shard in manifest.shards:
         for name in ("num_samples", "num_bytes"):
             if not 0 <= getattr(shard, name) <= _MOST:
-                raise ValueError(f"'{name}' of {shard.file} is not a count: {getattr(shard, name)}")
+                raise ValueError(f"'{name}' of {shard.file[:80]} is not a count: {brief(getattr(shard, name))}")
 
 
 def _check_inside(file: str) -> None:

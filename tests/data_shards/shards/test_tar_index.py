@@ -152,8 +152,11 @@ def test_missing_files(tmp_path: Path):
         "v1.1 1\njpg 0 1 k.jpg cls 0 1 k.cls\n",
         "v1.2 2\njpg 0 1 k.jpg cls 0 1 k.cls\n",
         "v1.2 1\njpg 0 1 k.jpg cls 0 1\n",
-        "v1.2 1\njpg a 1 k.jpg cls 0 1 k.cls\n",
-        "v1.2 1\njpg -5 1 k.jpg cls 0 1 k.cls\n",
+        *(
+            f"v1.2 1\njpg {place[0]} {place[1]} k.jpg cls {place[2]} {place[3]} k.cls\n"
+            for value in ["a", "-5", "1e3", str(2**62), "9" * 5000, "\N{SUPERSCRIPT TWO}"]
+            for place in ([value, "1", "0", "1"], ["0", "1", "0", value])
+        ),
         "v1.2 1\njpg 0 1 k.jpg cls 0 1 l.cls\n",
         "v1.2 1\njpg 0 1 k.jpg\n",
         "v1.2 1\n\n",
@@ -161,8 +164,9 @@ def test_missing_files(tmp_path: Path):
 )
 def test_broken_index_files(tmp_path: Path, text: str):
     (tmp_path / "a.idx").write_text(text)
-    with pytest.raises(UserError, match=r"a\.idx"):
+    with pytest.raises(UserError, match=r"a\.idx: .*delete it") as caught:
         read_index(tmp_path / "a.idx")
+    assert len(str(caught.value)) < 400
 
 
 def test_an_index_that_points_behind_the_tar_is_refused(tmp_path: Path):
