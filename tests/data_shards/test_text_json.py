@@ -89,9 +89,7 @@ def test_wrong_types_and_numbers_in_a_manifest(packed: dict[str, Any], tmp_path:
         told(caught.value, str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "content", ["[" * 3000, json.dumps({"a": 10**4000}), '{"a": [0]}', '{"a": true}', '{"a": "1"}']
-)
+@pytest.mark.parametrize("content", ["[" * 3000, json.dumps({"a": 10**99}), '{"a": [0]}', '{"a": true}', '{"a": "1"}'])
 def test_a_list_of_classes(tmp_path: Path, content: str):
     file = tmp_path / "classes.json"
     file.write_text(content)
