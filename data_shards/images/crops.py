@@ -58,10 +58,7 @@ class Box:
 def torchvision_crop(
     height: int, width: int, *, area: tuple[float, float], ratio: tuple[float, float], draws: NDArray[np.float64]
 ) -> Box:
-    """Draw a box in pixels: area uniform, width / height log-uniform in these ranges; the centre where none fits.
-
-    `draws`: the sample's `DRAWS_PER_SAMPLE` numbers.
-    """
+    """Draw a box by the sample's numbers: area uniform, width / height log-uniform; the centre where none fits."""
     log_low, log_high = math.log(ratio[0]), math.log(ratio[1])
     numbers: list[float] = draws.tolist()  # the same bits, three times as fast to reckon with
     for attempt in range(_TORCHVISION_ATTEMPTS):

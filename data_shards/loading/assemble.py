@@ -130,10 +130,7 @@ class Assembler:
         )
 
     def evaluate(self, refs: SampleRefs, *, counted: NDArray[np.bool_], transform: EvalTransform) -> Batch:
-        """Make a held-out batch; what is not `counted` is padding, and damaged images are not counted either.
-
-        Raises SampleError for a damaged sample where none is allowed.
-        """
+        """Make a held-out batch; padding and damaged images are not counted. SampleError where no damage is allowed."""
         rows = _Rows(refs, image_size=transform.image_size)
 
         def centre(image: EncodedImage, into: Pixels) -> None:

@@ -76,10 +76,7 @@ def open_external(
 
 
 def read_classes(path: Path) -> tuple[str, ...]:
-    """Read class names from a text file (one a line) or JSON (a list, or {name: number}).
-
-    Raises UserError if it cannot be read, names a class twice, or its numbers are not 0, 1, 2, ...
-    """
+    """Read class names from a text file (one a line) or JSON (a list, or {name: number}); UserError for others."""
     try:
         text = path.read_text(encoding="utf-8")
         content = parse_json(text) if text.lstrip()[:1] in ("[", "{") else text.splitlines()

@@ -95,9 +95,7 @@ class Indexing:
     def result(self) -> Indexed:
         """Index the tars, or take an earlier run's indexes if the tars are unchanged.
 
-        Raises:
-            UserError: the label is not given and ambiguous, or the folder cannot be written.
-            StoreError: a tar could not be fetched.
+        Raises UserError for an ambiguous label or a folder that cannot be written, StoreError for a tar out of reach.
         """
         try:
             stated = None if self.spec.label is None else LabelSpec.parse(self.spec.label, kind=self.spec.kind)

@@ -40,14 +40,11 @@ def open_shards(
     report: Report = print,
     store: Store | None = None,
 ) -> ShardSet:
-    """Open a set of shards; `spec` may be just a location.
+    """Open a set of shards; `spec` may be just a location, `store` is for what is not local.
 
     Damage is refused, or reported in the set's `damage`. Indexes of tars without a manifest are kept in `index_folder`,
-    by default in the user's cache; `report` takes progress lines. `store` is for what is not local.
-
-    Raises:
-        UserError: nothing there, a broken manifest, damage that is refused, or ambiguous labels.
-        StoreError: the location cannot be reached.
+    by default in the user's cache; `report` takes progress lines. Raises UserError if nothing is there, for a broken
+    manifest, damage or ambiguous labels, and StoreError if the location cannot be reached.
     """
     if isinstance(spec, str):
         spec = ShardsSpec(spec)

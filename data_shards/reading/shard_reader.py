@@ -61,12 +61,7 @@ class _Opened:
         return self._key(row).decode("utf-8", "surrogateescape") if row < self.num_samples else f"row {row}"
 
     def image(self, row: int, *, most_bytes: int | None = None) -> bytes:
-        """Read the image, or its first bytes.
-
-        Raises:
-            CorruptSample: the tar is cut short, or damaged there.
-            SampleError: it cannot be read, or the index is not that of this tar.
-        """
+        """Read the image, or its first bytes; raises as `ShardReader.read`."""
         name = b"%s.%s\0" % (self._key(row), self._extension(row))
         return self._member(row, name, self.image_offset[row], self.image_size[row], most_bytes=most_bytes)
 
@@ -154,18 +149,13 @@ class ShardReader:
         self._opening_seconds = 0.0  # spent so far
 
     def read(self, shard: int, *, row: int) -> RawSample:
-        """Read the sample in row `row` of shard `shard`.
-
-        Raises:
-            CorruptSample: this sample is damaged; the others may be whole.
-            SampleError: the shard is missing, or does not match its index or manifest; names the file.
-        """
+        """Read a sample. Raises CorruptSample if it alone is damaged, SampleError if its shard cannot be read."""
         opened = self._with_row(shard, row)
         image = opened.image(row)
         return RawSample(opened.key(row), image, self._parsed(opened, row))
 
     def labels(self, shard: int, *, row: int) -> tuple[int, ...]:
-        """Read a sample's labels, without its image. Raises as `read`, but misses damage of the image."""
+        """Read a sample's labels without its image; raises as `read`, but misses damage of the image."""
         return self._parsed(self._with_row(shard, row), row)
 
     def head(self, shard: int, *, row: int, most_bytes: int) -> bytes:
@@ -231,7 +221,7 @@ class ShardReader:
         return self._open[shard]
 
     def _now(self) -> float:
-        """A clock that stops while a shard is opened: during a long download no other one becomes idle."""
+        """Return a clock that stops while a shard is opened: during a long download no other one becomes idle."""
         return time.monotonic() - self._opening_seconds
 
     def _touch(self) -> None:
@@ -306,8 +296,7 @@ def label_column(
 ) -> NDArray[np.int64]:
     """Read the class of each sample from `first` to before `stop`: int64 [n], `UNKNOWN` where it is damaged.
 
-    For sets with one label an image. Reads labels alone, 5 µs each from a warm cache; remote shards are fetched whole.
-    Raises SampleError if a shard is missing, or not that of its index.
+    For sets with one label an image; 5 µs each from a warm cache, remote shards are fetched whole. Raises SampleError.
     """
     assert not shards.is_multi_label, "a sample may have several labels"
     ends = np.cumsum([0, *shards.shard_sizes], dtype=np.int64)

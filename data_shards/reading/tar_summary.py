@@ -77,9 +77,7 @@ _INDEXED = TypeAdapter(IndexedTar)
 def index_tar(path: str, *, target: Path, labels: LabelSpec, name: str) -> IndexedTar:
     """Index a local tar into the .npz `target`, unless that exists: its name stands for the tar's content.
 
-    Raises:
-        UserError: the tar cannot be read.
-        OSError: `target` cannot be written.
+    Raises UserError if the tar cannot be read, OSError if `target` cannot be written.
     """
     try:
         return _INDEXED.validate_json(load_note(target), strict=True)

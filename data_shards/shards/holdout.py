@@ -69,10 +69,7 @@ def index_of(subset: ShardRows | None, index: ShardIndex) -> ShardIndex:
 
 
 def shared_images(one: ShardSet, other: ShardSet) -> int:
-    """Count the images of `one` that are also in `other`, by tars at one place or of the same bytes (10 µs a shard).
-
-    The same images in other tars are not seen (`shardvit check` finds them).
-    """
+    """Count the images of `one` that are also in `other`, by tars at one place or of the same bytes (10 µs a shard)."""
     known = {mark: entry for entry in one.shards for mark in (entry.url, entry.sha256) if mark}
     shared: dict[str, int] = {}
     for entry in other.shards:

@@ -83,10 +83,7 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """32 hex digits (MLflow allows 36) that change with the shards' bytes or order, the classes, or the label spec.
-
-        For a shard without a digest, its name and size count instead of its bytes.
-        """
+        """32 hex digits that change with the shards' bytes (or names and sizes), their order, the classes or labels."""
         shards = [shard.sha256 or f"{shard.file}:{shard.num_bytes}" for shard in self.shards]
         labels = [] if self.labels == LabelSpec() else [[self.labels.text, self.labels.kind]]
         return hashlib.sha256(json.dumps([shards, self.classes, *labels]).encode()).hexdigest()[:32]

@@ -41,7 +41,7 @@ def index_path(tar_path: Path | str) -> Path:
 
 
 def build_index(tar_path: Path | str, *, label: LabelPart = "cls", name: str = "") -> ShardIndex:
-    """Index a tar by walking its headers; `label` is an extension, `name` (or the path) is for messages.
+    """Index a tar by walking its headers; `name` (or the path) is for messages.
 
     Raises UserError if it is not a plain tar, is damaged or cut short (tarfile and webdataset silently drop the rest of
     such a tar), or holds a sample without exactly one image and one label.
@@ -124,10 +124,7 @@ def read_index(path: Path | str, *, label: LabelPart = "cls") -> ShardIndex:
 def open_index(
     tar_path: Path | str, *, label: LabelPart = "cls", index: Path | None = None, name: str = ""
 ) -> ShardIndex:
-    """Read the index in the file `index` or beside the tar, else build one from the tar (and do not write it).
-
-    Raises UserError as `read_index` and `build_index` do, and if the index points behind the tar's end.
-    """
+    """Read the index in `index` or beside the tar, else build one. UserError also if it points behind the tar's end."""
     path = index_path(tar_path) if index is None else index
     if index is None and not path.is_file():
         return build_index(tar_path, label=label, name=name)

@@ -3,8 +3,8 @@
 NAME.tar.part is written by the holder of its lock (flock, which the kernel releases when the process ends), its space
 reserved first; verified and flushed, it is renamed to NAME.tar. Above the limit the least recently used shard goes, by
 the mtime that a reader refreshes with `touch`; its space is free once its readers close it. Only files with our own
-names are seen or removed: the folder may be a user's home. It must be on a local disk: the locks are those of one node.
-A download costs a lock and a listing of the folder, a few milliseconds for a thousand shards.
+names are seen or removed. The folder must be on a local disk: the locks are those of one node. A download costs a lock
+and a listing of the folder, a few milliseconds for a thousand shards.
 """
 
 from __future__ import annotations
@@ -191,12 +191,8 @@ class Cache:
 class PartialShard:
     """A shard in progress, whose lock this process holds; a `download.ByteSink`. Leaving it unpublished removes it.
 
-    `begin` and `write` raise:
-        UserError: the shard is larger than the limit, or the folder cannot be used.
-        StoreError: the disk is full, and nothing can be evicted, or readers keep it open for 15 seconds.
-        CacheFull: all shards are in use, and prefetching evicts none of those.
-        Transient: there is no room at present.
-        DownloadStopped: `stop` returned True.
+    `begin` and `write` raise UserError for a shard larger than the limit or an unusable folder, StoreError for a full
+    disk, CacheFull (prefetching) or Transient while there is no room, DownloadStopped if `stop` returned True.
     """
 
     def __init__(self, cache: Cache, descriptor: int, *, name: str, evict: Evict, stop: Stop) -> None:

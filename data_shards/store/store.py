@@ -73,10 +73,7 @@ class Store:
     def read_small(self, url: str, *, most_bytes: int) -> bytes:
         """Read a small remote file, such as a manifest.
 
-        Raises:
-            MissingObject: it does not exist.
-            StoreError: it cannot be read.
-            UserError: it is larger than `most_bytes`.
+        Raises MissingObject, StoreError if it cannot be read, UserError if it is larger than `most_bytes`.
         """
         sink = _Memory(url, most_bytes=most_bytes)
         self._downloads.download(url, sink=sink)
@@ -94,9 +91,7 @@ class Store:
     def open(self, entry: ShardEntry) -> OpenShard:
         """Open a shard and its index, fetched if necessary.
 
-        Raises:
-            StoreError: it could not be fetched.
-            UserError: it, or its index, is damaged; the cache cannot be used.
+        Raises StoreError if it cannot be fetched, UserError if it or its index is damaged, or the cache is unusable.
         """
         if is_local(entry.url):
             index = open_index(local_path(entry.url), label=entry.labels.part, index=entry.index, name=entry.name)
@@ -115,10 +110,7 @@ class Store:
     def prefetch(self, entry: ShardEntry, *, stop: Stop = lambda: False) -> None:
         """Make a shard local, or mark it as still wanted; one attempt, which evicts nothing in use.
 
-        Raises:
-            StoreError, UserError: it failed, as it will for the shard's reader.
-            CacheFull: all shards in the cache are in use.
-            DownloadStopped: `stop`, which is asked several times a second, returned True.
+        Raises StoreError and UserError as `open`, CacheFull, and DownloadStopped if `stop` returned True.
         """
         if not is_local(entry.url):
             os.close(self._cached(_Fetch(entry, "idle", stop))[0])
