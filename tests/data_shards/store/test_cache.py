@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
@@ -22,9 +22,7 @@ from data_shards.store import cache as cache_module
 from data_shards.store.cache import Cache, CacheConfig, CacheFull, is_evicted, touch
 from data_shards.store.store import RetryPolicy, Store, StoreError
 from tests.data_shards.http_server import FaultServer
-
-MakeTar = Callable[..., bytes]
-MakeEntry = Callable[..., ShardEntry]
+from tests.data_shards.opened import MakeEntry, MakeTar
 
 NAMES = [f"shard{number}-{number:032x}" for number in range(20)]
 

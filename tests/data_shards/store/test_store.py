@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,16 +16,11 @@ import numpy as np
 import pytest
 
 from data_shards.errors import UserError
-from data_shards.shards.shard_set import ShardEntry
 from data_shards.store import remote
 from data_shards.store.cache import CacheConfig
 from data_shards.store.store import MissingObject, RetryPolicy, Store, StoreError
 from tests.data_shards.http_server import FaultServer
-from tests.data_shards.opened import assert_attempts, content_of, parts, wait_until
-
-MakeTar = Callable[..., bytes]
-MakeEntry = Callable[..., ShardEntry]
-StoreFor = Callable[[list[str]], tuple[Store, list[float]]]
+from tests.data_shards.opened import MakeEntry, MakeTar, StoreFor, assert_attempts, content_of, parts, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 
