@@ -167,14 +167,7 @@ def _open_remote(location: str, *, store: Store) -> ShardSet:
 def _packed(
     manifest: Manifest, *, folder: str, shown_folder: str, source: str, files: ShardFiles | None = None
 ) -> ShardSet:
-    shards = manifest.shards
-    table = ShardTable.of(
-        ShardSource(folder, shown_folder, manifest.labels, len(shards)),
-        [shard.file for shard in shards],
-        num_samples=[shard.num_samples for shard in shards],
-        num_bytes=[shard.num_bytes for shard in shards],
-        sha256=[shard.sha256 for shard in shards],
-        stamps=files.stamps if files else (),
-        damaged=tuple(files.damage) if files else (),
-    )
+    source_of = ShardSource(folder, shown_folder, manifest.labels, len(manifest.shards))
+    found = {"stamps": files.stamps, "damaged": tuple(files.damage)} if files else {}
+    table = ShardTable.of(source_of, manifest.shards, **found)
     return ShardSet(manifest.name, source, manifest.split, manifest.classes, table, manifest.digest)

@@ -188,16 +188,9 @@ def parse_manifest(text: bytes, *, root: Path, name: str) -> Manifest:
 
     try:
         content = TypeAdapter(_ManifestFile).validate_json(text, strict=True)
-        manifest = Manifest(
-            root=root,
-            name=content.name,
-            split=content.split,
-            classes=content.classes,
-            shards=content.shards,
-            source=content.source,
-            labels=LabelSpec(**vars(content.labels)),
-            without_matches_of=content.without_matches_of,
-        )
+        same = {name: getattr(content, name) for name in ("name", "split", "classes", "shards", "source")}
+        labels, left_out = LabelSpec(**vars(content.labels)), content.without_matches_of
+        manifest = Manifest(root, **same, labels=labels, without_matches_of=left_out)
         _check(manifest)
         if content.label_map != manifest.label_map:
             raise ValueError("'label_map' contradicts 'classes'")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from data_shards.errors import UserError
 from data_shards.shards.labels import LabelSpec
 from data_shards.shards.location import is_local, join, redacted
-from data_shards.shards.manifest import MANIFEST_FILE
+from data_shards.shards.manifest import MANIFEST_FILE, Shard
 from data_shards.shards.shard_index import Texts
 from data_shards.vocabulary import LabelKind, PartName
 
@@ -135,28 +135,20 @@ class ShardTable(Sequence[ShardEntry]):
 
     @classmethod
     def of(
-        cls,
-        source: ShardSource,
-        files: Sequence[str],
-        *,
-        num_samples: Sequence[int],
-        num_bytes: Sequence[int | None],
-        sha256: Sequence[str],
-        stamps: Sequence[str] = (),
-        damaged: Sequence[int] = (),
+        cls, source: ShardSource, shards: Sequence[Shard], *, stamps: Sequence[str] = (), damaged: Sequence[int] = ()
     ) -> ShardTable:
         """Make the table of a whole set; `damaged` are numbers of shards."""
         import numpy as np
 
         return cls(
             (source,),
-            Texts.of(files),
-            np.array(num_samples, np.int64),
-            np.array([_UNKNOWN if size is None else size for size in num_bytes], np.int64),
-            Texts.of(sha256),
-            Texts.of(stamps or [""] * len(files)),
-            np.zeros(len(files), np.int64),
-            np.isin(np.arange(len(files)), np.array(damaged, np.int64)),
+            Texts.of(shard.file for shard in shards),
+            np.array([shard.num_samples for shard in shards], np.int64),
+            np.array([shard.num_bytes for shard in shards], np.int64),
+            Texts.of(shard.sha256 for shard in shards),
+            Texts.of(stamps or [""] * len(shards)),
+            np.zeros(len(shards), np.int64),
+            np.isin(np.arange(len(shards)), np.array(damaged, np.int64)),
         )
 
     @classmethod
@@ -165,12 +157,10 @@ class ShardTable(Sequence[ShardEntry]):
         tars = tuple(TarFacts(each.index, each.index_digest, each.pixels_digest) for each in entries)
         labels = entries[0].labels if entries else LabelSpec()
         assert all(each.subset is None and each.labels == labels for each in entries)
+        sizes = (_UNKNOWN if each.num_bytes is None else each.num_bytes for each in entries)
         return cls.of(
             ShardSource("", "", labels, len(entries), tars=tars),
-            [each.url for each in entries],
-            num_samples=[each.num_samples for each in entries],
-            num_bytes=[each.num_bytes for each in entries],
-            sha256=[each.sha256 for each in entries],
+            [Shard(each.url, each.num_samples, size, each.sha256) for each, size in zip(entries, sizes, strict=True)],
             stamps=[each.stamp for each in entries],
             damaged=[number for number, each in enumerate(entries) if each.state == "damaged"],
         )

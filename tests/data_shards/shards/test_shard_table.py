@@ -9,6 +9,7 @@ import pytest
 
 from data_shards.shards.holdout import take_portion
 from data_shards.shards.labels import LabelSpec
+from data_shards.shards.manifest import Shard
 from data_shards.shards.shard_index import Texts
 from data_shards.shards.shard_set import Portion, ShardEntry, ShardSet, ShardSource, ShardTable, merge_shard_sets
 
@@ -18,10 +19,7 @@ NAMES = ["a.tar", "", "sub/ü.tar", "c" * 300, "日本.tar"]
 def table(count: int, *, folder: str = "/abs/set", shown: str = "set", stamps: tuple[str, ...] = ()) -> ShardTable:
     return ShardTable.of(
         ShardSource(folder, shown, LabelSpec(), num_shards=count),
-        [f"x-{at:04}.tar" for at in range(count)],
-        num_samples=[10 + at % 7 for at in range(count)],
-        num_bytes=[1000 + at for at in range(count)],
-        sha256=[f"{at:064x}" for at in range(count)],
+        [Shard(f"x-{at:04}.tar", 10 + at % 7, 1000 + at, f"{at:064x}") for at in range(count)],
         stamps=stamps,
         damaged=[1],
     )
