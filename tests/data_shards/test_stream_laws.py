@@ -4,7 +4,6 @@ import io
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from data_shards.errors import SampleError, UserError
+from data_shards.errors import UserError
 from data_shards.images.transforms import EvalTransform, TrainTransform
 from data_shards.loading.assemble import Access
 from data_shards.loading.batch import Batch
@@ -357,12 +356,3 @@ def test_the_order_of_sets_and_shards_is_part_of_the_state(pool: list[ShardEntry
             read(
                 other.shards(pool), other.order(), how=Reading(1, 1), seed=MIXED.seed, steps=1, stop_step=9, state=state
             )
-
-
-def test_a_set_with_no_image_that_is_whole_stops(pool: list[ShardEntry], tmp_path: Path):
-    path = write_tar(tmp_path / "lost.tar", [(f"k{row}{end}", b"1") for row in range(3) for end in (".png", ".cls")])
-    lost = replace(pool[2], url=str(path), name="lost.tar", num_bytes=path.stat().st_size)
-    of = replace(MIXED, sets=((2,),), weights=None, lanes=1)
-    shards = replace(of.shards(pool), shards=ShardTable.of_entries([lost]))
-    with pytest.raises(SampleError, match=r"'k\d' of \S*/lost\.tar is damaged .* and so are the 16 substitutes"):
-        read(shards, of.order(), how=Reading(1, 1, workers=2), seed=1, steps=1, stop_step=1)
