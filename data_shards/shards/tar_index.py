@@ -2,7 +2,7 @@
 
 The index is kept beside the tar as NAME.idx, in the text form of DALI's `wds2idx` (v1.2: a header with the number of
 samples, then a line each with "extension offset size member" for each part). Building takes one pass over the headers
-(10 µs a sample), reading 6 µs a sample. Samples are grouped as webdataset does; only image and label are indexed.
+(10 µs a sample), reading 5 µs a sample. Samples are grouped as webdataset does; only image and label are indexed.
 """
 
 from __future__ import annotations
