@@ -82,7 +82,6 @@ PREAMBLE = f"""
 import sys
 from data_shards.images.crops import Box
 from data_shards.images.decode import read_image
-from tests.data_shards.images.pictures import PHOTOGRAPHS, TOP, has_nvimgcodec
 data = bytes.fromhex({PHOTOGRAPH.hex()!r})
 """
 
