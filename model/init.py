@@ -33,7 +33,7 @@ STEM_PREFIX = "patch_embed.backbone."  # a hybrid's ResNet
 
 
 def initialise(model: nn.Module, *, seed: int, head_bias: float = 0.0, style: InitStyle = "google") -> None:
-    """Overwrite every parameter of `model`, one of `model.build` or `model.masked_patch`, in place.
+    """Overwrite every parameter of `model`, one of `model.vit` or `model.masked_patch`, in place.
 
     Values are drawn in float32 on the CPU, whatever the model's device and dtype. `head_bias`, of the last layer: -10
     for sigmoid pre-training with many classes (vision_transformer issue 2), -6.9 for ImageNet-1k, else 0. Google's last
@@ -82,7 +82,7 @@ def google_value(name: str, value: Tensor, *, model: nn.Module, generator: torch
         case ["attn_pool", "latent"]:  # [1, 1, D]: flax's Xavier takes 1 and D for the fans; torch other ones
             bound = math.sqrt(6.0 / sum(value.shape[-2:]))
             return value.uniform_(-bound, bound, generator=generator)
-        case ["blocks", _, "attn", "relative"]:  # Tensor2Tensor, see model.positions.relative_attention
+        case ["blocks", _, "attn", "relative"]:  # Tensor2Tensor, see model.positions.embedding
             return value.normal_(std=value.shape[-1] ** -0.5, generator=generator)
         case ["blocks", _, "ls1" | "ls2", "gamma"]:
             layer_scale = model.get_submodule(name.rpartition(".")[0])

@@ -26,8 +26,8 @@ from data_shards.loading.batch import Batch
 from data_shards.vocabulary import GOOGLES
 from launch.bench.operations import Operations
 from launch.bench.synchronising import synchronising_keys
-from model.build import build_model
 from model.init import initialise
+from model.vit import build_model
 from pipeline.engine.late_metrics import LateMetrics
 from pipeline.engine.open import open_engine
 from pipeline.engine.protocol import Engine

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from timm.models.vision_transformer import VisionTransformer
     from torch import Tensor
 
-    from model.resnet.bit import BitResnet
+    from model.resnet import BitResnet
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -144,8 +144,8 @@ def build_from_saved(folder: Path) -> tuple[SavedModelMeta, VisionTransformer | 
 
 def build_described(meta: SavedModelMeta) -> VisionTransformer | BitResnet:
     """The model that a record describes, with placeholder weights."""
-    from model.build import build_model
     from model.masked_patch import build_masked_patch
+    from model.vit import build_model
 
     if meta.head == "masked_patch":
         return build_masked_patch(meta.model, image_size=meta.image_size)

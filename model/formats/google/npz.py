@@ -17,7 +17,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from model.build import build_model
 from model.formats.external_model import NO_HINTS, ExternalModel, UserHints, of_record
 from model.formats.google.archive import NpzReader, write_npz
 from model.formats.google.infer import infer_model
@@ -37,6 +36,7 @@ from model.saved.atomic import replaced_file
 from model.saved.model_folder import SavedModelMeta, check_state
 from model.saved.side_record import read_side_record, write_side_record
 from model.saved.state_shapes import Shape, describe_differences, first_difference, shapes_of
+from model.vit import build_model
 
 GoogleNames = Literal["vision_transformer", "big_vision"]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from data_shards.loading.batch import Batch
 from data_shards.vocabulary import Normalisation
 from model.counting.flops import account
-from model.inspection.attention_maps import AttentionDistance, Rollout, look_at_attention, weights_of_tokens
+from model.inspection import AttentionDistance, Rollout, look_at_attention, weights_of_tokens
 from model.loss import probabilities as of_logits
 from model.saved.model_folder import SavedModelMeta
 from pipeline.stage.task import model_input

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from model.build import build_model
 from model.config import ModelConfig
 from model.formats.google.npz import (
     GoogleNames,
@@ -15,6 +14,7 @@ from model.formats.google.npz import (
 )
 from model.saved.model_folder import SavedModelMeta
 from model.saved.side_record import side_path
+from model.vit import build_model
 
 SIZES: dict[str, Any] = {"width": 16, "depth": 11, "heads": 2, "mlp_dim": 24, "patch_size": 4}
 Arrays = dict[str, np.ndarray]

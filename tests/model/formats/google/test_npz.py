@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from model.build import build_model
 from model.config import ModelConfig
 from model.formats.export import export_model
 from model.formats.external_model import UserHints
@@ -22,6 +21,7 @@ from model.formats.google.npz import GoogleNames, expected_arrays, read_google_n
 from model.positions.embedding import sincos_2d
 from model.saved.side_record import side_path
 from model.variants import HYBRIDS, VARIANTS
+from model.vit import build_model
 from tests.model.formats.google.small_npz import Arrays, arrays_of, meta_of, same, save, state_of
 
 
