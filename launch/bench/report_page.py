@@ -28,7 +28,7 @@ import numpy as np
 
 from pipeline.recipe.io import load_recipe
 from pipeline.recipe.vocabulary import METRICS
-from pipeline.runs.metrics_log import MetricRow
+from pipeline.runs.logs import MetricRow
 from pipeline.runs.run_folder import RunFolder
 
 _MOST_SECONDS, _MOST_BYTES = 20.0, 5_000_000

@@ -19,7 +19,7 @@ from typing import Any
 from data_shards.safe_paths import require_inside
 from model.vocabulary import LOSSES
 from pipeline.recipe.vocabulary import METRICS_FILE, StageName
-from pipeline.runs.metrics_log import iter_metrics
+from pipeline.runs.logs import iter_metrics
 from pipeline.runs.run_folder import RunFolder
 from pipeline.tracking.sink import ResultModel
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.recipe.schema import Recipe
-from pipeline.runs.metrics_log import MetricRow
+from pipeline.runs.logs import MetricRow
 from pipeline.runs.pictures import KeptPicture
 from pipeline.runs.run_folder import RunFolder
 from pipeline.tracking.client import MODEL_TRAINING, home_of, open_client, store_uri

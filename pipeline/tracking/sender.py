@@ -31,7 +31,7 @@ from pipeline.recipe.vocabulary import (
     TRACKING_FOLDER,
     StageName,
 )
-from pipeline.runs.metrics_log import MetricRow, MetricsFollower
+from pipeline.runs.logs import MetricRow, MetricsFollower
 from pipeline.runs.pictures import KeptPicture, kept_pictures, newest_pictures
 from pipeline.runs.run_folder import RunFolder
 from pipeline.tracking.describe import pipeline_facts, stage_description
@@ -193,7 +193,7 @@ class Sender:
             state.sent_rows, state.attempt = min(state.sent_rows, *cuts), len(kept)
             self._save(state)
         if each.curve.count != state.sent_rows:
-            each.curve.begin_again()
+            each.curve.start_over()
         return (row for row in each.curve.new_rows() if each.curve.count > state.sent_rows)
 
     def _due(self, *, pictures: bool) -> list[_Item]:

@@ -8,7 +8,7 @@ from data_shards.errors import UserError
 from data_shards.safe_paths import is_inside
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import METRICS_FILE, MLFLOW_FACTS_FILE, StageName
-from pipeline.runs.metrics_log import iter_metrics
+from pipeline.runs.logs import iter_metrics
 from pipeline.runs.run_folder import RunFolder
 from pipeline.tracking.describe import begin_attempt
 from pipeline.tracking.facts import load_facts, now_ms

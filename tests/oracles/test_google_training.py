@@ -25,7 +25,7 @@ from model.saved.model_folder import load_model
 from model.vit import build_model
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import StageName
-from pipeline.runs.metrics_log import read_metrics
+from pipeline.runs.logs import read_metrics
 from tests.oracles.conftest import Measured
 from tests.oracles.flax_vit import CLASSES, FlaxVit, leaves, to_flax
 from tests.oracles.google_training import (

@@ -95,7 +95,11 @@ def cost_points(run: Run, *, name: str) -> Iterator[CostPoint]:
     swap = run.recipe.stages.swap_head
     if not begun and swap is not None and getattr(swap, "model", None):
         exaflops = None  # its model comes from elsewhere
-    hours = [last for stage in begun if (last := stage.last("perf/gpu_hours") or stage.last("perf/process_hours"))]
+    hours = [
+        last
+        for stage in begun
+        if (last := stage.latest.get("perf/gpu_hours") or stage.latest.get("perf/process_hours"))
+    ]
 
     def point(measure: str, top1: float) -> CostPoint:
         return CostPoint(
