@@ -120,7 +120,8 @@ def _layer_scale(value: Tensor, generator: torch.Generator, module: nn.Module) -
 
 _RESNET = r"(resnet|patch_embed\.backbone)"  # a pure ResNet (see `initialise`) or a hybrid's stem
 _UNIT = rf"{_RESNET}\.stages\.\d+\.blocks\.\d+"
-_NORM = rf"((resnet\.)?norm|blocks\.\d+\.norm[12]|attn_pool\.norm|{_RESNET}\.stem\.norm|{_UNIT}\.(norm[123]|downsample\.norm))"
+_VIT_NORM = r"norm|blocks\.\d+\.norm[12]|attn_pool\.norm"
+_NORM = rf"({_VIT_NORM}|resnet\.norm|{_RESNET}\.stem\.norm|{_UNIT}\.(norm[123]|downsample\.norm))"
 _MLP = r"(blocks\.\d+|attn_pool)\.mlp\.fc[12]"
 _TIMM_LINEAR: dict[InitStyle, Fill] = {"timm": _normal(0.02)}
 _TIMM_RESNET_HEAD: dict[InitStyle, Fill] = {"timm": _normal(0.01)}
