@@ -91,46 +91,40 @@ def _fill(client: Any, run_id: str, result: CommandResult) -> None:
         client.log_table(run_id, {key: list(values) for key, values in columns.items()}, f"tables/{table}.json")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SweepNews:
-    """Content of a sweep's own run, complete each time; `points` are metrics for the pipelines' runs, by folder.
+def log_sweep(
+    folder: Path,
+    *,
+    tags: Mapping[str, str],
+    metrics: Mapping[str, float],
+    points: Mapping[Path, Mapping[str, float]],
+    status: RunStatus,
+    tracking_uri: str | None,
+    experiment: str,
+    say: Callable[[str], None],
+) -> None:
+    """Create or update the MLflow run of the sweep in `folder`, the parent of its pipelines' runs; raises nothing.
+    Values are complete each time; `points`: metrics for the pipelines' runs, by folder. No params: MLflow never changes
+    one, and a sweep's grid and share may change."""
 
-    No params: MLflow never changes one, and a sweep's grid and share may change.
-    """
+    def send() -> None:
+        state = load_run_state(folder / MLFLOW_FILE)
+        state.save()  # its key, before there is a run
+        home = folder.parent.absolute()
+        client, experiment_id = open_client(store_uri(tracking_uri, home=home), home=home, experiment=experiment)
+        key = {"shardvit.key": state.key}
+        found = client.search_runs([experiment_id], f"tags.`shardvit.key` = '{state.key}'")
+        run = found[-1] if found else client.create_run(experiment_id, run_name=folder.name, tags=key)
+        state.run_id = str(run.info.run_id)
+        state.save()
+        set_tags(client, state.run_id, {**source_tags(), **tags})
+        log_metrics(client, state.run_id, metrics)
+        for point, values in points.items():
+            if values and (run_id := load_run_state(point / MLFLOW_FILE).run_id):  # else MLflow has no run of it
+                log_metrics(client, run_id, values)
+        update = client.update_run if status == "RUNNING" else client.set_terminated
+        update(state.run_id, status=status)
 
-    folder: Path  # of the sweep, in the folder of all runs
-    tags: Mapping[str, str]
-    metrics: Mapping[str, float]
-    points: Mapping[Path, Mapping[str, float]]
-    status: RunStatus
-
-
-def log_sweep(news: SweepNews, *, tracking_uri: str | None, experiment: str, say: Callable[[str], None]) -> None:
-    """Find or create a sweep's run, the parent of its pipelines' runs, and bring it up to date; raises nothing."""
-    _within_a_minute(
-        lambda: _send_sweep(news, tracking_uri=tracking_uri, experiment=experiment),
-        say=lambda why: say(f"MLflow was not told of the sweep {news.folder.name}: {why}"),
-    )
-
-
-def _send_sweep(news: SweepNews, *, tracking_uri: str | None, experiment: str) -> None:
-    state = load_run_state(news.folder / MLFLOW_FILE)
-    state.save()  # its key, before there is a run
-    home = news.folder.parent.absolute()
-    client, experiment_id = open_client(store_uri(tracking_uri, home=home), home=home, experiment=experiment)
-    found = client.search_runs([experiment_id], f"tags.`shardvit.key` = '{state.key}'")
-    tags = {"shardvit.key": state.key}
-    run = found[-1] if found else client.create_run(experiment_id, run_name=news.folder.name, tags=tags)
-    state.run_id = str(run.info.run_id)
-    state.save()
-    set_tags(client, state.run_id, {**source_tags(), **news.tags})
-    log_metrics(client, state.run_id, news.metrics)
-    for folder, values in news.points.items():
-        point = load_run_state(folder / MLFLOW_FILE).run_id
-        if point is not None:  # else MLflow was not told of it
-            log_metrics(client, point, values)
-    tell = client.update_run if news.status == "RUNNING" else client.set_terminated
-    tell(state.run_id, status=news.status)
+    _within_a_minute(send, say=lambda why: say(f"MLflow did not take the sweep {folder.name}: {why}"))
 
 
 def _within_a_minute(task: Callable[[], None], *, say: Callable[[str], None]) -> None:

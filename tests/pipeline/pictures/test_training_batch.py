@@ -17,6 +17,7 @@ from data_shards.shards.tar_index import index_path, read_index
 from data_shards.vocabulary import GOOGLES, Normalisation
 from pipeline.checkpoint.train_state import TrainState
 from pipeline.pictures.drawing import draw
+from pipeline.pictures.style import keep_drawn
 from pipeline.pictures.training_batch import (
     SHOWN_EPOCHS,
     draw_training_batch,
@@ -226,7 +227,7 @@ def test_after_the_last_step_its_batch_is_drawn(shards: Path, tmp_path: Path) ->
     folder = RunFolder(runs_root=tmp_path, name="r")
     folder.path.mkdir()
     folder.write("pretrain", StageRecord(state="done", total_steps=12))
-    draw_training_batch(DrawRequest(folder, recipe, "pretrain", 12))
+    keep_drawn(request := DrawRequest(folder, recipe, "pretrain", 12), draw_training_batch(request))
     (kept,) = (each for each in kept_pictures(folder.stage("pretrain")) if each.picture.name == "training_batch")
     assert kept.step == 11 and "after 11 steps," in kept.picture.title  # the page shows both
 
@@ -239,6 +240,6 @@ def test_an_image_is_shown_in_the_epochs_that_the_stage_has(shards: Path, tmp_pa
     folder = RunFolder(runs_root=tmp_path, name="r")
     folder.path.mkdir()
     folder.write("pretrain", StageRecord(state="running", total_steps=12))
-    draw_training_batch(DrawRequest(folder, recipe, "pretrain", 0))
+    keep_drawn(request := DrawRequest(folder, recipe, "pretrain", 0), draw_training_batch(request))
     (kept,) = (each for each in kept_pictures(folder.stage("pretrain")) if each.picture.name == "augmentation")
     assert kept.picture.title == f"One image in {epochs} epochs"
