@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -77,9 +78,10 @@ def show(
         }
         _refuse(given, to=f"{what}, which is a recipe: it has keys for that")
 
-    from launch.pages.shards_page import Looking, show_recipe, show_shards
+    from data_shards.reading.overview import inspect_shards
+    from launch.pages.shards_page import show_recipe, show_shards
 
-    looking = Looking(images=images, most_labels=labels, seed=seed, report=_report)
+    inspect = partial(inspect_shards, images=images, most_labels=labels, seed=seed)
     if recipe is None:
         from data_shards.store.download import RetryPolicy
         from data_shards.store.store import Store
@@ -88,10 +90,12 @@ def show(
             options.spec(what),
             store=Store(options.cache_of(what), retry=RetryPolicy(give_up_seconds=_GIVE_UP_SECONDS)),
             limit=pixel_limit(options.max_image_pixels),
-            looking=looking,
+            inspect=inspect,
+            report=_report,
         )
     else:
-        made = show_recipe(recipe, stage=_stage(recipe, stage), step=step or 0, looking=looking)
+        stage = _stage(recipe, stage)
+        made = show_recipe(recipe, stage=stage, step=step or 0, inspect=inspect, report=_report)
     page = made.write(output, command="show")
     for line in made.notes:
         _report(f"note: {line}")

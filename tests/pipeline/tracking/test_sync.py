@@ -22,8 +22,8 @@ import pytest
 import torch
 
 from data_shards.errors import UserError
-from model.build import build_model
 from model.saved.model_folder import SavedModelMeta, load_model, save_model
+from model.vit import build_model
 from pipeline.pictures.style import keep_picture, new_figure
 from pipeline.recipe.io import dump_recipe, load_recipe
 from pipeline.runs.logs import read_metrics
