@@ -36,7 +36,7 @@ from pipeline.engine.saved_state.shared import open_shared
 from pipeline.engine.saved_state.state_files import StateFile, state_file
 from pipeline.engine.weight_norms import Measure, WeightNorms
 from pipeline.engine.zero_config import deepspeed_config, reduces_at_once, takes_flat_step
-from pipeline.optimizers.flat import flat_optimizer, merged
+from pipeline.optimizers.flat import FlatOptimizer
 from pipeline.optimizers.optim import build_optimizer, set_lr
 from pipeline.optimizers.parameter_groups import parameter_groups
 from pipeline.ranks.group import Ranks
@@ -96,7 +96,7 @@ class DeepSpeedEngine:
         self._frozen = frozen_weights(model)
         deepspeed.utils.logger.setLevel(logging.ERROR)  # it warns of SGD, which its tests do not cover and ours do
         self._judge = GradientJudge(clip_grad_norm=optimizer.clip_grad_norm) if takes_flat_step(config) else None
-        flat = flat_optimizer(parameter_groups(model, optimizer), optimizer, judge=self._judge) if self._judge else None
+        flat = FlatOptimizer(parameter_groups(model, optimizer), optimizer, judge=self._judge) if self._judge else None
         self._engine: Any = deepspeed.initialize(
             model=model,
             optimizer=flat or build_optimizer(model, optimizer),
@@ -106,7 +106,7 @@ class DeepSpeedEngine:
         self.device = torch.device(self._engine.device)
         if flat:
             places = slots(self._engine, rank=ranks.place.rank)
-            flat.place(merged((each.start, each.count, flat.rules[name]) for name, each in places.items()))
+            flat.place({name: (each.start, each.count) for name, each in places.items()})
             # It would make anew the views of its flat weights that the parameters are, after each step.
             self._engine.optimizer._update_model_bit16_weights = lambda group_index: None
             if reduces_at_once(config, world_size=plan.world_size):
