@@ -28,9 +28,9 @@ from launch.bench.operations import Operations
 from launch.bench.synchronising import synchronising_keys
 from model.build import build_model
 from model.init import initialise
+from pipeline.engine.base import Engine
 from pipeline.engine.late_metrics import LateMetrics
 from pipeline.engine.open import open_engine
-from pipeline.engine.protocol import Engine
 from pipeline.kernels.settle import settled_kernels
 from pipeline.optimizers.optim import build_optimizer
 from pipeline.ranks.group import Ranks

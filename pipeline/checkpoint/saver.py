@@ -38,7 +38,7 @@ from pipeline.checkpoint.store import (
     prune_checkpoints,
 )
 from pipeline.checkpoint.train_state import TrainState
-from pipeline.engine.protocol import Engine
+from pipeline.engine.base import Engine
 from pipeline.engine.saved_state.host_copy import HostBuffer, HostCopy, copy_bytes
 from pipeline.engine.saved_state.state_files import Abandoned, Seal, StateFile, text_file, write_file
 from pipeline.ranks.group import Agreement, Ranks

@@ -64,7 +64,7 @@ class Bf16Optimizer(torch.optim.Optimizer, ABC):
 class AdamWBf16(Bf16Optimizer):
     """AdamW (Loshchilov and Hutter; decay multiplied by the learning rate) with the first moment in bf16."""
 
-    moments = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.float32}
+    moments: ClassVar = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.float32}
 
     def law(self, group: dict[str, Any], *, applied: Tensor, states: list[dict[str, Tensor]]) -> Callable[..., None]:
         for state in states:
@@ -90,7 +90,7 @@ class AdamWBf16(Bf16Optimizer):
 class SgdBf16(Bf16Optimizer):
     """SGD with momentum and decoupled decay, as `optim.DecoupledSgd`, with the momentum in bf16."""
 
-    moments = {"momentum_buffer": torch.bfloat16}
+    moments: ClassVar = {"momentum_buffer": torch.bfloat16}
 
     def law(self, group: dict[str, Any], *, applied: Tensor, states: list[dict[str, Tensor]]) -> Callable[..., None]:
         applied = applied.float()

@@ -7,6 +7,7 @@ tensors: no number comes to the host, and a step costs a handful of operations. 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -63,9 +64,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         (group,) = self.param_groups
         (master,) = group["params"]
         verdict = self._judge(master.grad)
-        if not self._segments:
-            return
         inner: Any = self._optimizer_of(master)
+        if inner is None:
+            return
         for (start, stop, _), each in zip(self._segments, inner.param_groups, strict=True):
             each["params"][0].grad = master.grad[start:stop]
         inner.found_inf, inner.grad_scale = verdict
@@ -73,34 +74,32 @@ class FlatOptimizer(torch.optim.Optimizer):
         inner.step()
         inner.zero_grad()  # lets go of the flat gradient
 
-    def _optimizer_of(self, master: Tensor) -> torch.optim.Optimizer:
-        """The optimizer over the segments, its moments pieces of the flat state."""
+    def _optimizer_of(self, master: Tensor) -> torch.optim.Optimizer | None:
+        """The optimizer over the segments, its moments pieces of the flat state; None: there are no segments."""
         state = self.state[master]
         flat = [master, *state.values()]
-        if self._inner is None or len(flat) != len(self._bound) or any(map(_differ, flat, self._bound)):
-            groups = [{"params": [master.detach()[start:stop]], **rule} for start, stop, rule in self._segments]
-            self._inner = optimizer_over(groups, self._config)
-            self._complete(state, master)
-            for number, (start, stop, _) in enumerate(self._segments):
-                own = {name: tensor[start:stop] for name, tensor in state.items() if name != "step"}
-                if "step" in state:  # each segment counts; the first count is the one that is saved
-                    own["step"] = state["step"].clone() if number else state["step"]
-                self._inner.state[groups[number]["params"][0]] = own
-            self._bound = [master, *state.values()]
-        return self._inner
+        if len(flat) == len(self._bound) and all(map(operator.is_, flat, self._bound)):
+            return self._inner
+        self._complete(state, master)
+        groups = [{"params": [master.detach()[start:stop]], **rule} for start, stop, rule in self._segments]
+        inner: Any = optimizer_over(groups, self._config) if groups else None
+        for number, (start, stop, _) in enumerate(self._segments):
+            own = {name: tensor[start:stop] for name, tensor in state.items() if name != "step"}
+            if "step" in state:  # each segment counts; the first count is the one that is saved
+                own["step"] = state["step"].clone() if number else state["step"]
+            inner.state[groups[number]["params"][0]] = own
+        self._inner, self._bound = inner, [master, *state.values()]
+        return inner
 
     def _complete(self, state: dict[str, Tensor], master: Tensor) -> None:
-        """Zero moments for those that are not there yet."""
+        """Make what is not there yet, as zeros; cast what torch's `load_state_dict` has cast to float32."""
         config, known = self._config, OPTIMIZERS[self._config.name]
         for name in known.moments:
             rounded = name == known.rounded and config.first_moment == "bf16"
-            if config.name == "sgd" and not (config.momentum or rounded):
-                continue  # torch's keeps none
             dtype = torch.bfloat16 if rounded else torch.float32
-            state.setdefault(name, torch.zeros_like(master, dtype=dtype, requires_grad=False))
-        if config.name == "adamw":
-            state.setdefault("step", torch.zeros((), device=master.device))
-
-
-def _differ(left: Tensor, right: Tensor) -> bool:
-    return left is not right
+            if name in state:
+                state[name] = state[name].to(dtype)
+            elif config.name != "sgd" or config.momentum or rounded:  # torch's SGD keeps none without momentum
+                state[name] = torch.zeros_like(master, dtype=dtype, requires_grad=False)
+        if config.name == "adamw" and "step" not in state:
+            state["step"] = torch.zeros((), device=master.device)

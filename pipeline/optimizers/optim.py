@@ -70,7 +70,7 @@ class DecoupledSgd(torch.optim.SGD):
         super().__init__(groups, lr=lr, momentum=momentum, fused=True)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: None = None) -> None:
         """Without closures."""
         skipped = getattr(self, "found_inf", None)
         decays = [float(group["weight_decay"]) for group in self.param_groups]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 
-from pipeline.engine.protocol import Engine
+from pipeline.engine.base import Engine
 from pipeline.evaluation.evaluate import Evaluated, evaluate, keep_evaluations
 from pipeline.evaluation.scores import one_answer
 from pipeline.ranks.watch import Watch
