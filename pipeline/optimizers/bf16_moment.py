@@ -58,6 +58,8 @@ class Bf16Optimizer(torch.optim.Optimizer, ABC):
         for name, dtype in self.moments.items():
             if name not in state:
                 state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            elif state[name].dtype != dtype:  # torch's `load_state_dict` casts to float32
+                state[name] = state[name].to(dtype)
         return state
 
 
