@@ -30,9 +30,8 @@ import numpy as np
 from PIL import Image
 
 from data_shards.checking.near_duplicates.collection import ImagePlace
-from data_shards.checking.near_duplicates.hash_index import HashIndex
 from data_shards.checking.near_duplicates.matches import Matches, find_matches
-from data_shards.checking.near_duplicates.perceptual_hash import PARTS, WHOLE
+from data_shards.checking.near_duplicates.perceptual_hash import PARTS, WHOLE, HashIndex
 from data_shards.images.decode import USUAL_LIMIT
 from launch.bench.pictures import edited, plain_floors, scenes
 from launch.pages.duplicates_page import MATCHES_PAGE, write_duplicates
