@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from timm.models.vision_transformer import VisionTransformer
 
-from model.inspection.learned_weights import FirstFilters
+from model.inspection import FirstFilters
 from model.saved.model_folder import SavedModelMeta
 from pipeline.pictures.paper.tiles import evenly, show_tiles, tiled
 from pipeline.pictures.style import MUTED, Drawn, new_figure, sequential

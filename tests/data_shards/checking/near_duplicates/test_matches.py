@@ -15,7 +15,7 @@ from data_shards.checking.near_duplicates.matches import find_matches
 from data_shards.packing.pack import pack
 from data_shards.reading.opening import open_shards
 from data_shards.store.store import Store
-from launch.bench.pictures import drawn_floors, scenes
+from tests.data_shards.checking.near_duplicates.drawn_scenes import drawn_floors, scenes
 from tests.data_shards.checking.near_duplicates.planted import (
     EDITS,
     MORE_EDITS,
