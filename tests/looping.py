@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from model.build import build_model
-from model.config import ModelConfig
-from model.layers.regularisation import Regularisation
+from model.config import ModelConfig, Regularisation
+from model.vit import build_model
 from pipeline.engine.base import Flags, StepResult
 from pipeline.evaluation.evaluate import evaluate
 from pipeline.ranks.phases import Phases

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from pipeline.runs.metrics_log import MetricRow
+from pipeline.runs.logs import MetricRow
 from pipeline.runs.run_folder import FOLDER_PREFIX
 
 SCORES = {"val/top1": "top-1", "val/accuracy": "accuracy"}  # on the screen

@@ -19,7 +19,7 @@ from pipeline.ranks.stopping import Stopped
 from pipeline.report import reporter
 from pipeline.report.losses import Spike
 from pipeline.report.reporter import Report, told_events
-from pipeline.runs.events import EventsLog, read_events
+from pipeline.runs.logs import EventsLog, read_events
 from pipeline.runs.run_folder import RunFolder
 
 
