@@ -10,7 +10,7 @@ does not divide N, the lanes take turns with a span longer by one sample: after 
 floor((e*N + l) / lanes) samples, which sums to exactly e*N over the lanes (Hermite's identity). So each sample comes
 exactly once an epoch; only the batch on the boundary may mix samples of two epochs.
 
-Cost: constant time a sample; 16 bytes a shard for each epoch in use (launch/bench/order.py: 10^9 samples in 10^5
+Cost: constant time a sample; 16 bytes a shard for each epoch in use (measured with 10^9 samples in 10^5
 shards). Every product is at most the number of images seen, so 64-bit integers last for `MOST_IMAGES`.
 """
 

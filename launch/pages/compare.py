@@ -72,7 +72,7 @@ def _metrics(begun: Sequence[tuple[str, RunStage]]) -> str:
     """The last value of each metric that two runs have, with the difference to the first."""
     rows = []
     for metric in METRICS:
-        values = [stage.record.results.get(metric, stage.last(metric)) for _, stage in begun]
+        values = [stage.record.results.get(metric, stage.latest.get(metric)) for _, stage in begun]
         if metric == "train/epoch" or sum(value is not None for value in values) < 2 or not any(values):
             continue
         first, cells = values[0], [metric]

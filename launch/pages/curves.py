@@ -19,7 +19,7 @@ import numpy as np
 from data_shards.text import printable
 from launch.pages.blocks import ChartBlock, DrawnChart, Legend
 from pipeline.recipe.vocabulary import METRICS
-from pipeline.runs.events import EventKind
+from pipeline.runs.logs import EventKind
 from pipeline.runs.read import RunStage
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def stage_charts(
     stages = {run: stage for run, stage in stages.items() if stage.rows}
     drawn: list[tuple[ChartKind, list[Curve]]] = []
     zero: list[str] = []
-    for kind in chart_kinds(list(dict.fromkeys(name for stage in stages.values() for name in stage.metrics))):
+    for kind in chart_kinds(list(dict.fromkeys(name for stage in stages.values() for name in stage.latest))):
         curves = [
             curve
             for run, stage in stages.items()

@@ -61,12 +61,12 @@ def stage_result(history: Run, stage: RunStage) -> StageResult:
         stage.record.images_seen if is_done or last is None else last.images_seen,
         stage.record.seconds,
         None if config is None else config.image_size,
-        results.get(by, stage.last(by)),
+        results.get(by, stage.latest.get(by)),
         best,
         None if best is None else steps[points.index(best)],
-        results.get(loss_name, stage.last(loss_name)),
+        results.get(loss_name, stage.latest.get(loss_name)),
         tuple(
-            results.get(name, stage.last(name))
+            results.get(name, stage.latest.get(name))
             for name in (f"{by.removesuffix('top1')}{_BALANCED}", f"{OWN_SET}/{_COMMONEST}")
         ),
     )
@@ -75,7 +75,7 @@ def stage_result(history: Run, stage: RunStage) -> StageResult:
 def score_name(recipe: Recipe | None, stage: RunStage) -> str:
     """The metric by which the stage is judged: val/top1, val/accuracy, or those of the moving average."""
     config = train_config(recipe, stage.name)
-    present = {*stage.record.results, *stage.metrics}
+    present = {*stage.record.results, *stage.latest}
     for key in SCORES:
         score = key.partition("/")[2]
         name = key if config is None else config.judged_by(score)
@@ -102,7 +102,7 @@ def held_out_fact(history: Run) -> tuple[str, str] | None:
     result = None if stage is None else stage_result(history, stage)
     if stage is None or result is None or result.score is None:
         return None
-    images = stage.record.results.get("val/images", stage.last("val/images"))
+    images = stage.record.results.get("val/images", stage.latest.get("val/images"))
     of = f" ({images:,.0f} images)" if images and math.isfinite(images) else ""
     beside = zip(BESIDE_SCORE, result.beside, strict=True)
     known = "".join(f"; {what} {show_share(value)}" for what, value in beside if value is not None)
@@ -115,8 +115,8 @@ def _score_word(history: Run, stage: RunStage) -> str:
 
 def held_out(stage: RunStage) -> dict[str, dict[str, float]]:
     """Last metrics of each held-out set, by set name (its own, "val", first) and metric name."""
-    names = [name for name in stage.metrics if name.startswith(OWN_SET)]
-    values = {name: value for name in names if (value := stage.last(name)) is not None}
+    names = [name for name in stage.latest if name.startswith(OWN_SET)]
+    values = {name: value for name in names if (value := stage.latest.get(name)) is not None}
     found: dict[str, dict[str, float]] = {OWN_SET: {}}
     for name, value in {**values, **stage.record.results}.items():
         group, _, metric = name.partition("/")

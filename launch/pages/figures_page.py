@@ -1,4 +1,4 @@
-"""The page of `shardvit figures`: model and images are found, figures drawn one by one, all written to a folder."""
+"""Make the page of `shardvit figures`: find model and images, draw, and write all to a folder."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from launch.pages.blocks import PageSection, PageText
 from launch.pages.shards_page import Shown
 from model.saved.model_folder import SavedModelMeta
 from pipeline.pictures.held_out_images import held_out_access
-from pipeline.pictures.paper.attention_inputs import images_to_look_at, look
-from pipeline.pictures.paper.images import images_of_files, images_of_shards
+from pipeline.pictures.paper.attention_inputs import images_of_files, images_of_shards, images_to_look_at, look
 from pipeline.pictures.paper.model_figures import built, figures_of_attention, figures_of_weights, left_out, numbers_of
 from pipeline.recipe.io import parse_recipe
 from pipeline.recipe.vocabulary import RECIPE_FILE, WeightsKind
@@ -55,7 +54,7 @@ class Wanted:
 
 
 def make_page(wanted: Wanted, *, limit: PixelLimit, folder: Path) -> Path:
-    """Draw and write everything; returns the page. UserError: model, images or folder will not do."""
+    """Draw and write everything; returns the page. UserError: the model, the images or the folder cannot be used."""
     device = chosen_device(wanted.device)
     found = find_model(wanted.model, weights=wanted.weights)
     meta = found.meta
@@ -73,9 +72,9 @@ def make_page(wanted: Wanted, *, limit: PixelLimit, folder: Path) -> Path:
         batch, classes = seen
         looked = look(model, batch, meta=meta)
         figures = figures_of_attention(looked, batch, meta=meta, classes=classes)
-        made.sections.append(PageSection("Where it looks", [block for each in figures for block in made.picture(each)]))
-    blocks = [block for each in figures_of_weights(model, meta=meta) for block in made.picture(each)]
-    made.sections.append(PageSection("What its weights have learnt", blocks))
+        made.sections.append(PageSection("Where it looks", made.pictures(figures)))
+    weights = made.pictures(figures_of_weights(model, meta=meta))
+    made.sections.append(PageSection("What its weights have learnt", weights))
     numbers = numbers_of(model, looked)
     shapes = "\n".join(f"{name:20} {'x'.join(map(str, array.shape))}" for name, array in numbers.items())
     text = PageText(shapes, kind="code", title=f"The arrays in {NUMBERS_FILE}")
@@ -90,20 +89,15 @@ def make_page(wanted: Wanted, *, limit: PixelLimit, folder: Path) -> Path:
 def _facts(meta: SavedModelMeta, *, images: int) -> tuple[tuple[str, str], ...]:
     facts = [(f"{meta.image_size} px", "images of the model")]
     if meta.model.kind == "vit":
-        sizes = meta.model.sizes
-        facts += [
-            (f"{sizes.depth} x {sizes.heads}", "blocks x heads"),
-            (f"{meta.model.grid_size(meta.image_size)} x {meta.model.grid_size(meta.image_size)}", "patches"),
-        ]
-    if images:
-        facts.append((f"{images:,}", "images looked at"))
-    return tuple(facts)
+        grid, sizes = meta.model.grid_size(meta.image_size), meta.model.sizes
+        facts += [(f"{sizes.depth} x {sizes.heads}", "blocks x heads"), (f"{grid} x {grid}", "patches")]
+    return (*facts, *([(f"{images:,}", "images looked at")] if images else ()))
 
 
 def _images(
     wanted: Wanted, found: FoundModel, *, limit: PixelLimit, notes: list[str]
 ) -> tuple[Batch, tuple[str, ...]] | None:
-    """The images, and the classes of their labels; None: there are none to be had."""
+    """Read the images, and the classes of their labels; None: none are named, and the model is no run's."""
     meta = found.meta
     count = wanted.count or images_to_look_at(meta)
     if not wanted.images:
@@ -139,17 +133,14 @@ def _images(
 
 
 def _refuse_of_tars(wanted: Wanted, *, why: str) -> None:
-    given = {"--label": wanted.label, "--classes": wanted.classes}
-    for flag, value in given.items():
+    for flag, value in (("--label", wanted.label), ("--classes", wanted.classes)):
         if value is not None:
             raise UserError(f"{flag} is for tars without a manifest, and {why}: leave it out")
 
 
 def _is_image(place: str) -> bool:
     """True for a file or folder of images, rather than shards."""
-    if not is_local(place):
-        return False
     path = Path(place)
-    if path.is_dir():
+    if is_local(place) and path.is_dir():
         return not (path / "manifest.json").exists() and not any(path.glob("*.tar"))
-    return path.suffix != ".tar" and path.exists()
+    return is_local(place) and path.suffix != ".tar" and path.exists()

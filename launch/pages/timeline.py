@@ -15,7 +15,7 @@ from data_shards.text import show_duration
 from launch.pages.blocks import PageDrawing, PageTable
 from launch.pages.curves import LATEST, text
 from launch.pages.facts import duration_cell, in_per_cent
-from pipeline.runs.events import EventKind
+from pipeline.runs.logs import EventKind
 from pipeline.runs.read import Run, RunStage
 
 _LANES: tuple[tuple[EventKind, str], ...] = (

@@ -22,7 +22,7 @@ from pipeline.recipe.io import dump_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import MaskedPatchStage, TrainStage
 from pipeline.recipe.vocabulary import StageName
-from pipeline.runs.metrics_log import read_metrics
+from pipeline.runs.logs import read_metrics
 from pipeline.runs.run_folder import RunFolder
 from pipeline.stage.initial_model import model_to_come
 

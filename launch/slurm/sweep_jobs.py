@@ -25,9 +25,9 @@ from launch.slurm.records import Submission, begin_jobs, write_ends, write_submi
 from launch.slurm.script import Paths, Tasks, stage_script, step_script
 from launch.slurm.site import SlurmJob
 from launch.slurm.submission import Job, demand_no_jobs, package_folder, submit_jobs, total_steps
-from launch.sweep.points import FINAL, Point, Sweep, link_earlier
+from launch.sweep.points import FINAL, Point, Sweep, open_point
 from launch.sweep.record import make_record
-from launch.sweep.stored import store_finals
+from launch.sweep.step import store_finals
 from pipeline.recipe.io import dump_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import RECIPE_FILE, StageName
@@ -88,11 +88,11 @@ def _jobs(
     sweep: Sweep, open_points: tuple[Point, ...], *, job: SlurmJob, paths: Paths, at_once: int | None
 ) -> Iterator[Job]:
     how: After = "afterok"
-    for earlier in sweep.earlier:
-        if earlier.folder.peek(earlier.stage).state != "done":
-            own = replace(paths, run=earlier.folder.path)
-            text = stage_script(earlier.stage, job=job, paths=own)
-            yield Job(f"{earlier.folder.name}-{earlier.stage}", own.script(earlier.stage), text)
+    for shared in sweep.shared_stages:
+        if shared.folder.peek(shared.stage).state != "done":
+            own = replace(paths, run=shared.folder.path)
+            text = stage_script(shared.stage, job=job, paths=own)
+            yield Job(f"{shared.folder.name}-{shared.stage}", own.script(shared.stage), text)
     if open_points:
         tasks = Tasks([point.name for point in open_points], at_once=at_once)
         for stage in _own_stages(open_points[0]):
@@ -105,9 +105,8 @@ def _jobs(
     )
     final = replace(paths, run=sweep.folder(FINAL).path)
     point = sweep.points[0]
-    earlier = () if point.earlier is None else (point.earlier.stage,)
     for stage in point.final.stages.names:
-        if stage not in earlier:
+        if point.shared is None or stage != point.shared.stage:
             yield Job(f"final-{stage}", final.script(stage), stage_script(stage, job=job, paths=final))
     text = step_script("sum-up", [*step, "sum-up"], job=job, paths=paths)
     yield Job("sum-up", paths.slurm / "sum-up.sbatch", text, "afterany")
@@ -116,11 +115,11 @@ def _jobs(
 def _prepare(plan: SweepSubmission) -> None:
     """The folders of the runs that are submitted, with the recipe that their jobs read."""
     sweep = plan.sweep
-    for earlier in sweep.earlier:
-        if earlier.folder.runs_root == sweep.root:
-            _write_recipe(earlier.folder, earlier.recipe)
+    for shared in sweep.shared_stages:
+        if shared.folder.runs_root == sweep.root:
+            _write_recipe(shared.folder, shared.recipe)
     for point in sweep.points:
-        link_earlier(sweep.folder(point.name), point.recipe, earlier=point.earlier)
+        open_point(sweep.folder(point.name), point.recipe, shared=point.shared)
         _write_recipe(sweep.folder(point.name), point.recipe)
     _forget_ends(sweep.folder(FINAL), sweep.points[0].final)  # `choose` writes its recipe
 
@@ -139,7 +138,7 @@ def _forget_ends(folder: RunFolder, recipe: Recipe) -> None:
 
 def _own_stages(point: Point) -> list[StageName]:
     """The stages of a point's run that are trained for it alone."""
-    return [name for name in point.recipe.stages.names if point.earlier is None or name != point.earlier.stage]
+    return [name for name in point.recipe.stages.names if point.shared is None or name != point.shared.stage]
 
 
 def _with_processes(point: Point, *, processes: int) -> Point:
@@ -148,8 +147,8 @@ def _with_processes(point: Point, *, processes: int) -> Point:
     def changed(recipe: Recipe) -> Recipe:
         return recipe.model_copy(update={"processes": processes}) if recipe.processes == "auto" else recipe
 
-    earlier = point.earlier
-    if earlier is not None:
-        folder = replace(earlier.folder, runs_root=earlier.folder.runs_root.absolute())
-        earlier = replace(earlier, recipe=changed(earlier.recipe), folder=folder)
-    return replace(point, recipe=changed(point.recipe), final=changed(point.final), earlier=earlier)
+    shared = point.shared
+    if shared is not None:
+        folder = replace(shared.folder, runs_root=shared.folder.runs_root.absolute())
+        shared = replace(shared, recipe=changed(shared.recipe), folder=folder)
+    return replace(point, recipe=changed(point.recipe), final=changed(point.final), shared=shared)

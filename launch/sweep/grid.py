@@ -1,7 +1,7 @@
-"""`key=a,b,c` -> the points of a grid, and their names. Pure.
+"""Parse `key=a,b,c` into the points of a grid, name them, and extend the grid. Pure.
 
 A comma separates values unless it is in quotes, [] or {}: `key=[0.05,1]` is one value, a list, `key=[0.05,1],[0.2,1]`
-are two. A key with one value is an override of all points. The points are the product of the others, the last fastest.
+are two. A key with one value overrides all points. The points are the product of the other keys, the last fastest.
 """
 
 from __future__ import annotations
@@ -9,29 +9,28 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 
 from data_shards.errors import UserError
 from data_shards.text import one_line
 
-MOST_POINTS = 1000  # a typing error otherwise; SLURM's usual longest array, too
+MOST_POINTS = 1000  # more is a typo; also SLURM's usual longest array
 _LONGEST_NAME = 100
 _OPENING, _CLOSING, _QUOTES = "[{", "]}", "\"'"
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One key of the grid, and its values as they were typed."""
+    """A key of the grid and its values as typed."""
 
     key: str
     values: tuple[str, ...]
 
 
 def read_grid(arguments: Sequence[str]) -> tuple[list[str], tuple[Axis, ...]]:
-    """The overrides of all points, and the grid's axes, if any; UserError for an empty value, or a key that is given
-    twice."""
+    """Return the overrides of all points and the grid's axes. UserError: an empty value, or a key given twice."""
     overrides: list[str] = []
     axes: list[Axis] = []
     for argument in arguments:
@@ -49,7 +48,7 @@ def read_grid(arguments: Sequence[str]) -> tuple[list[str], tuple[Axis, ...]]:
 
 
 def grid_points(axes: Sequence[Axis]) -> list[dict[str, str]]:
-    """Every point of the grid: key -> value. UserError: there are too many."""
+    """Return every point of the grid: key -> value. UserError: there are too many."""
     count = math.prod(len(axis.values) for axis in axes)
     if count > MOST_POINTS:
         raise UserError(f"the grid has {count:,} points, and a sweep takes {MOST_POINTS:,} at most: give fewer values")
@@ -58,8 +57,8 @@ def grid_points(axes: Sequence[Axis]) -> list[dict[str, str]]:
 
 
 def point_names(points: Sequence[dict[str, str]]) -> list[str]:
-    """A folder's name for each point, such as lr-0.003 or lr-0.01_duration-90-epochs; different ones, whatever the
-    values are. A point keeps its name when values are added to the grid."""
+    """Name each point's folder, such as lr-0.003 or lr-0.01_duration-90-epochs: distinct names whatever the values
+    are, which stay when values are added to the grid."""
     if not points:
         return []
     short = _short(list(points[0]))
@@ -69,20 +68,53 @@ def point_names(points: Sequence[dict[str, str]]) -> list[str]:
         name = "_".join(re.sub("[^A-Za-z0-9._-]+", "-", part).strip("-._") for part in parts)
         plain = re.fullmatch(r"[A-Za-z0-9._+ -]+", "".join(parts)) and len(name) <= _LONGEST_NAME
         names.append(name if plain and not _collides(name) else f"{name[:_LONGEST_NAME]}-{_digest(values)}")
-    folded = [name.casefold() for name in names]  # some file systems do not tell A from a
+    folded = [name.casefold() for name in names]  # some file systems ignore case
     return [
         name if folded.count(name.casefold()) == 1 else f"{name}-{_digest(values)}"
         for name, values in zip(names, points, strict=True)
     ]
 
 
+def standard_error(score: float, *, images: int) -> float:
+    """Standard error of a share, with one right and one wrong answer added, so that it is above 0 for a score of 1."""
+    share = (score * images + 1) / (images + 2)
+    return math.sqrt(share * (1 - share) / images)
+
+
+def value_beyond(values: Collection[str], best: str) -> str | None:
+    """The next number beyond the edge of `values` where `best` lies: in even ratios if all are positive, else in even
+    steps. None: not at the edge; at zero, which hardly any key goes below; or no plain numbers (durations: longer is
+    better anyway)."""
+    try:
+        edge, numbers = float(best), sorted({float(value) for value in values})
+    except ValueError:
+        return None
+    if len(numbers) < 2 or edge == 0 or edge not in (numbers[0], numbers[-1]):
+        return None
+    inner = numbers[1] if edge == numbers[0] else numbers[-2]
+    further = edge * edge / inner if numbers[0] > 0 else 2 * edge - inner
+    if all(number.is_integer() for number in numbers):
+        return None if round(further) in (0, edge) else f"{round(further)}"
+    return f"{float(f'{further:.2g}'):g}"
+
+
+def extend_grid(
+    axes: Sequence[Axis], points: Sequence[Mapping[str, str]], *, best: Mapping[str, str]
+) -> tuple[Axis, ...]:
+    """Add a value to each axis at whose edge the best point lies. `points`, `best`: values as the recipe has them."""
+    more = [value_beyond({values[axis.key] for values in points}, best[axis.key]) for axis in axes]
+    return tuple(
+        replace(axis, values=(*axis.values, *filter(None, [value]))) for axis, value in zip(axes, more, strict=True)
+    )
+
+
 def _collides(name: str) -> bool:
-    """True if the sweep's folder has, or may have, something else of that name."""
+    """True if the name is hidden, or the sweep's folder uses it for something else."""
     return name.casefold() in ("final", "slurm") or not re.match("[A-Za-z0-9]", name)
 
 
 def _short(keys: list[str]) -> dict[str, str]:
-    """The last parts of each key, as many as tell it from the others."""
+    """Shorten each key to the last parts that tell it from the others."""
     found = {}
     for key in keys:
         parts = key.split(".")
@@ -96,7 +128,7 @@ def _digest(values: dict[str, str]) -> str:
 
 
 def _split(text: str) -> list[str]:
-    """A text's parts between the commas that stand outside of quotes and brackets."""
+    """Split at commas outside of quotes and brackets."""
     parts, part, depth, quote = [], "", 0, ""
     for letter in text:
         if quote:

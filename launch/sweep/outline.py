@@ -1,9 +1,8 @@
-"""`shardvit sweep --dry-run`: the runs of a sweep, how far each is, its steps, and what all takes. Starts nothing."""
+"""`shardvit sweep --dry-run`: list the runs of a sweep, their progress and steps, and the cost. Starts nothing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from data_shards.errors import UserError
 from data_shards.text import show_duration, table
@@ -20,82 +19,69 @@ from pipeline.runs.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class _Row:
-    """One run, and which of its stages are its own."""
+    """One run, and the stages that it trains itself."""
 
     name: str
+    values: tuple[str, ...]
     recipe: Recipe
-    stages: tuple[StageName, ...]
     folder: RunFolder
-    of: StageName  # whose images are shown
-    values: tuple[str, ...] = ()
+    stages: tuple[StageName, ...]
+    shown: StageName  # whose images are counted
 
 
 def outline(sweep: Sweep) -> str:
-    """The table; UserError for anything that can be seen to keep a run from running. Shards may still be missing."""
+    """Format the table; UserError for anything that would keep a run from running. Shards may still be missing."""
     keys = [axis.key for axis in sweep.axes]
-    rows = [
-        _Row(each.recipe.name, each.recipe, (each.stage,), each.folder, each.stage, ("",) * len(keys))
-        for each in sweep.earlier
-    ]
-    rows += [
-        _Row(each.name, each.recipe, (sweep.stage,), sweep.folder(each.name), sweep.stage, tuple(each.values.values()))
-        for each in sweep.points
-    ]
-    first = sweep.points[0]
-    shared = None if first.earlier is None else first.earlier.stage
-    last: tuple[StageName, ...] = tuple(name for name in first.final.stages.trained if name != shared)
-    rows.append(_Row(FINAL, first.final, last, sweep.folder(FINAL), sweep.stage, ("chosen",) * len(keys)))
     shown, steps_left, seconds_left, notes, processes = [], 0, 0.0, dict[str, None](), 1
-    for row in rows:
-        _check(row, sweep.root)
+    for row in _rows(sweep):
+        if row.folder.runs_root == sweep.root:  # else another run has trained it
+            restart = row.recipe.stages.names[0] if row.name == FINAL else None
+            PipelineRun.open(row.recipe, runs_root=sweep.root, restart=restart, shards="if there")
         forecast = make_plan(row.recipe, PlanOptions())
         steps, seconds = _cost(forecast, row.stages)
         processes = forecast.machine.gpus
-        there = look(row.recipe, stage=row.of)
-        notes |= dict.fromkeys(f"! {text}: not checked" for text in there.unopened)
+        shards = look(row.recipe, stage=row.shown)
+        notes |= dict.fromkeys(f"! {text}: not checked" for text in shards.unopened)
         state = _state(row)
         if state != "done":
             steps_left = None if steps is None or steps_left is None else steps_left + steps
             seconds_left = None if seconds is None or seconds_left is None else seconds_left + seconds
-        shown.append(
-            (
-                row.name,
-                *row.values,
-                " + ".join(row.stages),
-                state,
-                *(UNKNOWN if one is None else f"{one.num_samples:,}" for one in (there.train, there.held_out)),
-                UNKNOWN if steps is None else f"{steps:,}",
-                "" if seconds is None else show_duration(seconds),
-            )
-        )
+        sizes = [UNKNOWN if one is None else f"{one.num_samples:,}" for one in (shards.train, shards.held_out)]
+        cost = (_show_steps(steps), "" if seconds is None else show_duration(seconds))
+        shown.append((row.name, *row.values, " + ".join(row.stages), state, *sizes, *cost))
     heading = ("run", *keys, "stages", "state", "trained on", "evaluated on", "steps", "time")
+    on = "" if seconds_left is None else f", {show_duration(seconds_left)} on {processes:,} GPUs (see `shardvit plan`)"
     count = len(sweep.points)
     lines = [
         f"{sweep.root.name}: {count} point{'s' * (count > 1)}, chosen by {100 * sweep.hold_out:g} % of the training "
         f"images of {sweep.stage}; in {sweep.root}",
         "",
         table([heading, *shown], align="l" * (len(keys) + 3) + "r", heading="ruled"),
-        f"Left to train: {UNKNOWN if steps_left is None else f'{steps_left:,}'} steps"
-        + (
-            ""
-            if seconds_left is None
-            else f", {show_duration(seconds_left)} on {processes:,} GPUs (see `shardvit plan`)"
-        )
-        + ".",
+        f"Left to train: {_show_steps(steps_left)} steps{on}.",
         *notes,
     ]
     return "\n".join(lines)
 
 
-def _check(row: _Row, root: Path) -> None:
-    if row.folder.runs_root != root:  # a run of its own, which is done
-        return
-    restart = row.recipe.stages.names[0] if row.name == FINAL else None
-    PipelineRun.open(row.recipe, runs_root=root, restart=restart, shards="if there")
+def _rows(sweep: Sweep) -> list[_Row]:
+    """The shared stages, the points, and the final run, as of the first point."""
+    keys, first = len(sweep.axes), sweep.points[0]
+    rows = [
+        _Row(each.recipe.name, ("",) * keys, each.recipe, each.folder, (each.stage,), each.stage)
+        for each in sweep.shared_stages
+    ]
+    rows += [
+        _Row(each.name, tuple(each.values.values()), each.recipe, sweep.folder(each.name), (sweep.stage,), sweep.stage)
+        for each in sweep.points
+    ]
+    own: list[StageName] = [
+        name for name in first.final.stages.trained if first.shared is None or name != first.shared.stage
+    ]
+    return [*rows, _Row(FINAL, ("chosen",) * keys, first.final, sweep.folder(FINAL), tuple(own), sweep.stage)]
 
 
 def _cost(forecast: RecipeForecast, stages: tuple[StageName, ...]) -> tuple[int | None, float | None]:
-    """Steps and seconds of these stages; None: unknown. Raises UserError for sizes that do not fit together."""
+    """Steps and seconds of these stages; None: unknown. UserError: sizes that do not fit together."""
     steps, seconds = 0, 0.0
     for stage in forecast.stages:
         if stage.name not in stages:
@@ -107,6 +93,10 @@ def _cost(forecast: RecipeForecast, stages: tuple[StageName, ...]) -> tuple[int 
         hours = stage.time.hours if stage.time else None
         seconds = seconds + 3600 * hours if hours is not None and seconds is not None else None
     return steps, seconds
+
+
+def _show_steps(steps: int | None) -> str:
+    return UNKNOWN if steps is None else f"{steps:,}"
 
 
 def _state(row: _Row) -> str:

@@ -1,12 +1,12 @@
-"""A recipe and a grid -> the runs of a sweep: their recipes, and where they lie. Only `link_earlier` writes.
+"""Plan the runs of a sweep from a recipe and a grid: recipes and folders. Only `open_point` writes.
 
     RUNS/NAME-sweep/sweep.json          the grid, the state and result of each point, the choice
-    RUNS/NAME-sweep/STAGE-DIGEST/       what comes before the swept stage, trained once for all points that share it
+    RUNS/NAME-sweep/STAGE-DIGEST/       the stage before the swept one, trained once for all points that share it
     RUNS/NAME-sweep/POINT/              an ordinary run, trained on all but the held-out part of the training set
     RUNS/NAME-sweep/final/              an ordinary run with the chosen values, on the whole training set
 
-The stage before the swept one is taken from RUNS/NAME where that has it already. Points and the final run have it as a
-link, so that each of them is a complete run folder.
+The shared stage is taken from RUNS/NAME if that has trained it. Points and the final run link to it, so that each of
+them is a complete run folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from data_shards.errors import UserError
 from launch.sweep.grid import Axis, grid_points, point_names, read_grid
-from pipeline.recipe.io import differences, flatten, load_recipe, parse_recipe
+from pipeline.recipe.io import flatten, load_recipe, parse_recipe
 from pipeline.recipe.mistakes import mistakes
 from pipeline.recipe.roles import missing_paths
 from pipeline.recipe.schema import Recipe
@@ -42,12 +42,12 @@ PAPERS_RATES = {
 
 
 @dataclass(frozen=True)
-class Earlier:
+class SharedStage:
     """The trained stage before the swept one."""
 
     stage: StageName
     recipe: Recipe  # with this stage alone
-    folder: RunFolder  # the run that has it, or will
+    folder: RunFolder  # the run that trains it
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Point:
     name: str  # of its folder
     values: dict[str, str]  # key -> value
     recipe: Recipe  # of its run
-    final: Recipe  # of the final run, if this point is chosen
-    earlier: Earlier | None  # None: the swept stage is the first one
+    final: Recipe  # of the final run if this point is chosen
+    shared: SharedStage | None  # None: the swept stage is the first one
 
 
 @dataclass(frozen=True)
@@ -67,25 +67,24 @@ class Sweep:
 
     name: str  # the recipe's
     root: Path  # RUNS/NAME-sweep
-    stage: StageName  # that is swept
+    stage: StageName  # the swept one
     hold_out: float  # share of its training images
     axes: tuple[Axis, ...]
     points: tuple[Point, ...]
 
     @property
-    def earlier(self) -> list[Earlier]:
+    def shared_stages(self) -> list[SharedStage]:
         """Stages trained once, before the points."""
-        found = {point.earlier.folder.path: point.earlier for point in self.points if point.earlier}
-        return list(found.values())
+        return list({point.shared.folder.path: point.shared for point in self.points if point.shared}.values())
 
     def folder(self, name: str) -> RunFolder:
         return RunFolder(runs_root=self.root, name=name)
 
     def runs(self) -> Iterator[tuple[RunFolder, Recipe, StageName | None]]:
-        """Yield the sweep's runs: folder, recipe, and (final run as each point would have it) first stage."""
-        for earlier in self.earlier:
-            if earlier.folder.runs_root == self.root:
-                yield earlier.folder, earlier.recipe, None
+        """Yield folder, recipe and stage to restart from of every run, the final one as each point would have it."""
+        for shared in self.shared_stages:
+            if shared.folder.runs_root == self.root:
+                yield shared.folder, shared.recipe, None
         for point in self.points:
             yield self.folder(point.name), point.recipe, None
             yield self.folder(FINAL), point.final, point.final.stages.names[0]
@@ -102,11 +101,10 @@ def plan_sweep(
     grid: tuple[Axis, ...] = (),
 ) -> Sweep:
     """Read the recipe once for each point. `paths`: as for `load_recipe`; `stage` None: the last one that trains;
-    `hold_out` None: the paper's share; `grid`: in the place of the arguments'.
+    `hold_out` None: the paper's share; `grid` replaces that of the arguments.
 
-    Raises:
-        UserError: a mistake in a recipe or the grid; points that are the same run, or train on different data; a stage
-            that cannot be swept.
+    UserError: a mistake in a recipe or the grid; points that are the same run or train on different data; a stage that
+    cannot be swept.
     """
     overrides, axes = read_grid(arguments)
     axes = grid or axes
@@ -138,19 +136,18 @@ def plan_sweep(
         _point(whole, name=name, values=values, stage=swept, share=share, root=root)
         for whole, name, values in zip(wholes, names, shown, strict=True)
     ]
-    for number, one in enumerate(made):
-        for other in made[:number]:
-            if not {key for key in differences(one.recipe, other.recipe) if key != "name"}:
-                raise UserError(
-                    f"{other.name} and {one.name} are the same run, for nothing that they differ in changes what "
-                    f"{swept} learns: sweep other keys, or another --stage"
-                )
+    known: dict[str, Point] = {}
+    for one in made:
+        if (same := known.setdefault(recipe_digest(one.recipe, stage=swept), one)) is not one:
+            raise UserError(
+                f"{same.name} and {one.name} are the same run: no difference changes what {swept} learns; sweep other "
+                "keys, or another --stage"
+            )
     return Sweep(first.name, root, stage=swept, hold_out=share, axes=axes, points=tuple(made))
 
 
 def papers_grid(recipe: Recipe, *, stage: StageName) -> Axis:
-    """The grid of the ViT paper's Table 4 for a stage that fine-tunes with SGD on one of its data sets; UserError for
-    any other."""
+    """Learning rates of the ViT paper's Table 4 for fine-tuning with SGD on one of its data sets; else UserError."""
     config = recipe.train_stage(stage)
     rates = PAPERS_RATES.get(config.data or "") if stage == "finetune" and config.optimizer.name == "sgd" else None
     if rates is None:
@@ -162,7 +159,7 @@ def papers_grid(recipe: Recipe, *, stage: StageName) -> Axis:
 
 
 def changed_recipe(recipe: Recipe, *, name: str, stages: Mapping[str, Any]) -> Recipe:
-    """The recipe under another name, with these stages alone, each a mapping of keys; UserError if they do not fit."""
+    """Rename a recipe and give it other stages, each a mapping of keys; UserError if they do not fit."""
     tree = recipe.model_dump(mode="json", exclude_defaults=True) | {"name": name, "stages": stages}
     try:
         return Recipe.model_validate(tree)
@@ -171,13 +168,13 @@ def changed_recipe(recipe: Recipe, *, name: str, stages: Mapping[str, Any]) -> R
         raise UserError(f"{recipe.name}, as it would be swept: {'; '.join(texts)}") from None
 
 
-def link_earlier(folder: RunFolder, recipe: Recipe, *, earlier: Earlier | None) -> None:
-    """Make a run folder with the earlier stage in it, as a relative link; a stage that it has of its own stays."""
+def open_point(folder: RunFolder, recipe: Recipe, *, shared: SharedStage | None) -> None:
+    """Make a point's or the final run's folder, with a relative link to the shared stage unless it has one itself."""
     folder.open(recipe)
-    if earlier is None:
+    if shared is None:
         return
-    link = folder.stage(earlier.stage)
-    to = os.path.relpath(earlier.folder.stage(earlier.stage).resolve(), folder.path.resolve())
+    link = folder.stage(shared.stage)
+    to = os.path.relpath(shared.folder.stage(shared.stage).resolve(), folder.path.resolve())
     if link.is_symlink() and os.readlink(link) != to:
         link.unlink()
     if not link.is_symlink() and not link.exists():
@@ -185,13 +182,13 @@ def link_earlier(folder: RunFolder, recipe: Recipe, *, earlier: Earlier | None) 
 
 
 def _resolved(recipe: Recipe, *, values: Mapping[str, str]) -> dict[str, str]:
-    """The values as the recipe has them, so that 1e-2 and 0.01 are one point."""
+    """Return the values as the recipe has them, so that 1e-2 and 0.01 are one point."""
     known = flatten(recipe)
     return {key: known.get(key, known.get(f"stages.{key}", text)) for key, text in values.items()}
 
 
 def read_share(text: str | None) -> float | None:
-    """--hold-out, such as 2% or 0.02; UserError if it is no share of a set that has images left."""
+    """Parse --hold-out, such as 2% or 0.02; UserError if it is no share that leaves images."""
     if text is None:
         return None
     try:
@@ -224,10 +221,10 @@ def _point(whole: Recipe, *, name: str, values: dict[str, str], stage: StageName
     parts = {use: {**one, "part": part, "hold_out": share} for use, part in (("train", "rest"), ("eval", "held_out"))}
     recipe = changed_recipe(whole, name=name, stages={**up_to, stage: {**up_to[stage], **parts}})
     final = changed_recipe(whole, name=FINAL, stages=tree)
-    return Point(name, values, recipe=recipe, final=final, earlier=_earlier(whole, stage=stage, root=root))
+    return Point(name, values, recipe=recipe, final=final, shared=_shared(whole, stage=stage, root=root))
 
 
-def _earlier(whole: Recipe, *, stage: StageName, root: Path) -> Earlier | None:
+def _shared(whole: Recipe, *, stage: StageName, root: Path) -> SharedStage | None:
     trained = whole.stages.trained
     before = trained[: trained.index(stage)]
     if not before:
@@ -240,8 +237,8 @@ def _earlier(whole: Recipe, *, stage: StageName, root: Path) -> Earlier | None:
     if (usual.path / RECIPE_FILE).exists() and usual.peek(name).state == "done":
         there = parse_recipe(usual.path / RECIPE_FILE)
         if name in there.stages.names and recipe_digest(there, stage=name) == digest:
-            return Earlier(name, recipe, usual)
-    return Earlier(name, recipe, RunFolder(runs_root=root, name=recipe.name))
+            return SharedStage(name, recipe, usual)
+    return SharedStage(name, recipe, RunFolder(runs_root=root, name=recipe.name))
 
 
 def _swept_stage(recipe: Recipe, stage: StageName | None) -> StageName:

@@ -1,8 +1,8 @@
-"""Read the points' results from their run folders, choose one, and write sweep.json.
+"""Judge the points of a sweep by their run folders, choose one, write and read sweep.json, print its tables.
 
-The rule: the best held-out score of the swept stage's last evaluation (top-1; masked patch prediction: accuracy), at
-equal scores the lower held-out loss, then the earlier point. A point that failed, or whose score or loss is not
-finite, is shown and not chosen.
+The best point has the best held-out score of the swept stage's last evaluation (top-1; masked patch prediction:
+accuracy), at equal scores the lower held-out loss, then comes first. A point that failed, or whose score or loss is not
+finite, is shown but never chosen.
 """
 
 from __future__ import annotations
@@ -12,15 +12,21 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
+
+from pydantic import TypeAdapter, ValidationError
 
 from data_shards.durable import replace_text
-from data_shards.text import parse_json, table
+from data_shards.errors import UserError
+from data_shards.safe_paths import read_inside
+from data_shards.text import printable, table
 from launch.local.env import experiment_name, tracking_uri
+from launch.local.output import say
+from launch.sweep.grid import standard_error, value_beyond
 from launch.sweep.points import FINAL, Point, Sweep
-from launch.sweep.worth import beyond, standard_error
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import SWEEP_FILE, StageName
+from pipeline.runs.read import read_run
 from pipeline.runs.run_folder import RunFolder
 from pipeline.tracking.facts import RunStatus
 
@@ -28,49 +34,50 @@ RULE = "the best held-out score; at equal scores the lower loss, then the first"
 _SCORES = ("top1", "accuracy")
 _MOST_NAMED = 4
 
-PointState = Literal["new", "begun", "done", "failed"]
-
 
 @dataclass(frozen=True)
 class Outcome:
-    """How far one run is, and what its swept stage (or the final run's) reached."""
+    """The state and result of a run, judged by its swept stage (the final run: by its last one)."""
 
     name: str
     values: Mapping[str, str]
-    state: PointState
+    state: Literal["new", "begun", "done", "failed"]
     why: str = ""  # it failed
     score: float | None = None
     loss: float | None = None
-    images: int = 0  # on which they were measured
+    images: int = 0  # evaluated for score and loss
     seconds: float = 0.0  # of training, over all attempts
     balanced_accuracy: float | None = None
-    commonest: float | None = None  # the share of the commonest class among the images
+    commonest: float | None = None  # share of the commonest class among the images
 
 
 def outcome(
     folder: RunFolder, recipe: Recipe, *, stage: StageName, values: Mapping[str, str], failed: str = ""
 ) -> Outcome:
-    """A run's state and results, those of the weights that become its model; `failed`: why it ended, if it did not end
-    well."""
-    config = recipe.train_stage(stage)
-    record = folder.peek(stage)
-    results = record.results
-    score = next((results[key] for name in _SCORES if (key := config.judged_by(name)) in results), None)
-    loss = results.get(config.judged_by("loss"))
-    seconds = record.seconds
+    """Read a run's state, and the results of the weights that become its model; `failed`: why it ended early."""
+    config, record = recipe.train_stage(stage), folder.peek(stage)
     if record.state != "done":
-        state: PointState = "failed" if failed else "begun" if folder.path.exists() and record.state != "new" else "new"
-        return Outcome(folder.name, values, state, why=failed, seconds=seconds)
-    measured = {"score": score, "loss": loss, "images": int(results.get("val/images", 0)), "seconds": seconds}
-    measured["balanced_accuracy"] = results.get(config.judged_by("balanced_accuracy"))
-    measured["commonest"] = results.get("val/commonest_class_share")
-    if score is None or loss is None or not (math.isfinite(score) and math.isfinite(loss)):
-        return Outcome(folder.name, values, "failed", "its held-out score or loss is not finite", **measured)
-    return Outcome(folder.name, values, "done", **measured)
+        state = "failed" if failed else "new" if record.state == "new" else "begun"
+        return Outcome(folder.name, values, state, why=failed, seconds=record.seconds)
+    judged = {name: record.results.get(config.judged_by(name)) for name in (*_SCORES, "loss", "balanced_accuracy")}
+    score = next((judged[name] for name in _SCORES if judged[name] is not None), None)
+    is_finite = all(value is not None and math.isfinite(value) for value in (score, judged["loss"]))
+    return Outcome(
+        folder.name,
+        values,
+        "done" if is_finite else "failed",
+        why="" if is_finite else "its held-out score or loss is not finite",
+        score=score,
+        loss=judged["loss"],
+        images=int(record.results.get("val/images", 0)),
+        seconds=record.seconds,
+        balanced_accuracy=judged["balanced_accuracy"],
+        commonest=record.results.get("val/commonest_class_share"),
+    )
 
 
 def choose(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """The best of those that are done; None: none is."""
+    """Return the best point that is done, if any."""
     done = [one for one in outcomes if one.state == "done"]  # those have both
     return max(done, key=lambda one: (one.score or 0.0, -(one.loss or 0.0)), default=None)
 
@@ -91,56 +98,60 @@ class SweepRecord:
         """Replace sweep.json atomically; OSError: the disk is full or fails."""
         tree = {"version": 1, "rule": RULE, **asdict(self)}
         for one in (*tree["points"], tree["final"] or {}):  # JSON has no NaN
-            one.update(
-                {key: str(value) for key, value in one.items() if isinstance(value, float) and not math.isfinite(value)}
-            )
+            numbers = {key: value for key, value in one.items() if isinstance(value, float)}
+            one.update({key: str(value) for key, value in numbers.items() if not math.isfinite(value)})
         replace_text(root / SWEEP_FILE, json.dumps(tree, indent=1) + "\n")
 
 
-def failures(root: Path) -> dict[str, str]:
-    """Why points failed when the sweep was last run: name -> reason; none if sweep.json is missing or damaged."""
+_RECORD = TypeAdapter(SweepRecord)
+
+
+def read_record(root: Path) -> SweepRecord:
+    """Read sweep.json; UserError if it is missing or damaged."""
+    path = root / SWEEP_FILE
     try:
-        tree: Any = parse_json((root / SWEEP_FILE).read_text(encoding="utf-8"))
-        return {str(one["name"]): str(one["why"]) for one in tree["points"] if one["state"] == "failed"}
-    except (OSError, ValueError, KeyError, TypeError):
+        record = _RECORD.validate_json(read_inside(path, folder=root))
+        if any(Path(one.name).name != one.name for one in record.points):
+            raise ValueError("a point's name is no folder's")
+        return record
+    except (OSError, ValueError) as error:
+        first = error.errors(include_url=False)[0] if isinstance(error, ValidationError) else None
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else str(error)
+        raise UserError(f"{path} is missing or damaged ({why}): give the command of the sweep again") from None
+
+
+def failures(root: Path) -> dict[str, str]:
+    """Return why points failed in the last sweep by name; {} if sweep.json is missing or damaged."""
+    try:
+        return {one.name: one.why for one in read_record(root).points if one.state == "failed"}
+    except UserError:
         return {}
 
 
 def make_record(sweep: Sweep, *, failed: Mapping[str, str], chosen: Point | None = None) -> SweepRecord:
-    """The sweep as its run folders have it now; `failed`: why points ended."""
+    """Judge the run folders as they are now; `failed`: why points ended early."""
     points = [
         outcome(
-            sweep.folder(each.name),
-            each.recipe,
-            stage=sweep.stage,
-            values=each.values,
-            failed=failed.get(each.name, ""),
+            sweep.folder(one.name), one.recipe, stage=sweep.stage, values=one.values, failed=failed.get(one.name, "")
         )
-        for each in sweep.points
+        for one in sweep.points
     ]
     final = None
     if chosen is not None:
-        last = chosen.final.stages.names[-1]  # which trains: swap_head never comes last
-        final = outcome(
-            sweep.folder(FINAL), chosen.final, stage=last, values=chosen.values, failed=failed.get(FINAL, "")
-        )
+        recipe, why = chosen.final, failed.get(FINAL, "")  # its last stage trains: swap_head never comes last
+        final = outcome(sweep.folder(FINAL), recipe, stage=recipe.stages.names[-1], values=chosen.values, failed=why)
     grid = {axis.key: axis.values for axis in sweep.axes}
-    name = None if chosen is None else chosen.name
-    return SweepRecord(sweep.name, sweep.stage, sweep.hold_out, grid, points, chosen=name, final=final)
+    return SweepRecord(sweep.name, sweep.stage, sweep.hold_out, grid, points, chosen and chosen.name, final)
 
 
 def as_table(record: SweepRecord) -> str:
-    """The points with their results, the chosen one marked, the rule, what the choice is worth, and the final run."""
-    keys = list(record.grid)
-    rows = [(*keys, "held-out score", "balanced accuracy", "loss", "seconds", "")]
+    """Format the points with their results, the rule, how far to trust the choice, and the final run."""
+    rows = [(*record.grid, "held-out score", "balanced accuracy", "loss", "seconds", "")]
     for one in record.points:
-        mark = (
-            "chosen"
-            if one.name == record.chosen
-            else {"failed": f"failed: {one.why}", "begun": "begun"}.get(one.state, "")
-        )
+        mark = {"failed": f"failed: {one.why}", "begun": "begun"}.get(one.state, "")
         measured = (_number(one.score), _number(one.balanced_accuracy), _number(one.loss), f"{one.seconds:.1f}")
-        rows.append((*(one.values[key] for key in keys), *measured, mark))
+        values = (one.values[key] for key in record.grid)
+        rows.append((*values, *measured, "chosen" if one.name == record.chosen else mark))
     images = max((one.images for one in record.points), default=0)
     commonest = next((one.commonest for one in record.points if one.commonest is not None), None)
     of_one_class = "" if commonest is None else f", {100 * commonest:.1f} % of them of the commonest class"
@@ -148,13 +159,12 @@ def as_table(record: SweepRecord) -> str:
         table(rows, align="lr", heading="ruled"),
         f"Held out: {images:,} images, {100 * record.hold_out:g} % of {record.stage}'s training set{of_one_class}. "
         f"Chosen: {RULE}.",
-        *_worth(record),
+        *_caveats(record),
     ]
-    if record.final is not None and record.final.state == "done":
-        final = record.final
+    if (final := record.final) is not None and final.state == "done":
         values = ", ".join(f"{key}={value}" for key, value in final.values.items())
-        beside = zip(("balanced accuracy", "commonest class"), (final.balanced_accuracy, final.commonest), strict=True)
-        known = "".join(f", {name} {value:.4f}" for name, value in beside if value is not None)
+        beside = {"balanced accuracy": final.balanced_accuracy, "commonest class": final.commonest}
+        known = "".join(f", {name} {value:.4f}" for name, value in beside.items() if value is not None)
         lines.append(
             f"Final run with {values}, on all training images: score {_number(final.score)}{known}, loss "
             f"{_number(final.loss)} on the {final.images:,} images of its evaluation set."
@@ -162,8 +172,8 @@ def as_table(record: SweepRecord) -> str:
     return "\n".join(lines)
 
 
-def _worth(record: SweepRecord) -> list[str]:
-    """Say which points tie within the standard error, and whether the best may lie outside the grid."""
+def _caveats(record: SweepRecord) -> list[str]:
+    """Name points that tie within the standard error, and keys whose best value may lie outside the grid."""
     best = choose(record.points)
     if best is None or best.score is None or not best.images:
         return []
@@ -176,7 +186,8 @@ def _worth(record: SweepRecord) -> list[str]:
             f"best score, {error:.4f} on {best.images:,} images; a larger --hold-out may tell them apart."
         )
     for key in record.grid:
-        if (further := beyond({one.values[key] for one in record.points}, best.values[key])) is not None:
+        further = value_beyond({one.values[key] for one in record.points}, best.values[key])
+        if further is not None:
             edge = f"The best {key}, {best.values[key]}, lies at the edge of the grid"
             lines.append(f"{edge}: a better one may lie beyond it; add {further}, as `shardvit sweep --widen` does.")
     return lines
@@ -186,10 +197,34 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
 
 
-def tell(sweep: Sweep, record: SweepRecord, *, status: RunStatus) -> None:
-    """Bring the sweep's own MLflow run, the parent of its runs, up to date; says what goes wrong, raises nothing."""
-    from launch.local.output import say
-    from pipeline.tracking.command_runs import SweepNews, log_sweep
+def show_progress(root: Path, *, form: Literal["text", "json"]) -> str:
+    """Format how far each run is, and the choice. UserError: sweep.json is damaged."""
+    record = read_record(root)
+    runs = {name: _progress(RunFolder(runs_root=root, name=name)) for name in [*(p.name for p in record.points), FINAL]}
+    if form == "json":
+        states = [{"run": name, **state} for name, state in runs.items()]
+        return json.dumps({"sweep": str(root), "runs": states, "chosen": record.chosen}, indent=1)
+    values = {one.name: [*one.values.values()] for one in record.points} | {FINAL: [""] * len(record.grid)}
+    rows: list[tuple[str, ...]] = [("run", *record.grid, "stage", "state", "saved step", "")]
+    for name, state in runs.items():
+        rows.append((name, *values[name], *map(str, state.values()), "chosen" if name == record.chosen else ""))
+    lines = [f"sweep {root}", table(rows, align="l" * (len(record.grid) + 3) + "rl", heading="ruled")]
+    lines += [f"Chosen: {RULE}.", f"More of one run: shardvit watch {root / next(iter(runs))}"]
+    return printable("\n".join(lines))
+
+
+def _progress(folder: RunFolder) -> dict[str, str | int]:
+    """The first stage that is not done, else the last one."""
+    stages = read_run(folder, parts="records").stages if folder.is_begun() else ()
+    stage = next((each for each in stages if each.record.state != "done"), stages[-1] if stages else None)
+    if stage is None:
+        return {"stage": "", "state": "new", "step": 0}
+    return {"stage": stage.name, "state": stage.record.state, "step": stage.record.last_saved_step}
+
+
+def log_to_mlflow(sweep: Sweep, record: SweepRecord, *, status: RunStatus) -> None:
+    """Update the sweep's own MLflow run, the parent of its runs; prints what goes wrong, raises nothing."""
+    from pipeline.tracking.command_runs import log_sweep
 
     chosen = next((one for one in record.points if one.name == record.chosen), None)
     # All as tags: grid and share may change, and MLflow's params never do.
@@ -201,17 +236,18 @@ def tell(sweep: Sweep, record: SweepRecord, *, status: RunStatus) -> None:
         metrics |= _metrics(chosen, prefix="sweep/chosen")
     points = {sweep.folder(one.name).path: _metrics(one, prefix="sweep/held_out") for one in record.points}
     if record.final is not None:
-        metrics |= _metrics(record.final, prefix="sweep/final")
-        points[sweep.folder(FINAL).path] = _metrics(record.final, prefix="sweep/final")
-    news = SweepNews(
-        folder=sweep.root,
+        points[sweep.folder(FINAL).path] = final = _metrics(record.final, prefix="sweep/final")
+        metrics |= final
+    log_sweep(
+        sweep.root,
         tags=tags,
         metrics=metrics,
-        points={folder: values for folder, values in points.items() if values},
+        points=points,
         status=status,
+        tracking_uri=tracking_uri(),
+        experiment=experiment_name() or sweep.points[0].final.experiment,
+        say=say,
     )
-    experiment = experiment_name() or sweep.points[0].final.experiment
-    log_sweep(news, tracking_uri=tracking_uri(), experiment=experiment, say=say)
 
 
 def _metrics(one: Outcome, *, prefix: str) -> dict[str, float]:

@@ -1,14 +1,17 @@
-"""A sweep's jobs that train nothing: choose a point and prepare the final run, and sum up at the end.
+"""The jobs of a sweep that train nothing: choose a point and prepare the final run, and sum up at the end.
 
     python -m launch.sweep.step RUNS/NAME-sweep --do choose
     python -m launch.sweep.step RUNS/NAME-sweep --do sum-up
 
-Exit code 0; 1: no point can be chosen, or the final run is not done; 2: the folder is damaged.
+They need neither the recipe's file nor the command: each point's recipe is in POINT/recipe.yaml, and that of the final
+run with its values in slurm/finals/POINT.yaml. Exit code 0; 1: no point can be chosen, or the final run is not done; 2:
+the folder is damaged.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,43 +19,65 @@ from pathlib import Path
 from data_shards.durable import replace_text
 from data_shards.errors import UserError
 from launch.local.output import say
+from launch.sweep.grid import Axis
 from launch.sweep.local import begin_final
-from launch.sweep.points import FINAL, Sweep, link_earlier
-from launch.sweep.record import SweepRecord, as_table, choose, make_record, tell
-from launch.sweep.stored import read_sweep
-from pipeline.recipe.io import dump_recipe
-from pipeline.recipe.vocabulary import EXIT_FAILED, EXIT_USER_ERROR, RECIPE_FILE
+from launch.sweep.points import FINAL, Point, SharedStage, Sweep, open_point
+from launch.sweep.record import Outcome, SweepRecord, as_table, choose, log_to_mlflow, make_record, read_record
+from pipeline.recipe.io import dump_recipe, parse_recipe
+from pipeline.recipe.vocabulary import EXIT_FAILED, EXIT_USER_ERROR, RECIPE_FILE, StageName
+from pipeline.runs.run_folder import RunFolder
+
+_FINALS = Path("slurm") / "finals"
 
 
-def choose_point(sweep: Sweep, record: SweepRecord) -> int:
-    """Choose among the points, and make the final run's folder."""
+def store_finals(sweep: Sweep) -> None:
+    """Write the recipe that the final run would have for each point."""
+    folder = sweep.root / _FINALS
+    folder.mkdir(parents=True, exist_ok=True)
+    for point in sweep.points:
+        replace_text(folder / f"{point.name}.yaml", dump_recipe(point.final))
+
+
+def read_sweep(root: Path) -> Sweep:
+    """Read a sweep from the folder of its points and finals; UserError: something is missing or damaged."""
+    record = read_record(root)
+    axes = tuple(Axis(key, tuple(values)) for key, values in record.grid.items())
+    points = tuple(_read_point(root, one, stage=record.stage) for one in record.points)
+    return Sweep(record.recipe, root, stage=record.stage, hold_out=record.hold_out, axes=axes, points=points)
+
+
+def _read_point(root: Path, one: Outcome, *, stage: StageName) -> Point:
+    recipe = parse_recipe(root / one.name / RECIPE_FILE)
+    trained, shared = recipe.stages.trained, None
+    for before in trained[: trained.index(stage)]:
+        link = root / one.name / before
+        if link.is_symlink():
+            run = Path(os.path.normpath(link.parent / os.readlink(link))).parent
+            shared = SharedStage(before, recipe, RunFolder(runs_root=run.parent, name=run.name))
+    return Point(one.name, dict(one.values), recipe, parse_recipe(root / _FINALS / f"{one.name}.yaml"), shared)
+
+
+def prepare_final(sweep: Sweep, record: SweepRecord) -> int:
+    """Make the final run's folder with the chosen values."""
     chosen = next((point for point in sweep.points if point.name == record.chosen), None)
     if chosen is None:
-        tell(sweep, record, status="FAILED")
+        log_to_mlflow(sweep, record, status="FAILED")
         say(f"none of the {len(sweep.points)} points can be chosen, see the table; their runs are in {sweep.root}")
         return EXIT_FAILED
     begin_final(sweep, chosen)
     folder = sweep.folder(FINAL)
-    link_earlier(folder, chosen.final, earlier=chosen.earlier)
+    open_point(folder, chosen.final, shared=chosen.shared)
     (folder.path / "slurm").mkdir(exist_ok=True)
     replace_text(folder.path / "slurm" / RECIPE_FILE, dump_recipe(chosen.final))
-    tell(sweep, record, status="RUNNING")
+    log_to_mlflow(sweep, record, status="RUNNING")
     return 0
 
 
 def sum_up(sweep: Sweep, record: SweepRecord) -> int:
-    """True if the final run is done."""
-    done = record.final is not None and record.final.state == "done"
-    tell(sweep, record, status="FINISHED" if done else "FAILED")
-    return 0 if done else EXIT_FAILED
-
-
-def record_of(sweep: Sweep) -> SweepRecord:
-    """The sweep as its runs are now, when none of them is at work: those that are not done have failed."""
-    failed = {point.name: "it is not done, see its log" for point in sweep.points}
-    best = choose(make_record(sweep, failed=failed).points)
-    chosen = None if best is None else next(point for point in sweep.points if point.name == best.name)
-    return make_record(sweep, failed=failed, chosen=chosen)
+    """Report whether the final run is done."""
+    is_done = record.final is not None and record.final.state == "done"
+    log_to_mlflow(sweep, record, status="FINISHED" if is_done else "FAILED")
+    return 0 if is_done else EXIT_FAILED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,10 +88,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         sweep = read_sweep(options.root)
-        record = record_of(sweep)
+        # No run is at work any more, so those that are not done have failed.
+        failed = {point.name: "it is not done, see its log" for point in sweep.points}
+        best = choose(make_record(sweep, failed=failed).points)
+        chosen = next((point for point in sweep.points if best and point.name == best.name), None)
+        record = make_record(sweep, failed=failed, chosen=chosen)
         record.write(sweep.root)
         print(as_table(record), flush=True)
-        return (choose_point if options.do == "choose" else sum_up)(sweep, record)
+        return (prepare_final if options.do == "choose" else sum_up)(sweep, record)
     except (UserError, OSError) as error:
         say(str(error))
         return EXIT_USER_ERROR

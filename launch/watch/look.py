@@ -24,7 +24,7 @@ from pipeline.ranks.heartbeat import Heartbeat, Sightings, heartbeat_file, read_
 from pipeline.ranks.stopping import requeues_needed
 from pipeline.recipe.vocabulary import SWEEP_FILE
 from pipeline.report.progress import RecentSpeed
-from pipeline.runs.events import Event
+from pipeline.runs.logs import Event
 from pipeline.runs.read import SUBMITTED_RECIPE, RunReader, RunStage
 from pipeline.runs.run_folder import RunFolder, StageRecord
 

@@ -21,7 +21,7 @@ from data_shards.text import one_line, show_duration
 from launch.slurm.commands import Queued
 from launch.terminal_curves import Glyphs, bar, draw_curves
 from launch.watch.look import RankView, RunView, StageView
-from pipeline.runs.events import Event
+from pipeline.runs.logs import Event
 
 _STYLES = {"running": "green", "done": "blue", "stopped": "yellow", "interrupted": "yellow", "failed": "red"}
 _KINDS = {"failed": "red", "spike": "yellow", "skipped": "yellow", "rollback": "yellow", "slow_rank": "yellow"}

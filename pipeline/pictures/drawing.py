@@ -1,26 +1,28 @@
-"""Choose and draw the pictures due at each moment of a stage, or still missing. A failure is reported and costs one.
+"""Draw the pictures due at each moment of a stage, or still missing.
 
 A drawer is a function of a `DrawRequest` that reads what is on disk (the recipe, shards, STAGE/evaluations, the model)
-and keeps pictures in the stage's folder. What has been drawn is in STAGE/pictures/drawn.json.
+and yields pictures with their figures or tables, kept in STAGE/pictures as they come. One that fails is reported and
+costs its own pictures. What has been drawn is in STAGE/pictures/drawn.json.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from data_shards.durable import make_folders, replace_text
 from data_shards.errors import UserError
 from data_shards.safe_paths import read_inside, require_inside
 from data_shards.text import one_line, parse_json, show_duration
+from pipeline.pictures.style import Drawn, keep_drawn
 from pipeline.recipe.io import parse_recipe
-from pipeline.recipe.vocabulary import ALL_STAGES, PICTURES_FOLDER, RECIPE_FILE, StageName
+from pipeline.recipe.vocabulary import PICTURES_FOLDER, RECIPE_FILE, StageName
 from pipeline.runs.evaluations import evaluated_step, evaluations
 from pipeline.runs.pictures import DrawRequest, Moment
 from pipeline.runs.run_folder import RunFolder
 
-Drawer = Callable[[DrawRequest], None]
+Drawer = Callable[[DrawRequest], Iterable[Drawn]]
 Say = Callable[[str], None]
 
 _DRAWN_FILE = "drawn.json"
@@ -29,10 +31,8 @@ _SHOWN: dict[Moment, str] = {"begin": "beginning", "evaluated": "evaluation", "e
 
 
 def drawers(moment: Moment) -> Sequence[Drawer]:
-    """Drawers of that moment, in order; imported when due.
-
-    begin: the data as the model will see them. evaluated: what an evaluation found. end: the model itself.
-    """
+    """Import the drawers of a moment, in order. begin: the data as the model will see it; evaluated: an evaluation's
+    results; end: the model itself."""
     match moment:
         case "begin":
             from pipeline.pictures.training_batch import draw_training_batch
@@ -61,11 +61,11 @@ def drawers(moment: Moment) -> Sequence[Drawer]:
 
 
 def draw(request: DrawRequest, *, moment: Moment, say: Say) -> None:
-    """Draw all that is due then; a drawer that fails is named, and the others go on."""
+    """Draw all that is due at a moment; a drawer that fails is named, and the others go on."""
     begun, at, failed = time.monotonic(), f"{request.stage}, step {request.step}", 0
     for drawer in drawers(moment):
         try:
-            drawer(request)
+            keep_drawn(request, drawer(request))
         except Exception as error:  # noqa: BLE001 - a picture is never worth a run
             failed += 1
             reason = one_line(f"{type(error).__name__}: {error}")[:_LONGEST_REASON]
@@ -76,8 +76,8 @@ def draw(request: DrawRequest, *, moment: Moment, say: Say) -> None:
 
 
 def draw_missing(folder: RunFolder, *, say: Say) -> None:
-    """Draw what was not drawn while the run trained: it ended too early, or was told to draw nothing. UserError: its
-    recipe cannot be read, or a model is a link out of the run."""
+    """Draw what training has not drawn, because it ended early or was told not to. UserError: the recipe cannot be
+    read, or a model is a link out of the run."""
     recipe = parse_recipe(folder.path / RECIPE_FILE)
     for stage in recipe.stages.names:
         record = folder.peek(stage)
@@ -97,11 +97,10 @@ def draw_missing(folder: RunFolder, *, say: Say) -> None:
 
 
 def _drawn(folder: RunFolder, *, stage: StageName) -> dict[str, int]:
-    """The last step drawn of each moment; empty if it cannot be read, as to draw once more does no harm."""
+    """The last step drawn of each moment; empty if that cannot be read, as drawing again does no harm."""
+    own = folder.stage(stage)
     try:
-        record = parse_json(
-            read_inside(folder.stage(stage) / PICTURES_FOLDER / _DRAWN_FILE, folder=folder.stage(stage))
-        )
+        record = parse_json(read_inside(own / PICTURES_FOLDER / _DRAWN_FILE, folder=own))
         return {str(moment): int(step) for moment, step in record.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
@@ -118,7 +117,7 @@ def _note_drawn(request: DrawRequest, *, moment: Moment) -> None:
 def request_of(folder: RunFolder, *, stage: str, step: int) -> DrawRequest:
     """Make the request from a run on disk. UserError: the recipe cannot be read, or has no such stage."""
     recipe = parse_recipe(folder.path / RECIPE_FILE)
-    for name in ALL_STAGES:
-        if name == stage and name in recipe.stages.names:
+    for name in recipe.stages.names:
+        if name == stage:
             return DrawRequest(folder, recipe, name, step)
     raise UserError(f"{folder.path}: its recipe has no stage {stage}")

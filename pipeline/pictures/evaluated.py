@@ -1,55 +1,60 @@
-"""Load what an evaluation's pictures are drawn from: the stored evaluations of a step, with their sets' names.
+"""What pictures of an evaluation share: the stored evaluations of a step, their sets' names, and shares as text.
 
-Reads evaluation.json and arrays.npz of each set: milliseconds, and tenths of a second with 1,000 classes. No torch.
+Reads evaluation.json and arrays.npz of each set: milliseconds, tenths of a second with 1,000 classes. No torch.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import wraps
 
 from data_shards.text import one_line
-from pipeline.pictures.style import plain
+from pipeline.pictures.style import Drawn, plain
 from pipeline.recipe.vocabulary import OWN_SET
 from pipeline.runs.evaluations import Evaluation, evaluated_step, evaluations, load_evaluation
-from pipeline.runs.pictures import DrawRequest
+from pipeline.runs.pictures import DrawRequest, Picture
 
 
 @dataclass(frozen=True)
 class EvaluatedSet:
-    """One held-out set's evaluation, and how its pictures are told from another set's."""
+    """One held-out set's evaluation."""
 
     evaluation: Evaluation
     set_name: str
 
-    def name(self, picture: str) -> str:
-        """`picture` for the stage's own set, else with the set's name behind it, in the letters of a picture's name."""
-        if self.set_name == OWN_SET:
-            return picture
-        return f"{picture}__{re.sub('[^a-z0-9_]', '_', self.set_name.lower())}"
-
-    def title(self, text: str) -> str:
-        return text if self.set_name == OWN_SET else f"{text}, set {one_line(self.set_name)}"
+    def picture(self, name: str, title: str, *, caption: str, alt: str) -> Picture:
+        """A picture's texts; those of another set than the stage's own are named by the set."""
+        if self.set_name != OWN_SET:
+            name = f"{name}__{re.sub('[^a-z0-9_]', '_', self.set_name.lower())}"
+            title = f"{title}, set {one_line(self.set_name)}"
+        return Picture(name, title, caption, alt, "evaluation")
 
 
-def of_each_set(draw: Callable[[DrawRequest, EvaluatedSet], None]) -> Callable[[DrawRequest], None]:
-    """A drawer that calls `draw` with each evaluation of the request's step that is still kept, the stage's own set
-    first. One that cannot be read or drawn (ValueError, OSError) is told after the others have been drawn."""
+def of_each_set(
+    draw: Callable[[DrawRequest, EvaluatedSet], Drawn | None],
+) -> Callable[[DrawRequest], Iterator[Drawn]]:
+    """Turn `draw` into a drawer of every evaluation of the request's step that is still kept, the own set's first.
+
+    A set that cannot be read or drawn (ValueError, OSError) is raised after the others have been drawn.
+    """
 
     @wraps(draw)
-    def drawer(request: DrawRequest) -> None:
+    def drawer(request: DrawRequest) -> Iterator[Drawn]:
         failed: list[Exception] = []
         kept = evaluations(request.stage_folder)
         for set_name in sorted(kept, key=lambda name: (name != OWN_SET, name)):
             for folder in kept[set_name]:
                 if evaluated_step(folder) == request.step:
                     try:
-                        draw(request, EvaluatedSet(load_evaluation(folder), set_name))
+                        drawn = draw(request, EvaluatedSet(load_evaluation(folder), set_name))
                     except (ValueError, OSError) as error:
                         failed.append(error)
+                        continue
+                    if drawn is not None:
+                        yield drawn
         if failed:
             raise failed[0]
 
@@ -57,12 +62,12 @@ def of_each_set(draw: Callable[[DrawRequest, EvaluatedSet], None]) -> Callable[[
 
 
 def brief(name: str) -> str:
-    """A class's name for an alternative text."""
+    """Shorten a class's name for an alternative text."""
     return plain(name, longest=30)
 
 
 def percent(share: float) -> str:
-    """A share of 1 as "61.2 %", "-" for NaN; a small one is not shown as 0."""
+    """Format a share as "61.2 %", "-" for NaN; a small one does not become 0."""
     if not math.isfinite(share):
         return "-"
     return "< 0.1 %" if 0 < share < 0.0005 else f"{100 * share:.1f} %"

@@ -1,15 +1,15 @@
 """Images with captions in rows and columns, as one figure: batches, predictions, mistakes, contact sheets.
 
-Small images (digits of 8 px) are enlarged by a whole number without smoothing, so that each pixel stays a square in the
-PNG and in the SVG; photographs are reduced by an antialiasing filter. Cells are of one size, in which an image keeps
-its proportions. Captions are text of any kind: made safe, and shortened with an ellipsis to the width of their cell.
-Takes some milliseconds a cell. Reads no files and decodes nothing.
+Small images (digits of 8 px) are enlarged by a whole number without smoothing, so each pixel stays a square in the PNG
+and in the SVG; photographs are reduced by an antialiasing filter and keep their proportions. Captions are escaped, and
+shortened with an ellipsis to the width of their cell. Takes some milliseconds a cell; reads no files.
 """
 
 from __future__ import annotations
 
 import unicodedata
 import warnings
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Mark = Literal["none", "right", "wrong"]
-MOST_LABELS = 3  # of an image that are written below it
+MOST_LABELS = 3  # shown below an image
 
-_POINTS = 8.0  # size of the captions' letters
-_LINE = 1.32  # from one line to the next, in letter sizes
-_GAP = 5.0  # points between an image and text
-_WIDEST_ROW_TITLE = 110.0  # points
+_FONT_POINTS = 8.0
+_POINT = PNG_DOTS_PER_INCH / 72  # pixels
+_FONT, _LINE, _GAP = _FONT_POINTS * _POINT, 1.32 * _FONT_POINTS * _POINT, 5.0 * _POINT  # pixels
+_EDGE = round(2.0 * _POINT)  # pixels around everything: half of a frame lies outside its image
 _FRAME = {"none": (GRID, 0.4), "right": (MUTED, 0.8), "wrong": (BAD, 1.8)}  # colour, points; white images end somewhere
 
 
@@ -40,7 +40,7 @@ class Cell:
     """One image of a grid."""
 
     image: NDArray[np.uint8]  # [height, width, 3]
-    lines: tuple[str, ...] = ()  # below it; text of any kind
+    lines: tuple[str, ...] = ()  # captions below it; text of any kind
     mark: Mark = "none"  # a frame, and a tick or a cross before the first line
 
 
@@ -51,211 +51,104 @@ def image_grid(
     cell_inches: float = 1.0,
     together: int = 1,
     column_titles: Sequence[str] = (),
-    row_titles: Sequence[str] = (),
 ) -> Figure:
-    """The cells, at least one, row by row; a figure as large as they need, without a title of its own.
+    """Draw at least one cell, row by row, in a figure that is as large as they need.
 
     Args:
-        cells: what is shown.
+        cells: images with their captions.
         columns: cells in a row.
         cell_inches: side of the square that an image is fitted into.
-        together: so many neighbours belong together, an image and what became of it: the gap after them is wider.
+        together: neighbours that belong together, such as an image and its crop; the gap after them is wider.
         column_titles: above the first row, one for each column; or none.
-        row_titles: left of each row; or none.
     """
-    assert cells and columns >= 1 and together >= 1
-    layout = _Layout.of(
-        cells,
-        columns=min(columns, len(cells)),
-        cell_inches=cell_inches,
-        together=together,
-        has_head=bool(column_titles),
-        row_titles=row_titles,
-    )
-    figure, axes = _canvas(layout)
-    for column, title in enumerate(column_titles[: layout.columns]):
-        y = layout.head - layout.pixels(_GAP)
-        _write(axes, layout.left(column), y, title, room=layout.side, layout=layout, align="bottom", colour=MUTED)
-    for row, title in enumerate(row_titles[: layout.rows]):
-        y = layout.top(row) + layout.side / 2
-        _write(
-            axes,
-            layout.edge,
-            y,
-            title,
-            room=layout.margin - 2 * layout.pixels(_GAP),
-            layout=layout,
-            align="center",
-            colour=MUTED,
-        )
+    columns = min(columns, len(cells))
+    side = round(cell_inches * PNG_DOTS_PER_INCH)
+    longest = max(max(cell.image.shape[:2]) for cell in cells)
+    if longest <= side / 2:  # all are small: the square is as large as a whole number of times the largest
+        side = longest * round(side / longest)
+    gap, group_gap = (round(_GAP * 0.6), round(_GAP * 2.6)) if together > 1 else (round(_GAP * 1.4),) * 2
+    lefts = [_EDGE + column * (side + gap) + column // together * (group_gap - gap) for column in range(columns)]
+    head = _EDGE + (round(_LINE + 1.5 * _GAP) if column_titles else 0)
+    lines = max(len(cell.lines) for cell in cells)
+    row_height = round(side + (lines * _LINE + _GAP if lines else 0) + 1.6 * _GAP)
+    width = lefts[-1] + side + _EDGE
+    height = head + -(-len(cells) // columns) * row_height - round(0.6 * _GAP)
+
+    figure, grid = new_figure(width=width / PNG_DOTS_PER_INCH, height=height / PNG_DOTS_PER_INCH)
+    figure.set_layout_engine("none")
+    axes: Axes = grid[0, 0]  # over all of the figure, in pixels, with y downwards
+    axes.set_position((0.0, 0.0, 1.0, 1.0))
+    axes.set_axis_off()
+    for left, title in zip(lefts, column_titles, strict=False):
+        _write(axes, left, head - _GAP, title, room=side, va="bottom", color=MUTED)
     for number, cell in enumerate(cells):
-        row, column = divmod(number, layout.columns)
-        _draw(axes, cell, x=layout.left(column), y=layout.top(row), layout=layout)
+        row, column = divmod(number, columns)
+        _draw(axes, cell, x=lefts[column], y=head + row * row_height, side=side)
+    axes.set(xlim=(0, width), ylim=(height, 0))
     return figure
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Where things are, in the picture's pixels from its top left corner; whole numbers for images."""
-
-    columns: int
-    rows: int
-    side: int  # of the square of an image
-    edge: int  # around everything: half of a frame lies outside its image
-    margin: int  # left of the first column, for the rows' titles
-    head: int  # above the first row, for the columns' titles
-    gap: int  # between two columns
-    group_gap: int  # between two that do not belong together
-    together: int
-    row_height: int
-
-    @classmethod
-    def of(
-        cls,
-        cells: Sequence[Cell],
-        *,
-        columns: int,
-        cell_inches: float,
-        together: int,
-        has_head: bool,
-        row_titles: Sequence[str],
-    ) -> _Layout:
-        side = round(cell_inches * PNG_DOTS_PER_INCH)
-        longest = max(max(cell.image.shape[:2]) for cell in cells)
-        if longest <= side / 2:  # all are small: the square is as large as a whole number of times the largest
-            side = longest * round(side / longest)
-        lines = max(len(cell.lines) for cell in cells)
-        line, gap = cls.pixels(_POINTS * _LINE), cls.pixels(_GAP)
-        text = lines * line + gap if lines else 0
-        margin = max((_width(one_line(title)) for title in row_titles), default=0.0)
-        return cls(
-            columns=columns,
-            rows=-(-len(cells) // columns),
-            side=side,
-            edge=(edge := round(cls.pixels(2.0))),
-            margin=edge + (round(cls.pixels(min(margin + 1.0, _WIDEST_ROW_TITLE)) + 2 * gap) if row_titles else 0),
-            head=edge + (round(line + 1.5 * gap) if has_head else 0),
-            gap=round(gap * 0.6) if together > 1 else round(gap * 1.4),
-            group_gap=round(gap * 2.6) if together > 1 else round(gap * 1.4),
-            together=together,
-            row_height=round(side + text + 1.6 * gap),
-        )
-
-    @staticmethod
-    def pixels(points: float) -> float:
-        return points * PNG_DOTS_PER_INCH / 72
-
-    @property
-    def width(self) -> int:
-        return self.left(self.columns - 1) + self.side + self.edge
-
-    @property
-    def height(self) -> int:
-        return self.head + self.rows * self.row_height - round(0.6 * self.pixels(_GAP))
-
-    def left(self, column: int) -> int:
-        groups = column // self.together
-        return self.margin + column * (self.side + self.gap) + groups * (self.group_gap - self.gap)
-
-    def top(self, row: int) -> int:
-        return self.head + row * self.row_height
-
-
-def _canvas(layout: _Layout) -> tuple[Figure, Axes]:
-    """One axes over all of the figure, in pixels, with y downwards."""
-    figure, grid = new_figure(width=layout.width / PNG_DOTS_PER_INCH, height=layout.height / PNG_DOTS_PER_INCH)
-    figure.set_layout_engine("none")
-    axes: Axes = grid[0, 0]
-    axes.set_position((0.0, 0.0, 1.0, 1.0))
-    axes.set_axis_off()
-    axes.set(xlim=(0, layout.width), ylim=(layout.height, 0))
-    return figure, axes
-
-
-def _draw(axes: Axes, cell: Cell, *, x: int, y: int, layout: _Layout) -> None:
+def _draw(axes: Axes, cell: Cell, *, x: int, y: int, side: int) -> None:
     from matplotlib.patches import Rectangle
 
-    height, width = cell.image.shape[:2]
-    image, crisp = _fitted(cell.image, side=layout.side)
-    scale = layout.side // max(height, width) if crisp else 1
-    shown_height, shown_width = image.shape[0] * scale, image.shape[1] * scale
-    left, top = x + (layout.side - shown_width) // 2, y + layout.side - shown_height
-    axes.imshow(
-        image,
-        extent=(left, left + shown_width, top + shown_height, top),
-        interpolation="none" if crisp else "nearest",  # none: the SVG has the image's own pixels, drawn as squares
-        aspect="auto",
-    )
-    axes.set(xlim=(0, layout.width), ylim=(layout.height, 0))
+    image, scale = _fitted(cell.image, side=side)
+    height, width = image.shape[0] * scale, image.shape[1] * scale
+    left, top = x + (side - width) // 2, y + side - height
+    how = "none" if scale > 1 else "nearest"  # none: the SVG has the image's own pixels, drawn as squares
+    axes.imshow(image, extent=(left, left + width, top + height, top), interpolation=how, aspect="auto")
     colour, points = _FRAME[cell.mark]
-    place = (left, top), shown_width, shown_height
-    axes.add_patch(Rectangle(*place, fill=False, color=colour, lw=2 * points, zorder=-1))  # its inner half is covered
-    line = layout.pixels(_POINTS * _LINE)
+    frame = Rectangle((left, top), width, height, fill=False, color=colour, lw=2 * points, zorder=-1)
+    axes.add_patch(frame)  # below the image, which covers its inner half
+    at = y + side + _GAP
     for number, text in enumerate(cell.lines):
-        at = y + layout.side + layout.pixels(_GAP) + number * line
         indent = 0.0
         if number == 0 and cell.mark != "none":
-            indent = layout.pixels(_POINTS)
-            _tick_or_cross(axes, cell.mark, x=x, y=at, size=layout.pixels(_POINTS * 0.7))
+            indent = _FONT
+            _tick_or_cross(axes, cell.mark, x=x, y=at)
         colour = INK if number == 0 else MUTED
-        _write(axes, x + indent, at, text, room=layout.side - indent, layout=layout, align="top", colour=colour)
+        _write(axes, x + indent, at + number * _LINE, text, room=side - indent, va="top", color=colour)
 
 
-def _fitted(image: NDArray[np.uint8], *, side: int) -> tuple[NDArray[np.uint8], bool]:
-    """The image at the size at which it is shown, or as it is if it is enlarged by a whole number (True)."""
+def _fitted(image: NDArray[np.uint8], *, side: int) -> tuple[NDArray[np.uint8], int]:
+    """The image as it is and the whole number it is enlarged by, or resized to the square and 1."""
     from PIL import Image
 
     longest = max(image.shape[:2])
     if longest <= side / 2:
-        return image, True
+        return image, side // longest
     height, width = (max(1, round(length * side / longest)) for length in image.shape[:2])
     if (height, width) == image.shape[:2]:
-        return image, False
+        return image, 1
     picture = Image.fromarray(np.ascontiguousarray(image)).resize((width, height), Image.Resampling.LANCZOS)
-    return np.asarray(picture), False
+    return np.asarray(picture), 1
 
 
-def _tick_or_cross(axes: Axes, mark: Mark, *, x: float, y: float, size: float) -> None:
+def _tick_or_cross(axes: Axes, mark: Mark, *, x: float, y: float) -> None:
     """Drawn, as fonts may lack the characters."""
     if mark == "right":
-        strokes = [([0.0, 0.35, 1.0], [0.6, 0.95, 0.15])]
+        strokes, style = [([0.0, 0.35, 1.0], [0.6, 0.95, 0.15])], {"color": MUTED, "lw": 1.0}
     else:
-        strokes = [([0.0, 0.85], [0.1, 0.95]), ([0.0, 0.85], [0.95, 0.1])]
+        strokes, style = [([0.0, 0.85], [0.1, 0.95]), ([0.0, 0.85], [0.95, 0.1])], {"color": BAD, "lw": 1.5}
+    size = 0.7 * _FONT
     for across, down in strokes:
-        axes.plot(
-            [x + size * each for each in across],
-            [y + size * (each + 0.15) for each in down],
-            color=MUTED if mark == "right" else BAD,
-            lw=1.0 if mark == "right" else 1.5,
-            solid_capstyle="round",
-        )
+        axes.plot(x + size * np.array(across), y + size * (np.array(down) + 0.15), solid_capstyle="round", **style)
 
 
-def _write(
-    axes: Axes,
-    x: float,
-    y: float,
-    text: str,
-    *,
-    room: float,
-    layout: _Layout,
-    align: Literal["top", "center", "bottom"],
-    colour: str,
-) -> None:
-    shown = shortened(text, points=room / layout.pixels(1.0))
-    axes.text(x, y, shown, fontsize=_POINTS, va=align, ha="left", color=colour, parse_math=False)
+def _write(axes: Axes, x: float, y: float, text: str, *, room: float, va: Literal["top", "bottom"], color: str) -> None:
+    axes.text(x, y, shortened(text, points=room / _POINT), fontsize=_FONT_POINTS, va=va, color=color)
 
 
-def shortened(text: str, *, points: float, size: float = _POINTS) -> str:
-    """A name made safe for a figure, without its middle if it is wider than so many points."""
+def shortened(text: str, *, points: float) -> str:
+    """Escape a name for a figure and leave out its middle if it is wider than `points` in 8-point letters."""
     text = one_line(text)
-    if _width(text, size=size) <= points:
+    if _width(text) <= points:
         return text
-    low, high = 0, len(text)
-    while low < high:
-        kept = (low + high + 1) // 2
-        low, high = (kept, high) if _width(_without_middle(text, kept), size=size) <= points else (low, kept - 1)
-    return _without_middle(text, low)
+
+    def cut(kept: int) -> str:
+        head = -(-kept * 2 // 3)
+        return f"{text[:head].rstrip()}…{text[len(text) - (kept - head) :].lstrip()}"
+
+    return cut(max(0, bisect_right(range(len(text)), points, key=lambda kept: _width(cut(kept))) - 1))
 
 
 def label_names(labels: Sequence[int], *, classes: Sequence[str]) -> str:
@@ -266,19 +159,14 @@ def label_names(labels: Sequence[int], *, classes: Sequence[str]) -> str:
     return ", ".join(names) or "no label"
 
 
-def percent(share: float) -> str:
-    """A share in whole percent."""
+def whole_percent(share: float) -> str:
+    """Format a share as "61 %"; a small one keeps a digit."""
     return f"{100 * share:.0f} %" if share >= 0.01 else f"{100 * share:.1g} %"
 
 
-def _without_middle(text: str, kept: int) -> str:
-    head = -(-kept * 2 // 3)
-    return f"{text[:head].rstrip()}…{text[len(text) - (kept - head) :].lstrip()}"
-
-
-def _width(text: str, *, size: float = _POINTS) -> float:
+def _width(text: str) -> float:
     """In points, without kerning."""
-    return size * sum(map(_share_of_em, text))
+    return _FONT_POINTS * sum(map(_share_of_em, text))
 
 
 @lru_cache(maxsize=4096)

@@ -1,7 +1,7 @@
-"""Images of a held-out set by their numbers, decoded and cropped as evaluation does.
+"""Read images of a held-out set by their numbers, decoded and cropped as evaluation does.
 
-Of shards that are not local files only those are read that this machine has in its cache: drawing must neither wait for
-a store nor push out of the cache what training needs. Costs milliseconds an image, and opening the set.
+Drawers read no remote shard that is not in this machine's cache: they must neither wait for a store nor push out of the
+cache what training needs. Costs milliseconds an image, and opening the set.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from data_shards.images.decode import PixelLimit
 from data_shards.images.transforms import EvalTransform
@@ -27,19 +26,15 @@ from pipeline.stage.stage_data import shards_spec, store_of
 
 
 def held_out_images(request: DrawRequest, *, set_name: str, samples: Sequence[int]) -> Batch:
-    """Those of the `samples` of a held-out set that are whole and on this machine, in this order; it may be none.
-
-    Raises:
-        UserError: the set cannot be opened.
-        ValueError: the recipe does not name it, or it has no such sample: it is another than it was.
-    """
+    """Read those of the `samples` that are whole and on this machine, in this order; it may be none. Raises as
+    `held_out_access` and `read_samples`."""
     access = held_out_access(request, set_name=set_name)
     transform = eval_transform(request.recipe.train_stage(request.stage))
     return read_samples(access, samples=samples, transform=transform, fetch="never")
 
 
 def held_out_access(request: DrawRequest, *, set_name: str) -> Access:
-    """A held-out set, opened. UserError: it cannot be; ValueError: the recipe does not name it."""
+    """Open a held-out set. UserError: it cannot be opened; ValueError: the recipe does not name it."""
     recipe, config = request.recipe, request.recipe.train_stage(request.stage)
     named = config.eval if set_name == OWN_SET else config.also_eval.get(set_name)
     if named is None:
@@ -57,29 +52,24 @@ def held_out_access(request: DrawRequest, *, set_name: str) -> Access:
 def read_samples(
     access: Access, *, samples: Sequence[int], transform: EvalTransform, fetch: Literal["never", "missing"]
 ) -> Batch:
-    """Those of the `samples` that are whole, in this order; it may be none. `fetch`: shards that are not here, or leave
-    their samples out. ValueError: the set has no such sample."""
+    """Read those of the `samples` that are whole, in this order; it may be none. `fetch`: remote shards that are not in
+    the cache, or leave their samples out. ValueError: the set has no such sample, so it is not the evaluated one."""
     numbers = np.asarray(samples, dtype=np.int64)
     ends = np.cumsum([0, *access.shards.shard_sizes], dtype=np.int64)
     if len(numbers) and not 0 <= numbers.min() <= numbers.max() < ends[-1]:
         raise ValueError(f"{access.shards.source} has no sample {numbers.max()}: it is another set than was evaluated")
     refs = refs_in_set_order(numbers, shard_starts=ends[:-1])
     if fetch == "never":
-        is_here = {number: _is_here(access, number) for number in np.unique(refs.shard).tolist()}
-        refs = _only(refs, np.array([is_here[number] for number in refs.shard.tolist()], dtype=np.bool_))
+        here = [number for number in np.unique(refs.shard).tolist() if _is_here(access, number)]
+        refs = SampleRefs(**{name: values[np.isin(refs.shard, here)] for name, values in vars(refs).items()})
     everything = np.ones(len(refs.sample), dtype=np.bool_)
     batch = Assembler(access).evaluate(refs, counted=everything, transform=transform)
-    whole = batch.counted
-    rows = {name: getattr(batch, name)[whole] for name in _ROWS}
-    keys = tuple(key for key, is_whole in zip(batch.keys, whole.tolist(), strict=True) if is_whole)
+    rows = {name: getattr(batch, name)[batch.counted] for name in _ROWS}
+    keys = tuple(key for key, is_whole in zip(batch.keys, batch.counted.tolist(), strict=True) if is_whole)
     return replace(batch, **rows, keys=keys, faults=())
 
 
 _ROWS = ("images", "mirrored", "labels", "counted", "substituted", "samples", "epochs")
-
-
-def _only(refs: SampleRefs, which: NDArray[np.bool_]) -> SampleRefs:
-    return SampleRefs(**{name: values[which] for name, values in vars(refs).items()})
 
 
 def _is_here(access: Access, number: int) -> bool:

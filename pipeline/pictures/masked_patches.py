@@ -1,11 +1,12 @@
-"""Draw masked patch prediction on held-out images: what it sees, and the colours it fills in.
+"""Draw masked patch prediction on held-out images: the model's input, and the colours it fills in.
 
-Drawn from the stage's model, on the CPU in float32: one forward pass over eight images, and once the weights in memory.
-The corruption is that of every evaluation (`corruption_held_out`), so the pictures of two runs can be compared.
+One forward pass of the stage's model over eight images, on the CPU in float32. The corruption is that of every
+evaluation (`corruption_held_out`), so the pictures of two runs can be compared.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,14 +16,13 @@ from data_shards.text import counted
 from pipeline.pictures.evaluated import percent
 from pipeline.pictures.grid import Cell, image_grid
 from pipeline.pictures.held_out_images import held_out_images
-from pipeline.pictures.style import keep_picture
+from pipeline.pictures.style import Drawn
 from pipeline.recipe.stage import MaskedPatchStage
 from pipeline.recipe.vocabulary import OWN_SET
 from pipeline.runs.pictures import DrawRequest, Picture
 
 _IMAGES = 8
-_CELL_INCHES = 1.4
-_PATCH_PIXELS = 16  # at least so many a side, so that a frame and a hatch can be seen on it
+_PATCH_PIXELS = 16  # at least, a side, so that a frame and a hatch can be seen
 _HATCH, _HATCH_GROUND, _FRAME = 0x6E, 0xB4, 0x14  # greys
 
 Pixels = NDArray[np.uint8]
@@ -34,18 +34,17 @@ class FilledIn:
     """n images of N patches, of which K were corrupted."""
 
     images: Pixels  # [n, S, S, 3]
-    source: Numbers  # [n, N], the number of the patch that each was given; N for the mask's
+    source: Numbers  # [n, N], the patch that each was replaced by; N: the mask's embedding
     corrupted: Numbers  # [n, K], the patches to predict
-    predicted: Numbers  # [n, K], their classes of colours
+    predicted: Numbers  # [n, K], their colour classes
     true: Numbers  # [n, K]
 
     @property
     def right(self) -> NDArray[np.bool_]:
-        """[n, K]."""
         return self.predicted == self.true
 
 
-def draw_masked_patches(request: DrawRequest) -> None:
+def draw_masked_patches(request: DrawRequest) -> Iterator[Drawn]:
     """Draw a finished masked_patch stage; nothing for another stage."""
     if not isinstance(request.recipe.train_stage(request.stage), MaskedPatchStage):
         return
@@ -66,19 +65,14 @@ def draw_masked_patches(request: DrawRequest) -> None:
         "the right one of 512 colours.",
         group="evaluation",
     )
-    figure = image_grid(
-        [cell for row in range(count) for cell in _cells(filled, row)],
-        columns=4,
-        cell_inches=_CELL_INCHES,
-        together=4,
-        column_titles=("input", "corrupted", "predicted", "true colours"),
-    )
-    keep_picture(request.stage_folder, picture, figure=figure, step=request.step)
+    cells = [cell for row in range(count) for cell in _cells(filled, row)]
+    titles = ("input", "corrupted", "predicted", "true colours")
+    yield picture, image_grid(cells, columns=4, cell_inches=1.4, together=4, column_titles=titles)
 
 
 def fill_in(request: DrawRequest) -> FilledIn | None:
-    """The first images of the stage's held-out set and what its model predicts; None: none of them can be read.
-    UserError: the set cannot be opened; ValueError: the stage has no whole model."""
+    """Predict the first images of the stage's held-out set; None: none of them can be read. UserError: the set cannot
+    be opened; ValueError: the stage has no whole model."""
     import torch
 
     from model.masked_patch import colour_classes
@@ -105,7 +99,7 @@ def fill_in(request: DrawRequest) -> FilledIn | None:
 
 
 def colour_of(classes: Numbers) -> Pixels:
-    """The middle of a class of mean colours (64 r + 8 g + b, 3 bits each), [..., 3]."""
+    """The middle of a colour class (64 r + 8 g + b, 3 bits each), [..., 3]."""
     levels = np.stack([classes // 64, classes // 8 % 8, classes % 8], axis=-1)
     return ((2 * levels + 1) * 255 // 16).astype(np.uint8)
 

@@ -1,18 +1,18 @@
 """Draw a set of shards: a contact sheet, the number of images in each class, and the images' sizes.
 
-Drawn from an `Overview`; each comes with its words, which say how many images or labels it shows.
+Drawn from an `Overview`; the captions say how many images or labels each shows.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from data_shards.reading.overview import Overview
-from data_shards.text import show_bytes
-from pipeline.pictures.grid import Cell, image_grid, label_names, percent, shortened
-from pipeline.pictures.style import ACCENT, BAD, GRID, INK, MUTED, SERIES, new_figure
+from data_shards.text import counted, show_bytes
+from pipeline.pictures.grid import Cell, image_grid, label_names, shortened, whole_percent
+from pipeline.pictures.style import ACCENT, BAD, GRID, INK, MUTED, SERIES, Drawn, new_figure, plain_numbers
 from pipeline.runs.pictures import Picture
 
 if TYPE_CHECKING:
@@ -20,15 +20,14 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-_COLUMNS = 8
 _MOST_BARS = 40  # classes that have a bar each
 _NAMED = 6  # at each end of the curve of more classes
 _NAME_POINTS = 150.0
 _SPREAD = 20  # of values: beyond it their axis is logarithmic
 
 
-def contact_sheet(seen: Overview) -> tuple[Picture, Figure] | None:
-    """The images that were drawn, by class; None if there are none."""
+def contact_sheet(seen: Overview) -> Drawn | None:
+    """The sampled images by class; None if there are none."""
     if not seen.images:
         return None
     classes = seen.shards.classes
@@ -39,7 +38,7 @@ def contact_sheet(seen: Overview) -> tuple[Picture, Figure] | None:
     shown = len({label for image in seen.images for label in image.labels})
     of = f"all {shown:,} classes" if shown == len(classes) else f"{shown:,} of the {len(classes):,} classes"
     where = f"{seen.opened:,} of {len(seen.shards.shards):,} shards" if not seen.is_whole else "all shards"
-    words = Picture(
+    picture = Picture(
         name="contact_sheet",
         title="A few of the images",
         caption=f"{len(cells):,} images of {of}, drawn at random from {where} "
@@ -48,92 +47,81 @@ def contact_sheet(seen: Overview) -> tuple[Picture, Figure] | None:
         + "; ".join(cell.lines[0] for cell in cells[:8]),
         group="data",
     )
-    return words, image_grid(cells, columns=_COLUMNS, cell_inches=1.08)
+    return picture, image_grid(cells, columns=8, cell_inches=1.08)
 
 
-def label_histogram(seen: Overview) -> tuple[Picture, Figure] | None:
-    """How many images each class has, the largest first; None if no label was read."""
+def label_histogram(seen: Overview) -> Drawn | None:
+    """Images of each class, the largest first; None if no label was read."""
     if not seen.labelled:
         return None
     counts, classes = seen.images_of_class, seen.shards.classes
     order = np.lexsort((np.arange(len(counts)), -counts)).tolist()
-    draw = _bars if len(classes) <= _MOST_BARS else _ranked
-    figure = draw([classes[number] for number in order], counts[order].tolist())
-    base = (
-        f"Labels of all {seen.labelled:,} images"
-        if seen.is_whole and not seen.damaged
-        else f"Labels of {seen.labelled:,} images in {seen.opened:,} of {len(seen.shards.shards):,} shards"
-        + ("" if seen.is_whole else f", drawn at random (seed {seen.seed}): what the other shards hold may differ")
-    )
-    several = " An image with several labels counts for each." if seen.shards.is_multi_label else ""
-    without = f" {seen.without_label:,} images have no label." if seen.without_label else ""
-    empty = int((counts == 0).sum())
-    none = f" {empty:,} of the {len(classes):,} classes have no image." if empty else ""
+    base = f"Labels of all {seen.labelled:,} images"
+    if seen.damaged or not seen.is_whole:
+        base = f"Labels of {seen.labelled:,} images in {seen.opened:,} of {len(seen.shards.shards):,} shards"
+    if not seen.is_whole:
+        base += f", drawn at random (seed {seen.seed}): what the other shards hold may differ"
     smallest, median, largest = int(counts.min()), float(np.median(counts)), int(counts.max())
     have = f"{smallest:,} to {largest:,} images, the median is {median:,.0f}"
     if smallest == largest:
-        have = f"{smallest:,} image{'s' * (smallest != 1)} each"
-    words = Picture(
+        have = f"{counted(smallest, 'image')} each"
+    caption = f"{base}. The {len(classes):,} classes have {have}."
+    if seen.shards.is_multi_label:
+        caption += " An image with several labels counts for each."
+    if seen.without_label:
+        caption += f" {seen.without_label:,} images have no label."
+    if empty := int((counts == 0).sum()):
+        caption += f" {empty:,} of the {len(classes):,} classes have no image."
+    picture = Picture(
         name="label_histogram",
         title="Images of each class",
-        caption=f"{base}. The {len(classes):,} classes have {have}.{several}{without}{none}",
+        caption=caption,
         alt=f"{len(classes):,} classes have {have}; the largest is "
         f"{classes[order[0]]}, the smallest {classes[order[-1]]}",
         group="data",
     )
-    return words, figure
+    draw = _bars if len(classes) <= _MOST_BARS else _ranked
+    return picture, draw([classes[number] for number in order], counts[order].tolist())
 
 
-def image_sizes(seen: Overview, *, image_size: int | None = None) -> tuple[Picture, Figure] | None:
-    """Widths, heights, proportions and bytes of images; `image_size`: what the model takes, drawn as a line. None if no
-    size could be read."""
+def image_sizes(seen: Overview, *, image_size: int | None = None) -> Drawn | None:
+    """Widths, heights, proportions and bytes of images; `image_size`: the model's, drawn as a line. None if no size
+    could be read."""
     if not len(seen.sizes):
         return None
     height, width, num_bytes = seen.sizes.T
     of = f"All {len(height):,} images"
     if len(height) < seen.shards.num_samples:
         of = f"{len(height):,} of the {seen.shards.num_samples:,} images, drawn at random (seed {seen.seed}),"
-    short = np.minimum(height, width)
-    below = float((short < image_size).mean()) if image_size else 0.0
-    enlarged = (
-        f" The shorter side of {percent(below)} of them is below the {image_size} px that the model takes: they are "
-        "enlarged."
-        if below
-        else ""
-    )
     divisor, unit = (1, "bytes") if np.median(num_bytes) < 2000 else (1000, "kB")
-    file_label = f"size of the file ({unit})"
     if (height == height[0]).all() and (width == width[0]).all():
-        figure, axes = new_figure(width=6.0, height=2.6)
-        size_words = f"{of} are {width[0]:,} × {height[0]:,} px"
-        _histogram(axes[0, 0], num_bytes / divisor, label=file_label)
+        figure, [[files_panel]] = new_figure(width=6.0, height=2.6)
+        sizes = f"{of} are {width[0]:,} × {height[0]:,} px"
     else:
-        figure, axes = new_figure(width=10.0, height=3.6, columns=3, width_ratios=[1.25, 1, 1])
-        size_words = (
+        figure, [[sides, shapes, files_panel]] = new_figure(
+            width=10.0, height=3.6, columns=3, width_ratios=[1.25, 1, 1]
+        )
+        sizes = (
             f"{of} are {width.min():,} to {width.max():,} px wide and {height.min():,} to {height.max():,} px high; "
             f"the medians are {np.median(width):,.0f} and {np.median(height):,.0f} px"
         )
-        _scatter(axes[0, 0], width, height, image_size=image_size)
-        _histogram(axes[0, 1], width / height, label="width / height", mark=1.0)
-        _histogram(axes[0, 2], num_bytes / divisor, label=file_label)
-    files = (
-        f"their files have {show_bytes(float(num_bytes.min()))} to {show_bytes(float(num_bytes.max()))}, the median "
-        f"is {show_bytes(float(np.median(num_bytes)))}"
+        _scatter(sides, width, height, image_size=image_size)
+        _histogram(shapes, width / height, label="width / height", mark=1.0)
+    _histogram(files_panel, num_bytes / divisor, label=f"size of the file ({unit})")
+    least, most, median = (show_bytes(float(each(num_bytes))) for each in (np.min, np.max, np.median))
+    words = f"{sizes}; their files have {least} to {most}, the median is {median}"
+    below = float((np.minimum(height, width) < image_size).mean()) if image_size else 0.0
+    enlarged = (
+        f" The shorter side of {whole_percent(below)} of them is below the {image_size} px that the model takes: they "
+        "are enlarged."
     )
-    words = Picture(
-        name="image_sizes",
-        title="Sizes of the images",
-        caption=f"{size_words}; {files}.{enlarged}",
-        alt=f"{size_words}; {files}",
-        group="data",
-    )
-    return words, figure
+    caption = f"{words}.{enlarged if below else ''}"
+    return Picture("image_sizes", "Sizes of the images", caption, alt=words, group="data"), figure
 
 
 def _bars(names: list[str], counts: list[int]) -> Figure:
     """A bar for each class, with its number at the right."""
-    figure, grid = new_figure(width=7.0, height=0.75 + 0.235 * len(names))
-    axes: Axes = grid[0, 0]
+    figure, [[axes]] = new_figure(width=7.0, height=0.75 + 0.235 * len(names))
     places = np.arange(len(names))
     axes.barh(places, counts, height=0.68, color=ACCENT)
     axes.set_yticks(places, [shortened(name, points=_NAME_POINTS) for name in names])
@@ -143,48 +131,39 @@ def _bars(names: list[str], counts: list[int]) -> Figure:
     axes.grid(axis="x")
     _whole_numbers(axes.xaxis)
     for place, count in zip(places, counts, strict=True):
-        axes.annotate(
-            f"{count:,}", (1.0, place), xycoords=axes.get_yaxis_transform(), xytext=(40, 0), textcoords="offset points",
-            ha="right", va="center", fontsize=8, color=INK if count else BAD, annotation_clip=False,
-        )  # fmt: skip
+        at = {"xycoords": axes.get_yaxis_transform(), "xytext": (40, 0), "ha": "right", "va": "center"}
+        _note(axes, f"{count:,}", (1.0, float(place)), color=INK if count else BAD, annotation_clip=False, **at)
     return figure
 
 
 def _ranked(names: list[str], counts: list[int]) -> Figure:
     """The counts over the classes' ranks, and beside it the ends by name."""
-    figure, grid = new_figure(width=9.4, height=3.7, columns=2, width_ratios=[1.9, 1])
-    axes: Axes = grid[0, 0]
+    figure, [[axes, ends]] = new_figure(width=9.4, height=3.7, columns=2, width_ratios=[1.9, 1])
     ranks = np.arange(1, len(counts) + 1)
     axes.fill_between(ranks, counts, step="mid", color=SERIES[4], alpha=0.45, linewidth=0)
     axes.step(ranks, counts, where="mid", color=ACCENT)
     smallest = next((count for count in reversed(counts) if count), 1)
     if counts[0] > _SPREAD * smallest:
         axes.set_yscale("symlog", linthresh=1.0)
-        _plain_numbers(axes.yaxis)
+        plain_numbers(axes.yaxis)
         axes.set_ylim(0, counts[0] * 1.3)
     else:
         axes.set_ylim(0, counts[0] * 1.08 or 1)
+        _whole_numbers(axes.yaxis)
     axes.set(xlim=(0.5, len(counts) + 0.5), xlabel="classes, the largest first", ylabel="images")
     axes.grid(axis="y")
     _whole_numbers(axes.xaxis)
-    if axes.get_yscale() == "linear":
-        _whole_numbers(axes.yaxis)
-    _ends(grid[0, 1], names, counts)
-    return figure
 
-
-def _ends(axes: Axes, names: list[str], counts: list[int]) -> None:
-    """The largest and the smallest classes by name, numbers on the right."""
-    axes.set_axis_off()
-    axes.set(xlim=(0, 1), ylim=(2 * _NAMED + 3, -0.5))
-    rows = [("largest", ""), *zip(names[:_NAMED], counts[:_NAMED], strict=True), ("", ""), ("smallest", "")]
-    rows += zip(names[-_NAMED:], counts[-_NAMED:], strict=True)
+    ends.set_axis_off()
+    ends.set(xlim=(0, 1), ylim=(2 * _NAMED + 3, -0.5))
+    named = list(zip(names, counts, strict=True))
+    rows = [("largest", None), *named[:_NAMED], ("", None), ("smallest", None), *named[-_NAMED:]]
     for row, (name, count) in enumerate(rows):
-        is_heading = count == ""
-        shown = shortened(name, points=_NAME_POINTS)
-        axes.text(0.0, row, shown, va="center", fontsize=8, color=MUTED if is_heading else INK)
-        if not is_heading:
-            axes.text(1.0, row, f"{count:,}", va="center", ha="right", fontsize=8, color=INK if count else BAD)
+        colour = MUTED if count is None else INK
+        ends.text(0.0, row, shortened(name, points=_NAME_POINTS), va="center", fontsize=8, color=colour)
+        if count is not None:
+            ends.text(1.0, row, f"{count:,}", va="center", ha="right", fontsize=8, color=INK if count else BAD)
+    return figure
 
 
 def _scatter(axes: Axes, width: np.ndarray, height: np.ndarray, *, image_size: int | None) -> None:
@@ -193,57 +172,44 @@ def _scatter(axes: Axes, width: np.ndarray, height: np.ndarray, *, image_size: i
     if is_wide:
         axes.set(xscale="log", yscale="log")
     for axis in (axes.xaxis, axes.yaxis):
-        _plain_numbers(axis) if is_wide else _whole_numbers(axis)
+        plain_numbers(axis) if is_wide else _whole_numbers(axis)
     low, high = (shortest / 1.2, longest * 1.2) if is_wide else (0, longest * 1.05)
     axes.plot([low, high], [low, high], color=GRID, lw=1.0, zorder=0)
-    axes.annotate(
-        "square", (high, high), xytext=(-4, -10), textcoords="offset points", ha="right", fontsize=8, color=MUTED
-    )
+    _note(axes, "square", (high, high), xytext=(-4, -10), ha="right")
     # Many images have the very same size: the more of them, the darker and larger.
     places, times = np.unique(np.stack([width, height], axis=1), axis=0, return_counts=True)
     axes.scatter(places[:, 0], places[:, 1], s=6 + 60 * times / times.max(), color=ACCENT, alpha=0.45, linewidth=0)
     if image_size and low < image_size < high:
         for line in (axes.axvline, axes.axhline):
             line(image_size, color=BAD, lw=0.9, ls="--")
-        axes.annotate(
-            f"model: {image_size} px", (image_size, high), xytext=(3, -10), textcoords="offset points", fontsize=8,
-            color=BAD,
-        )  # fmt: skip
+        _note(axes, f"model: {image_size} px", (image_size, high), xytext=(3, -10), color=BAD)
     axes.set(xlim=(low, high), ylim=(low, high), xlabel="width (px)", ylabel="height (px)")
     axes.set_box_aspect(1)
 
 
 def _histogram(axes: Axes, values: np.ndarray, *, label: str, mark: float | None = None) -> None:
-    if values.min() > 0 and values.max() > _SPREAD * values.min():
-        bins = np.geomspace(values.min(), values.max() * 1.0001, 31)
+    low, high = values.min(), values.max()
+    bins = np.linspace(low, high, 31) if high > low else np.linspace(0.5 * low, 1.5 * low, 31)
+    if low > 0 and high > _SPREAD * low:
+        bins = np.geomspace(low, high * 1.0001, 31)
         axes.set_xscale("log")
-        _plain_numbers(axes.xaxis)
-    elif values.max() > values.min():
-        bins = np.linspace(values.min(), values.max(), 31)
-    else:
-        bins = np.linspace(0.5 * values[0], 1.5 * values[0], 31)
+        plain_numbers(axes.xaxis)
     axes.hist(values, bins=bins.tolist(), color=ACCENT)
     if mark is not None:
         axes.axvline(mark, color=MUTED, lw=0.9)
-        axes.annotate(
-            "square", (mark, 1.0), xycoords=axes.get_xaxis_transform(), xytext=(3, -8), textcoords="offset points",
-            fontsize=8, color=MUTED,
-        )  # fmt: skip
+        _note(axes, "square", (mark, 1.0), xycoords=axes.get_xaxis_transform(), xytext=(3, -8))
     axes.set(xlabel=label, ylabel="images")
     axes.grid(axis="y")
     _whole_numbers(axes.yaxis)
 
 
+def _note(axes: Axes, text: str, place: tuple[float, float], *, color: str = MUTED, **how: Any) -> None:
+    """Write a small text some points from a place."""
+    axes.annotate(text, place, textcoords="offset points", fontsize=8, color=color, **how)
+
+
 def _whole_numbers(axis: Axis) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    axis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:,.0f}"))
-
-
-def _plain_numbers(axis: Axis) -> None:
-    """Label a logarithmic axis 10, 100, 1,000; matplotlib would write powers."""
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
-    axis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
+    plain_numbers(axis)

@@ -1,7 +1,7 @@
-"""How all figures look: one palette for paper and for dark screens, distinct in grey; text as text; no mathematics.
+"""The look of all figures: one palette for paper and for dark screens, distinct in grey; text as text; no mathematics.
 
-Figures are drawn in the light palette. In an SVG each colour of the palette is exchanged where the reader prefers dark
-(a rule of CSS on the colour's text), so one file serves both, and viewers that know no CSS show the light one.
+Figures are drawn in the light palette. CSS in each SVG exchanges the palette's colours where the reader prefers dark,
+so one file serves both; viewers without CSS show the light one.
 """
 
 from __future__ import annotations
@@ -10,36 +10,30 @@ import base64
 import io
 import re
 import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_shards.text import one_line
-from pipeline.runs.pictures import Picture, keep_image
+from pipeline.runs.pictures import Cell, DrawRequest, Picture, keep_image, keep_table
 
 if TYPE_CHECKING:
     import numpy as np
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
 
-INK = "#1b1d22"  # text, axes, what is drawn
-MUTED = "#5d626d"  # what explains it
+INK = "#1b1d22"  # text, axes, data
+MUTED = "#5d626d"  # labels and explanations
 GRID = "#dfe1e6"
 PAPER = "#ffffff"
 ACCENT = "#0a5fa5"  # the one thing to look at
-GOOD, BAD = "#00815f", "#c4480a"  # right and wrong; never told by colour alone
-# In this order: neighbours differ in lightness, too, and no two are alike to colour-blind eyes (after Okabe and Ito).
+GOOD, BAD = "#00815f", "#c4480a"  # right and wrong; never by colour alone
+# Neighbours differ in lightness too, and no two look alike to colour-blind eyes (after Okabe and Ito).
 SERIES = (ACCENT, "#d96a1b", "#2aa187", "#8e4585", "#5fb3e4", "#d9a514", "#7a7f8a")
-DASHES = (
-    "-",
-    "--",
-    "-.",
-    ":",
-    (0, (5, 1, 1, 1, 1, 1)),
-    (0, (1, 1)),
-    (0, (8, 3)),
-)  # so that grey prints tell lines apart
+DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 3)))  # tell lines apart in grey prints
 
 DARK = {
     INK: "#eceef2",
@@ -61,15 +55,16 @@ PNG_DOTS_PER_INCH = 160
 _SMALLEST_POINTS = 8.0
 _EMBEDDED = re.compile(r"data:image/png;base64,([A-Za-z0-9+/=\s]+)")
 _WORTH_JPEG_BYTES, _MOST_COLOURS, _JPEG_QUALITY = 8_000, 4096, 85
-_LONGEST_NAME = 40
+
+Drawn = tuple[Picture, "Figure | Mapping[str, Sequence[Cell]]"]  # a picture's texts, and a figure or a table's columns
 
 
 def new_figure(
     *, width: float, height: float, rows: int = 1, columns: int = 1, **grid: Any
 ) -> tuple[Figure, np.ndarray]:
-    """A figure of `width` x `height` inches and its axes, an array [rows, columns]; `grid`: as `Figure.subplots`.
+    """Make a figure of `width` x `height` inches and its axes [rows, columns]; `grid` as in `Figure.subplots`.
 
-    On a page it is shown at most 960 px wide: 6 to 10 inches for a figure of its own.
+    A page shows it at most 960 px wide: 6 to 10 inches for a figure of its own.
     """
     _use_style()
     from matplotlib.figure import Figure
@@ -79,10 +74,18 @@ def new_figure(
 
 
 def draw_level(axes: Axes, y: float, text: str, **style: Any) -> None:
-    """A dashed line across the axes, with a text above its right end; `style`: of the text."""
+    """Draw a dashed line across the axes with a text above its right end; `style` is the text's."""
     axes.axhline(y, color=MUTED, linestyle=(0, (4, 3)), linewidth=1.1)
     at = {"xycoords": ("axes fraction", "data"), "xytext": (0, 3), "textcoords": "offset points", "ha": "right"}
     axes.annotate(text, (1.0, y), color=MUTED, **at, **style)
+
+
+def plain_numbers(axis: Axis) -> None:
+    """Label an axis 10, 100, 1,000 where matplotlib would write powers."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 @cache
@@ -93,8 +96,8 @@ def sequential() -> LinearSegmentedColormap:
     return LinearSegmentedColormap.from_list("shardvit", [PAPER, "#a9cdea", "#3f8fcb", ACCENT, "#0a2c4d"])
 
 
-def plain(text: str, *, longest: int = _LONGEST_NAME) -> str:
-    """A name from a file, safe and short enough for a figure: control characters are shown, its middle is left out."""
+def plain(text: str, *, longest: int = 40) -> str:
+    """Escape a name from a file for a figure, and leave out its middle beyond `longest` characters."""
     text = one_line(text)
     if len(text) <= longest:
         return text
@@ -102,8 +105,17 @@ def plain(text: str, *, longest: int = _LONGEST_NAME) -> str:
     return f"{text[:head]}…{text[len(text) - (longest - 1 - head) :]}"
 
 
+def keep_drawn(request: DrawRequest, drawn: Iterable[Drawn]) -> None:
+    """Write each picture or table as it is drawn; raises as `keep_image`, and what drawing raises."""
+    for picture, content in drawn:
+        if isinstance(content, Mapping):
+            keep_table(request.stage_folder, picture, columns=content, step=request.step)
+        else:
+            keep_picture(request.stage_folder, picture, figure=content, step=request.step)
+
+
 def keep_picture(stage_folder: Path, picture: Picture, *, figure: Figure, step: int) -> Path:
-    """Write a figure as PNG and SVG with its words; raises as `keep_image`."""
+    """Write a figure as PNG and SVG with its texts; raises as `keep_image`."""
     png, svg = rendered(figure)
     return keep_image(stage_folder, picture, png=png, svg=svg, step=step)
 
@@ -114,13 +126,13 @@ def rendered(figure: Figure) -> tuple[bytes, bytes]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"Glyph .* missing from")  # a class may have any name; the SVG has it
         figure.savefig(png, format="png")
-        figure.suppressComposite = True  # several images as such, not as one with holes
+        figure.suppressComposite = True  # several images stay several
         figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
     return png.getvalue(), finished_svg(_EMBEDDED.sub(_smaller, svg.getvalue())).encode()
 
 
 def _smaller(found: re.Match[str]) -> str:
-    """Make an embedded image a JPEG if it is a photograph: opaque, and of more colours than any palette has."""
+    """Re-encode an embedded photograph (opaque, with more colours than any palette) as JPEG."""
     from PIL import Image
 
     content = base64.b64decode(found[1])
@@ -136,14 +148,14 @@ def _smaller(found: re.Match[str]) -> str:
 
 
 def finished_svg(svg: str) -> str:
-    """The SVG as a browser takes it: with the palette for dark screens, and nothing that XML forbids."""
+    """Add the palette for dark screens, and remove what XML forbids or a browser ignores."""
     rules = "".join(
         f'[style*="{use}: {light}"]{{{use}:{dark}!important}}'
         for light, dark in DARK.items()
         for use in ("fill", "stroke")
     )
     style = f"<style>@media (prefers-color-scheme: dark){{{rules}}}</style>"
-    svg = re.sub(r"<!DOCTYPE[^>]*>\s*", "", svg, count=1)  # names a host, and means nothing to a browser
+    svg = re.sub(r"<!DOCTYPE[^>]*>\s*", "", svg, count=1)  # names a host
     svg = re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]", "\ufffd", svg)
     return re.sub(r"(<svg\b[^>]*>)", lambda found: found[1] + style, svg, count=1)
 

@@ -29,11 +29,10 @@ from pipeline.report.best import AVERAGES_SCORES, SCORES, show_score
 from pipeline.report.gauges import Gauges, peak_flops, stage_work
 from pipeline.report.losses import Spike
 from pipeline.report.progress import TrainingProgress
-from pipeline.runs.events import EventKind, EventsLog
-from pipeline.runs.metrics_log import MetricsLog, open_metrics_log
+from pipeline.runs.logs import EventKind, EventsLog, MetricsLog
 from pipeline.stage.context import StageContext
 from pipeline.stage.stage_data import StageData
-from pipeline.tracking.describe import begin_attempt, end_attempt, plan_params, stage_datasets, told
+from pipeline.tracking.describe import begin_attempt, end_attempt, plan_params, stage_datasets, try_writing
 from pipeline.tracking.environment import gpu_tag
 from pipeline.tracking.facts import DatasetInput, FinalStatus
 
@@ -136,13 +135,13 @@ def tracked_log(
     """A stage's metrics.jsonl from a step on (-1: anew), and what its MLflow run is to know of this attempt.
     OSError: the disk is full or fails."""
     recipe, folder = context.recipe, context.folder
-    with open_metrics_log(folder.stage(stage) / METRICS_FILE, resume_step=resume_step) as log:
+    with MetricsLog(folder.stage(stage) / METRICS_FILE, resume_step=resume_step) as log:
         if log.dropped_broken_rows:
             print(f"{log.path}: {log.dropped_broken_rows} unreadable rows were dropped", file=sys.stderr)
         place = context.ranks.place
         all_tags = {"shardvit.world_size": str(place.world_size), **context.job_tags, **gpu_tag(), **tags}
         begin = partial(begin_attempt, folder, recipe, stage, from_step=max(0, resume_step), kept_rows=log.kept_rows)
-        told(lambda: begin(params=params, datasets=datasets, tags=all_tags), say=say)
+        try_writing(lambda: begin(params=params, datasets=datasets, tags=all_tags), say=say)
         status: FinalStatus = "FAILED"
         try:
             yield log
@@ -151,7 +150,7 @@ def tracked_log(
             status = "KILLED"
             raise
         finally:
-            told(lambda: end_attempt(folder, stage, status), say=say)
+            try_writing(lambda: end_attempt(folder, stage, status), say=say)
             if recipe.tracking.mode == "offline" and (status != "FINISHED" or folder.is_complete(recipe)):
                 say(f"MLflow: offline; `shardvit sync {folder.path}` sends the run")
 

@@ -1,7 +1,7 @@
 """THE reader of a run: its recipe, and each stage's record, curve, events, pictures, evaluations and checkpoints.
 
-Reads a run that is being written, half broken or hostile as far as it goes, and says in `notes` what it could not read;
-raises only for a path that is no run. 100,000 points take about two seconds, and what is new of them next to nothing.
+Reads as much as it can of a run that is being written, damaged or hostile, and says in `notes` what it could not read;
+raises only for a path that is no run. 100,000 points take about two seconds, reading them again next to nothing.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from data_shards.errors import UserError
 from data_shards.text import one_line
 from pipeline.recipe.io import parse_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import ALL_STAGES, EVENTS_FILE, METRICS_FILE, RECIPE_FILE, StageName
-from pipeline.runs.events import Event, read_events
-from pipeline.runs.metrics_log import MetricRow, MetricsFollower
+from pipeline.runs.logs import Event, MetricRow, MetricsFollower, read_events
 from pipeline.runs.pictures import KeptPicture, kept_pictures
-from pipeline.runs.run_folder import BrokenRecord, RunFolder, StageRecord, checkpoint_folders
+from pipeline.runs.run_folder import RunFolder, StageRecord, checkpoint_folders
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     Counts = NDArray[np.int64]
 
 SUBMITTED_RECIPE = f"slurm/{RECIPE_FILE}"  # until the first job begins
+Parts = Literal["all", "records"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class RunStage:
     name: StageName
     folder: Path
     record: StageRecord
-    rows: tuple[MetricRow, ...]  # in the order they were written; steps ascend, but for a damaged file
+    rows: tuple[MetricRow, ...]  # in the order they were written; steps ascend unless the file is damaged
     events: tuple[Event, ...] = ()  # of all attempts
 
     @property
@@ -56,7 +56,7 @@ class RunStage:
 
     @cached_property
     def evaluations(self) -> dict[str, list[Path]]:
-        """The folders of each held-out set's evaluations, oldest first; `load_evaluation` reads one."""
+        """Folders of each held-out set's evaluations, oldest first; `load_evaluation` reads one."""
         from pipeline.runs.evaluations import evaluations
 
         return evaluations(self.folder)
@@ -68,24 +68,20 @@ class RunStage:
 
     @property
     def checkpoint_age_seconds(self) -> float | None:
-        """Since the newest checkpoint; None: there is none."""
+        """Age of the newest checkpoint; None: there is none."""
         for path in self.checkpoints:
             with suppress(OSError):  # pruned meanwhile
                 return max(0.0, time.time() - path.stat().st_mtime)
         return None
 
+    @cached_property
+    def latest(self) -> Mapping[str, float]:
+        """The last value of every metric; those of the first rows first."""
+        return {name: value for row in self.rows for name, value in row.metrics.items()}
+
     def points(self, metric: str) -> list[tuple[int, float]]:
         """(step, value) of a metric, nan included."""
         return [(row.step, row.metrics[metric]) for row in self.rows if metric in row.metrics]
-
-    def last(self, metric: str) -> float | None:
-        """Its last value on the curve."""
-        return next((row.metrics[metric] for row in reversed(self.rows) if metric in row.metrics), None)
-
-    @cached_property
-    def latest(self) -> Mapping[str, float]:
-        """The last value of every metric."""
-        return {name: value for row in self.rows for name, value in row.metrics.items()}
 
     @cached_property
     def times(self) -> Floats:
@@ -94,28 +90,17 @@ class RunStage:
 
         return np.array([row.time for row in self.rows], dtype=np.float64)
 
-    @cached_property
-    def _steps_and_images(self) -> tuple[Counts, Counts]:
-        import numpy as np
-
-        return (
-            np.array([row.step for row in self.rows], dtype=np.int64),
-            np.array([row.images_seen for row in self.rows], dtype=np.int64),
-        )
-
     def columns(self, metric: str) -> tuple[Counts, Counts, Floats, Floats]:
         """Steps, images seen, unix times and values of a metric, nan included, in the order of the rows."""
         import numpy as np
 
-        found = [number for number, row in enumerate(self.rows) if metric in row.metrics]
-        values = np.fromiter((self.rows[number].metrics[metric] for number in found), np.float64, len(found))
-        steps, images = self._steps_and_images
-        return steps[found], images[found], self.times[found], values
-
-    @cached_property
-    def metrics(self) -> tuple[str, ...]:
-        """The names that occur, those of the first rows first."""
-        return tuple(dict.fromkeys(name for row in self.rows for name in row.metrics))
+        found = [row for row in self.rows if metric in row.metrics]
+        return (
+            np.array([row.step for row in found], dtype=np.int64),
+            np.array([row.images_seen for row in found], dtype=np.int64),
+            np.array([row.time for row in found], dtype=np.float64),
+            np.array([row.metrics[metric] for row in found], dtype=np.float64),
+        )
 
 
 @dataclass(frozen=True)
@@ -141,36 +126,38 @@ def run_folder_at(path: Path) -> RunFolder:
     return folder
 
 
-def read_run(folder: RunFolder) -> Run:
-    """Everything of a run that can be read."""
-    return RunReader(folder).read()
+def read_run(folder: RunFolder, *, parts: Parts = "all") -> Run:
+    """Read a run; only the recipe and the stages' records with `parts="records"`."""
+    return RunReader(folder).read(parts=parts)
 
 
 class RunReader:
-    """Reads a run again and again, of its curves and events only what is new."""
+    """Reads a run again and again, each time only what is new of its curves and events."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
-        self._stages: dict[StageName, _StageReader] = {}
+        self._stages: dict[StageName, _StageLogs] = {}
 
-    def read(self) -> Run:
-        """The run as it is now."""
+    def read(self, *, parts: Parts = "all") -> Run:
+        """Read the run as it is now."""
         folder, notes = self._folder, list[str]()
         recipe = self._recipe(notes)
-        wanted = () if recipe is None else recipe.stages.names
         stages: list[RunStage] = []
         for name in ALL_STAGES:
-            if name not in wanted and not folder.stage(name).is_dir():
+            place = folder.stage(name)
+            if (recipe is None or name not in recipe.stages.names) and not place.is_dir():
                 continue
             if folder.leads_out(name):
-                notes.append(one_line(f"{folder.stage(name)} is a link out of the run, and is not followed"))
-            else:
-                stages.append(self._stages.setdefault(name, _StageReader(folder, name)).read(notes))
+                notes.append(one_line(f"{place} is a link out of the run, and is not followed"))
+                continue
+            record, logs = folder.peek(name, notes=notes), self._stages.setdefault(name, _StageLogs(place))
+            if parts == "all":
+                logs.read(notes)
+            stages.append(RunStage(name, place, record, logs.rows, logs.events))
         return Run(folder.name, folder, recipe, tuple(stages), tuple(dict.fromkeys(notes)))
 
     def _recipe(self, notes: list[str]) -> Recipe | None:
-        submitted = self._folder.path / SUBMITTED_RECIPE
-        path = self._folder.path / RECIPE_FILE
+        path, submitted = self._folder.path / RECIPE_FILE, self._folder.path / SUBMITTED_RECIPE
         if not path.exists() and submitted.exists():
             path = submitted
         try:
@@ -180,51 +167,32 @@ class RunReader:
         return None
 
 
-class _StageReader:
-    def __init__(self, folder: RunFolder, name: StageName) -> None:
-        self._folder = folder
-        self._name: StageName = name
-        self._curve = MetricsFollower(folder.stage(name) / METRICS_FILE)
-        self._rows: tuple[MetricRow, ...] = ()
-        self._events: tuple[Event, ...] = ()
+class _StageLogs:
+    """The curve and events of a stage."""
+
+    def __init__(self, folder: Path) -> None:
+        self.rows: tuple[MetricRow, ...] = ()
+        self.events: tuple[Event, ...] = ()
+        self._curve = MetricsFollower(folder / METRICS_FILE)
+        self._events_file = folder / EVENTS_FILE
         self._events_stamp: tuple[int, int] | None = None
 
-    def read(self, notes: list[str]) -> RunStage:
-        record = self._record(notes)
-        self._read_curve(notes)
-        self._read_events(notes)
-        return RunStage(self._name, self._folder.stage(self._name), record, self._rows, self._events)
-
-    def _record(self, notes: list[str]) -> StageRecord:
-        """A broken record counts as begun."""
-        try:
-            return self._folder.record(self._name)
-        except BrokenRecord as error:
-            notes.append(one_line(f"{error.path} is broken ({error.why})"))
-            return StageRecord(state="running")
-        except UserError as error:
-            notes.append(one_line(str(error)))
-            return StageRecord()
-
-    def _read_curve(self, notes: list[str]) -> None:
-        curve = self._curve
+    def read(self, notes: list[str]) -> None:
+        curve, path = self._curve, self._events_file
         try:
             new = tuple(curve.new_rows())
-            self._rows = new if curve.count == len(new) else self._rows + new
+            self.rows = new if curve.count == len(new) else self.rows + new
         except OSError as error:
             notes.append(_unread(curve.path, error))
         if curve.damaged:
             lines = f"{curve.damaged:,} damaged line{'s' if curve.damaged > 1 else ''}"
             notes.append(one_line(f"{curve.path}: {lines} left out"))
-
-    def _read_events(self, notes: list[str]) -> None:
-        path = self._folder.stage(self._name) / EVENTS_FILE
         try:
             stat = path.stat()
             if (stat.st_size, stat.st_mtime_ns) != self._events_stamp:
-                self._events, self._events_stamp = tuple(read_events(path)), (stat.st_size, stat.st_mtime_ns)
+                self.events, self._events_stamp = tuple(read_events(path)), (stat.st_size, stat.st_mtime_ns)
         except FileNotFoundError:
-            self._events, self._events_stamp = (), None
+            self.events, self._events_stamp = (), None
         except OSError as error:
             notes.append(_unread(path, error))
 

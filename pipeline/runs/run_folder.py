@@ -3,21 +3,20 @@
     RUNS/NAME/recipe.yaml                 the resolved recipe
     RUNS/NAME/recipe_difference.txt       to its parent, see `recipe.io.difference_to_parent`
     RUNS/NAME/STAGE/stage.json            state, images seen, digests of what went in, results
-    RUNS/NAME/STAGE/data.json             the shards that it began with, see `data_record`
+    RUNS/NAME/STAGE/data.json             the shards that it began with, see `stage.data_record`
     RUNS/NAME/STAGE/checkpoints/step-*/   see `checkpoint`
-    RUNS/NAME/STAGE/ranks/                see `watch`
-    RUNS/NAME/STAGE/metrics.jsonl         see `metrics_log`
-    RUNS/NAME/STAGE/events.jsonl          see `report.events`
-    RUNS/NAME/STAGE/evaluations/          see `evaluation.result`
-    RUNS/NAME/STAGE/pictures/             see `pictures.picture`; what drew them says so in RUNS/NAME/pictures.log
+    RUNS/NAME/STAGE/ranks/                heartbeats, see `ranks.watch`
+    RUNS/NAME/STAGE/metrics.jsonl         and events.jsonl, see `logs`
+    RUNS/NAME/STAGE/evaluations/          see `evaluations`
+    RUNS/NAME/STAGE/pictures/             see `pictures`; the drawing process logs to RUNS/NAME/pictures.log
     RUNS/NAME/STAGE/model/                the result: safetensors and config.json
-    RUNS/NAME/transfer/                   few-shot, probe and kNN of its models, see `transfer.results`
-    RUNS/NAME/mlflow*.json, tracking/     what MLflow is to know and was told, also in each stage, see `tracking`
-    RUNS/NAME/report.html                 all of this as a page, after each stage and by `shardvit report`
-    RUNS/NAME/compiled/                   what torch has compiled, see `kernels.cache`; may be deleted at any time
+    RUNS/NAME/transfer/                   few-shot, probe and kNN results of its models, see `transfer.results`
+    RUNS/NAME/mlflow*.json, tracking/     facts for MLflow and what was sent, also in each stage, see `tracking`
+    RUNS/NAME/report.html                 the report page, written after each stage and by `shardvit report`
+    RUNS/NAME/compiled/                   torch's compiled kernels, see `kernels.cache`; may be deleted at any time
 
-A finished stage is not run again; an interrupted one goes on; a changed recipe is refused with the difference shown.
-Nothing is deleted: what `--restart` begins again is moved aside. No torch here.
+Finished stages are not run again, interrupted ones resume, and a changed recipe is refused with the difference shown.
+Nothing is deleted: `--restart` moves what it begins again aside. No torch here.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -35,6 +34,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from data_shards.durable import replace_text
 from data_shards.errors import UserError
 from data_shards.safe_paths import is_inside, read_inside
+from data_shards.text import one_line
 from pipeline.recipe.io import differences, dump_recipe, flatten, parse_recipe, without_free_keys
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import (
@@ -56,7 +56,7 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 @dataclass(frozen=True)
 class StageRecord:
-    """stage.json; a wrong type or an unknown key makes it broken."""
+    """stage.json; a wrong type or an unknown key breaks it."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -67,11 +67,11 @@ class StageRecord:
     inputs: dict[str, str] = field(default_factory=dict)  # name -> digest
     results: dict[str, float] = field(default_factory=dict)
     model_digest: str = ""  # of the weights that the stage left
-    total_steps: Count = 0  # 0: not begun, or begun before this was written down
-    lanes: Count = 0  # of the order of its samples; 0 likewise
-    model: dict[str, Any] = field(default_factory=dict)  # the record that its model will have, since it began
-    data_digest: str = ""  # of what data.json says of its shards
-    passed_over: list[Count] = field(default_factory=list)  # steps, from 0, whose batches a rollback does without
+    total_steps: Count = 0  # 0: not begun, or by an old version
+    lanes: Count = 0  # of the sample order; 0 likewise
+    model: dict[str, Any] = field(default_factory=dict)  # record of the model that the stage will leave
+    data_digest: str = ""  # of its shards as in data.json
+    passed_over: list[Count] = field(default_factory=list)  # steps, from 0, whose batches were skipped after a rollback
     rollbacks: Count = 0
 
 
@@ -79,7 +79,7 @@ _RECORD = TypeAdapter(StageRecord)
 
 
 class BrokenRecord(UserError):
-    """stage.json at `path` is broken, because of `why`."""
+    """stage.json at `path` is broken."""
 
     def __init__(self, path: Path, *, why: str) -> None:
         self.path, self.why = path, why
@@ -92,7 +92,7 @@ class BrokenRecord(UserError):
 class RunFolder:
     """Paths and records of one run."""
 
-    runs_root: Path  # folder of all runs, where the MLflow database lies too; or of a sweep's runs, within it
+    runs_root: Path  # folder of all runs and of the MLflow database; or a sweep's folder, within it
     name: str  # the recipe's name
 
     @property
@@ -101,16 +101,16 @@ class RunFolder:
 
     @property
     def sweep(self) -> Path | None:
-        """The folder of the sweep that this run belongs to, if it does."""
+        """The folder of the sweep that this run belongs to, if any."""
         return self.runs_root if (self.runs_root / SWEEP_FILE).is_file() else None
 
     @property
     def boundary(self) -> Path:
-        """The folder that readers do not leave: the run's; of a sweep's run the sweep's, since points share stages."""
+        """The folder that readers stay in: the run's, or its sweep's, as points share stages."""
         return self.sweep or self.path
 
     def leads_out(self, name: StageName) -> bool:
-        """True if a stage's folder is a link that leads outside."""
+        """True if a stage's folder is a link out of `boundary`."""
         return not is_inside(self.stage(name), folder=self.boundary)
 
     def stage(self, name: StageName) -> Path:
@@ -121,9 +121,8 @@ class RunFolder:
 
     def is_begun(self) -> bool:
         """True if there is a run here."""
-        return (self.path / RECIPE_FILE).is_file() or any(
-            (self.stage(name) / STAGE_FILE).is_file() for name in ALL_STAGES
-        )
+        files = [self.path / RECIPE_FILE, *(self.stage(name) / STAGE_FILE for name in ALL_STAGES)]
+        return any(file.is_file() for file in files)
 
     def ranks(self, name: StageName) -> Path:
         return self.stage(name) / RANKS_FOLDER
@@ -132,7 +131,7 @@ class RunFolder:
         return self.stage(name) / MODEL_FOLDER
 
     def record(self, name: StageName) -> StageRecord:
-        """A stage's record, or a new one; BrokenRecord: it is broken, UserError: it cannot be read."""
+        """Read a stage's record, or return a new one. Raises BrokenRecord, or UserError if it cannot be read."""
         path = self.stage(name) / STAGE_FILE
         try:
             return _RECORD.validate_json(read_inside(path, folder=path.parent), strict=True)
@@ -145,16 +144,24 @@ class RunFolder:
             where = ".".join(map(str, first["loc"]))
             raise BrokenRecord(path, why=f"{where}: {first['msg']}" if where else first["msg"]) from None
 
-    def peek(self, name: StageName) -> StageRecord:
-        """Read the record as `record` does, but take a broken one as begun: it is mended when the stage runs."""
+    def peek(self, name: StageName, *, notes: list[str] | None = None) -> StageRecord:
+        """Read the record as `record` does, but take a broken one as begun: it is mended when the stage runs. With
+        `notes`, add problems to them instead of raising."""
         try:
             return self.record(name)
-        except BrokenRecord:
+        except BrokenRecord as error:
+            if notes is not None:
+                notes.append(one_line(f"{error.path} is broken ({error.why})"))
             return StageRecord(state="running")
+        except UserError as error:
+            if notes is None:
+                raise
+            notes.append(one_line(str(error)))
+            return StageRecord()
 
     def update(self, name: StageName, **changes: object) -> StageRecord:
-        """Change fields of a stage's record, on disk and at once; OSError: the disk is full or fails, or the run
-        folder, which is not made again, is gone."""
+        """Change fields of a stage's record on disk. OSError: the disk is full or fails, or the run folder is gone,
+        which is not made again."""
         record = replace(self.record(name), **changes)
         self.write(name, record)
         return record
@@ -165,14 +172,14 @@ class RunFolder:
         replace_text(self.stage(name) / STAGE_FILE, json.dumps(asdict(record), indent=1) + "\n")
 
     def note_difference(self, text: str) -> None:
-        """Keep what `difference_to_parent` said; nothing said: what is there stays. OSError: the disk is full or
+        """Write the text of `difference_to_parent`; keep the old one if it is empty. OSError: the disk is full or
         fails."""
         if text:
             replace_text(self.path / DIFFERENCE_FILE, text)
 
     def check_recipe(self, recipe: Recipe, *, restart: StageName | None = None) -> None:
-        """Refuse (UserError, with the differences) a recipe other than the run's; changes nothing on disk.
-        With `restart`, changes that affect only that stage and later ones are accepted."""
+        """Raise UserError with the differences for a recipe other than the run's; changes nothing on disk.
+        `restart` accepts changes that affect only that stage and later ones."""
         path = self.path / RECIPE_FILE
         if not path.exists():
             if self.path.is_dir() and any(self.stage(name).exists() for name in ALL_STAGES):
@@ -182,12 +189,8 @@ class RunFolder:
         if restart is not None:
             again = ALL_STAGES[ALL_STAGES.index(restart) :]
             # What the earlier stages were made from must stay; if none is kept, anything may change.
-            kept = [name for name in ALL_STAGES if name not in again and self.peek(name).state != "new"]
-            changed = {
-                key: text
-                for key, text in changed.items()
-                if kept and not any(f"{key}.".startswith(f"stages.{name}.") for name in again)
-            }
+            has_kept = any(name not in again and self.peek(name).state != "new" for name in ALL_STAGES)
+            changed = {key: text for key, text in changed.items() if has_kept and not _is_of(key, again)}
         if changed:
             lines = "".join(f"\n  {key}: {text}" for key, text in changed.items())
             raise UserError(
@@ -196,11 +199,11 @@ class RunFolder:
             )
 
     def open(self, recipe: Recipe, *, restart: StageName | None = None) -> list[str]:
-        """Make the folder ready for `recipe`, already checked; returns what was moved aside."""
+        """Prepare the folder for `recipe`, which was checked before; returns what was moved aside."""
         notes: list[str] = []
         if restart is not None:
             stamp = time.strftime("%Y%m%d-%H%M%S")
-            # The last one first, so that a kill in between leaves no stage whose predecessor is gone.
+            # The last one first, so that a kill leaves no stage whose predecessor is gone.
             for name in reversed(ALL_STAGES[ALL_STAGES.index(restart) :]):
                 if self.stage(name).exists():
                     aside = self.path / REPLACED_FOLDER / f"{name}-{stamp}"
@@ -220,26 +223,30 @@ class RunFolder:
 
 
 def checkpoint_folders(root: Path) -> list[Path]:
-    """The committed checkpoints below `root`, newest first; a user's renamed copies are ignored."""
+    """List the committed checkpoints below `root`, newest first, without a user's renamed copies."""
     paths = root.glob(f"{FOLDER_PREFIX}*")
     found = [path for path in paths if path.name.removeprefix(FOLDER_PREFIX).isdecimal() and path.is_dir()]
     return sorted(found, reverse=True)
 
 
 def recipe_digest(recipe: Recipe, *, stage: StageName) -> str:
-    """A digest of the recipe's keys that affect one stage; free keys, later stages and keys at their defaults are left
-    out, so that a key that a later version adds changes no digest, and a default must never change."""
+    """Digest the recipe's keys that affect one stage, without free keys, later stages and keys at their defaults. So a
+    key that a later version adds changes no digest, and a default must never change."""
     later = ALL_STAGES[ALL_STAGES.index(stage) + 1 :]
     lines = [
         f"{key}={value}"
         for key, value in without_free_keys(flatten(recipe, keys="changed")).items()
-        if key != "name" and not any(f"{key}.".startswith(f"stages.{name}.") for name in later)
+        if key != "name" and not _is_of(key, later)
     ]
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
 
 
+def _is_of(key: str, stages: Sequence[StageName]) -> bool:
+    return any(f"{key}.".startswith(f"stages.{name}.") for name in stages)
+
+
 def check_inputs(folder: RunFolder, *, stage: StageName, inputs: Mapping[str, str]) -> None:
-    """Refuse other data or weights than the stage began with; UserError names what has changed."""
+    """Raise UserError if the stage began with other data or weights."""
     before = folder.record(stage).inputs
     changed = [name for name, digest in inputs.items() if name in before and before[name] != digest]
     if changed:
@@ -250,13 +257,13 @@ def check_inputs(folder: RunFolder, *, stage: StageName, inputs: Mapping[str, st
 
 
 def weights_digest(model_folder: Path) -> str:
-    """Digest of a saved model's weights."""
+    """Digest a saved model's weights."""
     with (model_folder / "model.safetensors").open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def check_model(folder: RunFolder, *, stage: StageName) -> Path:
-    """A finished stage's model; UserError if its weights are gone or are not those that it recorded."""
+    """Return a finished stage's model folder; UserError if the weights are gone or not those that it recorded."""
     model = folder.model(stage)
     try:
         digest = weights_digest(model)

@@ -15,11 +15,10 @@ from typing import Protocol
 
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import StageName
-from pipeline.runs.metrics_log import MetricRow
+from pipeline.runs.logs import MetricRow
 from pipeline.runs.pictures import KeptPicture
 from pipeline.runs.run_folder import RunFolder
-from pipeline.tracking.facts import RunFacts
-from pipeline.tracking.run_state import RunState
+from pipeline.tracking.facts import RunFacts, RunState
 
 
 @dataclass(frozen=True)

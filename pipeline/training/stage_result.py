@@ -10,7 +10,7 @@ from model.formats.export import save_for_others
 from pipeline.checkpoint.train_state import TrainState
 from pipeline.recipe.vocabulary import METRICS_FILE
 from pipeline.report.best import best_results, describe_best
-from pipeline.runs.metrics_log import iter_metrics
+from pipeline.runs.logs import iter_metrics
 from pipeline.runs.run_folder import weights_digest
 from pipeline.stage.context import StageContext
 from pipeline.stage.initial_model import StageStart, stage_model

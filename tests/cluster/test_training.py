@@ -14,7 +14,7 @@ import yaml
 
 from data_shards.packing.pack import pack
 from pipeline.recipe.vocabulary import StageName
-from pipeline.runs.metrics_log import read_metrics
+from pipeline.runs.logs import read_metrics
 from tests.cluster.conftest import ROOT, SubmittedRun
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.faults.harness import INJECT, Case, Fault, recipe

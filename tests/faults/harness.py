@@ -29,7 +29,7 @@ from typing import Any, Literal
 import psutil
 import yaml
 
-from pipeline.runs.metrics_log import read_metrics
+from pipeline.runs.logs import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 INJECT = Path(__file__).with_name("inject")

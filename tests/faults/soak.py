@@ -29,7 +29,7 @@ import psutil
 
 from data_shards.packing.pack import pack
 from pipeline.checkpoint.store import damage_of
-from pipeline.runs.metrics_log import iter_metrics
+from pipeline.runs.logs import iter_metrics
 from tests.faults.harness import Attempt, Case, send
 from tests.faults.rows import Row
 

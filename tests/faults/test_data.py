@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from data_shards.shards.tar_index import open_index
-from pipeline.runs.metrics_log import read_metrics
+from pipeline.runs.logs import read_metrics
 from tests.data_shards.http_server import FaultServer, serve
 from tests.faults.conftest import NewCase, Undisturbed
 from tests.faults.harness import Case, recipe, send

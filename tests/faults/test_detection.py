@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.runs.events import read_events
+from pipeline.runs.logs import read_events
 from tests.faults.conftest import NewCase, Undisturbed
 from tests.faults.harness import STEPS
 from tests.faults.rows import Row

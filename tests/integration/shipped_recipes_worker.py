@@ -14,7 +14,7 @@ from pipeline.ranks.group import Ranks
 from pipeline.ranks.place import Place
 from pipeline.ranks.stopping import StopFlag
 from pipeline.recipe.io import parse_recipe
-from pipeline.runs.metrics_log import read_metrics
+from pipeline.runs.logs import read_metrics
 from pipeline.runs.run_folder import RunFolder
 from pipeline.stage.context import StageContext
 from pipeline.training.stages import run_stage

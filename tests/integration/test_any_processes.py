@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from data_shards.packing.pack import pack
-from pipeline.runs.metrics_log import read_metrics
+from pipeline.runs.logs import read_metrics
 
 STEPS = 40
 Run = Callable[..., subprocess.CompletedProcess[str]]

@@ -10,7 +10,7 @@ import yaml
 
 from data_shards.packing.pack import pack
 from data_shards.shards.tar_index import open_index
-from pipeline.runs.metrics_log import read_metrics
+from pipeline.runs.logs import read_metrics
 
 Damaged = tuple[Path, set[tuple[str, str]]]
 Run = Callable[..., subprocess.CompletedProcess[str]]

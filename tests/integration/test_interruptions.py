@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from data_shards.packing.pack import pack
-from pipeline.runs.metrics_log import read_metrics
+from pipeline.runs.logs import read_metrics
 from tests.faults.harness import INJECT
 
 ROOT = Path(__file__).resolve().parents[2]

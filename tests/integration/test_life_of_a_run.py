@@ -19,7 +19,7 @@ import yaml
 
 from data_shards.packing.pack import pack
 from pipeline.checkpoint.store import damage_of
-from pipeline.runs.metrics_log import read_metrics
+from pipeline.runs.logs import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 240.0

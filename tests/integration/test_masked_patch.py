@@ -21,7 +21,7 @@ from data_shards.reading.opening import open_shards
 from launch.cli import app
 from model.masked_patch import colour_classes
 from model.saved.model_folder import load_model
-from pipeline.runs.metrics_log import read_metrics
+from pipeline.runs.logs import read_metrics
 
 STAGES = ("masked_patch", "swap_head", "finetune")
 STEPS, SAVED = 120, 60

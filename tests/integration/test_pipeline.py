@@ -11,7 +11,7 @@ import yaml
 
 from data_shards.packing.pack import pack
 from model.saved.model_folder import load_model
-from pipeline.runs.metrics_log import read_metrics
+from pipeline.runs.logs import read_metrics
 from tests.left_behind import mlflow_states, surprises
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from data_shards.packing.pack import pack
-from pipeline.runs.metrics_log import read_metrics
+from pipeline.runs.logs import read_metrics
 from tests.data_shards.http_server import FaultServer, serve
 
 CACHE_BYTES = 1_000_000

@@ -27,7 +27,7 @@ from pipeline.recipe.io import dump_recipe, flatten, load_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.sources import finetune_sets, shipped_recipes
 from pipeline.recipe.stage import TrainStage
-from pipeline.runs.metrics_log import read_metrics
+from pipeline.runs.logs import read_metrics
 from tests.conftest import ROOT
 
 STEPS, SIDE = 3, 40

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from data_shards.packing.pack import pack
-from pipeline.runs.metrics_log import read_metrics
+from pipeline.runs.logs import read_metrics
 from pipeline.runs.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ import pytest
 from launch.draw_and_send import DrawAndSend
 from pipeline.ranks.process import process_started
 from pipeline.recipe.io import dump_recipe, load_recipe
-from pipeline.runs.metrics_log import open_metrics_log
+from pipeline.runs.logs import MetricsLog
 from pipeline.runs.run_folder import RunFolder, StageRecord
 from pipeline.tracking.describe import begin_attempt, end_attempt
 from tests.left_behind import mlflow_states
@@ -145,7 +145,7 @@ def test_what_training_wrote_is_sent_and_a_dead_server_costs_a_sentence(folder: 
             if sys.argv[2] == "finished":
                 beside.close(patience_seconds=240)
     """
-    with open_metrics_log(folder.stage("finetune") / "metrics.jsonl", resume_step=0) as log:
+    with MetricsLog(folder.stage("finetune") / "metrics.jsonl", resume_step=0) as log:
         begin_attempt(folder, recipe, "finetune", params={}, tags={})
         log.append(step=1, images_seen=64, metrics={"train/loss": 1.0})
     end_attempt(folder, "finetune", "FINISHED")

@@ -13,8 +13,7 @@ from launch.draw_and_send import DrawAndSend
 from pipeline.ranks.dead_ranks import NEWS_FILE, tell_all_hosts
 from pipeline.ranks.heartbeat import Heartbeat, write_heartbeat
 from pipeline.ranks.stacks import StackDumps, stack_file
-from pipeline.runs.events import EventsLog
-from pipeline.runs.metrics_log import open_metrics_log
+from pipeline.runs.logs import EventsLog, MetricsLog
 from pipeline.runs.run_folder import RunFolder
 from tests.pipeline.stage.test_damage import batch_with, ledger, settle_alone
 
@@ -22,7 +21,7 @@ BEAT = Heartbeat(0, "1", "here", "x", 1, 0.0, 1, 1, 400, 1, "", 0.0, waiting=Fal
 
 
 def metrics(stage: Path) -> None:
-    with open_metrics_log(stage / "metrics.jsonl", resume_step=0) as log:
+    with MetricsLog(stage / "metrics.jsonl", resume_step=0) as log:
         log.append(step=1, images_seen=1, metrics={})
 
 

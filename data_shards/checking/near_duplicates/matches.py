@@ -68,6 +68,17 @@ class Matches:
     matches: tuple[Match, ...]
     undecoded: dict[str, int]
 
+    def line(self, match: Match) -> dict[str, object]:
+        """A match as an entry of matches.jsonl."""
+        return {
+            "image": self.place(match)._asdict(),
+            "other": self.other_place(match)._asdict(),
+            "against": self.others[match.collection].name,
+            "kind": match.kind,
+            "likeness": match.likeness,
+            "mirrored": match.mirrored,
+        }
+
     def place(self, match: Match) -> ImagePlace:
         return place(self.images, match.image)
 

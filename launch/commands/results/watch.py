@@ -45,9 +45,9 @@ def watch(
     if not interval >= _LEAST_SECONDS:
         raise UserError(f"--interval {interval:g}: give {_LEAST_SECONDS:g} seconds or more")
     if (run / SWEEP_FILE).is_file():
-        from launch.sweep.stored import show_sweep
+        from launch.sweep.record import show_progress
 
-        print(show_sweep(run, form="json" if as_json else "text"))
+        print(show_progress(run, form="json" if as_json else "text"))
         return 0
 
     from launch.slurm.commands import Slurm

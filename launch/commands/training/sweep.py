@@ -34,32 +34,28 @@ def sweep(
     max_restarts: Annotated[int, Parameter(help="How often failed stages of a run are restarted automatically.")] = 0,
     dry_run: Annotated[bool, switch("Check, print the points and their cost, start nothing.")] = False,
 ) -> int:
-    """Train a grid on part of the training set, choose by the rest, train on all of it.
+    """Train a grid on part of the images, choose by the rest, train on all of them.
 
     RECIPE and OVERRIDES are as for `shardvit run`, but a key may have several
-    values, key=a,b,c: the grid is the product of these. A comma within quotes or
-    brackets separates nothing, so that key=[0.05,1] is one value, a list. Without
-    a grid, fine-tuning with sgd on one of the paper's data sets has the paper's.
+    values, key=a,b,c: the grid is their product. Commas in quotes or brackets do
+    not separate: key=[0.05,1] is one value, a list. Default: the paper's rates,
+    for fine-tuning with sgd on one of its data sets.
 
-    A part of the training set of the last stage is held out, always the same
-    images. Each point is trained on the others; what comes before that stage is
-    trained once and shared. The point with the best held-out top-1 (then the
-    lowest loss, then the first) is chosen, and the recipe is run with its values
-    on all training images and evaluated on its evaluation set. Where an earlier
-    stage trains on the same images, that has seen the held-out ones: choose its
-    own keys by --stage.
+    A fixed part of the last stage's training set is held out. Each point trains
+    on the rest; what comes before that stage is trained once and shared, so where
+    it trains on the same images, choose its keys by --stage. The best held-out
+    top-1 wins (then the lowest loss, then the first), and the recipe runs with its
+    values on all images. The table names points that tie within the standard error,
+    and a best value at the edge of the grid.
 
-    The table says which points tie, being within the standard error of the best
-    score, and whether the best lies at the edge of the grid.
-
-    Everything lies in RUNS/NAME-sweep: a run folder for each point, `final`, and
-    sweep.json with the table. Typed again, the command goes on; points that are
-    done are kept when the grid changes.
+    RUNS/NAME-sweep has a run folder for each point, `final`, and sweep.json with
+    the table. The same command resumes; a changed grid keeps the points that are
+    done.
 
     Some examples:
-        shardvit sweep cifar10 pretrain.optimizer.lr=1e-3,2e-3,4e-3 --stage pretrain --hold-out 2%
+        shardvit sweep cifar10 pretrain.optimizer.lr=1e-3,2e-3 --stage pretrain --hold-out 2%
         shardvit sweep vit_b16_in21k finetune=cifar10 --data paths.yaml
-        shardvit sweep my.yaml finetune.optimizer.lr=0.003,0.01,0.03,0.06 --hold-out 1% --dry-run
+        shardvit sweep my.yaml finetune.optimizer.lr=0.003,0.01 --hold-out 1% --dry-run
     """
     from launch.sweep.points import plan_sweep, read_share
 

@@ -1,16 +1,14 @@
 """The paper's figures of several runs: few-shot accuracy over size (its Figure 4), transfer over cost (its Figure 5).
 
-Each comes with its table, which has all numbers, also those that the figure has no room for.
+Each comes with a table of all numbers, also those that the figure has no room for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, floor, log10
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from data_shards.text import counted
 from pipeline.pictures.evaluated import percent
@@ -25,15 +23,20 @@ if TYPE_CHECKING:
 
 _MOST_PANELS = 4
 _MOST_TICKS = 6
-_MARKERS = "osD^vPX"  # so that grey prints tell lines apart
+_MARKERS = "osD^vPX"  # tell lines apart in grey prints
 _MOST_LABELS = 12  # of points in a panel; the table has all names
 _FLOPS = (("exa", 1.0), ("peta", 1e-3), ("tera", 1e-6), ("giga", 1e-9))  # in exaFLOPs
 _FAMILIES = {"ViT": ("o", SERIES[0]), "hybrid": ("s", SERIES[1]), "ResNet": ("^", SERIES[2])}  # as in the paper
+_HEADS = {  # of the tables' columns
+    FewShotPoint: ("run", "model", "data set", "shots", "pre-training set, images", "images seen", "top-1, %"),
+    CostPoint: ("run", "model", "measure", "images seen", "exaFLOPs", "hours", "top-1, %"),
+}
+_ATTRIBUTES = {"pre-training set, images": "training_images", "exaFLOPs": "exaflops", "top-1, %": "top1"}
 
 
 @dataclass(frozen=True)
 class FigureOfRuns:
-    """A figure, its words, and its numbers by column."""
+    """A figure, its texts, and its numbers by column."""
 
     picture: Picture
     figure: Figure
@@ -49,51 +52,39 @@ def few_shot_over_size(runs: Sequence[Run]) -> FigureOfRuns | None:
     points = [point for name, run in _named(runs) for point in few_shot_points(run, name=name)]
     if not points:
         return None
-    by_set = _differ_in_data(points)
-    shown = [point for point in _at_the_end(points) if point.training_images] if by_set else points
-    measures = _most_frequent([point.measure for point in sorted(shown, key=lambda each: each.shots)])
-    figure, panels = _panels(
-        measures, x="images of the pre-training set" if by_set else "images seen in pre-training", sharey=True
-    )
-    lines = list(dict.fromkeys(point.model if by_set else point.run for point in shown))
+    by_end = {(each.run, each.measure): each for each in sorted(points, key=lambda each: each.images_seen)}
+    last = list(by_end.values())
+    sizes = {(each.model, each.training_images) for each in points if each.training_images}
+    by_set = len(sizes) > len({model for model, _ in sizes})
+    shown = [each for each in last if each.training_images] if by_set else points
+    lines: dict[str, list[tuple[str, float, float]]] = {}  # (measure, x, top-1) of each
+    for each in shown:
+        line, x = (each.model, each.training_images or 0) if by_set else (each.run, each.images_seen)
+        lines.setdefault(line, []).append((each.measure, x, each.top1))
+    measures = _most_frequent([each.measure for each in sorted(shown, key=lambda each: each.shots)])
+    label = "images of the pre-training set" if by_set else "images seen in pre-training"
+    figure, panels = _panels(measures, x=label, sharey=True)
     for panel, measure in zip(panels, measures, strict=False):
-        for number, line in enumerate(lines):
-            own = [each for each in shown if each.measure == measure and line == (each.model if by_set else each.run)]
-            places = sorted(((each.training_images or 0) if by_set else each.images_seen, each.top1) for each in own)
-            if places:
-                panel.plot(
-                    *zip(*places, strict=True),
-                    color=SERIES[number % len(SERIES)],
-                    linestyle=DASHES[number % len(DASHES)],
-                    marker=_MARKERS[number % len(_MARKERS)],
-                    markersize=5,
-                    label=line,
-                    clip_on=False,
-                )
-        _ticks(panel, [size for line in panel.get_lines() for size in np.asarray(line.get_xdata()).tolist()], room=0.05)
+        for number, (name, places) in enumerate(lines.items()):
+            own = sorted((x, top1) for of, x, top1 in places if of == measure)
+            if own:
+                style = {"color": SERIES[number % len(SERIES)], "linestyle": DASHES[number % len(DASHES)]}
+                marker = {"marker": _MARKERS[number % len(_MARKERS)], "markersize": 5, "clip_on": False}
+                panel.plot(*zip(*own, strict=True), label=name, **style, **marker)
+        _ticks(panel, [x for places in lines.values() for of, x, _ in places if of == measure], room=0.05)
     _legend(figure, panels, entries=len(lines))
-    last = _at_the_end(points)
-    what = "the size of the pre-training set; a line is a model" if by_set else "the images seen; a line is a run"
+    over = "the size of the pre-training set; a line is a model" if by_set else "the images seen; a line is a run"
     best = max(last, key=lambda each: each.top1)
     picture = Picture(
         name="few_shot_over_size",
         title="Few-shot accuracy over pre-training",
         caption="Top-1 of a linear classifier fitted to a few images of each class on the frozen features (closed-form "
-        f"least squares), over {what} (ViT paper, Figure 4's form). The table has all points.",
+        f"least squares), over {over} (ViT paper, Figure 4's form). The table has all points.",
         alt=f"{counted(len(lines), 'line')}. At its end the best, {best.run}, has {percent(best.top1)} "
         f"({best.measure}) after {best.images_seen:,} images.",
         group="paper",
     )
-    heads = {
-        "run": "run",
-        "model": "model",
-        "data_set": "data set",
-        "shots": "shots",
-        "training_images": "pre-training set, images",
-        "images_seen": "images seen",
-        "top1": "top-1, %",
-    }
-    return FigureOfRuns(picture, figure, _table(points, heads))
+    return FigureOfRuns(picture, figure, _table(points))
 
 
 def transfer_over_cost(runs: Sequence[Run]) -> FigureOfRuns | None:
@@ -114,10 +105,10 @@ def transfer_over_cost(runs: Sequence[Run]) -> FigureOfRuns | None:
             places = [(cost, point.top1) for cost, point in own if point.family == family]
             if places:
                 panel.scatter(*zip(*places, strict=True), marker=marker, color=colour, s=42, label=family, zorder=3)
-        for cost, point in own if len(own) <= _MOST_LABELS else ():
-            panel.annotate(
-                point.run, (cost, point.top1), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=8
-            )
+        if len(own) <= _MOST_LABELS:
+            above = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center", "fontsize": 8}
+            for cost, point in own:
+                panel.annotate(point.run, (cost, point.top1), **above)
         _ticks(panel, [cost for cost, _ in own], room=0.35)
         panel.margins(y=0.2)
         for each in points:
@@ -135,43 +126,19 @@ def transfer_over_cost(runs: Sequence[Run]) -> FigureOfRuns | None:
         f"{percent(best.top1)} ({best.measure}) for {cost / unit:.3g} {prefix}FLOPs.",
         group="paper",
     )
-    heads = {
-        "run": "run",
-        "model": "model",
-        "measure": "measure",
-        "images_seen": "images seen",
-        "exaflops": "exaFLOPs",
-        "hours": "hours",
-        "top1": "top-1, %",
-    }
-    return FigureOfRuns(picture, figure, _table(points, heads))
+    return FigureOfRuns(picture, figure, _table(points))
 
 
-def _table(points: Sequence[FewShotPoint | CostPoint], heads: Mapping[str, str]) -> dict[str, list[Cell]]:
-    """A column for each attribute, under its heading."""
-    columns = {head: [getattr(each, name) for each in points] for name, head in heads.items()}
-    return {**columns, heads["top1"]: [round(100 * each.top1, 2) for each in points]}
+def _table(points: Sequence[FewShotPoint] | Sequence[CostPoint]) -> dict[str, list[Cell]]:
+    names = {head: _ATTRIBUTES.get(head, head.replace(" ", "_")) for head in _HEADS[type(points[0])]}
+    columns = {head: [getattr(each, name) for each in points] for head, name in names.items()}
+    return {**columns, "top-1, %": [round(100 * each.top1, 2) for each in points]}
 
 
 def _named(runs: Sequence[Run]) -> list[tuple[str, Run]]:
     """Each run with its name, or with its path where two have one name."""
     names = [run.name for run in runs]
     return [(str(run.folder.path) if names.count(run.name) > 1 else run.name, run) for run in runs]
-
-
-def _at_the_end(points: Sequence[FewShotPoint]) -> list[FewShotPoint]:
-    """The last of each run and measure."""
-    ordered = sorted(points, key=lambda each: each.images_seen)
-    return list({(each.run, each.measure): each for each in ordered}.values())
-
-
-def _differ_in_data(points: Sequence[FewShotPoint]) -> bool:
-    """True if one model was pre-trained on sets of different sizes."""
-    sizes: dict[str, set[int]] = {}
-    for point in points:
-        if point.training_images:
-            sizes.setdefault(point.model, set()).add(point.training_images)
-    return any(len(each) > 1 for each in sizes.values())
 
 
 def _most_frequent(measures: Sequence[str]) -> list[str]:
@@ -181,17 +148,13 @@ def _most_frequent(measures: Sequence[str]) -> list[str]:
 
 
 def _panels(measures: Sequence[str], *, x: str, sharey: bool = False) -> tuple[Figure, list[Axes]]:
-    """One for each measure, two or three in a row, with a logarithmic x and shares as y."""
+    """A panel for each measure, two or three in a row, with a logarithmic x and shares as y."""
     columns = {1: 1, 3: 3}.get(len(measures), 2)
-    rows = -(-len(measures) // columns)
-    figure, axes = new_figure(
-        width={1: 5.2, 2: 7.2, 3: 9.0}[columns], height=3.1 * rows + 0.4, rows=rows, columns=columns, sharey=sharey
-    )
+    rows, width = -(-len(measures) // columns), {1: 5.2, 2: 7.2, 3: 9.0}[columns]
+    figure, axes = new_figure(width=width, height=3.1 * rows + 0.4, rows=rows, columns=columns, sharey=sharey)
     panels = list(axes.flat)
     for number, (panel, measure) in enumerate(zip(panels, measures, strict=False)):
-        panel.set_xscale("log")
-        panel.set_title(measure)
-        panel.set(xlabel=x, ylabel="" if sharey and number % columns else "top-1")
+        panel.set(xscale="log", title=measure, xlabel=x, ylabel="" if sharey and number % columns else "top-1")
         panel.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
         panel.grid(True)
     for panel in panels[len(measures) :]:
@@ -205,13 +168,13 @@ def _ticks(panel: Axes, values: Sequence[float], *, room: float) -> None:
     margin = max(0.15, room * (high - low), 0.4 - (high - low) / 2)  # 0.8 decades at least: two ticks
     low, high = low - margin, high + margin
     panel.set_xlim(10**low, 10**high)
+    ticks: list[float] = []
     for factors in ((1, 2, 5), (1, 3), (1,)):
         ticks = [factor * 10.0**power for power in range(floor(low), ceil(high) + 1) for factor in factors]
         ticks = [tick for tick in ticks if low <= log10(tick) <= high]
         if len(ticks) <= _MOST_TICKS:
             break
-    else:
-        ticks = ticks[:: ceil(len(ticks) / _MOST_TICKS)]
+    ticks = ticks[:: ceil(len(ticks) / _MOST_TICKS)]
     panel.set_xticks(ticks, [_short(tick) for tick in ticks])
     panel.set_xticks([], minor=True)
 
@@ -225,11 +188,10 @@ def _short(number: float) -> str:
 
 
 def _legend(figure: Figure, panels: Sequence[Axes], *, entries: int) -> None:
-    """Below all panels, one for all."""
+    """One below all panels."""
     known = {}
     for panel in panels:
         handles, labels = panel.get_legend_handles_labels()
         known |= dict(zip(labels, handles, strict=True))
-    figure.legend(
-        list(known.values()), list(known), loc="outside lower left", ncols=min(3, max(1, entries)), handlelength=3.2
-    )
+    columns = min(3, max(1, entries))
+    figure.legend(list(known.values()), list(known), loc="outside lower left", ncols=columns, handlelength=3.2)

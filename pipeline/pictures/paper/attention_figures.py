@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,22 +12,17 @@ from model.saved.model_folder import SavedModelMeta
 from pipeline.pictures.grid import Cell, Mark, image_grid
 from pipeline.pictures.paper.attention_inputs import SHOWN_IMAGES, LookedAt
 from pipeline.pictures.paper.tiles import evenly, show_tiles, tiled
-from pipeline.pictures.style import ACCENT, INK, draw_level, new_figure, sequential
+from pipeline.pictures.style import ACCENT, INK, Drawn, draw_level, new_figure, sequential
 from pipeline.runs.pictures import Picture
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _SHOWN_PIXELS = 192  # side of an image in the figure, about
 _INPUT_INCHES = 1.3
 _MOST_BLOCKS, _MOST_HEADS = 12, 16  # in the figure of all maps
 
-Drawn = tuple[Picture, "Figure"]
-
 
 def draw_rollout(looked: LookedAt, batch: Batch, *, meta: SavedModelMeta, classes: Sequence[str]) -> Drawn:
-    """The first images of `batch`, each beside itself in the light of its rollout; `classes`: those of the images'
-    labels; none: they have no labels that mean anything here."""
+    """Draw the first images of `batch` beside themselves lit by their rollout; `classes`: of the images' labels; none:
+    the labels mean nothing here."""
     cells: list[Cell] = []
     strongest: list[float] = []
     for number in range(min(SHOWN_IMAGES, len(batch.images))):
@@ -36,8 +30,17 @@ def draw_rollout(looked: LookedAt, batch: Batch, *, meta: SavedModelMeta, classe
         image = _enlarged(batch.images[number].numpy())
         labels: list[int] = batch.labels[number].reshape(-1).tolist()
         truths = [classes[label] for label in labels if classes and label >= 0]
-        cells.append(Cell(image, (", ".join(truths) or batch.keys[number],)))
-        cells.append(_guessed(in_the_light_of(image, shares), looked, number, meta=meta, truths=truths))
+        guess: tuple[str, ...] = ()
+        mark: Mark = "none"
+        if number < len(looked.guesses):
+            best, probability = looked.guesses[number]
+            guess = (f"{100 * probability:.0f} % {meta.class_names[best]}",)
+            if truths and set(truths) <= set(meta.class_names):
+                mark = "right" if meta.class_names[best] in truths else "wrong"
+        cells += [
+            Cell(image, (", ".join(truths) or batch.keys[number],)),
+            Cell(in_the_light_of(image, shares), guess, mark),
+        ]
         strongest.append(float(shares.max() / shares.mean()))
     figure = image_grid(cells, columns=4, cell_inches=1.2, together=2, column_titles=("input", "attention") * 2)
     whose = {"cls": "the class token", "gap": "the mean of all patches", "map": "attention pooling"}[meta.model.pool]
@@ -57,21 +60,8 @@ def draw_rollout(looked: LookedAt, batch: Batch, *, meta: SavedModelMeta, classe
     return picture, figure
 
 
-def _guessed(
-    image: NDArray[np.uint8], looked: LookedAt, number: int, *, meta: SavedModelMeta, truths: Sequence[str]
-) -> Cell:
-    if number >= len(looked.guesses):
-        return Cell(image)
-    best, probability = looked.guesses[number]
-    mark: Mark = "none"
-    if truths and set(truths) <= set(meta.class_names):
-        mark = "right" if meta.class_names[best] in truths else "wrong"
-    percent = f"{100 * probability:.0f} %"
-    return Cell(image, (f"{percent} {meta.class_names[best]}",), mark)
-
-
 def in_the_light_of(image: NDArray[np.uint8], shares: NDArray[np.float64]) -> NDArray[np.uint8]:
-    """An image [side, side, 3] as bright as its patches' shares [grid, grid], smoothed over about one patch.
+    """Light an image [side, side, 3] by its patches' shares [grid, grid], smoothed over about one patch.
 
     As the paper's authors draw it (google-research/vision_transformer, issue 27): enlarged, blurred by a Gaussian,
     stretched from 0 to 1, in front of black.
@@ -87,33 +77,31 @@ def in_the_light_of(image: NDArray[np.uint8], shares: NDArray[np.float64]) -> ND
 
 
 def _enlarged(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Small images by a whole number, so that their pixels stay squares."""
+    """Enlarge small images by a whole number, so that their pixels stay squares."""
     times = max(1, round(_SHOWN_PIXELS / len(image)))
     return image.repeat(times, axis=0).repeat(times, axis=1)
 
 
 def draw_maps(looked: LookedAt, batch: Batch, *, meta: SavedModelMeta) -> Drawn:
-    """The attention of each head of each block for the first image; of large models some blocks and heads."""
+    """Draw the attention of each head of each block for the first image; of large models some blocks and heads."""
     blocks = evenly(len(looked.maps), most=_MOST_BLOCKS)
     heads = evenly(looked.maps.shape[1], most=_MOST_HEADS)
     maps = looked.maps.numpy()[np.ix_(blocks, heads)]
-    maps = maps / np.maximum(maps.max(axis=(2, 3), keepdims=True), np.finfo(np.float32).tiny)
-    tiles = tiled(maps)
+    tiles = tiled(maps / np.maximum(maps.max(axis=(2, 3), keepdims=True), np.finfo(np.float32).tiny))
     across = min(5.2, 0.8 * len(heads))  # inches
     down = across * tiles.raster.shape[0] / tiles.raster.shape[1]
-    width, height = 0.1 + _INPUT_INCHES + 0.6 + across + 0.1, 0.3 + max(down, _INPUT_INCHES) + 0.45
-    figure, axes = new_figure(width=width, height=height, columns=2)
+    width, height = 0.8 + _INPUT_INCHES + across, 0.75 + max(down, _INPUT_INCHES)
+    figure, [[image, shown]] = new_figure(width=width, height=height, columns=2)
     figure.set_layout_engine("none")
-    image, shown = axes[0, 0], axes[0, 1]
-    for plot, left, side, tall in (
+    for axes, left, wide, tall in (
         (image, 0.1, _INPUT_INCHES, _INPUT_INCHES),
         (shown, 0.7 + _INPUT_INCHES, across, down),
     ):
-        plot.set_position((left / width, (height - 0.3 - tall) / height, side / width, tall / height))
+        axes.set_position((left / width, (height - 0.3 - tall) / height, wide / width, tall / height))
     image.imshow(_enlarged(batch.images[0].numpy()), interpolation="none")
     image.set_title("input")
     image.set_axis_off()
-    show_tiles(shown, tiles, cmap=sequential(), vmin=-0.06, vmax=1.0)  # so that nothing is not white as the paper
+    show_tiles(shown, tiles, cmap=sequential(), vmin=-0.06, vmax=1.0)  # so that no attention is darker than the paper
     shown.set_xticks(*tiles.ticks("columns", names=[str(head + 1) for head in heads]))
     shown.set_yticks(*tiles.ticks("rows", names=[str(block + 1) for block in blocks]))
     shown.set(xlabel="head", ylabel="block")
@@ -133,25 +121,24 @@ def draw_maps(looked: LookedAt, batch: Batch, *, meta: SavedModelMeta) -> Drawn:
 
 
 def draw_distance(looked: LookedAt, *, meta: SavedModelMeta) -> Drawn:
-    """Mean attention distance of each head over depth."""
-    distances = looked.distances.numpy()
+    """Draw the mean attention distance of each head over depth."""
+    distances, even = looked.distances.numpy(), looked.uniform_distance
     depth, heads = distances.shape
-    numbers = np.arange(1, depth + 1)
-    figure, axes = new_figure(width=6.4, height=3.8)
-    plot = axes[0, 0]
-    even = looked.uniform_distance
-    draw_level(plot, even, f"evenly on all patches: {_pixels(even)}", va="bottom")
-    plot.plot(numbers, distances.mean(axis=1), color=INK, linewidth=1.4, label="mean of heads", zorder=2)
-    plot.scatter(
-        numbers.repeat(heads), distances.ravel(), s=26, color=ACCENT, alpha=0.65, linewidths=0, label="a head", zorder=3
+    numbers, means = np.arange(1, depth + 1), distances.mean(axis=1)
+    figure, [[axes]] = new_figure(width=6.4, height=3.8)
+    draw_level(axes, even, f"evenly on all patches: {_pixels(even)}", va="bottom")
+    axes.plot(numbers, means, color=INK, linewidth=1.4, label="mean of heads", zorder=2)
+    dots = {"s": 26, "color": ACCENT, "alpha": 0.65, "linewidths": 0, "label": "a head", "zorder": 3}
+    axes.scatter(numbers.repeat(heads), distances.ravel(), **dots)
+    axes.set(xlabel="depth (block)", ylabel="mean attention distance (px)", xlim=(0.5, depth + 0.5))
+    axes.set_ylim(0, max(even, distances.max(), 1.0) * 1.15)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.yaxis.grid(True)
+    axes.legend(loc="lower right")
+    first, last = (
+        f"{_pixels(distances[block].min())} to {_pixels(distances[block].max())}, mean {_pixels(means[block])}"
+        for block in (0, -1)
     )
-    plot.set(xlabel="depth (block)", ylabel="mean attention distance (px)")
-    plot.set_xlim(0.5, depth + 0.5)
-    plot.set_ylim(0, max(looked.uniform_distance, distances.max(), 1.0) * 1.15)
-    plot.xaxis.get_major_locator().set_params(integer=True)
-    plot.yaxis.grid(True)
-    plot.legend(loc="lower right")
-    means = distances.mean(axis=1)
     class_token = " The class token is left out." if meta.model.pool == "cls" else ""
     picture = Picture(
         name="attention_distance",
@@ -159,10 +146,8 @@ def draw_distance(looked: LookedAt, *, meta: SavedModelMeta) -> Drawn:
         caption="Each dot is a head: the mean distance in pixels from a query patch to the patches it attends to, "
         f"weighted by attention, over all queries of {looked.images} images of {meta.image_size} px (ViT "
         f"paper, Figure 7, right). Low: local, as a convolution; dashed: attention spread evenly.{class_token}",
-        alt=f"{depth} blocks of {heads} heads. In the first block heads reach {_pixels(distances[0].min())} to "
-        f"{_pixels(distances[0].max())}, mean {_pixels(means[0])}; in the last {_pixels(distances[-1].min())} to "
-        f"{_pixels(distances[-1].max())}, mean {_pixels(means[-1])}. Even attention would reach "
-        f"{_pixels(looked.uniform_distance)}.",
+        alt=f"{depth} blocks of {heads} heads. In the first block heads reach {first}; in the last {last}. Even "
+        f"attention would reach {_pixels(even)}.",
         group="paper",
     )
     return picture, figure

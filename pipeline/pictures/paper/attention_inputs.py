@@ -1,24 +1,34 @@
-"""A model is shown some images, once, and all that the figures of its attention need is kept.
+"""Read images for the figures of a model's attention, and run them through it once.
 
-Takes a forward pass of each image, and about a half more for the probabilities. As many images as fit into some
-seconds of a core: the paper's 128 for attention distance if the model is small, at least those that are shown. Memory:
-the model, and 64 MiB of probabilities at a time.
+Images are some of a set of shards, evenly spread, or files, decoded and cropped as the model's evaluation does; damaged
+ones are left out. Costs 1.5 forward passes an image, and 64 MiB of probabilities at a time. As many images as a core
+handles in half a minute: the paper's 128 for attention distance if the model is small, at least those that are shown.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
+import numpy as np
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from data_shards.loading.batch import Batch
+from data_shards.errors import UnreadableImage, UserError
+from data_shards.images.decode import USUAL_LIMIT, PixelLimit, read_image
+from data_shards.images.transforms import EvalTransform, Pixels
+from data_shards.loading.assemble import Access
+from data_shards.loading.batch import Batch, batch_of
+from data_shards.text import one_line
 from data_shards.vocabulary import Normalisation
 from model.counting.flops import account
-from model.inspection.attention_maps import AttentionDistance, Rollout, look_at_attention, weights_of_tokens
+from model.inspection import AttentionDistance, Rollout, look_at_attention, weights_of_tokens
 from model.loss import probabilities as of_logits
 from model.saved.model_folder import SavedModelMeta
+from pipeline.pictures.held_out_images import read_samples
 from pipeline.stage.task import model_input
 
 PAPERS_IMAGES = 128  # of attention distance: ViT paper, appendix D
@@ -32,11 +42,11 @@ class LookedAt:
     """Attention over `images` images; `rollout` and `guesses` have rows for the first `SHOWN_IMAGES`."""
 
     images: int
-    rollout: Tensor  # float32 [n, grid, grid]: how much of each patch is in what the head sees
+    rollout: Tensor  # float32 [n, grid, grid]: each patch's share in the head's input
     guesses: tuple[tuple[int, float], ...]  # most probable class and its probability; none: the model knows no classes
     maps: Tensor  # float32 [blocks, heads, grid, grid] of the first image: attention to patches
     distances: Tensor  # float64 [blocks, heads], pixels
-    uniform_distance: float  # of a head that attends to all patches alike
+    uniform_distance: float  # pixels, of a head that attends to all patches alike
 
 
 def images_to_look_at(meta: SavedModelMeta) -> int:
@@ -46,9 +56,41 @@ def images_to_look_at(meta: SavedModelMeta) -> int:
     return max(SHOWN_IMAGES, min(PAPERS_IMAGES, int(_MOST_FLOPS / cost.forward_flops)))
 
 
+def images_of_shards(access: Access, *, meta: SavedModelMeta, count: int, fetch: Literal["never", "missing"]) -> Batch:
+    """Read at most `count` whole images, evenly spread over the set; `fetch` as in `read_samples`. UserError: none can
+    be read, or none is here."""
+    samples = np.unique(np.linspace(0, access.shards.num_samples - 1, count).round().astype(np.int64)).tolist()
+    batch = read_samples(access, samples=samples, transform=_transform(meta), fetch=fetch)
+    if not batch.keys:
+        raise UserError(f"{access.shards.source}: of its images none can be read on this machine")
+    return batch
+
+
+def images_of_files(
+    files: Sequence[Path], *, meta: SavedModelMeta, limit: PixelLimit = USUAL_LIMIT
+) -> tuple[Batch, list[str]]:
+    """Read image files; also returns a sentence for each that cannot be read. UserError: none can."""
+    transform, squares, names, faults = _transform(meta), list[Pixels](), list[str](), list[str]()
+    for file in files:
+        try:
+            squares.append(transform(read_image(file.read_bytes(), limit=limit)))
+            names.append(file.name)
+        except UnreadableImage as error:
+            faults.append(f"{one_line(str(file))}: {error}")
+        except OSError as error:
+            faults.append(f"{one_line(str(file))}: cannot be read ({error.strerror})")
+    if not squares:
+        raise UserError(faults[0])
+    return batch_of(torch.from_numpy(np.stack(squares)), keys=names), faults
+
+
+def _transform(meta: SavedModelMeta) -> EvalTransform:
+    return EvalTransform(meta.image_size, protocol=meta.eval_protocol, crop_share=meta.eval_crop_share)
+
+
 @torch.inference_mode()
 def look(model: VisionTransformer, batch: Batch, *, meta: SavedModelMeta) -> LookedAt:
-    """Show all images of `batch`, at least one, to the model, on the model's device."""
+    """Run all images of `batch`, at least one, through the model, on the model's device."""
     device = next(model.parameters()).device
     grid = meta.model.grid_size(meta.image_size)
     distance = AttentionDistance(grid, patch_size=meta.model.sizes.patch_size)
@@ -56,40 +98,30 @@ def look(model: VisionTransformer, batch: Batch, *, meta: SavedModelMeta) -> Loo
     at_once = max(1, min(32, _MOST_BYTES // (heads * tokens**2 * 4)))
     normalisation = Normalisation(mean=meta.mean, std=meta.std)
     images = model_input(batch, device=device, dtype=torch.float32, normalisation=normalisation)
-    rollouts: list[Tensor] = []
-    logits: list[Tensor] = []
-    maps: list[Tensor] = []
+    rollouts, logits, maps = list[Tensor](), list[Tensor](), list[Tensor]()
     for first in range(0, len(images), at_once):
-        rollout, is_shown, of_first = Rollout(), first < SHOWN_IMAGES, list[Tensor]()
+        rollout = Rollout()
 
-        def see(
-            block: int,
-            probabilities: Tensor,
-            *,
-            rollout: Rollout = rollout,
-            is_shown: bool = is_shown,
-            of_first: list[Tensor] | None = of_first if first == 0 else None,
-        ) -> None:
+        def see(block: int, probabilities: Tensor, *, first: int = first, rollout: Rollout = rollout) -> None:
             distance.add(block, probabilities)
-            if is_shown:
+            if first < SHOWN_IMAGES:
                 rollout.add(block, probabilities)
-            if of_first is not None:
-                of_first.append(_to_patches(model, probabilities[0], grid=grid).cpu())
+            if first == 0:
+                maps.append(_to_patches(model, probabilities[0], grid=grid).cpu())
 
         seen = look_at_attention(model, images[first : first + at_once], see=see)
-        if is_shown:
+        if first < SHOWN_IMAGES:
             rollouts.append(rollout.to_patches(model, seen).cpu())
             if meta.head != "masked_patch":
                 logits.append(model.forward_head(seen).float().cpu())
-        maps += of_first
-    guesses = []
+    guesses = ()
     if logits:
         best = of_logits(torch.cat(logits)[:SHOWN_IMAGES], meta.loss).max(dim=1)
-        guesses = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        guesses = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
     return LookedAt(
         images=len(images),
         rollout=torch.cat(rollouts)[:SHOWN_IMAGES],
-        guesses=tuple(guesses),
+        guesses=guesses,
         maps=torch.stack(maps),
         distances=distance.means(),
         uniform_distance=distance.of_uniform_attention,
@@ -97,8 +129,7 @@ def look(model: VisionTransformer, batch: Batch, *, meta: SavedModelMeta) -> Loo
 
 
 def _to_patches(model: VisionTransformer, probabilities: Tensor, *, grid: int) -> Tensor:
-    """Attention from the class token to patches, or the mean over all patches, of one image's [heads, T, T]: [heads,
-    grid, grid]."""
+    """Attention to patches from the class token, or the mean over all patches: [heads, T, T] to [heads, grid, grid]."""
     prefix = model.num_prefix_tokens
     rows = probabilities[:, 0] if reads_class_token(model) else probabilities[:, prefix:].mean(dim=1)
     return rows[:, prefix:].unflatten(1, (grid, grid))

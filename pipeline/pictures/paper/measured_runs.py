@@ -1,11 +1,11 @@
-"""Read from run folders the numbers for the paper's figures over data-set size and cost.
+"""Read the numbers for the paper's figures over data-set size and cost from runs.
 
     few-shot accuracy     val/fewshot_SET_5shot of a pre-training stage's curve, and RUN/transfer/*.json
     size                  images seen by then, and the images of the training set (data.json)
     cost                  FLOPs of pre-training, forwards and backwards: images seen times `model.counting`'s
     transfer accuracy     top-1 after fine-tuning, and RUN/transfer/*.json
 
-What is missing or damaged is left out. Costs reading the records; no torch.
+Missing or damaged records are left out. No torch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from data_shards.safe_paths import read_inside
@@ -66,21 +67,19 @@ class CostPoint:
 def few_shot_points(run: Run, *, name: str) -> Iterator[FewShotPoint]:
     """All of a run, called `name`, by images seen; a moment that was measured twice has one point."""
     stage = run.stage("pretrain")
-    found: dict[tuple[str, int, int], float] = {}
+    found: dict[tuple[int, str, int], float] = {}  # by images seen, data set, shots
     for row in () if stage is None else stage.rows:
         for metric, value in row.metrics.items():
             if (match := _FEW_SHOT.fullmatch(metric)) and math.isfinite(value):
-                found[match[1], int(match[2]), row.images_seen] = value
+                found[row.images_seen, match[1], int(match[2])] = value
     for record in _records(run, stages=("pretrain",)):
         for score in record.results:
-            if score.method == "fewshot" and score.metric == "top1" and record.images_seen and _is_share(score.value):
-                try:
-                    shots = int(str(score.settings["shots"]))
-                except (KeyError, ValueError):
-                    continue
-                found[score.data_set, shots, record.images_seen] = score.value
+            shots = re.fullmatch(r"\d{1,6}", str(score.settings.get("shots")))
+            is_top1 = score.method == "fewshot" and score.metric == "top1" and _is_share(score.value)
+            if shots and is_top1 and record.images_seen:
+                found[record.images_seen, score.data_set, int(shots[0])] = score.value
     images, model = _training_images(stage), model_name(run)
-    for (data_set, shots, seen), value in sorted(found.items(), key=lambda item: (item[0][2], item[0])):
+    for (seen, data_set, shots), value in sorted(found.items()):
         yield FewShotPoint(plain(name), model, plain(data_set), shots, seen, images, value)
 
 
@@ -95,20 +94,9 @@ def cost_points(run: Run, *, name: str) -> Iterator[CostPoint]:
     swap = run.recipe.stages.swap_head
     if not begun and swap is not None and getattr(swap, "model", None):
         exaflops = None  # its model comes from elsewhere
-    hours = [last for stage in begun if (last := stage.last("perf/gpu_hours") or stage.last("perf/process_hours"))]
-
-    def point(measure: str, top1: float) -> CostPoint:
-        return CostPoint(
-            run=plain(name),
-            model=model_name(run),
-            family=_family(run.recipe.model if run.recipe else None),
-            images_seen=seen,
-            exaflops=exaflops,
-            hours=sum(hours) if hours else None,
-            measure=measure,
-            top1=top1,
-        )
-
+    hours = [each.latest.get("perf/gpu_hours") or each.latest.get("perf/process_hours") or 0.0 for each in begun]
+    family = _family(run.recipe.model)
+    point = partial(CostPoint, plain(name), model_name(run), family, seen, exaflops, sum(hours) or None)
     finetune = run.stage("finetune")
     if finetune is not None and run.recipe.stages.finetune is not None:
         top1 = finetune.record.results.get(run.recipe.train_stage("finetune").judged_by("top1"))
@@ -121,7 +109,9 @@ def cost_points(run: Run, *, name: str) -> Iterator[CostPoint]:
             yield point(f"mean of {plain(record.name)}", record.mean)
         for score in record.results:
             if score.metric == "top1" and _is_share(score.value):
-                yield point(_measure(record, score_name(score)), score.value)
+                measure = score_name(score)
+                measure = f"{record.name}: {measure}" if record.command == "transfer" else measure.replace("_", " ")
+                yield point(plain(measure), score.value)
 
 
 def model_name(run: Run) -> str:
@@ -137,14 +127,10 @@ def model_name(run: Run) -> str:
     return f"{'ViT' if sizes.resnet_layers is None else 'hybrid'} {sizes.depth}x{sizes.width}/{sizes.patch_size}"
 
 
-def _family(config: ModelConfig | None) -> Family:
-    if config is None or (config.kind == "vit" and config.sizes.resnet_layers is None):
-        return "ViT"
-    return "ResNet" if config.kind == "resnet" else "hybrid"
-
-
-def _measure(record: TransferRecord, name: str) -> str:
-    return plain(name.replace("_", " ")) if record.command != "transfer" else plain(f"{record.name}: {name}")
+def _family(config: ModelConfig) -> Family:
+    if config.kind == "resnet":
+        return "ResNet"
+    return "ViT" if config.sizes.resnet_layers is None else "hybrid"
 
 
 def _records(run: Run, *, stages: tuple[StageName, ...]) -> list[TransferRecord]:
@@ -156,13 +142,13 @@ def _is_share(value: float) -> bool:
 
 
 def _training_images(stage: RunStage | None) -> int | None:
-    """Number of images of the set that a stage began to train on."""
+    """Size of the set that a stage began to train on."""
+    if stage is None:
+        return None
     try:
-        assert stage is not None
         record = parse_json(read_inside(stage.folder / DATA_FILE, folder=stage.folder))
-        sizes = record["sets"]["training images"]["num_samples"]
-        return sum(int(size) for size in sizes)
-    except (AssertionError, OSError, ValueError, KeyError, TypeError):
+        return sum(map(int, record["sets"]["training images"]["num_samples"]))
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

@@ -1,4 +1,4 @@
-"""All of the paper's figures that a model has, why it lacks others, and those that a finished stage keeps."""
+"""The paper's figures of a model: all that it can have, why it lacks others, and a finished stage's."""
 
 from __future__ import annotations
 
@@ -10,32 +10,30 @@ from numpy.typing import NDArray
 from timm.models.vision_transformer import VisionTransformer
 
 from data_shards.loading.batch import Batch
-from model.inspection.learned_weights import first_filters, patch_positions, position_similarity
-from model.resnet.bit import BitResnet
+from model.inspection import first_filters, patch_positions, position_similarity
+from model.resnet import BitResnet
 from model.saved.model_folder import SavedModelMeta, build_described
 from pipeline.pictures.held_out_images import held_out_access
-from pipeline.pictures.paper.attention_figures import Drawn, draw_distance, draw_maps, draw_rollout
-from pipeline.pictures.paper.attention_inputs import LookedAt, images_to_look_at, look
-from pipeline.pictures.paper.images import images_of_shards
+from pipeline.pictures.paper.attention_figures import draw_distance, draw_maps, draw_rollout
+from pipeline.pictures.paper.attention_inputs import LookedAt, images_of_shards, images_to_look_at, look
 from pipeline.pictures.paper.weight_figures import draw_filters, draw_positions
-from pipeline.pictures.style import keep_picture
+from pipeline.pictures.style import Drawn
 from pipeline.recipe.vocabulary import OWN_SET
 from pipeline.runs.pictures import DrawRequest
 from pipeline.using.find_model import FoundModel, find_model
 
 
 def built(found: FoundModel, *, device: torch.device) -> VisionTransformer | BitResnet:
-    """The model, for looking at: in evaluation mode, without gradients. It takes the tensors of `found` as its own."""
+    """Build the model in evaluation mode, without gradients, on the very tensors of `found`."""
     with torch.device("meta"):
         frame = build_described(found.meta)
-    buffers = {name: buffer for name, buffer in frame.named_buffers()}
-    model = build_described(found.meta) if buffers else frame
+    model = build_described(found.meta) if any(True for _ in frame.buffers()) else frame
     model.load_state_dict(found.state, assign=True)
     return model.requires_grad_(False).eval().float().to(device)
 
 
 def figures_of_weights(model: VisionTransformer | BitResnet, *, meta: SavedModelMeta) -> Iterator[Drawn]:
-    """Those that need no images."""
+    """Draw the figures that need no images."""
     yield draw_filters(first_filters(model), meta=meta)
     if isinstance(model, VisionTransformer) and (positions := patch_positions(model)) is not None:
         yield draw_positions(model, position_similarity(positions).numpy(), meta=meta)
@@ -44,14 +42,14 @@ def figures_of_weights(model: VisionTransformer | BitResnet, *, meta: SavedModel
 def figures_of_attention(
     looked: LookedAt, batch: Batch, *, meta: SavedModelMeta, classes: Sequence[str] = ()
 ) -> Iterator[Drawn]:
-    """Those of what was seen in the images of `batch`; `classes` are those of its labels, if it has any."""
+    """Draw what `look` saw in the images of `batch`; `classes`: of its labels, if it has any."""
     yield draw_rollout(looked, batch, meta=meta, classes=classes)
     yield draw_maps(looked, batch, meta=meta)
     yield draw_distance(looked, meta=meta)
 
 
 def numbers_of(model: VisionTransformer | BitResnet, looked: LookedAt | None) -> dict[str, NDArray[Any]]:
-    """The figures' data: arrays by figure name."""
+    """The figures' data, arrays by figure name."""
     numbers: dict[str, NDArray[Any]] = {"embedding_filters": first_filters(model).filters.numpy()}
     if isinstance(model, VisionTransformer) and (positions := patch_positions(model)) is not None:
         numbers["position_similarity"] = position_similarity(positions).numpy()
@@ -68,28 +66,24 @@ def left_out(meta: SavedModelMeta) -> tuple[str, ...]:
     """Say which figures this model cannot have and why, a sentence each."""
     if meta.model.kind == "resnet":
         return ("attention and position embeddings: a ResNet has none; its root's filters are shown",)
-    if meta.model.position == "none":
-        return ("position_similarity: the model adds no position embeddings",)
-    if meta.model.position == "relative":
-        return (
-            "position_similarity: relative positions belong to pairs of patches, so that no patch has an embedding of "
-            "its own to compare",
-        )
-    return ()
+    reasons = {
+        "none": "the model adds no position embeddings",
+        "relative": "relative positions belong to pairs of patches, so that no patch has an embedding of its own to "
+        "compare",
+    }
+    reason = reasons.get(meta.model.position)
+    return () if reason is None else (f"position_similarity: {reason}",)
 
 
-def draw_paper_figures(request: DrawRequest) -> None:
-    """Those of the model that the stage left, with images of its own held-out set. Raises UserError: the model is gone
-    or damaged; or, once the figures without images are kept, the set cannot be opened or none of it is here."""
+def draw_paper_figures(request: DrawRequest) -> Iterator[Drawn]:
+    """Draw the stage's model, with images of its own held-out set. UserError: the model is gone or damaged; or, after
+    the figures without images, the set cannot be opened or none of it is here."""
     found = find_model(request.folder.model(request.stage))
     meta = found.meta
     model = built(found, device=torch.device("cpu"))
-    for picture, figure in figures_of_weights(model, meta=meta):
-        keep_picture(request.stage_folder, picture, figure=figure, step=request.step)
+    yield from figures_of_weights(model, meta=meta)
     if isinstance(model, VisionTransformer):
         held_out = held_out_access(request, set_name=OWN_SET)
         batch = images_of_shards(held_out, meta=meta, count=images_to_look_at(meta), fetch="never")
-        for picture, figure in figures_of_attention(
-            look(model, batch, meta=meta), batch, meta=meta, classes=held_out.shards.classes
-        ):
-            keep_picture(request.stage_folder, picture, figure=figure, step=request.step)
+        looked = look(model, batch, meta=meta)
+        yield from figures_of_attention(looked, batch, meta=meta, classes=held_out.shards.classes)

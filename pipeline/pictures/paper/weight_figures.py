@@ -1,15 +1,14 @@
-"""Figures of what the weights alone tell: filters of the first layer, similarity of position embeddings."""
+"""Figures of a model's weights: filters of the first layer, similarity of position embeddings."""
 
 from __future__ import annotations
 
 import numpy as np
 from timm.models.vision_transformer import VisionTransformer
 
-from model.inspection.learned_weights import FirstFilters
+from model.inspection import FirstFilters
 from model.saved.model_folder import SavedModelMeta
-from pipeline.pictures.paper.attention_figures import Drawn
 from pipeline.pictures.paper.tiles import evenly, show_tiles, tiled
-from pipeline.pictures.style import MUTED, new_figure, sequential
+from pipeline.pictures.style import MUTED, Drawn, new_figure, sequential
 from pipeline.runs.pictures import Picture
 
 _COLUMNS = 7  # as in the paper: 4 rows of 7
@@ -18,7 +17,7 @@ _MOST_TABLES = 3
 
 
 def draw_filters(found: FirstFilters, *, meta: SavedModelMeta) -> Drawn:
-    """The first layer's filters as colours: grey is no weight, and each is stretched to its largest weight."""
+    """Draw the first layer's filters as colours: grey is no weight, and each is stretched to its largest weight."""
     filters = found.filters.numpy()
     count, _, side, _ = filters.shape
     largest = np.maximum(np.abs(filters).max(axis=(1, 2, 3), keepdims=True), np.finfo(np.float32).tiny)
@@ -29,10 +28,10 @@ def draw_filters(found: FirstFilters, *, meta: SavedModelMeta) -> Drawn:
     maps = np.concatenate([colours, blank]).reshape(rows, columns, side, side, 3)
     tiles = tiled(maps)
     tiles.raster[np.isnan(tiles.raster).any(axis=-1)] = 0.0  # transparent
-    width = 5.6 * columns / _COLUMNS
-    figure, axes = new_figure(width=max(width, 2.0), height=max(width, 2.0) * rows / columns)
-    show_tiles(axes[0, 0], tiles)
-    axes[0, 0].set(xticks=[], yticks=[])
+    width = max(5.6 * columns / _COLUMNS, 2.0)
+    figure, [[axes]] = new_figure(width=width, height=width * rows / columns)
+    show_tiles(axes, tiles)
+    axes.set(xticks=[], yticks=[])
     if found.kind == "components":
         first, total = 100 * found.shares[0], 100 * sum(found.shares)
         title = f"RGB embedding filters: first {count} principal components"
@@ -53,28 +52,25 @@ def draw_filters(found: FirstFilters, *, meta: SavedModelMeta) -> Drawn:
 
 
 def draw_positions(model: VisionTransformer, positions: np.ndarray, *, meta: SavedModelMeta) -> Drawn:
-    """Cosine similarities [tables, N, N] as a map for each place of the grid, at its place."""
+    """Draw cosine similarities [tables, N, N] as a map for each patch, at its place in the grid."""
     grid = meta.model.grid_size(meta.image_size)
     tables = evenly(len(positions), most=_MOST_TABLES)
     places = evenly(grid, most=_MOST_PLACES)
-    width = {1: 5.2}.get(len(tables), 3.2 * len(tables))
-    figure, axes = new_figure(width=width, height=width / len(tables) * 0.9, columns=len(tables))
+    labels = [str(place + 1) for place in places]
+    width = 5.2 if len(tables) == 1 else 3.2 * len(tables)
+    figure, [panels] = new_figure(width=width, height=width / len(tables) * 0.9, columns=len(tables))
     figure.set_layout_engine("compressed")
     lowest = min(float(positions.min()), 0.99)  # fixed embeddings are alike by nine tenths
-    for column, table in enumerate(tables):
-        maps = positions[table].reshape(grid, grid, grid, grid)[np.ix_(places, places)]
-        tiles = tiled(maps)
-        plot = axes[0, column]
-        show_tiles(plot, tiles, cmap=sequential(), vmin=lowest, vmax=1.0)
-        labels = [str(place + 1) for place in places]
-        plot.set_xticks(*tiles.ticks("columns", names=labels))
-        plot.set_yticks(*tiles.ticks("rows", names=labels))
-        plot.set_xlabel("patch column")
-        if column == 0:
-            plot.set_ylabel("patch row")
+    for axes, table in zip(panels, tables, strict=True):
+        tiles = tiled(positions[table].reshape(grid, grid, grid, grid)[np.ix_(places, places)])
+        show_tiles(axes, tiles, cmap=sequential(), vmin=lowest, vmax=1.0)
+        axes.set_xticks(*tiles.ticks("columns", names=labels))
+        axes.set_yticks(*tiles.ticks("rows", names=labels))
+        axes.set_xlabel("patch column")
         if len(tables) > 1:
-            plot.set_title(f"before block {table + 1}")
-    bar = figure.colorbar(axes[0, 0].get_images()[0], ax=list(axes[0]), shrink=0.8, aspect=28, pad=0.02)
+            axes.set_title(f"before block {table + 1}")
+    panels[0].set_ylabel("patch row")
+    bar = figure.colorbar(panels[0].get_images()[0], ax=list(panels), shrink=0.8, aspect=28, pad=0.02)
     bar.outline.set_visible(False)
     bar.set_label("cosine similarity", color=MUTED)
     near, far = _near_and_far(positions[0], grid=grid)
@@ -93,13 +89,11 @@ def draw_positions(model: VisionTransformer, positions: np.ndarray, *, meta: Sav
 
 
 def _near_and_far(similarity: np.ndarray, *, grid: int) -> tuple[float, float]:
-    """Mean cosine of patches beside or below one another; of those at both ends of a row or column."""
+    """Mean cosine of patches beside or below one another, and of those at both ends of a row or column."""
     if grid < 2:
         return 1.0, 1.0
-    by_place = similarity.reshape(grid, grid, grid, grid)
-    near, far = [], []
-    for line in range(grid):
-        near += [by_place[line, at, line, at + 1] for at in range(grid - 1)]
-        near += [by_place[at, line, at + 1, line] for at in range(grid - 1)]
-        far += [by_place[line, 0, line, -1], by_place[0, line, -1, line]]
-    return float(np.mean(near)), float(np.mean(far))
+    rows = similarity.reshape(grid, grid, grid, grid)  # [row, column, row, column]
+    along_rows = np.einsum("ijik->ijk", rows)  # both patches in row i
+    along_columns = np.einsum("jiki->ijk", rows)
+    both = np.stack([along_rows, along_columns])
+    return float(both.diagonal(1, 2, 3).mean()), float(both[..., 0, -1].mean())

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from launch.pages.curves import Curve, chart_kinds, read_curve, stage_charts, thinned, training_seconds
 from launch.pages.timeline import event_table, time_line
 from pipeline.recipe.vocabulary import METRICS
-from pipeline.runs.events import Event, EventKind
-from pipeline.runs.metrics_log import MetricRow
+from pipeline.runs.logs import Event, EventKind, MetricRow
 from pipeline.runs.read import RunStage, read_run
 from pipeline.runs.run_folder import StageRecord
 from tests.launch.report.runs import make_run

@@ -14,8 +14,7 @@ from pipeline.pictures.style import keep_picture
 from pipeline.recipe.io import load_recipe
 from pipeline.recipe.vocabulary import StageName
 from pipeline.runs.evaluations import Calibration, Evaluation, Judged, PerClass, save_evaluation
-from pipeline.runs.events import EventsLog
-from pipeline.runs.metrics_log import open_metrics_log
+from pipeline.runs.logs import EventsLog, MetricsLog
 from pipeline.runs.pictures import Picture, keep_table
 from pipeline.runs.run_folder import RunFolder
 from pipeline.transfer.results import TransferRecord, TransferScore, UsedSet, save_record
@@ -58,7 +57,7 @@ def _make_stage(
     )
     own = folder.stage(stage)
     noise = np.random.default_rng(len(folder.name)).normal(size=points)
-    with open_metrics_log(own / "metrics.jsonl", resume_step=-1) as log:
+    with MetricsLog(own / "metrics.jsonl", resume_step=-1) as log:
         for number in range(points):
             step = max(1, round((number + 1) * steps / points))
             metrics = {

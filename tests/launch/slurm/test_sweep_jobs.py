@@ -21,7 +21,7 @@ from launch.slurm.submission import render
 from launch.slurm.sweep_jobs import SweepSubmission, plan_sweep_jobs, submit_sweep
 from launch.sweep import step
 from launch.sweep.points import Sweep, plan_sweep
-from launch.sweep.stored import read_sweep, show_sweep
+from launch.sweep.record import show_progress
 from pipeline.recipe.io import parse_recipe
 from pipeline.recipe.vocabulary import StageName
 from pipeline.runs.run_folder import RunFolder
@@ -38,7 +38,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for split in ("train", "val"):
         make_shards(tmp_path / "shards" / split)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(step, "tell", lambda sweep, record, status: None)
+    monkeypatch.setattr(step, "log_to_mlflow", lambda sweep, record, status: None)
     return tmp_path
 
 
@@ -104,9 +104,9 @@ def test_the_choice_prepares_the_final_run_and_the_sum_has_its_result(work: Path
     planned = plan(f"{LR}=0.01,0.3,0.02")
     submit_sweep(planned, slurm=FakeSlurm())
     root = work / "runs" / "digits-sweep"
-    sweep = read_sweep(root)
-    sweep.earlier[0].folder.open(planned.sweep.earlier[0].recipe)
-    done(sweep.earlier[0].folder, "pretrain")
+    sweep = step.read_sweep(root)
+    sweep.shared_stages[0].folder.open(planned.sweep.shared_stages[0].recipe)
+    done(sweep.shared_stages[0].folder, "pretrain")
     for name, score in (("lr-0.01", 0.5), ("lr-0.3", 0.75)):  # the third has failed
         done(sweep.folder(name), "swap_head", "finetune", score=score)
     assert step.main([str(root), "--do", "choose"]) == 0
@@ -120,7 +120,7 @@ def test_the_choice_prepares_the_final_run_and_the_sum_has_its_result(work: Path
     assert step.main([str(root), "--do", "sum-up"]) == 0
     out = capsys.readouterr().out
     assert "0.8750" in out and "0.7500" in out and "failed" in out
-    assert "lr-0.3" in show_sweep(root, form="text") and "chosen" in show_sweep(root, form="text")
+    assert "lr-0.3" in show_progress(root, form="text") and "chosen" in show_progress(root, form="text")
     again = plan(f"{LR}=0.01,0.3,0.02")
     assert [point.name for point in again.open_points] == ["lr-0.02"]
     assert [job.name for job in again.jobs][:2] == ["swap_head", "finetune"], "pre-training is done"

@@ -15,7 +15,7 @@ from launch.run.lock import locked
 from launch.sweep import local
 from launch.sweep.local import run_sweep
 from launch.sweep.outline import outline
-from launch.sweep.points import PAPERS_SHARES, Sweep, link_earlier, plan_sweep
+from launch.sweep.points import PAPERS_SHARES, Sweep, open_point, plan_sweep
 from pipeline.recipe.io import load_recipe, parse_recipe
 from pipeline.recipe.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR
 from pipeline.runs.run_folder import RunFolder, recipe_digest
@@ -32,7 +32,7 @@ Told = list[tuple[str, str | None]]
 def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     """What MLflow would be told: the status, and the chosen point."""
     told: Told = []
-    monkeypatch.setattr(local, "tell", lambda sweep, record, status: told.append((status, record.chosen)))
+    monkeypatch.setattr(local, "log_to_mlflow", lambda sweep, record, status: told.append((status, record.chosen)))
     return told
 
 
@@ -83,7 +83,7 @@ def test_the_runs_their_order_and_their_images(work: Machine, told: Told, capsys
     sweep = plan(work, f"{LR}=0.01,0.3,0.02")
     assert run_sweep(sweep) == 0
     launches = list(work.launches)
-    pretrain = sweep.earlier[0].recipe.name
+    pretrain = sweep.shared_stages[0].recipe.name
     expected = [(pretrain, "pretrain"), *whole("lr-0.01"), *whole("lr-0.3"), *whole("lr-0.02"), *whole("final")]
     assert started(work) == expected
     for launch in launches:
@@ -259,7 +259,7 @@ def test_a_key_of_an_earlier_stage_trains_that_once_for_each_value(work: Machine
     sweep = plan(work, "stages.pretrain.optimizer.lr=0.001,0.002", f"{LR}=0.01,0.3")
     assert run_sweep(sweep) == 0
     runs = started(work)
-    assert sum(stage == "pretrain" for _, stage in runs) == 2 and len(sweep.earlier) == 2
+    assert sum(stage == "pretrain" for _, stage in runs) == 2 and len(sweep.shared_stages) == 2
     assert len({point.name for point in sweep.points}) == 4 and runs.count(("final", "pretrain")) == 0
 
 
@@ -271,17 +271,17 @@ def test_the_stage_before_is_taken_from_the_recipes_own_run_if_that_has_it(work:
     assert "pretrain" not in {stage for _, stage in started(work)}
     assert (sweep.root / "final" / "pretrain").resolve() == (work.folder.path / "pretrain").resolve()
     other = plan(work, f"{LR}=0.01,0.3", "stages.pretrain.optimizer.lr=0.1")
-    assert other.earlier[0].folder.path.parent == sweep.root, "it was trained with other values"
+    assert other.shared_stages[0].folder.path.parent == sweep.root, "it was trained with other values"
 
 
 def test_the_link_follows_the_stage_before_to_another_place(work: Machine):
     sweep = plan(work, f"{LR}=0.01,0.3")
     point, folder = sweep.points[0], sweep.folder(sweep.points[0].name)
-    assert point.earlier is not None
-    moved = replace(point.earlier, folder=RunFolder(runs_root=work.root / "elsewhere", name="digits"))
-    for earlier in (point.earlier, moved):
-        link_earlier(folder, point.recipe, earlier=earlier)
-        assert folder.stage("pretrain").resolve() == earlier.folder.stage("pretrain").resolve()
+    assert point.shared is not None
+    moved = replace(point.shared, folder=RunFolder(runs_root=work.root / "elsewhere", name="digits"))
+    for shared in (point.shared, moved):
+        open_point(folder, point.recipe, shared=shared)
+        assert folder.stage("pretrain").resolve() == shared.folder.stage("pretrain").resolve()
 
 
 def test_a_sweep_in_use_is_refused(work: Machine):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch.sweep.points import plan_sweep
-from launch.sweep.record import make_record, tell
+from launch.sweep.record import log_to_mlflow, make_record
 
 LR = "stages.finetune.optimizer.lr"
 
@@ -29,8 +29,8 @@ def test_a_changed_grid_and_share_are_told(
         arguments = [*shards, "finetune=cifar10", f"{LR}={grid}"]
         sweep = plan_sweep("vit_b16_in21k", arguments, runs_root=tmp_path / "runs", hold_out=share)
         sweep.root.mkdir(parents=True, exist_ok=True)
-        tell(sweep, make_record(sweep, failed={}), status="RUNNING")
+        log_to_mlflow(sweep, make_record(sweep, failed={}), status="RUNNING")
         client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/runs/mlflow.db")
         (run,) = client.search_runs([each.experiment_id for each in client.search_experiments()])
         assert (run.data.tags[f"sweep.{LR}"], run.data.tags["sweep.hold_out"]) == (grid, str(share))
-    assert "MLflow was not told" not in capsys.readouterr().err
+    assert "MLflow did not take" not in capsys.readouterr().err

@@ -21,8 +21,7 @@ from launch.watch.screen import page
 from pipeline.ranks.heartbeat import Heartbeat, heartbeat_file, write_heartbeat
 from pipeline.ranks.process import process_started, this_machine
 from pipeline.recipe.io import load_recipe
-from pipeline.runs.events import EventsLog
-from pipeline.runs.metrics_log import open_metrics_log
+from pipeline.runs.logs import EventsLog, MetricsLog
 from pipeline.runs.run_folder import RunFolder
 from tests.launch.slurm.fake_slurm import FakeSlurm
 
@@ -45,7 +44,7 @@ class Run:
 
     def log(self, steps: range, *, resume_step: int = -1, **more: float) -> None:
         path = self.stage / "metrics.jsonl"
-        with open_metrics_log(path, resume_step=resume_step):
+        with MetricsLog(path, resume_step=resume_step):
             pass
         with path.open("a") as file:
             for step in steps:

@@ -7,6 +7,7 @@ import pytest
 from data_shards.errors import UserError
 from pipeline.pictures import drawing
 from pipeline.pictures.drawing import Drawer, draw_missing, request_of
+from pipeline.pictures.style import Drawn
 from pipeline.recipe.io import dump_recipe, load_recipe
 from pipeline.runs.pictures import DrawRequest, Moment
 from pipeline.runs.run_folder import RunFolder, StageRecord
@@ -30,8 +31,9 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
     found: list[tuple[str, str, int]] = []
 
     def drawers(moment: Moment) -> list[Drawer]:
-        def note(request: DrawRequest) -> None:
+        def note(request: DrawRequest) -> list[Drawn]:
             found.append((moment, request.stage, request.step))
+            return []
 
         return [note]
 
@@ -59,12 +61,13 @@ def test_a_stage_that_was_begun_again_is_drawn_again(folder: RunFolder, drawn: l
 def test_a_drawer_that_fails_is_named_and_tried_again(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
-    def draw_badly(request: DrawRequest) -> None:
+    def draw_badly(request: DrawRequest) -> list[Drawn]:
         calls.append("bad")
         raise RuntimeError("no \x1b[31mcolour")
 
-    def draw_well(request: DrawRequest) -> None:
+    def draw_well(request: DrawRequest) -> list[Drawn]:
         calls.append("good")
+        return []
 
     monkeypatch.setattr(drawing, "drawers", lambda moment: [draw_badly, draw_well])
     said: list[str] = []

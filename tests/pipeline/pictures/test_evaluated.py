@@ -25,8 +25,9 @@ from pipeline.pictures.confusion import (
     row_shares,
     similar_order,
 )
-from pipeline.pictures.drawing import draw, drawers
+from pipeline.pictures.drawing import Drawer, draw, drawers
 from pipeline.pictures.per_class import class_scores, draw_per_class, draw_per_class_table
+from pipeline.pictures.style import keep_drawn
 from pipeline.recipe.io import load_recipe
 from pipeline.runs import pictures as picture_module
 from pipeline.runs.evaluations import Evaluation, PerClass, save_evaluation
@@ -46,12 +47,10 @@ def request_(tmp_path: Path) -> DrawRequest:
     return DrawRequest(folder, load_recipe("digits"), "pretrain", STEP)
 
 
-def drawn(
-    request: DrawRequest, evaluation: Evaluation, *which: Callable[[DrawRequest], None]
-) -> dict[str, KeptPicture]:
+def drawn(request: DrawRequest, evaluation: Evaluation, *which: Drawer) -> dict[str, KeptPicture]:
     save_evaluation(request.stage_folder, evaluation, step=request.step)
     for each in which or DRAWERS:
-        each(request)
+        keep_drawn(request, each(request))
     return {each.picture.name: each for each in kept_pictures(request.stage_folder)}
 
 
@@ -262,7 +261,7 @@ def test_several_sets_have_pictures_of_their_own(request_: DrawRequest) -> None:
     save_evaluation(request_.stage_folder, evaluation, step=STEP)
     save_evaluation(request_.stage_folder, replace(evaluation, set_name="ImageNet-v2"), step=STEP)
     save_evaluation(request_.stage_folder, replace(evaluation, set_name="older"), step=STEP - 1)
-    draw_confusion_matrix(request_)
+    keep_drawn(request_, draw_confusion_matrix(request_))
     first, other = kept_pictures(request_.stage_folder)
     assert (first.picture.name, other.picture.name) == ("confusion_matrix", "confusion_matrix__imagenet_v2")
     assert "ImageNet-v2" in other.picture.title and "ImageNet-v2" not in first.picture.title
@@ -274,7 +273,7 @@ def test_a_set_that_cannot_be_read_costs_its_own_pictures_alone(request_: DrawRe
     save_evaluation(request_.stage_folder, replace(evaluation, set_name="other"), step=STEP)
     (broken / "arrays.npz").write_bytes(b"PK torn")
     with pytest.raises(ValueError, match="no evaluation that can be read"):
-        draw_confusion_matrix(request_)
+        keep_drawn(request_, draw_confusion_matrix(request_))
     assert [each.picture.name for each in kept_pictures(request_.stage_folder)] == ["confusion_matrix__other"]
 
 

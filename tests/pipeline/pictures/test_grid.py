@@ -56,9 +56,9 @@ def test_names_are_text_whatever_they_hold_and_the_svg_is_xml() -> None:
 
     names = ["$x^2$", "<script>alert(1)</script>", "a\nb\x1b[2Jc", "{}", "\\frac{1}{2}", "\u202e evil", "猫", ""]
     cells = [Cell(noise(8, 8), (name,)) for name in names]
-    svg = svg_of(image_grid(cells, columns=4, cell_inches=3.0, row_titles=["<i>", "$"]))
+    svg = svg_of(image_grid(cells, columns=4, cell_inches=3.0))
     texts = [each.text for each in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
-    assert {"$x^2$", "<script>alert(1)</script>", "a\\nb\\x1b[2Jc", "{}", "\\frac{1}{2}", "\\u202e evil", "猫"} < set(
+    assert {"$x^2$", "<script>alert(1)</script>", "a\\nb\\x1b[2Jc", "{}", "\\frac{1}{2}", "\\u202e evil", "猫"} == set(
         texts
     )
     assert "<script" not in svg
@@ -82,7 +82,7 @@ def test_a_name_is_shortened_to_its_room_and_no_further(text: str, points: float
         rest = text_to_path.get_text_width_height_descent(shown.replace("猫", ""), FontProperties(size=8), False)[0]
         return 8.0 * wide + rest
 
-    shown = shortened(text, points=points, size=8.0)
+    shown = shortened(text, points=points)
     assert width(shown) <= points * 1.02 + 0.5
     if shown != text:
         head, tail = shown.split("…")

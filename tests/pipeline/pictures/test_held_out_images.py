@@ -30,6 +30,7 @@ from pipeline.pictures.drawing import draw, drawers
 from pipeline.pictures.evaluation_grid import draw_evaluation_grid, draw_worst_mistakes, is_right
 from pipeline.pictures.held_out_images import held_out_images
 from pipeline.pictures.masked_patches import colour_of, draw_masked_patches, fill_in
+from pipeline.pictures.style import keep_drawn
 from pipeline.recipe.schema import Recipe
 from pipeline.runs.evaluations import Evaluation, Judged, save_evaluation
 from pipeline.runs.pictures import DrawRequest, kept_pictures
@@ -133,8 +134,7 @@ def test_what_is_not_on_this_machine_is_not_fetched(
     monkeypatch.setattr(held_out_module, "is_local", lambda url: False)
     assert held_out_images(request, set_name="val", samples=[0, 1]).keys == ()
     save_evaluation(request.stage_folder, evaluation_of([0], np.eye(4)[[1]], classes=CLASSES), step=4)
-    draw_evaluation_grid(request)
-    draw_worst_mistakes(request)
+    keep_drawn(request, (*draw_evaluation_grid(request), *draw_worst_mistakes(request)))
     assert kept_pictures(request.stage_folder) == []
 
 
@@ -176,8 +176,7 @@ def test_other_shards_than_were_evaluated_show_no_images(shards: Path, tmp_path:
     request = request_for(tmp_path, shards / "one" / "train")
     found = evaluation(seen_in_evaluation(request, shards / "other" / "train"), wrong=3)
     save_evaluation(request.stage_folder, found, step=4)
-    draw_evaluation_grid(request)
-    draw_worst_mistakes(request)
+    keep_drawn(request, (*draw_evaluation_grid(request), *draw_worst_mistakes(request)))
     assert kept_pictures(request.stage_folder) == []
 
 
@@ -196,8 +195,7 @@ def test_several_labels_and_none_are_named(shards: Path, tmp_path: Path) -> None
         mistakes=(unlabelled,),
     )
     save_evaluation(request.stage_folder, found, step=4)
-    draw_evaluation_grid(request)
-    draw_worst_mistakes(request)
+    keep_drawn(request, (*draw_evaluation_grid(request), *draw_worst_mistakes(request)))
     grid, worst = kept_pictures(request.stage_folder)
     assert grid.picture.alt.startswith("1 of the first 2 images")
     assert worst.svg is not None and "no label" in worst.svg.read_text(encoding="utf-8")
@@ -247,7 +245,7 @@ def test_what_is_filled_in_is_what_evaluation_judges(masked: DrawRequest, shards
 
 def test_masked_patches_are_drawn_at_the_end_of_their_stage(masked: DrawRequest) -> None:
     assert draw_masked_patches in drawers("end")
-    draw_masked_patches(masked)
+    keep_drawn(masked, draw_masked_patches(masked))
     [kept] = kept_pictures(masked.stage_folder)
     filled = fill_in(masked)
     assert filled is not None and kept.svg is not None
@@ -256,8 +254,7 @@ def test_masked_patches_are_drawn_at_the_end_of_their_stage(masked: DrawRequest)
     assert svg.count("<image") == 4 * 7
     for row in filled.right:
         assert f"{row.sum()} of 8 right" in svg
-    assert draw_masked_patches(replace(masked, stage="finetune")) is None
-    assert len(kept_pictures(masked.folder.stage("finetune"))) == 0
+    assert list(draw_masked_patches(replace(masked, stage="finetune"))) == []
 
 
 def test_a_class_of_colours_is_shown_as_a_colour_of_that_class() -> None:

@@ -12,11 +12,14 @@ import pytest
 import torch
 from PIL import Image
 
+from data_shards.loading.device_prefetch import prefetch_to_device
+from data_shards.loading.loader import TrainLoader
 from data_shards.packing.pack import pack
 from data_shards.shards.tar_index import index_path, read_index
 from data_shards.vocabulary import GOOGLES, Normalisation
 from pipeline.checkpoint.train_state import TrainState
 from pipeline.pictures.drawing import draw
+from pipeline.pictures.style import keep_drawn
 from pipeline.pictures.training_batch import (
     SHOWN_EPOCHS,
     draw_training_batch,
@@ -30,8 +33,7 @@ from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import plan_stage
 from pipeline.runs.pictures import DrawRequest, kept_pictures
 from pipeline.runs.run_folder import RunFolder, StageRecord
-from pipeline.stage.batches import train_loader, train_stream
-from pipeline.stage.data_workers import DataWorkers
+from pipeline.stage.batches import train_stream
 from pipeline.stage.stage_data import Stage, StageData, open_data
 from pipeline.stage.task import make_task
 from pipeline.training.train_loop import train
@@ -114,7 +116,8 @@ def fed(recipe: Recipe, data: StageData, *, place: Place, steps: int, normalisat
     loss = task.train_loss
     task = replace(task, train_loss=lambda outputs, wanted: (targets.append(wanted.clone()), loss(outputs, wanted))[1])
     stream = train_stream(Stage(recipe, "pretrain", data, plan, run=RunFolder(Path(), name="r")), place=place)
-    batches = train_loader(stream, start_step=0, stop_step=steps, workers=DataWorkers(2, "thread"), device=CPU)
+    loader = TrainLoader(stream, start_step=0, stop_step=steps, workers=2, kind="thread")
+    batches = prefetch_to_device(loader, device=CPU)
     train(replace(job, plan=plan, batches=batches, task=task), TrainState())
     many = plan.accumulation_steps
     return [
@@ -226,7 +229,7 @@ def test_after_the_last_step_its_batch_is_drawn(shards: Path, tmp_path: Path) ->
     folder = RunFolder(runs_root=tmp_path, name="r")
     folder.path.mkdir()
     folder.write("pretrain", StageRecord(state="done", total_steps=12))
-    draw_training_batch(DrawRequest(folder, recipe, "pretrain", 12))
+    keep_drawn(request := DrawRequest(folder, recipe, "pretrain", 12), draw_training_batch(request))
     (kept,) = (each for each in kept_pictures(folder.stage("pretrain")) if each.picture.name == "training_batch")
     assert kept.step == 11 and "after 11 steps," in kept.picture.title  # the page shows both
 
@@ -239,6 +242,6 @@ def test_an_image_is_shown_in_the_epochs_that_the_stage_has(shards: Path, tmp_pa
     folder = RunFolder(runs_root=tmp_path, name="r")
     folder.path.mkdir()
     folder.write("pretrain", StageRecord(state="running", total_steps=12))
-    draw_training_batch(DrawRequest(folder, recipe, "pretrain", 0))
+    keep_drawn(request := DrawRequest(folder, recipe, "pretrain", 0), draw_training_batch(request))
     (kept,) = (each for each in kept_pictures(folder.stage("pretrain")) if each.picture.name == "augmentation")
     assert kept.picture.title == f"One image in {epochs} epochs"

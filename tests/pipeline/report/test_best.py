@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.report.best import best_results, describe_best
-from pipeline.runs.metrics_log import MetricRow
+from pipeline.runs.logs import MetricRow
 
 VALUES = st.one_of(st.floats(0, 1), st.just(math.nan))
 

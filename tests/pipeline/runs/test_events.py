@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.runs.events import EVENT_KINDS, Event, EventsLog, read_events
+from pipeline.runs.logs import EVENT_KINDS, Event, EventsLog, read_events
 
 TEXTS = st.text(st.characters(), max_size=30)
 

@@ -6,7 +6,7 @@ import pytest
 
 from data_shards.errors import UserError
 from pipeline.recipe.io import load_recipe
-from pipeline.runs.metrics_log import open_metrics_log
+from pipeline.runs.logs import MetricsLog
 from pipeline.runs.read import RunReader, read_run, run_folder_at
 from pipeline.runs.run_folder import RunFolder
 
@@ -16,7 +16,7 @@ def folder(tmp_path: Path) -> RunFolder:
     folder = RunFolder(tmp_path, "digits")
     folder.open(load_recipe("digits"))
     folder.update("pretrain", state="done", images_seen=640, seconds=2.5, results={"val/top1": 0.75})
-    with open_metrics_log(folder.stage("pretrain") / "metrics.jsonl", resume_step=-1) as log:
+    with MetricsLog(folder.stage("pretrain") / "metrics.jsonl", resume_step=-1) as log:
         for step in range(1, 11):
             log.append(step=step, images_seen=64 * step, metrics={"train/loss": 1 / step})
         log.append(step=10, images_seen=640, metrics={"val/top1": 0.75})
@@ -26,11 +26,14 @@ def folder(tmp_path: Path) -> RunFolder:
 def test_a_run_is_read_with_the_stages_that_have_not_begun(folder: RunFolder) -> None:
     run = read_run(folder)
     assert run.recipe == load_recipe("digits") and run.notes == ()
+    assert [(stage.record, stage.rows) for stage in read_run(folder, parts="records").stages] == [
+        (stage.record, ()) for stage in run.stages
+    ]
     assert [stage.name for stage in run.stages] == ["pretrain", "swap_head", "finetune"]
     pretrain = run.stages[0]
-    assert pretrain.record.results == {"val/top1": 0.75} and pretrain.metrics == ("train/loss", "val/top1")
+    assert pretrain.record.results == {"val/top1": 0.75} and list(pretrain.latest) == ["train/loss", "val/top1"]
     assert pretrain.points("train/loss") == [(step, 1 / step) for step in range(1, 11)]
-    assert pretrain.last("val/top1") == 0.75 and pretrain.last("val/top5") is None
+    assert pretrain.latest == {"train/loss": 0.1, "val/top1": 0.75}
     assert run.stages[2].record.state == "new" and run.stages[2].rows == ()
 
 
@@ -69,7 +72,7 @@ def test_a_stage_that_is_a_link_is_read_if_it_leads_to_a_run_of_the_same_sweep(
     folder.stage("pretrain").symlink_to(sweep / "pretrain-1a2b/pretrain")
     inside, outside, alone = (read_run(each) for each in (RunFolder(sweep, "inside"), point, folder))
     assert inside.stages[0].name == "pretrain" and inside.notes == ()
-    assert inside.stages[0].last("val/top1") == 0.75
+    assert inside.stages[0].latest["val/top1"] == 0.75
     (sweep / "sweep.json").unlink()
     for run in (read_run(RunFolder(sweep, "inside")), alone):
         assert [stage.name for stage in run.stages] == ["swap_head", "finetune"]
@@ -86,12 +89,12 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, folder: RunFolder) -
 def test_read_again_has_what_is_new_and_forgets_what_a_resumed_stage_takes_back(folder: RunFolder) -> None:
     reader, file = RunReader(folder), folder.stage("pretrain") / "metrics.jsonl"
     assert len(reader.read().stages[0].rows) == 11
-    with open_metrics_log(file, resume_step=10) as log:
+    with MetricsLog(file, resume_step=10) as log:
         log.append(step=11, images_seen=704, metrics={"train/loss": 1 / 11})
         with file.open("ab") as torn:
             torn.write(b'{"step": 12')
         assert [row.step for row in reader.read().stages[0].rows][-2:] == [10, 11]
-    with open_metrics_log(file, resume_step=4) as log:
+    with MetricsLog(file, resume_step=4) as log:
         log.append(step=5, images_seen=320, metrics={"train/loss": 9.0})
         assert reader.read().stages[0].points("train/loss") == [*((step, 1 / step) for step in range(1, 5)), (5, 9.0)]
     file.unlink()

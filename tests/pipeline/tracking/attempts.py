@@ -7,15 +7,13 @@ from typing import Any
 
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import StageName
-from pipeline.runs.metrics_log import open_metrics_log
+from pipeline.runs.logs import MetricsLog
 from pipeline.runs.run_folder import RunFolder
 from pipeline.tracking.client import home_of, store_uri
 from pipeline.tracking.describe import begin_attempt, end_attempt
-from pipeline.tracking.facts import DatasetInput, FinalStatus
+from pipeline.tracking.facts import DatasetInput, FinalStatus, load_run_state
 from pipeline.tracking.mlflow_sink import MlflowSink
-from pipeline.tracking.run_state import load_run_state
-from pipeline.tracking.sender import Sender, Synced, follow
-from pipeline.tracking.sync import sync_run
+from pipeline.tracking.sender import Sender, Synced, follow, sync_run
 
 OPENED: list["Attempt"] = []
 
@@ -45,7 +43,7 @@ class Attempt:
     def __init__(self, settings: Settings, *, resume_step: int = 0, sends: bool = True) -> None:
         self.said: list[str] = []
         self.settings = settings
-        self.file = open_metrics_log(settings.folder.stage(settings.stage) / "metrics.jsonl", resume_step=resume_step)
+        self.file = MetricsLog(settings.folder.stage(settings.stage) / "metrics.jsonl", resume_step=resume_step)
         begin_attempt(
             settings.folder,
             settings.recipe,

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from pipeline.recipe.io import load_recipe
-from pipeline.runs.metrics_log import MetricRow, iter_metrics, open_metrics_log
+from pipeline.runs.logs import MetricRow, MetricsLog, iter_metrics
 from pipeline.runs.pictures import KeptPicture
 from pipeline.runs.run_folder import RunFolder
 from pipeline.tracking import sender as module
 from pipeline.tracking.describe import begin_attempt, end_attempt
-from pipeline.tracking.facts import FinalStatus, RunFacts
-from pipeline.tracking.run_state import RunState, load_run_state
+from pipeline.tracking.facts import FinalStatus, RunFacts, RunState, load_run_state
 from pipeline.tracking.sender import Sender, follow
 from pipeline.tracking.sink import ResultModel
 
@@ -82,7 +81,7 @@ class Rig:
     def __init__(self, folder: RunFolder, *, resume_step: int = 0, sink: ListSink | None = None) -> None:
         self.sink, self.said, self.folder = sink or ListSink(), list[str](), folder
         recipe = load_recipe("digits", overrides=["name=law"])
-        self.file = open_metrics_log(folder.stage("pretrain") / "metrics.jsonl", resume_step=resume_step)
+        self.file = MetricsLog(folder.stage("pretrain") / "metrics.jsonl", resume_step=resume_step)
         begin_attempt(folder, recipe, "pretrain", kept_rows=self.file.kept_rows, params={}, tags={})
         self.sender = Sender(folder, recipe, self.sink, say=self.said.append)
         self.over = threading.Event()
@@ -226,7 +225,7 @@ def test_one_sender_follows_a_rollback_within_its_process(folder: RunFolder, mak
     until(lambda: rig.steps == [1, 2, 3, 4])
     rig.file.close()
     recipe = load_recipe("digits", overrides=["name=law"])
-    rig.file = open_metrics_log(rig.file.path, resume_step=2)
+    rig.file = MetricsLog(rig.file.path, resume_step=2)
     begin_attempt(folder, recipe, "pretrain", kept_rows=rig.file.kept_rows, params={}, tags={})
     rig.log(3, 4, 5)
     rig.close()

@@ -26,7 +26,7 @@ from pipeline.ranks.stopping import StopFlag
 from pipeline.recipe.io import dump_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import plan_stage
-from pipeline.runs.metrics_log import open_metrics_log
+from pipeline.runs.logs import MetricsLog
 from pipeline.runs.run_folder import RunFolder
 from pipeline.runs.written_by import written_by
 from pipeline.stage.context import StageContext
@@ -288,7 +288,7 @@ def test_an_evaluation_that_was_better_than_the_last_is_named_and_recorded(
     ends: OwnStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def trained(job: TrainJob, state: TrainState) -> TrainState:
-        with open_metrics_log(ends.folder.stage("pretrain") / "metrics.jsonl", resume_step=-1) as log:
+        with MetricsLog(ends.folder.stage("pretrain") / "metrics.jsonl", resume_step=-1) as log:
             for step, top1 in ((10, 0.3), (20, 0.627), (40, 0.529)):
                 log.append(step=step, images_seen=0, metrics={"val/top1": top1, "val/loss": 1.0})
         return replace(state, step=TOTAL_STEPS, evaluation={"val/top1": 0.529, "val/loss": 1.0})

@@ -17,7 +17,7 @@ from data_shards.errors import UserError
 from data_shards.packing.pack import pack
 from model.saved.model_folder import load_model, read_meta
 from model.vocabulary import COLOURS
-from pipeline.runs.metrics_log import read_metrics
+from pipeline.runs.logs import read_metrics
 from pipeline.runs.run_folder import RunFolder
 from pipeline.using.find_model import FoundModel, find_model
 

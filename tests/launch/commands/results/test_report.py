@@ -15,7 +15,7 @@ from launch.pages.compare import WIDTH
 from launch.pages.facts import held_out_fact, result_rows
 from launch.pages.sections import run_names, runs_page, write_beside
 from pipeline.recipe.io import dump_recipe, load_recipe
-from pipeline.runs.events import EventsLog
+from pipeline.runs.logs import EventsLog
 from pipeline.runs.read import read_run
 from pipeline.runs.run_folder import RunFolder
 from tests.launch.report.runs import HOSTILE, make_hostile, make_run

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.runs.metrics_log import iter_metrics, open_metrics_log, read_metrics
+from pipeline.runs.logs import MetricsLog, iter_metrics, read_metrics
 
 VALUES = st.dictionaries(st.text(max_size=5), st.floats(allow_subnormal=True), max_size=4)
 STEPS = st.lists(st.integers(0, 20), max_size=8).map(sorted)
 
 
 def write(path: Path, steps: list[int]) -> None:
-    with open_metrics_log(path, resume_step=-1) as log:
+    with MetricsLog(path, resume_step=-1) as log:
         for step in steps:
             log.append(step=step, images_seen=64 * step, metrics={"loss": step / 3})
 
@@ -27,7 +27,7 @@ def bits(value: float) -> bytes:
 def test_every_float_reads_back_to_the_same_bits(rows: list[dict[str, float]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "metrics.jsonl"
-        with open_metrics_log(path, resume_step=-1) as log:
+        with MetricsLog(path, resume_step=-1) as log:
             written = [log.append(step=n, images_seen=n, metrics=row) for n, row in enumerate(rows)]
         back = read_metrics(path)
     assert [(r.step, r.images_seen, r.time) for r in back] == [(r.step, r.images_seen, r.time) for r in written]
@@ -41,7 +41,7 @@ def test_opening_keeps_the_rows_up_to_the_step_resumed_from(steps: list[int], re
         path = Path(folder) / "metrics.jsonl"
         write(path, steps)
         kept = [row for row in read_metrics(path) if row.step <= resume_step]
-        with open_metrics_log(path, resume_step=resume_step) as log:
+        with MetricsLog(path, resume_step=resume_step) as log:
             assert (log.kept_rows, log.dropped_broken_rows) == (len(kept), 0)
             new = log.append(step=99, images_seen=1, metrics={})
         assert read_metrics(path) == [*kept, new]
@@ -60,7 +60,7 @@ def test_a_file_cut_anywhere_opens_with_every_row_that_is_whole(steps: list[int]
         ends = [len(b"".join(whole.splitlines(True)[: n + 1])) - 1 for n in range(len(rows))]
         kept = [row for row, end in zip(rows, ends, strict=True) if end <= cut]
         assert read_metrics(path) == list(iter_metrics(path)) == kept
-        with open_metrics_log(path, resume_step=1000) as log:
+        with MetricsLog(path, resume_step=1000) as log:
             new = log.append(step=99, images_seen=1, metrics={"x": 1.0})
         assert read_metrics(path) == [*kept, new]
 
@@ -69,9 +69,9 @@ def test_what_is_left_whole_is_not_rewritten(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, [1, 2])
     inode = path.stat().st_ino
-    open_metrics_log(path, resume_step=2).close()
+    MetricsLog(path, resume_step=2).close()
     assert path.stat().st_ino == inode
-    open_metrics_log(path, resume_step=1).close()
+    MetricsLog(path, resume_step=1).close()
     assert path.stat().st_ino != inode
 
 
@@ -86,14 +86,14 @@ def test_a_damaged_line_is_dropped_and_counted_on_opening_and_refused_on_reading
     assert [row.step for row in iter_metrics(path)] == [1, 2]
     with pytest.raises(ValueError, match=r"metrics.jsonl, line 2"):
         read_metrics(path)
-    with open_metrics_log(path, resume_step=5) as log:
+    with MetricsLog(path, resume_step=5) as log:
         assert log.dropped_broken_rows == 1
     assert [row.step for row in read_metrics(path)] == [1, 2]
 
 
 def test_rows_are_in_the_file_at_once(tmp_path: Path) -> None:
     path = tmp_path / "stage" / "metrics.jsonl"
-    with open_metrics_log(path, resume_step=-1) as log:
+    with MetricsLog(path, resume_step=-1) as log:
         row = log.append(step=1, images_seen=2, metrics={"a": 0.1})
         assert read_metrics(path) == [row]
 
