@@ -7,9 +7,10 @@ raise OSError when the disk is full or fails.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
@@ -46,6 +47,12 @@ def replace_text(path: Path, text: str, *, sync: Sync = "disk", writers: Writers
     """`replaced` for a small text file."""
     with replaced(path, sync=sync, writers=writers) as beside:
         beside.write_text(text, encoding="utf-8")
+
+
+def replace_lines(path: Path, entries: Iterable[object]) -> None:
+    """`replaced` for a file of one JSON entry a line; bytes in names that are not UTF-8 become JSON escapes."""
+    with replaced(path) as beside, open(beside, "w", encoding="utf-8", errors="backslashreplace") as stream:
+        stream.writelines(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
 
 
 def break_links(path: Path) -> None:

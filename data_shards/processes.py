@@ -8,8 +8,8 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -32,10 +32,7 @@ def num_cores() -> int:
 
 @contextmanager
 def block_interrupts() -> Iterator[None]:
-    """Block Ctrl-C for processes started meanwhile; this one gets it afterwards.
-
-    Ignoring it in the children would be too late: they print a traceback on startup.
-    """
+    """Block Ctrl-C for processes started meanwhile, which print a traceback on startup; this one gets it afterwards."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -77,6 +74,21 @@ def run_parts(
             results[part] = work(request, part)
             done(results[part])
     return results
+
+
+def run_threads(
+    function: Callable[..., _Result], arguments: Iterable[tuple[Any, ...]], *, threads: int, stop: threading.Event
+) -> Iterator[_Result]:
+    """Results of `function(*each)`, in order; after an exception, Ctrl-C too, `stop` tells the threads to end."""
+    with ThreadPoolExecutor(threads) as pool:
+        futures = [pool.submit(function, *each) for each in arguments]
+        try:
+            for future in futures:
+                yield future.result()
+        except BaseException:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def _run_in_pool(

@@ -91,7 +91,6 @@ def imported_packages(folders: list[str]) -> dict[str, str]:
 EXTRAS = {"google": "onnx", "onnx": "onnx", "onnxruntime": "onnx", "onnxscript": "onnx"}
 BENCH_PEERS = (
     "launch/bench/data_peers.py",
-    "launch/bench/data_fast.py",
     "launch/bench/gpu_contenders.py",
 )
 

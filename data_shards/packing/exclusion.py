@@ -12,13 +12,14 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from data_shards.checking.near_duplicates.collection import ImagePlace, ShardImages, UnreadNow
 from data_shards.checking.near_duplicates.matches import Match, Matches, find_matches
-from data_shards.packing.found import EXCLUDED_FILE, UNSURE_FILE, write_lines
+from data_shards.durable import replace_lines
+from data_shards.packing.found import EXCLUDED_FILE, UNSURE_FILE
 from data_shards.packing.request import PackRequest
-from data_shards.packing.shard_plan import Marks, PackPlan, ShardPlan, marks_of
+from data_shards.packing.shard_plan import Line, Marks, PackPlan, ShardPlan, marks_of
 from data_shards.packing.sources.base import Source
 from data_shards.shards.shard_set import Report
 
@@ -76,7 +77,7 @@ class Excluded:
         """Write the lists and the page into `folder`, if there is anything to list."""
         for name, matches in zip((EXCLUDED_FILE, UNSURE_FILE), self._sorted_out(), strict=True):
             if matches:
-                write_lines(map(self._line, matches), folder / name)
+                replace_lines(folder / name, map(self._line, matches))
         show = request.exclusion and request.exclusion.show
         if self.matches.matches and show:
             show(folder / EXCLUDED_PAGE, [self.matches], request.pixel_limit)
@@ -87,18 +88,11 @@ class Excluded:
         images = {match.image for match in out}
         return out, [match for match in self.matches.matches if match.image not in images]
 
-    def _line(self, match: Match) -> dict[str, Any]:
+    def _line(self, match: Match) -> Line:
         ((shard, position),) = self.plan.locate([match.image])
-        return {
-            "path": shard.trace(position),
-            "split": shard.split,
-            "label": shard.class_names(position),
-            "kind": match.kind,
-            "likeness": match.likeness,
-            "mirrored": match.mirrored,
-            "against": self.matches.others[match.collection].name,
-            "other": self.matches.other_place(match)._asdict(),
-        }
+        how = {"kind": match.kind, "likeness": match.likeness, "mirrored": match.mirrored}
+        against, other = self.matches.others[match.collection].name, self.matches.other_place(match)._asdict()
+        return {**shard.line(position), **how, "against": against, "other": other}
 
 
 def find_excluded(plan: PackPlan, source: Source, request: PackRequest, *, report: Report) -> Excluded | None:

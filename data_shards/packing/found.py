@@ -7,17 +7,16 @@ path, split, label, reason. Neither is written empty. Costs 16 bytes and some 0.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from data_shards.durable import flush
+from data_shards.checking.judge import equal_groups
+from data_shards.durable import replace_lines
 from data_shards.errors import UserError
-from data_shards.packing.shard_plan import PackPlan
+from data_shards.packing.shard_plan import Line, PackPlan
 from data_shards.packing.shard_writer import DIGEST_BYTES, ShardRecord
 from data_shards.packing.sources.base import Source
 from data_shards.shards.manifest import Manifest
@@ -28,8 +27,6 @@ UNREADABLE_FILE = "unreadable.jsonl"
 EXCLUDED_FILE = "excluded.jsonl"
 UNSURE_FILE = "unsure.jsonl"
 _MOST_NAMED = 5  # unreadable images, in a message
-
-Line = dict[str, Any]  # of a list
 
 
 @dataclass(frozen=True)
@@ -78,34 +75,29 @@ class PackReport:
                 f" {counted(len(manifest.shards), 'shard'):>14} {show_bytes(manifest.num_bytes):>9}"
             )
         lines += self._duplicate_lines(dropped=dropped)
-        found, none = self.counts, "  unreadable: none"
-        for label, number, what, file in (
-            ("excluded", found.excluded, "left out of train that are also in other sets", EXCLUDED_FILE),
-            ("unsure", found.unsure, "packed in train that may be in other sets", UNSURE_FILE),
-            ("unreadable", found.unreadable, "left out", UNREADABLE_FILE),
+        for label, what, file in (
+            ("excluded", "left out of train that are also in other sets", EXCLUDED_FILE),
+            ("unsure", "packed in train that may be in other sets", UNSURE_FILE),
+            ("unreadable", "left out", UNREADABLE_FILE),
         ):
-            if number:
+            if number := getattr(self.counts, label):
                 lines.append(f"  {label}: {counted(number, 'image')} {what}: see {self.out / file}")
-        lines += [none] if not found.unreadable else []
+            elif label == "unreadable":
+                lines.append("  unreadable: none")
         lines += [f"  compared: {self.compared}"] if self.compared else []
         return [*lines, f"Next: shardvit check {self.out}"]
 
     def _duplicate_lines(self, *, dropped: bool) -> list[str]:
-        counts = self.counts
+        counts, splits = self.counts, [manifest.split for manifest in self.manifests]
         if not counts.duplicates:
             return ["  duplicates: none"]
-        images = (
-            f"{counted(counts.duplicates, 'image')}{' left out' if dropped else ''} with the bytes of an earlier one"
-        )
+        images = f"{counted(counts.duplicates, 'image')}{' left out' * dropped} with the bytes of an earlier one"
         lines = [f"  duplicates: {images} ({counted(counts.groups, 'group')}): see {self.out / DUPLICATES_FILE}"]
         if counts.straddling_groups:
-            splits = [manifest.split for manifest in self.manifests]
-            where = (
-                f"both in {splits[0]} and in {splits[-1]}" if len(splits) == 2 else f"in several of {', '.join(splits)}"
-            )
-            remedy = "held-out figures will flatter; --drop-duplicates keeps one"
-            if dropped:
-                remedy = "the first of them keeps it" if len(splits) > 2 else "train keeps it"
+            where, keeper = f"both in {splits[0]} and in {splits[-1]}", "train"
+            if len(splits) > 2:
+                where, keeper = f"in several of {', '.join(splits)}", "the first of them"
+            remedy = f"{keeper} keeps it" if dropped else "held-out figures will flatter; --drop-duplicates keeps one"
             lines.append(f"  ! {counted(counts.straddling_groups, 'group')} {where}: {remedy}")
         if counts.contradicting_groups:
             remedy = "the first one's label counts" if dropped else "look at them, one of the labels is wrong"
@@ -113,38 +105,28 @@ class PackReport:
         return lines
 
 
-def count(groups: Sequence[Line], *, num_unreadable: int, num_excluded: int, num_unsure: int) -> Counts:
-    """Count what the lists hold."""
+def count_groups(groups: Sequence[Line]) -> dict[str, int]:
+    """Count what the list of duplicates holds, for `Counts`."""
     images = [group["images"] for group in groups]
-    return Counts(
-        unreadable=num_unreadable,
-        excluded=num_excluded,
-        unsure=num_unsure,
-        duplicates=sum(map(len, images)) - len(groups),
-        groups=len(groups),
-        straddling_groups=sum(len({image["split"] for image in each}) > 1 for each in images),
-        contradicting_groups=sum(any(image["label"] != each[0]["label"] for image in each) for each in images),
-    )
+    return {
+        "duplicates": sum(map(len, images)) - len(groups),
+        "groups": len(groups),
+        "straddling_groups": sum(len({image["split"] for image in each}) > 1 for each in images),
+        "contradicting_groups": sum(any(image["label"] != each[0]["label"] for image in each) for each in images),
+    }
 
 
-def equal_groups(digests: bytes) -> list[list[int]]:
+def equal_digests(digests: bytes) -> list[list[int]]:
     """Group images with equal digests (`DIGEST_BYTES` each; zeros: unknown), by number, ascending."""
-    halves = np.frombuffer(digests, dtype=np.uint64).reshape(-1, DIGEST_BYTES // 8)
-    order = np.lexsort(halves.T[::-1])  # stable, so ascending within a group
-    differs = np.any(halves[order][1:] != halves[order][:-1], axis=1)
-    runs = np.split(order, np.flatnonzero(differs) + 1)
-    return sorted(run.tolist() for run in runs if len(run) > 1 and halves[run[0]].any())
+    words = np.frombuffer(digests, dtype=np.uint64).reshape(-1, DIGEST_BYTES // 8)
+    groups = equal_groups(words, among=np.asarray(words.any(axis=1)))
+    return [groups[number].tolist() for number in range(len(groups))]
 
 
 def unreadable_files(plan: PackPlan, records: Mapping[str, ShardRecord]) -> list[Line]:
     """List the unreadable images of the records, in plan order."""
     return [
-        {
-            "path": shard.trace(refused.position),
-            "split": shard.split,
-            "label": shard.class_names(refused.position),
-            "reason": refused.reason,
-        }
+        {**shard.line(refused.position), "reason": refused.reason}
         for shard in plan.shards
         for refused in records[shard.file].refused
     ]
@@ -154,35 +136,21 @@ def duplicate_groups(plan: PackPlan, digests: bytes, *, packs_all: bool, unreada
     """List groups of planned images with equal `digests` in plan order; without `packs_all` the first is packed."""
     bad = {file["path"] for file in unreadable}
     groups: list[Line] = []
-    for numbers in equal_groups(digests):
+    for numbers in equal_digests(digests):
         images: list[Line] = []
         for shard, position in plan.locate(numbers):
-            path = shard.trace(position)
-            images.append(
-                {
-                    "path": path,
-                    "key": shard.key(position),
-                    "split": shard.split,
-                    "label": shard.class_names(position),
-                    "packed": path not in bad and (packs_all or not images),
-                }
-            )
+            line = shard.line(position)
+            is_packed = line["path"] not in bad and (packs_all or not images)
+            images.append({**line, "key": shard.key(position), "packed": is_packed})
         start = numbers[0] * DIGEST_BYTES
         groups.append({"digest": digests[start : start + DIGEST_BYTES].hex(), "images": images})
     return groups
 
 
-def write_lines(lines: Iterable[Line], path: Path) -> None:
-    """Write one JSON entry a line; bytes in names that are not UTF-8 become JSON escapes."""
-    with open(path, "w", encoding="utf-8", errors="backslashreplace") as stream:
-        stream.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-    flush(path)
-
-
 def unreadable_error(files: Sequence[Line], source: Source, plan: PackPlan, out: Path) -> UserError:
     """Name the first unreadable images, and list all beside OUT."""
     path = list_beside(out)
-    write_lines(files, path)
+    replace_lines(path, files)
     first = "; ".join(f"{file['path']} ({file['reason']})" for file in files[:_MOST_NAMED])
     more = f"; and {len(files) - _MOST_NAMED:,} more" if len(files) > _MOST_NAMED else ""
     return UserError(

@@ -22,19 +22,20 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data_shards.durable import flush
+from data_shards.durable import flush, replace_lines
 from data_shards.errors import UserError
 from data_shards.packing import found
-from data_shards.packing.exclusion import find_excluded
+from data_shards.packing.exclusion import Excluded, find_excluded
 from data_shards.packing.found import Counts, PackReport
-from data_shards.packing.request import PackRequest, read_holdout_list
+from data_shards.packing.request import HoldoutList, PackRequest, read_holdout_list
 from data_shards.packing.seen import compare_seen, write_seen
 from data_shards.packing.shard_plan import (
     LABEL_SPECS,
@@ -84,13 +85,12 @@ def pack(
     """
     start = time.monotonic()
     out = Path(out)
+    request = PackRequest(holdout_list=HoldoutList(holdout_list, {}) if holdout_list else None, **options)
     if holdout_list is not None:
-        if options.get("holdout") is not None:
-            raise UserError("holdout, holdout_images, holdout_list: give one of them, not both")
-        options["holdout"] = read_holdout_list(holdout_list, root=Path(source_spec).expanduser())
-    request = PackRequest(**options)
+        listed = read_holdout_list(holdout_list, root=Path(source_spec).expanduser())
+        request = replace(request, holdout_list=listed)
     try:
-        result = _packed(source_spec, out, request, report)
+        result = _pack(source_spec, out, request, report)
     finally:  # an attempt that left shards goes on with it
         if not work_path(out).is_dir():
             shutil.rmtree(unpacked_path(out), ignore_errors=True)
@@ -100,7 +100,7 @@ def pack(
     return result
 
 
-def _packed(source_spec: str, out: Path, request: PackRequest, report: Report) -> PackReport:
+def _pack(source_spec: str, out: Path, request: PackRequest, report: Report) -> PackReport:
     source = open_source(
         source_spec,
         labels=request.labels,
@@ -122,160 +122,171 @@ def _packed(source_spec: str, out: Path, request: PackRequest, report: Report) -
                 shutil.rmtree(work.path)
     else:
         request = replace(request, name=request.name or printable(out.resolve().name))
-        counts = _pack(source, out, request, content, report)
+        counts = _Packing(source, request, out, report).run(content)
     splits = ("train", *(split for split in ("val", "test") if (out / split).is_dir()))
-    manifests = tuple(read_manifest(out / split) for split in splits)
-    return PackReport(out, manifests, counts, compared, seconds=0.0)
+    return PackReport(out, tuple(read_manifest(out / split) for split in splits), counts, compared, seconds=0.0)
 
 
-def _pack(source: Source, out: Path, request: PackRequest, content: dict[str, object], report: Report) -> Counts:
-    plan = make_plan(source, request)
-    excluded = find_excluded(plan, source, request, report=report)
-    without = {} if excluded is None else excluded.marks
-    whole_plan = plan = make_plan(source, request, without=without) if without else plan
-    digests = None
-    if request.duplicates == "drop":
-        with Progress(plan.num_images, report, status="looking for duplicates") as progress:
-            parts = [(shard.images, shard.indices) for shard in plan.shards]
-            digests = read_digests(parts, num_threads=num_cores(), progress=progress)
-        repeated = [number for group in found.equal_groups(digests) for number in group[1:]]
-        marks = marks_of(source, plan.locate(repeated))
-        plan = make_plan(
-            source, request, without={split: mark | without.get(split, False) for split, mark in marks.items()}
-        )
-    for note in (*source.notes, *plan.notes):
-        report(note)
-    with open_work(out) as work:
+@dataclass(frozen=True)
+class _Packing:
+    source: Source
+    request: PackRequest
+    out: Path
+    report: Report
+
+    def run(self, content: dict[str, object]) -> Counts:
+        """Plan, write, and put the result in place as OUT; `content` goes into pack.json."""
+        source, request = self.source, self.request
+        plan = make_plan(source, request)
+        excluded = find_excluded(plan, source, request, report=self.report)
+        without = None if excluded is None else excluded.marks
+        whole_plan = plan = plan if without is None else make_plan(source, request, without=without)
+        digests = None
+        if request.duplicates == "drop":
+            with Progress(plan.num_images, self.report, status="looking for duplicates") as progress:
+                parts = [(shard.images, shard.indices) for shard in plan.shards]
+                digests = read_digests(parts, num_threads=num_cores(), progress=progress)
+            repeated = [number for group in found.equal_digests(digests) for number in group[1:]]
+            plan = make_plan(source, request, without=marks_of(source, plan.locate(repeated), others=without))
+        for note in (*source.notes, *plan.notes):
+            self.report(note)
+        with open_work(self.out) as work:
+            with self._explain_full_disk(work):
+                records = self._write_shards(plan, work)
+                digests = digests or b"".join(records[shard.file].image_digests for shard in plan.shards)
+                counts = self._write_lists(plan, whole_plan, records, digests, excluded, work.result)
+                manifests = [self._write_manifest(split, plan, records, work.result) for split in plan.splits]
+                write_timm_info(work.result, manifests)
+                write_seen(work.result, source, whole_plan, digests)
+                write_json(work.result / PACK_FILE, {**content, "found": vars(counts)})
+                for folder in (*(work.result / split for split in plan.splits), work.result):
+                    flush(folder)
+            try:
+                os.rename(work.result, self.out)  # replaces an empty folder, fails on any other
+            except OSError as error:
+                reason = f"the folder could not be put in place ({error.strerror})"
+                raise UserError(f"{self.out}: {reason}; choose another") from None
+            flush(self.out.parent)
+        found.list_beside(self.out).unlink(missing_ok=True)
+        return counts
+
+    @contextmanager
+    def _explain_full_disk(self, work: WorkFolder) -> Iterator[None]:
         try:
-            records = _write(plan, request, work, out, report)
-            refused = found.unreadable_files(plan, records)
-            if refused and request.unreadable == "refuse":
-                raise found.unreadable_error(refused, source, plan, out)
-            digests = digests or b"".join(records[shard.file].image_digests for shard in plan.shards)
-            packs_all = request.duplicates == "keep"
-            groups = found.duplicate_groups(whole_plan, digests, packs_all=packs_all, unreadable=refused)
-            reason = "it is not in a class folder, so it has no label"
-            unlabelled = [{"path": path, "split": split, "label": None} for split, path in source.left_out]
-            refused = [*({**entry, "reason": reason} for entry in unlabelled), *refused]
-            num_excluded, num_unsure = (0, 0) if excluded is None else excluded.counts()
-            counts = found.count(groups, num_unreadable=len(refused), num_excluded=num_excluded, num_unsure=num_unsure)
-            if excluded is not None:
-                excluded.write(work.result, request)
-            for lines, file in ((groups, found.DUPLICATES_FILE), (refused, found.UNREADABLE_FILE)):
-                if lines:
-                    found.write_lines(lines, work.result / file)
-            manifests = [
-                _write_manifest(split, plan, source, request, records, work.result, report) for split in plan.splits
-            ]
-            write_timm_info(work.result, manifests)
-            write_seen(work.result, source, whole_plan, digests)
-            write_json(work.result / PACK_FILE, {**content, "found": vars(counts)})
-            for folder in (*(work.result / split for split in plan.splits), work.result):
-                flush(folder)
+            yield
         except OSError as error:
             if error.errno not in _DISK_FULL:
                 raise
             kept = f", it goes on from the finished shards in {work.path}" if work.has_records else ""
+            reason = f"the disk is full ({os.strerror(error.errno)}); make room and type the same command again{kept}"
+            raise UserError(f"{self.out}: {reason}") from None
+
+    def _write_shards(self, plan: PackPlan, work: WorkFolder) -> dict[str, ShardRecord]:
+        """Write the shards that an earlier attempt did not finish."""
+        out, request = self.out, self.request
+        marks = {each.file: (each.split, plan_mark(each, request) if work.has_records else "") for each in plan.shards}
+        finished, num_others = work.recover(marks)
+        if finished:
+            of_all = f"{len(finished):,} of {counted(len(marks), 'shard')}"
+            self.report(f"{out}: resuming: {of_all} finished in an earlier attempt")
+        if num_others:
+            self.report(
+                f"{out}: {counted(num_others, 'shard')} of an earlier attempt discarded: "
+                f"the request or the source has changed since, or an image could not be read"
+            )
+        left = [shard for shard in plan.shards if shard.file not in finished]
+        self._demand_space(left, work.path)
+        paths = {work.result / shard.split / shard.file: shard for shard in left}
+        done_images = plan.num_images - sum(map(len, left))
+        with Progress(plan.num_images, self.report, done_images=done_images) as progress:
+            return finished | write_shards(paths, request, num_threads=num_cores(), progress=progress, save=work.save)
+
+    def _demand_space(self, shards: Sequence[ShardPlan], folder: Path) -> None:
+        resize = self.request.resize
+        most = None if resize is None else int(_REDUCED_BYTES_PER_SQUARE_PIXEL * resize.short_pixels**2)
+        needed, free = needed_bytes(shards, most_image_bytes=most), shutil.disk_usage(folder).free
+        if needed > free:
             raise UserError(
-                f"{out}: the disk is full ({os.strerror(error.errno)}); make room and type the same command again{kept}"
-            ) from None
-        try:
-            os.rename(work.result, out)  # replaces an empty folder, fails on any other
-        except OSError as error:
-            raise UserError(f"{out}: the folder could not be put in place ({error.strerror}); choose another") from None
-        flush(out.parent)
-    found.list_beside(out).unlink(missing_ok=True)
-    return counts
+                f"{folder.parent}: the shards need about {show_bytes(needed)} and {show_bytes(free)} are free; "
+                f"make room or choose an OUT on another disk"
+            )
 
-
-def _write(plan: PackPlan, request: PackRequest, work: WorkFolder, out: Path, report: Report) -> dict[str, ShardRecord]:
-    marks = {shard.file: (shard.split, plan_mark(shard, request) if work.has_records else "") for shard in plan.shards}
-    finished, num_others = work.recover(marks)
-    if finished:
-        report(f"{out}: resuming: {len(finished):,} of {counted(len(marks), 'shard')} finished in an earlier attempt")
-    if num_others:
-        report(
-            f"{out}: {counted(num_others, 'shard')} of an earlier attempt discarded: "
-            f"the request or the source has changed since, or an image could not be read"
+    def _write_lists(
+        self,
+        plan: PackPlan,
+        whole_plan: PackPlan,
+        records: Mapping[str, ShardRecord],
+        digests: bytes,
+        excluded: Excluded | None,
+        result: Path,
+    ) -> Counts:
+        """List and count duplicates, excluded and unreadable images; UserError if the latter are refused."""
+        unreadable = found.unreadable_files(plan, records)
+        if unreadable and self.request.unreadable == "refuse":
+            raise found.unreadable_error(unreadable, self.source, plan, self.out)
+        packs_all = self.request.duplicates == "keep"
+        groups = found.duplicate_groups(whole_plan, digests, packs_all=packs_all, unreadable=unreadable)
+        reason = "it is not in a class folder, so it has no label"
+        loose = self.source.left_out
+        unreadable[:0] = [{"path": path, "split": split, "label": None, "reason": reason} for split, path in loose]
+        num_excluded, num_unsure = (0, 0) if excluded is None else excluded.counts()
+        if excluded is not None:
+            excluded.write(result, self.request)
+        for lines, file in ((groups, found.DUPLICATES_FILE), (unreadable, found.UNREADABLE_FILE)):
+            if lines:
+                replace_lines(result / file, lines)
+        return Counts(
+            unreadable=len(unreadable), excluded=num_excluded, unsure=num_unsure, **found.count_groups(groups)
         )
-    left = [shard for shard in plan.shards if shard.file not in finished]
-    _demand_space(left, request, work.path)
-    paths = {work.result / shard.split / shard.file: shard for shard in left}
-    done_images = plan.num_images - sum(map(len, left))
-    with Progress(plan.num_images, report, done_images=done_images) as progress:
-        return finished | write_shards(paths, request, num_threads=num_cores(), progress=progress, save=work.save)
 
-
-def _write_manifest(
-    split: SplitName,
-    plan: PackPlan,
-    source: Source,
-    request: PackRequest,
-    records: Mapping[str, ShardRecord],
-    result: Path,
-    report: Report,
-) -> Manifest:
-    """Write the manifest of a split; shards without a readable image are removed."""
-    kept = [shard for each in plan.splits[split] if (shard := records[each.file].shard).num_samples]
-    for file in {shard.file for shard in plan.splits[split]} - {shard.file for shard in kept}:
-        for path in (result / split / file, index_path(result / split / file)):
-            path.unlink()
-    if not kept:
-        raise UserError(f"{source.spec}: no image of split {split} can be read; fix them")
-    planned, packed = set[int](), set[int]()
-    for shard in plan.splits[split]:
-        refused = [entry.position for entry in records[shard.file].refused]
-        planned.update(class_numbers(shard.labels[refused].ravel()))
-        packed.update(class_numbers(np.delete(shard.labels, refused, axis=0).ravel()))
-    for number in sorted(planned - packed):
-        report(f"no image of the class {plan.classes[number]} in split {split} can be read")
-    sets = request.exclusion.sets if request.exclusion is not None and split == "train" else ()
-    manifest = Manifest(
-        result / split,
-        request.name or "",
-        split,
-        plan.classes,
-        tuple(kept),
-        source.spec,
-        labels=LABEL_SPECS[plan.kind],
-        without_matches_of=tuple(each.digest for each in sets),
-    )
-    write_manifest(manifest)
-    return manifest
-
-
-def _demand_space(shards: Sequence[ShardPlan], request: PackRequest, folder: Path) -> None:
-    resize = request.resize
-    most = None if resize is None else int(_REDUCED_BYTES_PER_SQUARE_PIXEL * resize.short_pixels**2)
-    needed, free = needed_bytes(shards, most_image_bytes=most), shutil.disk_usage(folder).free
-    if needed > free:
-        raise UserError(
-            f"{folder.parent}: the shards need about {show_bytes(needed)} and {show_bytes(free)} are free; "
-            f"make room or choose an OUT on another disk"
+    def _write_manifest(
+        self, split: SplitName, plan: PackPlan, records: Mapping[str, ShardRecord], result: Path
+    ) -> Manifest:
+        """Write the manifest of a split; shards without a readable image are removed."""
+        shards = plan.splits[split]
+        kept = [record.shard for each in shards if (record := records[each.file]).shard.num_samples]
+        for file in {shard.file for shard in shards} - {shard.file for shard in kept}:
+            for path in (result / split / file, index_path(result / split / file)):
+                path.unlink()
+        if not kept:
+            raise UserError(f"{self.source.spec}: no image of split {split} can be read; fix them")
+        refused, packed = set[int](), set[int]()
+        for shard in shards:
+            positions = [entry.position for entry in records[shard.file].refused]
+            refused.update(class_numbers(shard.labels[positions].ravel()))
+            packed.update(class_numbers(np.delete(shard.labels, positions, axis=0).ravel()))
+        for number in sorted(refused - packed):
+            self.report(f"no image of the class {plan.classes[number]} in split {split} can be read")
+        exclusion = self.request.exclusion if split == "train" else None
+        manifest = Manifest(
+            result / split,
+            self.request.name or "",
+            split,
+            plan.classes,
+            tuple(kept),
+            self.source.spec,
+            labels=LABEL_SPECS[plan.kind],
+            without_matches_of=tuple(each.digest for each in exclusion.sets) if exclusion else (),
         )
+        write_manifest(manifest)
+        return manifest
 
 
 def _demand_same(out: Path, *, version: int, request: Mapping[str, object], fingerprint: str) -> Counts:
     """The counts of that packing. Raises UserError unless OUT is the result of this request on this very source."""
+    remedy = "choose another folder or delete it"
     try:
         packed = parse_json((out / PACK_FILE).read_bytes())
         before = dict(packed["request"])
         known, same = packed["version"] == version, packed["fingerprint"] == fingerprint
         counts = Counts(**packed["found"])
     except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(
-            f"{out}: it exists and was not packed by shardvit; choose another folder or delete it"
-        ) from None
+        raise UserError(f"{out}: it exists and was not packed by shardvit; {remedy}") from None
     different = [key for key in {**request, **before} if before.get(key) != request.get(key)]
     if not known or different:
         key = different[0] if different else "version"
-        raise UserError(
-            f"{out}: it exists and was packed with another request "
-            f"({key}: {before.get(key)!r} then, {request.get(key)!r} now); choose another folder or delete it"
-        )
+        then = f"{key}: {before.get(key)!r} then, {request.get(key)!r} now"
+        raise UserError(f"{out}: it exists and was packed with another request ({then}); {remedy}")
     if not same:
-        raise UserError(
-            f"{out}: it was packed from {request['source']}, which has changed since; "
-            f"choose another folder or delete it"
-        )
+        raise UserError(f"{out}: it was packed from {request['source']}, which has changed since; {remedy}")
     return counts

@@ -6,13 +6,13 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from data_shards.errors import UserError
 from data_shards.images.decode import PixelLimit
 from data_shards.packing.image import PACKED_LIMIT, Resize
 from data_shards.packing.sources.base import Source
-from data_shards.packing.sources.label_list import LabelList, clean_path, read_lines
+from data_shards.packing.sources.label_list import LabelList, at_line, clean_path, read_lines
 from data_shards.packing.sources.recognise import Published
 from data_shards.shards.shard_set import ShardSet
 from data_shards.store.store import Store
@@ -32,8 +32,7 @@ class Exclusion:
     show: Callable[[Path, Sequence[Matches], PixelLimit], None] | None = None
 
 
-@dataclass(frozen=True)
-class HoldoutList:
+class HoldoutList(NamedTuple):
     """Images to hold out: {path as the source traces it: line of `file`}."""
 
     file: Path
@@ -44,28 +43,12 @@ class HoldoutList:
         return f"{self.file.resolve()} ({digest})"
 
 
-@dataclass(frozen=True)
-class HoldoutCount:
-    """Number of images to hold out, whatever their classes: 51,200 of ImageNet-21k in Google's code."""
-
-    num_images: int
-
-    def __post_init__(self) -> None:
-        if self.num_images < 1:
-            raise UserError(f"holdout_images: must be at least 1, not {self.num_images}")
-
-
-Holdout = float | HoldoutList | HoldoutCount
-
-
 def read_holdout_list(file: Path, *, root: Path) -> HoldoutList:
     """Read one path a line, below the source's folder `root`; UserError if the file is no such list."""
     lines: dict[str, int] = {}
     for line, text in read_lines(file):
-        try:
+        with at_line(file, line):
             lines.setdefault(clean_path(text, root=root), line)
-        except ValueError as error:
-            raise UserError(f"{file}, line {line}: {error}; correct that line") from None
     if not lines:
         raise UserError(f"{file}: it names no image; write the path of one on each line")
     return HoldoutList(file, lines)
@@ -73,50 +56,41 @@ def read_holdout_list(file: Path, *, root: Path) -> HoldoutList:
 
 @dataclass(frozen=True)
 class PackRequest:
-    """Everything but the source and OUT. Raises UserError for contradictions.
+    """Everything but the source and OUT. Raises UserError for contradictions."""
 
-    Args:
-        name: of the set; the name of OUT unless given.
-        labels: list with the labels of a folder's images, instead of the names of their folders.
-        classes: pack these classes only, labelled 0, 1, ... in this order.
-        doubtful_classes: refuse or keep names that differ only by case or blanks, and a lone class of several folders.
-        holdout: becomes val: a fraction of each class (of all images, if multi-label), a number of images, or a list.
-        samples_per_shard: most images in a tar; 1000 unless `shard_size_bytes` is given.
-        shard_size_bytes: most bytes of a tar, within one image.
-        pixel_limit: larger images count as unreadable, and are not decoded.
-        unreadable: refuse ends the packing after all images were read; skip leaves them out and lists them.
-        duplicates: keep images with the same bytes, or drop all but the first in shard order, train before val.
-        reread: compare the bytes of changed images (by modification time) or of all, if OUT was packed before.
-        seed: of the shuffle and the held-out choice.
-    """
-
-    name: str | None = None
-    labels: LabelList | None = None
+    name: str | None = None  # of the set; the name of OUT unless given
+    labels: LabelList | None = None  # labels of a folder's images, instead of the names of their folders
     published: Published = field(default_factory=Published)
-    classes: Sequence[str] | None = None
+    classes: Sequence[str] | None = None  # pack these only, labelled 0, 1, ... in this order
+    # Refuse or keep names that differ only by case or blanks, and a lone class of several folders.
     doubtful_classes: Literal["refuse", "keep"] = "refuse"
-    holdout: Holdout | None = None
-    samples_per_shard: int | None = None
-    shard_size_bytes: int | None = None
+    # Images that become val: a fraction of each class (of all images, if multi-label), a number whatever their classes
+    # (51,200 of ImageNet-21k in Google's code), or a list.
+    holdout: float | None = None
+    holdout_images: int | None = None
+    holdout_list: HoldoutList | None = None
+    samples_per_shard: int | None = None  # most images in a tar; 1000 unless `shard_size_bytes` is given
+    shard_size_bytes: int | None = None  # most bytes of a tar, within one image
     resize: Resize | None = None
-    pixel_limit: PixelLimit = PACKED_LIMIT
-    unreadable: Literal["refuse", "skip"] = "refuse"
-    duplicates: Literal["keep", "drop"] = "keep"
+    pixel_limit: PixelLimit = PACKED_LIMIT  # larger images count as unreadable, and are not decoded
+    unreadable: Literal["refuse", "skip"] = "refuse"  # refuse after all images were read, or list and leave out
+    duplicates: Literal["keep", "drop"] = "keep"  # drop all but the first with the same bytes, train before val
     exclusion: Exclusion | None = None
-    reread: Literal["changed", "all"] = "changed"
-    seed: int = 0
+    reread: Literal["changed", "all"] = "changed"  # if OUT was packed: compare the bytes of changed images, or of all
+    seed: int = 0  # of the shuffle and the held-out choice
 
     def __post_init__(self) -> None:
         if self.name is not None and not (self.name.strip() and self.name.isprintable()):
             raise UserError(f"name: {self.name!a} cannot be written; give letters or digits")
-        if self.samples_per_shard is not None and self.shard_size_bytes is not None:
-            raise UserError("samples_per_shard, shard_size: give one of them, not both")
+        for names in (("holdout", "holdout_images", "holdout_list"), ("samples_per_shard", "shard_size_bytes")):
+            if sum(getattr(self, name) is not None for name in names) > 1:
+                flags = ", ".join(f"--{name.removesuffix('_bytes').replace('_', '-')}" for name in names)
+                raise UserError(f"{flags}: give one of them, not both")
         if self.samples_per_shard is None and self.shard_size_bytes is None:
             object.__setattr__(self, "samples_per_shard", DEFAULT_SAMPLES_PER_SHARD)
-        if self.samples_per_shard is not None and self.samples_per_shard < 1:
-            raise UserError(f"samples_per_shard: must be at least 1, not {self.samples_per_shard}")
-        if self.shard_size_bytes is not None and self.shard_size_bytes < 1:
-            raise UserError(f"shard_size: must be at least 1 byte, not {self.shard_size_bytes}")
+        for name in ("holdout_images", "samples_per_shard", "shard_size_bytes"):
+            if (number := getattr(self, name)) is not None and number < 1:
+                raise UserError(f"{name.removesuffix('_bytes')}: must be at least 1, not {number}")
         if self.resize is not None and self.shard_size_bytes is not None:
             raise UserError("shard_size: the size of reduced images is not known yet; give samples_per_shard instead")
 
@@ -125,12 +99,12 @@ class PackRequest:
         val, val_labels, cifar_labels = vars(self.published).values()
         given: dict[str, object] = {
             "name": self.name,
-            "holdout_list": str(self.holdout) if isinstance(self.holdout, HoldoutList) else None,
+            "holdout_list": str(self.holdout_list) if self.holdout_list else None,
             "labels": self.labels.as_json() if self.labels else None,
             "val": str(val.resolve()) if val else None,
             "val_labels": str(val_labels.resolve()) if val_labels else None,
             "cifar_labels": cifar_labels if cifar_labels != "fine" else None,
-            "holdout_images": self.holdout.num_images if isinstance(self.holdout, HoldoutCount) else None,
+            "holdout_images": self.holdout_images,
             "shard_size_bytes": self.shard_size_bytes,
             "resize": asdict(self.resize) if self.resize else None,
             "max_image_pixels": self.pixel_limit.pixels if self.pixel_limit != PACKED_LIMIT else None,
@@ -141,7 +115,7 @@ class PackRequest:
         return {
             "source": source.spec,
             "classes": None if self.classes is None else list(self.classes),
-            "holdout": self.holdout if isinstance(self.holdout, float | int) else None,
+            "holdout": self.holdout,
             "samples_per_shard": self.samples_per_shard,
             "seed": self.seed,
             **{name: value for name, value in given.items() if value is not None},

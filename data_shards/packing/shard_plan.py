@@ -14,19 +14,20 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.errors import UserError
-from data_shards.packing.request import Holdout, HoldoutCount, HoldoutList, PackRequest
-from data_shards.packing.sources.base import ImageSet, Source, SplitName
+from data_shards.packing.request import HoldoutList, PackRequest
+from data_shards.packing.sources.base import ImageSet, Int64s, Source, SplitName
 from data_shards.shards.labels import LabelSpec, similar_names
 from data_shards.text import named
 from data_shards.vocabulary import LabelKind
 
-Int64s = NDArray[np.int64]
 Marks = dict[SplitName, NDArray[np.bool_]]  # per split of the source: bool [images]
+Line = dict[str, Any]  # an entry of a list of images
 
 LABEL_SPECS: Mapping[LabelKind, LabelSpec] = {
     "single": LabelSpec(),
@@ -63,10 +64,11 @@ class ShardPlan:
         name = self.classes[self.labels[position]] if self.labels.ndim == 1 else None
         return sample_key(name, self.trace(position), self.first_number + int(self.indices[position]))
 
-    def class_names(self, position: int) -> str | list[str]:
-        """The class of an image, or a list where images have several."""
+    def line(self, position: int) -> Line:
+        """An image as an entry of a list; `label` is its class, or a list where images have several."""
         names = [self.classes[number] for number in class_numbers(self.labels[position])]
-        return names[0] if self.labels.ndim == 1 else names
+        label = names[0] if self.labels.ndim == 1 else names
+        return {"path": self.trace(position), "split": self.split, "label": label}
 
     def label_member(self, position: int) -> tuple[str, bytes]:
         """Extension and content of the member that holds the label: ASCII in .cls, or a list in .json."""
@@ -101,9 +103,11 @@ class PackPlan:
         return [(shards[at], number - int(starts[at])) for at, number in zip(found, numbers, strict=True)]
 
 
-def marks_of(source: Source, places: Sequence[tuple[ShardPlan, int]]) -> Marks:
-    """Mark the images at these places, per split of the source."""
+def marks_of(source: Source, places: Sequence[tuple[ShardPlan, int]], *, others: Marks | None = None) -> Marks:
+    """Mark the images at these places, and those that are marked in `others`, per split of the source."""
     marks: Marks = {split: np.zeros(len(images), dtype=np.bool_) for split, images in source.splits.items()}
+    for split, mark in (others or {}).items():
+        marks[split] |= mark
     for shard, position in places:
         marks[shard.source_split][shard.indices[position]] = True
     return marks
@@ -127,14 +131,15 @@ def make_plan(source: Source, request: PackRequest, *, without: Marks | None = N
             is_chosen = is_chosen.any(axis=1) | (request.classes is None)
         first_numbers[split] = sum(len(source.splits[before]) for before in first_numbers)
         parts[split] = np.flatnonzero(is_chosen)
-    if request.holdout is not None:
-        parts = hold_out(source, parts["train"], request.holdout, request.seed)
+    is_held = (request.holdout, request.holdout_images, request.holdout_list) != (None, None, None)
+    if is_held:
+        parts = hold_out(source, parts["train"], request)
     # A number of images, or a set without a held-out part of its own, need not have all classes in val.
-    may_be_empty = isinstance(request.holdout, HoldoutCount) or source.empty_classes == "report"
+    may_be_empty = request.holdout_images is not None or source.empty_classes == "report"
     plans: dict[SplitName, list[ShardPlan]] = {}
     notes = _doubts(source, request)
     for split, indices in parts.items():
-        of_split: SplitName = "train" if request.holdout is not None else split
+        of_split: SplitName = "train" if is_held else split
         images = source.splits[of_split]
         if without is not None:
             indices = indices[~without[of_split][indices]]
@@ -142,23 +147,25 @@ def make_plan(source: Source, request: PackRequest, *, without: Marks | None = N
         notes += _check_counts(source, split, labels, chosen, may_be_empty=may_be_empty)
         # Neighbours in a source are of one class; a shard, and so a shuffle window, should hold all of them.
         order = _hash_order(images, indices, f"shuffle-{split}", request.seed)
+        pieces = _cut(order, tar_bytes(images.num_bytes[indices[order]]), request)
+        name = f"{file_name(request.name or '')}-{split}"
         plans[split] = [
             ShardPlan(
-                file=f"{file_name(request.name or '')}-{split}-{number:06d}.tar",
-                images=images,
-                indices=indices[piece],
-                labels=labels[piece],
-                classes=chosen,
-                first_number=first_numbers[of_split],
-                split=split,
-                source_split=of_split,
+                f"{name}-{at:06d}.tar",
+                images,
+                indices[piece],
+                labels[piece],
+                chosen,
+                first_numbers[of_split],
+                split,
+                of_split,
             )
-            for number, piece in enumerate(_cut(order, tar_bytes(images.num_bytes[indices[order]]), request))
+            for at, piece in enumerate(pieces)
         ]
     return PackPlan(chosen, source.kind, plans, tuple(notes))
 
 
-def hold_out(source: Source, indices: Int64s, holdout: Holdout, seed: int) -> dict[SplitName, Int64s]:
+def hold_out(source: Source, indices: Int64s, request: PackRequest) -> dict[SplitName, Int64s]:
     """Divide the images `indices` of split train into train and val.
 
     Raises UserError if there is a val split, or for a fraction outside (0, 1), a class of one image, or unknown paths.
@@ -166,17 +173,17 @@ def hold_out(source: Source, indices: Int64s, holdout: Holdout, seed: int) -> di
     if "val" in source.splits:
         raise UserError(f"holdout: {source.spec} has a held-out split already; leave holdout out")
     images = source.splits["train"]
-    if isinstance(holdout, HoldoutList):
-        val = _listed(source, indices, holdout)
-    elif isinstance(holdout, HoldoutCount):
-        if holdout.num_images >= len(indices):
+    if request.holdout_list is not None:
+        val = _listed(source, indices, request.holdout_list)
+    elif (count := request.holdout_images) is not None:
+        if count >= len(indices):
             raise UserError(
-                f"holdout_images: {source.spec} has {len(indices):,} images, so {holdout.num_images:,} cannot be held "
-                "out; give a smaller number"
+                f"holdout_images: {source.spec} has {len(indices):,} images, so {count:,} cannot be held out; give a "
+                "smaller number"
             )
-        val = np.sort(indices[_hash_order(images, indices, "holdout", seed)[: holdout.num_images]])
+        val = np.sort(indices[_hash_order(images, indices, "holdout", request.seed)[:count]])
     else:
-        val = _fraction(source, indices, holdout, seed)
+        val = _fraction(source, indices, request.holdout or 0, request.seed)
     return {"train": np.setdiff1d(indices, val, assume_unique=True), "val": val}
 
 
@@ -192,15 +199,14 @@ def _fraction(source: Source, indices: Int64s, fraction: float, seed: int) -> In
         groups = [indices[images.labels[indices] == label] for label in np.unique(images.labels[indices])]
     held = [indices[:0]]
     for members in groups:
-        if len(members) < 2:
-            if source.empty_classes == "report":
-                continue  # it stays in train; the plan's notes name classes without an image in val
+        if len(members) > 1:
+            count = min(max(round(len(members) * fraction), 1), len(members) - 1)
+            held.append(members[_hash_order(images, members, "holdout", seed)[:count]])
+        elif source.empty_classes == "refuse":  # else it stays in train; the notes name classes without an image in val
             raise UserError(
                 f"holdout: the class {source.classes[images.labels[members[0]]]!r} of {source.spec} has one image "
                 "only, so none can be held out; add images or leave the class out"
             )
-        count = min(max(round(len(members) * fraction), 1), len(members) - 1)
-        held.append(members[_hash_order(images, members, "holdout", seed)[:count]])
     return np.sort(np.concatenate(held))
 
 

@@ -18,13 +18,12 @@ import os
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +34,7 @@ from data_shards.packing.image import prepare_image
 from data_shards.packing.request import PackRequest
 from data_shards.packing.shard_plan import LABEL_SPECS, ShardPlan
 from data_shards.packing.sources.base import ImageSet
+from data_shards.processes import run_threads
 from data_shards.progress_line import Progress
 from data_shards.shards.manifest import Shard, write_json
 from data_shards.shards.tar_index import build_index, index_path, write_index
@@ -43,7 +43,6 @@ from data_shards.text import parse_json
 
 DIGEST_BYTES = 16  # of an image
 _BUFFER_BYTES = 1 << 20
-_Result = TypeVar("_Result")
 
 
 class RefusedImage(NamedTuple):
@@ -189,22 +188,22 @@ def write_shards(
     def write(path: Path, plan: ShardPlan) -> ShardRecord | None:
         record = None
         try:
-            if not stop.is_set():
-                record = _write(plan, path, request, stop, progress)
+            record = None if stop.is_set() else _write(plan, path, request, stop, progress)
             if record is not None:
                 save(record)
-                return record
         except BaseException:
             stop.set()  # at once: the main thread learns of it only when it waits for this shard
-            path.unlink(missing_ok=True)
+            record = None
             raise
-        path.unlink(missing_ok=True)
-        return None
+        finally:
+            if record is None:
+                path.unlink(missing_ok=True)
+        return record
 
     # Pillow warns of large photographs and odd metadata; here only what cannot be decoded matters. (The filter is
     # process-wide, so it is set around all threads.)
     with warnings.catch_warnings(action="ignore"):
-        records = _on_threads(write, plans.items(), num_threads=num_threads, stop=stop)
+        records = list(run_threads(write, plans.items(), threads=num_threads, stop=stop))
     return {record.shard.file: record for record in records if record is not None}
 
 
@@ -240,20 +239,7 @@ def read_digests(parts: Sequence[tuple[ImageSet, NDArray[np.int64]]], *, num_thr
         progress.add(len(indices))
         return digests
 
-    return b"".join(_on_threads(of_part, parts, num_threads=num_threads, stop=stop))
-
-
-def _on_threads(
-    function: Callable[..., _Result], arguments: Iterable[tuple[Any, ...]], *, num_threads: int, stop: threading.Event
-) -> list[_Result]:
-    with ThreadPoolExecutor(num_threads) as pool:
-        futures = [pool.submit(function, *each) for each in arguments]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:  # Ctrl-C too: the threads would go on to their end otherwise
-            stop.set()
-            pool.shutdown(cancel_futures=True)
-            raise
+    return b"".join(run_threads(of_part, parts, threads=num_threads, stop=stop))
 
 
 def _write(

@@ -3,13 +3,13 @@
     python -m launch.bench.data FOLDER_OR_TAR [--images 4000] [--rounds 3] [--record FILE] [--quick]
 
 Measures the training transform alone (one core) beside stock torchvision; whole loaders with two workers, each in a
-fresh process, in rounds, so that the machine's moods hit all alike; the time to resume in a set of 1,000 shards; and
-our memory over several epochs. A peer that is not installed, or that fails, is skipped with a line. None is a
+fresh process, in rounds, so that changes of the machine's speed hit all alike; the time to resume in a set of 1,000
+shards; and our memory over several epochs. A peer that is not installed, or fails, is skipped with a line. None is a
 dependency: `pip install nvidia-dali-cuda130 grain mosaicml-streaming litdata` into an environment on top of this one.
 All on the CPU; a GPU is hidden from everyone.
 
-Costs about 8 minutes on two cores (2 with --quick) and 2.5 GB in the folder for temporary files. Files lie in the page
-cache: what a disk or a network costs is not measured here.
+Costs about 8 minutes on two cores (2 with --quick) and 2.5 GB in the folder for temporary files. Files are in the page
+cache: disks and networks are not measured.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from cyclopts import App, Parameter
 from data_shards.errors import UserError
 from launch.bench.data_methods import BATCH_IMAGES, METHODS, OURS, OURS_PROCESSES, OURS_RESIZED, STOCK, WORKERS, Work
 from launch.bench.data_results import LoaderRound, Results, find_targets, report_lines
-from launch.bench.measure import Told, run_told
+from launch.bench.measure import Told, processor, run_told
 from launch.local.env import without_place
 
 Part = Literal["transform", "loaders", "resume", "memory"]
@@ -86,7 +86,10 @@ def bench(
         for part in wanted_parts:
             match part:
                 case "transform":
-                    _transform(results, photographs.contents, rounds=2 * rounds)
+                    from launch.bench.data_ours import measure_transform
+
+                    print("the transform alone", flush=True)
+                    results.transform_ms, results.psnr = measure_transform(photographs.contents, rounds=2 * rounds)
                 case "loaders":
                     _loaders(results, wanted, work=work, images=images, rounds=rounds)
                 case "resume":
@@ -106,14 +109,6 @@ def bench(
     return results
 
 
-def _transform(results: Results, contents: list[bytes], *, rounds: int) -> None:
-    from launch.bench.data_transform import measure_transform, psnr_summary
-
-    print("the transform alone", flush=True)
-    found = measure_transform(contents, rounds=rounds)
-    results.transform_ms, results.psnr = found.milliseconds, psnr_summary(found.psnr)
-
-
 def _loaders(results: Results, wanted: tuple[str, ...], *, work: Work, images: int, rounds: int) -> None:
     for name in wanted:
         missing = [package for package in METHODS[name].needs if not _is_installed(package)]
@@ -123,18 +118,18 @@ def _loaders(results: Results, wanted: tuple[str, ...], *, work: Work, images: i
     for name in wanted:
         format_writer = METHODS[name].prepare
         if name not in results.skipped and format_writer and format_writer not in prepared:
-            told = _child("prepare", work=work, last_mark="end", method=name)
+            told = _child("prepare", work=work, method=name)
             if told.failure:
                 _skip(results, name, reason=told.failure)
             else:
                 prepared.add(format_writer)
     steps = images // BATCH_IMAGES
-    warm_up, batches = max(1, steps // 10), steps // 2  # it ends before the set does, so no worker runs dry
+    warm_up, batches = max(1, steps // 10), steps // 2  # it ends before the set does: no worker runs dry
     for round_number in range(rounds):
         turns = [name for name in wanted if name not in results.skipped]
-        shift = round_number * len(turns) // rounds  # so that nobody always comes after the same one
+        shift = round_number * len(turns) // rounds  # so that no method always follows the same one
         for name in turns[shift:] + turns[:shift]:
-            told = _child("loader", work=work, last_mark="end", method=name, warm_up=warm_up, batches=batches)
+            told = _child("loader", work=work, method=name, warm_up=warm_up, batches=batches)
             if told.failure:
                 results.loaders.pop(name, None)
                 _skip(results, name, reason=told.failure)
@@ -154,8 +149,8 @@ def _loader_round(told: Told, *, images: int) -> LoaderRound:
         cpu_ms=1000 * (end["cpu_seconds"] - go["cpu_seconds"]) / images,
         images_per_second=images / (end["seconds"] - go["seconds"]),
         first_seconds=told.marks["first"]["seconds"],
-        peak_pss_mib=told.peak_pss_mib,
-        processes=told.processes,
+        peak_pss_mib=told.peak.pss_mib,
+        processes=told.peak.processes,
     )
 
 
@@ -168,8 +163,8 @@ def _resume(results: Results, *, work: Work, rounds: int) -> None:
     found: dict[int, list[tuple[float, float]]] = {step: [] for step in steps}
     for _ in range(rounds):
         for step in steps:
-            marks = _demand(_child("resume", work=work, last_mark="first", step=step)).marks
-            first = marks["first"]["seconds"]
+            marks = _demand(_child("resume", work=work, step=step)).marks
+            first = marks["end"]["seconds"]
             found[step].append((first, first - marks["ready"]["seconds"]))
             print(f"resume at step {step:,}: {first:.2f} s", flush=True)
     for step, times in found.items():
@@ -179,26 +174,22 @@ def _resume(results: Results, *, work: Work, rounds: int) -> None:
 
 def _memory(results: Results, *, work: Work) -> None:
     print(f"memory over {_MEMORY_EPOCHS} epochs", flush=True)
-    told = _demand(_child("memory", work=work, last_mark="end", epochs=_MEMORY_EPOCHS))
+    told = _demand(_child("memory", work=work, epochs=_MEMORY_EPOCHS))
     results.memory_mib = [values["pss_mib"] for mark, values in told.marks.items() if mark.startswith("tenth")]
 
 
-def _child(task: str, *, work: Work, last_mark: str, **request: Any) -> Told:
-    """Run one task of `data_child` in a fresh process, without a GPU, and without the numbers of any launcher."""
-
-    def command(descriptor: int) -> list[str]:
-        content = {"task": task, "descriptor": descriptor, "work": str(work.root), **request}
-        return [sys.executable, "-m", "launch.bench.data_child", json.dumps(content)]
-
+def _child(task: str, *, work: Work, **request: Any) -> Told:
+    """Run one task of `data_child` in a fresh process, without a GPU and without a launcher's variables."""
     work.temporary.mkdir(parents=True, exist_ok=True)
     environment = without_place()
-    paths = [str(_ROOT), *filter(None, [environment.get("PYTHONPATH")])]
     return run_told(
-        command,
-        last_mark=last_mark,
+        lambda descriptor: [
+            *(sys.executable, "-m", "launch.bench.data_child"),
+            json.dumps({"task": task, "descriptor": descriptor, "work": str(work.root), **request}),
+        ],
         env={
             **environment,
-            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, [environment.get("PYTHONPATH")])]),
             "CUDA_VISIBLE_DEVICES": "",
             "TMPDIR": str(work.temporary),  # some peers leave files behind
         },
@@ -243,7 +234,7 @@ def _setting(photographs: Any, *, images: int, rounds: int) -> dict[str, Any]:
             continue
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "cpu": _cpu_model(),
+        "cpu": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "versions": versions,
@@ -255,13 +246,6 @@ def _setting(photographs: Any, *, images: int, rounds: int) -> dict[str, Any]:
         "workers": WORKERS,
         "batch": BATCH_IMAGES,
     }
-
-
-def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -11,98 +11,53 @@ CROP_AREA = (0.08, 1.0)  # torchvision's, timm's and DALI's default; ours is set
 SHORT_SIDE, QUALITY = 320, 90  # of the shards that are packed smaller
 
 
-@dataclass(frozen=True)
 class Work:
     """Folders of the prepared images."""
 
-    root: Path
-
-    @property
-    def images(self) -> Path:
-        return self.root / "images"
-
-    @property
-    def shards(self) -> Path:
-        return self.root / "shards" / "train"
-
-    @property
-    def resized(self) -> Path:
-        return self.root / "shards-320" / "train"
-
-    @property
-    def many(self) -> Path:
-        return self.root / "many"
-
-    @property
-    def mosaic(self) -> Path:
-        return self.root / "mosaic"
-
-    @property
-    def litdata(self) -> Path:
-        return self.root / "litdata"
-
-    @property
-    def temporary(self) -> Path:
-        return self.root / "tmp"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.shards, self.resized = root / "shards" / "train", root / "shards-320" / "train"
+        self.images, self.many, self.temporary = root / "images", root / "many", root / "tmp"
+        self.mosaic, self.litdata = root / "mosaic", root / "litdata"
 
 
 TransformName = Literal["stock", "fast", "own"]
-WorkerKind = Literal["thread", "process"]
+_TRANSFORMS: dict[TransformName, str] = {"stock": ", torchvision", "fast": ", our transform", "own": ""}
 
 
 @dataclass(frozen=True)
 class Method:
-    """One loader that is measured.
+    """A loader to measure."""
 
-    Attributes:
-        label: what it is, for the table.
-        needs: packages beyond those that the project has anyway.
-        transform: torchvision's, ours, or one that it brings along.
-        batches: name of the function in `data_peers`; None for ours.
-        prepare: name of the function in `data_peers` that writes its own format.
-        shards: which packed set it reads.
-        kind: what the workers of ours are.
-    """
-
-    label: str
-    needs: tuple[str, ...] = ()
-    transform: TransformName = "stock"
-    batches: str | None = None
-    prepare: str | None = None
+    loader: str  # its name, for the table
+    needs: tuple[str, ...] = ()  # packages that the project does not need itself
+    transform: TransformName = "stock"  # torchvision's, ours, or one that the loader brings along
+    batches: str | None = None  # function of `data_peers`; None: ours
+    prepare: str | None = None  # function of `data_peers` that writes the loader's own format
     shards: Literal["originals", "resized"] = "originals"
-    kind: WorkerKind = "thread"
+    kind: Literal["thread", "process"] = "thread"  # of our workers
+
+    @property
+    def label(self) -> str:
+        return self.loader + _TRANSFORMS[self.transform]
 
 
 STOCK = "webdataset"
-OURS, OURS_PROCESSES, OURS_RESIZED = "ours", "ours-processes", "ours-320"  # ours: what data.worker_kind auto gives
+OURS, OURS_PROCESSES, OURS_RESIZED = "ours", "ours-processes", "ours-320"  # ours: as data.worker_kind auto
 
-METHODS: dict[str, Method] = {
-    STOCK: Method("webdataset + WebLoader, torchvision", batches="webdataset"),
-    "torch": Method("torch DataLoader + ImageFolder, torchvision", batches="torch_folder"),
+_PEERS: dict[str, Method] = {
+    STOCK: Method("webdataset + WebLoader", batches="webdataset"),
+    "torch": Method("torch DataLoader + ImageFolder", batches="torch_folder"),
     "timm": Method("timm ImageFolder + create_loader", batches="timm", transform="own"),
-    "mosaic": Method(
-        "MosaicML streaming, torchvision", needs=("streaming",), batches="mosaic", prepare="prepare_mosaic"
-    ),
-    "litdata": Method("LitData, torchvision", needs=("litdata",), batches="litdata", prepare="prepare_litdata"),
-    "grain": Method("Grain threads, torchvision", needs=("grain",), batches="grain"),
+    "mosaic": Method("MosaicML streaming", needs=("streaming",), batches="mosaic", prepare="prepare_mosaic"),
+    "litdata": Method("LitData", needs=("litdata",), batches="litdata", prepare="prepare_litdata"),
+    "grain": Method("Grain threads", needs=("grain",), batches="grain"),
     "dali": Method("DALI CPU, float32", needs=("nvidia.dali",), batches="dali", transform="own"),
     "dali-uint8": Method("DALI CPU, uint8", needs=("nvidia.dali",), batches="dali_uint8", transform="own"),
-    "webdataset-fast": Method("webdataset + WebLoader, our transform", batches="webdataset", transform="fast"),
-    "mosaic-fast": Method(
-        "MosaicML streaming, our transform",
-        needs=("streaming",),
-        batches="mosaic",
-        prepare="prepare_mosaic",
-        transform="fast",
-    ),
-    "litdata-fast": Method(
-        "LitData, our transform",
-        needs=("litdata",),
-        batches="litdata",
-        prepare="prepare_litdata",
-        transform="fast",
-    ),
-    "grain-fast": Method("Grain threads, our transform", needs=("grain",), batches="grain", transform="fast"),
+}
+METHODS: dict[str, Method] = {
+    **_PEERS,
+    **{f"{name}-fast": replace(_PEERS[name], transform="fast") for name in (STOCK, "mosaic", "litdata", "grain")},
     OURS: Method("ours, threads", transform="own"),
     OURS_PROCESSES: Method("ours, processes", transform="own", kind="process"),
     OURS_RESIZED: Method("ours, threads, shards of --resize-short 320 --quality 90", transform="own", shards="resized"),

@@ -1,8 +1,8 @@
 """The loaders that people use, each written as its own documentation has it, as endless as its set of images.
 
-A peer is a function from the prepared images and a transform (bytes of a JPEG -> pixels) to an iterator of batches of
-64, with two workers (threads where it has threads). None of the peers is a dependency: they are imported when they are
-asked for, through `import_module`, because a type checker may not find them or their parts.
+A peer is a function from the prepared images and a transform (bytes of a JPEG -> pixels; some bring their own) to an
+iterator of batches of 64, with two workers (threads where it has threads). None of the peers is a dependency:
+`import_module` imports them where they are used, because a type checker may not find them.
 """
 
 from __future__ import annotations
@@ -68,12 +68,11 @@ def torch_folder(work: Work, transform: Transform) -> Iterator[Any]:
     return iter(DataLoader(images, batch_size=BATCH_IMAGES, shuffle=True, num_workers=WORKERS))
 
 
-def timm(work: Work, transform: Transform) -> Iterator[Any]:
+def timm(work: Work) -> Iterator[Any]:
     """timm's ImageFolder and create_loader with its own transform; batches as they go to the device, in uint8."""
     import torch
     from timm.data import create_dataset, create_loader
 
-    del transform  # it makes its own
     images: Any = create_dataset("", root=str(work.images))
     loader: Any = create_loader(
         images,
@@ -95,8 +94,8 @@ def prepare_mosaic(work: Work) -> None:
     streaming = import_module("streaming")
     columns = {"image": "bytes", "label": "int"}
     with streaming.MDSWriter(out=str(work.mosaic), columns=columns, size_limit=_CHUNK) as writer:
-        for content, label in _labelled(work):
-            writer.write({"image": content, "label": label})
+        for path, label in _files(work):
+            writer.write({"image": path.read_bytes(), "label": label})
 
 
 def mosaic(work: Work, transform: Transform) -> Iterator[Any]:
@@ -104,24 +103,27 @@ def mosaic(work: Work, transform: Transform) -> Iterator[Any]:
     from torch.utils.data import DataLoader
 
     streaming = import_module("streaming")
-    streaming.base.util.clean_stale_shared_memory()  # what a run that was killed left, it stumbles over
+    streaming.base.util.clean_stale_shared_memory()  # left by a killed run, on which it fails
+    images = _transformed(streaming.StreamingDataset, transform)(
+        local=str(work.mosaic), shuffle=True, batch_size=BATCH_IMAGES
+    )
+    return iter(DataLoader(images, batch_size=BATCH_IMAGES, num_workers=WORKERS))
 
-    class Images(streaming.StreamingDataset):
+
+def _transformed(dataset: Any, transform: Transform) -> Any:
+    class Images(dataset):
         def __getitem__(self, at: Any) -> Any:
             sample = super().__getitem__(at)
             return transform(sample["image"]), sample["label"]
 
-    images = Images(local=str(work.mosaic), shuffle=True, batch_size=BATCH_IMAGES)
-    return iter(DataLoader(images, batch_size=BATCH_IMAGES, num_workers=WORKERS))
+    return Images
 
 
 def prepare_litdata(work: Work) -> None:
     """Write the images in LitData's format."""
-    files = [(str(path), label) for path, label in _files(work)]
-    optimize = import_module("litdata").optimize
-    optimize(
+    import_module("litdata").optimize(
         fn=_litdata_sample,
-        inputs=files,
+        inputs=[(str(path), label) for path, label in _files(work)],
         output_dir=str(work.litdata),
         chunk_bytes=_CHUNK,
         num_workers=WORKERS,
@@ -137,13 +139,7 @@ def _litdata_sample(file: tuple[str, int]) -> dict[str, Any]:
 def litdata(work: Work, transform: Transform) -> Iterator[Any]:
     """LitData's StreamingDataset and StreamingDataLoader."""
     litdata = import_module("litdata")
-
-    class Images(litdata.StreamingDataset):
-        def __getitem__(self, at: Any) -> Any:
-            sample = super().__getitem__(at)
-            return transform(sample["image"]), sample["label"]
-
-    images = Images(str(work.litdata), shuffle=True)
+    images = _transformed(litdata.StreamingDataset, transform)(str(work.litdata), shuffle=True)
     return iter(litdata.StreamingDataLoader(images, batch_size=BATCH_IMAGES, num_workers=WORKERS))
 
 
@@ -188,15 +184,13 @@ def grain(work: Work, transform: Transform) -> Iterator[Any]:
     return iter(samples.to_iter_dataset(options).batch(BATCH_IMAGES))
 
 
-def dali(work: Work, transform: Transform) -> Iterator[Any]:
+def dali(work: Work) -> Iterator[Any]:
     """DALI on the CPU, normalised float32; its own crop while decoding, triangular resize."""
-    del transform
     return _dali(work, normalise=True)
 
 
-def dali_uint8(work: Work, transform: Transform) -> Iterator[Any]:
+def dali_uint8(work: Work) -> Iterator[Any]:
     """DALI on the CPU up to where ours hands over to the device: uint8."""
-    del transform
     return _dali(work, normalise=False)
 
 
@@ -235,8 +229,3 @@ def _files(work: Work) -> Iterable[tuple[Path, int]]:
     for label, folder in enumerate(sorted(work.images.iterdir())):
         for path in sorted(folder.iterdir()):
             yield path, label
-
-
-def _labelled(work: Work) -> Iterable[tuple[bytes, int]]:
-    for path, label in _files(work):
-        yield path.read_bytes(), label

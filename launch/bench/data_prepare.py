@@ -3,11 +3,11 @@
     WORK/images/CLASS/N.jpg     class folders, for torchvision and timm
     WORK/shards/train/          the same bytes packed into 8 shards
     WORK/shards-320/train/      packed with --resize-short 320 --quality 90
-    WORK/many/                  a set of 1,000 shards that are hard links to the 8: as much to open, nothing to copy
-    WORK/mosaic/, WORK/litdata/ in the peers' own formats
+    WORK/many/                  1,000 shards that are hard links to the 8
+    WORK/mosaic/, WORK/litdata/ the peers' own formats
 
-Everything lies in the page cache afterwards: what is measured is what loaders cost, not the disk. Photographs that
-stock torchvision code fails on or treats otherwise (CMYK, other formats) are left out and counted.
+Everything is in the page cache afterwards: the benchmark measures loaders, not the disk. Photographs that stock
+torchvision code fails on or treats otherwise (CMYK, other formats) are left out and counted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from data_shards.packing.pack import pack
 from data_shards.shards.manifest import read_manifest, write_manifest
 from launch.bench.data_methods import QUALITY, SHORT_SIDE, Work
 
-CLASSES = 10  # dealt out in turns; labels mean nothing here
+CLASSES = 10  # in turns; labels mean nothing here
 SHARDS = 8
 MANY_SHARDS = 1000
 
@@ -43,29 +43,14 @@ class Photographs:
 
 
 def read_photographs(source: Path) -> Photographs:
-    """All plain JPEGs of a folder or a tar.
-
-    Raises:
-        UserError: there is no such place, or no JPEG in it.
-    """
-    from PIL import Image
-
-    contents, left_out, pixels = [], 0, 0
+    """Read all plain JPEGs of a folder or a tar; UserError if there are none."""
+    contents, pixels, left_out = [], 0, 0
     for content in _files(source):
-        if not content.startswith(_JPEG_MAGIC):
+        if own := _pixels_of_plain_jpeg(content):
+            contents.append(content)
+            pixels += own
+        else:
             left_out += 1
-            continue
-        try:
-            with Image.open(io.BytesIO(content)) as image:
-                image.load()
-        except (OSError, Image.DecompressionBombError):
-            left_out += 1
-            continue
-        if image.mode not in ("RGB", "L"):
-            left_out += 1
-            continue
-        contents.append(content)
-        pixels += image.width * image.height
     if not contents:
         raise UserError(f"{source}: there is no JPEG in it; name a folder or a plain tar of photographs")
     count = len(contents)
@@ -73,11 +58,25 @@ def read_photographs(source: Path) -> Photographs:
     return Photographs(contents, left_out, mean_bytes, mean_megapixels=pixels / count / 1e6)
 
 
+def _pixels_of_plain_jpeg(content: bytes) -> int:
+    from PIL import Image
+
+    if not content.startswith(_JPEG_MAGIC):
+        return 0
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            image.load()
+    except (OSError, Image.DecompressionBombError):
+        return 0
+    return image.width * image.height if image.mode in ("RGB", "L") else 0
+
+
 def prepare(photographs: Photographs, work: Work, *, images: int) -> None:
-    """Lay the photographs out, repeated to `images`, in our own layouts; the peers' formats are made by the peers."""
+    """Lay the photographs out, repeated to `images`, in our own layouts."""
     _lay_out(photographs.contents, work.images, images=images)
-    _pack(work.images, work.shards.parent, images=images)
-    _pack(work.images, work.resized.parent, images=images, resize=Resize(SHORT_SIDE, quality=QUALITY))
+    for out, resize in ((work.shards, None), (work.resized, Resize(SHORT_SIDE, quality=QUALITY))):
+        each = -(-images // SHARDS)
+        pack(str(work.images), out.parent, samples_per_shard=each, resize=resize, report=lambda _: None)
     _link_many(work)
 
 
@@ -100,19 +99,14 @@ def _files(source: Path) -> Iterator[bytes]:
 def _lay_out(contents: list[bytes], folder: Path, *, images: int) -> None:
     for label in range(CLASSES):
         (folder / f"class{label}").mkdir(parents=True)
-    first: dict[int, Path] = {}
+    files: list[Path] = []
     for number in range(images):
         path = folder / f"class{number % CLASSES}" / f"{number:06d}.jpg"
-        which = number % len(contents)
-        if which in first:
-            os.link(first[which], path)
+        if number < len(contents):
+            path.write_bytes(contents[number])
         else:
-            path.write_bytes(contents[which])
-            first[which] = path
-
-
-def _pack(source: Path, out: Path, *, images: int, resize: Resize | None = None) -> None:
-    pack(str(source), out, samples_per_shard=-(-images // SHARDS), resize=resize, report=lambda _: None)
+            os.link(files[number % len(contents)], path)
+        files.append(path)
 
 
 def _link_many(work: Work) -> None:

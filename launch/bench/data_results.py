@@ -1,12 +1,13 @@
-"""Results of the data benchmark, its targets, and both as text. Arithmetic and text only."""
+"""Results of the data benchmark, its targets, and both as text. Pure."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from data_shards.text import table
 from launch.bench.data_methods import METHODS, OURS, OURS_RESIZED, STOCK
 from launch.bench.measure import median_ratio
 
@@ -15,12 +16,12 @@ from launch.bench.measure import median_ratio
 TRANSFORM_TO_STOCK, PSNR_DECIBELS = 2.8, 55.0
 LOADER_CPU_SHARE, RESIZED_TO_STOCK = 0.3, 5.0
 RESUME_SECONDS = 2.0
-MEMORY_GROWTH = 0.03  # what the allocator does from one epoch to the next
+MEMORY_GROWTH = 0.03  # the allocator's, from one epoch to the next
 
 
 @dataclass(frozen=True)
 class LoaderRound:
-    """One loader in one round, in a process of its own."""
+    """A loader in one round, in a process of its own."""
 
     cpu_ms: float  # per image, of all its processes, between the marks `go` and `end`
     images_per_second: float  # likewise
@@ -40,7 +41,7 @@ class Target:
 
 @dataclass
 class Results:
-    """Everything that was measured; a part that was not asked for is empty."""
+    """All measurements; a part that was not asked for is empty."""
 
     setting: dict[str, Any]
     skipped: dict[str, str] = field(default_factory=dict)
@@ -100,78 +101,63 @@ def _other_targets(results: Results) -> Iterator[Target]:
 
 def report_lines(results: Results) -> list[str]:
     """The whole report."""
-    sections: list[Callable[[Results], Sequence[str]]] = [
-        _transform_lines, _loader_lines, _resume_lines, _memory_lines, _target_lines,
-    ]  # fmt: skip
     lines = [f"{name}: {value}" for name, value in results.setting.items() if name != "versions"]
     lines.append("versions: " + ", ".join(f"{name} {value}" for name, value in results.setting["versions"].items()))
     lines += [f"skipped: {name}: {reason}" for name, reason in results.skipped.items()]
-    for section in sections:
-        text = section(results)
-        if text:
-            lines += ["", *text]
+    for section in (_transform_rows, _loader_rows, _resume_rows, _memory_rows, _target_rows):
+        if len(rows := list(section(results))) > 1:
+            lines += ["", *table(rows, align="lr").split("\n")]
+            if section is _transform_rows:
+                psnr = ", ".join(f"{name} {value:.1f}" for name, value in results.psnr.items())
+                lines.append(f"pixels against full decode and float resize, PSNR in dB: {psnr}")
     return lines
 
 
-def _transform_lines(results: Results) -> list[str]:
-    costs = results.transform_ms
-    if not costs:
-        return []
+_Rows = Iterator[Sequence[str]]
+
+
+def _transform_rows(results: Results) -> _Rows:
     labels = {
         "stock": "torchvision on Pillow, bicubic, float32",
         "ours": "ours, uint8 (flip and normalisation are the device's)",
         "decode": "of that, decoding the box (the rest is the resize)",
     }
-    rows = [("transform, one core", "ms/image", "images/s", "to stock")]
-    for name, values in costs.items():
-        cost = statistics.median(values)
-        rows.append((labels[name], f"{cost:.2f}", f"{1000 / cost:.0f}", f"{median_ratio(costs['stock'], values):.2f}"))
-    psnr = ", ".join(f"{name} {value:.1f}" for name, value in results.psnr.items())
-    return [*_table(rows), f"pixels against full decode and float resize, PSNR in dB: {psnr}"]
+    yield "transform, one core", "ms/image", "images/s", "to stock"
+    for name, values in results.transform_ms.items():
+        cost, to_stock = statistics.median(values), median_ratio(results.transform_ms["stock"], values)
+        yield labels[name], f"{cost:.2f}", f"{1000 / cost:.0f}", f"{to_stock:.2f}"
 
 
-def _loader_lines(results: Results) -> list[str]:
-    if not results.loaders:
-        return []
-    rows = [("loader, two workers", "CPU ms/image", "to stock", "images/s", "PSS MiB", "first s", "processes")]
+def _loader_rows(results: Results) -> _Rows:
+    yield "loader, two workers", "CPU ms/image", "to stock", "images/s", "PSS MiB", "first s", "processes"
     for name, rounds in results.loaders.items():
-        to_stock = f"{_cpu_ratio(results.loaders, STOCK, name):.2f}" if STOCK in results.loaders else ""
-        rows.append(
-            (
-                f"{name}: {METHODS[name].label}",
-                f"{_cpu_ms(rounds):.2f}",
-                to_stock,
-                f"{statistics.median(each.images_per_second for each in rounds):.0f}",
-                f"{_peak_pss(rounds):.0f}",
-                f"{_first_seconds(rounds):.1f}",
-                f"{_processes(rounds):.0f}",
-            )
+        yield (
+            f"{name}: {METHODS[name].label}",
+            f"{statistics.median(each.cpu_ms for each in rounds):.2f}",
+            f"{_cpu_ratio(results.loaders, STOCK, name):.2f}" if STOCK in results.loaders else "",
+            f"{statistics.median(each.images_per_second for each in rounds):.0f}",
+            f"{_peak_pss(rounds):.0f}",
+            f"{_first_seconds(rounds):.1f}",
+            f"{_processes(rounds):.0f}",
         )
-    return _table(rows)
 
 
-def _resume_lines(results: Results) -> list[str]:
-    if not results.resume:
-        return []
-    rows = [("resume in 1,000 shards, at step", "first batch s", "without imports s")]
-    rows += [
-        (f"{each['step']:,.0f}", f"{each['first_seconds']:.2f}", f"{each['after_imports_seconds']:.2f}")
-        for each in results.resume
-    ]
-    return _table(rows)
+def _resume_rows(results: Results) -> _Rows:
+    yield "resume in 1,000 shards, at step", "first batch s", "without imports s"
+    for each in results.resume:
+        yield f"{each['step']:,.0f}", f"{each['first_seconds']:.2f}", f"{each['after_imports_seconds']:.2f}"
 
 
-def _memory_lines(results: Results) -> list[str]:
-    rows = [("memory of ours, PSS MiB, after", *(f"{tenth}0 %" for tenth in range(1, 11)))]
+def _memory_rows(results: Results) -> _Rows:
+    yield "memory of ours, PSS MiB, after", *(f"{tenth}0 %" for tenth in range(1, 11))
     for number, epoch in enumerate(_epochs(results.memory_mib), start=1):
-        rows.append((f"epoch {number}", *(f"{value:.0f}" for value in epoch)))
-    return _table(rows) if results.memory_mib else []
+        yield f"epoch {number}", *(f"{value:.0f}" for value in epoch)
 
 
-def _target_lines(results: Results) -> list[str]:
-    rows = [("target", "wanted and measured", "")]
-    rows += [(each.text, each.measured, "met" if each.met else "MISSED") for each in find_targets(results)]
-    return _table(rows) if len(rows) > 1 else []
+def _target_rows(results: Results) -> _Rows:
+    yield "target", "wanted and measured", ""
+    for each in find_targets(results):
+        yield each.text, each.measured, "met" if each.met else "MISSED"
 
 
 def _at_least(text: str, value: float, bound: float, *, unit: str = "") -> Target:
@@ -180,10 +166,6 @@ def _at_least(text: str, value: float, bound: float, *, unit: str = "") -> Targe
 
 def _at_most(text: str, value: float, bound: float, *, unit: str = "") -> Target:
     return Target(text, f"<= {bound:g}{unit}: {value:.2f}", value <= bound)
-
-
-def _cpu_ms(rounds: Sequence[LoaderRound]) -> float:
-    return statistics.median(each.cpu_ms for each in rounds)
 
 
 def _peak_pss(rounds: Sequence[LoaderRound]) -> float:
@@ -199,20 +181,9 @@ def _processes(rounds: Sequence[LoaderRound]) -> float:
 
 
 def _cpu_ratio(loaders: Mapping[str, Sequence[LoaderRound]], over: str, under: str) -> float:
-    """CPU per image of one loader over another's, median of the rounds."""
+    """CPU an image of one loader over another's, median of the rounds."""
     return median_ratio(*([each.cpu_ms for each in loaders[name]] for name in (over, under)))
 
 
 def _epochs(tenths: Sequence[float]) -> list[Sequence[float]]:
     return [tenths[first : first + 10] for first in range(0, len(tenths), 10)]
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

@@ -1,12 +1,12 @@
 """Time `make demo` to its first line, its first training step and its end, for one or two checkouts.
 
-Run `python -m launch.bench.demo_start --before CHECKOUT` with another checkout of this repository (of an older commit,
-for instance); records/demo_start.txt has what it printed. The checkouts take turns, each demo in a folder of its own;
-the first turn of each, which reads the libraries from disk, is not counted. The moment of the first step is told by the
-fault suite's injection (tests/faults/inject): a pause of no length after it.
+Run `python -m launch.bench.demo_start --before CHECKOUT` with another checkout of this repository, such as an older
+commit; records/demo_start.txt has what it printed. The checkouts take turns, each demo in its own folder; the first
+turn of each, which reads the libraries from disk, does not count. The fault suite's injection (tests/faults/inject), a
+pause of no length, marks the first step.
 
-Target that the project sets itself: the first step after half the time of `--before` at most, the median of the rounds'
-ratios. Costs 2 to 3 minutes for each demo on 2 cores.
+Target: the first step after at most half the time of `--before`, the median of the rounds' ratios. Costs 2 to 3 minutes
+a demo on 2 cores.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -22,10 +21,9 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from importlib.metadata import version
 from pathlib import Path
 
-from launch.bench.measure import median_ratio
+from launch.bench.measure import median_ratio, setting
 
 _HERE = Path(__file__).resolve().parents[2]
 _TARGET = 0.5
@@ -52,16 +50,11 @@ def main() -> None:
     for _ in range(options.rounds + 1):
         for name, checkout in checkouts.items():
             waits[name].append(demo(checkout.resolve()))
-    for line in report({name: found[1:] for name, found in waits.items()}):
-        print(line)
+    print("\n".join(report({name: found[1:] for name, found in waits.items()})))
 
 
 def demo(checkout: Path) -> Waits:
-    """Run one checkout's demo in an empty folder.
-
-    Raises:
-        RuntimeError: it failed; with its output.
-    """
+    """Run one checkout's demo in an empty folder; RuntimeError with its output if it fails."""
     with tempfile.TemporaryDirectory(prefix="shardvit-bench-") as name:
         mark = Path(name) / "first-step"
         fault = {"action": "sleep", "point": "between_steps", "rank": 0, "step": 1, "once": str(mark)}
@@ -91,8 +84,7 @@ def report(waits: Mapping[str, Sequence[Waits]]) -> list[str]:
     """The table and, of two checkouts, whether the target is met."""
     rounds = len(waits["now"])
     lines = [
-        f"Python {platform.python_version()}, torch {version('torch')}, deepspeed {version('deepspeed')}, "
-        f"{os.cpu_count()} cores",
+        setting("torch", "deepspeed"),
         f"make demo, {rounds} round{'s' if rounds > 1 else ''}: seconds from the command, median (least to worst)",
         "",
         f"{'':10}" + "".join(f"{name:>26}" for name in _NAMES),

@@ -1,20 +1,20 @@
 """Measure this GPU's ceilings: copies, matrix products at the models' shapes, each of torch's attention kernels.
 
-Products are measured as training does them: forward (x W'), the input's gradient (dy W), the weight's (dy' x).
-Attention is forward and backward together; its FLOPs are three times the forward pass's, recomputation not counted.
+Products are those of training: forward (x W'), the input's gradient (dy W), the weight's (dy' x). Attention is forward
+and backward together; its FLOPs are three times the forward pass's, recomputation not counted.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.benchmark import Timer
 
 from launch.bench.gpu_work import SIZES
 
@@ -28,7 +28,7 @@ _HEADS = 16
 _SHAPES = ((197, 64), (577, 64), (256, 80), (257, 80), (1370, 80))  # tokens, size of a head: L/16 and H/14
 _TOKENS_AT_ONCE = 32_768  # of attention's batches
 _COPY_BYTES = 1 << 30
-_WARM_UP, _TIMES = 3, 10
+_MIN_SECONDS = 0.1  # of each measurement
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def ceilings(*, device: torch.device, sizes: Iterable[str]) -> Ceilings:
 def _copy_gb_per_second(device: torch.device) -> float:
     source = torch.empty(_COPY_BYTES if device.type == "cuda" else 1 << 20, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * source.numel() / _seconds(lambda: target.copy_(source), device=device) / 1e9
+    return 2 * source.numel() / _seconds(lambda: target.copy_(source)) / 1e9
 
 
 def _products(size: str, *, device: torch.device) -> Iterator[tuple[Product, float, float]]:
@@ -92,11 +92,8 @@ def _products(size: str, *, device: torch.device) -> Iterator[tuple[Product, flo
         inputs = torch.randn(tokens, fan_in, device=device, dtype=torch.bfloat16)
         gradients = torch.randn(tokens, fan_out, device=device, dtype=torch.bfloat16)
         weight = torch.randn(fan_out, fan_in, device=device, dtype=torch.bfloat16)
-        seconds = [
-            _seconds(lambda x=inputs, w=weight: x @ w.t(), device=device),
-            _seconds(lambda dy=gradients, w=weight: dy @ w, device=device),
-            _seconds(lambda x=inputs, dy=gradients: dy.t() @ x, device=device),
-        ]
+        pairs = ((inputs, weight.t()), (gradients, weight), (gradients.t(), inputs))
+        seconds = [_seconds(partial(torch.matmul, *pair)) for pair in pairs]
         flops = 2.0 * tokens * fan_in * fan_out
         yield Product(layer, *(flops / each / 1e12 for each in seconds)), 3 * flops, sum(seconds)
 
@@ -116,27 +113,12 @@ def _attention(tokens: int, head: int, *, device: torch.device) -> Attention:
             return torch.autograd.grad(out, (query, key, value), gradient)
 
         try:
-            found[name] = flops / _seconds(both, device=device) / 1e12
-        except RuntimeError:  # torch says "No available kernel"; a card may lack memory for the plain form
+            found[name] = flops / _seconds(both) / 1e12
+        except RuntimeError:  # "No available kernel", or too little memory for the plain form
             found[name] = None
     return Attention(tokens, head, found)
 
 
-def _seconds(action: Callable[[], object], *, device: torch.device) -> float:
-    """The median of several."""
-    for _ in range(_WARM_UP):
-        action()
-    spent: list[float] = []
-    for _ in range(_TIMES):
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            action()
-            end.record()
-            end.synchronize()
-            spent.append(start.elapsed_time(end) / 1000)
-        else:
-            before = time.perf_counter()
-            action()
-            spent.append(time.perf_counter() - before)
-    return statistics.median(spent)
+def _seconds(action: Callable[[], object]) -> float:
+    """Median seconds of a call, in blocks that end with the device."""
+    return Timer("action()", globals={"action": action}).blocked_autorange(min_run_time=_MIN_SECONDS).median

@@ -1,5 +1,8 @@
 """The contenders of `launch.bench.gpu`: peers as their users run them, a bar of plain torch, and ours.
 
+Started as `python -m launch.bench.gpu_contenders NAME SIZE COURSE DESCRIPTOR`, or with `ceilings`, in a fresh process
+each, because compiled code, allocators and what libraries put in the place of torch's layers outlive a contender.
+
     timm            timm's model under autocast, eager, as its train.py --amp --amp-dtype bfloat16
     timm-compile    the same with torch.compile over the whole model
     trainer         transformers' Trainer with its own ViT, bf16 and torch_compile; the same weights in its names
@@ -8,15 +11,19 @@
     ours            the product's own engine, model, compilation, task and loss
 
 All clip at 1.0 and use fused AdamW. The peers keep float32 weights (autocast), DeepSpeed and ours bfloat16 ones over
-float32 masters. A contender drives its own loop and tells a `Meter` where it stands.
+float32 masters. Each drives its own loop and calls a `Meter`.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 import tempfile
 import types
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +31,34 @@ import torch
 from torch import Tensor, distributed, nn
 
 from launch.bench import gpu_work as work
-from launch.bench.gpu_meter import Meter
+from launch.bench.gpu_meter import Course, Meter
+from launch.bench.measure import Teller
 
-Note = str
+Note = str  # for the table, or ""
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
 
 
-def run(name: str, size: work.Size, *, meter: Meter, device: torch.device) -> Note:
-    """Train for the meter's steps; returns a note for the table, or ""."""
-    return _CONTENDERS[name](size, meter, device)
+def measure(contender: str, *, size: str, course: Course, device: torch.device) -> dict[str, Any]:
+    """Run a contender in this process; without "measured", "failure" says why."""
+    from torch._dynamo.utils import counters
+
+    meter = Meter(course, device=device)
+    found: dict[str, Any] = {"contender": contender, "size": size, "measured": None, "note": "", "failure": None}
+    try:
+        found["note"] = CONTENDERS[contender](work.SIZES[size], meter, device)
+        found["measured"] = asdict(meter.result())
+    except ModuleNotFoundError as error:
+        found["failure"] = f"not installed: {error.name}"
+    except torch.OutOfMemoryError:
+        found["failure"] = "out of memory"
+    graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    return {**found, "graphs": graphs, "graph_breaks": breaks}
 
 
-def _timm(size: work.Size, meter: Meter, device: torch.device) -> Note:
+def _timm(size: work.Size, meter: Meter, device: torch.device, *, compiles: bool = False) -> Note:
     model = work.with_seeded_weights(size, device=device)
-    _torch_loop(model, model, size, meter=meter, device=device)
-    return ""
-
-
-def _timm_compile(size: work.Size, meter: Meter, device: torch.device) -> Note:
-    model = work.with_seeded_weights(size, device=device)
-    _torch_loop(torch.compile(model, dynamic=False), model, size, meter=meter, device=device)
+    call = torch.compile(model, dynamic=False) if compiles else model
+    _torch_loop(call, model, size, meter=meter, device=device)
     return ""
 
 
@@ -116,7 +131,7 @@ def _trainer(size: work.Size, meter: Meter, device: torch.device) -> Note:
     batch = work.resident_batch(size, device=device)
     losses: list[Tensor] = []
 
-    class Told(TrainerCallback):
+    class Metered(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             meter.begin()
 
@@ -153,26 +168,13 @@ def _trainer(size: work.Size, meter: Meter, device: torch.device) -> Note:
         trainer = Keeping(
             model=model,
             args=arguments,
-            train_dataset=_Numbers(size.images),
+            train_dataset=[0] * size.images,  # the collator ignores them
             data_collator=lambda _: {"pixel_values": work.normalised(batch), "labels": batch.labels},
             optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)),
-            callbacks=[Told()],
+            callbacks=[Metered()],
         )
         trainer.train()
     return ""
-
-
-class _Numbers(torch.utils.data.Dataset[int]):
-    """As many items as a batch has images; the collator ignores them."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 def _transformers_model(size: work.Size, *, device: torch.device) -> nn.Module:
@@ -195,9 +197,8 @@ def _transformers_model(size: work.Size, *, device: torch.device) -> nn.Module:
 
 def _ours(size: work.Size, meter: Meter, device: torch.device) -> Note:
     from data_shards.vocabulary import GOOGLES
-    from model.build import build_model
-    from model.layers.regularisation import Regularisation
-    from model.vit import set_patch_dropout
+    from model.config import Regularisation
+    from model.vit import build_model, set_patch_dropout
     from pipeline.engine.late_metrics import LateMetrics
     from pipeline.engine.open import open_engine
     from pipeline.kernels.settle import settled_kernels
@@ -285,12 +286,30 @@ def _join(device: torch.device) -> None:
     )
 
 
-_CONTENDERS: dict[str, Callable[[work.Size, Meter, torch.device], Note]] = {
+CONTENDERS: dict[str, Callable[[work.Size, Meter, torch.device], Note]] = {
     "timm": _timm,
-    "timm-compile": _timm_compile,
+    "timm-compile": partial(_timm, compiles=True),
     "trainer": _trainer,
     "bar": _bar,
     "deepspeed": _deepspeed,
     "ours": _ours,
 }
-NAMES = tuple(_CONTENDERS)
+
+
+def main() -> None:
+    """Measure one contender, or the ceilings, and write what was measured to the pipe."""
+    what, size, course, descriptor = sys.argv[1:5]
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if what == "ceilings":
+        from launch.bench.gpu_ceilings import ceilings
+
+        result = asdict(ceilings(device=device, sizes=size.split("+")))
+    else:
+        result = measure(what, size=size, course=Course(**json.loads(course)), device=device)
+    Teller(int(descriptor)).mark("end", result=result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,24 +1,39 @@
-"""Measures a contender of `launch.bench.gpu` from within its own loop: it is told where each step begins and ends.
+"""Measure a contender of `launch.bench.gpu` from within its own loop, which calls a `Meter` in each step.
 
-By the number of the step: losses of steps 1 and 10 (the only reads of a scalar), warm-up, three blocks that are timed
-as wholes, single steps with their phases and the host's part, and steps under torch's profiler. On a GPU times are
-events in the stream; blocks are bounded by synchronisations.
+In the order of steps: losses of steps 1 and 10 (the only reads of a scalar), warm-up, blocks that are timed as wholes,
+single steps with their phases and the host's part, and steps under torch's profiler, split by kind of kernel. On a GPU,
+times are events in the stream, and blocks are bounded by synchronisations.
+
+Kinds are found by the names that NVIDIA's libraries, torch and Triton give kernels; what matches nothing is
+elementwise, which includes norms and reductions. On a CPU the operators' own times stand for kernels.
 """
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
-from dataclasses import dataclass
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-
-from launch.bench.gpu_profile import Split, split_of
+from torch.profiler import ProfilerActivity
 
 PARITY_STEPS = (1, 10)
 PHASES = ("forward", "backward", "optimizer")
+
+Kind = Literal["attention", "gemm", "optimizer", "copy", "communication", "elementwise"]
+_KINDS: tuple[tuple[Kind, str], ...] = (  # the first match counts
+    ("communication", r"nccl|all_?reduce|all_?gather|reduce_?scatter|c10d::|gloo:"),
+    ("attention", r"flash|fmha|sdpa|scaled_dot_product|_attention|attention_"),
+    ("optimizer", r"adam|multi_tensor_apply|_foreach_|lpnorm"),
+    ("gemm", r"gemm|nvjet|cutlass|cublas|splitk|triton_tem|triton_mm|::(add)?b?mm$|addmm|matmul|::linear|_linear_"),
+    ("copy", r"memcpy|memset|copy|catarray|::cat$|::clone$|::fill_$|::zero_$"),
+)
+_NO_WORK = re.compile(r"ProfilerStep|^nccl:|^## |Torch-Compiled Region|CompiledFunction|^autograd::|Backward\d*$")
 
 
 @dataclass(frozen=True)
@@ -32,26 +47,36 @@ class Course:
     profiled: int = 3
 
     @property
+    def first_single(self) -> int:
+        return self.warm_up + self.blocks * self.block
+
+    @property
     def steps(self) -> int:
-        return self.warm_up + self.blocks * self.block + self.singles + self.profiled
+        return self.first_single + self.singles + self.profiled
 
 
 @dataclass(frozen=True)
+class Split:
+    """Where a step's time goes, on average."""
+
+    shares: dict[str, float]  # of the elapsed time, by kind of kernel and "idle"
+    kernels: float  # launched
+    busy_ms: float
+    attention_kernel: str | None  # the one that takes most of attention's time
+
+
+@dataclass
 class Measured:
-    """Measurements of the meter; bytes are None on a CPU."""
+    """Measurements of one contender; bytes are None on a CPU."""
 
-    block_ms: list[float]  # of a step, in each block
-    losses: dict[int, float]  # by step
-    first_step_seconds: float  # compiling included
-    phase_ms: dict[str, float]  # median of the single steps
-    host_ms: float  # until a step is launched onto an empty queue; the least
-    peak_allocated_bytes: int | None
-    peak_reserved_bytes: int | None
-    split: Split | None  # None: nothing was profiled
-
-    @property
-    def step_ms(self) -> float:
-        return statistics.median(self.block_ms)
+    block_ms: list[float] = field(default_factory=list)  # of a step, in each block
+    losses: dict[int, float] = field(default_factory=dict)  # by step
+    first_step_seconds: float = 0.0  # compiling included
+    phase_ms: dict[str, float] = field(default_factory=dict)  # median of the single steps
+    host_ms: float = float("inf")  # until a step is launched onto an empty queue; the least
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    split: Split | None = None  # None: nothing was profiled
 
 
 class Meter:
@@ -59,22 +84,17 @@ class Meter:
 
     def __init__(self, course: Course, *, device: torch.device) -> None:
         assert course.warm_up >= PARITY_STEPS[-1], "the losses are read while warming up"
-        self.course, self._device = course, device
+        self.course, self._device, self._on_gpu = course, device, device.type == "cuda"
+        self._measured, self._phases = Measured(), list[list[float]]()
         self._step, self._began, self._marks = 0, 0.0, list[Any]()
         self._block_start: Any = None
-        self._block_ms: list[float] = []
-        self._losses: dict[int, float] = {}
-        self._first_step_seconds = 0.0
-        self._phases: list[list[float]] = []
-        self._host_ms: list[float] = []
-        self._peaks: tuple[int, int] | None = None
         self._profiler: Any = None
-        self._split: Split | None = None
 
     def begin(self) -> None:
         course = self.course
-        if self._step == course.steps - course.profiled and course.profiled:
-            self._profiler = torch.profiler.profile(activities=self._activities())
+        if course.profiled and self._step == course.steps - course.profiled:
+            kinds = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if self._on_gpu else [ProfilerActivity.CPU]
+            self._profiler = torch.profiler.profile(activities=kinds)
             self._profiler.__enter__()
         if self._is_single:
             self._synchronise()
@@ -86,17 +106,17 @@ class Meter:
             self._marks.append(self._now())
 
     def end(self, loss: Tensor) -> None:
-        """After the optimizer's step; nothing waits for it unless it is due."""
-        course, single = self.course, self._is_single
+        """Call after the optimizer's step; waits for the device only where a number is due."""
+        course, single, found = self.course, self._is_single, self._measured
         launched = time.perf_counter()
         self._step += 1
         if self._step in PARITY_STEPS:
-            self._losses[self._step] = float(loss.detach())
+            found.losses[self._step] = float(loss.detach())
         if self._step == 1:
             self._synchronise()
-            self._first_step_seconds = time.perf_counter() - self._began
+            found.first_step_seconds = time.perf_counter() - self._began
         if single:
-            self._host_ms.append(1000 * (launched - self._began))
+            found.host_ms = min(found.host_ms, 1000 * (launched - self._began))
             self._marks.append(self._now())
             self._synchronise()
             self._phases.append([self._ms(*pair) for pair in zip(self._marks, self._marks[1:], strict=False)])
@@ -106,56 +126,102 @@ class Meter:
         if self._step == course.steps and self._profiler is not None:
             self._synchronise()
             self._profiler.__exit__(None, None, None)
-            self._split = split_of(self._profiler, steps=course.profiled)
+            found.split = split_of(self._profiler.events(), steps=course.profiled)
 
     def result(self) -> Measured:
-        """After the last step."""
+        """Call after the last step."""
         assert self._step == self.course.steps, f"{self._step} of {self.course.steps} steps"
-        names = PHASES if self._phases and len(self._phases[0]) == len(PHASES) else ("whole",)
-        allocated, reserved = self._peaks or (None, None)
-        return Measured(
-            block_ms=self._block_ms,
-            losses=self._losses,
-            first_step_seconds=self._first_step_seconds,
-            phase_ms={name: statistics.median(row[i] for row in self._phases) for i, name in enumerate(names)},
-            host_ms=min(self._host_ms),
-            peak_allocated_bytes=allocated,
-            peak_reserved_bytes=reserved,
-            split=self._split,
-        )
+        columns = list(zip(*self._phases, strict=True))
+        names = PHASES if len(columns) == len(PHASES) else ("whole",)
+        self._measured.phase_ms = dict(zip(names, map(statistics.median, columns), strict=False))
+        return self._measured
 
     @property
     def _is_single(self) -> bool:
-        first = self.course.warm_up + self.course.blocks * self.course.block
-        return first <= self._step < first + self.course.singles
+        return self.course.first_single <= self._step < self.course.first_single + self.course.singles
 
     def _end_block(self, *, first: bool, last: bool) -> None:
-        now = self._now()
+        now, found = self._now(), self._measured
         self._synchronise()
-        if first:
-            if self._device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(self._device)
-        else:
-            self._block_ms.append(self._ms(self._block_start, now) / self.course.block)
-        if last and self._device.type == "cuda":
-            self._peaks = torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
+        if not first:
+            found.block_ms.append(self._ms(self._block_start, now) / self.course.block)
+        elif self._on_gpu:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        if last and self._on_gpu:
+            found.peak_allocated_bytes = torch.cuda.max_memory_allocated(self._device)
+            found.peak_reserved_bytes = torch.cuda.max_memory_reserved(self._device)
         self._block_start = self._now()
 
     def _now(self) -> Any:
-        if self._device.type != "cuda":
+        if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def _ms(self, start: Any, end: Any) -> float:
-        """Both have passed: the device is synchronised."""
-        return 1000 * (end - start) if self._device.type != "cuda" else start.elapsed_time(end)
+        """Milliseconds between two moments that the device has passed."""
+        return start.elapsed_time(end) if self._on_gpu else 1000 * (end - start)
 
     def _synchronise(self) -> None:
-        if self._device.type == "cuda":
+        if self._on_gpu:
             torch.cuda.synchronize(self._device)
 
-    def _activities(self) -> list[torch.profiler.ProfilerActivity]:
-        kinds = torch.profiler.ProfilerActivity
-        return [kinds.CPU, kinds.CUDA] if self._device.type == "cuda" else [kinds.CPU]
+
+@dataclass(frozen=True)
+class Ran:
+    """A kernel that ran, in microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+def kind_of(name: str) -> Kind:
+    """Classify a kernel by its name."""
+    for kind, pattern in _KINDS:
+        if re.search(pattern, name, re.IGNORECASE):
+            return kind
+    return "elementwise"
+
+
+def split_of(events: Iterable[Any], *, steps: int) -> Split:
+    """Split the events of a profile; annotations cover kernels and are none."""
+    work = [each for each in events if not (getattr(each, "is_user_annotation", False) or _NO_WORK.search(each.name))]
+    kernels = [
+        Ran(each.name, each.time_range.start, each.time_range.end) for each in work if each.device_type.name == "CUDA"
+    ]
+    if kernels:
+        return split_kernels(kernels, steps=steps)
+    spent = [(each.name, each.self_cpu_time_total) for each in work]
+    busy = sum(each for _, each in spent)
+    return _split(spent, busy=busy, elapsed=busy, steps=steps)
+
+
+def split_kernels(kernels: Iterable[Ran], *, steps: int) -> Split:
+    """Split the time of kernels; where they overlap, it is shared out as if they ran one after another."""
+    ran = sorted(kernels, key=lambda each: each.start)
+    busy, reached = 0.0, ran[0].start
+    for each in ran:
+        busy += max(0.0, each.end - max(reached, each.start))
+        reached = max(reached, each.end)
+    spent = [(each.name, each.end - each.start) for each in ran]
+    split = _split(spent, busy=busy, elapsed=reached - ran[0].start, steps=steps)
+    split.shares["idle"] = 1 - busy / (reached - ran[0].start)
+    return split
+
+
+def _split(spent: Sequence[tuple[str, float]], *, busy: float, elapsed: float, steps: int) -> Split:
+    kinds: dict[str, float] = defaultdict(float)
+    attention: dict[str, float] = defaultdict(float)
+    for name, each in spent:
+        kinds[kind_of(name)] += each
+        if kind_of(name) == "attention":
+            attention[name] += each
+    total = sum(kinds.values()) or 1.0
+    return Split(
+        {kind: each / total * busy / (elapsed or 1.0) for kind, each in kinds.items()},
+        kernels=len(spent) / steps,
+        busy_ms=busy / steps / 1000,
+        attention_kernel=max(attention, key=attention.__getitem__) if attention else None,
+    )

@@ -1,29 +1,24 @@
 """The table of `launch.bench.gpu`: ceilings, a row a contender, where a step's time goes, and ours against the others.
 
-A row whose losses do not agree with the bar's is void and enters no ratio. MFU counts the FLOPs that the model needs,
-by the product's own account, over the data sheet's peak, and over the matrix products that this very GPU reached at
-these shapes.
+A row whose losses do not agree with the bar's is void and enters no ratio. MFU is the FLOPs that the model needs, by
+the product's own account, over the data sheet's peak, and over the matrix products of this GPU at these shapes.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from launch.bench.gpu_meter import PHASES
 from launch.bench.gpu_work import SIZES
 from pipeline.budget.gpus import gpu_of_driver
 
 _LOSS_TOLERANCE = 0.01  # of the bar's loss at step 1
 _FALL_TOLERANCE = 0.10  # of how far the bar's loss falls until step 10
-_LEAST_RATIOS = {  # of images/s, ours to theirs
-    "bar": 0.98,
-    "deepspeed": 1.08,
-    "timm-compile": 1.0,
-    "timm": 1.25,
-    "trainer": 1.15,
-}
+# Of images/s, ours to theirs.
+_LEAST_RATIOS = {"bar": 0.98, "deepspeed": 1.08, "timm-compile": 1.0, "timm": 1.25, "trainer": 1.15}
 _LEAST_RATIO_TO_BAR = {"L/16@224 b64": 0.95}  # few images a step: more of it is the optimizer's
 _MOST_MEMORY = 1.05  # ours to the bar's
 _WANTED_MFU = 0.50
@@ -46,28 +41,16 @@ class GpuResults:
     ceilings: dict[str, Any] | None = None
     outcomes: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, is_ceilings: bool, found: dict[str, Any]) -> None:
-        if is_ceilings:
-            self.ceilings = found
-        else:
-            self.outcomes.append(found)
 
-
-@dataclass(frozen=True)
 class ContenderRow:
     """A contender that was measured."""
 
-    contender: str
-    size: str
-    images_per_second: float
-    step_ms: float
-    measured: Mapping[str, Any]
-    outcome: Mapping[str, Any]
-
-    @property
-    def losses(self) -> tuple[float, float]:
-        first, tenth = (float(self.measured["losses"][step]) for step in ("1", "10"))
-        return first, tenth
+    def __init__(self, outcome: Mapping[str, Any]) -> None:
+        self.outcome, self.measured = outcome, outcome["measured"]
+        self.contender, self.size = outcome["contender"], outcome["size"]
+        self.step_ms = statistics.median(self.measured["block_ms"])
+        self.images_per_second = 1000 * SIZES[self.size].images / self.step_ms
+        self.losses = [float(self.measured["losses"][step]) for step in ("1", "10")]
 
 
 @dataclass(frozen=True)
@@ -85,14 +68,8 @@ class SpeedTarget:
 
 
 def rows_of(results: GpuResults) -> list[ContenderRow]:
-    """Those that were measured."""
-    found: list[ContenderRow] = []
-    for outcome in results.outcomes:
-        if (measured := outcome["measured"]) is not None:
-            step_ms, size = statistics.median(measured["block_ms"]), outcome["size"]
-            rate = 1000 * SIZES[size].images / step_ms
-            found.append(ContenderRow(outcome["contender"], size, rate, step_ms, measured, outcome))
-    return found
+    """The contenders that were measured."""
+    return [ContenderRow(outcome) for outcome in results.outcomes if outcome["measured"] is not None]
 
 
 def void(row: ContenderRow, *, bar: ContenderRow | None) -> str | None:
@@ -196,36 +173,32 @@ def _size(
         yield f"  the bar's turns differ by {(max(bars) - min(bars)) / statistics.mean(bars):.1%}"
     for row in rows:
         if split := row.measured["split"]:
-            yield f"  {row.contender:13}" + ", ".join(_shares(split["shares"].items()))
+            shares = sorted(split["shares"].items(), key=lambda each: -each[1])
+            yield f"  {row.contender:13}" + ", ".join(f"{kind} {share:.1%}" for kind, share in shares)
             yield f"  {'':13}attention by {split['attention_kernel'] or 'no kernel that is known'}"
 
 
 def _cells(row: ContenderRow, *, peak: float | None, gemm: float | None) -> str:
     measured, blocks = row.measured, row.measured["block_ms"]
     flops = _flops(row.size) * row.images_per_second
-    spread = (max(blocks) - min(blocks)) / row.step_ms
-    phases = [measured["phase_ms"].get(name) for name in ("forward", "backward", "optimizer")]
-    if "whole" in measured["phase_ms"]:
-        phases = [None, None, None]
-    memory = [measured[key] for key in ("peak_allocated_bytes", "peak_reserved_bytes")]
-    kernels = measured["split"]["kernels"] if measured["split"] else None
-    first, tenth = row.losses
+    memory = [measured[key] and measured[key] / 1e9 for key in ("peak_allocated_bytes", "peak_reserved_bytes")]
+    phases = [measured["phase_ms"].get(name) for name in PHASES]
     return (
-        f"{row.images_per_second:9,.1f}{row.step_ms:9.2f}{spread:8.1%}"
-        + (f"{flops / peak:6.1%}" if peak else f"{'-':>6}")
-        + (f"{flops / gemm / 1e12:8.1%}" if gemm else f"{'-':>8}")
-        + "".join(f"{each / 1e9:7.1f}" if each else f"{'-':>7}" for each in memory)
-        + "".join(f"{each:6.1f}" if each is not None else f"{'-':>6}" for each in phases)
+        f"{row.images_per_second:9,.1f}{row.step_ms:9.2f}{(max(blocks) - min(blocks)) / row.step_ms:8.1%}"
+        + _cell(peak and flops / peak, "6.1%")
+        + _cell(gemm and flops / gemm / 1e12, "8.1%")
+        + "".join(_cell(each, "7.1f") for each in memory)
+        + "".join(_cell(each, "6.1f") for each in phases)
         + f"{measured['host_ms']:6.1f}"
-        + (f"{kernels:8,.0f}" if kernels else f"{'-':>8}")
+        + _cell(measured["split"] and measured["split"]["kernels"], "8,.0f")
         + f"{measured['first_step_seconds']:6.1f}{row.outcome['graphs']:7}{row.outcome['graph_breaks']:7}"
-        + f"{first:8.4f}{tenth:8.4f}"
+        + f"{row.losses[0]:8.4f}{row.losses[1]:8.4f}"
     )
 
 
-def _shares(shares: Iterable[tuple[str, float]]) -> Iterator[str]:
-    for kind, share in sorted(shares, key=lambda each: -each[1]):
-        yield f"{kind} {share:.1%}"
+def _cell(value: float | None, form: str) -> str:
+    """A number in this form, or a dash as wide."""
+    return format(value, form) if value else f"{'-':>{form[0]}}"
 
 
 def _flops(size: str) -> int:

@@ -1,8 +1,8 @@
-"""The work that every contender of `launch.bench.gpu` does: model, weights, batch, loss, optimizer.
+"""The work of every contender of `launch.bench.gpu`: model, weights, batch, loss, optimizer.
 
-All begin with the same weights, made on the device from names and shapes, and see one batch of random pixels that stays
-on the device, so that nothing but training is measured. The head does not begin at zero, as losses would then agree
-whatever the trunk computes.
+All start from the same weights, made on the device from names and shapes, and train on one batch of random pixels that
+stays on the device, so that nothing but training is measured. The head does not start at zero, as losses would then
+agree whatever the trunk computes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Counting what a piece of training asks of torch: operations, waits for the device, bytes allocated, collectives.
+"""Count what training asks of torch: operations, waits for the device, bytes allocated, collectives.
 
 A dispatch mode sees each operation below autograd, on any device, as an exact number that a busy machine does not
 change. It makes a step a few times slower, so time is measured without it, and torch.compile runs eagerly under it. On
 a CPU nothing waits for a device, so waits are known by their kind: reads of a scalar, shapes that depend on values,
-blocking copies between devices (`meta` can stand for a GPU), tensors made of Python's values (on a GPU a copy from
-pageable memory), and calls of `synchronize`. What a kernel allocates within itself is not seen, nor are waits within
-collectives or by streams.
+blocking copies between devices (`meta` can stand for a GPU), tensors made from Python values (on a GPU a copy from
+pageable memory), and calls of `synchronize`. Not seen: a kernel's own allocations, waits within collectives or by
+streams, and DeepSpeed's waits, for which it asks its accelerator first: `synchronising_keys` knows those.
 """
 
 from __future__ import annotations
@@ -32,34 +32,27 @@ _INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
 
 @dataclass(frozen=True)
 class Collective:
-    """One call: its name, as allreduce, and its bytes: of the whole tensor that is reduced or gathered."""
+    """One call."""
 
-    name: str
-    num_bytes: int
+    name: str  # such as allreduce
+    num_bytes: int  # of the whole tensor that is reduced or gathered
 
     def sent_bytes(self, ranks: int) -> float:
-        """Bytes that a rank sends in a ring of so many."""
+        """Bytes that a rank of a ring sends."""
         if ranks == 1:
             return 0.0
         return self.num_bytes * (ranks - 1) / ranks * (2 if self.name.startswith("allreduce") else 1)
 
 
 class Operations(TorchDispatchMode):
-    """Counts while it is entered; may be entered again, and then adds up.
-
-    Attributes:
-        names: how often each operation ran, views left out (they touch no data): "aten::add_" and the like.
-        waits: how often the host would wait for a GPU, by reason.
-        collectives: in order.
-        allocated_bytes: of new tensors.
-    """
+    """Counts while it is entered; entered again, it adds up."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: Counter[str] = Counter()
-        self.waits: Counter[str] = Counter()
-        self.collectives: list[Collective] = []
-        self.allocated_bytes = 0
+        self.names: Counter[str] = Counter()  # "aten::add_" and the like; without views, which touch no data
+        self.waits: Counter[str] = Counter()  # how often the host would wait for a GPU, by reason
+        self.collectives: list[Collective] = []  # in order
+        self.allocated_bytes = 0  # of new tensors
 
     @property
     def total(self) -> int:
@@ -105,6 +98,28 @@ def count(action: Callable[[], object]) -> Operations:
     return counted
 
 
+def synchronising_keys(config: dict[str, Any], *, processes: int) -> list[str]:
+    """Keys of a DeepSpeed configuration that make the host wait for the GPU in each step, or for each gradient, with
+    what they wait for. Pure; read in the sources of DeepSpeed 0.19, with its defaults."""
+    zero = config.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    found: list[str] = []
+    if config.get("timers", {}).get("throughput", {}).get("enabled", True):
+        found.append("timers.throughput: synchronize() at forward and step")
+    if config.get("wall_clock_breakdown", False):
+        found.append("wall_clock_breakdown: synchronize() around each phase")
+    if config.get("memory_breakdown", False):
+        found.append("memory_breakdown: reads of the allocator, printed")
+    if config.get("bf16", {}).get("enabled", False) and stage in (1, 2):
+        if config["bf16"].get("check_grad_overflow", True):
+            found.append("bf16.check_grad_overflow: each gradient is looked at, then a scalar is read")
+        if zero.get("compute_grad_norm", True):
+            found.append("zero_optimization.compute_grad_norm: the norm is read on the host, in each group")
+    if zero.get("overlap_comm", stage == 3) and stage in (1, 2) and processes == 1:
+        found.append("zero_optimization.overlap_comm: synchronize() after backward, with nothing to overlap")
+    return found
+
+
 def _collective(name: str, args: Sequence[Any]) -> Collective:
     tensors = [each for each in args if isinstance(each, (Tensor, list, tuple))]
     sizes = [sum(t.numel() * t.element_size() for t in tree_iter(each) if isinstance(t, Tensor)) for each in tensors]
@@ -141,8 +156,8 @@ def _new_bytes(result: Any, given: Any) -> int:
 
 @contextlib.contextmanager
 def _watched_synchronisations(waits: Counter[str]) -> Iterator[None]:
-    """Counts calls of `synchronize`, of torch's and of DeepSpeed's accelerator, where that is imported; on a CPU they
-    do nothing, but a GPU's queue would run empty."""
+    """Count calls of torch's `synchronize`, and of DeepSpeed's accelerator if that is imported; on a CPU they do
+    nothing, but a GPU's queue would run empty."""
 
     def watched(call: Callable[..., Any]) -> Callable[..., Any]:
         def synchronize(*args: Any, **kwargs: Any) -> Any:

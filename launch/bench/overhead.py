@@ -2,11 +2,11 @@
 
 Run `python -m launch.bench.overhead`; records/overhead.txt has what it printed. All but the CPU time are exact numbers,
 held to their bounds by tests/launch/bench/test_overhead.py. CPU time is the least of many steps, each in turns with one
-of plain torch in the same process. A GPU's own time is not seen here: that is `launch.bench.gpu`'s.
+of plain torch in the same process. `launch.bench.gpu` measures a GPU's own time.
 
 An operation is outside the model if plain torch does not do it: in backward, those beyond plain torch's; in the step,
-all. Plain torch is the same model in the same type with fused AdamW, which neither clips nor looks for what is not
-finite. Bytes sent are those of rings of many ranks. Takes five minutes on two cores.
+all. Plain torch is the same model in the same type with fused AdamW; it neither clips nor checks for non-finite
+values. Bytes sent are those of rings of many ranks. Takes five minutes on two cores.
 """
 
 from __future__ import annotations
@@ -14,43 +14,41 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
-from launch.bench.overhead_child import BUCKET_ELEMENTS, DEPTH, WIDTH, Case, Counted, Spent
+from pydantic import TypeAdapter
+
+from launch.bench.measure import run_json, setting
+from launch.bench.overhead_child import BUCKET_ELEMENTS, DEPTH, WIDTH, Case, Counted
 
 OWN = Case(zero_stage=1, precision="bf16")
 """The case that the bounds are of: the default."""
 _TIMED_STEPS = 40
 _LIMIT_SECONDS = 600
-_CASES = [
-    *(Case(stage, precision, timed_steps=_TIMED_STEPS) for precision in ("bf16", "fp32") for stage in (0, 1, 2, 3)),
-]
 COMPILED = Case(1, "bf16", engine={"compile": "blocks"}, timed_steps=_TIMED_STEPS)
-_SEVERAL = [
+_CASES = (
+    *(Case(stage, precision, timed_steps=_TIMED_STEPS) for precision in ("bf16", "fp32") for stage in (0, 1, 2, 3)),
+    COMPILED,
     *(Case(stage, "bf16", ranks=2) for stage in (0, 1, 2, 3)),
     Case(1, "bf16", ranks=2, accumulation=2),
     Case(1, "bf16", ranks=2, engine={"overlap": "off"}),
-]
-_MANY = [Case(stage, "bf16", ranks=4) for stage in (0, 1)]
+    *(Case(stage, "bf16", ranks=4) for stage in (0, 1)),
+)
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A quantity of `OWN` and the most that it may be; `exact`: a machine's load does not change it."""
+    """A quantity of `OWN` and its bound."""
 
     what: str
     value: float
     most: float
-    exact: bool = True
+    exact: bool = True  # the machine's load does not change it
 
     @property
     def met(self) -> bool:
@@ -65,8 +63,8 @@ def bounds_of(one: Counted) -> list[Bound]:
         Bound("waits for the device", sum(one.waits.values()), 0),
         Bound("waits of moving a batch to the device", sum(one.input_waits.values()), 0),
         Bound("keys of DeepSpeed that wait", len(one.synchronising_keys), 0),
+        Bound("bytes allocated a parameter", one.allocated_bytes / one.parameters, 6.1),
     ]
-    found.append(Bound("bytes allocated a parameter", one.allocated_bytes / one.parameters, 6.1))
     if one.cpu_ms and one.plain_cpu_ms:
         found.append(Bound("CPU time to plain torch's", one.cpu_ms.whole / one.plain_cpu_ms.whole, 1.4, exact=False))
     return found
@@ -74,7 +72,7 @@ def bounds_of(one: Counted) -> list[Bound]:
 
 def bounds_of_sending(one: Counted, *, ranks: int) -> list[Bound]:
     """Bounds for one of several processes under `OWN`."""
-    return [Bound("bytes sent a parameter", sent_bytes_per_parameter(one, ranks=ranks), 6.01)]
+    return [Bound(f"bytes sent a parameter, {ranks} processes", sent_bytes_per_parameter(one, ranks=ranks), 6.01)]
 
 
 def bounds_of_compiling(one: Counted) -> list[Bound]:
@@ -86,38 +84,23 @@ def bounds_of_compiling(one: Counted) -> list[Bound]:
 
 
 def sent_bytes_per_parameter(one: Counted, *, ranks: int) -> float:
-    """As in a ring of many ranks: what these few send, times n / (n - 1)."""
+    """Bytes in a ring of many ranks: what these n send, times n / (n - 1)."""
     if ranks == 1:
         return 0.0
     return sum(sent for _, _, sent in one.collectives) * ranks / (ranks - 1) / one.parameters
 
 
 def run_case(case: Case) -> list[Counted]:
-    """Its ranks' counts, in fresh processes on this machine. RuntimeError with what they said: one of them failed."""
+    """Count each rank in fresh processes on this machine; RuntimeError with their output if one fails."""
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "launch.bench.overhead_child", json.dumps(asdict(case)), folder]
-        processes = [
-            subprocess.Popen(
-                [*command, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
-            for rank in range(case.ranks)
-        ]
-        try:
-            said = [process.communicate(timeout=_LIMIT_SECONDS)[0] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        if any(process.returncode for process in processes):
-            raise RuntimeError(f"{case.name}, {case.ranks} processes:\n" + "\n".join(said))
-        files = [Path(folder, f"{rank}.json") for rank in range(case.ranks)]
-        return [counted_from(json.loads(file.read_text(encoding="utf-8"))) for file in files]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(case.ranks) as pool:
 
+        def count(rank: int) -> Counted:
+            arguments = ("launch.bench.overhead_child", json.dumps(asdict(case)), folder, str(rank))
+            found = run_json(*arguments, env=environment, timeout_seconds=_LIMIT_SECONDS)
+            return TypeAdapter(Counted).validate_python(found)
 
-def counted_from(content: dict[str, Any]) -> Counted:
-    """As a child wrote it."""
-    times = {name: Spent(**each) for name in ("cpu_ms", "plain_cpu_ms") if (each := content[name]) is not None}
-    return Counted(**{**content, **times})
+        return list(pool.map(count, range(case.ranks)))
 
 
 def main() -> None:
@@ -125,8 +108,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="What the engine costs beside plain torch.")
     parser.add_argument("--json", type=Path, help="also write every count to this file")
     arguments = parser.parse_args()
-    print("\n".join(_head()), flush=True)
-    found = [(case, run_case(case)) for case in (*_CASES, COMPILED, *_SEVERAL, *_MANY)]
+    print(f"{setting('torch', 'deepspeed')}, no GPU")
+    print(f"ViT of depth {DEPTH} and width {WIDTH}, AdamW with two decay settings, clipping at 1.0, 1 thread a process")
+    print(f"buckets of {BUCKET_ELEMENTS:,} elements", flush=True)
+    found = [(case, run_case(case)) for case in _CASES]
     print("\n".join(report(found)))
     if arguments.json:
         rows = [{"case": asdict(case), "ranks": [asdict(each) for each in ranks]} for case, ranks in found]
@@ -141,10 +126,7 @@ def report(found: Sequence[tuple[Case, Sequence[Counted]]]) -> Iterator[str]:
         bounds += bounds_of_compiling(one) if case.compiles else []
     for ranks, one in own.items():
         if ranks > 1:
-            bounds += [
-                Bound(f"{each.what}, {ranks} processes", each.value, each.most)
-                for each in bounds_of_sending(one, ranks=ranks)
-            ]
+            bounds += bounds_of_sending(one, ranks=ranks)
     yield f"\n{OWN.name}, a step that does not log"
     yield f"{'':44}{'counted':>10}{'bound':>10}"
     for each in bounds:
@@ -186,18 +168,6 @@ def _runs(collectives: Iterable[tuple[str, int, float]]) -> Iterator[str]:
     for name, group in groupby(collectives, key=lambda each: each[0]):
         sizes = [num_bytes for _, num_bytes, _ in group]
         yield f"{len(sizes)} {name} of {sum(sizes):,} bytes"
-
-
-def _head() -> Iterator[str]:
-    libraries = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed"))
-    yield f"Python {platform.python_version()}, {libraries}, {os.cpu_count()} cores ({_processor()}), no GPU"
-    yield f"ViT of depth {DEPTH} and width {WIDTH}, AdamW with two decay settings, clipping at 1.0, 1 thread a process"
-    yield f"buckets of {BUCKET_ELEMENTS:,} elements"
-
-
-def _processor() -> str:
-    with Path("/proc/cpuinfo").open(encoding="utf-8") as file:
-        return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "unknown")
 
 
 def _short(value: float) -> str:

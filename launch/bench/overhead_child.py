@@ -1,12 +1,13 @@
 """Child process: one engine on a deep, narrow model, and its step's overhead over plain torch.
 
-Started as `python -m launch.bench.overhead_child CASE OUT RANK`, CASE in JSON; writes what `Counted` says to OUT/RANK.
-A fresh process a case, because ZeRO 3 puts another linear layer in the place of torch's. The model is deep and narrow,
-so that the number of tensors is ViT-L's and their size does not matter. AdamW is the fused one, as on a GPU.
+Started as `python -m launch.bench.overhead_child CASE RENDEZVOUS RANK`, CASE in JSON; its last line is `Counted` in
+JSON. A fresh process a case, because ZeRO 3 replaces torch's linear layer. The model has as many tensors as ViT-L, and
+they are so small that their size does not matter. AdamW is the fused one, as on a GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import sys
@@ -24,13 +25,12 @@ from torch._dynamo.utils import counters
 
 from data_shards.loading.batch import Batch
 from data_shards.vocabulary import GOOGLES
-from launch.bench.operations import Operations
-from launch.bench.synchronising import synchronising_keys
-from model.build import build_model
+from launch.bench.operations import Operations, synchronising_keys
 from model.init import initialise
+from model.vit import build_model
+from pipeline.engine.base import Engine
 from pipeline.engine.late_metrics import LateMetrics
 from pipeline.engine.open import open_engine
-from pipeline.engine.protocol import Engine
 from pipeline.kernels.settle import settled_kernels
 from pipeline.optimizers.optim import build_optimizer
 from pipeline.ranks.group import Ranks
@@ -44,7 +44,6 @@ DEPTH, WIDTH, HEADS, PATCH, SIZE, CLASSES, IMAGES = 24, 64, 2, 4, 8, 10, 2
 BUCKET_ELEMENTS = 100_000  # to this model as 25 million are to ViT-L
 _LR = 1e-3
 _WARM_UP = 3
-_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Case:
 
     @property
     def compiles(self) -> bool:
-        """Then operations are not counted: under a dispatch mode torch runs compiled code eagerly."""
+        """If so, operations are not counted: under a dispatch mode torch runs compiled code eagerly."""
         return self.engine.get("compile") == "blocks"
 
 
@@ -101,33 +100,25 @@ class Counted:
 
 def recipe_of(case: Case) -> Recipe:
     """A classifier under AdamW with two decay settings and clipping."""
-    engine = dict(case.engine)
-    if case.zero_stage > 0:
-        engine["bucket_elements"] = BUCKET_ELEMENTS
-    return Recipe.model_validate(
-        {
-            "name": "overhead",
-            "model": {"width": WIDTH, "depth": case.depth, "heads": HEADS, "patch_size": PATCH},
-            "data": {"lanes": case.ranks},
-            "engine": {
-                "zero_stage": case.zero_stage,
-                "precision": case.precision,
-                "max_micro_batch_size": IMAGES,
-                **engine,
-            },
-            "stages": {
-                "pretrain": {
-                    "train": "none",
-                    "eval": "none",
-                    "image_size": SIZE,
-                    "global_batch_size": case.ranks * case.accumulation * IMAGES,
-                    "duration": "1000 steps",
-                    "optimizer": {"name": "adamw", "lr": _LR, "weight_decay": 0.1, "clip_grad_norm": 1.0},
-                    "head": "linear",
-                }
-            },
-        }
-    )
+    engine = {
+        "zero_stage": case.zero_stage,
+        "precision": case.precision,
+        "max_micro_batch_size": IMAGES,
+        **({"bucket_elements": BUCKET_ELEMENTS} if case.zero_stage else {}),
+        **case.engine,
+    }
+    stage = {
+        "train": "none",
+        "eval": "none",
+        "image_size": SIZE,
+        "global_batch_size": case.ranks * case.accumulation * IMAGES,
+        "duration": "1000 steps",
+        "optimizer": {"name": "adamw", "lr": _LR, "weight_decay": 0.1, "clip_grad_norm": 1.0},
+        "head": "linear",
+    }
+    model = {"width": WIDTH, "depth": case.depth, "heads": HEADS, "patch_size": PATCH}
+    content = {"name": "overhead", "model": model, "data": {"lanes": case.ranks}, "engine": engine}
+    return Recipe.model_validate({**content, "stages": {"pretrain": stage}})
 
 
 def build(recipe: Recipe) -> nn.Module:
@@ -152,22 +143,14 @@ def batch() -> Batch:
     )
 
 
-def counted(case: Case, *, place: Place) -> Counted:
+def counted(case: Case, *, ranks: Ranks) -> Counted:
     """Open the engine and count."""
-    ranks = Ranks(place, timeout_seconds=300)
-    try:
-        return _counted(case, ranks=ranks)
-    finally:
-        ranks.leave()
-
-
-def _counted(case: Case, *, ranks: Ranks) -> Counted:
     recipe = recipe_of(case)
     plan = plan_stage(recipe, stage="pretrain", samples_per_epoch=10**6, world_size=ranks.place.world_size)
     reference = _Plain(recipe, accumulation=case.accumulation)
     for _ in range(_WARM_UP):
         reference.step()
-    plain = _Phases()
+    plain = _phases(Operations)
     reference.step(plain)
 
     model, configs = build(recipe), list[dict[str, Any]]()
@@ -179,15 +162,15 @@ def _counted(case: Case, *, ranks: Ranks) -> Counted:
         ours = _Ours(recipe, engine, accumulation=case.accumulation)
         for _ in range(_WARM_UP):
             ours.step()
-        phases = _Phases()
+        phases = _phases(Operations)
         if not case.compiles:
             ours.step(phases)
         spent = _by_turns({"ours": ours.step, "plain": reference.step}, times=case.timed_steps)
-    every = phases.around + phases.forward.waits + phases.backward.waits + phases.step.waits
+    every = phases.rest.waits + phases.forward.waits + phases.backward.waits + phases.step.waits
     world_size = ranks.place.world_size
     collectives = [*phases.forward.collectives, *phases.backward.collectives, *phases.step.collectives]
     if case.compiles:
-        phases = plain = _Phases()
+        phases = plain = _phases(Operations)
     return Counted(
         parameters=sum(parameters),
         tensors=len(parameters),
@@ -206,19 +189,16 @@ def _counted(case: Case, *, ranks: Ranks) -> Counted:
     )
 
 
-class _Phases:
-    """Counts a step's phases apart."""
+def _phases(make: Callable[[], Any]) -> Any:
+    """A context manager for each phase of a step."""
+    return types.SimpleNamespace(**{name: make() for name in ("forward", "backward", "step", "rest")})
 
-    def __init__(self) -> None:
-        self.forward, self.backward, self.step, self.rest = Operations(), Operations(), Operations(), Operations()
 
-    @property
-    def around(self) -> Any:
-        return self.rest.waits
+_NOT_COUNTED = _phases(contextlib.nullcontext)
 
 
 class _Plain:
-    """The yardstick: torch's own layers in the same type, autograd and fused AdamW; neither clipping nor checks."""
+    """The reference: torch's own layers in the same type, autograd and fused AdamW; no clipping, no checks."""
 
     def __init__(self, recipe: Recipe, *, accumulation: int) -> None:
         dtype = torch.float32 if recipe.engine.precision == "fp32" else torch.bfloat16
@@ -230,8 +210,7 @@ class _Plain:
         self.labels, self.accumulation = batch().labels, accumulation
         self.linear = nn.functional.linear
 
-    def step(self, phases: Any = None) -> None:
-        counts = phases or _NOT_COUNTED
+    def step(self, counts: Any = _NOT_COUNTED) -> None:
         with mock.patch.object(nn.functional, "linear", self.linear):  # after ZeRO 3 has put its own there
             for _ in range(self.accumulation):
                 with counts.forward:
@@ -253,8 +232,7 @@ class _Ours:
         self.task = _task(recipe, engine)
         self.batch, self.losses, self.late, self.number = batch(), LossWindow([]), LateMetrics(device=engine.device), 0
 
-    def step(self, phases: Any = None) -> None:
-        counts = phases or _NOT_COUNTED
+    def step(self, counts: Any = _NOT_COUNTED) -> None:
         for _ in range(self.accumulation):
             with counts.rest:
                 example = self.task.example(self.batch, use="train")
@@ -276,9 +254,8 @@ class _Ours:
 
 
 def _task(recipe: Recipe, engine: Any) -> Any:
-    data: Any = types.SimpleNamespace(
-        train=types.SimpleNamespace(classes=tuple(map(str, range(CLASSES))), is_multi_label=False)
-    )
+    train = types.SimpleNamespace(classes=tuple(map(str, range(CLASSES))), is_multi_label=False)
+    data: Any = types.SimpleNamespace(train=train)
     return make_task(recipe, stage="pretrain", data=data, normalisation=GOOGLES, engine=engine)
 
 
@@ -293,7 +270,7 @@ def _input_waits(recipe: Recipe) -> dict[str, int]:
 
 
 def _seen_configurations(seen: list[dict[str, Any]]) -> Any:
-    """Keeps the dictionaries that DeepSpeed is given."""
+    """Keep the dictionaries that DeepSpeed is given."""
     from pipeline.engine import deepspeed_engine
 
     make = deepspeed_engine.deepspeed_config
@@ -314,7 +291,7 @@ def _fuse() -> None:
 
 
 def _by_turns(steps: dict[str, Callable[[Any], None]], *, times: int) -> dict[str, Spent]:
-    """The least of each; empty: nothing is timed."""
+    """The least of each; empty: `times` is 0."""
     spent: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for _ in range(times):
         for name, step in steps.items():
@@ -341,21 +318,17 @@ class _Clock:
         self.seconds += time.process_time() - self._before
 
 
-class _Nothing:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *error: object) -> None: ...
-
-
-_NOT_COUNTED: Any = types.SimpleNamespace(forward=_Nothing(), backward=_Nothing(), step=_Nothing(), rest=_Nothing())
-
-
 def main() -> None:
     """One rank."""
-    case, out, rank = Case(**json.loads(sys.argv[1])), Path(sys.argv[2]), int(sys.argv[3])
+    case, rank = Case(**json.loads(sys.argv[1])), int(sys.argv[3])
     torch.set_num_threads(1)
-    place = Place(rank, case.ranks, local_rank=rank, local_world_size=case.ranks, rendezvous=out)
-    result = counted(case, place=place)
-    (out / f"{rank}.json").write_text(json.dumps(asdict(result)), encoding="utf-8")
+    place = Place(rank, case.ranks, local_rank=rank, local_world_size=case.ranks, rendezvous=Path(sys.argv[2]))
+    ranks = Ranks(place, timeout_seconds=300)
+    try:
+        found = counted(case, ranks=ranks)
+    finally:
+        ranks.leave()
+    print(json.dumps(asdict(found)), flush=True)
 
 
 if __name__ == "__main__":

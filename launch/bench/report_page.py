@@ -1,12 +1,10 @@
 """Measure `shardvit report` on a long run: seconds, memory and bytes of the page, for one run and for three.
 
 Run `python -m launch.bench.report_page`; records/report_page.txt has what it printed. Run folders are made up: a stage
-of 100,000 points with every metric that training logs, an evaluation for each 1,000 of them, a spike, gaps, restarts,
-checkpoints, and photographs as noise (which packs worst) as pictures of several steps. Each page is made by the command
-in a fresh process. No browser is started.
+of 100,000 points with every metric that training logs, an evaluation every 1,000, a spike, gaps, restarts, checkpoints,
+and pictures of noise, which compresses worst. The command makes each page in a fresh process; no browser starts.
 
-Targets that the project sets itself: below 20 s, below 5 MB, and the spike is on the page. The seconds are of CPU time,
-which is what the command takes on a core of its own; the clock's, beside it, also have what other processes take.
+Targets: below 20 s of CPU time, below 5 MB, and the spike is on the page.
 """
 
 from __future__ import annotations
@@ -15,20 +13,20 @@ import argparse
 import json
 import math
 import os
-import platform
 import resource
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from launch.bench.measure import children_cpu_seconds, setting
 from pipeline.recipe.io import load_recipe
 from pipeline.recipe.vocabulary import METRICS
-from pipeline.runs.logs import MetricRow
 from pipeline.runs.run_folder import RunFolder
 
 _MOST_SECONDS, _MOST_BYTES = 20.0, 5_000_000
@@ -60,8 +58,7 @@ def main() -> None:
             for number in range(3)
         ]
         pages = [measured("one run", runs[:1]), measured("three runs", runs)]
-    load = f"load {os.getloadavg()[0]:.0f}"
-    print(f"Python {platform.python_version()}, {os.cpu_count()} cores, {load}; {options.points:,} points a run")
+    print(f"{setting()}, load {os.getloadavg()[0]:.0f}; {options.points:,} points a run")
     print(f"\n{'':12}{'seconds':>10}{'CPU s':>10}{'peak MB':>10}{'page MB':>10}  spike")
     for page in pages:
         figures = f"{page.seconds:10.1f}{page.cpu_seconds:10.1f}{page.peak_mb:10.0f}{page.page_bytes / 1e6:10.2f}"
@@ -73,18 +70,16 @@ def main() -> None:
 def measured(what: str, runs: list[RunFolder]) -> PageCost:
     """Make a page by the command in a fresh process."""
     page = runs[0].runs_root / "page.html"
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    begun = time.monotonic()
+    before, begun = children_cpu_seconds(), time.monotonic()
     subprocess.run(
         [sys.executable, "-m", "launch.cli", "report", "--no-draw", "--output", page, *(run.path for run in runs)],
         check=True,
         stdout=subprocess.DEVNULL,
     )
-    seconds = time.monotonic() - begun
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    seconds, cpu = time.monotonic() - begun, children_cpu_seconds() - before
+    peak_kb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     html = page.read_text(encoding="utf-8")
-    return PageCost(what, seconds, cpu, after.ru_maxrss / 1e3, len(html.encode()), f"{_SPIKE}" in html)
+    return PageCost(what, seconds, cpu, peak_kb / 1e3, len(html.encode()), f"{_SPIKE}" in html)
 
 
 def long_run(root: Path, name: str, *, points: int, pictures: int, seed: int) -> RunFolder:
@@ -95,7 +90,7 @@ def long_run(root: Path, name: str, *, points: int, pictures: int, seed: int) ->
     random = np.random.default_rng(seed)
     trained = [key for key in METRICS if not key.startswith(("val/", "model/", "eval/"))]
     noise = random.normal(size=(points, len(trained)))
-    lines: list[str] = []
+    lines: list[dict[str, object]] = []
     for number in range(points):
         step = number + 1
         values = {key: float(each) for key, each in zip(trained, noise[number], strict=True)}
@@ -104,30 +99,28 @@ def long_run(root: Path, name: str, *, points: int, pictures: int, seed: int) ->
             values["train/loss"] = _SPIKE
         if number % 9000 == 8999:
             values["train/loss"] = math.nan
-        lines.append(_line(MetricRow(step, _BATCH * step, 1.76e9 + step, values)))
+        lines.append({"step": step, "images_seen": _BATCH * step, "time": 1.76e9 + step, "metrics": values})
         if step % 1000 == 0:
             held_out = {"val/loss": 1.0 - number / points, "val/top1": number / points}
-            lines.append(_line(MetricRow(step, _BATCH * step, 1.76e9 + step, held_out)))
+            lines.append({**lines[-1], "metrics": held_out})
     stage = folder.stage("pretrain")
-    (stage / "metrics.jsonl").write_text("".join(lines))
+    _write_lines(stage / "metrics.jsonl", lines)
     events = [
         {"time": 1.76e9 + step, "step": step, "images_seen": _BATCH * step, "kind": kind, "text": f"{kind} {step}"}
         for step in range(0, points, max(1, points // 500))
         for kind in (("start", "checkpoint") if step % (points // 10) == 0 else ("checkpoint",))
     ]
-    (stage / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    _write_lines(stage / "events.jsonl", events)
     _photographs(stage, count=pictures, random=random)
     return folder
 
 
-def _line(row: MetricRow) -> str:
-    return (
-        json.dumps({"step": row.step, "images_seen": row.images_seen, "time": row.time, "metrics": row.metrics}) + "\n"
-    )
+def _write_lines(path: Path, lines: Sequence[object]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _photographs(stage: Path, *, count: int, random: np.random.Generator) -> None:
-    """Pictures of two steps each, of pixels that no encoder makes smaller."""
+    """Pictures of two steps each, of pixels that do not compress."""
     from PIL import Image
 
     for number in range(count):

@@ -2,10 +2,10 @@
 
 Run `python -m launch.bench.scale [--only NAME]`; records/scale.txt has what it printed. One machine simulates: ranks
 are threads (or a few processes) that run the product's own code, files have the real number and no content, and
-operations are counted, which no other load of the machine changes. What is calculated from fewer ranks says so.
+operations are counted, which the machine's load does not change. A row says if it is calculated from fewer ranks.
 
-Each measure runs in a process of its own, started afresh. Costs about two minutes, 2 GB of memory and 1 GB below the
-folder for temporary files. It measures no network and no file server: there only the number of operations is known.
+Each measure runs in a fresh process. Costs about two minutes, 2 GB of memory and 1 GB in the folder for temporary
+files. Networks and file servers are not measured; there, only the number of operations is known.
 """
 
 from __future__ import annotations
@@ -13,30 +13,59 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.metadata import version
+from itertools import zip_longest
 
-from launch.bench.scale_rows import HOSTS, RANKS, SAMPLES, SHARDS, Row, table
+from launch.bench.measure import run_json
 
-# Name -> "module:function", which takes nothing and returns rows.
+RANKS = 1024
+HOSTS = 128
+SHARDS = 100_000
+SAMPLES = 1_000_000_000
+
+_HEADS = ("what", "before", "now", "wanted")
+_WIDTH = 38
+# Functions that take nothing and return rows.
 MEASURES: dict[str, str] = {
     "opening": "launch.bench.scale_shards:opening",
-    "exchanges": "launch.bench.scale_exchanges:exchanges",
+    "exchanges": "launch.bench.scale_ranks:exchanges",
     "death": "launch.bench.scale_ranks:death",
     "heartbeats": "launch.bench.scale_ranks:heartbeats",
     "checkpoints": "launch.bench.scale_checkpoints:checkpoints",
 }
 
 
-def measure(name: str) -> list[Row]:
-    """The rows of one measure, in this process."""
-    module, _, function = MEASURES[name].partition(":")
-    run: Callable[[], list[Row]] = getattr(import_module(module), function)
-    return run()
+@dataclass(frozen=True)
+class Row:
+    """One quantity that grows with the number of ranks, shards or files."""
+
+    what: str  # what is counted or measured, with its unit
+    before: str  # on commit 56ab78a, or by the same algorithm as there
+    now: str
+    wanted: str  # the bound; "": none was set
+    how: str  # what was simulated, and what was calculated from it
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as plain text, each with its `how` below it."""
+    cells = [(row.what, row.before, row.now, row.wanted) for row in rows]
+    columns = [max(len(head), *(min(len(row[i]), _WIDTH) for row in cells)) for i, head in enumerate(_HEADS)]
+    lines = [_line(_HEADS, columns), _line(["-" * width for width in columns], columns)]
+    for row, own in zip(rows, cells, strict=True):
+        wrapped = zip_longest(*(textwrap.wrap(cell, _WIDTH) for cell in own), fillvalue="")
+        lines += [_line(each, columns) for each in wrapped]
+        lines += textwrap.wrap(row.how, sum(columns) + 6, initial_indent="    ", subsequent_indent="    ")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,16 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     names = [given.only] if given.only else list(MEASURES)
     if given.json:
-        print(json.dumps([asdict(row) for name in names for row in measure(name)]))
+        places = (MEASURES[name].split(":") for name in names)
+        print(json.dumps([asdict(row) for module, name in places for row in getattr(import_module(module), name)()]))
         return 0
-    rows: list[Row] = []
-    for name in names:
-        command = [sys.executable, "-m", "launch.bench.scale", "--only", name, "--json"]
-        told = subprocess.run(command, capture_output=True, text=True, check=False)
-        if told.returncode:
-            print(f"{name} failed:\n{told.stderr}", file=sys.stderr)
-            return 1
-        rows += [Row(**row) for row in json.loads(told.stdout.splitlines()[-1])]
+    found = (run_json("launch.bench.scale", "--only", name, "--json") for name in names)
+    rows = [Row(**row) for each in found for row in each]
     print(f"{RANKS:,} ranks on {HOSTS} hosts, {SAMPLES:,} samples in {SHARDS:,} shards; ", end="")
     print(f"torch {version('torch')}, Python {platform.python_version()}\n")
     print(table(rows))

@@ -1,31 +1,33 @@
 """Measures of `launch.bench.scale`: the checkpoint of 1,024 ranks, from its commit to its loading.
 
-A checkpoint of as many files is committed and pruned; the files hold next to nothing, and flushes are counted but not
-made. A few ranks load a small checkpoint, one after the other, with what rank 0 tells them; which files they open
-decides how many bytes 1,024 ranks read of ViT-L/16's and ViT-H/14's. No disk and no network is measured.
+A checkpoint of as many tiny files is committed and pruned; flushes are counted but not made. A few ranks load a small
+checkpoint, one after the other, with rank 0's messages; the files that they open decide how many bytes 1,024 ranks read
+of ViT-L/16's and ViT-H/14's. Disks and networks are not measured.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import nn
 
-from launch.bench.scale_rows import RANKS, Row
+from data_shards.text import show_bytes
+from launch.bench.scale import RANKS, Row
 from pipeline.checkpoint.saver import CheckpointSaver, Origin, SaveHooks
 from pipeline.checkpoint.store import Retention, beside_of, commit_checkpoint, open_beside, shared_out
 from pipeline.checkpoint.train_state import TrainState
-from pipeline.engine.saved_state.host_copy import Hold
+from pipeline.engine.base import Hold
 from pipeline.engine.saved_state.portable import WEIGHT
 from pipeline.engine.saved_state.shared import open_shared
 from pipeline.engine.saved_state.state_files import Seal, StateFile, digest_of, piece_sizes
@@ -40,7 +42,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MODELS = {"L": 304_326_632, "H": 632_045_800}
 _MODEL_BYTES, _SHARD_BYTES = 2, 12
 _LOADING = 16  # ranks that are simulated
-_SEEN = {"open": os, "stat": os, "lstat": os, "scandir": os, "listdir": os, "rename": os, "remove": os, "unlink": os}
+_SEEN = ("open", "stat", "lstat", "scandir", "listdir", "rename", "remove", "unlink")  # of os
 
 
 @dataclass
@@ -58,9 +60,7 @@ class Seen:
 
 @contextmanager
 def watched() -> Iterator[Seen]:
-    """Count what is asked of the file system; flushes are not made."""
-    import io
-
+    """Count operations on the file system; flushes are not made."""
     seen = Seen()
 
     def counted(name: str, real: Any) -> Any:
@@ -70,15 +70,11 @@ def watched() -> Iterator[Seen]:
 
         return call
 
-    patches = [patch.object(owner, name, counted(name, getattr(owner, name))) for name, owner in _SEEN.items()]
-    patches += [patch.object(io, "open", counted("open", io.open)), patch.object(os, "fsync", counted("fsync", None))]
-    for each in patches:
-        each.start()
-    try:
+    calls = [(os, name, getattr(os, name)) for name in _SEEN]
+    with ExitStack() as stack:
+        for owner, name, real in (*calls, (io, "open", io.open), (os, "fsync", None)):
+            stack.enter_context(patch.object(owner, name, counted(name, real)))
         yield seen
-    finally:
-        for each in reversed(patches):
-            each.stop()
 
 
 def commit_operations(*, files: int) -> Seen:
@@ -131,9 +127,9 @@ class _Engine:
         return tuple(StateFile(f"{_FOLDER}/{_SHARD_FILE.format(rank)}", b"x") for rank in range(self.files))
 
 
-def saves(*, files: int) -> tuple[Seen, int]:
-    """Count the file operations and polls of two background saves, from their beginnings to the end; the
-    second one's pruning removes the first."""
+def saves(*, files: int) -> Seen:
+    """Count the file operations of two background saves, from start to end; the second one's pruning removes the
+    first."""
     with tempfile.TemporaryDirectory() as name:
         committed: list[TrainState] = []
         saver = CheckpointSaver(
@@ -145,18 +141,17 @@ def saves(*, files: int) -> tuple[Seen, int]:
             mode="background",
             hooks=SaveHooks(list[str]().append, committed.append),
         )
-        seen, polls = Seen(), 0
+        seen = Seen()
         for step in (1, 2):
             with watched() as during:
                 saver.save(TrainState(step=step))
                 begun = Counter(during.on_main)
                 while len(committed) < step:
                     saver.poll()
-                    polls += 1
                 saver.finish()
             seen.operations += during.operations - begun
             seen.on_main += during.on_main - begun
-        return seen, polls
+        return seen
 
 
 def digest_shares(parameters: int, *, ranks: int) -> tuple[int, int]:
@@ -174,11 +169,10 @@ def digest_shares(parameters: int, *, ranks: int) -> tuple[int, int]:
     return by_files, max(by_pieces)
 
 
-@dataclass(frozen=True)
-class Loading:
-    """Files that a load asked for, by rank."""
+class Loading(NamedTuple):
+    """What a load asked of the file system."""
 
-    opened: tuple[frozenset[str], ...]  # names of files
+    opened: list[set[str]]  # names of files, by rank
     looked: int  # `stat` and the like, by all ranks
 
 
@@ -188,8 +182,7 @@ def load(*, ranks: int) -> Loading:
         folder, model = Path(name) / "step-00000001", nn.Linear(64, ranks)
         state = _write(folder / _FOLDER, model, ranks=ranks)
         told: list[Any] = []
-        opened: list[frozenset[str]] = []
-        looked = 0
+        opened, looked = list[set[str]](), 0
         for rank in range(ranks):
             files = set[str]()
             read = torch.load
@@ -206,15 +199,15 @@ def load(*, ranks: int) -> Loading:
                     processes=ranks,
                     model=model,
                     ranks=_OneRank(Place(rank, ranks), told),  # pyright: ignore[reportArgumentType]
-                    asks="own share",
+                    keeps="shard",
                 )
                 size = state[WEIGHT].numel() // ranks
                 for of in (WEIGHT, *_MOMENTS):
                     found = saved.part("weight", of=of, first=rank * size, count=size)
                     assert torch.equal(found, state[of][rank * size :][:size]), "it is not what was written"
-            opened.append(frozenset(files))
+            opened.append(files)
             looked += seen.operations["stat"] + seen.operations["lstat"]
-        return Loading(tuple(opened), looked)
+        return Loading(opened, looked)
 
 
 def _write(folder: Path, model: nn.Linear, *, ranks: int) -> dict[str, torch.Tensor]:
@@ -266,10 +259,6 @@ def _commit_row() -> Row:
     )
 
 
-def _gigabytes(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.3g} GB" if num_bytes < 1e12 else f"{num_bytes / 1e12:.2f} TB"
-
-
 def _digest_row() -> Row:
     shares = [digest_shares(parameters, ranks=RANKS) for parameters in _MODELS.values()]
     before, now = (" / ".join(f"{each[column] / 1e6:,.0f} MB" for each in shares) for column in (0, 1))
@@ -284,7 +273,7 @@ def _digest_row() -> Row:
 
 
 def _save_rows() -> list[Row]:
-    seen, _ = saves(files=RANKS)
+    seen = saves(files=RANKS)
     in_all, flushes = seen.operations, seen.on_main["fsync"]
     return [
         Row(
@@ -320,8 +309,8 @@ def _load_rows() -> list[Row]:
     return [
         Row(
             f"bytes read to load a state, {names}",
-            " / ".join(_gigabytes((RANKS * _MODEL_BYTES + _SHARD_BYTES) * number) for number in _MODELS.values()),
-            " / ".join(_gigabytes((readers * _MODEL_BYTES + _SHARD_BYTES) * number) for number in _MODELS.values()),
+            " / ".join(show_bytes((RANKS * _MODEL_BYTES + _SHARD_BYTES) * number) for number in _MODELS.values()),
+            " / ".join(show_bytes((readers * _MODEL_BYTES + _SHARD_BYTES) * number) for number in _MODELS.values()),
             "",
             f"bf16, ZeRO 1, AdamW. {simulated} Each opened its own shard, rank 0 the model's file too; at most all of "
             "both is read. The digests before it read everything once more.",

@@ -1,8 +1,9 @@
 """Measures of `launch.bench.scale`: heartbeats, the death of a rank, exchanges between ranks. Ranks are threads.
 
-A thread stands for a rank on a host of its own choice: what asks for the machine is given the thread's. File operations
-are counted by Python's audit events: opened, listed, made, removed or renamed files below a folder. Waiting is real, so
-the measures take some ten seconds.
+Each thread has a host of its own choice: code that asks for the machine gets the thread's. Python's audit events count
+file operations: files opened, listed, made, removed or renamed below a folder. Exchanges go over gloo and TCP on this
+machine; the numbers of messages and connections are exact, milliseconds are those of many threads on few cores. Waiting
+is real, so the measures take some ten seconds.
 """
 
 from __future__ import annotations
@@ -13,22 +14,31 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from launch.bench.scale_rows import HOSTS, RANKS, Row
+import torch
+from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo
+
+from launch.bench.scale import HOSTS, RANKS, Row
 from pipeline.ranks import dead_ranks as gone
 from pipeline.ranks import heartbeat
 from pipeline.ranks.dead_ranks import NEWS_FILE, report_gone
+from pipeline.ranks.group import gather_rows, rounds
 from pipeline.ranks.heartbeat import Heartbeat, read_heartbeat, write_heartbeat
 from pipeline.ranks.place import Log, Place
 from pipeline.ranks.process import process_started
 
 _ATTEMPT = "simulated"
+_SIMULATED = 64
+_GLOO: Any = ProcessGroupGloo  # torch's stub lacks its options and messages
+_TIMES = 5
+_GATHERS_AT_A_LOG_POINT = 4  # lengths and notes of damaged images; losses; each rank's own seconds
 _EVENTS = ("open", "os.listdir", "os.scandir", "os.mkdir", "os.remove", "os.rename")
 _counts: list[Counter] = []
 _of_thread = threading.local()
@@ -129,7 +139,7 @@ def simulate_death(*, hosts: int, per_host: int, victim: int, log: Log) -> Death
         return Death(counter.operations, tuple(said), hosts)
 
 
-def _in_threads(call: Callable[[int], None], ranks: list[int]) -> None:
+def _in_threads(call: Callable[[int], None], ranks: Iterable[int]) -> None:
     threads = [threading.Thread(target=call, args=(rank,)) for rank in ranks]
     for thread in threads:
         thread.start()
@@ -155,7 +165,7 @@ def death() -> list[Row]:
 
 
 def heartbeats() -> list[Row]:
-    """Everyone writes, one reads all."""
+    """Everyone writes; one reads all."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         beats = [beat_of(rank, per_host=RANKS // HOSTS) for rank in range(RANKS)]
@@ -177,3 +187,61 @@ def heartbeats() -> list[Row]:
             "One process writes and reads 1,024 files; a rank writes one every 32 s, and reads its host's 7.",
         )
     ]
+
+
+def exchanges() -> list[Row]:
+    """Bruck's exchange beside gloo's ring, between 64 ranks."""
+    now = _measure_exchange("when needed", lambda group, mine: gather_rows(group, mine, tag=1))
+    ring = _measure_exchange("at once", _ring)
+    hops, before_hops = _GATHERS_AT_A_LOG_POINT * rounds(RANKS), _GATHERS_AT_A_LOG_POINT * (RANKS - 1)
+    simulated = f"{_SIMULATED} ranks as threads; for {RANKS:,} ranks calculated from the algorithms."
+    return [
+        Row(
+            "messages one after another at a log point",
+            f"{before_hops:,}",
+            f"{hops}",
+            "",
+            f"Four gathers: damaged images (lengths, notes), losses, paces. {simulated} Between {_SIMULATED}: a gather "
+            f"takes {rounds(_SIMULATED)} instead of {_SIMULATED - 1}, and {now[1]:.1f} ms of CPU a rank instead of "
+            f"{ring[1]:.1f}.",
+        ),
+        Row(
+            "connections of a rank in the host's group",
+            f"{RANKS - 1:,}",
+            f"{2 * rounds(RANKS)}",
+            "",
+            f"{simulated} Between {_SIMULATED} after a gather: {now[0]:.0f} descriptors a rank instead of "
+            f"{ring[0]:.0f}.",
+        ),
+    ]
+
+
+def _ring(group: Any, mine: torch.Tensor) -> torch.Tensor:
+    everyone = [[torch.empty_like(mine) for _ in range(_SIMULATED)]]
+    group.allgather(everyone, [mine]).wait()
+    return torch.stack(everyone[0])
+
+
+def _measure_exchange(connects: str, gather: Callable[[Any, torch.Tensor], torch.Tensor]) -> tuple[float, float]:
+    """Descriptors a rank, and milliseconds of CPU that a gather takes a rank."""
+    store, groups = HashStore(), dict[int, Any]()
+    before = len(os.listdir("/proc/self/fd"))
+
+    def join(rank: int) -> None:
+        options = _GLOO._Options()
+        options._devices = [_GLOO.create_default_device(lazy_init=connects == "when needed")]
+        options._timeout = timedelta(seconds=300)
+        options._threads = 1
+        groups[rank] = _GLOO(PrefixStore(connects, store), rank, _SIMULATED, options)
+
+    def exchange(rank: int) -> None:
+        for _ in range(_TIMES):
+            rows = gather(groups[rank], torch.tensor([float(rank)], dtype=torch.float64))
+            assert rows.flatten().tolist() == list(range(_SIMULATED)), "a value was lost"
+
+    _in_threads(join, range(_SIMULATED))
+    _in_threads(exchange, range(_SIMULATED))  # the first time connects
+    descriptors = (len(os.listdir("/proc/self/fd")) - before) / _SIMULATED
+    start = time.process_time()
+    _in_threads(exchange, range(_SIMULATED))
+    return descriptors, (time.process_time() - start) * 1000 / _TIMES / _SIMULATED

@@ -1,6 +1,6 @@
 """Measures of `launch.bench.scale`: a set of 10^5 shards opened on rank 0, told to another, handed to workers.
 
-The tars are empty files of the right number, named by a manifest of the real size (19 MB). Seconds are CPU seconds of a
+The tars are empty files of the real number, and the manifest has its real size (19 MB). Seconds are CPU seconds of a
 fresh process.
 """
 
@@ -11,7 +11,6 @@ import io
 import json
 import pickle
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +20,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from launch.bench.scale_rows import RANKS, SAMPLES, SHARDS, Row
+from launch.bench.measure import run_json
+from launch.bench.scale import RANKS, SAMPLES, SHARDS, Row
 
 _CLASSES = 1000
 
@@ -30,9 +30,10 @@ def opening() -> list[Row]:
     """Rank 0 opens, another rank receives."""
     with tempfile.TemporaryDirectory() as name:
         folder = _synthetic(Path(name))
-        first = _in_child("open", folder, Path(name))
-        other = _in_child("receive", folder, Path(name))
-        worker = _in_child("worker", folder, Path(name))
+        first, other, worker = (
+            run_json("launch.bench.scale_shards", what, str(folder), f"{name}/sent")
+            for what in ("open", "receive", "worker")
+        )
     machine = "Before: 8.1 CPU s and 255 MB on the machine of the counts, 2.1 CPU s and 140 MB on this record's."
     return [
         Row(
@@ -92,14 +93,6 @@ def _synthetic(root: Path) -> Path:
     }
     (folder / "manifest.json").write_text(json.dumps(content, indent=1))
     return folder
-
-
-def _in_child(what: str, folder: Path, root: Path) -> dict[str, float]:
-    command = [sys.executable, "-m", "launch.bench.scale_shards", what, str(folder), str(root / "sent")]
-    told = subprocess.run(command, capture_output=True, text=True, check=False)
-    if told.returncode:
-        raise RuntimeError(told.stderr)
-    return json.loads(told.stdout.splitlines()[-1])
 
 
 def _measure(what: str, folder: Path, wire: Path) -> dict[str, float]:

@@ -1,13 +1,11 @@
-"""What looking at a run costs the run: tracking, metrics, events and pictures, in CPU time of rank 0's process.
+"""Measure the cost of looking at a run: metrics, events and pictures, in CPU time of rank 0's process.
 
-Run `python -m launch.bench.tracking`; records/tracking.txt has what it printed. One real run of the product in a child
-process trains with everything on; each call that only looks (training accuracy, norms, curve, events, asking for
-pictures) is timed by its thread's CPU clock while the same steps are timed around it, so that both share
-the machine's load and their ratio does not depend on it. What another thread computes is counted as if training had
-waited for it. The process that draws and sends is counted apart.
+Run `python -m launch.bench.tracking`; records/tracking.txt has what it printed. A child process trains with everything
+on. Each call that only looks (training accuracy, norms, curve, events, asking for pictures) is timed by its thread's
+CPU clock within the same steps, so both share the machine's load and their ratio does not depend on it. Other threads'
+computing counts as if training had waited for it. The process that draws and sends counts apart.
 
-Target that the project sets itself: below 1 % of a step, at the default `log_every` of 20 steps. Takes
-3 minutes on two idle cores.
+Target: below 1 % of a step, at the default `log_every` of 20 steps. Takes 3 minutes on two idle cores.
 """
 
 from __future__ import annotations
@@ -16,9 +14,6 @@ import argparse
 import functools
 import json
 import os
-import platform
-import resource
-import subprocess
 import sys
 import tempfile
 import threading
@@ -26,10 +21,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+from launch.bench.measure import children_cpu_seconds, run_json, setting
 
 _TARGET = 0.01
 _LOG_STEPS = 20  # the recipe's default
@@ -62,25 +58,31 @@ class Costs:
     """CPU seconds of one run's rank 0."""
 
     calls: dict[str, int] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)  # of the main thread, by what it did
-    beside: float = 0.0  # the process that draws and sends
+    seconds: dict[str, float] = field(default_factory=dict)  # of the main thread, by kind of call
+    draw_and_send: float = 0.0  # the process that draws and sends
     training: float = 0.0  # the whole process, all threads, within the loop
     training_wall: float = 0.0  # elapsed
     steps: int = 0
 
+    def add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        self.calls[name] = self.calls.get(name, 0) + 1
+
+    def each(self, name: str) -> float:
+        """Seconds a call."""
+        return self.seconds.get(name, 0.0) / max(1, self.calls.get(name, 0))
+
     @property
     def step(self) -> float:
-        """A step without what only looks."""
-        looking = sum(self.seconds.values())
-        return max(1e-9, self.training - looking) / self.steps
+        """Seconds a step, without the calls that only look."""
+        return max(1e-9, self.training - sum(self.seconds.values())) / self.steps
 
     def of_step(self, name: str, *, log_steps: int) -> float:
         """Seconds a step, where a point comes every `log_steps` steps."""
-        each = self.seconds.get(name, 0.0) / max(1, self.calls.get(name, 0))
-        return each if name in _EACH_STEP else each / log_steps
+        return self.each(name) / (1 if name in _EACH_STEP else log_steps)
 
     def looking(self, *, log_steps: int) -> float:
-        """Seconds a step of all that only looks, all threads of the process together."""
+        """Seconds a step of all calls that only look."""
         return sum(self.of_step(name, log_steps=log_steps) for name in (*_EACH_STEP, *_EACH_POINT))
 
 
@@ -89,8 +91,7 @@ def report(costs: Costs) -> Iterator[str]:
     yield f"\n{costs.steps} steps, a point every {_LOG_EVERY}; CPU time of rank 0's process"
     yield f"{'':34}{'each':>12}{'a step, log_every ' + str(_LOG_STEPS):>24}"
     for name in (*_EACH_STEP, *_EACH_POINT):
-        each = costs.seconds.get(name, 0.0) / max(1, costs.calls.get(name, 0))
-        yield f"{name:34}{_ms(each):>12}{_ms(costs.of_step(name, log_steps=_LOG_STEPS)):>24}"
+        yield f"{name:34}{_ms(costs.each(name)):>12}{_ms(costs.of_step(name, log_steps=_LOG_STEPS)):>24}"
     total = costs.looking(log_steps=_LOG_STEPS)
     yield f"{'together':34}{'':12}{_ms(total):>24}"
     elapsed = costs.training_wall / costs.steps
@@ -98,7 +99,7 @@ def report(costs: Costs) -> Iterator[str]:
     share = total / costs.step
     yield f"share of a step: {share:.2%}, target below {_TARGET:.0%}{'' if share < _TARGET else ': MISSED'}"
     yield f"of a step of {_ms(_GPU_STEP_SECONDS)}, as on a GPU, with the same CPU: {total / _GPU_STEP_SECONDS:.2%}"
-    yield f"the process that draws and sends, at a low priority: {costs.beside:.1f} s for the stage"
+    yield f"the process that draws and sends, at a low priority: {costs.draw_and_send:.1f} s for the stage"
 
 
 def main() -> None:
@@ -110,9 +111,7 @@ def main() -> None:
     if options.child:
         child(options.child)
         return
-    load = os.getloadavg()[0]
-    libraries = ", ".join(f"{name} {version(name)}" for name in ("torch", "mlflow"))
-    print(f"Python {platform.python_version()}, {libraries}, {os.cpu_count()} cores, no GPU; load average {load:.1f}")
+    print(f"{setting('torch', 'mlflow')}, no GPU; load average {os.getloadavg()[0]:.1f}")
     print(
         "ViT of width 192 and depth 6 at 32 px (65 tokens), 64 images a step, float32, ZeRO 1, one process", flush=True
     )
@@ -120,7 +119,7 @@ def main() -> None:
 
 
 def measure(*, steps: int) -> Costs:
-    """Of one run in a process of its own, on images of digits."""
+    """Train on images of digits in a child process."""
     from data_shards.packing.pack import pack
 
     with tempfile.TemporaryDirectory() as name:
@@ -129,25 +128,15 @@ def measure(*, steps: int) -> Costs:
         text = _RECIPE.replace("SHARDS", str(folder / "shards")).replace("STEPS", str(steps))
         text = text.replace("LOG", str(_LOG_EVERY)).replace("EVAL", str(steps // _EVALUATIONS))
         (folder / "recipe.yaml").write_text(text, encoding="utf-8")
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        environment.pop("SHARDVIT_PICTURES", None)
-        environment.pop("MLFLOW_TRACKING_URI", None)
-        command = [sys.executable, "-m", "launch.bench.tracking", "--child", str(folder)]
-        done = subprocess.run(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=_LIMIT_SECONDS,
-        )
-        if done.returncode:
-            raise RuntimeError(done.stdout)
-        return Costs(**json.loads((folder / "costs.json").read_text(encoding="utf-8")))
+        left_out = ("SHARDVIT_PICTURES", "MLFLOW_TRACKING_URI")
+        environment = {key: value for key, value in os.environ.items() if key not in left_out}
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        arguments = ("--child", str(folder))
+        return Costs(**run_json("launch.bench.tracking", *arguments, env=environment, timeout_seconds=_LIMIT_SECONDS))
 
 
 def child(folder: Path) -> None:
-    """Train as a rank does, with clocks around what only looks."""
+    """Train as a rank does, with clocks around the calls that only look."""
     from launch import train as rank
     from launch.draw_and_send import DrawAndSend
     from pipeline.engine.deepspeed_engine import DeepSpeedEngine
@@ -167,22 +156,21 @@ def child(folder: Path) -> None:
                 return function(*args, **more)
             finally:
                 if training.is_set():
-                    _add(costs, name, time.thread_time() - begun)
+                    costs.add(name, time.thread_time() - begun)
 
         return call
 
     around = WeightNorms.around
 
     @contextmanager
-    def clocked_around(self: WeightNorms, measure: Any, **more: Any) -> Iterator[None]:
-        """Without the step within."""
+    def clocked_around(self: WeightNorms, **more: Any) -> Iterator[None]:
+        """Time it without the step within."""
         before = time.thread_time()
-        with around(self, measure, **more):
+        with around(self, **more):
             inside = time.thread_time()
             yield
             left = time.thread_time()
-        if measure != "nothing":
-            _add(costs, "norms", time.thread_time() - left + inside - before)
+        costs.add("norms", time.thread_time() - left + inside - before)
 
     loop = stage_training.train
 
@@ -199,9 +187,9 @@ def child(folder: Path) -> None:
     close = DrawAndSend.close
 
     def clocked_close(self: DrawAndSend, **more: Any) -> None:
-        before = _children_seconds()
+        before = children_cpu_seconds()
         close(self, **more)
-        costs.beside += _children_seconds() - before
+        costs.draw_and_send += children_cpu_seconds() - before
 
     patches: list[tuple[Any, str, Any]] = [
         (Classification, "train_score", clocked(Classification.train_score, "training accuracy")),
@@ -217,18 +205,8 @@ def child(folder: Path) -> None:
     for owner, name, replacement in patches:
         mock.patch.object(owner, name, replacement).start()
     code = rank.main([str(folder / "recipe.yaml"), "--stage", "pretrain", "--runs", str(folder / "runs")])
-    (folder / "costs.json").write_text(json.dumps(asdict(costs)), encoding="utf-8")
+    print(json.dumps(asdict(costs)), flush=True)
     sys.exit(code)
-
-
-def _add(costs: Costs, name: str, seconds: float) -> None:
-    costs.seconds[name] = costs.seconds.get(name, 0.0) + seconds
-    costs.calls[name] = costs.calls.get(name, 0) + 1
-
-
-def _children_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 def _ms(seconds: float) -> str:

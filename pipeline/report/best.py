@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from pipeline.recipe.vocabulary import StageName
 from pipeline.runs.logs import MetricRow
-from pipeline.runs.run_folder import FOLDER_PREFIX
+from pipeline.runs.run_folder import FOLDER_PREFIX, RunFolder
 
 SCORES = {"val/top1": "top-1", "val/accuracy": "accuracy"}  # on the screen
 AVERAGES_SCORES = {"val/ema_top1": "top-1", "val/ema_accuracy": "accuracy"}  # of the moving average of the weights
@@ -52,3 +53,16 @@ def describe_best(results: Mapping[str, float], *, stage: str, checkpoints: Path
     if folder.is_dir():
         kept = f"its checkpoint is {folder}"
     return f"the best held-out {_NAMES[key]} was {results[f'best/{key}']:.4f} after step {step:,}: {kept}"
+
+
+def describe_results(folder: RunFolder, *, stage: StageName) -> str:
+    """Describe a finished stage's score, and where it was better before, for the line "done"; "" for swap_head."""
+    record = folder.peek(stage)
+    for key in SCORES:
+        if key in record.results:
+            shown = f", held-out {show_score(record.results, key)}"
+            for other in record.results.keys() & AVERAGES_SCORES:
+                shown += f", {show_score(record.results, other)} with the moving average of the weights"
+            best = describe_best(record.results, stage=stage, checkpoints=folder.checkpoints(stage))
+            return f"{shown} after {record.images_seen:,} images" + (f"; {best}" if best else "")
+    return ""

@@ -19,13 +19,13 @@ from data_shards.durable import make_folders
 from data_shards.errors import UserError
 from data_shards.images.decode import require_decoder
 from data_shards.vocabulary import Normalisation
-from model.build import build_model
+from model.config import Regularisation
 from model.init import initialise
 from model.layers.head import replace_head
-from model.layers.regularisation import Regularisation
 from model.masked_patch import MaskedPatchVit, build_masked_patch, classifier_of
 from model.positions.interpolation import resize_state
 from model.saved.model_folder import build_from_saved, load_model, save_model
+from model.vit import build_model
 from model.vocabulary import HeadKind
 from pipeline.checkpoint.train_state import TrainState
 from pipeline.engine.saved_state.frozen import freeze

@@ -1,11 +1,9 @@
-"""Images inside tars, read where they lie: plain tars, tars within tars (ImageNet's 1,000 class tars in one), gzipped.
+"""Files in folders and inside tars, read where they lie: plain tars, tars within tars (ImageNet's class tars), gzipped.
 
-A plain tar is walked once by its headers, the tars in it on threads, and an image is one `pread`: nothing is unpacked,
-and nothing but names, offsets and sizes is held in memory. What was found is kept in the user's cache folder, so the
-same tars open at once the next time. gzip has no places to jump to: a .tar.gz is decompressed once, into a folder that
-the caller names and removes. Members other than regular files are passed over (devices, links), but for images that
-are links, which are refused: they would be missing. Names are never used as paths, and one that leads outside is
-refused.
+A plain tar is walked once by its headers, and an image is one `pread`: nothing is unpacked, and memory holds names,
+offsets and sizes. Listings are kept in the user's cache folder. gzip cannot seek: a .tar.gz is decompressed once, into
+a folder that the caller names and removes. Devices and links are passed over, but links to images are refused (they
+would be missing), and so are names that lead outside.
 """
 
 from __future__ import annotations
@@ -20,24 +18,22 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from data_shards.durable import replaced
 from data_shards.errors import UserError
-from data_shards.packing.sources.base import GZIPPED, SUFFIXES, is_image
+from data_shards.packing.sources.base import GZIPPED, SUFFIXES, Files, FolderFiles, Int64s, is_image, walk_folder
 from data_shards.progress_line import LINE_SECONDS
-from data_shards.shards.shard_index import MOST_TAR_BYTES, default_index_folder, read_arrays
+from data_shards.shards.shard_index import MOST_TAR_BYTES, Texts, default_index_folder, read_arrays
 from data_shards.shards.shard_set import Report
 from data_shards.shards.tar_walk import BLOCK_BYTES, Member, TarDamage, stated_member, walk_tar
-from data_shards.shards.texts import Texts
 from data_shards.text import named, show_bytes
 
 _VERSION = 2  # of what is kept of a listing
@@ -45,7 +41,8 @@ _COPY_BYTES = 1 << 20
 _SAID_BYTES = 50_000_000  # below, nobody needs to know that it takes space
 _LISTED_AT_ONCE_BYTES = 5_000_000_000
 _THREADS = 16  # they wait for headers, which on a network disk take a millisecond each
-_ARRAYS = ("archive", "offset", "size")
+_ARRAYS = {"archive": "archive", "offset": "offset", "size": "sizes"}  # name on the disk -> of a listing
+_MOST_SMALL_BYTES = 1 << 28  # of a file that is read whole: CIFAR-100's training part has 155 MB
 _DECOMPRESSING = threading.Lock()
 
 
@@ -65,25 +62,17 @@ class Archive:
     unpacking: Unpacking = field(default_factory=Unpacking, repr=False, compare=False)
 
     @property
-    def is_gzipped(self) -> bool:
-        return self.path.name.lower().endswith(GZIPPED)
-
-    @property
     def num_bytes(self) -> int:
-        return self._stat.st_size
-
-    @property
-    def modified_ns(self) -> int:
-        return self._stat.st_mtime_ns
+        return self.stat.st_size
 
     @cached_property
     def key(self) -> str:
         """Differs for every other file, and after every change that its size or time shows."""
-        text = f"{_VERSION}\0{os.path.realpath(self.path)}\0{self.num_bytes}\0{self.modified_ns}"
+        text = f"{_VERSION}\0{os.path.realpath(self.path)}\0{self.num_bytes}\0{self.stat.st_mtime_ns}"
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
     @cached_property
-    def _stat(self) -> os.stat_result:
+    def stat(self) -> os.stat_result:
         try:
             return self.path.stat()
         except OSError as error:
@@ -92,7 +81,7 @@ class Archive:
     def open(self) -> int:
         """A descriptor of the plain tar, to be closed by the caller; a gzipped one is decompressed if it is not yet."""
         path = self.path
-        if self.is_gzipped:
+        if path.name.lower().endswith(GZIPPED):
             with _DECOMPRESSING:
                 path = _decompressed(self)
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -102,18 +91,24 @@ class Archive:
 class Listing:
     """The regular files in some archives, in the archives' order; of a tar in a tar its files, as STEM/NAME."""
 
+    path: Path  # of the archive, or of the folder of archives
     archives: tuple[Archive, ...]
     names: Texts
-    archive: NDArray[np.int64]  # [num_files]: which of the archives
-    offset: NDArray[np.int64]  # [num_files]: of its data, in the plain tar
-    size: NDArray[np.int64]
+    archive: Int64s  # [num_files]: which of the archives
+    offset: Int64s  # [num_files]: of its data, in the plain tar
+    sizes: Int64s
 
     def __len__(self) -> int:
         return len(self.names)
 
+    def stamp(self, row: int) -> bytes:
+        archive = self.archives[int(self.archive[row])]
+        place = (int(self.offset[row]), int(self.sizes[row]), archive.num_bytes, archive.stat.st_mtime_ns)
+        return f"{self.names[row]}\0{place}".encode(errors="surrogateescape")
+
     def read(self, row: int) -> bytes:
         """One file. Raises OSError if it cannot be read, or the archive is another one than when it was listed."""
-        offset, size = int(self.offset[row]), int(self.size[row])
+        offset, size = int(self.offset[row]), int(self.sizes[row])
         with open(self.archives[int(self.archive[row])].open(), "rb", buffering=0) as tar:
             data = os.pread(tar.fileno(), BLOCK_BYTES + size, offset - BLOCK_BYTES)
         try:
@@ -125,33 +120,64 @@ class Listing:
         return data[BLOCK_BYTES:]
 
 
-def list_archives(archives: Sequence[Archive], *, inside: Literal["names", "stems"] = "names") -> Listing:
+def list_archives(archives: Sequence[Archive], *, folder: Path | None = None) -> Listing:
     """List archives, from the cache folder if they were listed before.
 
-    With `inside` "stems" the files of an archive are named STEM/NAME (`n01440764.tar` of a folder of class tars).
-    Raises UserError, naming the archive, if one is damaged, not a tar, or names a file that leads outside.
+    The files of archives in a `folder` are named STEM/NAME, as of `n01440764.tar`. Raises UserError, naming the
+    archive, if one is damaged, not a tar, or names a file that leads outside.
     """
+    inside = "names" if folder is None else "stems"
     whole = hashlib.sha256("\0".join([inside, *(archive.key for archive in archives)]).encode()).hexdigest()[:32]
     kept = default_index_folder() / f"archives-{whole}.npz"
+    path = folder or archives[0].path
     with contextlib.suppress(OSError, ValueError):
-        return _load(kept, tuple(archives))
+        return _load(kept, path, tuple(archives))
     total = sum(archive.num_bytes for archive in archives)
     if total >= _LISTED_AT_ONCE_BYTES:
         archives[0].unpacking.report(f"{archives[0].path}: listing {show_bytes(total)} of images, once")
     with ThreadPoolExecutor(_THREADS) as pool:
-        parts = list(pool.map(lambda archive: _list_archive(archive, inside=inside), archives))
-    counts = [sum(len(piece.names) for piece in pieces) for pieces in parts]
-    pieces = [piece for part in parts for piece in part]
-    listing = Listing(
-        archives=tuple(archives),
-        names=Texts.join([piece.names for piece in pieces]),
-        archive=np.repeat(np.arange(len(parts)), counts).astype(np.int64),
-        offset=np.concatenate([piece.offset for piece in pieces]),
-        size=np.concatenate([piece.size for piece in pieces]),
-    )
+        parts = list(pool.map(lambda each: _list_archive(each, above=stem(each.path.name) if folder else ""), archives))
+    names, offsets, sizes = zip(*(piece for part in parts for piece in part), strict=True)
+    counts = [sum(len(piece.names) for piece in part) for part in parts]
+    archive = np.repeat(np.arange(len(parts)), counts).astype(np.int64)
+    listing = Listing(path, tuple(archives), Texts.join(names), archive, np.concatenate(offsets), np.concatenate(sizes))
     with contextlib.suppress(OSError):  # it is for speed alone
         _save(listing, kept)
     return listing
+
+
+def open_files(path: Path, *, unpacking: Unpacking) -> Files:
+    """List a folder (names start with its own, as in an archive of it) or an archive; UserError if it is neither."""
+    if path.is_dir():
+        whole = Path(os.path.abspath(path))
+        images, others = walk_folder(whole.parent, whole.name)
+        return FolderFiles(path, [*images, *others], whole.parent)
+    if not is_archive(path):
+        raise UserError(f"{path}: there is no such folder, and no archive ({', '.join(SUFFIXES)}) of that name")
+    return list_archives([Archive(path, unpacking)])
+
+
+def is_archive(path: Path) -> bool:
+    """True for an existing file that is named as an archive."""
+    return path.name.lower().endswith(SUFFIXES) and path.is_file()
+
+
+def read_small(files: Files, row: int) -> bytes:
+    """Read a file whole, such as a list; UserError if it is missing, or larger than any that is published."""
+    try:
+        if not 0 <= files.sizes[row] <= _MOST_SMALL_BYTES:
+            raise OSError("not a plain file of the size that is published")
+        return files.read(row)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"{files.path}: {files.names[row]!a} in it cannot be read ({reason}); fetch it again") from None
+
+
+def rows_by_name(files: Files, wanted: Iterable[str] | None = None) -> dict[str, int]:
+    """File name without folders -> row, of the wanted ones or all; hidden files are passed over."""
+    names = None if wanted is None else set(wanted)
+    last = ((path.rpartition("/")[2], row) for row, path in enumerate(files.names))
+    return {name: row for name, row in last if not name.startswith(".") and (names is None or name in names)}
 
 
 def inner_name(name: str, *, archive: Path) -> str:
@@ -172,13 +198,12 @@ class _Piece(NamedTuple):
     """Some files of one archive, compactly: ImageNet-21k has 14 million."""
 
     names: Texts
-    offset: NDArray[np.int64]
-    size: NDArray[np.int64]
+    offset: Int64s
+    size: Int64s
 
 
-def _list_archive(archive: Archive, *, inside: Literal["names", "stems"]) -> list[_Piece]:
+def _list_archive(archive: Archive, *, above: str) -> list[_Piece]:
     """Its plain files, then those of the tars in it, in order."""
-    above = stem(archive.path.name) if inside == "stems" else ""
     with open(archive.open(), "rb", buffering=0) as opened:
         outer = _walk(opened.fileno(), archive.path, above=above)
         tars = [member for member in outer if member.name.lower().endswith(".tar")]
@@ -290,18 +315,17 @@ def _decompress(archive: Archive, target: Path) -> None:
 def _save(listing: Listing, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path, sync="none", writers="several") as beside, beside.open("wb") as stream:
-        names = listing.names.blob
-        arrays = {name: getattr(listing, name) for name in _ARRAYS}
-        np.savez(stream, names=names, ends=listing.names.ends, **arrays)
+        arrays = {name: getattr(listing, ours) for name, ours in _ARRAYS.items()}
+        np.savez(stream, names=listing.names.blob, ends=listing.names.ends, **arrays)
 
 
-def _load(path: Path, archives: tuple[Archive, ...]) -> Listing:
+def _load(file: Path, path: Path, archives: tuple[Archive, ...]) -> Listing:
     """Raises ValueError for anything that no listing of these archives can be."""
-    names, ends, *arrays = read_arrays(path, ["names", "ends", *_ARRAYS]).values()
+    names, ends, *arrays = read_arrays(file, ["names", "ends", *_ARRAYS]).values()
     if any(each.dtype != np.int64 or each.shape != ends.shape or each.ndim != 1 for each in (ends, *arrays)):
         raise ValueError("its arrays do not fit together")
     if any(((each < 0) | (each >= MOST_TAR_BYTES)).any() for each in arrays) or (arrays[0] >= len(archives)).any():
         raise ValueError("an archive, offset or size that cannot be")
     if (np.diff(ends, prepend=0) < 0).any() or (ends[-1] if len(ends) else 0) != names.size:
         raise ValueError("its names do not fit together")
-    return Listing(archives, Texts(np.frombuffer(names.tobytes(), np.uint8), ends), *arrays)
+    return Listing(path, archives, Texts(np.frombuffer(names.tobytes(), np.uint8), ends), *arrays)

@@ -1,4 +1,4 @@
-"""Images in memory: scikit-learn's digits, and MNIST's format, four IDX files, plain or gzipped.
+"""Grey images in memory: scikit-learn's digits, and MNIST's format, four IDX files, plain or gzipped.
 
 The digits are 1,797 grey images of 8x8 in scikit-learn's wheel (the test part of the UCI set "Optical Recognition of
 Handwritten Digits", Alpaydin and Kaynak, 1998). Fashion-MNIST has MNIST's files; its class names are used if the folder
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.errors import UserError
-from data_shards.packing.sources.base import ArrayImages, ImageSet, Source, SplitName
+from data_shards.packing.sources.base import ImageSet, Source, SplitName, array_images
 
 _DIGITS_FILE = "datasets/data/digits.csv.gz"  # what its load_digits reads: 64 pixels and the digit a line
 _DIGITS_MOST = 16  # each pixel counts the set points in a 4x4 block of the scan
@@ -51,8 +51,7 @@ def digits_source() -> Source:
         raise UserError("digits: this source needs scikit-learn; install it with `pip install scikit-learn`")
     data = np.loadtxt(file, delimiter=",", dtype=np.int64)
     pixels = np.rint(data[:, :-1].reshape(-1, 8, 8) * (255 / _DIGITS_MOST)).astype(np.uint8)
-    images = ArrayImages(origin="digits", pixels=pixels, labels=data[:, -1])
-    return Source(spec="digits", classes=DIGIT_CLASSES, splits={"train": images})
+    return Source("digits", DIGIT_CLASSES, {"train": array_images("digits", pixels, data[:, -1])})
 
 
 def fashion_mnist_source() -> Source:
@@ -74,7 +73,7 @@ def idx_source(root: Path) -> Source:
     return Source(spec=str(folder), classes=classes, splits=splits)
 
 
-def _read_split(root: Path, stem: str, num_classes: int) -> ArrayImages:
+def _read_split(root: Path, stem: str, num_classes: int) -> ImageSet:
     image_path, label_path = _find(root, stem, "images"), _find(root, stem, "labels")
     pixels, labels = _read_idx(image_path, num_dims=3), _read_idx(label_path, num_dims=1)
     if 0 in pixels.shape:
@@ -83,7 +82,7 @@ def _read_split(root: Path, stem: str, num_classes: int) -> ArrayImages:
         raise UserError(f"{label_path}: {len(labels)} labels for the {len(pixels)} images of {image_path.name}")
     if labels.max() >= num_classes:
         raise UserError(f"{label_path}: the label {labels.max()} is not one of the {num_classes} classes 0..9")
-    return ArrayImages(origin=f"{stem}-images", pixels=pixels, labels=labels.astype(np.int64))
+    return array_images(f"{stem}-images", pixels, labels.astype(np.int64))
 
 
 def _find(root: Path, stem: str, kind: str) -> Path:

@@ -1,6 +1,6 @@
 """Sources: named classes, and per split a set of images, each read as encoded bytes (arrays as PNG).
 
-Listing costs one `stat` per file; images are read by `ImageSet.read` alone.
+Listing a folder costs one `scandir` per folder and one `stat` per image; only `read` opens a file.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import hashlib
 import io
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,25 +29,53 @@ ABSENT = -1  # in place of a file's size
 _MOST_PROBLEMS = 20
 
 SplitName = Literal["train", "val", "test"]
+Int64s = NDArray[np.int64]
 
 
-class ImageSet(Protocol):
-    """The images of one split, in an order that depends only on the source.
+class Files(Protocol):
+    """Files in a folder, in archives or in memory, numbered by row.
 
-    `labels` index the source's `classes`: [num_images], or [num_images, most labels] padded with -1. `num_bytes`,
-    [num_images], are sizes of files (-1: missing) or pixels. `read` returns an encoded image or raises OSError. `trace`
-    says where it is from, unique in the source: `train/cat/0338.jpg`. `stamp` includes the trace and changes with the
-    image, as far as that shows without reading it.
+    `path` is for messages. `names` are relative paths with forward slashes; `sizes` are bytes, [files]. `read` raises
+    OSError. `stamp` includes the name and changes with the file, as far as that shows without reading it.
     """
 
     @property
-    def labels(self) -> NDArray[np.int64]: ...
+    def path(self) -> Path: ...
     @property
-    def num_bytes(self) -> NDArray[np.int64]: ...
-    def __len__(self) -> int: ...
-    def read(self, index: int) -> bytes: ...
-    def trace(self, index: int) -> str: ...
-    def stamp(self, index: int) -> bytes: ...
+    def names(self) -> Sequence[str]: ...
+    @property
+    def sizes(self) -> Int64s: ...
+    def read(self, row: int) -> bytes: ...
+    def stamp(self, row: int) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """The images of one split: the files `rows`, in an order that depends only on the source.
+
+    `labels` index the source's classes: [num_images], or [num_images, most labels] padded with -1.
+    """
+
+    files: Files
+    rows: Int64s
+    labels: Int64s
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, index: int) -> bytes:
+        return self.files.read(int(self.rows[index]))
+
+    def trace(self, index: int) -> str:
+        """Where an image is from, unique in the source: `train/cat/0338.jpg`."""
+        return self.files.names[int(self.rows[index])]
+
+    def stamp(self, index: int) -> bytes:
+        return self.files.stamp(int(self.rows[index]))
+
+    @property
+    def num_bytes(self) -> Int64s:
+        return self.files.sizes[self.rows]
 
 
 @dataclass(frozen=True)
@@ -74,9 +102,9 @@ class Source:
             if self.kind == "multi":
                 digest.update(repr(images.labels.shape).encode())
             digest.update(np.ascontiguousarray(images.labels).tobytes())
-            if isinstance(images, ArrayImages):
-                digest.update(repr((images.origin, images.pixels.shape)).encode())
-                digest.update(np.ascontiguousarray(images.pixels).tobytes())
+            if isinstance(images.files, ArrayFiles):
+                digest.update(repr((str(images.files.path), images.files.pixels.shape)).encode())
+                digest.update(np.ascontiguousarray(images.files.pixels).tobytes())
                 continue
             for row, size in enumerate(images.num_bytes.tolist()):
                 digest.update(f"{images.trace(row)}\0{size}\0".encode(errors="surrogateescape"))
@@ -84,76 +112,119 @@ class Source:
 
 
 @dataclass(frozen=True)
-class ArrayImages:
-    """Grey images held in memory as uint8 [num_images, height, width]."""
+class ArrayFiles:
+    """Images in memory, uint8 [num_images, height, width] or [..., 3], read as PNG; a size is that of the pixels."""
 
-    origin: str
+    path: Path
+    names: list[str]
+    sizes: Int64s
     pixels: NDArray[np.uint8]
-    labels: NDArray[np.int64]
 
-    def __len__(self) -> int:
-        return len(self.pixels)
-
-    def read(self, index: int) -> bytes:
+    def read(self, row: int) -> bytes:
         from PIL import Image
 
         buffer = io.BytesIO()
-        Image.fromarray(self.pixels[index]).save(buffer, format="PNG")
+        Image.fromarray(self.pixels[row]).save(buffer, format="PNG")
         return buffer.getvalue()
 
-    def trace(self, index: int) -> str:
-        return f"{self.origin}/{index}"
+    def stamp(self, row: int) -> bytes:
+        return self.names[row].encode() + b"\0" + self.pixels[row].tobytes()
 
-    @property
-    def num_bytes(self) -> NDArray[np.int64]:
-        return np.full(len(self), self.pixels[0].nbytes, dtype=np.int64)
 
-    def stamp(self, index: int) -> bytes:
-        return self.trace(index).encode() + b"\0" + self.pixels[index].tobytes()
+def array_images(origin: str, pixels: NDArray[np.uint8], labels: Int64s) -> ImageSet:
+    """All images of an array; `origin` is the folder in their traces."""
+    names = [f"{origin}/{row}" for row in range(len(pixels))]
+    sizes = np.full(len(pixels), pixels[0].nbytes, dtype=np.int64)
+    return ImageSet(ArrayFiles(Path(origin), names, sizes, pixels), np.arange(len(pixels)), labels)
 
 
 @dataclass(frozen=True)
-class FileImages:
-    """Image files below `root`; `files` are paths relative to it, with forward slashes."""
+class FolderFiles:
+    """Files below a folder; `names` are relative to `root`."""
 
+    path: Path
+    names: list[str]
     root: Path
-    files: list[str]
-    labels: NDArray[np.int64]
 
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def read(self, index: int) -> bytes:
-        # A read of a pipe or a device could block forever.
-        if self.num_bytes[index] == ABSENT:
+    def read(self, row: int) -> bytes:
+        if self.sizes[row] == ABSENT:  # a read of a pipe or a device could block forever
             raise OSError("there is no such file, or it is not a plain file")
-        with open(f"{self.root}/{self.files[index]}", "rb", buffering=0) as stream:
+        with open(f"{self.root}/{self.names[row]}", "rb", buffering=0) as stream:
             return stream.read()
 
-    def trace(self, index: int) -> str:
-        return self.files[index]
-
     @property
-    def num_bytes(self) -> NDArray[np.int64]:
-        """Sizes of the files; `ABSENT` for what is missing or not a regular file."""
+    def sizes(self) -> Int64s:
+        """`ABSENT` for what is missing or not a regular file."""
         return self._stats[:, 0]
 
-    def stamp(self, index: int) -> bytes:
-        size, modified_ns = self._stats[index].tolist()
-        return f"{self.files[index]}\0{size}\0{modified_ns}".encode(errors="surrogateescape")
+    def stamp(self, row: int) -> bytes:
+        size, modified_ns = self._stats[row].tolist()
+        return f"{self.names[row]}\0{size}\0{modified_ns}".encode(errors="surrogateescape")
 
     @cached_property
-    def _stats(self) -> NDArray[np.int64]:
-        """[num_images, 2]: size in bytes, mtime in ns."""
-        stats = np.full((len(self.files), 2), ABSENT, dtype=np.int64)
-        for i, file in enumerate(self.files):
+    def _stats(self) -> Int64s:
+        """[files, 2]: size in bytes, mtime in ns."""
+        stats = np.full((len(self.names), 2), ABSENT, dtype=np.int64)
+        for row, name in enumerate(self.names):
             try:
-                found = os.stat(f"{self.root}/{file}")
+                found = os.stat(f"{self.root}/{name}")
             except OSError:
                 continue
             if stat.S_ISREG(found.st_mode):
-                stats[i] = found.st_size, found.st_mtime_ns
+                stats[row] = found.st_size, found.st_mtime_ns
         return stats
+
+
+def file_images(root: Path, names: list[str], labels: Iterable[int] | Int64s) -> ImageSet:
+    """Image files below `root`."""
+    return ImageSet(FolderFiles(root, names, root), np.arange(len(names)), np.asarray(labels, dtype=np.int64))
+
+
+def class_images(files: Files, by_class: Mapping[str, Sequence[int]], classes: Sequence[str]) -> ImageSet:
+    """The rows of each class, labelled by its place in `classes`."""
+    rows = [np.array(by_class.get(name, ()), dtype=np.int64) for name in classes]
+    return ImageSet(files, np.concatenate(rows), np.repeat(np.arange(len(classes)), [*map(len, rows)]))
+
+
+def scan_folder(folder: Path) -> tuple[list[str], list[str], list[str]]:
+    """Names of sub-folders, images and other files directly in `folder`, sorted, without hidden ones."""
+    try:
+        with os.scandir(folder) as entries:
+            is_folder = {entry.name: entry.is_dir() for entry in entries if not entry.name.startswith(".")}
+    except OSError as error:
+        raise UserError(f"{folder}: the folder cannot be listed ({error.strerror})") from None
+    files = sorted(name for name in is_folder if not is_folder[name])
+    images = [name for name in files if is_image(name)]
+    return sorted(name for name in is_folder if is_folder[name]), images, sorted({*files} - {*images})
+
+
+def walk_folder(root: Path, start: str = "") -> tuple[list[str], list[str]]:
+    """Images and other files below ROOT/start, relative to `root`: depth first, each folder in code-point order.
+
+    Hidden files and folders are skipped; symbolic links are followed, once per folder.
+    """
+    all_images: list[str] = []
+    all_others: list[str] = []
+    seen: set[str] = set()
+    stack = [start]
+    while stack:
+        folder = stack.pop()
+        real = os.path.realpath(root / folder)
+        if real in seen:  # a symbolic link back to where we were
+            continue
+        seen.add(real)
+        folders, images, others = scan_folder(root / folder)
+        above = f"{folder}/" if folder else ""
+        all_images += [f"{above}{name}" for name in images]
+        all_others += [f"{above}{name}" for name in others]
+        stack.extend(f"{above}{name}" for name in reversed(folders))
+    return all_images, all_others
+
+
+def is_image(name: str) -> bool:
+    """True for an image's extension on a name that is not hidden."""
+    last = name.rpartition("/")[2]
+    return last.rpartition(".")[2].lower() in IMAGE_EXTENSIONS and not last.startswith(".")
 
 
 def refuse_all(problems: Sequence[str]) -> None:
@@ -164,12 +235,6 @@ def refuse_all(problems: Sequence[str]) -> None:
         shown = "; ".join(f"({number}) {problem}" for number, problem in enumerate(problems[:_MOST_PROBLEMS], start=1))
         more = f"; and {len(problems) - _MOST_PROBLEMS:,} more" if len(problems) > _MOST_PROBLEMS else ""
         raise UserError(f"{len(problems):,} problems: {shown}{more}")
-
-
-def is_image(name: str) -> bool:
-    """True for an image's extension on a name that is not hidden."""
-    last = name.rpartition("/")[2]
-    return last.rpartition(".")[2].lower() in IMAGE_EXTENSIONS and not last.startswith(".")
 
 
 def left_out_notes(place: Path, others: Sequence[str]) -> list[str]:

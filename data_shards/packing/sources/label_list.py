@@ -1,4 +1,4 @@
-"""Labels from a list: a CSV or JSONL file that names images below a folder, one or several labels for each.
+"""Images and labels from a list below a folder: CSV, JSONL, or VTAB-1k's lists of "PATH NUMBER".
 
     path,label                    {"path": "a/1.jpg", "label": "cat"}
     a/1.jpg,cat                   {"path": "a/2.jpg", "label": ["cat", "dog"]}
@@ -10,28 +10,40 @@ JSONL 3 is a number and "3" a name; in CSV labels are numbers if all are whole n
 contains all of them. Without such a file, names are sorted in code-point order, and numbers give the classes "0" to the
 highest. Paths are relative to the folder, or absolute, and must stay inside it.
 
-Costs some 3 µs a line, one `stat` an image, and a listing of the folder, to count images that the list does not name.
+VTAB-1k (Zhai et al., 2019) has a folder per task: train800val200.txt names the 1,000 training images, train800.txt and
+val200.txt its two parts for choosing settings, test.txt the test images.
+
+Costs some 3 µs a line, one `stat` an image and, for CSV and JSONL, a listing of the folder to count what is not named.
 """
 
 import csv
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from data_shards.errors import UserError
-from data_shards.packing.sources.base import ABSENT, FileImages, Source, refuse_all
-from data_shards.packing.sources.folder import walk_images
+from data_shards.packing.sources.base import (
+    ABSENT,
+    ImageSet,
+    Int64s,
+    Source,
+    SplitName,
+    file_images,
+    refuse_all,
+    walk_folder,
+)
 from data_shards.text import brief, one_line, parse_json
 
-LABEL_SEPARATOR = "|"
-MOST_CLASS_NUMBERS = 1_000_000  # a higher number is an id: ImageNet-21k has 21,843 classes
+VTAB_TRAIN, VTAB_TEST = "train800val200.txt", "test.txt"
+_SEPARATOR = "|"  # of labels in a CSV
+_MOST_CLASS_NUMBERS = 1_000_000  # a higher number is an id: ImageNet-21k has 21,843 classes
 
 Label = int | str
 
@@ -57,41 +69,53 @@ class _Row(NamedTuple):
 
 
 def label_list_source(root: Path, labels: LabelList) -> Source:
-    """The images that `labels` names below `root`, all as split train.
+    """Open the images that `labels` names below `root`, all as split train.
 
     Raises UserError, naming file and lines, for a list that cannot be read, a path that leads outside, is missing or is
     named twice, and a label that is not a class.
     """
     problems: list[str] = []
     is_multi, rows = _read_rows(labels, root=root, problems=problems)
+    lines: dict[str, tuple[Path, int]] = {}
+    problems += _repeats(labels.file, rows, lines)
     if not rows and not problems:
         raise UserError(f"{labels.file}: it names no image; each line should have a path and a label")
-    lines: dict[str, int] = {}
-    for row in rows:
-        if (before := lines.setdefault(row.path, row.line)) != row.line:
-            where = f"{labels.file}, line {row.line}: {one_line(row.path)}"
-            problems.append(f"{where} is on line {before} already; name each image once")
     refuse_all(problems)
     numbers, classes = _number_labels(rows, labels)
-    images = FileImages(root=root, files=[row.path for row in rows], labels=_label_array(numbers, is_multi=is_multi))
-    absent = np.flatnonzero(images.num_bytes == ABSENT)
-    if len(absent):
-        row = rows[int(absent[0])]
-        more = f" ({len(absent) - 1:,} more are missing)" if len(absent) > 1 else ""
-        raise UserError(
-            f"{labels.file}, line {row.line}: {one_line(row.path)} is not a file below {root}{more}; paths are "
-            "relative to SOURCE: correct SOURCE or these lines"
-        )
+    images = _images(labels.file, rows, _label_array(numbers, is_multi=is_multi), root=root)
     notes: tuple[str, ...] = ()
-    if left := [path for path in walk_images(root) if path not in lines]:
+    if left := [path for path in walk_folder(root)[0] if path not in lines]:
         what = f"{len(left):,} images below {root}, which were left out (the first: {left[0]!a})"
         notes = (f"{labels.file} does not name {what}",)
+    kind = "multi" if is_multi else "single"
+    return Source(str(root.resolve()), classes, {"train": images}, notes=notes, kind=kind, empty_classes="report")
+
+
+def path_lists_source(train: Path, val: Path | None, *, spec: Path) -> Source:
+    """Open one or two lists of "PATH NUMBER" in one folder.
+
+    Raises UserError, naming list and line, for a line that is not as published, a path that leads outside of the
+    folder, is not there or comes twice, and a list that names no image.
+    """
+    lists: dict[SplitName, Path] = {"train": train} if val is None else {"train": train, "val": val}
+    root = train.parent
+    seen: dict[str, tuple[Path, int]] = {}
+    splits: dict[SplitName, ImageSet] = {}
+    for split, file in lists.items():
+        if file.parent.resolve() != root.resolve():
+            raise UserError(f"{file}: both lists should lie in one folder, to which their paths are relative: {root}")
+        rows = [_numbered_row(file, line, text, root=root) for line, text in read_lines(file)]
+        if not rows:
+            raise UserError(f"{file}: it names no image; write 'PATH NUMBER' on each line")
+        refuse_all(_repeats(file, rows, seen)[:1])
+        splits[split] = _images(file, rows, np.array([label for _, _, (label,) in rows], dtype=np.int64), root=root)
+    num_classes = 1 + max(int(images.labels.max()) for images in splits.values())
+    what = ", ".join(f"{file.name} is {each}" for each, file in lists.items())
     return Source(
-        spec=str(root.resolve()),
-        classes=classes,
-        splits={"train": images},
-        notes=notes,
-        kind="multi" if is_multi else "single",
+        spec=str(spec.resolve()),
+        classes=tuple(map(str, range(num_classes))),
+        splits=splits,
+        notes=(f"{spec}: recognised as lists of images: {what}",),
         empty_classes="report",
     )
 
@@ -116,15 +140,66 @@ def clean_path(text: str, *, root: Path) -> str:
 
 def read_lines(file: Path) -> Iterator[tuple[int, str]]:
     """Number and text of each non-blank line. Raises UserError if the file is missing or not UTF-8."""
+    with _reading(file), open(file, encoding="utf-8-sig") as stream:
+        for line, text in enumerate(stream, start=1):
+            if text.strip():
+                yield line, text.rstrip("\n")
+
+
+@contextmanager
+def at_line(file: Path, line: int) -> Iterator[None]:
+    """Turn a ValueError into a UserError that names the line."""
     try:
-        with open(file, encoding="utf-8-sig") as stream:
-            for line, text in enumerate(stream, start=1):
-                if text.strip():
-                    yield line, text.rstrip("\n")
+        yield
+    except ValueError as error:
+        raise UserError(f"{file}, line {line}: {error}; correct that line") from None
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise UserError(f"{file}: the file cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
         raise UserError(f"{file}: the file is not UTF-8 text; save it as UTF-8") from None
+    except csv.Error as error:
+        raise UserError(f"{file}: not a readable CSV file ({error}); correct it") from None
+
+
+def _images(file: Path, rows: Sequence[_Row], labels: Int64s, *, root: Path) -> ImageSet:
+    images = file_images(root, [row.path for row in rows], labels)
+    absent = np.flatnonzero(images.num_bytes == ABSENT)
+    if len(absent):
+        row = rows[int(absent[0])]
+        more = f" ({len(absent) - 1:,} more are missing)" if len(absent) > 1 else ""
+        raise UserError(
+            f"{file}, line {row.line}: {one_line(row.path)} is not a file below {root}{more}; paths are relative "
+            "to that folder: correct it or these lines"
+        )
+    return images
+
+
+def _repeats(file: Path, rows: Sequence[_Row], seen: dict[str, tuple[Path, int]]) -> list[str]:
+    """Problems with images that are named twice; `seen` gets the first place of each."""
+    problems: list[str] = []
+    for row in rows:
+        before, line = seen.setdefault(row.path, (file, row.line))
+        if (before, line) != (file, row.line):
+            where = f"{file}, line {row.line}: {one_line(row.path)}"
+            problems.append(f"{where} is on line {line} of {before.name} already; name each image once")
+    return problems
+
+
+def _numbered_row(file: Path, line: int, text: str, *, root: Path) -> _Row:
+    """Read a line of "PATH NUMBER"."""
+    path, _, number = text.strip().rpartition(" ")
+    with at_line(file, line):
+        if not path or not (number.isascii() and number.isdigit()) or len(number) > 9:
+            raise ValueError("a path and the number of a class are expected")
+        if int(number) >= _MOST_CLASS_NUMBERS:
+            raise ValueError(f"{number} would make more than {_MOST_CLASS_NUMBERS:,} classes")
+        return _Row(line, clean_path(path.strip(), root=root), (int(number),))
 
 
 def _read_rows(labels: LabelList, *, root: Path, problems: list[str]) -> tuple[bool, list[_Row]]:
@@ -132,13 +207,13 @@ def _read_rows(labels: LabelList, *, root: Path, problems: list[str]) -> tuple[b
     match labels.file.suffix.lower():
         case ".csv":
             found = list(_csv_rows(labels))
-            is_multi = any(LABEL_SEPARATOR in value for _, _, value in found)
-            entries = [(line, path, [value]) for line, path, value in found]
+            is_multi = any(_SEPARATOR in value for _, _, value in found)
+            entries: list[tuple[int, Any, list[Any]]] = [(line, path, [value]) for line, path, value in found]
             if is_multi:
-                split = (
-                    (line, path, value.split(LABEL_SEPARATOR) if value.strip() else []) for line, path, value in found
-                )
-                entries = [(line, path, [label.strip() for label in its]) for line, path, its in split]
+                entries = [
+                    (line, path, [label.strip() for label in value.split(_SEPARATOR)] if value.strip() else [])
+                    for line, path, value in found
+                ]
             names = set(_class_names(labels.class_names) if labels.class_names else ())
             texts = {text for _, _, values in entries for text in values}
             if not texts <= names and all(re.fullmatch(r"[0-9]{1,18}", text) for text in texts):
@@ -152,9 +227,10 @@ def _read_rows(labels: LabelList, *, root: Path, problems: list[str]) -> tuple[b
     rows: list[_Row] = []
     for line, path, values in entries:
         try:
-            rows.append(_row(line, path, values, root=root))
-        except ValueError as error:
-            problems.append(f"{labels.file}, line {line}: {error}; correct that line")
+            with at_line(labels.file, line):
+                rows.append(_row(line, path, values, root=root))
+        except UserError as error:
+            problems.append(str(error))
     return is_multi, rows
 
 
@@ -162,11 +238,8 @@ def _row(line: int, path: Any, values: list[Any], *, root: Path) -> _Row:
     if not isinstance(path, str):
         raise ValueError(f"the path {brief(path)} is not text")
     for value in values:
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | str)
-            or (isinstance(value, int) and not 0 <= value < 10**18)
-        ):
+        is_number = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**18
+        if not is_number and not isinstance(value, str):
             raise ValueError(f"the label {brief(value)} is neither a class name nor a class number")
         if isinstance(value, str) and not (value and value.isprintable()):
             raise ValueError(f"the label {value!a} is {'a name that cannot be written' if value else 'empty'}")
@@ -174,41 +247,29 @@ def _row(line: int, path: Any, values: list[Any], *, root: Path) -> _Row:
 
 
 def _csv_rows(labels: LabelList) -> Iterator[tuple[int, str, str]]:
-    try:
-        with open(labels.file, encoding="utf-8-sig", newline="") as stream:
-            reader = csv.reader(stream, strict=True)
-            header = next(reader, [])
-            try:
-                path, label = header.index(labels.path_column), header.index(labels.label_column)
-            except ValueError:
-                missing = next(name for name in (labels.path_column, labels.label_column) if name not in header)
+    with _reading(labels.file), open(labels.file, encoding="utf-8-sig", newline="") as stream:
+        reader = csv.reader(stream, strict=True)
+        header = next(reader, [])
+        columns = labels.path_column, labels.label_column
+        if missing := [name for name in columns if name not in header]:
+            raise UserError(
+                f"{labels.file}: there is no column {missing[0]!r} in its first line, which has "
+                f"{', '.join(map(repr, header)) or 'none'}; choose with --path-column and --label-column"
+            )
+        path, label = map(header.index, columns)
+        for fields in filter(None, reader):
+            if len(fields) != len(header):
                 raise UserError(
-                    f"{labels.file}: there is no column {missing!r} in its first line, which has "
-                    f"{', '.join(map(repr, header)) or 'none'}; choose with --path-column and --label-column"
-                ) from None
-            for fields in reader:
-                if not fields:
-                    continue
-                if len(fields) != len(header):
-                    raise UserError(
-                        f"{labels.file}, line {reader.line_num}: {len(fields)} fields where the first line has "
-                        f"{len(header)}; correct that line"
-                    )
-                yield reader.line_num, fields[path], fields[label]
-    except OSError as error:
-        raise UserError(f"{labels.file}: the file cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{labels.file}: the file is not UTF-8 text; save it as UTF-8") from None
-    except csv.Error as error:
-        raise UserError(f"{labels.file}: not a readable CSV file ({error}); correct it") from None
+                    f"{labels.file}, line {reader.line_num}: {len(fields)} fields where the first line has "
+                    f"{len(header)}; correct that line"
+                )
+            yield reader.line_num, fields[path], fields[label]
 
 
 def _jsonl_rows(labels: LabelList) -> Iterator[tuple[int, Any, Any]]:
     for line, text in read_lines(labels.file):
-        try:
+        with at_line(labels.file, line):
             entry = parse_json(text)
-        except ValueError as error:
-            raise UserError(f"{labels.file}, line {line}: {error}; correct that line") from None
         for key in (labels.path_column, labels.label_column):
             if not isinstance(entry, dict) or key not in entry:
                 raise UserError(
@@ -238,21 +299,18 @@ def _number_labels(rows: list[_Row], labels: LabelList) -> tuple[list[list[int]]
     if labels.class_names is not None:
         classes = _class_names(labels.class_names)
     elif int in kinds:
-        highest, row = max(((label, row) for row in rows for label in row.labels), key=lambda pair: pair[0])
-        assert isinstance(highest, int)
-        if highest >= MOST_CLASS_NUMBERS:
+        highest, line = max((int(label), row.line) for row in rows for label in row.labels)
+        if highest >= _MOST_CLASS_NUMBERS:
             raise UserError(
-                f"{labels.file}, line {row.line}: the number {highest} would make {highest + 1:,} classes; "
+                f"{labels.file}, line {line}: the number {highest} would make {highest + 1:,} classes; "
                 f"use names of classes, or give them with --class-names"
             )
-        classes = tuple(str(number) for number in range(highest + 1))
+        classes = tuple(map(str, range(highest + 1)))
     else:
         classes = tuple(sorted({str(label) for row in rows for label in row.labels}))
     if not classes:
         raise UserError(f"{labels.file}: no image has a label; correct the list")
-    known: dict[Label, int] = {name: number for number, name in enumerate(classes)}
-    if int in kinds:
-        known = {number: number for number in range(len(classes))}
+    known: dict[Label, int] = {name if int not in kinds else number: number for number, name in enumerate(classes)}
     return [[_known(label, row, known, labels) for label in row.labels] for row in rows], classes
 
 
@@ -267,7 +325,7 @@ def _known(label: Label, row: _Row, known: dict[Label, int], labels: LabelList) 
     raise UserError(f"{labels.file}, line {row.line}: {reason}; correct one of the two files")
 
 
-def _label_array(numbers: list[list[int]], *, is_multi: bool) -> NDArray[np.int64]:
+def _label_array(numbers: list[list[int]], *, is_multi: bool) -> Int64s:
     if not is_multi:
         return np.array([row[0] for row in numbers], dtype=np.int64)
     array = np.full((len(numbers), max(map(len, numbers))), -1, dtype=np.int64)

@@ -9,19 +9,19 @@ test of 6,149, as published; the paper trains on train and reports test.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from data_shards.errors import UserError
-from data_shards.packing.sources.archive import Unpacking
-from data_shards.packing.sources.base import ImageSet, Source, SplitName, is_image
-from data_shards.packing.sources.tree import Tree, is_archive, open_tree, rows_by_name
-from data_shards.packing.sources.val_labels import read_mat
+from data_shards.packing.sources.archive import Unpacking, is_archive, open_files, read_small, rows_by_name
+from data_shards.packing.sources.base import Files, ImageSet, Int64s, Source, SplitName, is_image
+from data_shards.packing.sources.imagenet import read_mat
 
 PETS_IMAGES, PETS_LISTS = ("images.tar.gz", "images"), ("annotations.tar.gz", "annotations")
 FLOWERS_IMAGES, FLOWERS_LABELS, FLOWERS_SPLITS = ("102flowers.tgz", "jpg"), "imagelabels.mat", "setid.mat"
+_PETS_SETS: dict[SplitName, str] = {"train": "trainval.txt", "val": "test.txt"}
 _FLOWERS_SETS: dict[SplitName, str] = {"train": "trnid", "val": "valid", "test": "tstid"}
 
 
@@ -42,35 +42,19 @@ def find_flowers(root: Path) -> Path | None:
 
 def pets_source(root: Path, *, unpacking: Unpacking) -> Source:
     """Raises UserError for a missing part, a list that is not as published, and a listed image that is not there."""
-    images = _part(root, PETS_IMAGES, "Oxford-IIIT Pets", unpacking)
-    lists = _part(root, PETS_LISTS, "Oxford-IIIT Pets", unpacking)
-    list_rows = rows_by_name(lists, ("trainval.txt", "test.txt"))
-    image_rows = {name: row for name, row in rows_by_name(images).items() if is_image(name)}
-    files: dict[SplitName, str] = {"train": "trainval.txt", "val": "test.txt"}
+    images = _open_part(root, PETS_IMAGES, "Oxford-IIIT Pets", unpacking)
+    lists = _open_part(root, PETS_LISTS, "Oxford-IIIT Pets", unpacking)
+    rows = {name: row for name, row in rows_by_name(images).items() if is_image(name)}
     breeds: dict[int, str] = {}
-    listed: dict[SplitName, tuple[list[str], list[int]]] = {}
-    for split, file in files.items():
-        if file not in list_rows:
-            raise UserError(f"{lists.path}: there is no {file} in it; fetch annotations.tar.gz again")
-        names, numbers = listed[split] = [], []
-        for line, text in enumerate(lists.read(list_rows[file]).decode("utf-8", "replace").splitlines(), start=1):
-            if not text.strip() or text.startswith("#"):
-                continue
-            fields = text.split()
-            breed = fields[0].rpartition("_")[0]
-            number = int(fields[1]) if len(fields) == 4 and fields[1].isdigit() and len(fields[1]) < 5 else 0
-            if not number or not breed.isprintable() or breeds.setdefault(number, breed) != breed:
-                raise UserError(
-                    f"{lists.path}: {file}, line {line} is not as published ({text[:60]!a}); fetch it again"
-                )
-            names.append(f"{fields[0]}.jpg")
-            numbers.append(number)
+    pets: dict[SplitName, list[tuple[str, int]]] = {
+        split: list(_pets(lists, file, breeds)) for split, file in _PETS_SETS.items()
+    }
     if not breeds or sorted(breeds) != [*range(1, len(breeds) + 1)] or len({*breeds.values()}) != len(breeds):
         raise UserError(f"{lists.path}: its breeds are not numbered from 1 on, each once; fetch it again")
-    splits: dict[SplitName, ImageSet] = {
-        split: _listed(images, image_rows, names, np.array(numbers, dtype=np.int64) - 1, by=files[split])
-        for split, (names, numbers) in listed.items()
-    }
+    splits: dict[SplitName, ImageSet] = {}
+    for split, its in pets.items():
+        labels = np.array([number - 1 for _, number in its], dtype=np.int64)
+        splits[split] = _listed(images, rows, [f"{name}.jpg" for name, _ in its], labels, by=_PETS_SETS[split])
     return Source(
         spec=str(root.resolve()),
         classes=tuple(breeds[number] for number in sorted(breeds)),
@@ -82,25 +66,22 @@ def pets_source(root: Path, *, unpacking: Unpacking) -> Source:
 
 def flowers_source(root: Path, *, unpacking: Unpacking) -> Source:
     """Read the set; raises UserError as `pets_source` does."""
-    images = _part(root, FLOWERS_IMAGES, "Oxford Flowers-102", unpacking)
+    images = _open_part(root, FLOWERS_IMAGES, "Oxford Flowers-102", unpacking)
     for name in (FLOWERS_LABELS, FLOWERS_SPLITS):
         if not (root / name).is_file():
             raise UserError(f"{root}: {name} is missing, which has to lie beside {images.path.name} (Flowers-102)")
-    labels = _whole_numbers(root / FLOWERS_LABELS, "labels")
-    sets: dict[SplitName, NDArray[np.int64]] = {
-        split: _whole_numbers(root / FLOWERS_SPLITS, name) for split, name in _FLOWERS_SETS.items()
-    }
-    for name, ids in sets.items():
-        if not len(ids) or ids.min() < 1 or ids.max() > len(labels):
-            raise UserError(f"{root / FLOWERS_SPLITS}: {name} has images that {FLOWERS_LABELS} does not label")
-    rows = rows_by_name(images)
     from torchvision.datasets import Flowers102  # the set's page numbers the flowers; this has their names
 
     classes = tuple(Flowers102.classes)
-    if labels.min() < 1 or labels.max() > len(classes):
+    labels = _whole_numbers(root / FLOWERS_LABELS, "labels")
+    if not len(labels) or labels.min() < 1 or labels.max() > len(classes):
         raise UserError(f"{root / FLOWERS_LABELS}: a label is not one of 1 to {len(classes)}; fetch it again")
+    rows = rows_by_name(images)
     splits: dict[SplitName, ImageSet] = {}
-    for split, ids in sets.items():
+    for split, name in _FLOWERS_SETS.items():
+        ids = _whole_numbers(root / FLOWERS_SPLITS, name)
+        if not len(ids) or ids.min() < 1 or ids.max() > len(labels):
+            raise UserError(f"{root / FLOWERS_SPLITS}: {name} has images that {FLOWERS_LABELS} does not label")
         names = [f"image_{number:05d}.jpg" for number in ids.tolist()]
         splits[split] = _listed(images, rows, names, labels[ids - 1] - 1, by=FLOWERS_SPLITS)
     return Source(
@@ -117,27 +98,42 @@ def is_pet(name: str) -> bool:
     return re.fullmatch(r"images/[A-Za-z_]+_\d+\.(jpg|mat)", name) is not None
 
 
+def _pets(lists: Files, file: str, breeds: dict[int, str]) -> Iterator[tuple[str, int]]:
+    """Name and number of the breed of each line of a list; `breeds` gets their names."""
+    rows = rows_by_name(lists, (file,))
+    if not rows:
+        raise UserError(f"{lists.path}: there is no {file} in it; fetch annotations.tar.gz again")
+    for line, text in enumerate(read_small(lists, rows[file]).decode("utf-8", "replace").splitlines(), start=1):
+        if not text.strip() or text.startswith("#"):
+            continue
+        fields = text.split()
+        breed = fields[0].rpartition("_")[0]
+        number = int(fields[1]) if len(fields) == 4 and fields[1].isdigit() and len(fields[1]) < 5 else 0
+        if not number or not breed.isprintable() or breeds.setdefault(number, breed) != breed:
+            raise UserError(f"{lists.path}: {file}, line {line} is not as published ({text[:60]!a}); fetch it again")
+        yield fields[0], number
+
+
 def _there(folder: Path, names: tuple[str, ...]) -> bool:
     return any((folder / name).exists() for name in names)
 
 
-def _part(root: Path, names: tuple[str, ...], title: str, unpacking: Unpacking) -> Tree:
+def _open_part(root: Path, names: tuple[str, ...], title: str, unpacking: Unpacking) -> Files:
     """Open the folder, which needs no decompressing, or else the archive."""
     for name in reversed(names):
         if (root / name).is_dir() or is_archive(root / name):
-            return open_tree(root / name, unpacking=unpacking)
+            return open_files(root / name, unpacking=unpacking)
     raise UserError(f"{root}: {names[0]} (or the folder {names[1]}) of {title} is missing, which has to lie there")
 
 
-def _listed(tree: Tree, rows: dict[str, int], names: list[str], labels: NDArray[np.int64], *, by: str) -> ImageSet:
-    missing = [name for name in names if name not in rows]
-    if missing:
+def _listed(files: Files, rows: dict[str, int], names: list[str], labels: Int64s, *, by: str) -> ImageSet:
+    if missing := [name for name in names if name not in rows]:
         more = f" (and {len(missing) - 1:,} more)" if len(missing) > 1 else ""
-        raise UserError(f"{tree.path}: {missing[0]}, which {by} names, is not in it{more}; fetch it again")
-    return tree.images(np.array([rows[name] for name in names], dtype=np.int64), labels)
+        raise UserError(f"{files.path}: {missing[0]}, which {by} names, is not in it{more}; fetch it again")
+    return ImageSet(files, np.array([rows[name] for name in names], dtype=np.int64), labels)
 
 
-def _whole_numbers(path: Path, variable: str) -> NDArray[np.int64]:
+def _whole_numbers(path: Path, variable: str) -> Int64s:
     try:
         values = np.asarray(read_mat(path.read_bytes(), variable, name=str(path))).ravel()
     except OSError as error:

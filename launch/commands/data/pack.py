@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
@@ -14,60 +15,116 @@ from data_shards.vocabulary import USUAL_MOST_PIXELS
 from launch.flags import MaxImagePixels, pixel_limit, size_bytes, switch
 from launch.local.output import go_on
 
+if TYPE_CHECKING:
+    from data_shards.packing.request import Exclusion
+    from data_shards.packing.sources.label_list import LabelList
 
-def pack(
-    source: str,
-    out: Path,
-    /,
-    *,
-    name: Annotated[str | None, Parameter(help="Data set's name, in file names too; default: OUT's.")] = None,
-    labels: Annotated[
-        Path | None, Parameter(help="CSV or JSONL of paths and labels, instead of class folders.")
-    ] = None,
-    path_column: Annotated[str | None, Parameter(help="Column or key of the paths in --labels; default: path.")] = None,
-    label_column: Annotated[
-        str | None, Parameter(help="Column or key of the labels in --labels; default: label.")
-    ] = None,
-    class_names: Annotated[Path | None, Parameter(help="Names of classes 0, 1, ... of --labels, one a line.")] = None,
-    val: Annotated[
-        Path | None,
-        Parameter(help="Published val images elsewhere: tar, folder, val200.txt."),
-    ] = None,
+
+def _say(line: str) -> None:
+    print(printable(line))
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class PackOptions:
+    """Flags of `shardvit pack`."""
+
+    name: Annotated[str | None, Parameter(help="Data set's name, in file names too; default: OUT's.")] = None
+    labels: Annotated[Path | None, Parameter(help="CSV or JSONL of paths and labels, instead of class folders.")] = None
+    path_column: Annotated[str | None, Parameter(help="Column or key of the paths in --labels; default: path.")] = None
+    label_column: Annotated[str | None, Parameter(help="Column or key of the labels in --labels; default: label.")] = (
+        None
+    )
+    class_names: Annotated[Path | None, Parameter(help="Names of classes 0, 1, ... of --labels, one a line.")] = None
+    val: Annotated[Path | None, Parameter(help="Published val images elsewhere: tar, folder, val200.txt.")] = None
     val_labels: Annotated[
-        Path | None,
-        Parameter(help="Their classes: Kaggle's CSV, the devkit, or 'FILE CLASS' lines."),
-    ] = None,
-    superclasses: Annotated[bool, switch("CIFAR-100's 20 superclasses.")] = False,
-    classes: Annotated[str | None, Parameter(help="Only these, comma separated; they get labels 0, 1, ...")] = None,
-    keep_classes: Annotated[bool, switch("Accept a single class, or names differing in case or spaces.")] = False,
-    holdout: Annotated[float | None, Parameter(help="Share of each class to hold out as 'val'.")] = None,
-    holdout_images: Annotated[
-        int | None, Parameter(help="Number of images to hold out, whatever their classes.")
-    ] = None,
-    holdout_list: Annotated[Path | None, Parameter(help="File of paths to hold out, one a line.")] = None,
-    samples_per_shard: Annotated[int | None, Parameter(help="Most images in a tar; default: 1000.")] = None,
-    shard_size: Annotated[
-        str | None, Parameter(help="Size of a tar instead, such as 256MB, to within an image.")
-    ] = None,
+        Path | None, Parameter(help="Their classes: Kaggle's CSV, the devkit, or 'FILE CLASS' lines.")
+    ] = None
+    superclasses: Annotated[bool, switch("CIFAR-100's 20 superclasses.")] = False
+    classes: Annotated[str | None, Parameter(help="Only these, comma separated; they get labels 0, 1, ...")] = None
+    keep_classes: Annotated[bool, switch("Accept a single class, or names differing in case or spaces.")] = False
+    holdout: Annotated[float | None, Parameter(help="Share of each class to hold out as 'val'.")] = None
+    holdout_images: Annotated[int | None, Parameter(help="Number of images to hold out, whatever their classes.")] = (
+        None
+    )
+    holdout_list: Annotated[Path | None, Parameter(help="File of paths to hold out, one a line.")] = None
+    samples_per_shard: Annotated[int | None, Parameter(help="Most images in a tar; default: 1000.")] = None
+    shard_size: Annotated[str | None, Parameter(help="Size of a tar instead, such as 256MB, to within an image.")] = (
+        None
+    )
     resize_short: Annotated[
-        int | None,
-        Parameter(help="Shrink larger short sides to this; default: original bytes."),
-    ] = None,
-    quality: Annotated[int | None, Parameter(help="JPEG quality of shrunk images; default: 90.")] = None,
-    max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS,
-    drop_duplicates: Annotated[bool, switch("Pack only the first of equal files: train, then val, test.")] = False,
+        int | None, Parameter(help="Shrink larger short sides to this; default: original bytes.")
+    ] = None
+    quality: Annotated[int | None, Parameter(help="JPEG quality of shrunk images; default: 90.")] = None
+    max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS
+    drop_duplicates: Annotated[bool, switch("Pack only the first of equal files: train, then val, test.")] = False
     exclude_matches_of: Annotated[
         list[str] | None,
         Parameter(
-            negative="",
-            consume_multiple=True,
-            help="Leave out training images found in these shards (see above).",
+            negative="", consume_multiple=True, help="Leave out training images found in these shards (see above)."
         ),
-    ] = None,
-    verify: Annotated[bool, switch("If OUT is packed, compare all bytes, not just times.")] = False,
-    skip_unreadable: Annotated[bool, switch("Skip and list unreadable or stray images; pass empty folders.")] = False,
-    seed: Annotated[int, Parameter(help="Seed of the shuffle and the held-out choice.")] = 0,
-) -> int:
+    ] = None
+    verify: Annotated[bool, switch("If OUT is packed, compare all bytes, not just times.")] = False
+    skip_unreadable: Annotated[bool, switch("Skip and list unreadable or stray images; pass empty folders.")] = False
+    seed: Annotated[int, Parameter(help="Seed of the shuffle and the held-out choice.")] = 0
+
+    def request(self) -> dict[str, Any]:
+        """Arguments of `pack`; UserError for flags that do not go together."""
+        from data_shards.packing.image import DEFAULT_QUALITY, Resize
+        from data_shards.packing.sources.recognise import Published
+
+        if self.resize_short is None and self.quality is not None:
+            raise UserError("--quality: only reduced images are encoded again; give --resize-short too")
+        quality = DEFAULT_QUALITY if self.quality is None else self.quality
+        same = ("name", "holdout", "holdout_images", "holdout_list", "samples_per_shard", "seed")
+        return {name: getattr(self, name) for name in same} | {
+            "labels": self._label_list(),
+            "classes": [each.strip() for each in self.classes.split(",")] if self.classes else None,
+            "doubtful_classes": "keep" if self.keep_classes else "refuse",
+            "published": Published(self.val, self.val_labels, "coarse" if self.superclasses else "fine"),
+            "reread": "all" if self.verify else "changed",
+            "shard_size_bytes": size_bytes("--shard-size", self.shard_size),
+            "resize": None if self.resize_short is None else Resize(self.resize_short, quality),
+            "pixel_limit": pixel_limit(self.max_image_pixels),
+            "unreadable": "skip" if self.skip_unreadable else "refuse",
+            "duplicates": "drop" if self.drop_duplicates else "keep",
+            "exclusion": self._exclusion(),
+        }
+
+    def _label_list(self) -> LabelList | None:
+        from data_shards.packing.sources.label_list import LabelList
+
+        if self.labels is not None:
+            columns = self.path_column or "path", self.label_column or "label"
+            return LabelList(self.labels, *columns, self.class_names)
+        if (self.path_column, self.label_column, self.class_names) != (None, None, None):
+            raise UserError(
+                "--path-column, --label-column, --class-names: they describe the file of --labels; give that too"
+            )
+        return None
+
+    def _exclusion(self) -> Exclusion | None:
+        from data_shards.packing.request import Exclusion
+        from data_shards.reading.opening import open_all_splits
+        from data_shards.shards.location import is_local
+        from data_shards.store.cache import CacheConfig
+        from data_shards.store.store import Store
+        from launch.pages.duplicates_page import write_duplicates
+
+        sets = self.exclude_matches_of
+        if sets is None:
+            return None
+        if not sets:
+            raise UserError(
+                "--exclude-matches-of: it is followed by no shards; name the sets whose images are left out"
+            )
+        # as the user typed them, so commands run
+        store = Store(None if all(map(is_local, sets)) else CacheConfig(), commands="run")
+        opened = tuple(open_all_splits(sets, store=store, report=_say))
+        return Exclusion(opened, store, partial(write_duplicates, command="pack"))
+
+
+def pack(source: str, out: Path, /, *, options: PackOptions = PackOptions()) -> int:
     """Pack images into WebDataset shards with a manifest.
 
     SOURCE: a folder or tar of class folders (or of train/, val/, test/ with them), any folder with
@@ -84,59 +141,8 @@ def pack(
         shardvit pack imagenet/ shards/imagenet-320 --resize-short 320 --shard-size 256MB
         shardvit pack in21k/ shards/in21k --exclude-matches-of shards/imagenet/val shards/cifar10/val
     """
-    from data_shards.packing.image import DEFAULT_QUALITY, Resize
     from data_shards.packing.pack import pack as pack_images
-    from data_shards.packing.request import Exclusion, HoldoutCount
-    from data_shards.packing.sources.label_list import LabelList
-    from data_shards.packing.sources.recognise import Published
-    from data_shards.reading.opening import open_all_splits
-    from data_shards.shards.location import is_local
-    from data_shards.store.cache import CacheConfig
-    from data_shards.store.store import Store
-    from launch.pages.duplicates_page import write_duplicates
 
     go_on()
-
-    def say(line: str) -> None:
-        print(printable(line))
-
-    if exclude_matches_of is not None and not exclude_matches_of:
-        raise UserError("--exclude-matches-of: it is followed by no shards; name the sets whose images are left out")
-    if holdout is not None and holdout_images is not None:
-        raise UserError("--holdout, --holdout-images: give one of them, not both")
-    if labels is None and (path_column, label_column, class_names) != (None, None, None):
-        raise UserError(
-            "--path-column, --label-column, --class-names: they describe the file of --labels; give that too"
-        )
-    if resize_short is None and quality is not None:
-        raise UserError("--quality: only reduced images are encoded again; give --resize-short too")
-    exclusion = None
-    if exclude_matches_of:
-        # as the user typed them, so commands run
-        store = Store(None if all(map(is_local, exclude_matches_of)) else CacheConfig(), commands="run")
-        sets = tuple(open_all_splits(exclude_matches_of, store=store, report=say))
-        exclusion = Exclusion(sets, store, partial(write_duplicates, command="pack"))
-    pack_images(
-        source,
-        out,
-        name=name,
-        labels=None
-        if labels is None
-        else LabelList(labels, path_column or "path", label_column or "label", class_names),
-        classes=[each.strip() for each in classes.split(",")] if classes else None,
-        doubtful_classes="keep" if keep_classes else "refuse",
-        published=Published(val, val_labels, "coarse" if superclasses else "fine"),
-        holdout=holdout if holdout_images is None else HoldoutCount(holdout_images),
-        holdout_list=holdout_list,
-        reread="all" if verify else "changed",
-        samples_per_shard=samples_per_shard,
-        shard_size_bytes=size_bytes("--shard-size", shard_size),
-        resize=None if resize_short is None else Resize(resize_short, DEFAULT_QUALITY if quality is None else quality),
-        pixel_limit=pixel_limit(max_image_pixels),
-        unreadable="skip" if skip_unreadable else "refuse",
-        duplicates="drop" if drop_duplicates else "keep",
-        seed=seed,
-        exclusion=exclusion,
-        report=say,
-    )
+    pack_images(source, out, report=_say, **options.request())
     return 0

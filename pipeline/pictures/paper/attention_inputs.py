@@ -25,7 +25,7 @@ from data_shards.loading.batch import Batch, batch_of
 from data_shards.text import one_line
 from data_shards.vocabulary import Normalisation
 from model.counting.flops import account
-from model.inspection.attention_maps import AttentionDistance, Rollout, look_at_attention, weights_of_tokens
+from model.inspection import AttentionDistance, Rollout, look_at_attention, weights_of_tokens
 from model.loss import probabilities as of_logits
 from model.saved.model_folder import SavedModelMeta
 from pipeline.pictures.held_out_images import read_samples

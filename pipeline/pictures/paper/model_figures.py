@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from timm.models.vision_transformer import VisionTransformer
 
 from data_shards.loading.batch import Batch
-from model.inspection.learned_weights import first_filters, patch_positions, position_similarity
-from model.resnet.bit import BitResnet
+from model.inspection import first_filters, patch_positions, position_similarity
+from model.resnet import BitResnet
 from model.saved.model_folder import SavedModelMeta, build_described
 from pipeline.pictures.held_out_images import held_out_access
 from pipeline.pictures.paper.attention_figures import draw_distance, draw_maps, draw_rollout

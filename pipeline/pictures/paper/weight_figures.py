@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from timm.models.vision_transformer import VisionTransformer
 
-from model.inspection.learned_weights import FirstFilters
+from model.inspection import FirstFilters
 from model.saved.model_folder import SavedModelMeta
 from pipeline.pictures.style import MUTED, Drawn, new_figure, sequential
 from pipeline.runs.pictures import Picture

@@ -191,7 +191,10 @@ def test_labels_from_a_list_and_shards_by_size(call):
         (["--holdout-list", "none.txt"], "none.txt"),
         (["--holdout-list", "none.txt", "--holdout", "0.1"], "not both"),
         (["--holdout-list", "none.txt", "--holdout-images", "3"], "not both"),
-        (["--holdout", "0.1", "--holdout-images", "3"], "--holdout-images: give one of them, not both"),
+        (
+            ["--holdout", "0.1", "--holdout-images", "3"],
+            "--holdout, --holdout-images, --holdout-list: give one of them, not both",
+        ),
         (["--holdout-images", "0"], "holdout_images"),
         (["--holdout", "10"], "not 10: 10 % is --holdout 0.1, and --holdout-images takes a number"),
         (["--holdout", "2.5"], "not 2.5: 2.5 % is --holdout 0.025"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from data_shards.errors import UserError
-from data_shards.packing.found import PackReport, equal_groups
+from data_shards.packing.found import PackReport, equal_digests
 from data_shards.packing.pack import pack
 from data_shards.shards.manifest import Manifest
 from data_shards.shards.tar_index import open_index
@@ -171,7 +171,7 @@ def test_groups_are_those_of_equal_digests(digests: list[bytes]):
     for number, digest in enumerate(digests):
         if digest != bytes(16):  # unknown
             expected[digest].append(number)
-    assert equal_groups(b"".join(digests)) == sorted(group for group in expected.values() if len(group) > 1)
+    assert equal_digests(b"".join(digests)) == sorted(group for group in expected.values() if len(group) > 1)
 
 
 # ---- unreadable

@@ -1,5 +1,6 @@
 """Held-out images: those of a list, all of them and no others; a fraction where images have several labels."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -8,14 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_shards.errors import UserError
-from data_shards.packing.request import HoldoutCount, HoldoutList, read_holdout_list
+from data_shards.packing.request import HoldoutList, PackRequest, read_holdout_list
 from data_shards.packing.shard_plan import hold_out
-from data_shards.packing.sources.base import ArrayImages, Source
+from data_shards.packing.sources.base import Source, array_images
 
 
 def source(count: int, *, multi: bool = False, lists: bool = False) -> Source:
     labels = np.arange(count) % 2
-    images = ArrayImages("x", np.zeros((count, 1, 1), np.uint8), np.stack([labels, labels - 1], 1) if multi else labels)
+    images = array_images(
+        "x", np.zeros((count, 1, 1), np.uint8), np.stack([labels, labels - 1], 1) if multi else labels
+    )
     return Source(
         "x",
         ("a", "b"),
@@ -29,7 +32,7 @@ def source(count: int, *, multi: bool = False, lists: bool = False) -> Source:
 @given(st.sets(st.integers(0, 19), min_size=1), st.sets(st.integers(0, 19)))
 def test_a_list_holds_out_what_it_names_among_the_chosen(named: set[int], chosen: set[int]):
     holdout = HoldoutList(Path("val.txt"), {f"x/{i}": line for line, i in enumerate(named, start=1)})
-    parts = hold_out(source(20), np.array(sorted(chosen), dtype=np.int64), holdout, seed=0)
+    parts = hold_out(source(20), np.array(sorted(chosen), dtype=np.int64), PackRequest(holdout_list=holdout))
     assert set(parts["val"].tolist()) == named & chosen
     assert set(parts["train"].tolist()) == chosen - named
 
@@ -37,7 +40,7 @@ def test_a_list_holds_out_what_it_names_among_the_chosen(named: set[int], chosen
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 60), st.floats(0.01, 0.99), st.integers(0, 9))
 def test_of_images_with_several_labels_it_is_a_fraction_of_all(count: int, fraction: float, seed: int):
-    parts = hold_out(source(count, multi=True, lists=True), np.arange(count), fraction, seed)
+    parts = hold_out(source(count, multi=True, lists=True), np.arange(count), PackRequest(holdout=fraction, seed=seed))
     assert len(parts["val"]) == min(max(round(count * fraction), 1), count - 1)
     assert sorted([*parts["train"], *parts["val"]]) == list(range(count))
 
@@ -45,24 +48,24 @@ def test_of_images_with_several_labels_it_is_a_fraction_of_all(count: int, fract
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 60), st.integers(1, 70), st.integers(0, 9), st.booleans())
 def test_a_number_of_images_whatever_their_classes(count: int, number: int, seed: int, multi: bool):
-    holdout = HoldoutCount(number)
+    held = partial(hold_out, source(count, multi=multi), np.arange(count))
     if number >= count:
         with pytest.raises(UserError, match="cannot be held out"):
-            hold_out(source(count, multi=multi), np.arange(count), holdout, seed)
+            held(PackRequest(holdout_images=number, seed=seed))
         return
-    parts = hold_out(source(count, multi=multi), np.arange(count), holdout, seed)
+    parts = held(PackRequest(holdout_images=number, seed=seed))
     assert len(parts["val"]) == number and sorted([*parts["train"], *parts["val"]]) == list(range(count))
     if number + 1 < count:  # more are the same ones and others
-        more = hold_out(source(count, multi=multi), np.arange(count), HoldoutCount(number + 1), seed)
+        more = held(PackRequest(holdout_images=number + 1, seed=seed))
         assert {*parts["val"].tolist()} < {*more["val"].tolist()}
 
 
 def test_a_class_of_one_image_stays_in_train_where_lists_have_such():
     images = source(20, lists=True)
-    parts = hold_out(images, np.array([0, 2, 4, 6, 7]), 0.5, seed=0)
+    parts = hold_out(images, np.array([0, 2, 4, 6, 7]), PackRequest(holdout=0.5))
     assert 7 in parts["train"] and len(parts["val"]) == 2
     with pytest.raises(UserError, match="one image only"):
-        hold_out(source(20), np.array([0, 2, 4, 6, 7]), 0.5, seed=0)
+        hold_out(source(20), np.array([0, 2, 4, 6, 7]), PackRequest(holdout=0.5))
 
 
 def test_the_list_file(tmp_path: Path):
@@ -100,4 +103,4 @@ def test_a_line_that_names_nothing_is_refused():
     with pytest.raises(
         UserError, match=r"val\.txt, line 2: x has no image cat/9\.jpg \(1 more of the list are missing.*as in x/0"
     ):
-        hold_out(source(20), np.arange(20), holdout, seed=0)
+        hold_out(source(20), np.arange(20), PackRequest(holdout_list=holdout))

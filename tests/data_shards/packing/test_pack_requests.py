@@ -15,7 +15,7 @@ from data_shards.errors import UserError
 from data_shards.packing import pack as pack_module
 from data_shards.packing.image import Resize
 from data_shards.packing.pack import pack
-from data_shards.packing.sources.base import FileImages
+from data_shards.packing.sources.base import FolderFiles
 from data_shards.packing.sources.label_list import LabelList
 from data_shards.shards.labels import LabelSpec, parse_label
 from data_shards.shards.manifest import read_manifest
@@ -58,7 +58,7 @@ def test_the_same_request_again_is_recognised_and_changes_nothing(tmp_path: Path
 def test_it_speaks_before_it_looks_at_any_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_folder(tmp_path / "in", {"cat": 4, "dog": 1})
     lines: list[str] = []
-    monkeypatch.setattr(FileImages, "_stats", property(lambda self: pytest.fail("it looks")))
+    monkeypatch.setattr(FolderFiles, "_stats", property(lambda self: pytest.fail("it looks")))
     with pytest.raises(pytest.fail.Exception):
         pack(str(tmp_path / "in"), tmp_path / "out", report=lines.append)
     assert lines == [f"{tmp_path / 'in'}: 5 images of 2 classes found"]

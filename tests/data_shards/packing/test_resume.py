@@ -372,18 +372,18 @@ def test_unreadable_images_left_out_in_the_second_try_cost_no_shard(tmp_path: Pa
 
 
 def test_a_file_that_could_not_be_opened_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from data_shards.packing.sources.base import FileImages
+    from data_shards.packing.sources.base import FolderFiles
 
     write_images(tmp_path / "in", count=20)
-    read = FileImages.read
+    read = FolderFiles.read
 
-    def deny(self: FileImages, index: int) -> bytes:
-        if self.files[index] == "cat/0006.jpg":
+    def deny(self: FolderFiles, index: int) -> bytes:
+        if self.names[index] == "cat/0006.jpg":
             raise PermissionError(13, "Permission denied")
         return read(self, index)
 
     with monkeypatch.context() as patch:
-        patch.setattr(FileImages, "read", deny)
+        patch.setattr(FolderFiles, "read", deny)
         with pytest.raises(UserError, match=r"cat/0006\.jpg \(Permission denied\)"):
             quiet(str(tmp_path / "in"), tmp_path / "out", samples_per_shard=5)
     # As after a chmod: neither size nor time of the file have changed.

@@ -13,7 +13,7 @@ from data_shards.packing.image import Resize
 from data_shards.packing.request import PackRequest
 from data_shards.packing.shard_plan import ShardPlan
 from data_shards.packing.shard_writer import ShardRecord, image_digest, plan_mark, read_digests, write_shards
-from data_shards.packing.sources.base import ArrayImages
+from data_shards.packing.sources.base import array_images
 from data_shards.progress_line import Progress
 from data_shards.shards.manifest import Shard
 from data_shards.shards.tar_index import build_index, index_path, read_index
@@ -21,7 +21,7 @@ from data_shards.shards.tar_index import build_index, index_path, read_index
 
 def plan(count: int, *, kind: str = "single", file: str = "x-train-000000.tar", seed: int = 0) -> ShardPlan:
     draw = np.random.default_rng(seed)
-    images = ArrayImages("here", draw.integers(0, 256, (count, 5, 7), dtype=np.uint8), np.zeros(count, dtype=np.int64))
+    images = array_images("here", draw.integers(0, 256, (count, 5, 7), dtype=np.uint8), np.zeros(count, dtype=np.int64))
     labels = np.arange(count) % 3
     if kind == "multi":
         labels = np.stack([np.arange(count) % 3 - 1, np.arange(count) % 2], axis=1)
@@ -125,9 +125,9 @@ def test_the_mark_changes_with_all_that_makes_a_shard():
     assert plan_mark(plan(6), PackRequest()) == marks[0]
     other_label = base.labels.copy()
     other_label[2] = (other_label[2] + 1) % 3
-    pixels = base.images.pixels.copy()  # type: ignore[attr-defined]
+    pixels = base.images.files.pixels.copy()  # type: ignore[attr-defined]
     pixels[3, 0, 0] ^= 1
-    changed = ArrayImages("here", pixels, base.images.labels)
+    changed = array_images("here", pixels, base.images.labels)
     for shard, resize in (
         (base, Resize(3)),
         (base, Resize(3, quality=91)),

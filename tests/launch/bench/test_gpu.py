@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from launch.bench import gpu
-from launch.bench.gpu_contenders import NAMES
-from launch.bench.gpu_meter import Course, Meter
-from launch.bench.gpu_profile import Ran, kind_of, split_kernels
+from launch.bench.gpu_contenders import CONTENDERS
+from launch.bench.gpu_meter import Course, Meter, Ran, kind_of, split_kernels
 from launch.bench.gpu_report import GpuResults, Machine, report, rows_of, targets, void
 from launch.bench.gpu_work import SIZES
 
@@ -71,7 +70,7 @@ def test_the_contenders_of_a_short_run_do_the_same_work(tmp_path: Path):
 def test_every_contender_that_is_installed_agrees_with_the_bar(tmp_path: Path):
     run = gpu.run(gpu.TINY, course=SHORT, out=tmp_path / "gpu.json", deadline=None)
     rows = rows_of(run)
-    assert {row.contender for row in rows} == set(NAMES)
+    assert {row.contender for row in rows} == set(CONTENDERS)
     assert [void(row, bar=rows[0]) for row in rows] == [None] * len(rows)
     assert [row.outcome["note"] for row in rows if row.contender == "deepspeed"] == [""]  # it was really DeepSpeed
 
@@ -86,7 +85,7 @@ def test_a_turn_that_lasts_too_long_is_ended_and_after_the_deadline_none_begins(
 
 def test_the_full_plan_names_what_there_is_and_begins_with_what_matters():
     whole = [turn for turn in gpu.FULL if turn.what != "ceilings"]
-    assert {turn.what for turn in whole} == set(NAMES)
+    assert {turn.what for turn in whole} == set(CONTENDERS)
     assert all(size in SIZES for turn in gpu.FULL for size in turn.size.split("+"))
     assert [turn.what for turn in gpu.FULL[:4]] == ["ceilings", "bar", "ours", "bar"]
 

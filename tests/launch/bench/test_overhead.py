@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from launch.bench.operations import synchronising_keys
 from launch.bench.overhead import (
     COMPILED,
     OWN,
@@ -17,7 +18,6 @@ from launch.bench.overhead import (
     run_case,
 )
 from launch.bench.overhead_child import Case, Counted, Spent
-from launch.bench.synchronising import synchronising_keys
 
 
 def test_the_default_engines_step_stays_within_its_bounds():

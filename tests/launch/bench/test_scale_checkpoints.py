@@ -17,7 +17,7 @@ def test_a_commit_has_as_few_operations_for_any_number_of_files():
 
 def test_no_file_is_touched_on_the_main_thread_between_a_saves_beginning_and_its_end():
     """The files are written, committed and pruned meanwhile: the second save removes the first one's."""
-    seen, _ = saves(files=5)
+    seen = saves(files=5)
     assert seen.on_main.total() == 0
     assert seen.operations["unlink"] >= 5 + 3 and seen.operations["rename"] == 2 + 1
     assert seen.operations["fsync"] >= 2 * (5 + 2 + 4)  # of two saves: files, and the commit's

@@ -9,7 +9,7 @@ from launch.bench.tracking import Costs, report
 COSTS = Costs(
     calls={"training accuracy": 100, "step's clock": 100, "point of the curve": 10, "norms": 10},
     seconds={"training accuracy": 0.1, "step's clock": 0.1, "point of the curve": 0.04, "norms": 0.06},
-    beside=7.0,
+    draw_and_send=7.0,
     training=100.3,
     training_wall=210.8,
     steps=100,

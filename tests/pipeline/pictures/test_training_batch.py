@@ -12,6 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
+from data_shards.loading.device_prefetch import prefetch_to_device
+from data_shards.loading.loader import TrainLoader
 from data_shards.packing.pack import pack
 from data_shards.shards.tar_index import index_path, read_index
 from data_shards.vocabulary import GOOGLES, Normalisation
@@ -31,8 +33,7 @@ from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import plan_stage
 from pipeline.runs.pictures import DrawRequest, kept_pictures
 from pipeline.runs.run_folder import RunFolder, StageRecord
-from pipeline.stage.batches import train_loader, train_stream
-from pipeline.stage.data_workers import DataWorkers
+from pipeline.stage.batches import train_stream
 from pipeline.stage.stage_data import Stage, StageData, open_data
 from pipeline.stage.task import make_task
 from pipeline.training.train_loop import train
@@ -115,7 +116,8 @@ def fed(recipe: Recipe, data: StageData, *, place: Place, steps: int, normalisat
     loss = task.train_loss
     task = replace(task, train_loss=lambda outputs, wanted: (targets.append(wanted.clone()), loss(outputs, wanted))[1])
     stream = train_stream(Stage(recipe, "pretrain", data, plan, run=RunFolder(Path(), name="r")), place=place)
-    batches = train_loader(stream, start_step=0, stop_step=steps, workers=DataWorkers(2, "thread"), device=CPU)
+    loader = TrainLoader(stream, start_step=0, stop_step=steps, workers=2, kind="thread")
+    batches = prefetch_to_device(loader, device=CPU)
     train(replace(job, plan=plan, batches=batches, task=task), TrainState())
     many = plan.accumulation_steps
     return [

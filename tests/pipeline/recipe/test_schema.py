@@ -99,7 +99,7 @@ def test_an_image_size_that_is_no_multiple_of_the_patch_names_the_neighbours():
         ({"stages__pretrain__unmasked_finish": "1 epoch"}, "unmasked_finish means nothing"),
         (
             {"stages__pretrain__loss": "sigmoid", "stages__pretrain__label_smoothing": 0.5},
-            "label_smoothing 0.5 turns sigmoid's targets around",
+            "label_smoothing 0.5 inverts sigmoid's targets",
         ),
         ({"stages__finetune__init": "timm"}, "init means nothing to start swap_head"),
         ({"stages__finetune__optimizer__frozen": ["head"]}, "frozen names the head, which swap_head leaves at zero"),

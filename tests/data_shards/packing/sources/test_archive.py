@@ -34,8 +34,8 @@ def files(listing: Listing) -> dict[str, bytes]:
     return {name: listing.read(row) for row, name in enumerate(listing.names)}
 
 
-def listed(path: Path, **options: object) -> Listing:
-    return list_archives([Archive(path, Unpacking(path.parent / "unpacked", report=lambda line: None))], **options)
+def listed(path: Path) -> Listing:
+    return list_archives([Archive(path, Unpacking(path.parent / "unpacked", report=lambda line: None))])
 
 
 @pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
@@ -99,7 +99,7 @@ def test_files_of_different_names_from_a_tar_and_beside_it_are_all_there(tmp_pat
 def test_tars_in_a_folder_are_named_by_themselves(tmp_path: Path):
     (tmp_path / "n1.tar").write_bytes(tar_bytes({"a.JPEG": b"one", "b.JPEG": b"x" * 700}))
     (tmp_path / "n2.tar").write_bytes(tar_bytes({"n2/c.JPEG": b""}))
-    found = list_archives([Archive(tmp_path / f"n{i}.tar") for i in (1, 2)], inside="stems")
+    found = list_archives([Archive(tmp_path / f"n{i}.tar") for i in (1, 2)], folder=tmp_path)
     assert files(found) == INNER and found.archive.tolist() == [0, 0, 1]
 
 

@@ -147,7 +147,7 @@ def test_a_winter_archive_without_a_held_out_part(tmp_path: Path):
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_release_is_recognised_and_lost_images_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: int):
-    release = imagenet._Release("ImageNet-3", len(SYNSETS), len(TRAIN) + lost)
+    release = ("ImageNet-3", len(SYNSETS), len(TRAIN) + lost)
     monkeypatch.setattr(imagenet, "_RELEASES", (release,))
     source = opened(official(tmp_path / "x"))
     assert "ImageNet-3" in source.notes[-1] and ("missing" in source.notes[-1]) == bool(lost)

@@ -62,7 +62,7 @@ def test_absolute_paths_inside_the_folder_are_the_relative_ones(root: Path):
     with pytest.raises(UserError) as caught:
         opened(root, "path,label\n" + "".join(f"{path},cat\n" for path in outside))
     assert str(caught.value).count("inside SOURCE") == 4  # all at once
-    with pytest.raises(UserError, match=r"line 3: a/1\.jpg is on line 2 already"):
+    with pytest.raises(UserError, match=r"line 3: a/1\.jpg is on line 2 of labels\.csv already"):
         opened(root, f"path,label\na/1.jpg,cat\n{real}/a/1.jpg,cat\n")
 
 
@@ -176,7 +176,7 @@ def test_jsonl_round_trip_and_its_csv_twin(tmp_path_factory: pytest.TempPathFact
         ("path,label\n/etc/passwd,x\n", "line 2: the path /etc/passwd does not lead"),
         ("path,label\na/../../x.jpg,x\n", "does not lead to a file inside"),
         ("path,label\n,x\n", "does not lead to a file inside"),
-        ("path,label\na/1.jpg,x\n./a/1.jpg,x\n", r"line 3: a/1\.jpg is on line 2 already"),
+        ("path,label\na/1.jpg,x\n./a/1.jpg,x\n", r"line 3: a/1\.jpg is on line 2 of labels\.csv already"),
         ("path,label\na/1.jpg,2000000\n", "would make 2,000,001 classes"),
     ],
 )

@@ -77,8 +77,11 @@ LAST = "images/test/000002.jpg 3"
         (replaced("test.txt", LAST, "images/test/000002.jpg 999999999"), r"test\.txt, line 3"),
         (replaced("test.txt", LAST, "../x.jpg 3"), r"test\.txt, line 3: .*inside"),
         (replaced("test.txt", LAST, "/etc/passwd 3"), r"test\.txt, line 3: .*inside"),
-        (replaced("test.txt", LAST, "images/test/9.jpg 3"), r"test\.txt, line 3: images/test/9\.jpg is not in"),
-        (replaced("test.txt", LAST, "images/train800/000000.jpg 3"), r"train800val200\.txt, line 1, already"),
+        (
+            replaced("test.txt", LAST, "images/test/9.jpg 3"),
+            r"test\.txt, line 3: images/test/9\.jpg is not a file below",
+        ),
+        (replaced("test.txt", LAST, "images/train800/000000.jpg 3"), r"line 1 of train800val200\.txt already"),
     ],
 )
 def test_lists_that_are_refused(tmp_path: Path, change: Callable[[Path], object], message: str):

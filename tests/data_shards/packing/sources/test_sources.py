@@ -16,7 +16,7 @@ from sklearn.datasets import load_digits
 from data_shards.errors import UserError
 from data_shards.packing.sources import arrays
 from data_shards.packing.sources.arrays import DEBIAN_FOLDER, FASHION_CLASSES
-from data_shards.packing.sources.base import ArrayImages, Source
+from data_shards.packing.sources.base import Source, array_images
 from data_shards.packing.sources.recognise import open_source
 
 
@@ -209,7 +209,7 @@ def test_without_scikit_learn_the_digits_say_what_is_missing(monkeypatch: pytest
 @given(st.integers(1, 9), st.integers(1, 9), st.randoms())
 def test_arrays_survive_encoding(height: int, width: int, random):
     pixels = np.array([[random.randrange(256) for _ in range(width)] for _ in range(height)], dtype=np.uint8)
-    images = ArrayImages("x", pixels[None], np.zeros(1, dtype=np.int64))
+    images = array_images("x", pixels[None], np.zeros(1, dtype=np.int64))
     assert np.array_equal(decode(images.read(0)), pixels)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from data_shards.packing.pack import pack
 from data_shards.shards.manifest import load_manifest
-from launch.bench.pictures import drawn_floors, scenes
+from tests.data_shards.checking.near_duplicates.drawn_scenes import drawn_floors, scenes
 from tests.data_shards.checking.near_duplicates.planted import edited, jpeg, photographs
 
 pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")

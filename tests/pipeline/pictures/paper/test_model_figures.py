@@ -14,7 +14,7 @@ from timm.models.vision_transformer import VisionTransformer
 from data_shards.errors import UserError
 from data_shards.loading.batch import Batch, batch_of
 from model.config import ModelConfig
-from model.inspection.attention_maps import Rollout, look_at_attention
+from model.inspection import Rollout, look_at_attention
 from model.saved.model_folder import SavedModelMeta, build_described
 from pipeline.pictures.paper.attention_figures import in_the_light_of
 from pipeline.pictures.paper.attention_inputs import images_of_files, images_to_look_at, look
