@@ -61,7 +61,7 @@ def describe_results(folder: RunFolder, *, stage: StageName) -> str:
     for key in SCORES:
         if key in record.results:
             shown = f", held-out {show_score(record.results, key)}"
-            for other in record.results.keys() & AVERAGES_SCORES:
+            for other in (other for other in AVERAGES_SCORES if other in record.results):
                 shown += f", {show_score(record.results, other)} with the moving average of the weights"
             best = describe_best(record.results, stage=stage, checkpoints=folder.checkpoints(stage))
             return f"{shown} after {record.images_seen:,} images" + (f"; {best}" if best else "")
