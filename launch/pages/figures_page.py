@@ -28,6 +28,7 @@ from model.saved.model_folder import SavedModelMeta
 from pipeline.pictures.held_out_images import held_out_access
 from pipeline.pictures.paper.attention_inputs import images_of_files, images_of_shards, images_to_look_at, look
 from pipeline.pictures.paper.model_figures import built, figures_of_attention, figures_of_weights, left_out, numbers_of
+from pipeline.pictures.paper.weight_figures import evenly
 from pipeline.recipe.io import parse_recipe
 from pipeline.recipe.vocabulary import RECIPE_FILE, WeightsKind
 from pipeline.runs.evaluations import OWN_SET
@@ -115,7 +116,7 @@ def _images(
     if all(_is_image(place) for place in wanted.images):
         _refuse_of_tars(wanted, why="the images are files")
         files = image_files([Path(place) for place in wanted.images])
-        chosen = [files[number] for number in np.unique(np.linspace(0, len(files) - 1, count).round().astype(int))]
+        chosen = [files[number] for number in evenly(len(files), most=count)]
         batch, faults = images_of_files(chosen, meta=meta, limit=limit)
         notes += faults[:_FAULTS_SHOWN]
         if len(faults) > _FAULTS_SHOWN:

@@ -67,14 +67,14 @@ def pictures_beside(runs: Mapping[str, Run], *, notes: list[str]) -> PageSection
     return PageSection("Pictures", [block for *_, block in sorted(found, key=lambda each: each[:2])], state="closed")
 
 
-def figures_across(histories: Sequence[Run], *, notes: list[str]) -> list[PageBlock]:
+def figures_across(runs: Mapping[str, Run], *, notes: list[str]) -> list[PageBlock]:
     """Draw few-shot accuracy over size, and transfer over cost, as far as they have been measured."""
     from pipeline.pictures.paper.across_runs import few_shot_over_size, transfer_over_cost
 
     blocks: list[PageBlock] = []
     for draw in (few_shot_over_size, transfer_over_cost):
         try:
-            found = draw(histories)
+            found = draw(runs)
         except Exception as error:  # noqa: BLE001 - a picture is never worth the page
             notes.append(one_line(f"{draw.__name__} failed: {type(error).__name__}: {error}")[:300])
             continue

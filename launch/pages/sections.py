@@ -75,7 +75,7 @@ def runs_page(histories: Sequence[Run], names: Sequence[str]) -> Page:
             PageSection(stage, curves, intro=_OVER_ONE_ANOTHER, state="closed" if number else "open")
             for number, (stage, curves) in enumerate(_curves(runs, notes=notes))
         ),
-        PageSection("The paper's figures of these runs", figures_across(histories, notes=notes), state="closed"),
+        PageSection("The paper's figures of these runs", figures_across(runs, notes=notes), state="closed"),
         pictures_beside(runs, notes=notes),
     ]
     scores = {name: score for name, history in runs.items() if (score := held_out_fact(history)) is not None}
@@ -192,7 +192,7 @@ def _beside(runs: Mapping[str, Run], *, notes: list[str]) -> list[PageSection]:
     if not shared:
         return []
     blocks = [block for _, of_stage in _curves(runs, notes=notes, only=shared) for block in of_stage]
-    blocks += [_recipe_table(runs), *figures_across(list(runs.values()), notes=notes)]
+    blocks += [_recipe_table(runs), *figures_across(runs, notes=notes)]
     return [PageSection(f"Beside {', '.join(others)}", blocks, intro=_OVER_ONE_ANOTHER, state="closed")]
 
 

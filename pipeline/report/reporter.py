@@ -212,17 +212,9 @@ class Report:
         slowest_rank_ratio: float | None,
         stall_seconds: float,
     ) -> None:
-        """Log a point of the training curve and start a new window.
-
-        Args:
-            state: where training stands.
-            loss: mean since the last point.
-            more: other values, by metric.
-            lr: learning rate of the last step.
-            grad_norm: of the last step that is known.
-            slowest_rank_ratio: None: nothing to compare.
-            stall_seconds: of this attempt, waiting for checkpoints.
-        """
+        """Log a point of the training curve and start a new window. `loss`: mean since the last point; `more`: other
+        values, by metric; `slowest_rank_ratio` None: nothing to compare; `stall_seconds`: of this attempt, waiting for
+        checkpoints."""
         self._tell_skipped()
         now = time.perf_counter()
         spent = self.phases.take_seconds()

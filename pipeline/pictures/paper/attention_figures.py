@@ -91,13 +91,8 @@ def draw_maps(looked: LookedAt, batch: Batch, *, meta: SavedModelMeta) -> Drawn:
     across = min(5.2, 0.8 * len(heads))  # inches
     down = across * tiles.raster.shape[0] / tiles.raster.shape[1]
     width, height = 0.8 + _INPUT_INCHES + across, 0.75 + max(down, _INPUT_INCHES)
-    figure, [[image, shown]] = new_figure(width=width, height=height, columns=2)
-    figure.set_layout_engine("none")
-    for axes, left, wide, tall in (
-        (image, 0.1, _INPUT_INCHES, _INPUT_INCHES),
-        (shown, 0.7 + _INPUT_INCHES, across, down),
-    ):
-        axes.set_position((left / width, (height - 0.3 - tall) / height, wide / width, tall / height))
+    figure, [[image, shown]] = new_figure(width=width, height=height, columns=2, width_ratios=(_INPUT_INCHES, across))
+    image.set_anchor("N")
     image.imshow(_enlarged(batch.images[0].numpy()), interpolation="none")
     image.set_title("input")
     image.set_axis_off()

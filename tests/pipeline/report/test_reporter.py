@@ -162,15 +162,6 @@ def test_beside_each_top1_stand_balanced_accuracy_and_the_share_of_the_commonest
     assert note.endswith("new: top-1 0.7000 (balanced accuracy 0.5100)")
 
 
-@pytest.mark.parametrize("score", ["top1", "accuracy"])
-def test_of_a_moving_average_the_same_line_says_both(score: str) -> None:
-    kept = Notebook()
-    values: dict[str, Any] = {"val/loss": 0.5, f"val/{score}": 0.75, "val/images": 9.0}
-    report_to(kept).evaluation(TrainState(step=7, evaluation={**values, "val/ema_loss": 0.25, f"val/ema_{score}": 0.8}))
-    (note,) = kept.notes
-    assert "0.5000" in note and "0.7500" in note and note.endswith("0.8000") and "loss 0.2500" in note
-
-
 def test_steps_that_were_skipped_are_told_as_ranges_at_the_next_point_and_at_the_end(
     clock: Clock, tmp_path: Path
 ) -> None:
