@@ -73,7 +73,7 @@ def stage_report(
         process_seconds=state.process_seconds,
     )
     with (
-        tracked_log(
+        attempt_log(
             context,
             stage=stage,
             datasets=stage_datasets(data.train, data.eval, also_eval=data.also_eval),
@@ -82,7 +82,7 @@ def stage_report(
             params=plan_params(context.recipe, stage, plan=plan, classes=classes),
             tags=tags,
         ) as log,
-        told_events(context, stage=stage, state=state, say=progress.note) as events,
+        attempt_events(context, stage=stage, state=state, say=progress.note) as events,
     ):
         report = Report(log, progress, events, gauges, phases=phases, plan=plan, earlier_seconds=state.training_seconds)
         report.step_logged = state.step
@@ -93,7 +93,7 @@ def stage_report(
 
 
 @contextmanager
-def told_events(context: StageContext, *, stage: StageName, state: TrainState, say: Say) -> Iterator[EventsLog]:
+def attempt_events(context: StageContext, *, stage: StageName, state: TrainState, say: Say) -> Iterator[EventsLog]:
     """Open a stage's events.jsonl, and record this attempt's start and end; `state` is read at both."""
     place = context.ranks.place
     hosts = math.ceil(place.world_size / place.local_world_size)
@@ -124,7 +124,7 @@ def told_events(context: StageContext, *, stage: StageName, state: TrainState, s
 
 
 @contextmanager
-def tracked_log(
+def attempt_log(
     context: StageContext,
     *,
     stage: StageName,
@@ -159,7 +159,7 @@ def tracked_log(
 
 @dataclass
 class Report:
-    """What the training loop reports to. The first four are None on ranks above 0."""
+    """Takes the training loop's reports. The first four fields are None on ranks above 0."""
 
     log: MetricsLog | None
     progress: TrainingProgress | None

@@ -33,7 +33,7 @@ from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import FinetuneStage, MaskedPatchStage, PretrainStage, TrainStage
 from pipeline.recipe.stage_plan import plan_stage
 from pipeline.recipe.vocabulary import StageName
-from pipeline.report.reporter import told_events, tracked_log
+from pipeline.report.reporter import attempt_events, attempt_log
 from pipeline.runs.run_folder import check_model, weights_digest
 from pipeline.stage.context import StageContext
 from pipeline.stage.data_once import open_data_once
@@ -127,8 +127,8 @@ def swap_head(context: StageContext) -> None:
         source = check_model(folder, stage="masked_patch" if recipe.stages.masked_patch else "pretrain")
     folder.update("swap_head", state="running", inputs={"weights": weights_digest(source)})
     with (
-        tracked_log(context, stage="swap_head") as log,
-        told_events(context, stage="swap_head", state=TrainState(), say=context.say),
+        attempt_log(context, stage="swap_head") as log,
+        attempt_events(context, stage="swap_head", state=TrainState(), say=context.say),
     ):
         try:
             old, model = build_from_saved(source)

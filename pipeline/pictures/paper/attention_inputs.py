@@ -39,7 +39,7 @@ _MOST_BYTES = 64 << 20  # of probabilities held at once
 
 
 @dataclass(frozen=True)
-class LookedAt:
+class SeenAttention:
     """Attention over `images` images; `rollout` and `guesses` have rows for the first `SHOWN_IMAGES`."""
 
     images: int
@@ -90,7 +90,7 @@ def _transform(meta: SavedModelMeta) -> EvalTransform:
 
 
 @torch.inference_mode()
-def look(model: VisionTransformer, batch: Batch, *, meta: SavedModelMeta) -> LookedAt:
+def look(model: VisionTransformer, batch: Batch, *, meta: SavedModelMeta) -> SeenAttention:
     """Run all images of `batch`, at least one, through the model, on the model's device."""
     device = next(model.parameters()).device
     grid = meta.model.grid_size(meta.image_size)
@@ -122,7 +122,7 @@ def look(model: VisionTransformer, batch: Batch, *, meta: SavedModelMeta) -> Loo
     if logits:
         best = of_logits(torch.cat(logits)[:SHOWN_IMAGES], meta.loss).max(dim=1)
         guesses = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-    return LookedAt(
+    return SeenAttention(
         images=len(images),
         rollout=torch.cat(rollouts)[:SHOWN_IMAGES],
         guesses=guesses,

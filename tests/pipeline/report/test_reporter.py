@@ -18,7 +18,7 @@ from pipeline.ranks.place import Place
 from pipeline.ranks.stopping import Stopped
 from pipeline.report import reporter
 from pipeline.report.losses import Spike
-from pipeline.report.reporter import Report, told_events
+from pipeline.report.reporter import Report, attempt_events
 from pipeline.runs.logs import EventsLog, read_events
 from pipeline.runs.run_folder import RunFolder
 
@@ -209,7 +209,7 @@ def test_an_attempts_start_and_end_are_events_whatever_ends_it(
     state = TrainState(step=20, images_seen=160)
     with (
         contextlib.suppress(Exception, KeyboardInterrupt),
-        told_events(context, stage="pretrain", state=state, say=lambda text: None),
+        attempt_events(context, stage="pretrain", state=state, say=lambda text: None),
     ):
         state.step, state.images_seen = 40, 320
         if error is not None:
