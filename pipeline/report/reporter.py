@@ -32,7 +32,7 @@ from pipeline.report.progress import TrainingProgress
 from pipeline.runs.logs import EventKind, EventsLog, MetricsLog
 from pipeline.stage.context import StageContext
 from pipeline.stage.stage_data import StageData
-from pipeline.tracking.describe import begin_attempt, end_attempt, plan_params, stage_datasets, told
+from pipeline.tracking.describe import begin_attempt, end_attempt, plan_params, stage_datasets, try_writing
 from pipeline.tracking.environment import gpu_tag
 from pipeline.tracking.facts import DatasetInput, FinalStatus
 
@@ -141,7 +141,7 @@ def tracked_log(
         place = context.ranks.place
         all_tags = {"shardvit.world_size": str(place.world_size), **context.job_tags, **gpu_tag(), **tags}
         begin = partial(begin_attempt, folder, recipe, stage, from_step=max(0, resume_step), kept_rows=log.kept_rows)
-        told(lambda: begin(params=params, datasets=datasets, tags=all_tags), say=say)
+        try_writing(lambda: begin(params=params, datasets=datasets, tags=all_tags), say=say)
         status: FinalStatus = "FAILED"
         try:
             yield log
@@ -150,7 +150,7 @@ def tracked_log(
             status = "KILLED"
             raise
         finally:
-            told(lambda: end_attempt(folder, stage, status), say=say)
+            try_writing(lambda: end_attempt(folder, stage, status), say=say)
             if recipe.tracking.mode == "offline" and (status != "FINISHED" or folder.is_complete(recipe)):
                 say(f"MLflow: offline; `shardvit sync {folder.path}` sends the run")
 

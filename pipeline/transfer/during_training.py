@@ -27,7 +27,7 @@ from data_shards.loading.loader import EvalBatches, eval_batches
 from data_shards.reading.shard_reader import label_column
 from data_shards.shards.shard_set import ShardSet
 from data_shards.text import parse_bytes
-from pipeline.engine.protocol import Engine
+from pipeline.engine.base import Engine
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.watch import Watch
 from pipeline.recipe.data import FewShotConfig

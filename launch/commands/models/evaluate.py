@@ -25,9 +25,9 @@ from launch.flags import (
     demand_counts,
     pixel_limit,
 )
-from launch.local.endings import reason
 from launch.local.env import experiment_name, num_gpus, tracking_uri
 from launch.local.output import say
+from launch.local.processes import reason
 from launch.target import Force, JsonFile, demand_target, tell_result
 from pipeline.evaluation.truth import Among, EvalRequest, LabelSet, Matching, open_set, what_is_asked
 from pipeline.recipe.vocabulary import EXIT_USER_ERROR, EvalMetric

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from data_shards.errors import UserError
 from pipeline.checkpoint.train_state import RollBack, TrainState, Trouble
@@ -48,8 +49,7 @@ def report_to(
     kept: Any, *, training_seconds: float = 0.0, events: EventsLog | None = None, gauges: Any = None
 ) -> Report:
     watch: Any = SimpleNamespace(progress=lambda step, *, status: None)
-    pace: Any = SimpleNamespace(measuring=lambda phase: contextlib.nullcontext())
-    parts = Phases(watch=watch, pace=pace)
+    parts = Phases(watch=watch, device=torch.device("cpu"), factor=2.0, least_seconds=1.0)
     plan: Any = SimpleNamespace(samples_per_epoch=128, global_batch_images=64)
     return Report(kept, kept, events, gauges, phases=parts, plan=plan, training_seconds=training_seconds)
 

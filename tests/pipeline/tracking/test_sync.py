@@ -30,7 +30,7 @@ from pipeline.runs.logs import read_metrics
 from pipeline.runs.pictures import Picture, keep_table
 from pipeline.runs.run_folder import RunFolder
 from pipeline.tracking import sender
-from pipeline.tracking.run_state import load_run_state
+from pipeline.tracking.facts import load_run_state
 from pipeline.tracking.sender import Synced
 from tests.pipeline.tracking.attempts import Attempt, Settings, sync
 
