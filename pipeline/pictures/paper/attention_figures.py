@@ -110,7 +110,7 @@ def draw_maps(attention: SeenAttention, batch: Batch, *, meta: SavedModelMeta) -
         caption=f"What {whose} attends to in one image: a row for each block, the first at the top, a column "
         f"for each head. In each map the darkest patch gets most; maps are scaled one by one.{left_out}",
         alt=f"{len(attention.maps)} blocks of {len(attention.maps[0])} heads. The patch that gets most has, in the "
-        f"mean over heads, {peaks[0]:.1f} times an even share in the first block and {peaks[-1]:.1f} times in the last.",
+        f"mean over heads, {peaks[0]:.1f} times an even share in the first block, {peaks[-1]:.1f} times in the last.",
         group="model",
     )
     return picture, figure
