@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from data_shards.vocabulary import EvalProtocol
-from model.layers.regularisation import Regularisation
+from model.config import Regularisation
 from model.vocabulary import LOSSES, DropoutMasks, HeadKind, InitStyle, LossKind
 from pipeline.recipe.data import MOST_SIDE, AugmentConfig, FewShotConfig, OneSet, SomeSets, several
 from pipeline.recipe.duration import DurationText, Strict

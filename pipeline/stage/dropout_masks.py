@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from data_shards.order.randomness import hash_words
 from data_shards.vocabulary import RandomStream
 from model.layers.dropout import words_of
-from pipeline.engine.protocol import Engine
+from pipeline.engine.base import Engine
 from pipeline.recipe.stage_plan import StagePlan
 
 

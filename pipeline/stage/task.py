@@ -24,7 +24,7 @@ from data_shards.vocabulary import GOOGLES, LabelKind, Normalisation, RandomStre
 from model.loss import LossFunction, image_losses, loss_function, probabilities, softmax_cross_entropy
 from model.masked_patch import colour_classes
 from model.vocabulary import COLOURS, LossKind
-from pipeline.engine.protocol import Engine
+from pipeline.engine.base import Engine
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import MaskedPatchStage
 from pipeline.recipe.vocabulary import StageName

@@ -15,8 +15,8 @@ from data_shards.errors import UserError
 from data_shards.loading.device_prefetch import Batches
 from pipeline.checkpoint.saver import CheckpointSaver
 from pipeline.checkpoint.train_state import RollBack, TrainState, Trouble
+from pipeline.engine.base import Engine, StepResult
 from pipeline.engine.late_metrics import LateMetrics, StepOutcome
-from pipeline.engine.protocol import Engine, StepResult
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.phases import Phase
 from pipeline.ranks.stopping import Requests, StopOrSave, Stopped
@@ -83,7 +83,7 @@ class AfterStep:
         state.advance(images=plan.global_batch_images)
         self._late.put(state.step, result)
         if job.saver.poll():
-            job.report.phases.pace.disturbed()
+            job.report.phases.disturbed()
 
         self._settle(self._late.ready())  # of the steps before
         agreed, is_last = job.requests.agreed(state.step), state.step == plan.total_steps

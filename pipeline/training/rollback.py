@@ -15,7 +15,7 @@ from data_shards.errors import UserError
 from pipeline.checkpoint.identity import checkpoint_identity, read_state_file
 from pipeline.checkpoint.store import Restored, remove_checkpoint, restore_checkpoint
 from pipeline.checkpoint.train_state import TrainState, Trouble
-from pipeline.engine.protocol import Engine
+from pipeline.engine.base import Engine
 from pipeline.runs.run_folder import StageRecord, checkpoint_folders
 from pipeline.stage.context import StageContext
 from pipeline.stage.stage_data import Stage

@@ -12,10 +12,9 @@ from torch import nn
 from model.layers.activation_checkpointing import checkpoint_blocks
 from pipeline.checkpoint.store import Restored
 from pipeline.checkpoint.train_state import RollBack, TrainState
+from pipeline.engine.base import Engine
 from pipeline.engine.open import open_engine
-from pipeline.engine.protocol import Engine
 from pipeline.kernels.settle import Kernels, settled_kernels
-from pipeline.ranks.phases import Phases
 from pipeline.ranks.watch import Watch
 from pipeline.report.reporter import stage_report
 from pipeline.runs.run_folder import check_inputs
@@ -25,7 +24,7 @@ from pipeline.stage.initial_model import StageStart, stage_model
 from pipeline.stage.stage_data import Stage
 from pipeline.stage.start_summary import describe_start
 from pipeline.stage.task import make_task
-from pipeline.training.assembly import check_disk, make_job, make_pace
+from pipeline.training.assembly import check_disk, make_job, make_phases
 from pipeline.training.rollback import record_rollback, restore
 from pipeline.training.stage_result import write_result
 from pipeline.training.train_loop import train
@@ -87,8 +86,7 @@ def _attempt(
     """Train from a checkpoint, or the beginning, to the end of the stage; collective. RollBack: resume from an earlier
     checkpoint."""
     (restored, state), name, place = resumed, stage.name, context.ranks.place
-    pace = make_pace(stage.recipe.engine, device=engine.device, drawing_seconds=context.drawing_seconds)
-    phases = Phases(watch=watch, pace=pace, start=context.start)
+    phases = make_phases(context, stage.recipe.engine, watch=watch, device=engine.device)
     context.start.set_status("preparing data and records")
     with stage_report(
         context, stage=name, data=stage.data, plan=stage.plan, state=state, phases=phases, tags=kernels.tags

@@ -19,19 +19,19 @@ from data_shards.durable import make_folders
 from data_shards.errors import UserError
 from data_shards.images.decode import require_decoder
 from data_shards.vocabulary import Normalisation
-from model.build import build_model
 from model.init import initialise
 from model.layers.head import replace_head
 from model.masked_patch import MaskedPatchVit, build_masked_patch, classifier_of
 from model.positions.interpolation import resize_state
 from model.saved.model_folder import build_from_saved, load_model, save_model
+from model.vit import build_model
 from pipeline.checkpoint.train_state import TrainState
 from pipeline.engine.saved_state.frozen import freeze
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import FinetuneStage, MaskedPatchStage, PretrainStage, TrainStage
 from pipeline.recipe.stage_plan import plan_stage
 from pipeline.recipe.vocabulary import StageName
-from pipeline.report.reporter import told_events, tracked_log
+from pipeline.report.reporter import attempt_events, attempt_log
 from pipeline.runs.run_folder import check_model, weights_digest
 from pipeline.stage.context import StageContext
 from pipeline.stage.data_once import open_data_once
@@ -108,8 +108,8 @@ def swap_head(context: StageContext) -> None:
         source = check_model(folder, stage="masked_patch" if recipe.stages.masked_patch else "pretrain")
     folder.update("swap_head", state="running", inputs={"weights": weights_digest(source)})
     with (
-        tracked_log(context, stage="swap_head") as log,
-        told_events(context, stage="swap_head", state=TrainState(), say=context.say),
+        attempt_log(context, stage="swap_head") as log,
+        attempt_events(context, stage="swap_head", state=TrainState(), say=context.say),
     ):
         try:
             old, model = build_from_saved(source)

@@ -19,8 +19,8 @@ import yaml
 from data_shards.images.decode import read_image
 from data_shards.packing.pack import pack
 from data_shards.shards.manifest import load_manifest
-from model.build import build_model
 from model.saved.model_folder import save_model
+from model.vit import build_model
 from pipeline.checkpoint.identity import STATE, checkpoint_identity
 from pipeline.checkpoint.store import MANIFEST
 from pipeline.engine.saved_state.state_files import Seal, digest_of

@@ -13,7 +13,7 @@ from data_shards.errors import UserError
 from model.layers.activation_checkpointing import checkpoint_blocks
 from model.layers.dropout import words_of
 from model.masked_patch import build_masked_patch
-from model.vit import build_vit, set_patch_dropout
+from model.vit import build_model, set_patch_dropout
 from pipeline.engine.saved_state.frozen import freeze
 from pipeline.kernels import compiled_blocks
 from pipeline.kernels.compiled_blocks import CompiledBlocks, compile_blocks, why_not_compiled
@@ -46,7 +46,7 @@ def _recipe(*, model: dict[str, Any] | None = None, engine: dict[str, Any] | Non
 
 
 def _model(recipe: Recipe) -> Any:
-    built = build_vit(
+    built = build_model(
         recipe.model,
         image_size=SIZE,
         num_classes=5,

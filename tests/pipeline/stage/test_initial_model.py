@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from data_shards.errors import UserError
-from model.build import build_model
 from model.config import ModelConfig
 from model.saved.model_folder import CONFIG_FILE, RECORD_KEY, WEIGHTS_FILE, SavedModelMeta, save_model
+from model.vit import build_model
 from pipeline.recipe.io import load_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.stage.initial_model import model_from_elsewhere

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.build import build_model
 from model.config import ModelConfig
 from model.init import initialise
 from model.saved.model_folder import SavedModelMeta, load_model, read_meta, save_model
+from model.vit import build_model
 
 # `main` reads sys.argv, which is what these tests set.
 pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")

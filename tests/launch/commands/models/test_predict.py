@@ -15,7 +15,7 @@ from PIL import Image
 
 from launch.commands.models import predict as predict_command
 from model.config import ModelConfig
-from model.formats.torch_export import write_torch_export
+from model.formats.programs import write_torch_export
 from model.saved.model_folder import SavedModelMeta, build_described, save_model
 from pipeline.runs.run_folder import RunFolder
 from tests.conftest import ROOT, RunCli

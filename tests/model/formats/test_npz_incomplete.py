@@ -9,11 +9,11 @@ import pytest
 
 from model.formats.adapt import adapt
 from model.formats.external_model import UserHints
-from model.formats.google.npz import (
+from model.formats.google_npz import (
     GoogleNames,
     read_google_npz,
 )
-from tests.model.formats.google.small_npz import arrays_of, meta_of, same, save, state_of
+from tests.model.formats.small_npz import arrays_of, meta_of, same, save, state_of
 
 
 def test_a_file_without_its_last_blocks_is_no_shallower_model(tmp_path: Path) -> None:

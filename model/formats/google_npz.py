@@ -1,67 +1,77 @@
-"""Google's npz files, of google-research/vision_transformer and of google-research/big_vision: reading and writing.
+"""Read and write Google's npz files, of google-research/vision_transformer and of google-research/big_vision.
 
-Reading costs the model in float32 plus one array; names and shapes are compared with our model's before a weight is
+Reading costs the model in float32 plus one array; names and shapes are compared with our model's before any weight is
 read. Writing costs one array. A file comes back bit for bit. vision_transformer's class token has a position embedding,
-big_vision's has none: in a file of the other code base a model has a row of zeros, or its token takes the row up.
+big_vision's has none: in the other code base's file a model gets a row of zeros, or its token takes the row up.
 Optimiser states are left out; BiT's own files are not read.
 """
 
 from __future__ import annotations
 
 import re
+import zipfile
+import zlib
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from model.build import build_model
 from model.formats.external_model import NO_HINTS, ExternalModel, UserHints, of_record
-from model.formats.google.archive import NpzReader, write_npz
-from model.formats.google.infer import infer_model
-from model.formats.google.names import (
+from model.formats.google_names import (
     BIG_VISION,
     VISION_TRANSFORMER,
     ArrayPart,
     NpzLayout,
     find_layout,
     from_google,
+    infer_model,
     slots_of,
     to_google,
 )
 from model.formats.library import move_class_row, with_all_positions
 from model.positions.embedding import fixed_numbers, without_numbers
 from model.saved.atomic import replaced_file
-from model.saved.model_folder import SavedModelMeta, check_state
-from model.saved.side_record import read_side_record, write_side_record
+from model.saved.model_folder import SavedModelMeta, check_state, read_side_record, write_side_record
 from model.saved.state_shapes import Shape, describe_differences, first_difference, shapes_of
+from model.vit import build_model
 
 GoogleNames = Literal["vision_transformer", "big_vision"]
 
 _LAYOUTS: dict[GoogleNames, NpzLayout] = {"vision_transformer": VISION_TRANSFORMER, "big_vision": BIG_VISION}
+_DAMAGES = (OSError, EOFError, ValueError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error)
 
 
 def read_google_npz(path: Path, *, said: UserHints = NO_HINTS) -> ExternalModel:
-    """The model in a file of either code base, in float32.
+    """Read the model in a file of either code base, in float32.
 
-    A record beside it is believed; else the sizes are those of the arrays, with what the user `said`. Raises ValueError
-    if the file is no npz, is damaged or holds something else, or arrays are missing, too many or of another shape than
-    the model's; the message names the file.
+    A record beside it is believed; else sizes come from the arrays, and `said` adds what the user knows. Raises a
+    ValueError that names the file if it is no npz, is damaged or holds something else, or arrays are missing, too many
+    or of another shape than the model's.
     """
     path = Path(path)
-    with NpzReader.open(path) as npz:
+    try:
+        archive = zipfile.ZipFile(path)
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist") from None
+    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is no npz file, or only the beginning of one ({error})") from None
+    with archive:
         meta = read_side_record(path)
         try:
-            return _read(npz, meta=meta, said=said)
+            return _read(_Npz(archive), meta=meta, said=said)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
 
 def write_google_npz(path: Path, state: Mapping[str, Tensor], *, meta: SavedModelMeta, names: GoogleNames) -> None:
-    """Write weights under the names that a code base itself loads and that have a place for them, in float32, and our
-    record beside them, atomically. Raises ValueError if `state` does not fit `meta`; nothing is written then."""
+    """Write float32 weights under the names that a code base itself loads, and our record beside them, atomically.
+    Raises ValueError if `state` does not fit `meta`; nothing is written then."""
     path = Path(path)
     check_state(state, meta=meta, says=f"{path} is not written: the weights are not those of the model")
     layout = _LAYOUTS[names]
@@ -74,11 +84,11 @@ def write_google_npz(path: Path, state: Mapping[str, Tensor], *, meta: SavedMode
         if meta.model.pool == "cls":
             state = move_class_row(state, config=meta.model.model_copy(update={"class_token_position": "none"}))
     with replaced_file(path) as beside:
-        write_npz(beside, _arrays(state, layout=layout, heads=meta.model.sizes.heads))
+        _write(beside, state, layout=layout, heads=meta.model.sizes.heads)
         write_side_record(beside, meta=meta)
 
 
-def _read(npz: NpzReader, *, meta: SavedModelMeta | None, said: UserHints) -> ExternalModel:
+def _read(npz: _Npz, *, meta: SavedModelMeta | None, said: UserHints) -> ExternalModel:
     layout = find_layout(npz.names)
     if layout is None:
         raise ValueError(
@@ -87,7 +97,7 @@ def _read(npz: NpzReader, *, meta: SavedModelMeta | None, said: UserHints) -> Ex
             f"{', '.join(sorted(npz.names)[:4]) or 'none'}"
         )
     headers = {name: npz.header(name) for name in npz.names if name.startswith(layout.prefix)}
-    shapes = {name: _unpadded(name, header.shape) for name, header in headers.items()}
+    shapes = {name: _unpadded(name, shape) for name, (shape, _) in headers.items()}
     if meta is None:
         bare = {name.removeprefix(layout.prefix): shape for name, shape in shapes.items()}
         model = infer_model(bare, layout=layout, said=said)
@@ -123,7 +133,7 @@ def _read(npz: NpzReader, *, meta: SavedModelMeta | None, said: UserHints) -> Ex
         notes += [] if model.notes and model.headless in model.notes[-1] else ["The file has no head."]
     elif not state["head.weight" if model.head == "linear" else "head.logits.weight"].any():
         notes.append("The head is all zero: its predictions mean nothing, fine-tune it.")
-    if others := sorted({header.precision for header in headers.values()} - {"float32"}):
+    if others := sorted({precision for _, precision in headers.values()} - {"float32"}):
         notes.append(f"Its numbers are {' and '.join(others)}, and are float32 here.")
     if left_out := len(npz.names) - len(headers):
         notes.append(f"{left_out} arrays outside {layout.prefix} (the optimiser's) are left out.")
@@ -131,7 +141,7 @@ def _read(npz: NpzReader, *, meta: SavedModelMeta | None, said: UserHints) -> Ex
 
 
 def _refuse_lost_blocks(names: Collection[str], *, depth: int) -> None:
-    """The optimiser's arrays are named like the weights, so they tell of blocks whose weights are missing."""
+    """Compare with the optimiser's arrays, which are named like the weights and tell of blocks that were lost."""
     found = [int(match[1]) for name in names if (match := re.search(r"/encoderblock_(\d+)/", f"/{name}"))]
     if found and max(found) >= depth:
         raise ValueError(
@@ -140,7 +150,7 @@ def _refuse_lost_blocks(names: Collection[str], *, depth: int) -> None:
 
 
 def _our_shapes(model: ExternalModel) -> dict[str, Shape]:
-    """The state dict of our model, without memory; without a head if the file has none."""
+    """Shapes of our model's state dict; without a head if the file has none."""
     with torch.device("meta"):
         built = build_model(
             model.config, image_size=model.image_size, num_classes=model.num_classes or 1, head=model.head
@@ -150,7 +160,7 @@ def _our_shapes(model: ExternalModel) -> dict[str, Shape]:
 
 
 def expected_arrays(slots: list[ArrayPart], ours: Mapping[str, Shape], *, heads: int, depth: int) -> dict[str, Shape]:
-    """Name -> shape of each array that a file of our model has; `ours`: the state dict's shapes."""
+    """Name -> shape of each array in a file of our model; `ours`: the state dict's shapes."""
     expected: dict[str, Shape] = {}
     for slot in slots:
         part = torch.empty(ours[slot.parameter], device="meta").chunk(slot.parts)[slot.part]
@@ -160,7 +170,7 @@ def expected_arrays(slots: list[ArrayPart], ours: Mapping[str, Shape], *, heads:
 
 
 def _in_our_names(found: Mapping[str, Shape], slots: list[ArrayPart]) -> dict[str, Shape]:
-    """Shapes by our names of those parameters whose arrays are all present and fit together; by theirs of the rest."""
+    """Shapes under our names where all arrays of a parameter are there and fit together; under theirs otherwise."""
     parts: dict[str, list[Shape | None]] = {}
     for slot in slots:
         shape = found.get(slot.array)
@@ -185,8 +195,8 @@ def _unpadded(name: str, shape: Shape) -> Shape:
     return shape[3:] if shape[:3] == (1, 1, 1) and len(shape) == 4 and not name.endswith("kernel") else shape
 
 
-def _read_state(npz: NpzReader, slots: list[ArrayPart], ours: Mapping[str, Shape]) -> dict[str, Tensor]:
-    """All weights; an array is read once, though it may hold a part of each block (stacked)."""
+def _read_state(npz: _Npz, slots: list[ArrayPart], ours: Mapping[str, Shape]) -> dict[str, Tensor]:
+    """Read all weights, each array once, though it may hold a part of each block (stacked)."""
     state = {name: torch.empty(shape, dtype=torch.float32) for name, shape in ours.items()}
     by_array: dict[str, list[ArrayPart]] = {}
     for slot in slots:
@@ -200,7 +210,58 @@ def _read_state(npz: NpzReader, slots: list[ArrayPart], ours: Mapping[str, Shape
     return state
 
 
-def _arrays(state: Mapping[str, Tensor], *, layout: NpzLayout, heads: int) -> Iterator[tuple[str, Tensor]]:
-    for slot in slots_of(state, layout=layout):
-        part = state[slot.parameter].detach().chunk(slot.parts)[slot.part]
-        yield slot.array, to_google(slot.axes, part.to("cpu", torch.float32), heads=heads)
+class _Npz:
+    """An open npz file of floating-point arrays, read one by one, shapes before values, without pickle.
+
+    `np.load` reads an array whole to tell its shape. Errors are ValueErrors that name the array, not the file.
+    """
+
+    def __init__(self, archive: zipfile.ZipFile) -> None:
+        self._archive = archive
+        counts = Counter(info.filename.removesuffix(".npy") for info in archive.infolist())
+        name, times = max(counts.items(), key=lambda each: each[1], default=("", 0))
+        if times > 1:
+            raise ValueError(f"the array {name!r} is in it {times} times, and which one counts is not told")
+        self._members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+        self.names = list(self._members)
+
+    def header(self, name: str) -> tuple[Shape, str]:
+        """Shape and precision ("float32", "bfloat16") of an array; reads its first bytes."""
+        with self._member(name) as file:
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, _, dtype = read(file)
+            missing = int(np.prod(shape, dtype=object)) * dtype.itemsize - (self._members[name].file_size - file.tell())
+        # big_vision's bfloat16: numpy does not know it and writes two opaque bytes
+        precision = "bfloat16" if dtype.kind == "V" and dtype.itemsize == 2 and dtype.names is None else str(dtype)
+        if precision != "bfloat16" and dtype.kind != "f":
+            raise ValueError(f"the array {name!r} holds {precision}, not floating-point numbers")
+        if missing:
+            raise ValueError(f"the array {name!r} is damaged: it has not as many bytes as its shape {shape} needs")
+        return shape, precision
+
+    def read(self, name: str) -> Tensor:
+        """The values, in the file's precision."""
+        with self._member(name) as file:
+            array = np.lib.format.read_array(file, allow_pickle=False)
+        if array.dtype.kind == "V":
+            return torch.from_numpy(np.ascontiguousarray(array).view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
+
+    @contextmanager
+    def _member(self, name: str) -> Iterator[IO[bytes]]:
+        try:
+            with self._archive.open(self._members[name]) as file:
+                yield file
+        except _DAMAGES as error:
+            raise ValueError(f"the array {name!r} cannot be read ({error})") from None
+
+
+def _write(path: Path, state: Mapping[str, Tensor], *, layout: NpzLayout, heads: int) -> None:
+    """Write array by array, without the time of day, so that the same weights make the same bytes."""
+    with zipfile.ZipFile(path, "w") as archive:
+        for slot in slots_of(state, layout=layout):
+            part = state[slot.parameter].detach().chunk(slot.parts)[slot.part].to("cpu", torch.float32)
+            array = to_google(slot.axes, part, heads=heads).contiguous().numpy()
+            with archive.open(zipfile.ZipInfo(f"{slot.array}.npy"), "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, array, allow_pickle=False)

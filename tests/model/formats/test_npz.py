@@ -12,17 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from model.build import build_model
 from model.config import ModelConfig
 from model.formats.export import export_model
 from model.formats.external_model import UserHints
-from model.formats.google.infer import infer_model
-from model.formats.google.names import BIG_VISION, VISION_TRANSFORMER, find_layout, slots_of
-from model.formats.google.npz import GoogleNames, expected_arrays, read_google_npz, write_google_npz
+from model.formats.google_names import BIG_VISION, VISION_TRANSFORMER, find_layout, infer_model, slots_of
+from model.formats.google_npz import GoogleNames, expected_arrays, read_google_npz, write_google_npz
 from model.positions.embedding import sincos_2d
-from model.saved.side_record import side_path
+from model.saved.model_folder import side_path
 from model.variants import HYBRIDS, VARIANTS
-from tests.model.formats.google.small_npz import Arrays, arrays_of, meta_of, same, save, state_of
+from model.vit import build_model
+from tests.model.formats.small_npz import Arrays, arrays_of, meta_of, same, save, state_of
 
 
 @pytest.mark.parametrize("head", ["linear", "mlp"])
@@ -364,7 +363,7 @@ def test_an_earlier_file_is_replaced_and_the_same_weights_are_the_same_bytes(tmp
     same(read_google_npz(path).state, state)
 
 
-@pytest.mark.parametrize("stopped_at", ["write_npz", "write_side_record"])
+@pytest.mark.parametrize("stopped_at", ["_write", "write_side_record"])
 def test_an_interrupted_export_leaves_the_earlier_file_with_its_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped_at: str
 ) -> None:
@@ -375,7 +374,7 @@ def test_an_interrupted_export_leaves_the_earlier_file_with_its_record(
         file.write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"model.formats.google.npz.{stopped_at}", stop)
+    monkeypatch.setattr(f"model.formats.google_npz.{stopped_at}", stop)
     meta = meta_of(pool="gap")
     with pytest.raises(KeyboardInterrupt):
         write_google_npz(path, state_of(meta), meta=meta, names="vision_transformer")
