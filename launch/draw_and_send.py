@@ -177,7 +177,7 @@ def main(runs_root: str, name: str, pictures: str) -> None:
     if end["draw"] and drawing.is_alive():
         _say_on_screen(screen, f"some pictures are not drawn yet: shardvit report {folder.path} draws them")
     if sender is not None and (missing := sender.missing()):
-        sender.tell(
+        sender.say_once(
             "missing", f"MLflow: {missing} were not sent: `shardvit sync {folder.path}` sends them, or the next run"
         )
     os._exit(0)  # whatever a thread is doing

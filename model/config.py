@@ -1,4 +1,4 @@
-"""Configuration of a model's trunk: a named variant or its sizes, and what the paper varies.
+"""Configuration of a model's trunk (a named variant or its sizes, and what the paper varies) and its dropout.
 
 Pydantic only, so that reading a recipe and `shardvit --help` import neither torch nor timm. Image size, classes, head
 and dropout belong to a stage: they change between pre-training and fine-tuning.
@@ -6,12 +6,13 @@ and dropout belong to a stage: they change between pre-training and fine-tuning.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from model.variants import ResnetSizes, VitSizes, parse_variant, resnet_stride
-from model.vocabulary import ClassTokenPosition, Gelu, Interpolation, Pool, PositionAt, PositionKind
+from model.vocabulary import ClassTokenPosition, DropoutMasks, Gelu, Interpolation, Pool, PositionAt, PositionKind
 
 Width = Annotated[int, Field(gt=0, le=2**16)]
 Depth = Annotated[int, Field(gt=0, le=1000)]
@@ -193,3 +194,30 @@ class ModelConfig(BaseModel):
                 f"image size {image_size} is not a multiple of {what} {stride}: take {below} or {below + stride}"
             )
         return image_size // stride
+
+
+@dataclass(frozen=True)
+class Regularisation:
+    """Dropout rates, each in [0, 1), and who draws the masks; all off by default."""
+
+    dropout: float = 0.0  # where `model.vit` says (ViT paper, Table 3: 0.1 for ImageNet pre-training, else 0)
+    stochastic_depth: float = 0.0  # of the last block's branches; linear to 0 at the first (arXiv 1603.09382)
+    patch_dropout: float = 0.0  # share of the patch tokens that a training step leaves out (FLIP, arXiv 2212.00794)
+    masks: DropoutMasks = "process"  # the process's generator; sample: given words (`model.layers.dropout`)
+
+    def check(self, config: ModelConfig) -> None:
+        """Raise ValueError if a rate is out of range, or means nothing to this model."""
+        for name in ("dropout", "stochastic_depth", "patch_dropout"):
+            rate = getattr(self, name)
+            if not 0.0 <= rate < 1.0:
+                raise ValueError(f"{name} must be at least 0 and below 1, not {rate}")
+            if rate and config.kind == "resnet":
+                raise ValueError(f"{name} is not for a pure ResNet: leave it out")
+        if self.patch_dropout and (config.position == "relative" or config.position_at != "stem"):
+            raise ValueError(
+                "patch_dropout needs positions that are added once, before the patches are left out: "
+                f"not position {config.position} at {config.position_at}"
+            )
+
+
+NO_REGULARISATION = Regularisation()

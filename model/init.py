@@ -1,10 +1,12 @@
-"""Initial weights of every model of this project, reproducible from one seed: Google's values (two sets), or timm's.
+"""Initial weights of every model, reproducible from one seed, in one of three styles.
 
 google: google-research/vision_transformer `models_vit.py` and `models_resnet.py`, big_vision `models/vit.py` (attention
-pooling), big_transfer `bit_jax/models.py` (pure ResNets), and flax's defaults. big_vision: the same but for learned
-positions, of deviation 1 / sqrt(D) there (0.036 for B) in place of 0.02. timm's own "jax" init applies
-Xavier to the fused q/k/v matrix (3D x D), whose bound is sqrt(2) too small for each D x D part.
-Each parameter has a random stream from (seed, its name), whatever the device and the other parameters: models with
+pooling), big_transfer `bit_jax/models.py` (pure ResNets), and flax's defaults. big_vision: the same, but learned
+positions have deviation 1 / sqrt(D) (0.036 for B) instead of 0.02. timm: timm 1.0 with `weight_init=""`
+(models/vision_transformer.py, models/resnetv2.py, else torch's defaults), and google's for what timm lacks. timm's own
+"jax" init is not offered: it applies Xavier to the fused q/k/v matrix (3D x D), whose bound is sqrt(2) too small.
+
+Each parameter has a random stream from (seed, its name), independent of the device and of other parameters: models with
 different heads start from the same trunk. Costs a second for B/16, about 10 for H/14.
 """
 
@@ -12,6 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
+from collections.abc import Callable
 
 import torch
 from timm.layers import LayerScale
@@ -20,181 +24,142 @@ from torch import Tensor, nn
 
 from model.vocabulary import InitStyle
 
-POS_EMBED_STD = 0.02  # BERT's, models_vit.py: nn.initializers.normal(stddev=0.02)
-MASK_TOKEN_STD = 0.02  # the paper does not say; BERT initialises its mask token as its position embeddings
-MLP_BIAS_STD = 1e-6  # models_vit.py: nn.initializers.normal(stddev=1e-6)
 # Of a unit normal truncated to [-2, 2]: flax divides by it (jax.nn.initializers.variance_scaling).
 TRUNCATED_STD = 0.87962566103423978
-# timm 1.0, models/vision_transformer.py and models/resnetv2.py
-TIMM_LINEAR_STD = 0.02  # of position embeddings too; timm cuts them off at 100 deviations
-TIMM_CLS_TOKEN_STD = 1e-6
-TIMM_RESNET_HEAD_STD = 0.01
-STEM_PREFIX = "patch_embed.backbone."  # a hybrid's ResNet
+
+# Fill zeros (float32, on the CPU) with a parameter's initial values; the module is the parameter's own.
+Fill = Callable[[Tensor, torch.Generator, nn.Module], object]
 
 
 def initialise(model: nn.Module, *, seed: int, head_bias: float = 0.0, style: InitStyle = "google") -> None:
-    """Overwrite every parameter of `model`, one of `model.build` or `model.masked_patch`, in place.
+    """Overwrite every parameter of `model`, one of `model.vit` or `model.masked_patch`, in place.
 
     Values are drawn in float32 on the CPU, whatever the model's device and dtype. `head_bias`, of the last layer: -10
-    for sigmoid pre-training with many classes (vision_transformer issue 2), -6.9 for ImageNet-1k, else 0. Google's last
-    layer starts at zero, timm's (`timm_value`) does not. Raises ValueError if the model has a parameter that this
-    project's models do not have.
+    for sigmoid pre-training with many classes (vision_transformer issue 2), -6.9 for ImageNet-1k, else 0. The last
+    layer's weights start at zero except in timm's style. Raises ValueError for a parameter that our models do not have.
     """
-    value_of = {"google": google_value, "big_vision": big_vision_value, "timm": timm_value}[style]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            generator = torch.Generator().manual_seed(_stream_seed(seed, name))
-            value = torch.zeros(parameter.shape, device="cpu", dtype=torch.float32)
             if name in ("head.bias", "head.logits.bias"):
                 parameter.fill_(head_bias)
-            else:
-                parameter.copy_(value_of(name, value, model=model, generator=generator))
+                continue
+            fill = _fill_of(f"resnet.{name}" if isinstance(model, ResNetV2) else name, style=style)
+            if fill is None:
+                shape = tuple(parameter.shape)
+                raise ValueError(f"no initial value is defined for the parameter {name!r} of shape {shape}")
+            value = torch.zeros(parameter.shape, device="cpu", dtype=torch.float32)
+            generator = torch.Generator().manual_seed(_stream_seed(seed, name))
+            fill(value, generator, model.get_submodule(name.rpartition(".")[0]))
+            parameter.copy_(value)
 
 
-def google_value(name: str, value: Tensor, *, model: nn.Module, generator: torch.Generator) -> Tensor:
-    """Fill `value`, zeros of float32 on the CPU, with Google's initial value of a parameter, and return it.
-
-    The last layer's biases are not asked for here. `model` tells what a name does not (a layer scale's initial value).
-    Raises ValueError if no such parameter is known.
-    """
-    if is_resnet_kernel(name):
-        return _lecun_normal(value, generator=generator)
-    match name.removeprefix(STEM_PREFIX).split("."):
-        case ["mask_token"]:
-            return value.normal_(std=MASK_TOKEN_STD, generator=generator)
-        case ["pos_embed"] | ["position", "tables", _, "embedding" | "column" | "row" | "prefix"]:
-            return value.normal_(std=POS_EMBED_STD, generator=generator)
-        case ["patch_embed", "proj", "weight"] | ["head", "pre_logits", "weight"]:
-            return _lecun_normal(value, generator=generator)
-        case ["blocks", _, "attn", "qkv", "weight"]:
-            return _xavier_parts(value, parts=3, generator=generator)
-        case ["attn_pool", "kv", "weight"]:  # big_vision's MAPHead: timm has its keys and values in one matrix
-            return _xavier_parts(value, parts=2, generator=generator)
-        case (
-            ["blocks", _, "attn", "proj", "weight"]
-            | ["attn_pool", "q" | "proj", "weight"]
-            | ["blocks", _, "mlp", "fc1" | "fc2", "weight"]
-            | ["attn_pool", "mlp", "fc1" | "fc2", "weight"]
-        ):
-            return nn.init.xavier_uniform_(value, generator=generator)
-        case ["blocks", _, "mlp", "fc1" | "fc2", "bias"] | ["attn_pool", "mlp", "fc1" | "fc2", "bias"]:
-            return value.normal_(std=MLP_BIAS_STD, generator=generator)
-        case ["attn_pool", "latent"]:  # [1, 1, D]: flax's Xavier takes 1 and D for the fans; torch other ones
-            bound = math.sqrt(6.0 / sum(value.shape[-2:]))
-            return value.uniform_(-bound, bound, generator=generator)
-        case ["blocks", _, "attn", "relative"]:  # Tensor2Tensor, see model.positions.relative_attention
-            return value.normal_(std=value.shape[-1] ** -0.5, generator=generator)
-        case ["blocks", _, "ls1" | "ls2", "gamma"]:
-            layer_scale = model.get_submodule(name.rpartition(".")[0])
-            assert isinstance(layer_scale, LayerScale)
-            return value.fill_(layer_scale.init_values)
-        case ["stages", _, "blocks", _, "norm3", "weight"] if name.startswith(STEM_PREFIX):
-            return value  # each unit of a hybrid's stem starts as its shortcut; a pure ResNet's end in a convolution
-        case (
-            ["norm", "weight" | "bias" as kind]
-            | ["blocks", _, "norm1" | "norm2", "weight" | "bias" as kind]
-            | ["attn_pool" | "stem", "norm", "weight" | "bias" as kind]
-            | ["stages", _, "blocks", _, "norm1" | "norm2" | "norm3", "weight" | "bias" as kind]
-            | ["stages", _, "blocks", _, "downsample", "norm", "weight" | "bias" as kind]
-        ):
-            return value.fill_(1.0) if kind == "weight" else value
-        case (
-            ["cls_token"]
-            | ["head", "weight"]
-            | ["head", "logits", "weight"]
-            | ["head", "pre_logits", "bias"]
-            | ["patch_embed", "proj", "bias"]
-            | ["blocks", _, "attn", "qkv" | "proj", "bias"]
-            | ["attn_pool", "q" | "kv" | "proj", "bias"]
-        ):
-            return value
-        case _:
-            raise ValueError(f"no initial value is defined for the parameter {name!r} of shape {tuple(value.shape)}")
+def _zero(value: Tensor, generator: torch.Generator, module: nn.Module) -> None:
+    pass
 
 
-def big_vision_value(name: str, value: Tensor, *, model: nn.Module, generator: torch.Generator) -> Tensor:
-    """Fill `value` with big_vision's initial value of a parameter: arguments and errors are those of `google_value`.
-
-    Only learned positions differ (models/vit.py, get_posemb). Those of columns and rows, which it does not have, take
-    the deviation of the whole token.
-    """
-    match name.split("."):
-        case ["pos_embed"] | ["position", "tables", _, "embedding" | "prefix"]:
-            return value.normal_(std=value.shape[-1] ** -0.5, generator=generator)
-        case ["position", "tables", _, "column" | "row"]:
-            return value.normal_(std=(2 * value.shape[-1]) ** -0.5, generator=generator)
-        case _:
-            return google_value(name, value, model=model, generator=generator)
+def _one(value: Tensor, generator: torch.Generator, module: nn.Module) -> None:
+    value.fill_(1.0)
 
 
-def timm_value(name: str, value: Tensor, *, model: nn.Module, generator: torch.Generator) -> Tensor:
-    """Fill `value` with timm's initial value of a parameter: arguments and errors are those of `google_value`.
-
-    Handles what timm 1.0 (`weight_init=""`) does otherwise than Google; scales, zero biases, the last norm of a
-    hybrid's units, and what timm lacks (mask token, `model.positions`) are Google's.
-    Sources: models/vision_transformer.py (init_weights_vit_timm), models/resnetv2.py, else torch's defaults.
-    """
-    match name.split("."):
-        case ["pos_embed"]:
-            return value.normal_(std=TIMM_LINEAR_STD, generator=generator)
-        case ["cls_token"]:
-            return value.normal_(std=TIMM_CLS_TOKEN_STD, generator=generator)
-        case ["attn_pool", "latent"]:
-            return _truncated_normal(value, std=value.shape[-1] ** -0.5, generator=generator)
-        case ["patch_embed", "proj", "weight" | "bias"]:  # torch's default
-            bound = math.sqrt(1.0 / model.get_parameter("patch_embed.proj.weight")[0].numel())
-            return value.uniform_(-bound, bound, generator=generator)
-        case ["head", "weight"] | ["head", "pre_logits" | "logits", "weight"] if isinstance(model, ResNetV2):
-            return value.normal_(std=TIMM_RESNET_HEAD_STD, generator=generator)
-        case (
-            ["head", "weight"]
-            | ["head", "pre_logits" | "logits", "weight"]
-            | ["blocks", _, "attn", "qkv" | "proj", "weight"]
-            | ["attn_pool", "q" | "kv" | "proj", "weight"]
-            | ["blocks", _, "mlp", "fc1" | "fc2", "weight"]
-            | ["attn_pool", "mlp", "fc1" | "fc2", "weight"]
-        ):
-            return value.normal_(std=TIMM_LINEAR_STD, generator=generator)
-        case ["blocks", _, "mlp", "fc1" | "fc2", "bias"] | ["attn_pool", "mlp", "fc1" | "fc2", "bias"]:
-            return value
-        case _ if is_resnet_kernel(name):
-            return nn.init.kaiming_normal_(value, mode="fan_out", nonlinearity="relu", generator=generator)
-        case _:
-            return google_value(name, value, model=model, generator=generator)
+def _normal(std: float) -> Fill:
+    return lambda value, generator, module: value.normal_(std=std, generator=generator)
 
 
-def is_resnet_kernel(name: str) -> bool:
-    """True for a convolution's kernel in a hybrid's stem or a pure ResNet."""
-    match name.removeprefix(STEM_PREFIX).split("."):
-        case ["stem", "conv", "weight"]:
-            return True
-        case ["stages", _, "blocks", _, "conv1" | "conv2" | "conv3", "weight"]:
-            return True
-        case ["stages", _, "blocks", _, "downsample", "conv", "weight"]:
-            return True
-        case _:
-            return False
+def _unit_vectors(share: float = 1.0) -> Fill:
+    """A normal in which vectors have length 1 on average, if rows of `value` are this share of them."""
+    return lambda value, generator, module: value.normal_(std=(value.shape[-1] / share) ** -0.5, generator=generator)
 
 
-def _xavier_parts(value: Tensor, *, parts: int, generator: torch.Generator) -> Tensor:
-    """Xavier on each D x D of a fused matrix: the rows of q, of k, of v."""
-    for part in value.chunk(parts):
-        nn.init.xavier_uniform_(part, generator=generator)
-    return value
+def _xavier(parts: int = 1) -> Fill:
+    """Xavier on each D x D part of a fused matrix: the rows of q, of k, of v."""
+
+    def fill(value: Tensor, generator: torch.Generator, module: nn.Module) -> None:
+        for part in value.chunk(parts):
+            nn.init.xavier_uniform_(part, generator=generator)
+
+    return fill
 
 
-def _lecun_normal(value: Tensor, *, generator: torch.Generator) -> Tensor:
+def _xavier_query(value: Tensor, generator: torch.Generator, module: nn.Module) -> None:
+    """[1, 1, D]: flax's Xavier takes 1 and D for the fans, torch others."""
+    bound = math.sqrt(6.0 / sum(value.shape[-2:]))
+    value.uniform_(-bound, bound, generator=generator)
+
+
+def _lecun_normal(value: Tensor, generator: torch.Generator, module: nn.Module) -> None:
     """flax's lecun_normal: variance 1 / fan_in, cut off at two (uncorrected) deviations."""
-    fan_in = value[0].numel()
-    return _truncated_normal(value, std=math.sqrt(1.0 / fan_in) / TRUNCATED_STD, generator=generator)
+    _truncated_normal(value, generator, std=math.sqrt(1.0 / value[0].numel()) / TRUNCATED_STD)
 
 
-def _truncated_normal(value: Tensor, *, std: float, generator: torch.Generator) -> Tensor:
-    """A normal of deviation `std`, cut off at two of them, by the inverse of its distribution function: torch's own
-    (`trunc_normal_`) draws other numbers in 2.15 than in 2.11."""
+def _truncated_query(value: Tensor, generator: torch.Generator, module: nn.Module) -> None:
+    _truncated_normal(value, generator, std=value.shape[-1] ** -0.5)
+
+
+def _truncated_normal(value: Tensor, generator: torch.Generator, *, std: float) -> None:
+    """Cut off at two deviations, by the inverse distribution function: torch's `trunc_normal_` draws other numbers in
+    2.15 than in 2.11."""
     edge = math.erf(math.sqrt(2.0))
     value.uniform_(-edge, edge, generator=generator)
-    return value.erfinv_().mul_(std * math.sqrt(2.0)).clamp_(-2.0 * std, 2.0 * std)
+    value.erfinv_().mul_(std * math.sqrt(2.0)).clamp_(-2.0 * std, 2.0 * std)
+
+
+def _kaiming(value: Tensor, generator: torch.Generator, module: nn.Module) -> None:
+    nn.init.kaiming_normal_(value, mode="fan_out", nonlinearity="relu", generator=generator)
+
+
+def _torch_default(value: Tensor, generator: torch.Generator, module: nn.Module) -> None:
+    assert isinstance(module, nn.Conv2d)
+    bound = math.sqrt(1.0 / module.weight[0].numel())
+    value.uniform_(-bound, bound, generator=generator)
+
+
+def _layer_scale(value: Tensor, generator: torch.Generator, module: nn.Module) -> None:
+    assert isinstance(module, LayerScale)
+    value.fill_(module.init_values)
+
+
+_RESNET = r"(resnet|patch_embed\.backbone)"  # a pure ResNet (see `initialise`) or a hybrid's stem
+_UNIT = rf"{_RESNET}\.stages\.\d+\.blocks\.\d+"
+_VIT_NORM = r"norm|blocks\.\d+\.norm[12]|attn_pool\.norm"
+_NORM = rf"({_VIT_NORM}|resnet\.norm|{_RESNET}\.stem\.norm|{_UNIT}\.(norm[123]|downsample\.norm))"
+_MLP = r"(blocks\.\d+|attn_pool)\.mlp\.fc[12]"
+_TIMM_LINEAR: dict[InitStyle, Fill] = {"timm": _normal(0.02)}
+_TIMM_RESNET_HEAD: dict[InitStyle, Fill] = {"timm": _normal(0.01)}
+
+# Pattern of a parameter's whole name; google's value; other styles' where they differ. The first match counts.
+_VALUES: tuple[tuple[str, Fill, dict[InitStyle, Fill]], ...] = (
+    (r"mask_token", _normal(0.02), {}),  # the paper does not say; BERT draws its own like positions
+    # 0.02: BERT's, models_vit.py. Columns and rows, which big_vision lacks, get the deviation of the whole token.
+    (r"pos_embed|position\.tables\.\d+\.(embedding|prefix)", _normal(0.02), {"big_vision": _unit_vectors()}),
+    (r"position\.tables\.\d+\.(column|row)", _normal(0.02), {"big_vision": _unit_vectors(0.5)}),
+    (r"cls_token", _zero, {"timm": _normal(1e-6)}),
+    (r"patch_embed\.proj\.weight", _lecun_normal, {"timm": _torch_default}),
+    (r"patch_embed\.proj\.bias", _zero, {"timm": _torch_default}),
+    (r"blocks\.\d+\.attn\.qkv\.weight", _xavier(3), _TIMM_LINEAR),
+    (r"attn_pool\.kv\.weight", _xavier(2), _TIMM_LINEAR),  # big_vision's MAPHead; timm fuses keys and values
+    (rf"(blocks\.\d+\.attn\.proj|attn_pool\.(q|proj)|{_MLP})\.weight", _xavier(), _TIMM_LINEAR),
+    (rf"{_MLP}\.bias", _normal(1e-6), {"timm": _zero}),  # models_vit.py: nn.initializers.normal(stddev=1e-6)
+    (r"(blocks\.\d+\.attn\.(qkv|proj)|attn_pool\.(q|kv|proj)|(resnet\.)?head\.pre_logits)\.bias", _zero, {}),
+    (r"attn_pool\.latent", _xavier_query, {"timm": _truncated_query}),
+    (r"blocks\.\d+\.attn\.relative", _unit_vectors(), {}),  # Tensor2Tensor, see model.positions.embedding
+    (r"blocks\.\d+\.ls[12]\.gamma", _layer_scale, {}),
+    (r"head(\.logits)?\.weight", _zero, _TIMM_LINEAR),
+    (r"head\.pre_logits\.weight", _lecun_normal, _TIMM_LINEAR),
+    (r"resnet\.head(\.logits)?\.weight", _zero, _TIMM_RESNET_HEAD),
+    (r"resnet\.head\.pre_logits\.weight", _lecun_normal, _TIMM_RESNET_HEAD),
+    (rf"({_RESNET}\.stem\.conv|{_UNIT}\.(conv[123]|downsample\.conv))\.weight", _lecun_normal, {"timm": _kaiming}),
+    # each unit of a hybrid's stem starts as its shortcut; a pure ResNet's units end in a convolution
+    (r"patch_embed\.backbone\.stages\.\d+\.blocks\.\d+\.norm3\.weight", _zero, {}),
+    (rf"{_NORM}\.weight", _one, {}),
+    (rf"{_NORM}\.bias", _zero, {}),
+)
+
+
+def _fill_of(name: str, *, style: InitStyle) -> Fill | None:
+    for pattern, google, others in _VALUES:
+        if re.fullmatch(pattern, name):
+            return others.get(style, google)
+    return None
 
 
 def _stream_seed(seed: int, name: str) -> int:

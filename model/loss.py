@@ -1,16 +1,17 @@
-"""The losses of ViT pre-training and fine-tuning, on hard or soft targets, always in float32.
+"""Losses of ViT pre-training and fine-tuning on hard or soft targets, and the probabilities that belong to them.
 
-The paper pre-trains with the sigmoid loss (vision_transformer issue 34) and fine-tunes with softmax. Logits become
-float32 first, so that large ones neither overflow nor lose precision in the sum over thousands of classes. To add a
-loss: its name and its row of `LOSSES` in `model/vocabulary.py`, a function and its cases here.
+The paper pre-trains with the sigmoid loss (vision_transformer issue 34) and fine-tunes with softmax. Computed in
+float32, so that large logits neither overflow nor lose precision in the sum over thousands of classes. To add a loss:
+its name and its row of `LOSSES` in `model/vocabulary.py`, a function and its cases here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from model.vocabulary import LOSSES, LossKind
@@ -19,12 +20,11 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 def loss_function(kind: LossKind, *, label_smoothing: float = 0.0) -> LossFunction:
-    """The loss of a stage: (logits [B, C], targets) -> float32 scalar, the mean over the batch.
+    """Make the loss of a stage: (logits [B, C], targets) -> float32 scalar, the mean over the batch.
 
-    Targets are class indices, int64 [B], or weights of the classes, floating [B, C]: 1 for each label, or shares after
-    mixing. The sigmoid loss takes any in [0, 1]; for softmax they should sum to 1, and otherwise each row counts by its
-    sum, as in optax. The pipeline refuses softmax for images with several labels. Raises ValueError if
-    `label_smoothing` is out of range for this kind.
+    Targets are class indices, int64 [B], or class weights, floating [B, C]: 1 for each label, or shares after mixing.
+    The sigmoid loss takes any in [0, 1]; softmax expects a sum of 1, and otherwise counts each row by its sum, as
+    optax does. Raises ValueError if `label_smoothing` is out of range for this kind.
     """
     bound = LOSSES[kind].smoothing_below
     if not 0.0 <= label_smoothing < bound:
@@ -37,8 +37,7 @@ def loss_function(kind: LossKind, *, label_smoothing: float = 0.0) -> LossFuncti
 
 
 def image_losses(logits: Tensor, targets: Tensor, *, kind: LossKind) -> Tensor:
-    """The loss of each image by itself, without smoothing: float32 [B], for logits [B, C] and targets as above. Their
-    mean is that of `loss_function`, up to rounding."""
+    """The loss of each image, without smoothing: float32 [B], for logits [B, C] and targets as above."""
     logits, targets = logits.float(), _float32_unless_indices(targets)
     match kind:
         case "softmax":
@@ -48,7 +47,7 @@ def image_losses(logits: Tensor, targets: Tensor, *, kind: LossKind) -> Tensor:
 
 
 def probabilities(logits: Tensor, kind: LossKind) -> Tensor:
-    """Class probabilities from logits [B, C] of a model trained with this loss; sigmoid's do not add up to one."""
+    """Class probabilities from logits [B, C] of a model trained with this loss; sigmoid's do not sum to one."""
     match kind:
         case "softmax":
             return logits.softmax(dim=1)
@@ -80,3 +79,24 @@ def _class_losses(logits: Tensor, targets: Tensor, *, label_smoothing: float = 0
 
 def _float32_unless_indices(targets: Tensor) -> Tensor:
     return targets.float() if targets.is_floating_point() else targets
+
+
+class PixelsToProbabilities(nn.Module):
+    """A classifier with its normalisation and output function, as MLflow serves it; it does not resize.
+
+    uint8 [B, S, S, 3], RGB -> float32 [B, classes].
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, model: nn.Module, *, mean: Sequence[float], std: Sequence[float], kind: LossKind) -> None:
+        super().__init__()
+        self.model = model
+        self.kind: LossKind = kind
+        self.register_buffer("mean", torch.tensor(mean))
+        self.register_buffer("std", torch.tensor(std))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        images = (pixels.float() / 255 - self.mean) / self.std
+        return probabilities(self.model(images.permute(0, 3, 1, 2)), self.kind)

@@ -15,11 +15,9 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from model.build import build_model
-from model.config import ModelConfig
+from model.config import NO_REGULARISATION, ModelConfig, Regularisation
 from model.init import initialise
-from model.layers.regularisation import NO_REGULARISATION, Regularisation
-from model.vit import PositionedVit, build_vit, encode
+from model.vit import PositionedVit, build_model, encode
 from model.vocabulary import COLOUR_LEVELS, COLOURS
 
 
@@ -50,17 +48,17 @@ def build_masked_patch(
 ) -> MaskedPatchVit:
     """Build the model for square RGB images, with placeholder weights; draws no random numbers.
 
-    State: that of `build_vit` with a linear head of 512 outputs (and no attention pooling), and "mask_token".
+    State: that of `build_model` with a linear head of 512 outputs (and no attention pooling), and "mask_token".
 
     Raises:
         ValueError: a pure ResNet, which has no patches; fewer than two patches; patch dropout, which would take away
-            what is to be predicted; an argument that `build_vit` refuses.
+            what is to be predicted; an argument that `build_model` refuses.
     """
     if config.kind == "resnet" or config.grid_size(image_size) < 2:
         raise ValueError("masked patch prediction needs at least two patches: take another model, or more pixels")
     if regularisation.patch_dropout:
         raise ValueError("patch_dropout would drop the patches that masked patch prediction predicts: leave it out")
-    trunk = build_vit(
+    trunk = build_model(
         config.model_copy(update={"pool": "gap"}) if config.pool == "map" else config,
         image_size=image_size,
         num_classes=len(COLOURS),

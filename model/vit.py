@@ -1,17 +1,17 @@
-"""timm's VisionTransformer set to the semantics of Google's ViT.
+"""Build any model: timm's VisionTransformer with the semantics of Google's ViT (hybrids too), or a pure ResNet.
 
-What is set and why (the paper leaves most of it to google-research/vision_transformer, `models_vit.py`):
-- GELU in its tanh form: flax's default. timm's, torchvision's and HF's default is the erf form.
+The paper leaves most of these semantics to google-research/vision_transformer, `models_vit.py`:
+- GELU in its tanh form: flax's default. timm, torchvision and transformers default to the erf form.
 - LayerNorm epsilon 1e-6: flax's default. torch's is 1e-5.
-- class token first, then one learned 1-D position embedding added to all 1 + N (with class_token_position none to
-  the N patches, as big_vision); q, k, v and out have biases.
-- dropout after that addition, after the attention's output projection, after the GELU and after the MLP;
-  never on attention probabilities or on the pooled features.
-- final LayerNorm over all tokens, then the pooling: the class token or, without one, the mean of the normed tokens
-  (timm's "avg" would pool first) or attention pooling.
+- Class token first, then one learned 1-D position embedding added to all 1 + N tokens (with class_token_position none
+  to the N patches, as big_vision); q, k, v and out have biases.
+- Dropout after that addition, after the attention's output projection, after the GELU and after the MLP; never on
+  attention probabilities or pooled features.
+- Final LayerNorm over all tokens, then pooling: the class token, the mean of the normed tokens (timm's "avg" would
+  pool first) or attention pooling.
 
-timm's module names are kept, so a state dict with a linear head loads strictly into its own models; only positions that
-it lacks (`model.positions`) are ours. Building draws no random numbers and gives placeholder weights.
+Module names are timm's, so a state dict with a linear head loads strictly into its own models; only the positions that
+timm lacks (`model.positions`) are ours. Building draws no random numbers and gives placeholder weights.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.config import ModelConfig
+from model.config import NO_REGULARISATION, ModelConfig, Regularisation
 from model.layers.activation_checkpointing import in_turn
 from model.layers.dropout import by_sample
 from model.layers.head import MlpHead
-from model.layers.regularisation import NO_REGULARISATION, Regularisation
-from model.positions.embedding import Position, make_position
-from model.positions.relative_attention import relative_attention
-from model.resnet.bit import stem_embedding
+from model.positions.embedding import Position, make_position, relative_attention
+from model.resnet import BitResnet, build_resnet, stem_embedding
 from model.vocabulary import HeadKind
 
 _TIMM_POOL = {"cls": "token", "gap": "avg", "map": "map"}
@@ -41,10 +39,9 @@ _TIMM_GELU = {"tanh": "gelu_tanh", "erf": "gelu"}
 
 
 class PatchProjection(nn.Conv2d):
-    """A convolution of whole patches (stride = kernel) as the matrix product that it is, over the same weights.
+    """Compute the patch embedding's convolution (stride = kernel) as one matrix product, over the same weights.
 
-    On a GPU this is one product, forwards and for the weights' gradient, whichever convolution cuDNN would have chosen.
-    Equal to the convolution but for rounding.
+    Avoids cuDNN's choice of algorithms, forward and for the weights' gradient. Equals the convolution up to rounding.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -55,7 +52,7 @@ class PatchProjection(nn.Conv2d):
         tokens = functional.linear(patches.flatten(3).flatten(1, 2), self.weight.flatten(1), self.bias)
         return tokens.transpose(1, 2).unflatten(2, (rows, columns))
 
-    def _get_name(self) -> str:  # in its description: what timm's files call it
+    def _get_name(self) -> str:  # in `repr`, as in timm
         return "Conv2d"
 
 
@@ -76,7 +73,7 @@ class PositionedVit(VisionTransformer):
 
 
 def encode(model: VisionTransformer, tokens: Tensor) -> Tensor:
-    """Embedded tokens [B, T, D] -> normed ones, through all blocks and the positions before them."""
+    """Embedded tokens [B, T, D] -> normed ones: all blocks, with the positions added before them."""
     assert isinstance(model.blocks, nn.Sequential)
     for layer, block in enumerate(in_turn(model.blocks)):
         if isinstance(model, PositionedVit):
@@ -85,57 +82,65 @@ def encode(model: VisionTransformer, tokens: Tensor) -> Tensor:
     return model.norm(tokens)
 
 
-def build_vit(
+def build_model(
     config: ModelConfig,
     *,
     image_size: int,
     num_classes: int,
     head: HeadKind,
     regularisation: Regularisation = NO_REGULARISATION,
-) -> VisionTransformer:
+) -> VisionTransformer | BitResnet:
     """Build the model for square RGB images: [B, 3, image_size, image_size] -> logits [B, num_classes].
 
-    `config.kind` is "vit"; `head` is "mlp" (pre-training: Linear, tanh, Linear) or "linear" (fine-tuning).
-
-    Raises:
-        ValueError: an argument out of range, or an image size that is no multiple of the patch size.
+    It has `head`, `num_classes`, `num_features`, `forward_features`, `forward_head` and `set_grad_checkpointing`.
+    `head` is "mlp" (pre-training: Linear, tanh, Linear) or "linear" (fine-tuning). A ResNet's weights do not depend on
+    `image_size`. Raises ValueError if an argument is out of range, the image size is no multiple of the patch size or
+    the ResNet's stride, or a pure ResNet gets regularisation.
     """
     if num_classes < 1:
         raise ValueError(f"num_classes must be at least 1, not {num_classes}")
     regularisation.check(config)
-    sizes = config.sizes
-    grid_size = config.grid_size(image_size)
+    config.grid_size(image_size)
+    # Layers draw random numbers when they are made; none survive, and the caller's stream must not move.
+    with torch.random.fork_rng(devices=[]):
+        if config.kind == "resnet":
+            model = build_resnet(config.resnet, num_classes=num_classes)
+        else:
+            model = _build_vit(config, image_size=image_size, num_classes=num_classes, regularisation=regularisation)
+        if head == "mlp":
+            model.set_submodule("head", MlpHead(config.num_features, num_classes))
+    if regularisation.masks == "sample":
+        by_sample(model)
+    return model
+
+
+def _build_vit(
+    config: ModelConfig, *, image_size: int, num_classes: int, regularisation: Regularisation
+) -> VisionTransformer:
+    sizes, grid_size = config.sizes, config.grid_size(image_size)
     timms_own = config.position == "learned_1d" and config.position_at == "stem"
     num_prefix_tokens = int(config.pool == "cls")
     more: dict[str, Any] = {}
     if sizes.resnet_layers is not None:
-        more["embed_layer"] = stem_embedding(config, image_size=image_size)
-        more["patch_size"] = sizes.stem_patch_size
+        more = {"embed_layer": stem_embedding(config, image_size=image_size), "patch_size": sizes.stem_patch_size}
     if config.position == "relative":
         more["attn_layer"] = relative_attention(num_prefix_tokens + grid_size**2)
-
-    # Layers draw random numbers when they are made; none survive, and the caller's stream must not move.
-    with torch.random.fork_rng(devices=[]):
-        model = (VisionTransformer if timms_own else PositionedVit)(
-            **timm_arguments(config, image_size=image_size) | more,
-            num_classes=num_classes,
-            norm_layer=partial(nn.LayerNorm, eps=config.layer_norm_eps),
-            pos_drop_rate=regularisation.dropout,
-            proj_drop_rate=regularisation.dropout,
-            drop_path_rate=regularisation.stochastic_depth,
-            patch_drop_rate=regularisation.patch_dropout,
-            weight_init="skip",
+    model = (VisionTransformer if timms_own else PositionedVit)(
+        **timm_arguments(config, image_size=image_size) | more,
+        num_classes=num_classes,
+        norm_layer=partial(nn.LayerNorm, eps=config.layer_norm_eps),
+        pos_drop_rate=regularisation.dropout,
+        proj_drop_rate=regularisation.dropout,
+        drop_path_rate=regularisation.stochastic_depth,
+        patch_drop_rate=regularisation.patch_dropout,
+        weight_init="skip",
+    )
+    if sizes.resnet_layers is None:  # `__class__`: the parameters and their place stay
+        model.patch_embed.proj.__class__ = PatchProjection
+    if isinstance(model, PositionedVit):
+        model.position = make_position(
+            config, grid_size=grid_size, num_prefix_tokens=num_prefix_tokens, depth=sizes.depth
         )
-        if sizes.resnet_layers is None:  # `__class__`: the parameters and their place stay
-            model.patch_embed.proj.__class__ = PatchProjection
-        if not timms_own:
-            model.position = make_position(
-                config, grid_size=grid_size, num_prefix_tokens=num_prefix_tokens, depth=sizes.depth
-            )
-        if head == "mlp":
-            model.set_submodule("head", MlpHead(sizes.width, num_classes))
-    if regularisation.masks == "sample":
-        by_sample(model)
     for parameter in (model.pos_embed, model.cls_token):  # timm leaves them as uninitialised memory
         if parameter is not None:
             nn.init.zeros_(parameter)
@@ -143,15 +148,15 @@ def build_vit(
 
 
 def set_patch_dropout(model: nn.Module, rate: float) -> None:
-    """Drop this share of the patches from now on; `model` was built with patch dropout."""
+    """Change the share of dropped patches in a model built with patch dropout."""
     for module in model.modules():
         if isinstance(module, PatchDropout):
             module.prob = rate
 
 
 def timm_arguments(config: ModelConfig, *, image_size: int) -> dict[str, Any]:
-    """The arguments, plain JSON values, with which timm builds this trunk (without a ResNet stem, positions that timm
-    knows); epsilon 1e-6 is its default. Both `build_vit` and `model.saved.model_folder`'s `config.json` use them."""
+    """Arguments, plain JSON values, with which timm builds this trunk, apart from a ResNet stem and positions that timm
+    lacks; epsilon 1e-6 is its default. `config.json` of a saved model has them too."""
     sizes = config.sizes
     arguments = {
         "img_size": image_size,

@@ -24,7 +24,7 @@ FIRST = (
     "cluster/test_queue.py",
     "oracles/test_flax_vit.py",
     "cluster/hosts/test_stage_hosts.py",
-    "model/formats/test_onnx_file.py",
+    "model/formats/test_programs.py",
     "distributed/test_elastic.py",
     "oracles/test_google_training.py",
     "distributed/test_average.py",

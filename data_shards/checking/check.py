@@ -12,18 +12,16 @@ some 110 bytes a sample, and an image per process.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from data_shards.checking.findings import MOST_PLACES, SEVERITIES, Finding, FoundAt, finding
 from data_shards.checking.fitness import Fitness, assess
 from data_shards.checking.judge import SplitScan, SplitSummary, findings_across, split_findings
-from data_shards.checking.near_duplicates.collection import Collection, ShardImages
+from data_shards.checking.near_duplicates.collection import ShardImages
 from data_shards.checking.near_duplicates.matches import MATCH_KINDS, Match, Matches, MatchKind, find_matches
-from data_shards.checking.scan import PartScan, ScanRequest, ShardPart, scan_part
+from data_shards.checking.scan import CheckOptions, PartScan, ScanRequest, ShardPart, scan_part
 from data_shards.errors import UserError
-from data_shards.images.decode import USUAL_LIMIT, PixelLimit
 from data_shards.processes import num_cores, run_parts
 from data_shards.progress_line import Progress
 from data_shards.reading.opening import open_all_splits, open_shards, splits_below
@@ -43,6 +41,9 @@ _MEANING: dict[MatchKind, str] = {
     "near-duplicate": "near-duplicates of",
     "unsure": "perhaps near-duplicates of",
 }
+_COPIED = "they are trained on more often than others: drop the copies at the source if that is not meant"
+
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -64,39 +65,14 @@ class CheckResult:
         return int(self.count("problem") > 0)
 
 
-@dataclass(frozen=True)
-class Against:
-    """How many images of a split are also in another set; the fields are those of the JSON (see `page`)."""
-
-    split: str
-    source: str
-    digest: str
-    equal_bytes: int
-    equal_pixels: int
-    near_duplicates: int
-    unsure: int
-
-
-@dataclass(frozen=True)
-class CheckOptions:
-    """How thoroughly to check, and the training whose size the shards should suit."""
-
-    decode: bool = False  # every image in full, unless it has more pixels than `pixel_limit`
-    digests: bool = True  # compare every shard's SHA-256 with the manifest
-    pixel_limit: PixelLimit = USUAL_LIMIT
-    world_size: int | None = None  # None: do not assess fitness
-    lanes: int | None = None
-    processes_per_node: int = 8
-
-
 def check(
     spec: ShardsSpec,
     *,
-    options: CheckOptions = CheckOptions(),
+    options: CheckOptions = CheckOptions(),  # noqa: B008 - frozen
     store: Store | None = None,
     processes: int | None = None,
     against: Sequence[str] = (),
-    report: Callable[[str], None] = print,
+    report: Report = print,
 ) -> CheckResult:
     """Check a set of shards, or all splits below a folder; UserError if there is none, or the spec does not fit it.
 
@@ -113,37 +89,23 @@ def check(
         if isinstance(opened, str):
             findings.append(finding("unusable-set", split=split, places=[FoundAt("", "", opened)]))
             continue
-        request = ScanRequest(
-            opened, store, decode=options.decode, digests=options.digests, pixel_limit=options.pixel_limit
-        )
+        request = ScanRequest(opened, store, options)
         scan = SplitScan(opened, _scan_set(request, processes=processes, report=report))
-        findings += split_findings(scan, digests=options.digests)
         scans.append(scan)
+        findings += split_findings(scan, digests=options.digests)
         first = scan if number == 0 else first
     findings += findings_across(scans)
     matches: list[Matches] = []
     for scan in scans:
         # One of several splits is not compared with itself, a single one is.
-        theirs = [other for other in others if other.digest != scan.shards.digest or len(scans) == 1]
+        theirs = [ShardImages(each, store) for each in others if each.digest != scan.shards.digest or len(scans) == 1]
         if theirs:
             images = ShardImages(scan.shards, store, damaged="report")
-            collections = [ShardImages(other, store) for other in theirs]
-            matches.append(
-                find_matches(images, collections, pixel_limit=options.pixel_limit, processes=processes, report=report)
-            )
-            findings += _match_findings(matches[-1])
-    fitness = None
-    if options.world_size is not None and first is not None:
-        sizes = zip(first.shards.shards, first.shard_bytes, strict=True)
-        fitness, more = assess(
-            first.shards.shard_sizes,  # lost shards included
-            shard_bytes=[entry.num_bytes or num_bytes or 0 for entry, num_bytes in sizes],
-            split=first.shards.split,
-            world_size=options.world_size,
-            lanes=options.lanes,
-            processes_per_node=options.processes_per_node,
-        )
-        findings += more
+            limit = options.pixel_limit
+            matches.append(find_matches(images, theirs, pixel_limit=limit, processes=processes, report=report))
+            findings += _match_findings(matches[-1], split=scan.shards.split)
+    fitness, more = _assess(first, options)
+    findings += more
     return CheckResult(
         location=redacted(spec.location),
         splits=tuple(scan.summary() for scan in scans),
@@ -154,29 +116,25 @@ def check(
     )
 
 
-def _open_splits(
-    spec: ShardsSpec, *, store: Store, report: Callable[[str], None]
-) -> Iterator[tuple[str, ShardSet | str]]:
+def _open_splits(spec: ShardsSpec, *, store: Store, report: Report) -> Iterator[tuple[str, ShardSet | str]]:
     """(split, set) for each split, train first; an error message in place of a set too damaged to open."""
     splits = splits_below(spec.location, store=store)
+    is_plain = spec == ShardsSpec(spec.location)
     if not splits:
         # Without a manifest, or with options that a manifest excludes, an error is the user's mistake.
-        is_packed = is_local(spec.location) and _has_manifest(spec.location)
-        if not is_packed or spec != ShardsSpec(spec.location):
+        if not (is_plain and is_local(spec.location) and _has_manifest(spec.location)):
             yield "", open_shards(spec, damaged="report", store=store, report=report)
             return
         splits = {local_path(spec.location).absolute().name: spec.location}
     without = [split for split, location in splits.items() if is_local(location) and not _has_manifest(location)]
     for split, location in splits.items():
-        if 0 < len(without) < len(splits) and split in without:
+        if len(without) < len(splits) and split in without:
             yield split, f"{location}: there is no {MANIFEST_FILE}, which the other splits have"
             continue
         try:
             opened = open_shards(replace(spec, location=location), damaged="report", store=store, report=report)
-        except StoreError:
-            raise
         except UserError as error:
-            if spec != ShardsSpec(spec.location):
+            if isinstance(error, StoreError) or not is_plain:
                 raise
             yield split, str(error)
         else:
@@ -187,7 +145,7 @@ def _has_manifest(location: str) -> bool:
     return (local_path(location) / MANIFEST_FILE).is_file()
 
 
-def _scan_set(request: ScanRequest, *, processes: int | None, report: Callable[[str], None]) -> list[PartScan]:
+def _scan_set(request: ScanRequest, *, processes: int | None, report: Report) -> list[PartScan]:
     """Scan all parts of all shards, in order; `processes` None: one per core, or none for a small set.
 
     Processes, not threads: on small images most of the time is Python, and a decoder that crashes ends one process
@@ -196,7 +154,7 @@ def _scan_set(request: ScanRequest, *, processes: int | None, report: Callable[[
     shards = request.shards
     if processes is None:
         seconds = shards.num_samples * _SECONDS_PER_SAMPLE + (shards.num_bytes or 0) * _SECONDS_PER_BYTE
-        processes = num_cores() if request.decode or seconds >= _LITTLE_SECONDS else 1
+        processes = num_cores() if request.options.decode or seconds >= _LITTLE_SECONDS else 1
     num_parts = max(1, _PARTS_PER_PROCESS * processes // max(1, len(shards.shards))) if processes > 1 else 1
     parts = [ShardPart(shard, number, num_parts) for shard in range(len(shards.shards)) for number in range(num_parts)]
     with Progress(shards.num_samples, report, status=f"checking {shards.split or shards.name}") as progress:
@@ -211,19 +169,30 @@ def _scan_set(request: ScanRequest, *, processes: int | None, report: Callable[[
     return [scans[part] for part in parts]
 
 
-def _match_findings(found: Matches) -> list[Finding]:
+def _assess(scan: SplitScan | None, options: CheckOptions) -> tuple[Fitness | None, list[Finding]]:
+    if scan is None or options.world_size is None:
+        return None, []
+    sizes = zip(scan.shards.shards, scan.shard_bytes, strict=True)
+    return assess(
+        scan.shards.shard_sizes,  # lost shards included
+        shard_bytes=[entry.num_bytes or num_bytes or 0 for entry, num_bytes in sizes],
+        split=scan.shards.split,
+        world_size=options.world_size,
+        lanes=options.lanes,
+        processes_per_node=options.processes_per_node,
+    )
+
+
+def _match_findings(found: Matches, *, split: str) -> list[Finding]:
     """Grade the matches of one split: a problem, but a warning within one set, and only a note if unsure."""
-    split = _shards(found.images).split
     findings: list[Finding] = []
     for number, other in enumerate(found.others):
         within = other.digest == found.images.digest
+        where = "earlier images of the set" if within else f"images of {other.name}"
         for kind in MATCH_KINDS:
             matches = [match for match in found.matches if (match.kind, match.collection) == (kind, number)]
             if not matches:
                 continue
-            where = "earlier images of the set" if within else f"images of {other.name}"
-            is_copied = within and kind != "unsure"
-            remedy = "they are trained on more often than others: drop the copies at the source if that is not meant"
             findings.append(
                 finding(
                     kind,
@@ -231,29 +200,14 @@ def _match_findings(found: Matches) -> list[Finding]:
                     count=len(matches),
                     message=f"{counted(len(matches), 'image')}: {_MEANING[kind]} {where}",
                     places=[_found_at(found, match) for match in matches[:MOST_PLACES]],
-                    severity="warning" if is_copied else None,
-                    remedy=remedy if is_copied else "",
+                    severity="warning" if within and kind != "unsure" else None,
+                    remedy=_COPIED if within and kind != "unsure" else "",
                 )
             )
     for name, count in found.undecoded.items():
         message = f"{counted(count, 'image')} of {name} cannot be decoded: compared by bytes alone"
         findings.append(finding("not-compared", split=split, count=count, message=message))
     return findings
-
-
-def summaries(found: Matches) -> list[Against]:
-    """Count the matches in each of the other sets."""
-    counts = Counter((match.collection, match.kind) for match in found.matches)
-    split = _shards(found.images).split
-    return [
-        Against(split, other.name, _shards(other).digest, *(counts[number, kind] for kind in MATCH_KINDS))
-        for number, other in enumerate(found.others)
-    ]
-
-
-def _shards(collection: Collection) -> ShardSet:
-    assert isinstance(collection, ShardImages)
-    return collection.shards
 
 
 def _found_at(found: Matches, match: Match) -> FoundAt:

@@ -26,18 +26,19 @@ class FoundAt(NamedTuple):
 
 @dataclass(frozen=True)
 class Finding:
-    """One kind of finding in one split, or across splits; `page` explains the fields."""
+    """One kind of finding in one split, or across splits ("train and val")."""
 
     severity: Severity
     kind: str
     split: str
     count: int
-    message: str
-    remedy: str
+    message: str  # with the count: "3 unreadable images"
+    remedy: str  # what to do
     places: tuple[FoundAt, ...] = ()
 
 
 _COPY = "copy it again from its origin, or pack the set again"
+_SUBSTITUTED = "as long as data.max_corrupt_share allows it"
 _SEEN = (
     "results on held-out images that were trained on measure memory: pack the training images again with "
     "--exclude-matches-of, or report how many there are"
@@ -53,21 +54,17 @@ _KINDS: dict[Severity, dict[str, tuple[str, str]]] = {
         ),
         "unreachable-shard": (
             "{n} shard{s} could not be fetched",
-            "see the reason, fix the network, the permissions or the location, and check again",
+            "fix the network, the permissions or the location (see the reason), and check again",
         ),
         "damaged-shard": (
             "{n} damaged shard{s}",
-            f"{_COPY}; to train on what is left, leave the shard in place: lost samples are substituted as long as "
-            "data.max_corrupt_share allows it",
+            f"{_COPY}; to train on what is left, leave it in place: lost samples are substituted {_SUBSTITUTED}",
         ),
         "digest": (
             "{n} shard{s} with another SHA-256 than the manifest states",
             f"bits were flipped, or somebody changed the file: {_COPY}",
         ),
-        "index": (
-            "{n} index file{s} not matching the tar",
-            "delete the .idx files named here: they are rebuilt from the tars",
-        ),
+        "index": ("{n} index file{s} not matching the tar", "delete these .idx files: they are rebuilt from the tars"),
         "sample-count": (
             "{n} shard{s} with another number of samples than stated",
             "the tar or the manifest was exchanged: pack the set again, or restore both from one copy",
@@ -84,8 +81,7 @@ _KINDS: dict[Severity, dict[str, tuple[str, str]]] = {
         ),
         "image": (
             "{n} unreadable image{s}",
-            "repair or drop them at the source and pack again; training substitutes others as long as "
-            "data.max_corrupt_share allows it",
+            f"repair or drop them at the source and pack again; training substitutes others {_SUBSTITUTED}",
         ),
         "label": (
             "{n} unusable label{s}",
@@ -98,8 +94,7 @@ _KINDS: dict[Severity, dict[str, tuple[str, str]]] = {
         ),
         "leaked-image": (
             "{n} image{s} of one split also in another",
-            "held-out results on them measure memory: remove them from the training set, or hold out others, and pack "
-            "again",
+            "held-out results on them measure memory: drop them from training, or hold out others, and pack again",
         ),
         "equal-bytes": ("", _SEEN),
         "equal-pixels": ("", _SEEN),
@@ -117,18 +112,16 @@ _KINDS: dict[Severity, dict[str, tuple[str, str]]] = {
         ),
         "duplicate-image": (
             "{n} image{s} occurring more than once",
-            "they are trained on more often than others, and may end up on both sides of a held-out split: drop the "
-            "copies at the source if that is not meant",
+            "they are trained on more often, and may end up on both sides of a held-out split: drop the copies at the "
+            "source if that is not meant",
         ),
         "duplicate-key": (
             "{n} key{s} occurring more than once",
-            "shardvit does not mind; tools that know samples by their keys (lists of faults, feature stores) mix them "
-            "up: give each sample its own name",
+            "shardvit does not mind, but tools that know samples by key mix them up: give each its own name",
         ),
         "extra-tar": (
             "{n} tar{s} in the folder that the manifest does not name",
-            "shardvit ignores them, but other tools read every *.tar: move them away, or pack the set again with their "
-            "images",
+            "shardvit ignores them, other tools read every *.tar: move them away, or pack again with their images",
         ),
         "empty-class": (
             "{n} class{es} without samples",
@@ -144,8 +137,8 @@ _KINDS: dict[Severity, dict[str, tuple[str, str]]] = {
         ),
         "uneven-shards": (
             "",
-            "shardvit trains on them exactly all the same, but loads and caches unevenly; tools that give whole shards "
-            "to workers wait for the largest: pack the set again",
+            "training is exact all the same, but loads and caches unevenly, and tools that give whole shards to "
+            "workers wait for the largest: pack the set again",
         ),
         "few-shards": ("", ""),
     },
@@ -171,15 +164,8 @@ def finding(
     severity: Severity | None = None,
 ) -> Finding:
     """Make a finding in its kind's words, unless `message`, `remedy` or `severity` replace them."""
-    its_severity: Severity = next(each for each in SEVERITIES if kind in _KINDS[each])
-    its_message, its_remedy = _KINDS[its_severity][kind]
+    usual: Severity = next(each for each in SEVERITIES if kind in _KINDS[each])
+    text, usual_remedy = _KINDS[usual][kind]
     plural = {"s": "", "es": ""} if count == 1 else {"s": "s", "es": "es"}
-    return Finding(
-        severity=severity or its_severity,
-        kind=kind,
-        split=split,
-        count=count,
-        message=message or its_message.format(n=f"{count:,}", **plural),
-        remedy=remedy or its_remedy,
-        places=tuple(places[:MOST_PLACES]),
-    )
+    message = message or text.format(n=f"{count:,}", **plural)
+    return Finding(severity or usual, kind, split, count, message, remedy or usual_remedy, tuple(places[:MOST_PLACES]))

@@ -6,8 +6,8 @@ Duplicates are found by sorting 16-byte hashes: about a second and 80 MB for a m
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -45,19 +45,19 @@ class SplitSummary:
     name: str
     source: str
     digest: str
-    samples: int
-    samples_stated: int
+    samples: int  # found
+    samples_stated: int  # by the manifest
     shards: int
-    bytes: int
+    bytes: int  # of all tars
     multi_label: bool
-    classes: dict[str, int]
+    classes: dict[str, int]  # name -> samples, in the order of the class numbers
     samples_per_shard: Spread | None
     bytes_per_shard: Spread | None
     bytes_per_image: Spread | None
-    formats: dict[str, int]
-    height: Spread | None
+    formats: dict[str, int]  # format -> images
+    height: Spread | None  # pixels; None unless decoded
     width: Spread | None
-    decode_ms: float | None
+    decode_ms: float | None  # CPU time of an image on one core
 
 
 class SplitScan:
@@ -137,32 +137,31 @@ def split_findings(scan: SplitScan, *, digests: bool) -> list[Finding]:
     """Judge one split; `digests`: they were to be compared."""
     shards, split = scan.shards, scan.shards.split
     counts: Counter[str] = Counter()
-    places: dict[str, list[FoundAt]] = {}
+    places: dict[str, list[FoundAt]] = defaultdict(list)
     for part in scan.parts:
         counts.update(part.fault_counts)
+        shard = scan.shard_name(part.part.shard)
         for kind, faults in part.faults.items():
-            named = places.setdefault(kind, [])
-            shard = scan.shard_name(part.part.shard)
-            named += [fault._replace(shard=shard) for fault in faults[: MOST_PLACES - len(named)]]
+            places[kind] += [fault._replace(shard=shard) for fault in faults[: MOST_PLACES - len(places[kind])]]
     findings = [finding(kind, split=split, count=count, places=places[kind]) for kind, count in counts.items()]
 
-    def add(kind: str, found: Sequence[FoundAt]) -> None:
+    def add(kind: str, *, details: Iterable[str], shards: Iterable[str] = ()) -> None:
+        found = [FoundAt("", "", detail) for detail in details] + [FoundAt(shard, "", "") for shard in shards]
         if found:
             findings.append(finding(kind, split=split, count=len(found), places=found))
 
     faulty = {shards.shards[part.part.shard].name for part in scan.parts if part.faults}
-    unsaid = [sentence for sentence in shards.damage if not any(name in sentence for name in faulty)]
-    add("damage", [FoundAt("", "", sentence) for sentence in unsaid])
+    add("damage", details=[each for each in shards.damage if not any(name in each for name in faulty)])
     if not shards.num_samples and not findings:
         findings.append(finding("unusable-set", split=split, message="there are no samples in it"))
     findings += _duplicates(scan)
-    add("extra-tar", [FoundAt(name, "", "") for name in _extra_tars(shards)])
+    add("extra-tar", details=(), shards=_extra_tars(shards))
     if len(scan.samples) >= shards.num_samples:  # or else the classes may be those of lost samples
         counted = zip(shards.classes, scan.class_counts, strict=True)
-        add("empty-class", [FoundAt("", "", name) for name, count in counted if not count])
-    add("alike-classes", [FoundAt("", "", ", ".join(map(repr, names))) for names in similar_names(shards.classes)])
+        add("empty-class", details=[name for name, count in counted if not count])
+    add("alike-classes", details=[", ".join(map(repr, names)) for names in similar_names(shards.classes)])
     if shards.num_classes == 1 and not shards.is_multi_label:
-        add("one-class", [FoundAt("", "", *shards.classes)])
+        add("one-class", details=shards.classes)
     sizes = spread([size for size in scan.sizes if size])
     if sizes is not None and len(scan.sizes) >= 3 and sizes.max > _UNEVEN * sizes.median:
         message = f"the shards are of very different sizes: {sizes.min:,} to {sizes.max:,} samples"
@@ -230,31 +229,30 @@ def _duplicates(scan: SplitScan) -> list[Finding]:
     images = equal_groups(scan.samples["image_hash"], among=scan.samples["is_whole"])
     keys = equal_groups(scan.samples["key_hash"])
     contradict = images.differ(labels)
-    found: list[tuple[str, Groups, Sequence[int]]] = [
+
+    def copy(kind: str, sample: int, first: int) -> FoundAt:
+        original = scan.place(first)
+        if kind == "duplicate-key":
+            return scan.place(sample, f"as in {original.shard}")
+        where = f"{original.key} in {original.shard}"
+        if kind == "duplicate-image" or labels[sample] == labels[first]:
+            return scan.place(sample, f"the same image and label as {where}")
+        own, other = (_label(scan.shards, int(labels[each])) for each in (sample, first))
+        return scan.place(sample, f"here {own}; as {where} it is {other}")
+
+    findings: list[Finding] = []
+    for kind, groups, numbers in (
         ("contradicting-label", images, np.flatnonzero(contradict).tolist()),
         ("duplicate-image", images, np.flatnonzero(~contradict).tolist()),
         ("duplicate-key", keys, range(len(keys))),
-    ]
-    findings: list[Finding] = []
-    for kind, groups, numbers in found:
+    ):
         places: list[FoundAt] = []
         for number in numbers:
             first, *others = groups[number][: MOST_PLACES - len(places) + 1].tolist()
-            places += [_copy(scan, kind, other, first=first, labels=labels) for other in others]
+            places += [copy(kind, other, first) for other in others]
         if numbers:
             findings.append(finding(kind, split=scan.shards.split, count=len(numbers), places=places))
     return findings
-
-
-def _copy(scan: SplitScan, kind: str, sample: int, *, first: int, labels: Int64s) -> FoundAt:
-    original = scan.place(first)
-    if kind == "duplicate-key":
-        return scan.place(sample, f"as in {original.shard}")
-    where = f"{original.key} in {original.shard}"
-    if labels[sample] == labels[first]:
-        return scan.place(sample, f"the same image and label as {where}")
-    own, other = (_label(scan.shards, int(labels[each])) for each in (sample, first))
-    return scan.place(sample, f"here {own}; as {where} it is {other}")
 
 
 def _label(shards: ShardSet, code: int) -> str:

@@ -1,47 +1,24 @@
 """The result of a check as text for people, and as JSON for programs.
 
-The keys of the JSON are stable; new ones may be added (`version` changes if any is removed or changes its meaning):
-
-    version             1
-    location            what was checked
-    ok                  true without problems, as the exit code 0
-    problems, warnings  how many findings of each
-    seconds             that it took
-    splits              a list of
-        split, name, source, digest
-        samples             that were found; samples_stated: that the manifest states
-        shards, bytes       of all tars
-        multi_label         whether a sample has a list of labels
-        classes             {name: samples}, in the order of the class numbers
-        samples_per_shard, bytes_per_shard, bytes_per_image     {min, median, max}, or null where there are none
-        formats             {format: images}
-        height, width       {min, median, max} in pixels, or null without --decode
-        decode_ms           CPU time for one image on one core, or null
-    fitness             null, or what `fitness.Fitness` holds
-    against             a list of, for each split and each other set that was given
-        split, source, digest                           of the other set: source, digest
-        equal_bytes, equal_pixels, near_duplicates      images of the split that are also there
-        unsure                                          that may be
-    findings            a list of
-        severity            "problem", "warning" or "info"
-        kind                see `findings`
-        split               "train", ..., "train and val"
-        count               how often
-        message, remedy     what it is, with the count: "3 unreadable images"; what to do
-        places              where: a list of {shard, key, detail}, at most 1,000
+The JSON's keys are stable: those of `as_json`, and the fields of `SplitSummary`, `Fitness`, `Finding` and `FoundAt`.
+New ones may be added; `version` changes if any is removed or changes its meaning. A finding names at most 1,000 places.
 """
 
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from data_shards.checking.check import CheckResult, summaries
-from data_shards.checking.findings import Finding, FoundAt
+from data_shards.checking.check import CheckResult
+from data_shards.checking.findings import Finding
 from data_shards.checking.fitness import describe
 from data_shards.checking.judge import SplitSummary, Spread
+from data_shards.checking.near_duplicates.collection import Collection, ShardImages
+from data_shards.checking.near_duplicates.matches import MATCH_KINDS, Matches
+from data_shards.shards.shard_set import ShardSet
 from data_shards.text import counted, one_line, printable, show_bytes, show_duration, table
 
 _VERSION = 1
@@ -54,7 +31,7 @@ _RATE = 1000  # images/s that the cores are given for
 
 
 def as_json(result: CheckResult) -> dict[str, Any]:
-    """The result as described in the module's head."""
+    """The result with plain types: counts of findings, seconds, and lists of splits, matched sets and findings."""
     return {
         "version": _VERSION,
         "location": result.location,
@@ -64,11 +41,27 @@ def as_json(result: CheckResult) -> dict[str, Any]:
         "seconds": round(result.seconds, 3),
         "splits": [asdict(split) for split in result.splits],
         "fitness": None if result.fitness is None else asdict(result.fitness),
-        "against": [asdict(each) for one in result.matches for each in summaries(one)],
+        "against": [counts for matches in result.matches for counts in _against(matches)],
         "findings": [
             {**asdict(finding), "places": [place._asdict() for place in finding.places]} for finding in result.findings
         ],
     }
+
+
+def _against(found: Matches) -> list[dict[str, Any]]:
+    """Count the images of a split that are also in each of the other sets, by kind of match."""
+    counts = Counter((match.collection, match.kind) for match in found.matches)
+    keys = ("equal_bytes", "equal_pixels", "near_duplicates", "unsure")
+    return [
+        {"split": _shards(found.images).split, "source": other.name, "digest": _shards(other).digest}
+        | {key: counts[number, kind] for key, kind in zip(keys, MATCH_KINDS, strict=True)}
+        for number, other in enumerate(found.others)
+    ]
+
+
+def _shards(collection: Collection) -> ShardSet:
+    assert isinstance(collection, ShardImages)
+    return collection.shards
 
 
 def as_text(result: CheckResult) -> str:
@@ -111,13 +104,12 @@ def _class_rows(split: SplitSummary) -> list[tuple[str, str]]:
     if not counts:
         return []
     kind = "labels, several an image" if split.multi_label else "images"
-    if len(counts) <= _SHOWN_CLASSES:
-        most = max(1, *counts.values())
-        cells = [(_short(name), f"{count:,}", "#" * round(_BAR * count / most)) for name, count in counts.items()]
-        lines = table(cells, align="lrl").split("\n")
-        return [("" if number else "classes", line) for number, line in enumerate(lines)]
     ordered = sorted(counts, key=lambda name: counts[name])
     least, median, most = (counts[ordered[at]] for at in (0, len(ordered) // 2, -1))
+    if len(counts) <= _SHOWN_CLASSES:
+        bars = {name: "#" * round(_BAR * count / max(1, most)) for name, count in counts.items()}
+        lines = table([(_short(name), f"{counts[name]:,}", bar) for name, bar in bars.items()], align="lrl").split("\n")
+        return [("" if number else "classes", line) for number, line in enumerate(lines)]
     if least == most:
         return [("classes", f"{len(counts):,}, {most:,} {kind} each")]
     empty = sum(not count for count in counts.values())
@@ -133,19 +125,15 @@ def _finding_text(finding: Finding, *, only_split: bool) -> str:
     severity = {"problem": "PROBLEM", "warning": "warning", "info": "note"}[finding.severity]
     lines = [one_line(f"{severity}  {where}{finding.message}")]
     shown = finding.places[: _SHOWN_PLACES if len(finding.places) > _SHOWN_PLACES + 1 else None]
-    lines += _place_lines(shown)
+    columns = [column for column in zip(*shown, strict=True) if any(column)]
+    if columns:
+        lines.append(table([[one_line(cell) for cell in row] for row in zip(*columns, strict=True)], indent="    "))
     left = max(finding.count, len(finding.places)) - len(shown)
     if shown and left > 0:
         lines.append(f"    ... and {left:,} more (--json lists them)")
     if finding.remedy:
         lines += textwrap.wrap(finding.remedy, _WIDTH, initial_indent="  -> ", subsequent_indent="     ")
     return "\n".join(lines)
-
-
-def _place_lines(places: Sequence[FoundAt]) -> list[str]:
-    columns = [column for column in zip(*places, strict=True) if any(column)]
-    rows = [[one_line(cell) for cell in row] for row in zip(*columns, strict=True)]
-    return table(rows, indent="    ").split("\n") if rows else []
 
 
 def _rows(rows: Sequence[tuple[str, str]]) -> str:

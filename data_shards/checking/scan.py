@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from data_shards.checking.findings import MOST_PLACES, FoundAt
 from data_shards.errors import UnreadableImage, UserError
-from data_shards.images.decode import PixelLimit, read_image
+from data_shards.images.decode import USUAL_LIMIT, PixelLimit, read_image
 from data_shards.shards.labels import parse_label
 from data_shards.shards.location import is_local, local_path
 from data_shards.shards.shard_index import ShardIndex
@@ -57,14 +57,23 @@ SAMPLE = np.dtype(
 
 
 @dataclass(frozen=True)
-class ScanRequest:
-    """Options that all parts share; sent to every worker once."""
+class CheckOptions:
+    """How thoroughly to check, and the training whose size the shards should suit."""
+
+    decode: bool = False  # every image in full, unless it has more pixels than `pixel_limit`
+    digests: bool = True  # compare every shard's SHA-256 with the manifest
+    pixel_limit: PixelLimit = USUAL_LIMIT
+    world_size: int | None = None  # None: do not assess fitness
+    lanes: int | None = None
+    processes_per_node: int = 8
+
+
+class ScanRequest(NamedTuple):
+    """What all parts share; sent to every worker once."""
 
     shards: ShardSet
     store: Store
-    decode: bool
-    digests: bool
-    pixel_limit: PixelLimit
+    options: CheckOptions
 
 
 class ShardPart(NamedTuple):
@@ -108,12 +117,12 @@ def scan_part(request: ScanRequest, part: ShardPart) -> PartScan:
     try:
         if is_local(entry.url) and not local_path(entry.url).exists():
             if is_first:
-                scan.add_fault("missing-shard", _lost(entry.num_samples) or "it is not there")
+                scan.add_fault("missing-shard", _and_lost("", entry.num_samples) or "it is not there")
             return scan
         descriptor = request.store.open_file(entry)
     except UserError as error:
         if is_first:
-            scan.add_fault("unreachable-shard", _joined(_reason(error, entry), _lost(entry.num_samples)))
+            scan.add_fault("unreachable-shard", _and_lost(_reason(error, entry), entry.num_samples))
         return scan
     try:
         path = str(local_path(entry.url)) if is_local(entry.url) else f"/dev/fd/{descriptor}"
@@ -123,7 +132,7 @@ def scan_part(request: ScanRequest, part: ShardPart) -> PartScan:
             scan.num_bytes = os.fstat(descriptor).st_size
             if complaint:
                 scan.add_fault("index", complaint)
-            _check_whole(entry, readable, index, path=path if request.digests else None, scan=scan)
+            _check_whole(entry, readable, index, path=path if request.options.digests else None, scan=scan)
         start, stop = (len(index) * number // part.parts for number in (part.number, part.number + 1))
         with warnings.catch_warnings(action="ignore"):  # Pillow's, of large images and odd metadata
             _scan_samples(request, entry, index, range(start, stop), descriptor=descriptor, scan=scan)
@@ -140,9 +149,10 @@ def _check_whole(
     """Compare the tar with what is stated of it, its digest if `path` is given; each damage is reported once."""
     damage = readable.damage
     if entry.num_bytes is not None and scan.num_bytes != entry.num_bytes:
-        damage = _joined(f"it has {scan.num_bytes:,} bytes where the manifest says {entry.num_bytes:,}", damage)
+        sizes = f"it has {scan.num_bytes:,} bytes where the manifest says {entry.num_bytes:,}"
+        damage = f"{sizes}; {damage}" if damage else sizes
     if damage:
-        scan.add_fault("damaged-shard", _joined(damage, _lost(entry.num_samples - len(index))))
+        scan.add_fault("damaged-shard", _and_lost(damage, entry.num_samples - len(index)))
     elif path is not None and entry.sha256:
         with open(path, "rb", buffering=0) as stream:
             found = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -203,7 +213,7 @@ def _scan_samples(
         data = os.pread(descriptor, int(index.image_size[row]), int(index.image_offset[row]))
         sample["key_hash"] = np.frombuffer(_hash(key.encode("utf-8", "surrogateescape")), np.uint64)[0]
         sample["image_hash"] = np.frombuffer(_hash(data), np.uint64)
-        is_readable = _scan_image(data, request=request, key=key, sample=sample, scan=scan)
+        is_readable = _scan_image(data, options=request.options, key=key, sample=sample, scan=scan)
         try:
             labels = parse_label(label, spec=entry.labels, label_map=shards.label_map, num_classes=shards.num_classes)
         except ValueError as error:
@@ -213,16 +223,16 @@ def _scan_samples(
         sample["label_code"], sample["is_whole"] = _code(labels), is_readable
 
 
-def _scan_image(data: bytes, *, request: ScanRequest, key: str, sample: Any, scan: PartScan) -> bool:
+def _scan_image(data: bytes, *, options: CheckOptions, key: str, sample: Any, scan: PartScan) -> bool:
     """True for a readable image, as far as can be told; decoded only on request."""
     image_format = next((name for name, magic in _MAGIC.items() if magic.match(data)), None)
-    if not data or (image_format is None and not request.decode):
+    if not data or (image_format is None and not options.decode):
         scan.add_fault("image", "it is of no known format" if data else "it is empty", key=key)
         return False
-    if request.decode:
+    if options.decode:
         start = time.process_time()
         try:
-            image = read_image(data, limit=request.pixel_limit)
+            image = read_image(data, limit=options.pixel_limit)
             mended = _jpeg_complaint(data) if image_format == "JPEG" else ""
             if mended is not None:
                 image.pixels()
@@ -264,9 +274,5 @@ def _reason(error: Exception, entry: ShardEntry) -> str:
     return str(error).removeprefix(entry.name).lstrip(": ")
 
 
-def _lost(num_samples: int) -> str:
-    return f"{num_samples:,} samples are lost" if num_samples > 0 else ""
-
-
-def _joined(*texts: str | None) -> str:
-    return "; ".join(filter(None, texts))
+def _and_lost(text: str, num_samples: int) -> str:
+    return "; ".join(filter(None, (text, f"{num_samples:,} samples are lost" if num_samples > 0 else "")))

@@ -197,9 +197,8 @@ def _transformers_model(size: work.Size, *, device: torch.device) -> nn.Module:
 
 def _ours(size: work.Size, meter: Meter, device: torch.device) -> Note:
     from data_shards.vocabulary import GOOGLES
-    from model.build import build_model
-    from model.layers.regularisation import Regularisation
-    from model.vit import set_patch_dropout
+    from model.config import Regularisation
+    from model.vit import build_model, set_patch_dropout
     from pipeline.engine.late_metrics import LateMetrics
     from pipeline.engine.open import open_engine
     from pipeline.kernels.settle import settled_kernels

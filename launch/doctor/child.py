@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.local.endings import signal_name
+from launch.local.processes import signal_name
 
 MARK = "@doctor "  # begins our lines of a child's output; libraries print other lines
 _ASK_SECONDS = 5.0

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from data_shards.text import show_bytes
 from launch.doctor.findings import Check, judge
 from launch.local.env import read_place
-from pipeline.tracking.run_state import without_credentials
+from pipeline.tracking.facts import without_credentials
 
 ALL_REDUCE_SECONDS = 60.0
 _LARGE_VALUES = 4 * 2**20  # 16 MiB of float32, as a bucket of gradients

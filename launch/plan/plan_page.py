@@ -1,9 +1,9 @@
-"""The plan as a page for people who have never computed one, and as JSON. No number is made here."""
+"""Format a plan as a page for people who have never computed one, and as JSON. Computes nothing."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ UNKNOWN = "?"
 
 @dataclass(frozen=True)
 class RecipeForecast:
-    """The findings of `shardvit plan`."""
+    """What `shardvit plan` found out."""
 
     recipe: Recipe
     machine: Hardware
@@ -28,13 +28,13 @@ class RecipeForecast:
 
     @property
     def hours(self) -> float | None:
-        """Hours of all stages; None: one is unknown."""
+        """Of all stages; None: one is unknown."""
         hours = [stage.time.hours if stage.time else None for stage in self.stages]
         return None if None in hours else sum(each or 0.0 for each in hours)
 
 
 def as_page(plan: RecipeForecast) -> str:
-    """Aligned text, at most 120 columns."""
+    """Format the plan as aligned text, at most 120 columns."""
     lines = [_title(plan), "", *([_wrapped(f"! {text}") for text in plan.warnings] or ["No warnings."])]
     values = [_column(stage) for stage in plan.stages]
     rows = [[label, *(each.get(label, "") for each in values), words] for label, words in _words(plan).items()]
@@ -50,7 +50,7 @@ def as_page(plan: RecipeForecast) -> str:
 
 
 def columns(rows: list[list[str]]) -> str:
-    """Labels left, values right-aligned, words behind them, wrapped if they are long."""
+    """Align labels left, values right, and wrap the words behind them."""
     return table(rows, align=f"l{'r' * (len(rows[0]) - 2)}l", width=PAGE_WIDTH - 2)
 
 
@@ -69,6 +69,10 @@ def _title(plan: RecipeForecast) -> str:
     return f"Plan of {plan.recipe.name} on {where}: {engine_words(plan.recipe.engine)}"
 
 
+def _known(value: float | None, show: Callable[[float], str], *, unknown: str = UNKNOWN) -> str:
+    return unknown if value is None else show(value)
+
+
 def _column(stage: StageForecast) -> dict[str, str]:
     plan, time, sent, images = stage.plan, stage.time, stage.own.traffic, stage.total_images
     of_epoch, shards = stage.shards.num_images, stage.shards.num_shards
@@ -80,44 +84,48 @@ def _column(stage: StageForecast) -> dict[str, str]:
         "global batch": f"{stage.config.global_batch_size:,}",
         "": batch if plan.global_batch_images == stage.config.global_batch_size else f"({batch})",
         "steps": UNKNOWN if images is None else f"{plan.total_steps:,}",
-        "images": UNKNOWN if images is None else short(images),
+        "images": _known(images, short),
         "epochs": UNKNOWN if images is None or of_epoch is None else _number(images / of_epoch),
         "checkpoints": show_bytes(stage.disk.num_bytes),
-        "shards a process": UNKNOWN if shards is None else f"{shards / plan.world_size:.3g}",
+        "shards a process": _known(shards, lambda count: f"{count / plan.world_size:.3g}"),
     }
     if time:
         found |= {
-            "MFU": "" if time.speed.mfu is None else f"{time.speed.mfu:.1%}",
+            "MFU": _known(time.speed.mfu, lambda share: f"{share:.1%}", unknown=""),
             "images/s of one GPU": _number(time.speed.images_per_second),
             "kept together": f"{time.kept_share:.1%}" if sent or plan.world_size == 1 else "",  # else links are unknown
             "images/s in all": _number(time.images_per_second),
-            "wall clock": UNKNOWN if time.hours is None else show_duration(time.hours * 3600),
-            "GPU-hours": UNKNOWN if time.gpu_hours is None else _number(time.gpu_hours),
+            "wall clock": _known(time.hours, lambda hours: show_duration(hours * 3600)),
+            "GPU-hours": _known(time.gpu_hours, _number),
             "GPUs that pay": f"{time.useful_gpus:,}" if sent else "",
             "host-bound below": f"{time.host_bound_images:,}" if time.host_bound_images else "",
         }
-    if time and sent and plan.world_size > 1:
-        found["sent in a step"] = show_bytes(sent.num_bytes)
-        found["sending"] = f"{1000 * sent.seconds:.3g} of {1000 * time.step_seconds:.3g}"
-    if stage.reading:
-        speed = stage.reading.bytes_per_second
-        found["to be read, a second"] = UNKNOWN if speed is None else show_bytes(speed)
-        found["cores to decode"] = f"{stage.reading.cores:.3g}"
-    if stage.ahead:
-        found["data workers"] = f"{stage.ahead.workers:,}"
-        found["host memory"] = show_bytes(stage.ahead.ahead_bytes + stage.ahead.page_locked_bytes)
+        if sent and plan.world_size > 1:
+            found["sent in a step"] = show_bytes(sent.num_bytes)
+            found["sending"] = _part(sent.seconds, time.step_seconds)
+    if stage.reading and stage.ahead:
+        found |= {
+            "to be read, a second": _known(stage.reading.bytes_per_second, show_bytes),
+            "cores to decode": f"{stage.reading.cores:.3g}",
+            "data workers": f"{stage.ahead.workers:,}",
+            "host memory": show_bytes(stage.ahead.ahead_bytes + stage.ahead.page_locked_bytes),
+        }
     if saving := stage.saving:
         found["host memory, saving"] = show_bytes(saving.process_bytes)
-        found["... of a node"] = "" if saving.node_bytes is None else show_bytes(saving.node_bytes)
+        found["... of a node"] = _known(saving.node_bytes, show_bytes, unknown="")
         if saving.copy_seconds is not None and saving.stall_seconds is not None:
-            found["stall of a save"] = f"{1000 * saving.stall_seconds:.3g} of {1000 * saving.copy_seconds:.3g}"
+            found["stall of a save"] = _part(saving.stall_seconds, saving.copy_seconds)
     if stage.own.state.host:
         found["offloaded"] = show_bytes(stage.own.state.host)
     return found
 
 
+def _part(seconds: float, whole: float) -> str:
+    return f"{1000 * seconds:.3g} of {1000 * whole:.3g}"
+
+
 def _words(plan: RecipeForecast) -> dict[str, str]:
-    """The table's labels, in order, and what each means."""
+    """Labels of the table, in order, and their meanings."""
     bases = dict.fromkeys(stage.time.speed.basis for stage in plan.stages if stage.time)
     disks = (f"{stage.disk.most_checkpoints} of {show_bytes(stage.disk.checkpoint_bytes)}" for stage in plan.stages)
     assumed = [stage.reading.assumed_image_bytes for stage in plan.stages if stage.reading]
@@ -133,10 +141,10 @@ def _words(plan: RecipeForecast) -> dict[str, str]:
     pcie = f" ({max(each or 0 for each in rates) / 1e9:.3g} GB/s, assumed)" if rates else ""
     return {
         "image size, px": "a side",
-        "parameters": "numbers that are learnt, head included",
-        "FLOPs an image": "arithmetic of its forward and backward pass",
-        "global batch": "images of one optimizer step",
-        "": "= GPUs x passes accumulated x images a GPU has in a pass",
+        "parameters": "trained weights, head included",
+        "FLOPs an image": "of its forward and backward pass",
+        "global batch": "images per optimizer step",
+        "": "= GPUs x passes accumulated x images per GPU and pass",
         "steps": "of the optimizer",
         "images": "seen in training",
         "epochs": "times that each image is seen",
@@ -149,7 +157,7 @@ def _words(plan: RecipeForecast) -> dict[str, str]:
         "sent in a step": "by each GPU: gradients to average, new weights",
         "sending": f"ms of a step, mostly while it computes{joined}",
         "GPUs that pay": f"at most: of 1, 2, 4, ... the most that keep {GOOD_KEPT_SHARE:.0%} of their speed",
-        "host-bound below": "images of a GPU's pass: with fewer, the processor that launches its work is the limit",
+        "host-bound below": "images per GPU and pass: with fewer, the processor that launches its work is the limit",
         "checkpoints": f"of disk, at most: {'; '.join(dict.fromkeys(disks))}; one being written",
         "shards a process": "on average; many spread better than few",
         "to be read, a second": "from the shards, over all nodes",
@@ -164,7 +172,7 @@ def _words(plan: RecipeForecast) -> dict[str, str]:
 
 
 def _memory(plan: RecipeForecast, stage: StageForecast) -> str:
-    """One GPU's memory under each ZeRO stage, with and without activation checkpointing."""
+    """Tabulate one GPU's memory under each ZeRO stage, without and with activation checkpointing."""
     gpu, images = plan.machine.gpu, stage.plan.micro_batch_size
     unit, name = (10**9, "GB") if stage.own.peak_bytes["all"] >= 10**9 else (10**6, "MB")
 
@@ -194,12 +202,12 @@ def _memory(plan: RecipeForecast, stage: StageForecast) -> str:
 
 def _glossary(plan: RecipeForecast) -> Iterator[str]:
     yield (
-        "MFU, model FLOPs utilisation: the share of a GPU's peak arithmetic that goes into the model; 40 to 50 % is "
-        "good, 55 % is a record. FLOPs: additions and multiplications."
+        "MFU, model FLOPs utilisation: the share of a GPU's peak FLOP/s that goes into the model; 40 to 50 % is good, "
+        "55 % is a record. FLOPs: additions and multiplications."
     )
     yield (
-        "ZeRO: what the GPUs share out among them. 0 nothing, 1 the optimizer's numbers, 2 gradients too, 3 weights "
-        "too; * is the recipe's. Passing: buffers, copies and gathered weights that a step needs for a while."
+        "ZeRO: what the GPUs share out among them. 0 nothing, 1 the optimizer state, 2 gradients too, 3 weights too; "
+        "* is the recipe's. Passing: buffers, copies and gathered weights that a step needs for a while."
     )
     if gpu := plan.machine.gpu:
         precision = plan.recipe.engine.precision
@@ -217,7 +225,7 @@ def _wrapped(text: str) -> str:
 
 
 def short(number: float) -> str:
-    """304326632 as "304.3 M"."""
+    """Shorten 304326632 to "304.3 M"."""
     for size, prefix in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
         if number >= size:
             return f"{number / size:#.4g}{prefix}"
@@ -229,7 +237,7 @@ def _number(value: float) -> str:
 
 
 def as_json(plan: RecipeForecast) -> dict[str, Any]:
-    """The whole page under the names of the code; plain numbers in seconds, bytes and shares."""
+    """Give the whole plan under the names of the code, in seconds, bytes and shares."""
     gpu, links = plan.machine.gpu, plan.machine.links
     return {
         "recipe": plan.recipe.name,
@@ -251,8 +259,8 @@ _OF_TRAINING = {"schedule", "save_after_evaluations", "patch_dropout", "max_skip
 
 def _stage_json(stage: StageForecast) -> dict[str, Any]:
     plan = {key: value for key, value in asdict(stage.plan).items() if key not in _OF_TRAINING}
-    return {
-        "cost": asdict(stage.cost),
+    parts = {key: getattr(stage, key) for key in ("cost", "saving", "time", "shards", "reading", "ahead")}
+    return {key: part and asdict(part) for key, part in parts.items()} | {
         "plan": plan | {"warmup_steps": stage.plan.schedule.warmup_steps},
         "problem": stage.problem,
         "total_images": stage.total_images,
@@ -260,10 +268,5 @@ def _stage_json(stage: StageForecast) -> dict[str, Any]:
             f"zero_{zero_stage}": {**asdict(row), "resting_bytes": row.state.resting_bytes}
             for zero_stage, row in stage.memory.items()
         },
-        "saving": stage.saving and asdict(stage.saving),
-        "time": stage.time and asdict(stage.time),
         "disk": {**asdict(stage.disk), "num_bytes": stage.disk.num_bytes},
-        "shards": asdict(stage.shards),
-        "reading": stage.reading and asdict(stage.reading),
-        "ahead": stage.ahead and asdict(stage.ahead),
     }

@@ -15,10 +15,20 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from model.config import ModelConfig
-from model.counting.cost import NOTHING, Chain, Cost, convolution, fused_attention, kept, layer_norm, learnt, linear
-from model.counting.resnet import resnet_cost, stem_cost
-from model.layers.regularisation import Regularisation
+from model.config import ModelConfig, Regularisation
+from model.counting.cost import (
+    NOTHING,
+    Chain,
+    Cost,
+    convolution,
+    fused_attention,
+    kept,
+    layer_norm,
+    learnt,
+    linear,
+    resnet_cost,
+    stem_cost,
+)
 from model.variants import VitSizes
 from model.vocabulary import HeadKind
 

@@ -24,8 +24,7 @@ from model.formats.transformers_state import (
     read_transformers_state,
 )
 from model.formats.weights_file import FOLDER_FILES, SUFFIXES, load_weights
-from model.saved.model_folder import CONFIG_FILE, RECORD_KEY, SavedModelMeta, load_model, read_json
-from model.saved.side_record import read_side_record
+from model.saved.model_folder import CONFIG_FILE, RECORD_KEY, SavedModelMeta, load_model, read_json, read_side_record
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,11 +61,11 @@ def read_external(path: Path, *, config: ModelConfig | None = None, said: UserHi
     if path.is_dir():
         found = _folder(path, config=config)
     elif path.suffix == ".npz":
-        from model.formats.google.npz import read_google_npz
+        from model.formats.google_npz import read_google_npz
 
         found = _settled(read_google_npz(path, said=said), config=config, origin=str(path))
     elif path.suffix == ".pt2":
-        from model.formats.torch_export import read_torch_export
+        from model.formats.programs import read_torch_export
 
         described = of_record(*read_torch_export(path), format="torch.export file")
         found = _settled(described, config=config, origin=str(path))

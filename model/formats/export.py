@@ -21,11 +21,13 @@ from model.saved.model_folder import (
     build_described,
     check_state,
     read_json,
+    read_side_record,
     save_model,
+    side_path,
     timm_norm_layer,
     timm_objection,
+    write_side_record,
 )
-from model.saved.side_record import read_side_record, side_path, write_side_record
 from model.vocabulary import ExportFormat, check_ending
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ def export_model(meta: SavedModelMeta, state: Mapping[str, Tensor], *, to: Expor
         raise ValueError(f"{out} exists and is no earlier {to} export: remove it or choose another name")
     match to:
         case "npz" | "big_vision":
-            from model.formats.google.npz import write_google_npz
+            from model.formats.google_npz import write_google_npz
 
             write_google_npz(out, state, meta=meta, names="vision_transformer" if to == "npz" else "big_vision")
             return [f"class names and preprocessing are in {side_path(out).name}: keep the two together"]
@@ -85,11 +87,11 @@ def export_model(meta: SavedModelMeta, state: Mapping[str, Tensor], *, to: Expor
                 )
             return [*notes, "\n".join(["load it with", *how_to_load(meta, file=out)]), _pixels(meta)]
         case "onnx":
-            from model.formats.onnx_file import write_onnx
+            from model.formats.programs import write_onnx
 
             write_onnx(out, _in_evaluation(meta, state), meta=meta)
         case "torch_export":
-            from model.formats.torch_export import write_torch_export
+            from model.formats.programs import write_torch_export
 
             write_torch_export(out, _in_evaluation(meta, state), meta=meta)
     return [_pixels(meta)]

@@ -182,7 +182,7 @@ def _compare_structure(model: VisionTransformer, config: ModelConfig, *, origin:
     """Refuse what `_objection` does not know by name: any layer that differs from ours at its place."""
     import torch
 
-    from model.build import build_model
+    from model.vit import build_model
 
     image_size = model.patch_embed.grid_size[0] * model.patch_embed.patch_size[0]
     with torch.device("meta"):

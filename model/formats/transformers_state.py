@@ -18,8 +18,15 @@ from model.formats.external_model import GOOGLE_MEAN, GOOGLE_STD, ExternalModel,
 from model.formats.library import Names, add_qkv_biases, plain_vit_objection, with_all_positions
 from model.formats.weights_file import load_folder_weights
 from model.saved.atomic import replaced_file
-from model.saved.model_folder import CONFIG_FILE, WEIGHTS_FILE, SavedModelMeta, read_json, write_json, write_safetensors
-from model.saved.side_record import read_side_record
+from model.saved.model_folder import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    SavedModelMeta,
+    read_json,
+    read_side_record,
+    write_json,
+    write_safetensors,
+)
 from model.vocabulary import Gelu
 
 if TYPE_CHECKING:

@@ -4,20 +4,33 @@
 - learned_2d: vectors of half the width for each column and row; a patch has its column's, then its row's. The class
   token is on no grid and has its own; with class_token_position none it has none, of either kind.
 - sincos_2d: big_vision's fixed form (`models/vit.py`, after MoCo v3, arXiv 2104.02057); nothing for the class token.
-- none, and relative (`model.positions.relative_attention`): nothing is added to tokens.
+- none, and relative: nothing is added to tokens.
 
-D.4 adds what is learnt "right after the stem"; "at the beginning of each layer", each with its own; or the same
-"shared between layers". Each table is a module that is called, as ZeRO-3 needs: its hooks gather a module's parameters
-when it is called. Draws no random numbers; learned tables are zero until filled.
+D.4 adds learned ones "right after the stem"; "at the beginning of each layer", each with its own; or the same "shared
+between layers". Each table is a module of its own, because ZeRO-3 gathers parameters when their module is called.
+Draws no random numbers; learned tables are zero until filled.
+
+relative: each offset between a query's and a key's position has a learned embedding, used as a key; these logits are
+added to those of the content before the softmax. What D.4 leaves open is as in Google's Tensor2Tensor
+(`common_attention.py`, dot_product_unmasked_self_attention_relative_v2; Music Transformer, arXiv 1809.04281):
+- positions count tokens in sequence, class token first: patches on neighbouring rows are a row's length apart.
+- offsets run from -(T - 1) to T - 1; none are merged.
+- the heads of a layer share one table, each layer has its own (Tensor2Tensor can share it).
+- both kinds of logits have the factor 1 / sqrt(head size); values have no relative part.
+- the initial table is normal with deviation 1 / sqrt(head size) (`model.init`).
+It costs 2 T (2 T - 1) D FLOPs per image and layer more than plain attention, and memory for heads x T x T logits. It
+fits one number of tokens only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
+from timm.models.vision_transformer import Attention
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn import functional as F
 
 from model.config import ModelConfig
 from model.vocabulary import PositionAt
@@ -58,7 +71,7 @@ class Learned2d(nn.Module):
 
 def _behind_others(embedding: Tensor, tokens: Tensor) -> Tensor:
     """[1, t, D] with rows of zeros before it, one for each token [B, T, D] that has no position."""
-    return functional.pad(embedding, (0, 0, tokens.shape[1] - embedding.shape[1], 0))
+    return F.pad(embedding, (0, 0, tokens.shape[1] - embedding.shape[1], 0))
 
 
 class SinCos2d(nn.Module):
@@ -148,7 +161,7 @@ def fixed_numbers(config: ModelConfig, *, image_size: int) -> dict[str, Tensor]:
         return {}
     grid, width = config.grid_size(image_size), config.sizes.width
     patches = sincos_2d(grid, width).float() if config.position == "sincos_2d" else torch.zeros(grid**2, width)
-    return {"pos_embed": functional.pad(patches, (0, 0, learned.class_token_rows, 0))[None]}
+    return {"pos_embed": F.pad(patches, (0, 0, learned.class_token_rows, 0))[None]}
 
 
 def without_numbers(state: Mapping[str, Tensor], *, config: ModelConfig, image_size: int) -> dict[str, Tensor]:
@@ -158,3 +171,41 @@ def without_numbers(state: Mapping[str, Tensor], *, config: ModelConfig, image_s
         if state[name].shape == fixed[name].shape and torch.allclose(state[name].float(), fixed[name], atol=1e-3):
             del state[name]  # libraries of mathematics differ by 1e-7
     return state
+
+
+class RelativeAttention(Attention):
+    """[B, T, D] -> [B, T, D] with timm's parameters and `relative` [2 T - 1, head size], whose row T - 1 + j - i is
+    the embedding of key j for query i. Take `relative_attention(T)`, which knows T."""
+
+    num_tokens: ClassVar[int]
+
+    def __init__(self, dim: int, **arguments: Any) -> None:
+        super().__init__(dim, **arguments)
+        self.relative = nn.Parameter(self.qkv.weight.new_zeros(2 * self.num_tokens - 1, self.head_dim))
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        assert attn_mask is None and not is_causal, "nobody here masks attention"
+        batch, tokens, _ = x.shape
+        queries, keys, values = (
+            self.qkv(x).reshape(batch, tokens, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        )
+        by_offset = queries @ (self.scale * self.relative).T
+        attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=by_key(by_offset))
+        return self.proj_drop(self.proj(attended.transpose(1, 2).flatten(2)))
+
+
+def relative_attention(num_tokens: int) -> type[RelativeAttention]:
+    """The class for sequences of this many tokens: timm's `attn_layer` has to be a class."""
+    return type("RelativeAttention", (RelativeAttention,), {"num_tokens": num_tokens, "__module__": __name__})
+
+
+def by_key(by_offset: Tensor) -> Tensor:
+    """Logits [..., T, 2 T - 1] by offset -> [..., T, T] by key: out[i, j] = in[i, T - 1 + j - i].
+
+    Rows are made one longer, laid end to end and cut to their old length, so that each begins one further left; unlike
+    an indexed read's, the gradient is summed in a fixed order. The copy frees the offsets and aligns rows for CUDA.
+    """
+    tokens = by_offset.shape[-2]
+    flat = F.pad(by_offset, (0, 1)).flatten(-2)
+    skewed = flat[..., tokens - 1 : -1].unflatten(-1, (tokens, 2 * tokens - 1))
+    return skewed[..., :tokens].contiguous()

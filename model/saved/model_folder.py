@@ -1,9 +1,9 @@
-"""A model's folder, a stage's result or an import's: `model.safetensors` and `config.json`.
+"""A saved model: a folder with `model.safetensors` and `config.json`, or our record beside or inside another file.
 
-`config.json` has our record under the key "shardvit". If timm knows the model, the rest is what
+`config.json` has our record under the key "shardvit". If timm can build the model, the rest is what
 `timm.create_model("local-dir:FOLDER", pretrained=True)` and transformers' AutoModelForImageClassification read, and
-fixed positions are among the weights; if not, that part is left out and both refuse the folder (transformers would
-attach a random head with only a warning). Costs one copy of the weights on disk; no pickle is written or read.
+fixed positions are among the weights. If not, that part is left out and both refuse the folder (transformers would
+attach a random head with only a warning). Costs one copy of the weights on disk; writes and reads no pickle.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from timm.models.vision_transformer import VisionTransformer
     from torch import Tensor
 
-    from model.resnet.bit import BitResnet
+    from model.resnet import BitResnet
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -44,7 +44,7 @@ _TIMM_EVALUATION: dict[EvalProtocol, tuple[str, float, str]] = {
 
 
 class SavedModelMeta(BaseModel):
-    """All that is needed to rebuild a saved model and to feed it pixels, and what its numbers mean."""
+    """The record: how to rebuild a model, how to feed it pixels, and what its outputs mean."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -53,11 +53,11 @@ class SavedModelMeta(BaseModel):
     image_size: int = Field(gt=0)  # side in pixels, in training
     num_classes: int = Field(gt=0)
     class_names: tuple[str, ...]
-    head: Literal[HeadKind, "masked_patch"]  # masked_patch: of the self-supervised stage
-    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)  # of each channel; pixels in [0, 1] become (x - mean) / std
+    head: Literal[HeadKind, "masked_patch"]  # masked_patch: from the self-supervised stage
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)  # by channel; pixels in [0, 1] become (x - mean) / std
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     loss: LossKind = "softmax"  # probabilities are logits' softmax, or each logit's sigmoid
-    eval_protocol: EvalProtocol = "vit"  # what is shown to it of an image (see `data_shards.images.transforms`)
+    eval_protocol: EvalProtocol = "vit"  # resizing and cropping: `data_shards.images.transforms`
     eval_crop_share: float | None = Field(default=None, gt=0, le=1)
     ema_decay: float | None = Field(default=None, gt=0, lt=1)  # the weights are a moving average; None: as trained
 
@@ -70,20 +70,17 @@ class SavedModelMeta(BaseModel):
 
 
 def save_model(folder: Path, state_dict: Mapping[str, Tensor], *, meta: SavedModelMeta) -> None:
-    """Write `state_dict` (full tensors, on any device, each in its own dtype) and `meta` to `folder`, atomically.
+    """Write full tensors (on any device, each in its own dtype) and `meta` to `folder`, atomically; call on one rank.
 
-    Replaces an earlier saved model there (`replaced_folder`). One process calls this, not every rank.
-
-    Raises:
-        ValueError: the state dict does not fit `meta`, or `folder` is something else than a saved model; nothing is
-            overwritten then.
-        OSError: the disk is full or cannot be written; an earlier model stays.
+    An earlier saved model there is replaced. Raises ValueError if the state dict does not fit `meta` or `folder` is no
+    saved model, OSError if the disk is full or read-only; what was there stays.
     """
     from model.positions.embedding import fixed_numbers
 
     folder = Path(folder)
-    says = "the state dict to be saved does not fit the model that its record describes"
-    check_state(state_dict, meta=meta, says=says)
+    check_state(
+        state_dict, meta=meta, says="the state dict to be saved does not fit the model that its record describes"
+    )
     if folder.exists() and not _may_be_replaced(folder):
         raise ValueError(f"{folder} exists and is not a saved model of shardvit: remove it or choose another folder")
     with replaced_folder(folder) as beside:
@@ -94,8 +91,8 @@ def save_model(folder: Path, state_dict: Mapping[str, Tensor], *, meta: SavedMod
 
 
 def read_meta(folder: Path) -> SavedModelMeta:
-    """The record of a saved model; reads `config.json` only and imports neither torch nor timm. Raises ValueError if
-    the file is missing or holds no valid record; the message names it."""
+    """Read a saved model's record from its `config.json`, without torch or timm. Raises a ValueError that names the
+    file if it is missing or holds no valid record."""
     try:
         return read_record(Path(folder) / CONFIG_FILE)
     except FileNotFoundError as missing:
@@ -103,8 +100,8 @@ def read_meta(folder: Path) -> SavedModelMeta:
 
 
 def read_record(path: Path) -> SavedModelMeta:
-    """The record under "shardvit" in a JSON file. Raises FileNotFoundError if there is no such file, ValueError if it
-    holds no valid record; the message names it."""
+    """Read the record under "shardvit" in a JSON file. Raises FileNotFoundError, or a ValueError that names the file if
+    it holds no valid record."""
     content = read_json(path)
     if RECORD_KEY not in content:
         raise ValueError(f"{path} has no key {RECORD_KEY!r}: the model was not saved by shardvit")
@@ -115,14 +112,14 @@ def read_record(path: Path) -> SavedModelMeta:
 
 
 def first_mistake(error: ValidationError) -> str:
-    """The first thing that is wrong with a record, as "model.gelu: Input should be ..."."""
+    """Name a record's first error, as "model.gelu: Input should be ..."."""
     first = error.errors(include_url=False)[0]
     return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")]))
 
 
 def load_model(folder: Path) -> tuple[SavedModelMeta, dict[str, Tensor]]:
-    """The record and the weights (on the CPU, in the dtypes they were saved in) of a saved model. Raises ValueError if
-    a file is missing or broken, or the weights do not fit the record."""
+    """Load a saved model's record and weights (on the CPU, in their dtypes). Raises ValueError if a file is missing or
+    broken, or the weights do not fit the record."""
     from model.positions.embedding import without_numbers
 
     meta = read_meta(folder)
@@ -135,7 +132,7 @@ def load_model(folder: Path) -> tuple[SavedModelMeta, dict[str, Tensor]]:
 
 
 def build_from_saved(folder: Path) -> tuple[SavedModelMeta, VisionTransformer | BitResnet]:
-    """`load_model`, and the model built: in float32, on the CPU, in training mode."""
+    """Load a saved model and build it: float32, on the CPU, in training mode."""
     meta, state_dict = load_model(folder)
     model = build_described(meta)
     model.load_state_dict(state_dict, strict=True)
@@ -143,9 +140,9 @@ def build_from_saved(folder: Path) -> tuple[SavedModelMeta, VisionTransformer | 
 
 
 def build_described(meta: SavedModelMeta) -> VisionTransformer | BitResnet:
-    """The model that a record describes, with placeholder weights."""
-    from model.build import build_model
+    """Build the model that a record describes, with placeholder weights."""
     from model.masked_patch import build_masked_patch
+    from model.vit import build_model
 
     if meta.head == "masked_patch":
         return build_masked_patch(meta.model, image_size=meta.image_size)
@@ -153,7 +150,7 @@ def build_described(meta: SavedModelMeta) -> VisionTransformer | BitResnet:
 
 
 def expected_shapes(meta: SavedModelMeta) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of each tensor of the model that a record describes (built without memory)."""
+    """Name -> shape of each tensor of the model that a record describes; allocates no weights."""
     import torch
 
     from model.saved.state_shapes import shapes_of
@@ -163,7 +160,7 @@ def expected_shapes(meta: SavedModelMeta) -> dict[str, tuple[int, ...]]:
 
 
 def timm_objection(meta: SavedModelMeta) -> str | None:
-    """Why timm cannot build this model with the same logits; None: it can."""
+    """Say why timm cannot build this model with the same logits; None: it can."""
     config = meta.model.with_learned_positions
     if meta.head != "linear":
         return f"its head is {meta.head}, and timm knows linear heads only"
@@ -177,7 +174,7 @@ def timm_objection(meta: SavedModelMeta) -> str | None:
 
 
 def timm_norm_layer(config: ModelConfig) -> str | None:
-    """Argument for `timm.create_model` where epsilon is not timm's 1e-6; JSON has no place for it."""
+    """Argument for `timm.create_model` where epsilon is not its 1e-6: JSON has no place for it."""
     eps = config.layer_norm_eps
     return None if eps == 1e-6 else f"norm_layer=functools.partial(torch.nn.LayerNorm, eps={eps:g})"
 
@@ -216,8 +213,7 @@ def _timm_json(meta: SavedModelMeta) -> dict[str, Any]:
 
 
 def check_state(state: Mapping[str, Tensor], *, meta: SavedModelMeta, says: str) -> None:
-    """Compare names and shapes with those of the model in `meta` (built without memory). Raises ValueError if they
-    differ: `says`, then the first difference and a table of all."""
+    """Raise ValueError if names or shapes are not those of `meta`'s model: `says`, the first difference, a table."""
     from model.saved.state_shapes import describe_differences, first_difference, shapes_of
 
     found, expected = shapes_of(state), expected_shapes(meta)
@@ -226,7 +222,7 @@ def check_state(state: Mapping[str, Tensor], *, meta: SavedModelMeta, says: str)
 
 
 def write_safetensors(path: Path, state_dict: Mapping[str, Tensor]) -> None:
-    """Write tensors on any device, in their own dtypes; raises OSError if the disk is full or cannot be written."""
+    """Write tensors from any device in their own dtypes. Raises OSError if the disk is full or read-only."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -242,7 +238,7 @@ def write_safetensors(path: Path, state_dict: Mapping[str, Tensor]) -> None:
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, on the CPU; raises a ValueError that names the file if it cannot be read."""
+    """Read a file's tensors onto the CPU. Raises a ValueError that names the file."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -253,8 +249,8 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises FileNotFoundError if there is no such file, ValueError if it cannot be read or
-    holds no object; the message names it."""
+    """Read the object in a JSON file. Raises FileNotFoundError, or a ValueError that names the file if it is broken or
+    holds no object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -267,7 +263,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file as timm and transformers do, for people to read."""
+    """Write JSON for people, as timm and transformers do."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -276,8 +272,40 @@ def record_json(meta: SavedModelMeta) -> dict[str, Any]:
     return {RECORD_KEY: meta.model_dump(mode="json", exclude_none=True)}
 
 
+def side_path(file: Path) -> Path:
+    """The record beside another project's file: FILE.json."""
+    return file.with_name(f"{file.name}.json")
+
+
+def write_side_record(file: Path, *, meta: SavedModelMeta) -> None:
+    """Write the record beside `file`."""
+    write_json(side_path(file), record_json(meta))
+
+
+def read_side_record(file: Path) -> SavedModelMeta | None:
+    """Read the record beside `file`; None: there is none. Raises a ValueError that names it if it is broken."""
+    path = side_path(file)
+    try:
+        return read_record(path)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ValueError(f"{path} is no record of shardvit ({error}): remove it, or bring the right one back") from None
+
+
+def parse_inside(text: str | bytes | None, *, path: Path) -> SavedModelMeta:
+    """Parse the record found inside the program `path`. Raises a ValueError that names `path`."""
+    if text is None:
+        raise ValueError(f"{path} has no record of shardvit, which says what is fed to it: export it with shardvit")
+    try:
+        return SavedModelMeta.model_validate_json(text)
+    except ValidationError as error:
+        raise ValueError(
+            f"{path}: its record of shardvit is broken ({first_mistake(error)}): export it again"
+        ) from None
+
+
 def _may_be_replaced(folder: Path) -> bool:
-    """True if `folder` is empty or a saved model of ours."""
     if not folder.is_dir():
         return False
     try:

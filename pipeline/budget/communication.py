@@ -1,8 +1,8 @@
 """Bytes and time that GPUs spend on collectives, and the number of GPUs from which that is too much.
 
-A model, not a measurement: a ring takes what each GPU sends over a link's bandwidth, plus a latency per hop; NCCL
-reaches 85 % of a link. Gradients are averaged during the backward pass (two thirds of the computing); what does not fit
-beneath it, the last bucket, and the all-gather of new weights are not hidden.
+A model, not a measurement: a ring takes the bytes that each GPU sends over the bandwidth of a link, plus a latency per
+hop; NCCL reaches 85 % of a link. Gradients are averaged during the backward pass (two thirds of the compute time); what
+exceeds it, the last bucket, and the all-gather of new weights are exposed.
 
 Bytes that each GPU sends in one step, for n GPUs, N weights of w bytes each; times (n - 1) / n:
 
@@ -12,7 +12,7 @@ Bytes that each GPU sends in one step, for n GPUs, N weights of w bytes each; ti
     ZeRO 3                  3wN   two all-gathers of weights and a reduce-scatter; 2wN while all weights stay gathered
 
 ZeRO 2 averages after every micro-batch, the others after the last one. ZeRO 3 has three collectives per block, each
-with the latency of a ring of n; all but the first and last few overlap with computing.
+with the latency of a ring of n; all but the first and last few overlap with compute.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from typing import Literal
 from pipeline.budget.gpus import GB, Gpu
 
 Way = Literal["overlapped", "in turn", "at once"]
-"""Averaging while the backward pass goes on; bucket by bucket, while it waits; or by one message after it (ZeRO 1).
-In turn with one bucket is DeepSpeed's default."""
+"""Gradients are averaged during the backward pass; bucket by bucket, while it waits (with one bucket: DeepSpeed's
+default); or in one message after it (ZeRO 1)."""
 ZeroKind = Literal[1, 2, 3, "ddp"]
-"""A ZeRO stage; ddp: ZeRO 0, and accelerate."""
+"""A ZeRO stage; ddp: ZeRO 0 and accelerate."""
 
-_LINK_EFFICIENCY = 0.85  # of the data sheet's bytes a second in one direction: 380 of 450 GB/s NVLink, 43 of 50 network
+_LINK_EFFICIENCY = 0.85  # of the data sheet's bandwidth in one direction: 380 of 450 GB/s NVLink, 43 of 50 network
 _NEAR_HOP_SECONDS, _FAR_HOP_SECONDS = 1.2e-6, 6e-6  # within a node, between nodes
 _BACKWARD_SHARE = 2 / 3
 _RING_COLLECTIVES_PER_BLOCK = 3  # ZeRO 3
-_BARE_COLLECTIVES = 4  # of these, not hidden: the first two gathers, the last two reductions
+_BARE_COLLECTIVES = 4  # exposed ones: the first two gathers, the last two reductions
 
-GOOD_KEPT_SHARE = 5 / 6  # of the computing speed; where more than a sixth is waiting, more GPUs do not pay
+GOOD_KEPT_SHARE = 5 / 6  # of the speed; if more than a sixth of the time is waiting, more GPUs do not pay off
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Links:
 
 
 def links_of(gpu: Gpu, *, gpus_per_node: int, node_gbps: float | None) -> Links:
-    """The links of usual nodes of this GPU; `node_gbps`: a node's network in Gbit/s, if it differs."""
+    """Links of typical nodes with this GPU; `node_gbps`: a node's network in Gbit/s, if it differs."""
     near = _LINK_EFFICIENCY * gpu.link_gb_per_second / 2 * GB
     far = _LINK_EFFICIENCY * (node_gbps or gpu.node_gbps) / 8 * GB
     return Links(gpus_per_node, near, far)
@@ -69,9 +69,9 @@ class Traffic:
 
     reduce_bytes: float  # to average the gradients
     gather_bytes: float  # of weights
-    seconds: float  # if nothing else were done
-    bare_seconds: float  # of them, what is not hidden behind computing
-    kept_share: float  # computing time over the step's time
+    seconds: float  # if nothing overlapped
+    bare_seconds: float  # of them, not hidden by compute
+    kept_share: float  # compute time over the step's time
 
     @property
     def num_bytes(self) -> float:
@@ -80,26 +80,19 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Workload:
-    """Everything the traffic depends on except the number of GPUs."""
+    """All that the traffic depends on except the number of GPUs."""
 
     num_parameters: int  # N
     weight_bytes: int  # w
     depth: int  # blocks of the model
-    zero_stage: ZeroKind  # of the engine
+    zero_stage: ZeroKind
     bucket_elements: int  # gradients averaged at a time
-    gathers_again: bool = False  # whether ZeRO 3 gathers the weights for the backward pass too
-    way: Way = "overlapped"  # of the engine
+    gathers_again: bool = False  # ZeRO 3 gathers the weights for the backward pass, too
+    way: Way = "overlapped"
 
 
-def traffic(
-    work: Workload,
-    *,
-    gpus: int,
-    links: Links,
-    compute_seconds: float,
-    accumulation_steps: int = 1,
-) -> Traffic:
-    """One optimizer step of `compute_seconds` of computing, over all its micro-batches, on each of `gpus` GPUs."""
+def traffic(work: Workload, *, gpus: int, links: Links, compute_seconds: float, accumulation_steps: int = 1) -> Traffic:
+    """Forecast an optimizer step in which each GPU computes for `compute_seconds` over all its micro-batches."""
     if gpus == 1:
         return Traffic(0, 0, 0, 0, 1.0)
     once = work.weight_bytes * work.num_parameters * (gpus - 1) / gpus
@@ -118,7 +111,7 @@ def traffic(
         gather = gather_bytes / speed + ring_seconds if gather_bytes else 0.0
         reduce_bytes = once if work.way == "at once" else 2 * once * times
         buckets = 1 if work.way == "at once" else math.ceil(work.num_parameters / work.bucket_elements)
-        # NCCL takes a tree for small pieces over many GPUs, so buckets do not each cost a ring's latency.
+        # NCCL uses trees for small messages over many GPUs, so buckets do not each cost a ring's latency.
         tree_seconds = 2 * math.ceil(math.log2(gpus)) * hop_seconds
         reduce = reduce_bytes / speed + times * (ring_seconds if buckets == 1 else buckets * tree_seconds)
         hidden = 0.0
@@ -137,8 +130,8 @@ def most_useful_gpus(
     host_seconds: float = 0.0,
     least_share: float = GOOD_KEPT_SHARE,
 ) -> int:
-    """The most GPUs (1, 2, 4, ... dividing the batch) that keep `least_share` of their speed, where a step takes at
-    least `host_seconds` of a processor."""
+    """Find the most GPUs (1, 2, 4, ... dividing the batch) that keep `least_share` of their speed; `host_seconds`: a
+    step takes at least as long."""
     best, gpus = 1, 1
     while global_batch_images % gpus == 0:
         compute_seconds = global_batch_images / gpus / images_per_second

@@ -1,6 +1,6 @@
-"""FLOPs and memory per image of one stage's model, in the recipe's precision and with its regularisation.
+"""FLOPs and memory per image of a stage's model, in the recipe's precision and with its regularisation.
 
-To `model.counting` (bf16, no dropout) it adds the masked-patch head, dropout masks, float32, autocast, and temporaries
+Extends `model.counting` (bf16, no dropout) by the masked-patch head, dropout masks, float32, autocast, and temporaries
 of the backward pass. Checked against torch's MemTracker (tests/pipeline/budget/test_memory_tracker.py).
 """
 
@@ -12,13 +12,13 @@ from typing import Literal
 from model.config import ModelConfig
 from model.counting.cost import VALUE_BYTES, linear
 from model.counting.flops import account
-from model.vocabulary import COLOURS, HeadKind
+from model.vocabulary import COLOURS
 from pipeline.recipe.schema import EngineConfig
-from pipeline.recipe.stage import MaskedPatchStage, PretrainStage, TrainStage
+from pipeline.recipe.stage import TrainStage
 
 # Autocast (accelerate) keeps norms' inputs in float32: 36 two-byte values for bf16's 32 (measured: 36.2 for B/16).
 _AUTOCAST = 36 / 32
-# What is alive beside the kept activations when the backward pass begins, as a share of the last block's hidden layer
+# Memory beside the kept activations when the backward pass begins, as a share of the last block's hidden layer
 # (measured: 3.1 to 3.3 of 4 for B/16 and L/16, 224 and 384 px, bf16 and float32).
 _WORKING_SHARE = 0.85
 _WORKING_SHARE_OF_CONVOLUTIONS = 0.08  # of the kept activations (measured: 8 % for R50+B/16)
@@ -32,9 +32,9 @@ class StageCost:
     training_flops: int  # forward and backward
     tokens: int  # in the blocks; 0 in a pure ResNet
     depth: int  # blocks; units of a pure ResNet
-    activation_bytes: int  # kept of one image until its backward pass
-    checkpointed_activation_bytes: int  # the same with activation checkpointing, of all blocks unless the recipe says k
-    working_bytes: int  # held temporarily in the backward pass, on top of either
+    activation_bytes: int  # kept per image until its backward pass
+    checkpointed_activation_bytes: int  # with activation checkpointing, of all blocks unless the recipe says k
+    working_bytes: int  # temporary in the backward pass, on top of either
 
     def image_bytes(self, activations: Literal["all", "checkpointed"]) -> int:
         kept = self.activation_bytes if activations == "all" else self.checkpointed_activation_bytes
@@ -42,14 +42,14 @@ class StageCost:
 
 
 def stage_cost(model: ModelConfig, *, stage: TrainStage, engine: EngineConfig, num_classes: int) -> StageCost:
-    """Cost of one image in `stage`, for `num_classes` classes."""
-    masked, every = isinstance(stage, MaskedPatchStage), engine.checkpointed_every or 1
-    head: HeadKind = stage.head if isinstance(stage, PretrainStage) else "linear"
+    """Count the cost of one image in `stage`."""
+    head, every = stage.head_kind, engine.checkpointed_every or 1
+    masked = head == "masked_patch"
     counted = account(
         model.model_copy(update={"pool": "gap"}) if masked and model.pool == "map" else model,
         image_size=stage.image_size,
         num_classes=len(COLOURS) if masked else num_classes,
-        head=head,
+        head="linear" if head == "masked_patch" else head,
         patch_dropout=stage.patch_dropout,
         checkpointed_every=every,
     )
@@ -65,11 +65,11 @@ def stage_cost(model: ModelConfig, *, stage: TrainStage, engine: EngineConfig, n
         # the corrupting matrix, and the embeddings of the chosen patches
         added = more.saved_bytes + VALUE_BYTES * patches * (patches + 1)
         kept, checkpointed = kept + added, checkpointed + added
-    if stage.dropout and stage.dropout_masks == "process":  # masks by sample are drawn again, not kept
+    if stage.dropout and stage.dropout_masks == "process":  # masks by sample are drawn anew, not kept
         # A byte for each value under dropout: after attention and twice in the MLP of each block, once before.
         sizes = model.sizes
         masks = counted.tokens * (sizes.width + sizes.depth * (2 * sizes.width + sizes.mlp_dim))
-        whole = max(1, depth - -(-depth // every))  # blocks whose masks are kept; at least that of the one recomputed
+        whole = max(1, depth - -(-depth // every))  # blocks that keep masks; at least the one recomputed
         kept, checkpointed = kept + masks, checkpointed + masks * whole // max(1, depth)
     factor = 2.0 if engine.precision == "fp32" else _AUTOCAST if engine.backend == "accelerate" else 1.0
     hidden = 0 if model.kind == "resnet" else VALUE_BYTES * counted.tokens * model.sizes.mlp_dim

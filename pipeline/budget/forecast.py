@@ -1,7 +1,7 @@
-"""One stage's forecast: cost, memory under each ZeRO stage, time, traffic, disk and reading.
+"""Forecast of one stage: cost, memory under each ZeRO stage, time, traffic, disk and reading.
 
-Assembly only; each number's reasons are in the file that computes it. Hours exclude evaluation, checkpoints, compiling
-and waiting for data. The keys of `shardvit plan --json` are these classes' fields.
+Only assembles; the reasons for each number are in the file that computes it. Hours exclude evaluation, checkpoints,
+compiling and waiting for data. `shardvit plan --json` prints these classes' fields.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pipeline.budget.gpus import Gpu
 from pipeline.budget.length import Length
 from pipeline.budget.memory import MAX_LIVE_ELEMENTS, ZERO_STAGES, Activations, State, ZeroStage, state_of
 from pipeline.budget.saving import Saving, copied_bytes, saving
-from pipeline.budget.speed import Reading, Speed, host_seconds, measured_speed, nearest_anchor, reading, speed_at
-from pipeline.budget.workers import ReadingAhead, reading_ahead
+from pipeline.budget.speed import Speed, host_seconds, nearest_anchor
+from pipeline.budget.workers import Reading, ReadingAhead, reading, reading_ahead
 from pipeline.checkpoint.disk_space import estimate_bytes
 from pipeline.engine.zero_config import deepspeed_config, overlaps, reduces_at_once
 from pipeline.recipe.schema import Recipe
@@ -25,12 +25,12 @@ from pipeline.recipe.stage_plan import StagePlan
 from pipeline.recipe.vocabulary import OPTIMIZERS, StageName
 
 _ACTIVATIONS: tuple[Activations, ...] = ("all", "checkpointed")
-_FORWARD = 1 / 3  # of the arithmetic: what activation checkpointing of all blocks computes again
+_FORWARD = 1 / 3  # of the FLOPs: recomputed if all blocks are checkpointed
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Hardware of the plan; `gpu`: None if unknown."""
+    """Hardware to plan for; None: unknown."""
 
     gpus: int
     gpu: Gpu | None
@@ -39,7 +39,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class GivenSpeed:
-    """Speed given by the user: none, an MFU, or images/s of one GPU, measured in a stage of such FLOPs."""
+    """Speed given by the user: none, an MFU, or images/s of one GPU in `measured_stage`, of `measured_flops` each."""
 
     mfu: float | None = None
     images_per_second: float | None = None
@@ -49,7 +49,7 @@ class GivenSpeed:
 
 @dataclass(frozen=True)
 class Shards:
-    """Known facts of a stage's training shards; None: unknown."""
+    """A stage's training shards; None: unknown."""
 
     num_images: int | None
     num_classes: int
@@ -59,14 +59,14 @@ class Shards:
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """One ZeRO stage on one GPU."""
+    """One ZeRO stage on one GPU; the dicts are without and with activation checkpointing."""
 
     state: State  # bytes apart from activations
-    peak_bytes: dict[Activations, int]  # at the planned micro-batch, without and with activation checkpointing
-    largest_micro_batch: dict[Activations, int] | None  # that fits, without and with it; None: the GPU is not known
-    traffic: Traffic | None  # of a step; None: the speed or the links are not known
-    step_seconds: float | None = None  # of a step under this ZeRO stage; None: the speed is not known
-    kept_share: float | None = None  # of one GPU's own speed, in such a step
+    peak_bytes: dict[Activations, int]  # at the planned micro-batch
+    largest_micro_batch: dict[Activations, int] | None  # that fits; None: the GPU is unknown
+    traffic: Traffic | None  # of a step; None: speed or links are unknown
+    step_seconds: float | None = None  # None, as the next: the speed is unknown
+    kept_share: float | None = None  # of the speed that one GPU has alone
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ class Time:
 
     speed: Speed  # of one GPU alone
     step_seconds: float  # of an optimizer step, with waiting for the others
-    host_seconds: float  # that a processor needs to launch it: its lower bound
-    host_bound_images: int  # of a GPU's pass: with fewer, that bound decides; 0: the speed was measured
+    host_seconds: float  # of processor time to launch it: a lower bound
+    host_bound_images: int  # below so many images per pass the processor is the limit; 0: the speed was measured
     kept_share: float  # of the GPU's own speed, together with the others
     images_per_second: float  # of all GPUs
-    useful_gpus: int  # of 1, 2, 4, ... the most that keep enough of their speed at this global batch
-    hours: float | None  # of the stage
+    useful_gpus: int  # most of 1, 2, 4, ... that keep enough of their speed at this global batch
+    hours: float | None
     gpu_hours: float | None  # of all GPUs together
 
 
@@ -100,22 +100,22 @@ class CheckpointSpace:
 class StageForecast:
     """Forecast of one training stage."""
 
-    name: StageName  # of the stage
-    config: TrainStage  # the recipe's
+    name: StageName
+    config: TrainStage
     cost: StageCost  # of one image
-    plan: StagePlan  # the batches; where `problem` is not None only its sizes hold, as near as they can be
-    problem: str | None  # why the stage cannot run like that on so many processes
-    total_images: int | None  # None: the stage's length is not known
-    activations: Activations  # whether the recipe checkpoints them
-    image_bytes: dict[Activations, int]  # of activations of one image at the peak, without and with checkpointing
-    memory: dict[ZeroStage, MemoryRow]  # by ZeRO stage
+    plan: StagePlan  # with a `problem`, only its sizes hold, as near as they can be
+    problem: str | None  # why the stage cannot run on so many processes
+    total_images: int | None  # None: the stage's length is unknown
+    activations: Activations  # as in the recipe
+    image_bytes: dict[Activations, int]  # of activations of one image at the peak
+    memory: dict[ZeroStage, MemoryRow]
     zero_stage: ZeroStage  # the recipe's
-    shards: Shards  # what is known of them
+    shards: Shards
     disk: CheckpointSpace
     saving: Saving | None  # in the background; None: saves block
-    time: Time | None
+    time: Time | None  # None, as the next two: the speed is unknown
     reading: Reading | None
-    ahead: ReadingAhead | None  # None: the speed is not known
+    ahead: ReadingAhead | None
 
     @property
     def own(self) -> MemoryRow:
@@ -125,7 +125,7 @@ class StageForecast:
 def forecast_stage(
     recipe: Recipe, *, stage: StageName, length: Length, shards: Shards, machine: Hardware, given: GivenSpeed
 ) -> StageForecast:
-    """Everything about one training stage."""
+    """Forecast one training stage."""
     config, engine, plan = recipe.train_stage(stage), recipe.engine, length.plan
     cost = stage_cost(recipe.model, stage=config, engine=engine, num_classes=shards.num_classes)
     finish = None  # of training with patch_dropout: all patches
@@ -133,14 +133,23 @@ def forecast_stage(
         whole = config.model_copy(update={"patch_dropout": 0.0})
         finish = stage_cost(recipe.model, stage=whole, engine=engine, num_classes=shards.num_classes)
     own: ZeroStage = engine.zero_stage if engine.backend == "deepspeed" else 0
-    cuts = engine.backend == "deepspeed" and OPTIMIZERS[config.optimizer.name].takes == "pieces"
-    stages = ZERO_STAGES if cuts else (own,)
-    part = _Part(recipe, config, plan, cost, machine, _speed(recipe, cost=cost, machine=machine, given=given))
+    shards_state = engine.backend == "deepspeed" and OPTIMIZERS[config.optimizer.name].takes == "pieces"
     images: dict[Activations, int] = {kind: (finish or cost).image_bytes(kind) for kind in _ACTIVATIONS}
+    part = _Part(recipe, config, plan, cost, machine, _speed(recipe, cost=cost, machine=machine, given=given))
+    stages = ZERO_STAGES if shards_state else (own,)
     memory: dict[ZeroStage, MemoryRow] = {each: part.row(each, images=images) for each in stages}
     time = part.time(memory[own], zero_stage=own, finish=finish, known=length.known)
-    read = time and reading(time.images_per_second, image_bytes=shards.image_bytes, image_size=config.image_size)
-    for_good = plan.total_steps // plan.keep_steps if plan.keep_steps else 0
+    read = ahead = None
+    if time:
+        read = reading(time.images_per_second, image_bytes=shards.image_bytes, image_size=config.image_size)
+        ahead = reading_ahead(
+            recipe,
+            image_size=config.image_size,
+            micro_batch=plan.micro_batch_size,
+            decode_seconds=read.decode_ms / 1000,
+            speed=time.speed.images_per_second,
+        )
+    forever = plan.total_steps // plan.keep_steps if plan.keep_steps else 0
     return StageForecast(
         name=stage,
         config=config,
@@ -155,20 +164,12 @@ def forecast_stage(
         shards=shards,
         disk=CheckpointSpace(
             estimate_bytes(cost.parameters, engine=engine, optimizer=config.optimizer, ema=config.ema),
-            max(config.keep_checkpoints, plan.most_within_reach) + for_good + (config.keep_best is not None) + 1,
+            max(config.keep_checkpoints, plan.most_within_reach) + forever + (config.keep_best is not None) + 1,
         ),
         saving=part.saving(own),
         time=time,
         reading=read,
-        ahead=time
-        and read
-        and reading_ahead(
-            recipe,
-            image_size=config.image_size,
-            micro_batch=plan.micro_batch_size,
-            decode_seconds=read.decode_ms / 1000,
-            speed=time.speed.images_per_second,
-        ),
+        ahead=ahead,
     )
 
 
@@ -181,21 +182,26 @@ class _Part:
     machine: Hardware
     speed: Speed | None
 
+    @property
+    def compute_seconds(self) -> float | None:
+        """Of a step, on one GPU alone."""
+        images = self.plan.micro_batch_size * self.plan.accumulation_steps
+        return images / self.speed.images_per_second if self.speed else None
+
     def row(self, zero_stage: ZeroStage, *, images: dict[Activations, int]) -> MemoryRow:
         """`images`: bytes of activations of one image."""
-        plan, machine = self.plan, self.machine
+        plan, config, machine, compute_seconds = self.plan, self.config, self.machine, self.compute_seconds
         held = state_of(
             self.cost.parameters,
             engine=self.recipe.engine,
-            optimizer=self.config.optimizer,
+            optimizer=config.optimizer,
             plan=plan,
             zero_stage=zero_stage,
-            ema=self.config.ema,
+            ema=config.ema,
         )
         largest: dict[Activations, int] | None = None
         sent = step_seconds = kept_share = None
-        if self.speed:
-            compute_seconds = self.images_each / self.speed.images_per_second
+        if compute_seconds is not None:
             if machine.links:
                 sent = traffic(
                     self.workload(zero_stage),
@@ -204,8 +210,7 @@ class _Part:
                     compute_seconds=compute_seconds,
                     accumulation_steps=plan.accumulation_steps,
                 )
-            waited = sent.bare_seconds if sent else 0.0
-            step_seconds = max(compute_seconds + waited, self.host_seconds(zero_stage))
+            step_seconds = max(compute_seconds + (sent.bare_seconds if sent else 0.0), self.host_seconds(zero_stage))
             kept_share = compute_seconds / step_seconds
         if machine.gpu:
             usable = machine.gpu.usable_bytes
@@ -216,14 +221,12 @@ class _Part:
         return MemoryRow(held, peak, largest, sent, step_seconds, kept_share)
 
     def time(self, row: MemoryRow, *, zero_stage: ZeroStage, finish: StageCost | None, known: bool) -> Time | None:
-        """`known`: whether the number of steps is."""
-        plan, machine, speed = self.plan, self.machine, self.speed
-        if speed is None or row.step_seconds is None or row.kept_share is None:
+        """`known`: the number of steps is."""
+        plan, machine, speed, compute_seconds = self.plan, self.machine, self.speed, self.compute_seconds
+        if speed is None or compute_seconds is None or row.step_seconds is None or row.kept_share is None:
             return None
-        host = self.host_seconds(zero_stage)
-        hours = None
+        host, hours = self.host_seconds(zero_stage), None
         if known:
-            compute_seconds = self.images_each / speed.images_per_second
             slower = finish.training_flops / self.cost.training_flops if finish else 1.0
             with_all = plan.total_steps - plan.patch_dropout_steps if finish else 0
             hours = (plan.total_steps * row.step_seconds + with_all * (slower - 1) * compute_seconds) / 3600
@@ -242,7 +245,7 @@ class _Part:
             host_seconds=host,
             host_bound_images=math.ceil(host * speed.images_per_second / plan.accumulation_steps),
             kept_share=row.kept_share,
-            images_per_second=plan.world_size * self.images_each / row.step_seconds,
+            images_per_second=plan.global_batch_images / row.step_seconds,
             useful_gpus=useful,
             hours=hours,
             gpu_hours=None if hours is None else hours * machine.gpus,
@@ -258,20 +261,11 @@ class _Part:
             zero_stage=zero_stage,
             processes=self.plan.world_size,
         )
-        return saving(
-            copied,
-            engine=engine,
-            gpu=machine.gpu,
-            local_processes=min(machine.gpus, machine.links.gpus_per_node) if machine.links else None,
-            pass_seconds=self.images_each / self.speed.images_per_second if self.speed else None,
-        )
-
-    @property
-    def images_each(self) -> int:
-        return self.plan.micro_batch_size * self.plan.accumulation_steps
+        local = min(machine.gpus, machine.links.gpus_per_node) if machine.links else None
+        return saving(copied, engine=engine, gpu=machine.gpu, local_processes=local, pass_seconds=self.compute_seconds)
 
     def host_seconds(self, zero_stage: ZeroStage) -> float:
-        """Processor time to launch a step; 0 if the speed is measured, which includes it."""
+        """Processor time to launch a step; 0 if the speed was measured, which includes it."""
         if self.speed and self.speed.kind == "measured":
             return 0.0
         return host_seconds(self.cost.depth, zero_stage=self.kind(zero_stage), passes=self.plan.accumulation_steps)
@@ -282,6 +276,11 @@ class _Part:
     def workload(self, zero_stage: ZeroStage) -> Workload:
         kind, engine = self.kind(zero_stage), self.recipe.engine
         settings = deepspeed_config(engine, optimizer=self.config.optimizer, plan=self.plan)["zero_optimization"]
+        several = max(2, self.plan.world_size)
+        way: Way = "overlapped"
+        if kind != "ddp" and not overlaps(engine, world_size=several):
+            engine = engine.model_copy(update={"zero_stage": zero_stage})
+            way = "at once" if reduces_at_once(engine, world_size=several) else "in turn"
         return Workload(
             num_parameters=self.cost.parameters,
             weight_bytes=4 if engine.backend == "accelerate" or engine.precision == "fp32" else 2,
@@ -289,16 +288,8 @@ class _Part:
             zero_stage=kind,
             bucket_elements=settings["reduce_bucket_size"],
             gathers_again=self.cost.parameters > MAX_LIVE_ELEMENTS,
-            way=self.way(zero_stage),
+            way=way,
         )
-
-    def way(self, zero_stage: ZeroStage) -> Way:
-        """How several processes average gradients under a ZeRO stage."""
-        engine, several = self.recipe.engine, max(2, self.plan.world_size)
-        if engine.backend == "accelerate" or zero_stage == 0 or overlaps(engine, world_size=several):
-            return "overlapped"
-        engine = engine.model_copy(update={"zero_stage": zero_stage})
-        return "at once" if reduces_at_once(engine, world_size=several) else "in turn"
 
 
 def _speed(recipe: Recipe, *, cost: StageCost, machine: Hardware, given: GivenSpeed) -> Speed | None:
@@ -308,13 +299,13 @@ def _speed(recipe: Recipe, *, cost: StageCost, machine: Hardware, given: GivenSp
         measured_flops = given.measured_flops or flops
         basis = "measured" if measured_flops == flops else f"measured in {given.measured_stage}, by FLOPs"
         rate = given.images_per_second * (measured_flops / flops)
-        return measured_speed(rate, training_flops=flops, peak_flops=peak, basis=basis)
+        return Speed(rate, rate * flops / peak if peak else None, basis, "measured")
     if peak is None:
         return None
     if given.mfu is not None:
-        return speed_at(given.mfu, training_flops=flops, peak_flops=peak, basis="--mfu", kind="given")
+        return Speed(given.mfu * peak / flops, given.mfu, "--mfu", "given")
     mfu, basis = nearest_anchor(recipe.model, tokens=cost.tokens)
     if every := recipe.engine.checkpointed_every:
         more = _FORWARD * -(-cost.depth // every) / cost.depth
         mfu, basis = mfu / (1 + more), f"{basis}, {more / (1 + more):.0%} less for recomputing"
-    return speed_at(mfu, training_flops=flops, peak_flops=peak, basis=basis, kind="anchor")
+    return Speed(mfu * peak / flops, mfu, basis, "anchor")

@@ -1,6 +1,4 @@
-"""A stage's batches and steps, as far as they can be counted if the GPUs do not fit the recipe or the set's size is
-unknown.
-"""
+"""Count a stage's batches and steps even if the GPUs do not fit the recipe or the data set's size is unknown."""
 
 from __future__ import annotations
 
@@ -13,37 +11,33 @@ from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import StagePlan, plan_stage
 from pipeline.recipe.vocabulary import StageName
 
-_ANY_IMAGES = 10**9  # for an unknown number, once nothing depends on it
+_ANY_IMAGES = 10**9  # stands for an unknown number once nothing depends on it
 
 
 @dataclass(frozen=True)
 class Length:
     """A stage's batches and length, as far as they can be known."""
 
-    plan: StagePlan  # the training's own; where `problem` is not None, as near to it as possible
-    problem: str | None = None  # why the stage cannot run like that on so many processes
-    known: bool = True  # whether the plan's number of steps is right
+    plan: StagePlan  # the one training uses, or the nearest to it if there is a `problem`
+    problem: str | None = None  # why the stage cannot run on so many processes
+    known: bool = True  # the number of steps is right
 
 
 def stage_length(recipe: Recipe, *, stage: StageName, num_images: int | None, processes: int) -> Length:
-    """The plan of a stage with `num_images` training images; None: unknown."""
-    known = True
+    """Plan a stage with `num_images` training images; None: unknown."""
+    known = num_images is not None or not _in_epochs(recipe.train_stage(stage).duration)
     if num_images is None:
-        known = not _in_epochs(recipe.train_stage(stage).duration)
         recipe, num_images = _without_epochs(recipe, stage=stage), _ANY_IMAGES
-    try:
-        return Length(plan_stage(recipe, stage=stage, samples_per_epoch=num_images, world_size=processes), known=known)
-    except UserError as error:
-        problem = str(error)
-    batch = recipe.train_stage(stage).global_batch_size
-    if batch % processes == 0:  # then it may be the lanes alone
-        with_lanes = recipe.model_copy(update={"data": recipe.data.model_copy(update={"lanes": processes})})
+    with_lanes = recipe.model_copy(update={"data": recipe.data.model_copy(update={"lanes": processes})})
+    problem = None
+    for each in (recipe, with_lanes):  # perhaps only the lanes do not fit
         try:
-            plan = plan_stage(with_lanes, stage=stage, samples_per_epoch=num_images, world_size=processes)
-        except UserError:
-            pass
+            plan = plan_stage(each, stage=stage, samples_per_epoch=num_images, world_size=processes)
+        except UserError as error:
+            problem = problem or str(error)
         else:
             return Length(plan, problem, known)
+    batch = recipe.train_stage(stage).global_batch_size
     micro_batch = min(max(1, batch // processes), recipe.engine.max_micro_batch_size)
     accumulation = max(1, round(batch / processes / micro_batch))
     plan = StagePlan(
@@ -54,9 +48,6 @@ def stage_length(recipe: Recipe, *, stage: StageName, num_images: int | None, pr
         lanes=processes,
         total_steps=1,
         schedule=Schedule(),
-        log_steps=0,
-        eval_steps=0,
-        save_steps=0,
         samples_per_epoch=num_images,
     )
     return Length(plan, problem, known=False)
@@ -67,7 +58,7 @@ def _in_epochs(duration: str) -> bool:
 
 
 def _without_epochs(recipe: Recipe, *, stage: StageName) -> Recipe:
-    """The recipe with steps in place of epochs, which cannot be counted without the number of images."""
+    """Replace epochs by steps, as epochs cannot be counted without the number of images."""
     config = recipe.train_stage(stage)
     keys = ("unmasked_finish", "log_every", "eval_every", "save_every", "keep_every")
     changes: dict[str, object] = {key: "0 steps" for key in keys if _in_epochs(getattr(config, key))}

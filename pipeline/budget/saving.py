@@ -1,10 +1,10 @@
 """Cost of a background save: host memory for the copy, and how long training may wait for it.
 
-Which process copies what is the engines': each its share of masters, moments and averages; rank 0 also the weights of
-the forward pass under ZeRO 1 and 2, and everything under ZeRO 0 and accelerate. Bytes are compared with real engines on
-two processes (tests/pipeline/budget/test_engine_memory.py). The copy runs beside the next step's passes
-(`engine.host_copy`); what it takes longer than they do is the stall. Seconds are arithmetic, not a measurement, and
-leave out what the processes ask each other. A blocking save waits for the disk, which is not planned.
+Each process copies its share of masters, moments and averages; rank 0 also the weights of the forward pass under ZeRO 1
+and 2, and everything under ZeRO 0 and accelerate. The bytes are checked on real engines with two processes
+(tests/pipeline/budget/test_engine_memory.py). The copy runs beside the next step's passes (`engine.host_copy`); any
+excess is the stall. Seconds are computed, not measured, without the processes' agreement. A blocking save waits for the
+disk, which is not planned.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage import EmaConfig
 from pipeline.recipe.vocabulary import AVERAGE_BYTES, MASTER_BYTES, WEIGHT_BYTES
 
-# Of the data sheet's bytes a second in one direction, into page-locked memory: CUDA's bandwidthTest is often seen with
-# 11.1 to 11.4 GB/s on PCIe 3 (T4, V100; of 16); newer ones reach more.
+# Of the data sheet's bandwidth in one direction, into page-locked memory: CUDA's bandwidthTest often shows 11.1 to
+# 11.4 of 16 GB/s on PCIe 3 (T4, V100); newer links reach more.
 _PCIE_SHARE = 0.7
-_MEMORY_BYTES_PER_SECOND = 5e9  # one thread that copies within host memory (`engine.host_copy`), for what is offloaded
+_MEMORY_BYTES_PER_SECOND = 5e9  # one thread within host memory (`engine.host_copy`), for offloaded state
 
 
 @dataclass(frozen=True)
 class Saving:
     """One background save."""
 
-    process_bytes: int  # of host memory, in the process that copies most: rank 0; kept from one save to the next
-    node_bytes: int | None  # the same for all processes of the first node; None: the node's GPUs are not known
-    link_bytes_per_second: float | None  # between GPU and host; None: the GPU is not known
+    process_bytes: int  # host memory of rank 0, which copies most; kept from one save to the next
+    node_bytes: int | None  # host memory of all processes of the first node; None: the node's GPUs are unknown
+    link_bytes_per_second: float | None  # between GPU and host; None: the GPU is unknown
     copy_seconds: float | None  # of rank 0
-    stall_seconds: float | None  # of it, what the passes of one step do not hide; None: their time is not known
+    stall_seconds: float | None  # the part that the passes of one step do not hide; None: their time is unknown
 
 
 def copied_bytes(
@@ -44,7 +44,7 @@ def copied_bytes(
     zero_stage: ZeroStage,
     processes: int,
 ) -> tuple[int, int]:
-    """Bytes copied by rank 0, and by each other process."""
+    """Count the bytes copied by rank 0, and by each other process."""
     each = MASTER_BYTES + optimizer.bytes_per_parameter + (AVERAGE_BYTES if ema else 0)
     if engine.backend == "accelerate" or zero_stage == 0:
         return round(num_parameters * each), 0

@@ -1,4 +1,4 @@
-"""Warnings before a run starts, worst first, each with its remedy: what cannot run, does not fit, or wastes GPUs."""
+"""Warnings before a run starts, each with its remedy, worst first: what cannot run, does not fit, or wastes GPUs."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from data_shards.text import counted, show_bytes
 from pipeline.budget.communication import GOOD_KEPT_SHARE
 from pipeline.budget.forecast import Hardware, StageForecast
 from pipeline.budget.gpus import RESERVE_SHARE
-from pipeline.budget.memory import ZeroStage
 from pipeline.budget.workers import MOST_WORKERS, workers_needed
 from pipeline.recipe.schema import Recipe
 
-_FULL_IMAGES = 64  # of a micro-batch, from which a GPU is well used (B/16 and larger)
-_ROOMY = 2  # accumulating is a waste when so many times the micro-batch would fit
-_OF_NO_WORKER = 0.1  # of a core: without workers it decodes for a tenth of the time, and does not train meanwhile
-_FEW_SHARDS = 4  # of a process
+_FULL_IMAGES = 64  # per micro-batch, from which a GPU is well used (B/16 and larger)
+_ROOMY = 2  # accumulating is a waste if so many times the micro-batch would fit
+_OF_NO_WORKER = 0.1  # of a core: without workers, it decodes for a tenth of the time and does not train meanwhile
+_FEW_SHARDS = 4  # per process
 
 
 def stage_warnings(forecast: StageForecast, *, recipe: Recipe, machine: Hardware) -> Iterator[str]:
-    """The warnings of one stage."""
+    """Warn about one stage."""
     texts = chain(
         [forecast.problem] if forecast.problem else [],
         _memory(forecast, machine=machine),
@@ -33,40 +32,31 @@ def stage_warnings(forecast: StageForecast, *, recipe: Recipe, machine: Hardware
 
 
 def engine_warnings(recipe: Recipe, *, machine: Hardware) -> Iterator[str]:
-    """The warnings that hold for all stages."""
-    gpu, engine = machine.gpu, recipe.engine
-    if gpu and engine.precision == "bf16" and not gpu.bf16_tflops:
+    """Warn about what affects all stages."""
+    gpu, precision = machine.gpu, recipe.engine.precision
+    if gpu and precision == "bf16" and not gpu.bf16_tflops:
         yield f"{gpu.name} has no bf16 arithmetic, so its float32 peak is counted: set engine.precision=fp16"
-    if gpu and engine.precision == "fp32":
-        times = gpu.peak_flops("bf16") / gpu.peak_flops("fp32")
-        if times > 1:
-            yield f"engine.precision fp32: the peak of bf16 is {times:.0f} times as high on {gpu.name}"
+    if gpu and precision == "fp32" and (times := gpu.peak_flops("bf16") / gpu.peak_flops("fp32")) > 1:
+        yield f"engine.precision fp32: the peak of bf16 is {times:.0f} times as high on {gpu.name}"
 
 
 def _memory(forecast: StageForecast, *, machine: Hardware) -> Iterator[str]:
-    if machine.gpu is None or forecast.own.largest_micro_batch is None:
+    own, kind, micro_batch = forecast.own, forecast.activations, forecast.plan.micro_batch_size
+    if machine.gpu is None or own.largest_micro_batch is None:
         return
-    usable = machine.gpu.usable_bytes
-    peak, most = forecast.own.peak_bytes[forecast.activations], forecast.own.largest_micro_batch[forecast.activations]
-    micro_batch = forecast.plan.micro_batch_size
+    usable, peak, most = machine.gpu.usable_bytes, own.peak_bytes[kind], own.largest_micro_batch[kind]
     if peak > usable:
-        advice: list[str] = []
-        if most:
-            advice.append(f"engine.max_micro_batch_size={most}")
-        if forecast.activations == "all" and forecast.own.peak_bytes["checkpointed"] <= usable:
-            advice.append("engine.activation_checkpointing=true (a third more arithmetic)")
-        advice += [
-            f"engine.zero_stage={stage}"
-            for stage, row in forecast.memory.items()
-            if stage > forecast.zero_stage and row.peak_bytes[forecast.activations] <= usable
-        ][:1]
-        reserve = f"{show_bytes(machine.gpu.memory_bytes)} less {RESERVE_SHARE:.0%} in reserve"
-        take = (
-            ", or ".join(advice) or "a GPU with more memory, more GPUs and ZeRO 3, or engine.offload=optimizer (slow)"
+        advice = [f"engine.max_micro_batch_size={most}"] if most else []
+        if kind == "all" and own.peak_bytes["checkpointed"] <= usable:
+            advice.append("engine.activation_checkpointing=true (a third more FLOPs)")
+        fits = (stage for stage, row in forecast.memory.items() if row.peak_bytes[kind] <= usable)
+        advice += [f"engine.zero_stage={stage}" for stage in fits if stage > forecast.zero_stage][:1]
+        take = ", or ".join(
+            advice or ["a GPU with more memory, more GPUs and ZeRO 3", "engine.offload=optimizer (slow)"]
         )
         yield (
-            f"a micro-batch of {micro_batch} does not fit: {show_bytes(peak)} of {show_bytes(usable)} ({reserve}); "
-            f"take {take}"
+            f"a micro-batch of {micro_batch} does not fit: {show_bytes(peak)} of {show_bytes(usable)} "
+            f"({show_bytes(machine.gpu.memory_bytes)} less {RESERVE_SHARE:.0%} in reserve); take {take}"
         )
     elif forecast.plan.accumulation_steps > 1 and micro_batch < _FULL_IMAGES and most >= _ROOMY * micro_batch:
         yield (
@@ -82,56 +72,52 @@ def _waste(forecast: StageForecast, *, recipe: Recipe, machine: Hardware) -> Ite
             "engine.zero_stage=1 does it once"
         )
     time = forecast.time
-    if time is None:
+    if time is None or time.kept_share >= GOOD_KEPT_SHARE:
         return
-    if time.kept_share < GOOD_KEPT_SHARE:
-        batch = forecast.config.global_batch_size
-        kept = f"{machine.gpus:,} GPUs keep" if machine.gpus > 1 else "one GPU keeps"
-        why = "waiting for one another"
-        if time.host_seconds >= time.step_seconds:
-            why = f"waiting for the processor, which needs about {1000 * time.host_seconds:.0f} ms to launch a step"
-            why += f" (host-bound below {time.host_bound_images:,} images a GPU)"
-        if time.useful_gpus >= machine.gpus:
-            advice = "take a larger micro-batch"
-        elif time.useful_gpus == 1:
-            advice = "more than one GPU gains nothing; a larger batch would help"
-        else:
-            advice = f"take {counted(time.useful_gpus, 'GPU')} at most, or a larger batch"
-        if better := _keeps_more(forecast, machine=machine):
-            stage, share = better
-            advice = f"engine.zero_stage={stage} keeps {share:.0%}; or {advice}"
-        yield f"{kept} {time.kept_share:.0%} of the speed at a global batch of {batch:,}, {why}: {advice}"
-
-
-def _keeps_more(forecast: StageForecast, *, machine: Hardware) -> tuple[ZeroStage, float] | None:
-    """The ZeRO stage that keeps most of the speed, and enough of it, and fits; ZeRO 3 waits for small collectives."""
-    fits = machine.gpu.usable_bytes if machine.gpu else math.inf
-    found: dict[ZeroStage, float] = {
-        stage: row.kept_share
-        for stage, row in forecast.memory.items()
-        if row.kept_share and row.kept_share >= GOOD_KEPT_SHARE and row.peak_bytes[forecast.activations] <= fits
+    kept = f"{machine.gpus:,} GPUs keep" if machine.gpus > 1 else "one GPU keeps"
+    why = "waiting for one another"
+    if time.host_seconds >= time.step_seconds:
+        why = (
+            f"waiting for the processor, which needs about {1000 * time.host_seconds:.0f} ms to launch a step "
+            f"(host-bound below {time.host_bound_images:,} images a GPU)"
+        )
+    if time.useful_gpus >= machine.gpus:
+        advice = "take a larger micro-batch"
+    elif time.useful_gpus == 1:
+        advice = "more than one GPU gains nothing; a larger batch would help"
+    else:
+        advice = f"take {counted(time.useful_gpus, 'GPU')} at most, or a larger batch"
+    # ZeRO 3 waits for small collectives: another stage may keep enough of the speed, and fit.
+    usable = machine.gpu.usable_bytes if machine.gpu else math.inf
+    shares = {
+        row.kept_share: stage
+        for stage, row in reversed(forecast.memory.items())
+        if row.kept_share and row.peak_bytes[forecast.activations] <= usable
     }
-    best = max(found, key=lambda stage: found[stage], default=None)
-    return None if best is None else (best, found[best])
+    if (best := max(shares, default=0.0)) >= GOOD_KEPT_SHARE:
+        advice = f"engine.zero_stage={shares[best]} keeps {best:.0%}; or {advice}"
+    batch = forecast.config.global_batch_size
+    yield f"{kept} {time.kept_share:.0%} of the speed at a global batch of {batch:,}, {why}: {advice}"
 
 
 def _data(forecast: StageForecast, *, recipe: Recipe, machine: Hardware) -> Iterator[str]:
-    shards, needed = forecast.shards, forecast.reading
-    if shards.num_shards is not None and shards.num_shards < _FEW_SHARDS * machine.gpus and machine.gpus > 1:
-        few = "not one" if shards.num_shards < machine.gpus else f"{shards.num_shards / machine.gpus:.1f}"
+    count, needed, gpus = forecast.shards.num_shards, forecast.reading, machine.gpus
+    if count is not None and count < _FEW_SHARDS * gpus and gpus > 1:
+        few = "not one" if count < gpus else f"{count / gpus:.1f}"
         yield (
-            f"{counted(shards.num_shards, 'shard')} for {machine.gpus:,} processes ({few} each), so that several read "
-            f"the same: harmless on local disks; else pack smaller ones (`shardvit check --world-size {machine.gpus}`)"
+            f"{counted(count, 'shard')} for {gpus:,} processes ({few} each), so that several read the same: harmless "
+            f"on local disks; else pack smaller ones (`shardvit check --world-size {gpus}`)"
         )
-    if needed:
+    if needed is None:
+        return
+    each, workers = needed.cores / gpus, recipe.data.workers
+    if each > (MOST_WORKERS if workers == "auto" else workers or _OF_NO_WORKER):
         assumed = needed.assumed_image_bytes
         size = f" (of images of {show_bytes(assumed)} each, which is assumed)" if assumed else ""
-        each, workers = needed.cores / machine.gpus, recipe.data.workers
-        if each > (MOST_WORKERS if workers == "auto" else workers or _OF_NO_WORKER):
-            speed = needed.images_per_second / machine.gpus
-            enough = workers_needed(decode_seconds=needed.decode_ms / 1000, images_per_second=speed)
-            most = f", which is {MOST_WORKERS} at most" if workers == "auto" else ""
-            yield (
-                f"decoding{size} keeps about {each:.1f} cores busy for each process, and data.workers is {workers}"
-                f"{most}: set data.workers={enough}, or pack with --resize-short"
-            )
+        speed = needed.images_per_second / gpus
+        enough = workers_needed(decode_seconds=needed.decode_ms / 1000, images_per_second=speed)
+        most = f", which is {MOST_WORKERS} at most" if workers == "auto" else ""
+        yield (
+            f"decoding{size} keeps about {each:.1f} cores busy for each process, and data.workers is {workers}{most}: "
+            f"set data.workers={enough}, or pack with --resize-short"
+        )

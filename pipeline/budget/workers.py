@@ -1,7 +1,11 @@
-"""Choose the number of data workers from decoding time, GPU speed and the process's cores.
+"""Estimate the cost of reading and decoding, and the number of data workers for it.
 
-The GPU's speed before its first step is the plan's anchor for such a model. Too many workers cost memory and little
-else; too few make the GPU wait. So there is a margin, and where the GPU is not known, all cores but one.
+Decoding is estimated from one benchmark (launch/bench/records/data.txt: photographs of 107 kB and 0.2 megapixels,
+cropped to 224 px, one core of a Xeon): decoding grows with an image's bytes, the rest with the pixels of the crop.
+`launch.bench.data` measures other images and processors.
+
+Before the first step the GPU's speed is the plan's anchor for such a model. Too many workers cost memory and little
+else, too few make the GPU wait: so there is a margin, and for an unknown GPU all cores but one are used.
 """
 
 from __future__ import annotations
@@ -17,23 +21,51 @@ from pipeline.budget.speed import nearest_anchor
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import StageName
 
-MOST_WORKERS = 32  # that `auto` starts; more of them on one GPU is more than an image of 0.2 megapixels needs
-_MARGIN = 1.3  # of the workers that would just keep up: images differ, and so do a worker's turns
+MOST_WORKERS = 32  # that `auto` starts; an image of 0.2 megapixels needs no more on one GPU
+_MARGIN = 1.3  # over the workers that would just keep up: images differ, and so do a worker's turns
+_BENCH_IMAGE_BYTES, _BENCH_PIXELS = 107_000, 224
+_DECODE_MS, _REST_MS = 0.99, 0.36  # of the 1.35 ms of CPU time for an image
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Reading and decoding that keep the GPUs busy."""
+
+    images_per_second: float  # of all GPUs together
+    bytes_per_second: float | None  # read from the shards, over all nodes; None: their size is unknown
+    decode_ms: float  # processor time per image
+    cores: float  # busy decoding, over all nodes
+    assumed_image_bytes: float | None = None  # mean size of an image if it is unknown; None: it is known
+
+
+def reading(images_per_second: float, *, image_bytes: float | None, image_size: int) -> Reading:
+    """Forecast reading for images of `image_bytes` on average; None: the benchmark's, less for a small `image_size`."""
+    size = image_bytes
+    if size is None:
+        size = _BENCH_IMAGE_BYTES * min(1.0, (image_size / _BENCH_PIXELS) ** 2)
+    decode_ms = _DECODE_MS * size / _BENCH_IMAGE_BYTES + _REST_MS * (image_size / _BENCH_PIXELS) ** 2
+    return Reading(
+        images_per_second,
+        bytes_per_second=None if image_bytes is None else images_per_second * image_bytes,
+        decode_ms=decode_ms,
+        cores=images_per_second * decode_ms / 1000,
+        assumed_image_bytes=size if image_bytes is None else None,
+    )
 
 
 @dataclass(frozen=True)
 class ReadingAhead:
-    """The data workers of one process, and the host memory that they take."""
+    """Data workers of one process, and the host memory that they use."""
 
-    workers: int  # the recipe's, or what auto takes of enough cores
-    ahead_bytes: int  # micro-batches that they have read
+    workers: int  # from the recipe, or those of auto with enough cores
+    ahead_bytes: int  # micro-batches read ahead
     page_locked_bytes: int  # on the way to the GPU
 
 
 def reading_ahead(
     recipe: Recipe, *, image_size: int, micro_batch: int, decode_seconds: float, speed: float
 ) -> ReadingAhead:
-    """Workers and memory for a GPU that trains on `speed` images/s."""
+    """Forecast workers and memory for a GPU that trains on `speed` images/s."""
     workers = recipe.data.workers
     if workers == "auto":
         workers = min(MOST_WORKERS, workers_needed(decode_seconds=decode_seconds, images_per_second=speed))
@@ -56,7 +88,7 @@ def workers_within(cores: float, *, needed: int | None) -> int:
 
 
 def anchored_speed(recipe: Recipe, *, stage: StageName, num_classes: int, gpu: Gpu) -> tuple[float, str]:
-    """Images/s expected of one GPU in a stage, and what that is based on."""
+    """Estimate images/s of one GPU in a stage; with the number's source."""
     config = recipe.train_stage(stage)
     cost = stage_cost(recipe.model, stage=config, engine=recipe.engine, num_classes=num_classes)
     mfu, basis = nearest_anchor(recipe.model, tokens=cost.tokens)
@@ -66,10 +98,10 @@ def anchored_speed(recipe: Recipe, *, stage: StageName, num_classes: int, gpu: G
 def own_cores(
     mine: Collection[int], *, on_this_host: Sequence[Collection[int]], quota_cores: float | None = None
 ) -> float:
-    """Cores of one process: each that it may use, shared with the processes of this host that may use it as well.
+    """Count the cores of one process, each divided by the number of this host's processes that may use it, too.
 
-    `on_this_host` has the sets of all its processes, this one's included; `quota_cores` is what a container grants all
-    of them together. Under SLURM each may have cores of its own; elsewhere all have the same set.
+    `on_this_host`: the cores of each process, this one included; `quota_cores`: granted by the container to all of
+    them together. Under SLURM each may have cores of its own; elsewhere all share one set.
     """
     share = sum(1 / sum(core in other for other in on_this_host) for core in mine)
     return share if quota_cores is None else min(share, quota_cores / len(on_this_host))

@@ -9,7 +9,7 @@ The rules, where torch's sources are `aten/src/ATen/native/transformers/cuda/sdp
 - cuDNN first on compute capability 9 and 10, with a cuDNN above 9.15.0 (the first that is right for lengths which 128
   does not divide): torch's own rule (`check_prefer_cudnn_attention`). Head sizes are multiples of 8 up to 128.
 - flash: half precision, compute capability 8.0 and above, head sizes up to 256.
-- a bias that is learnt (`model.positions.relative_attention`): efficient or math. Flash takes none, cuDNN gives it no
+- a bias that is learnt (`model.positions.embedding`): efficient or math. Flash takes none, cuDNN gives it no
   gradient (`check_attn_mask_shape`), nor does the CPU's kernel.
 - float32: efficient; without tensor cores for bf16 (below 8.0) bf16 has math alone.
 - the CPU has a fused kernel, which torch calls flash, for every precision.

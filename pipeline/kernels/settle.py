@@ -16,7 +16,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from data_shards.errors import UserError
-from model.positions.relative_attention import RelativeAttention
+from model.positions.embedding import RelativeAttention
 from pipeline.kernels.attention import AttentionCase, attention_kernels
 from pipeline.kernels.cache import keep_compiled_code
 from pipeline.kernels.compiled_blocks import CompiledBlocks, compile_blocks, why_not_compiled

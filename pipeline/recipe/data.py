@@ -1,11 +1,12 @@
-"""The recipe's keys about data: which shards, how they are read, how images are augmented."""
+"""The recipe's keys for data: which shards, how to read them, how to augment images."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, field_validator
 
 from data_shards.shards.location import redacted
 from data_shards.vocabulary import (
@@ -23,7 +24,7 @@ from data_shards.vocabulary import (
 from pipeline.recipe.duration import BytesText, DurationText, Strict
 from pipeline.recipe.vocabulary import FeatureLayer
 
-# A tenth of the work on an image is Python: more threads would make each other, and the training loop, wait.
+# A tenth of the work on an image is Python: with more threads, they and the training loop would wait for the GIL.
 _MOST_THREADS = 4
 MOST_SIDE = 2**14  # pixels
 
@@ -32,8 +33,8 @@ class ShardsConfig(Strict):
     """One set of shards; a plain string stands for `shards` alone."""
 
     shards: str = Field(min_length=1)
-    """A folder or URL with a manifest, or tars (`folder/`, `s3://bucket/train-{000..127}.tar`, `pipe:COMMAND`). The run
-    folder and MLflow store a command verbatim: put secrets in a `$VARIABLE`."""
+    """A folder or URL with a manifest, or tars (`folder/`, `s3://bucket/train-{000..127}.tar`, `pipe:COMMAND`). Put a
+    command's secrets in a `$VARIABLE`: the run folder and MLflow store it verbatim."""
     weight: float | None = Field(default=None, gt=0)
     """Relative share of the training images drawn from this set; default: its size."""
     label: str | None = None
@@ -47,21 +48,19 @@ class ShardsConfig(Strict):
     hold_out: float | None = Field(default=None, gt=0, lt=1)
     """Share of the images that `part` holds out; the ViT paper uses 0.01 for ImageNet, 0.02 for CIFAR."""
 
-    @model_validator(mode="after")
-    def _part_of_a_share(self) -> ShardsConfig:
+    def problems(self) -> Iterator[str]:
         if self.part and self.hold_out is None:
-            raise ValueError(f"part {self.part} of which share? Give hold_out, too, such as hold_out: 0.01")
+            yield f"part {self.part} of which share? Give hold_out, too, such as hold_out: 0.01"
         if self.hold_out is not None and not self.part:
-            raise ValueError("hold_out means nothing without part: give part: held_out or part: rest, too")
-        return self
+            yield "hold_out means nothing without part: give part: held_out or part: rest, too"
 
     @field_validator("shards")
     @classmethod
     def _no_secrets(cls, shards: str) -> str:
         if not shards.startswith("pipe:") and redacted(shards) != shards:
             raise ValueError(
-                f"{redacted(shards)} was given with a password or a query string, which would be written into the run "
-                "folder and MLflow: leave it out, and give credentials in the environment, ~/.netrc or ~/.aws"
+                f"{redacted(shards)} was given with a password or a query string, which the run folder and MLflow "
+                "would store: leave it out, and give credentials in the environment, ~/.netrc or ~/.aws"
             )
         return shards
 
@@ -109,17 +108,17 @@ class DataConfig(Strict):
     """How the training stream is ordered and read."""
 
     lanes: Annotated[int, Field(ge=1, le=MOST_LANES)] | Literal["auto"] = "auto"
-    """Spans that an epoch is cut into. Must divide the global batch and be a multiple of the number of processes. auto:
-    the largest divisor of the batch up to 256, or up to 4,096 with more than 256 processes."""
+    """Spans that an epoch is cut into: a divisor of the global batch and a multiple of the number of processes. auto:
+    the largest divisor of the batch up to 256 (4,096 with more than 256 processes)."""
     shuffle_window_images: int = Field(default=16384, ge=1, le=2**31)
     """Window of images within which each lane is shuffled."""
     workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
-    """Workers per rank that read and decode ahead. auto: on a GPU as many as it needs and the rank's cores allow,
-    measured by decoding a few images at startup; on a CPU none, since its cores train."""
+    """Workers per rank that read and decode ahead. auto: as many as the GPU needs and the rank's cores allow, measured
+    by decoding a few images at startup; on a CPU none, since its cores train."""
     worker_kind: WorkerKind | Literal["auto"] = "auto"
     """Threads or processes; both give the same samples. auto: threads (faster start, shared memory) for up to 4."""
     max_corrupt_share: float = Field(default=0.001, ge=0, le=1)
-    """Stop the run when more than this share of a set's images is damaged. Damaged images are replaced by others."""
+    """Stop the run if more than this share of a set's images is damaged. Damaged images are replaced by others."""
     max_image_pixels: int = Field(default=USUAL_MOST_PIXELS, ge=1, le=MOST_PIXELS)
     """Treat larger images as damaged and do not decode them: decoding takes up to 17 bytes per pixel per worker."""
     decoder: DecoderName = "auto"
@@ -167,8 +166,8 @@ class AugmentConfig(Strict):
     """Probability of a horizontal flip; use 0 where left and right matter."""
     rand_augment: RandAugmentConfig | None = None
     mixup_alpha: float = Field(default=0.0, ge=0)
-    """Mixup with Beta(alpha, alpha); 0: off. As in big_vision, except that an image is paired with the next one in the
-    global batch, not with the previous one on the device."""
+    """Mixup with Beta(alpha, alpha); 0: off. As in big_vision, but paired with the next image in the global batch, not
+    the previous one on the device."""
     cutmix_alpha: float = Field(default=0.0, ge=0)
     """CutMix with Beta(alpha, alpha); 0: off."""
     cutmix_share: float = Field(default=0.5, ge=0, le=1)
@@ -179,27 +178,21 @@ class AugmentConfig(Strict):
         """`crop_ratio`, or the default of `crop`; Google's code keeps TensorFlow's upper limit of 1.33, not 4/3."""
         return self.crop_ratio or ((0.75, 1.33) if self.crop == "google" else (3 / 4, 4 / 3))
 
-    @model_validator(mode="after")
-    def _crop_fits(self) -> AugmentConfig:
+    def problems(self) -> Iterator[str]:
         if not 0 < self.crop_area[0] <= self.crop_area[1] <= 1:
-            raise ValueError("crop_area must be two shares in ascending order, above 0 and at most 1")
+            yield "crop_area must be two shares in ascending order, above 0 and at most 1"
         if self.crop_ratio is not None and not 0 < self.crop_ratio[0] <= self.crop_ratio[1]:
-            raise ValueError("crop_ratio must be two positive numbers in ascending order")
-        if self.crop == "resize_and_crop":
-            self.refuse("crop_area", "crop_ratio", means_nothing="to crop resize_and_crop")
-            if self.resize_size is None:
-                raise ValueError("crop resize_and_crop needs resize_size: give pixels, such as 448 for image_size 384")
+            yield "crop_ratio must be two positive numbers in ascending order"
+        if self.crop != "resize_and_crop":
+            yield from self.ignored("resize_size", means_nothing=f"to crop {self.crop}")
         else:
-            self.refuse("resize_size", means_nothing=f"to crop {self.crop}")
+            yield from self.ignored("crop_area", "crop_ratio", means_nothing="to crop resize_and_crop")
+            if self.resize_size is None:
+                yield "crop resize_and_crop needs resize_size: give pixels, such as 448 for image_size 384"
         if self.interpolation != "bilinear":
-            self.refuse("antialias", means_nothing=f"to interpolation {self.interpolation}")
-        return self
-
-    @model_validator(mode="after")
-    def _mixing_fits(self) -> AugmentConfig:
+            yield from self.ignored("antialias", means_nothing=f"to interpolation {self.interpolation}")
         if self.cutmix_share != 0.5 and not (self.mixup_alpha and self.cutmix_alpha):
-            raise ValueError("cutmix_share chooses between mixup and CutMix: set both alphas, or leave it out")
-        return self
+            yield "cutmix_share chooses between mixup and CutMix: set both alphas, or leave it out"
 
 
 _MOST_SHOTS = 10**6
@@ -228,8 +221,8 @@ Strengths = Annotated[
 
 
 class FewShotConfig(Strict):
-    """A data set for few-shot accuracy during pre-training, as in figure 4 of the ViT paper: closed-form least squares
-    on the features of a few images per class (big_vision's `fewshot_lsr`)."""
+    """A data set for few-shot accuracy in pre-training (ViT paper, figure 4): closed-form least squares on the features
+    of a few images per class (big_vision's `fewshot_lsr`)."""
 
     name: str
     """Appears in the metric: val/fewshot_NAME_5shot."""
@@ -258,8 +251,6 @@ class FewShotConfig(Strict):
             raise ValueError(f"{name[:60]!r} is part of a metric's name: give up to 60 letters, digits, '_' and '-'")
         return name
 
-    @model_validator(mode="after")
-    def _sets_alone(self) -> FewShotConfig:
+    def problems(self) -> Iterator[str]:
         if self.train.weight is not None or self.eval.weight is not None:
-            raise ValueError("a weight means nothing to a single set of shards: leave it out")
-        return self
+            yield "a weight means nothing to a single set of shards: leave it out"

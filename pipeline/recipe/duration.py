@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from data_shards.text import parse_bytes
 
@@ -22,15 +23,25 @@ _EXAMPLES = "write it like '400 steps', '7 epochs', '1e6 images' or '10%'"
 
 
 class Strict(BaseModel):
-    """Frozen, and refuses keys it does not know."""
+    """Frozen, refuses keys it does not know, and values with `problems`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    def refuse(self, *keys: str, means_nothing: str, group: str = "") -> None:
-        """Raise ValueError if one of these keys is not at its default, as it would be ignored."""
+    def problems(self) -> Iterator[str]:
+        """Say which valid values do not go together; the first sentence is the error."""
+        yield from ()
+
+    def ignored(self, *keys: str, means_nothing: str, group: str = "") -> Iterator[str]:
+        """Name those of these keys that are not at their defaults, as they would be ignored."""
         for key in keys:
             if getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{group}{key} means nothing {means_nothing}: leave it out")
+                yield f"{group}{key} means nothing {means_nothing}: leave it out"
+
+    @model_validator(mode="after")
+    def _no_problem(self) -> Self:
+        for problem in self.problems():
+            raise ValueError(problem)
+        return self
 
 
 @dataclass(frozen=True)

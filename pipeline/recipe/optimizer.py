@@ -1,8 +1,9 @@
-"""The recipe's keys about the optimizer and its learning rate. Imports no torch."""
+"""The recipe's keys for the optimizer and its learning rate. Imports no torch."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -19,18 +20,18 @@ class OptimizerConfig(Strict):
 
     name: OptimizerName
     """adamw: Adam with decoupled weight decay (ViT paper). sgd: with momentum. adafactor: big_vision's variant. lamb,
-    muon: timm's, which treat a block's q, k and v as one matrix: LAMB has one trust ratio for the three, flax three.
-    adafactor, lamb and muon need engine.zero_stage 0."""
+    muon: timm's, with q, k and v of a block as one matrix (one trust ratio of LAMB, where flax has three). The last
+    three need engine.zero_stage 0."""
     lr: float = Field(gt=0)
     """Peak learning rate."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled, also for SGD; only LAMB adds it to the update before scaling."""
     weight_decay_unit: Literal["lr", "schedule"] = "lr"
-    """lr: multiply decay by the learning rate (the paper, torch). schedule: multiply only by the schedule, 1 at the
-    peak (big_vision); learning rate factors of layers and head do not apply."""
+    """lr: multiply decay by the learning rate (ViT paper, torch). schedule: by the schedule only, 1 at the peak, not by
+    the factors of layers and head (big_vision)."""
     weight_decay_on: Literal["kernels", "matrices"] = "kernels"
     """kernels: linear and convolution kernels (big_vision). matrices: all parameters of two or more dimensions except
-    positions and tokens (timm), so the probe of attention pooling, too."""
+    positions and tokens (timm), so also the probe of attention pooling."""
     head_weight_decay: float | None = Field(default=None, ge=0)
     """Weight decay of the last layer's kernel; null: weight_decay. ViT-g uses 100 times more."""
     betas: tuple[_Share, _Share] = (0.9, 0.999)
@@ -57,22 +58,21 @@ class OptimizerConfig(Strict):
         name = given.get("name") if isinstance(given, dict) else None
         return {**OPTIMIZERS[name].defaults, **given} if isinstance(name, str) and name in OPTIMIZERS else given
 
-    @model_validator(mode="after")
-    def _nothing_ignored(self) -> OptimizerConfig:
+    def problems(self) -> Iterator[str]:
         others = {key for each in OPTIMIZERS.values() for key in each.keys} - {*OPTIMIZERS[self.name].keys}
-        self.refuse(*sorted(others), means_nothing=f"to {self.name}")
+        yield from self.ignored(*sorted(others), means_nothing=f"to {self.name}")
         if not self.weight_decay and not self.head_weight_decay:
-            adapted = self.name == "lamb"  # to which weight_decay_on also says what is scaled
-            self.refuse("weight_decay_unit", *(() if adapted else ("weight_decay_on",)), means_nothing="without decay")
+            on = () if self.name == "lamb" else ("weight_decay_on",)  # LAMB scales these parameters
+            yield from self.ignored("weight_decay_unit", *on, means_nothing="without decay")
         if {"trunk", "head"} <= {*self.frozen}:
-            raise ValueError("frozen names trunk and head, and nothing is left to train: leave one out")
+            yield "frozen names trunk and head, so nothing is left to train: leave one out"
         if "trunk" in self.frozen:
-            self.refuse("layer_decay", means_nothing="with a frozen trunk: the head's factor is 1")
+            yield from self.ignored("layer_decay", means_nothing="with a frozen trunk: the head's factor is 1")
         if "head" in self.frozen:
-            self.refuse("head_lr_factor", "head_weight_decay", means_nothing="to a frozen head")
+            yield from self.ignored("head_lr_factor", "head_weight_decay", means_nothing="to a frozen head")
         if self.name == "lamb":
-            self.refuse("weight_decay_unit", means_nothing="to lamb, which scales update and decay together")
-        return self
+            why = "to lamb, which scales update and decay together"
+            yield from self.ignored("weight_decay_unit", means_nothing=why)
 
     @property
     def frozen_needs_model(self) -> bool:
@@ -99,28 +99,20 @@ class ScheduleConfig(Strict):
     cooldown: DurationText = "0 steps"
     """rsqrt, wsd: length of the final linear decay to end_lr."""
 
-    @model_validator(mode="after")
-    def _nothing_ignored(self) -> ScheduleConfig:
-        if self.decay != "rsqrt":
-            self.refuse("timescale", means_nothing=f"to decay {self.decay}: it is rsqrt's")
-        elif not parse_duration(self.timescale).amount:
-            raise ValueError("timescale is zero: give at least one step")
+    def problems(self) -> Iterator[str]:
         cools = parse_duration(self.cooldown).amount > 0
-        match self.decay:
-            case "wsd":
-                if not cools:
-                    raise ValueError(
-                        "decay wsd ends in a cooldown: say how long, such as cooldown: 20%, or take constant"
-                    )
-            case "rsqrt":
-                if not cools:
-                    self.refuse("end_lr", means_nothing="to rsqrt without a cooldown")
-            case "cosine" | "linear":
-                self.refuse("cooldown", means_nothing=f"to decay {self.decay}, which falls all the time")
-            case "constant":
-                self.refuse("end_lr", means_nothing="to a constant learning rate")
-                self.refuse("cooldown", means_nothing="to a constant learning rate: take decay wsd")
-        return self
+        if self.decay != "rsqrt":
+            yield from self.ignored("timescale", means_nothing=f"to decay {self.decay}")
+        elif not parse_duration(self.timescale).amount:
+            yield "timescale is zero: give at least one step"
+        elif not cools:
+            yield from self.ignored("end_lr", means_nothing="to rsqrt without a cooldown")
+        if self.decay == "wsd" and not cools:
+            yield "decay wsd ends in a cooldown: give one, such as cooldown: 20%, or take constant"
+        if self.decay in ("cosine", "linear"):
+            yield from self.ignored("cooldown", means_nothing=f"to decay {self.decay}, which never stops falling")
+        if self.decay == "constant":
+            yield from self.ignored("end_lr", "cooldown", means_nothing="to decay constant: take decay wsd")
 
 
 Decay = Literal["cosine", "linear", "rsqrt", "wsd", "constant"]

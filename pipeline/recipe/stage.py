@@ -1,12 +1,15 @@
-"""The recipe's keys of each stage, and which stages go together. Imports no torch."""
+"""The recipe's keys for each stage, and which stages go together. Imports no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from data_shards.vocabulary import EvalProtocol
+from model.config import Regularisation
 from model.vocabulary import LOSSES, DropoutMasks, HeadKind, InitStyle, LossKind
 from pipeline.recipe.data import MOST_SIDE, AugmentConfig, FewShotConfig, OneSet, SomeSets, several
 from pipeline.recipe.duration import DurationText, Strict
@@ -15,18 +18,19 @@ from pipeline.recipe.vocabulary import ALL_STAGES, OF_SEVERAL_LABELS, EvalMetric
 
 MOST_SECONDS = 10**7
 _MOST_IMAGES = 2**20  # of a batch
+StageHead = HeadKind | Literal["masked_patch"]
 SetName = Annotated[str, Field(pattern="^[a-z0-9_]+$", max_length=40)]
 
 
 class EmaConfig(Strict):
-    """A moving average of the weights (EMA, Polyak averaging), starting from their initial values:
+    """Moving average of the weights (EMA, Polyak averaging), from their initial values on:
     average <- decay * average + (1 - decay) * weights, after each applied step."""
 
     decay: float = Field(default=0.9999, gt=0, lt=1)
-    """The average spans about 1 / (1 - decay) steps; 0.9999 in table 2 of the ViT paper."""
+    """The average spans about 1 / (1 - decay) steps; ViT paper, table 2: 0.9999."""
     warmup: Literal["none", "tensorflow", "timm"] = "none"
-    """Use a smaller decay at first, so that short runs forget their initial weights: min(decay, (1 + n) / (10 + n))
-    after n updates (tensorflow), or min(decay, 1 - (1 + n)^(-2/3)) (timm)."""
+    """Smaller decay at first, so that short runs forget their initial weights: after n updates
+    min(decay, (1 + n) / (10 + n)) (tensorflow) or min(decay, 1 - (1 + n)^(-2/3)) (timm)."""
     model: WeightsKind = "ema"
     """Weights that become the stage's model and that keep_best compares; both are always evaluated and saved."""
 
@@ -37,20 +41,20 @@ class RollbackConfig(Strict):
     after_skipped_steps: int = Field(default=3, ge=1, le=10**9)
     """Roll back after this many steps in a row without a finite gradient."""
     spike_sigmas: float | None = Field(default=None, ge=1)
-    """Also roll back when a loss is this many standard deviations above the mean of the 128 before it (OLMo-core: 6);
+    """Also roll back if a loss is this many standard deviations above the mean of the 128 before it (OLMo-core: 6);
     null: only report spikes. Checked every log_every."""
     steps_before: int = Field(default=100, ge=0, le=10**9)
-    """Also skip this many batches before the trouble (PaLM, section 5.1): a skipped step changed nothing, so an earlier
+    """Also skip this many batches before the trouble (PaLM, section 5.1): a skipped step changes nothing, so an earlier
     one ruined the weights."""
     times: int = Field(default=3, ge=1, le=10**6)
-    """Stop training instead after this many rollbacks in a stage."""
+    """Stop training after this many rollbacks in a stage."""
 
 
 class TrainStage(Strict):
     """Keys shared by all training stages."""
 
     data: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)] | None = None
-    """Role of the data set, such as imagenet21k; the user says where its shards are (see `roles`)."""
+    """Role of the data set, such as imagenet21k, whose shards the user names (see `roles`)."""
     train: SomeSets | None = None
     """Shards to train on: a folder or URL, a mapping (see `ShardsConfig`), or a list of them to mix."""
     eval: OneSet | None = None
@@ -58,13 +62,13 @@ class TrainStage(Strict):
     eval_overlap: Literal["refuse", "allow"] = "refuse"
     """allow: eval may contain training images; scores then measure memorisation."""
     hold_out: float | None = Field(default=None, gt=0, lt=1, strict=True)
-    """Hold this share of the training images out and evaluate it as also_eval.minival; 0.01 gives big_vision's
-    train[:99%]. Once train is known, this turns into `part` and `hold_out` of that set."""
+    """Hold this share of the training images out and evaluate it as also_eval.minival; 0.01: big_vision's train[:99%].
+    Becomes `part` and `hold_out` of that set once train is known."""
     also_eval: dict[SetName, OneSet] = Field(default={})
     """More held-out sets by name, evaluated together with eval: {new: SHARDS} gives val_new/top1 and so on."""
     eval_protocol: EvalProtocol = "vit"
-    """How evaluation preprocesses an image. vit: squash all of it to a square; big_vision: resize and centre crop;
-    timm: the same, bicubic. vit_exact and big_vision_exact reproduce the pixels of Google's own resize."""
+    """Preprocessing for evaluation. vit: squash the image to a square; big_vision: resize and centre crop; timm: the
+    same, bicubic. vit_exact and big_vision_exact reproduce the pixels of Google's own resize."""
     eval_crop_share: float | None = Field(default=None, gt=0, le=1)
     """Crop size over resized short side; default: 0.875 (big_vision: 224 of 256) or 0.9 (timm)."""
     image_size: int = Field(gt=0, le=MOST_SIDE)
@@ -86,8 +90,8 @@ class TrainStage(Strict):
     unmasked_finish: DurationText = "0 steps"
     """Length of a final phase without patch_dropout."""
     dropout_masks: DropoutMasks = "sample"
-    """Random masks of the three dropouts. sample: by seed, step and the image's place in the global batch, so identical
-    on any number of processes; process: by seed, step and process."""
+    """Random masks of the three dropouts. sample: by seed, step and place in the global batch, identical on any number
+    of processes; process: by seed, step and process."""
     rollback: RollbackConfig | None = None
     """Default: skip steps without a finite gradient, report spikes, and continue."""
     log_every: DurationText = "20 steps"
@@ -122,66 +126,69 @@ class TrainStage(Strict):
         return {**given, "train": rest, "also_eval": also_eval, "hold_out": None}
 
     @property
+    def head_kind(self) -> StageHead:
+        """Head of the stage's model."""
+        return "linear"
+
+    @property
+    def regularisation(self) -> Regularisation:
+        """Dropout of the stage's model."""
+        return Regularisation(self.dropout, self.stochastic_depth, self.patch_dropout, masks=self.dropout_masks)
+
+    @property
     def draws_in_blocks(self) -> bool:
-        """True if blocks draw from the generator of the process during training."""
+        """True if blocks draw from the process's generator in training."""
         return self.dropout_masks == "process" and bool(self.dropout or self.stochastic_depth)
 
-    @model_validator(mode="after")
-    def _nothing_ignored(self) -> TrainStage:
+    def problems(self) -> Iterator[str]:
         if self.eval_protocol in ("vit", "vit_exact"):
-            self.refuse("eval_crop_share", means_nothing=f"to eval_protocol {self.eval_protocol}")
-        if self.augment.resize_size is not None and self.augment.resize_size < self.image_size:
-            raise ValueError(
-                f"augment.resize_size {self.augment.resize_size} is smaller than the square of image_size "
-                f"{self.image_size} that is cut out of it: give at least {self.image_size}"
-            )
+            yield from self.ignored("eval_crop_share", means_nothing=f"to eval_protocol {self.eval_protocol}")
+        size, resize = self.image_size, self.augment.resize_size
+        if resize is not None and resize < size:
+            yield f"augment.resize_size {resize} is smaller than the crop's image_size {size}: give at least {size}"
         if self.label_smoothing >= (bound := LOSSES[self.loss].smoothing_below):
-            raise ValueError(
-                f"label_smoothing {self.label_smoothing} turns {self.loss}'s targets around: stay below {bound:g}"
-            )
+            yield f"label_smoothing {self.label_smoothing} inverts {self.loss}'s targets: stay below {bound:g}"
         if not self.patch_dropout:
-            self.refuse("unmasked_finish", means_nothing="without patch_dropout")
+            yield from self.ignored("unmasked_finish", means_nothing="without patch_dropout")
         if not (self.dropout or self.stochastic_depth or self.patch_dropout):
-            self.refuse("dropout_masks", means_nothing="without dropout, stochastic_depth or patch_dropout")
+            why = "without dropout, stochastic_depth or patch_dropout"
+            yield from self.ignored("dropout_masks", means_nothing=why)
+        metrics = () if self.metrics == "auto" else self.metrics
+        for each in metrics:
+            if metrics.count(each) > 1:
+                yield f"metrics names {each} twice: once is enough"
+            if each in OF_SEVERAL_LABELS and not LOSSES[self.loss].takes_several_labels:
+                yield f"metrics: {each} needs several labels per image, unlike loss {self.loss}: leave it out"
+        yield from self._set_problems()
+
+    def _set_problems(self) -> Iterator[str]:
         missing = [key for key in ("train", "eval") if getattr(self, key) is None]
         if missing and self.data is None:
-            raise ValueError(
-                f"{' and '.join(missing)} must be given: folders or URLs of shards, or data, a role such as imagenet"
-            )
-        given = [each.weight is not None for each in self.train or ()]
-        if any(given) and not all(given):
-            raise ValueError("train: give every set a weight, or none")
-        held_out = ([("eval", self.eval)] if self.eval else []) + [
-            (f"also_eval.{name}", each) for name, each in self.also_eval.items()
-        ]
-        alone = [each for _, each in held_out]
-        if any(each.weight is not None for each in (*alone, *(self.train or ())[: len(given) == 1])):
-            raise ValueError("a weight means nothing to a single set of shards: leave it out")
-        for each in self.train or ():
-            for key, of in held_out:
-                if each.part and of.part and each.shards == of.shards and each.hold_out != of.hold_out:
-                    raise ValueError(
-                        f"train holds out {each.hold_out} of {each.shards}, and {key} {of.hold_out}, so that images "
-                        "are in both: give them the same hold_out"
-                    )
-                if of.part == "held_out" and not each.part and each.shards == of.shards:
-                    raise ValueError(
-                        f"{key} is held out of {of.shards}, and train has all its images: give train part: rest and "
-                        f"hold_out: {of.hold_out}, too"
-                    )
+            keys = " and ".join(missing)
+            yield f"{keys} must be given: folders or URLs of shards, or data, a role such as imagenet"
         if "val" in self.also_eval:
-            raise ValueError("also_eval.val: val is what the metrics of eval are called: give this set another name")
-        if self.metrics != "auto":
-            double = [each for each in self.metrics if self.metrics.count(each) > 1]
-            if double:
-                raise ValueError(f"metrics names {double[0]} twice: once is enough")
-            several = [each for each in self.metrics if each in OF_SEVERAL_LABELS]
-            if several and not LOSSES[self.loss].takes_several_labels:
-                raise ValueError(
-                    f"metrics: {several[0]} is for images with several labels, which loss {self.loss} cannot learn: "
-                    "leave it out"
+            yield "also_eval.val: val names the metrics of eval: give this set another name"
+        train, held_out = self.train or (), {f"also_eval.{name}": each for name, each in self.also_eval.items()}
+        weighted = [each for each in train if each.weight is not None]
+        if 0 < len(weighted) < len(train):
+            yield "train: give every set a weight, or none"
+        if self.eval:
+            held_out["eval"] = self.eval
+        if any(each.weight is not None for each in held_out.values()) or (weighted and len(train) == 1):
+            yield "a weight means nothing to a single set of shards: leave it out"
+        for one, (key, of) in product(train, held_out.items()):
+            if one.shards != of.shards:
+                continue
+            if one.part and of.part and one.hold_out != of.hold_out:
+                yield (
+                    f"train holds out {one.hold_out} of {one.shards}, and {key} {of.hold_out}, so that images are in "
+                    "both: give them the same hold_out"
                 )
-        return self
+            if of.part == "held_out" and not one.part:
+                yield (
+                    f"{key} is held out of {of.shards}, and train has all its images: give train part: rest and "
+                    f"hold_out: {of.hold_out}, too"
+                )
 
     def judged_by(self, score: str) -> str:
         """Name the held-out metric of the weights that become the stage's model; `score`: loss, top1 or accuracy."""
@@ -190,18 +197,20 @@ class TrainStage(Strict):
 
 
 class MaskedPatchStage(TrainStage):
-    """Self-supervised pre-training: predict the colours of corrupted patches (ViT paper, appendix B.1.2). Ignores
-    labels."""
+    """Self-supervised pre-training: predict colours of corrupted patches (ViT paper, appendix B.1.2). No labels."""
 
     init: InitStyle = "google"
     """Initial weights as in vision_transformer (google), big_vision (other learned positions) or timm."""
 
-    @model_validator(mode="after")
-    def _no_labels(self) -> MaskedPatchStage:
+    @property
+    def head_kind(self) -> StageHead:
+        return "masked_patch"
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         why = "to masked patch prediction"
-        self.refuse("loss", "label_smoothing", "patch_dropout", "metrics", means_nothing=why)
-        self.augment.refuse("mixup_alpha", "cutmix_alpha", means_nothing=why, group="augment.")
-        return self
+        yield from self.ignored("loss", "label_smoothing", "patch_dropout", "metrics", means_nothing=why)
+        yield from self.augment.ignored("mixup_alpha", "cutmix_alpha", means_nothing=why, group="augment.")
 
 
 class PretrainStage(TrainStage):
@@ -216,40 +225,42 @@ class PretrainStage(TrainStage):
     few_shot: tuple[FewShotConfig, ...] = Field(default=(), max_length=100)
     """Small data sets for few-shot accuracy at evaluations."""
 
-    @model_validator(mode="after")
-    def _few_shot_sets_differ(self) -> PretrainStage:
+    @property
+    def head_kind(self) -> StageHead:
+        return self.head
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         names = [each.name for each in self.few_shot]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"few_shot names {twice[0]} twice: give each set a name of its own")
-        return self
+            yield f"few_shot names {twice[0]} twice: give each set its own name"
 
 
 class SwapHeadStage(Strict):
     """Replace the pre-training head with a zero-initialised linear layer for the classes of fine-tuning."""
 
     model: str | None = None
-    """Start from this model folder (made by `shardvit import`) instead of an earlier stage. A recipe without `model`
-    takes it from the folder."""
+    """Start from this model folder (made by `shardvit import`) instead of an earlier stage; also the default for the
+    recipe's `model`."""
 
 
 class FinetuneStage(TrainStage):
-    """Training of all weights, usually at a higher resolution."""
+    """Training of all weights, usually at higher resolution."""
 
     start: Literal["swap_head", "scratch"] = "swap_head"
     """swap_head: start from that stage's model; scratch: from random weights with the same linear head."""
     init: InitStyle = "google"
     """Initial weights with start: scratch."""
 
-    @model_validator(mode="after")
-    def _init_is_used(self) -> FinetuneStage:
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         if self.start == "swap_head":
-            self.refuse("init", means_nothing="to start swap_head, which brings its weights")
+            yield from self.ignored("init", means_nothing="to start swap_head, which brings its weights")
             if "head" in self.optimizer.frozen:
-                raise ValueError(
-                    "optimizer.frozen names the head, which swap_head leaves at zero, so that no gradient would pass "
-                    "it and nothing would be learnt: leave it out"
+                yield (
+                    "optimizer.frozen names the head, which swap_head leaves at zero, so no gradient would pass it: "
+                    "leave it out"
                 )
-        return self
 
 
 class Stages(Strict):
@@ -260,39 +271,23 @@ class Stages(Strict):
     swap_head: SwapHeadStage | None = None
     finetune: FinetuneStage | None = None
 
-    @model_validator(mode="after")
-    def _chain(self) -> Stages:
+    def problems(self) -> Iterator[str]:
         first = "masked_patch" if self.masked_patch else "pretrain" if self.pretrain else None
-        swap, finetune = self.swap_head, self.finetune
-        start = finetune.start if finetune else None
-        for wrong, sentence in (
-            (not self.names, "at least one of masked_patch, pretrain, swap_head and finetune is needed"),
-            (
-                self.masked_patch and self.pretrain,
-                "masked_patch and pretrain both begin from random weights: leave one out",
-            ),
-            (swap and not finetune, "swap_head comes before finetune: give that too, or leave swap_head out"),
-            (
-                swap and not (first or swap.model),
-                "swap_head needs a model: give a pretrain or masked_patch stage before it, or swap_head.model, a "
-                "model's folder",
-            ),
-            (
-                first and swap and swap.model,
-                f"swap_head.model and {first} both give the model to start from: leave one out",
-            ),
-            (
-                start == "swap_head" and not swap,
-                "finetune.start is swap_head, but there is no swap_head stage: add one, or set start: scratch",
-            ),
-            (
-                start == "scratch" and swap,
-                "finetune.start is scratch: leave out swap_head, whose model nothing would use",
-            ),
-        ):
-            if wrong:
-                raise ValueError(sentence)
-        return self
+        swap, start = self.swap_head, self.finetune and self.finetune.start
+        if not self.names:
+            yield "at least one of masked_patch, pretrain, swap_head and finetune is needed"
+        if self.masked_patch and self.pretrain:
+            yield "masked_patch and pretrain both begin from random weights: leave one out"
+        if swap and not start:
+            yield "swap_head comes before finetune: give that too, or leave swap_head out"
+        if swap and not (first or swap.model):
+            yield "swap_head needs a model: add pretrain or masked_patch, or name a model folder: swap_head.model"
+        if swap and first and swap.model:
+            yield f"swap_head.model and {first} both give the model to start from: leave one out"
+        if start == "swap_head" and not swap:
+            yield "finetune.start is swap_head, but there is no swap_head stage: add one, or set start: scratch"
+        if start == "scratch" and swap:
+            yield "finetune.start is scratch: leave out swap_head, whose model nothing would use"
 
     @property
     def names(self) -> tuple[StageName, ...]:

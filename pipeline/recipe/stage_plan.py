@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from data_shards.errors import UserError
@@ -16,7 +17,7 @@ from data_shards.vocabulary import LabelKind
 from pipeline.recipe.duration import in_steps, parse_duration
 from pipeline.recipe.optimizer import Schedule
 from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage import PretrainStage, RollbackConfig
+from pipeline.recipe.stage import PretrainStage, RollbackConfig, TrainStage
 from pipeline.recipe.vocabulary import OF_ONE_LABEL, OF_SEVERAL_LABELS, EvalMetric, StageName
 
 
@@ -30,11 +31,11 @@ class StagePlan:
     accumulation_steps: int  # forward passes per process in an optimizer step
     lanes: int
     total_steps: int
-    schedule: Schedule
-    log_steps: int  # interval in steps, as the next three; 0: never
-    eval_steps: int
-    save_steps: int
     samples_per_epoch: int
+    schedule: Schedule
+    log_steps: int = 0  # interval in steps, as the next three; 0: never
+    eval_steps: int = 0
+    save_steps: int = 0
     keep_steps: int = 0  # checkpoints that are never pruned
     save_after_evaluations: bool = False
     patch_dropout: float = 0.0  # share of patches dropped in the first `patch_dropout_steps` steps
@@ -102,95 +103,46 @@ class StagePlan:
 def plan_stage(recipe: Recipe, *, stage: StageName, samples_per_epoch: int, world_size: int) -> StagePlan:
     """Derive a training stage's numbers; UserError if sizes do not fit together."""
     config = recipe.train_stage(stage)
-    lanes = recipe.lanes(config, processes=world_size)
-    if 0 < samples_per_epoch < config.global_batch_size:
-        raise UserError(
-            f"stages.{stage}.global_batch_size is {config.global_batch_size:,}, but the training set has only "
-            f"{samples_per_epoch:,} images, which each step would see more than once: set it to "
-            f"{1 << (samples_per_epoch.bit_length() - 1)}, or less"
-        )
-    check_sizes(
-        samples_per_epoch,
-        lanes=lanes,
-        global_batch_images=config.global_batch_size,
-        window_images=recipe.data.shuffle_window_images,
-    )
-    if config.global_batch_size < world_size:
-        raise UserError(
-            f"stages.{stage}.global_batch_size is {config.global_batch_size}, less than one image for each of "
-            f"{world_size} processes: set it to a multiple of {world_size}, or start {config.global_batch_size} "
-            "processes at the most"
-        )
-    if config.global_batch_size % world_size:
-        raise UserError(
-            f"stages.{stage}.global_batch_size {config.global_batch_size} does not divide among {world_size} "
-            f"processes: use a multiple of {world_size}, or another number of processes"
-        )
-    check_world_size(lanes, world_size=world_size)
-    per_process = config.global_batch_size // world_size
-    accumulation = _accumulation(per_process, most=recipe.engine.max_micro_batch_size)
+    batch, lanes = config.global_batch_size, recipe.lanes(config, processes=world_size)
+    _check_sizes(recipe, stage=stage, lanes=lanes, num_samples=samples_per_epoch, world_size=world_size)
+    per_process = batch // world_size
+    sizes = (n for n in range(1, per_process + 1) if per_process % n == 0)
+    accumulation = next(n for n in sizes if per_process // n <= recipe.engine.max_micro_batch_size)
 
     def steps(text: str, *, of: int | None = None) -> int:
         return in_steps(
-            parse_duration(text),
-            global_batch_images=config.global_batch_size,
-            samples_per_epoch=samples_per_epoch,
-            total_steps=of,
+            parse_duration(text), global_batch_images=batch, samples_per_epoch=samples_per_epoch, total_steps=of
         )
 
     try:
         total = steps(config.duration)
     except ValueError as error:
         raise UserError(f"stages.{stage}.duration: {error}") from error
-    if total == 0:
-        raise UserError(f"stages.{stage}.duration is zero: give at least one step")
-    warmup = steps(config.schedule.warmup, of=total)
-    if warmup >= total:
-        raise UserError(
-            f"stages.{stage}.schedule.warmup takes {warmup} of {total} steps: make it shorter than the duration"
-        )
-    cooldown = steps(config.schedule.cooldown, of=total)
-    if warmup + cooldown > total:
-        raise UserError(
-            f"stages.{stage}.schedule: warmup and cooldown take {warmup} and {cooldown} of {total} steps: make one of "
-            "them shorter"
-        )
-    unmasked = steps(config.unmasked_finish, of=total)
-    if config.patch_dropout and unmasked >= total:
-        raise UserError(
-            f"stages.{stage}.unmasked_finish takes {unmasked} of {total} steps, and nothing is left for "
-            "patch_dropout: make it shorter than the duration"
-        )
-    evaluation = steps(config.eval_every, of=total)
-    few_shot: list[int] = []
-    for number, each in enumerate(config.few_shot if isinstance(config, PretrainStage) else ()):
-        few_shot.append(1 if each.every is None else steps(each.every, of=total))
-        if each.every is not None and 0 < few_shot[-1] < (evaluation or total):
-            raise UserError(
-                f"stages.{stage}.few_shot.{number}.every takes {few_shot[-1]} steps and eval_every {evaluation}: it is "
-                "measured at evaluations alone; make it longer, or eval_every shorter"
-            )
-    return StagePlan(
+    steps = partial(steps, of=total)
+    warmup, cooldown = steps(config.schedule.warmup), steps(config.schedule.cooldown)
+    unmasked, evaluation = steps(config.unmasked_finish), steps(config.eval_every)
+    few_shot_sets = config.few_shot if isinstance(config, PretrainStage) else ()
+    plan = StagePlan(
         world_size=world_size,
-        global_batch_images=config.global_batch_size,
+        global_batch_images=batch,
         micro_batch_size=per_process // accumulation,
         accumulation_steps=accumulation,
         lanes=lanes,
         total_steps=total,
+        samples_per_epoch=samples_per_epoch,
         schedule=Schedule(
             peak_lr=config.optimizer.lr,
             total_steps=total,
             warmup_steps=warmup,
             decay=config.schedule.decay,
             end_lr=config.schedule.end_lr,
-            timescale_steps=steps(config.schedule.timescale, of=total),
+            timescale_steps=steps(config.schedule.timescale),
             cooldown_steps=cooldown,
         ),
-        log_steps=steps(config.log_every, of=total),
+        log_steps=steps(config.log_every),
         eval_steps=evaluation,
-        save_steps=steps(config.save_every, of=total),
-        samples_per_epoch=samples_per_epoch,
-        keep_steps=steps(config.keep_every, of=total),
+        save_steps=steps(config.save_every),
+        keep_steps=steps(config.keep_every),
         save_after_evaluations=bool(config.keep_best),
         patch_dropout=config.patch_dropout,
         patch_dropout_steps=total - unmasked if config.patch_dropout else 0,
@@ -198,16 +150,62 @@ def plan_stage(recipe: Recipe, *, stage: StageName, samples_per_epoch: int, worl
         rollback=config.rollback,
         slow_rank=recipe.engine.slow_rank,
         seed=recipe.seed,
-        few_shot_steps=tuple(few_shot),
+        few_shot_steps=tuple(1 if each.every is None else steps(each.every) for each in few_shot_sets),
     )
+    _check_lengths(plan, config, stage=stage)
+    return plan
+
+
+def _check_sizes(recipe: Recipe, *, stage: StageName, lanes: int, num_samples: int, world_size: int) -> None:
+    batch = recipe.train_stage(stage).global_batch_size
+    key = f"stages.{stage}.global_batch_size"
+    if 0 < num_samples < batch:
+        raise UserError(
+            f"{key} is {batch:,}, but the training set has only {num_samples:,} images, which each step would see more "
+            f"than once: set it to {1 << (num_samples.bit_length() - 1)}, or less"
+        )
+    window = recipe.data.shuffle_window_images
+    check_sizes(num_samples, lanes=lanes, global_batch_images=batch, window_images=window)
+    if batch < world_size:
+        raise UserError(
+            f"{key} is {batch}, less than one image for each of {world_size} processes: set it to a multiple of "
+            f"{world_size}, or start at most {batch} processes"
+        )
+    if batch % world_size:
+        raise UserError(
+            f"{key} {batch} does not divide among {world_size} processes: use a multiple of {world_size}, or another "
+            "number of processes"
+        )
+    check_world_size(lanes, world_size=world_size)
+
+
+def _check_lengths(plan: StagePlan, config: TrainStage, *, stage: StageName) -> None:
+    total, warmup, cooldown = plan.total_steps, plan.schedule.warmup_steps, plan.schedule.cooldown_steps
+    if total == 0:
+        raise UserError(f"stages.{stage}.duration is zero: give at least one step")
+    if warmup >= total:
+        raise UserError(f"stages.{stage}.schedule.warmup takes {warmup} of {total} steps: make it shorter")
+    if warmup + cooldown > total:
+        raise UserError(
+            f"stages.{stage}.schedule: warmup and cooldown take {warmup} and {cooldown} of {total} steps: make one of "
+            "them shorter"
+        )
+    if config.patch_dropout and plan.patch_dropout_steps <= 0:
+        raise UserError(
+            f"stages.{stage}.unmasked_finish takes {total - plan.patch_dropout_steps} of {total} steps, and nothing is "
+            "left for patch_dropout: make it shorter"
+        )
+    for number, every in enumerate(plan.few_shot_steps):
+        given = config.few_shot[number].every if isinstance(config, PretrainStage) else None
+        if given is not None and 0 < every < (plan.eval_steps or total):
+            raise UserError(
+                f"stages.{stage}.few_shot.{number}.every takes {every} steps and eval_every {plan.eval_steps}: it is "
+                "measured at evaluations alone; make it longer, or eval_every shorter"
+            )
 
 
 def _due(step: int, *, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _accumulation(per_process: int, *, most: int) -> int:
-    return next(n for n in range(1, per_process + 1) if per_process % n == 0 and per_process // n <= most)
 
 
 _TOP = 5

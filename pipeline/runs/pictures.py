@@ -76,6 +76,11 @@ class KeptPicture:
     table: Mapping[str, Sequence[Cell]] | None
     words: Path  # the .json
 
+    @property
+    def key(self) -> str:
+        """Unique within its stage."""
+        return f"{self.picture.name} {self.step}"
+
 
 def keep_image(stage_folder: Path, picture: Picture, *, png: bytes, svg: bytes, step: int) -> Path:
     """Write a picture's two files, then its words; returns these. FileNotFoundError: the stage's folder is gone;

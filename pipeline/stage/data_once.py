@@ -1,75 +1,65 @@
-"""A stage's shards on many ranks: rank 0 looks at them and tells the others, so that a file server is asked once.
+"""Open a stage's shards once for many ranks: rank 0 looks at them and tells the others, to spare the file server.
 
-Rank 0 opens the sets (one `stat` a shard) and sends them over the process group as columns, 130 bytes a shard. A host
-whose first rank finds other files in their place (by inode, size and times of each set's manifest, first and last
-shard) has disks of its own: that rank looks at all of its shards, and its host's ranks hear what is damaged there. So a
-shard that is missing on one host's disk is found at the start, in the words of `open_shards`, and one that disappears
-later by the rank that reads it. Tars without a manifest have indexes on each host: where those are not rank 0's files,
-every rank opens the sets by itself.
+Rank 0 opens the sets (one `stat` per shard) and sends them over the process group as columns, 130 bytes per shard. A
+host whose first rank finds other files in their place (by inode, size and times of each set's manifest, first and last
+shard) has its own disks: that rank looks at all of its shards and tells its host's ranks which are damaged. So a shard
+that is missing on one host is found at the start, in the words of `open_shards`, and one that disappears later by the
+rank that reads it. Tars without a manifest have an index per host: if it is not rank 0's file, every rank opens the
+sets itself.
 
-Cost: rank 0 what `open_data` costs; the others 13 MB and milliseconds for 10^5 shards, and each host 6 `stat`s.
+Costs rank 0 as much as `open_data`, the others 13 MB and milliseconds for 10^5 shards, and each host 6 `stat`s.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from data_shards.errors import AgreedError, UserError
-from data_shards.shards.location import is_local, local_path
-from data_shards.shards.shard_set import ShardEntry, ShardSet
-from data_shards.shards.shard_table import ShardTable
+from data_shards.shards.shard_set import ShardSet
+from data_shards.store.store import Store
 from pipeline.ranks.process import this_machine
 from pipeline.recipe.vocabulary import StageName
 from pipeline.stage.context import StageContext
 from pipeline.stage.stage_data import StageData, open_data, store_of
 
 _Identity = tuple[int, int, int, int] | None
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """Data as rank 0 opened it."""
-
-    train: ShardSet | None = None
-    train_sizes: tuple[tuple[int, ...], ...] = ()
-    weights: tuple[float, ...] | None = None
-    held_out: tuple[tuple[str, ShardSet], ...] = ()  # by name, the stage's own first
-    landmarks: tuple[tuple[str, _Identity], ...] = ()
+_Landmarks = dict[str, _Identity]  # of each path
+_Damage = tuple[tuple[int, ...], tuple[str, ...], int]  # shards, sentences, lost samples
 
 
 @dataclass(frozen=True)
 class _OwnDisks:
-    """Data as the first rank of another host found it on its own disks."""
+    """What the first rank of another host found on its own disks."""
 
     machine: str
     problem: str = ""
     opens: Literal["once", "each rank"] = "once"
-    damaged: tuple[tuple[int, ...], ...] = ()  # this and the next two: of the training set, of the held-out ones
-    damage: tuple[tuple[str, ...], ...] = ()
-    lost_samples: tuple[int, ...] = ()
+    damage: tuple[_Damage, ...] = ()  # of each set
 
 
 def open_data_once(context: StageContext, *, stage: StageName) -> StageData:
     """Open a stage's training data once for all ranks; collective. All ranks raise the UserError of any of them."""
     recipe, ranks = context.recipe, context.ranks
     place = ranks.place
-    if place.world_size == 1:
+
+    def open_here() -> StageData:
         return open_data(recipe, stage=stage, report=context.say, commands="run")
-    # Tars of other tools are indexed first, which may take hours.
-    data = context.on_main(lambda: open_data(recipe, stage=stage, report=context.say, commands="run"), takes="long")
-    sent = _Sent()
+
+    if place.world_size == 1:
+        return open_here()
+    data = context.on_main(open_here, takes="long")  # tars of other tools are indexed first, which may take hours
+    sent: tuple[StageData, _Landmarks] | None = None
     if data is not None:
-        held_out = tuple(data.held_out.items())
-        marks = _landmarks(data.train, *data.held_out.values())
-        sent = _Sent(data.train, data.train_sizes, data.weights, held_out, marks)
+        sent = replace(data, store=Store()), _landmarks(data)
     sent = ranks.from_main(sent)
-    assert sent.train is not None and sent.held_out
+    assert sent is not None
+    first, landmarks = sent
     finding: _OwnDisks | None = None
-    if place.local_rank == 0 and not place.is_main and any(_identity(path) != seen for path, seen in sent.landmarks):
-        finding = _look_at_own(context, sent, stage=stage)
+    if place.local_rank == 0 and not place.is_main and any(_identity(path) != seen for path, seen in landmarks.items()):
+        finding = _look_at_own(context, first, stage=stage)
     findings = [each for each in ranks.gather_objects(finding) if each is not None]
     for each in findings:
         if each.problem:
@@ -78,75 +68,49 @@ def open_data_once(context: StageContext, *, stage: StageName) -> StageData:
         return data
     ours = next((each for each in findings if each.machine == this_machine()), None)
     if ours is not None and ours.opens == "each rank":
-        return open_data(recipe, stage=stage, report=context.say, commands="run")
-    sets = _sets(sent)
+        return open_here()
+    sets = _sets(first)
     if ours is not None:
         sets = [
-            shards.with_damaged(ours.damaged[at], damage=ours.damage[at], lost_samples=ours.lost_samples[at])
-            for at, shards in enumerate(sets)
+            shards.with_damaged(numbers, damage=damage, lost_samples=lost)
+            for shards, (numbers, damage, lost) in zip(sets, ours.damage, strict=True)
         ]
-    train, own, *more = sets
-    also_eval = dict(zip([name for name, _ in sent.held_out[1:]], more, strict=True))
-    return StageData(train, sent.train_sizes, sent.weights, own, store_of(recipe, commands="run"), also_eval)
+    held_out = dict(zip(first.held_out, sets[1:], strict=True))
+    return replace(first, train=sets[0], held_out=held_out, store=store_of(recipe, commands="run"))
 
 
-def _sets(sent: _Sent) -> list[ShardSet]:
-    """The training set, and the held-out ones."""
-    assert sent.train is not None
-    return [sent.train, *(each for _, each in sent.held_out)]
+def _sets(data: StageData) -> list[ShardSet]:
+    return [data.train, *data.held_out.values()]
 
 
-def _look_at_own(context: StageContext, sent: _Sent, *, stage: StageName) -> _OwnDisks:
+def _look_at_own(context: StageContext, first: StageData, *, stage: StageName) -> _OwnDisks:
     machine, host = this_machine(), platform.node()
-    if not all(isinstance(one.shards, ShardTable) for one in _sets(sent)):
+    if not all(source.folder for one in _sets(first) for source in one.shards.sources):  # tars without a manifest
         return _OwnDisks(machine, opens="each rank")  # they wait for one another's index without a time limit
     try:
         data = open_data(context.recipe, stage=stage, report=lambda line: None, commands="run")
     except UserError as error:
         return _OwnDisks(machine, problem=f"on host {host}: {error}")
-    sets = [data.train, *data.held_out.values()]
-    pairs = list(zip(sets, _sets(sent), strict=True))
-    for own, first in pairs:
-        if own.digest != first.digest:
+    pairs = list(zip(_sets(data), _sets(first), strict=True))
+    for own, other in pairs:
+        if own.digest != other.digest:
             return _OwnDisks(
                 machine,
                 problem=f"on host {host}: {own.source} is not the set that rank 0 has under that name: copy the same "
                 "shards to every host",
             )
-    if not all(_is_like(own, first) for own, first in pairs):
+    if any(own.shards.sources != other.shards.sources for own, other in pairs):  # rank 0's entries lead elsewhere
         return _OwnDisks(machine, opens="each rank")
-    return _OwnDisks(
-        machine,
-        damaged=tuple(tuple(one.damaged_numbers) for one in sets),
-        damage=tuple(one.damage for one in sets),
-        lost_samples=tuple(one.lost_samples for one in sets),
-    )
+    damage = ((tuple(one.damaged_numbers), one.damage, one.lost_samples) for one in _sets(data))
+    return _OwnDisks(machine, damage=tuple(damage))
 
 
-def _is_like(own: ShardSet, first: ShardSet) -> bool:
-    """True if rank 0's entries lead to this host's files, too."""
-    if not isinstance(own.shards, ShardTable) or not isinstance(first.shards, ShardTable):
-        return False
-    return own.shards.sources == first.shards.sources
-
-
-def _landmarks(*sets: ShardSet) -> tuple[tuple[str, _Identity], ...]:
-    files: dict[str, None] = {}
-    for one in sets:
-        if isinstance(one.shards, ShardTable):
-            files |= dict.fromkeys(one.shards.landmarks)
-            continue
-        ends: dict[str, list[ShardEntry]] = {}  # of each folder of tars
-        for entry in one.shards:
-            if is_local(entry.url):
-                ends.setdefault(os.path.dirname(entry.url), [entry, entry])[1] = entry
-        for entry in (each for pair in ends.values() for each in pair):
-            files |= dict.fromkeys([str(local_path(entry.url)), *([str(entry.index)] if entry.index else [])])
-    return tuple((path, _identity(path)) for path in files)
+def _landmarks(data: StageData) -> _Landmarks:
+    return {path: _identity(path) for one in _sets(data) for path in one.shards.landmarks}
 
 
 def _identity(path: str) -> _Identity:
-    """The same for one file seen from two hosts, and hardly ever for two files; None: it is not there."""
+    """The same for one file seen from two hosts, hardly ever for two files; None: it is not there."""
     try:
         status = os.stat(path)
     except OSError:

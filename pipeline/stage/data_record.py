@@ -1,4 +1,4 @@
-"""STAGE/data.json: the data that a stage began with; it resumes with the same, and differences are named.
+"""STAGE/data.json: the data that a stage began with. It resumes with the same; differences are named.
 
 `shardvit run` compares before it starts any process, rank 0 again (`data_shards.checking.identity`). stage.json keeps
 the digest, so a lost or altered data.json is noticed. No torch here.
@@ -18,18 +18,17 @@ from data_shards.shards.shard_set import ShardSet
 from data_shards.text import named, parse_json
 from pipeline.recipe.vocabulary import DATA_FILE, StageName
 from pipeline.runs.run_folder import RunFolder
-from pipeline.stage.stage_data import StageData, held_out_name
+from pipeline.stage.stage_data import HELD_OUT_IMAGES, TRAINING_IMAGES, StageData
 
 _VERSION = 1  # of the file; others are ignored
-_SETS = ("training images", "held-out images")
 
 
 @dataclass(frozen=True)
 class DataRecord:
-    """A stage's data when it began, and now: `sets` goes into data.json."""
+    """A stage's data, as kept in data.json."""
 
-    sets: Mapping[str, SetIdentity]  # "training images", "held-out images", and "held-out images NAME" of more sets
-    notes: tuple[str, ...] = ()  # what there is to say, a sentence each
+    sets: Mapping[str, SetIdentity]  # named as `StageData.recorded`
+    notes: tuple[str, ...] = ()  # a sentence each
 
     @property
     def digest(self) -> str:
@@ -45,8 +44,7 @@ def has_record(folder: RunFolder, *, stage: StageName) -> bool:
 def check_data(folder: RunFolder, *, stage: StageName, data: StageData) -> DataRecord:
     """Compare a stage's data with those that it began with, writing nothing; UserError names what differs, or a shard
     that cannot be read."""
-    sets: dict[str, ShardSet] = dict(zip(_SETS, (data.train, data.eval), strict=True))
-    sets |= {held_out_name(name): one for name, one in data.also_eval.items()}
+    sets = data.recorded
     now = DataRecord({name: identify(one) for name, one in sets.items()})
     path, digest = folder.stage(stage) / DATA_FILE, folder.peek(stage).data_digest
     before = _read(path, digest=digest)
@@ -59,8 +57,7 @@ def check_data(folder: RunFolder, *, stage: StageName, data: StageData) -> DataR
     for name, old in before.sets.items():
         if name not in now.sets:  # no longer evaluated
             continue
-        found = differences(old, now.sets[name])
-        if found:
+        if found := differences(old, now.sets[name]):
             raise _changed(folder, stage, f"{name}: {'; '.join(found)}")
         kept[name], note = _compare_suspects(folder, stage, name=name, shards=sets[name], old=old, new=now.sets[name])
         notes += note
@@ -88,7 +85,7 @@ def _compare_suspects(
     if unseen:
         note = [
             f"{stage}: {len(touched):,} shards of the {name} have other times than before; the content of "
-            f"{len(alike):,} was compared and is the same, of the others only what is read at each start"
+            f"{len(alike):,} was compared and is the same, of the others only what each start reads"
         ]
     local_unseen = [shard for shard in unseen if new.sha256[shard] or new.pixels[shard]]
     return old.seen_as(new, unseen=local_unseen), note
@@ -105,7 +102,7 @@ def _read(path: Path, *, digest: str) -> DataRecord | None:
     """None if it is absent, broken, or does not match `digest` (unless that is empty)."""
     try:
         content = parse_json(path.read_bytes())
-        if content["version"] != _VERSION or list(content["sets"])[: len(_SETS)] != list(_SETS):
+        if content["version"] != _VERSION or list(content["sets"])[:2] != [TRAINING_IMAGES, HELD_OUT_IMAGES]:
             return None
         record = DataRecord({name: SetIdentity.from_json(one) for name, one in content["sets"].items()})
     except (OSError, ValueError, KeyError, TypeError):

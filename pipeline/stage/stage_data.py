@@ -1,4 +1,4 @@
-"""A stage's shards, opened and checked against each other, and the order of their samples.
+"""Open a stage's shards, check them against each other, and order their samples.
 
 Needs no torch: `shardvit run` opens the shards before it starts any process, and each rank opens them again.
 """
@@ -6,7 +6,7 @@ Needs no torch: `shardvit run` opens the shards before it starts any process, an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from data_shards.checking.fitness import assess
@@ -28,6 +28,8 @@ from pipeline.recipe.stage_plan import StagePlan, chosen_metrics
 from pipeline.recipe.vocabulary import OWN_SET, EvalMetric, StageName
 from pipeline.runs.run_folder import RunFolder, StageRecord
 
+TRAINING_IMAGES, HELD_OUT_IMAGES = "training images", "held-out images"  # in the stage's records
+
 Report = Callable[[str], None]
 
 
@@ -36,16 +38,24 @@ class StageData:
     """The data sets of one training stage."""
 
     train: ShardSet  # several sets laid end to end, if they are mixed
-    train_sizes: tuple[tuple[int, ...], ...]  # of each mixed set: samples of its shards
+    train_sizes: tuple[tuple[int, ...], ...]  # samples per shard of each mixed set
     weights: tuple[float, ...] | None  # of the mixed sets
-    eval: ShardSet
+    held_out: Mapping[str, ShardSet]  # by name, the stage's own first, as "val"
     store: Store
-    also_eval: Mapping[str, ShardSet] = field(default_factory=dict)  # more held-out sets, by name
 
     @property
-    def held_out(self) -> dict[str, ShardSet]:
-        """All held-out sets by name, the stage's own first, as "val"."""
-        return {OWN_SET: self.eval, **self.also_eval}
+    def eval(self) -> ShardSet:
+        return self.held_out[OWN_SET]
+
+    @property
+    def also_eval(self) -> dict[str, ShardSet]:
+        return {name: one for name, one in self.held_out.items() if name != OWN_SET}
+
+    @property
+    def recorded(self) -> dict[str, ShardSet]:
+        """All sets, by their names in the stage's records."""
+        also = {f"{HELD_OUT_IMAGES} {name}": one for name, one in self.also_eval.items()}
+        return {TRAINING_IMAGES: self.train, HELD_OUT_IMAGES: self.eval, **also}
 
 
 @dataclass(frozen=True)
@@ -60,7 +70,6 @@ class Stage:
 
     @property
     def config(self) -> TrainStage:
-        """The recipe's section for this stage."""
         return self.recipe.train_stage(self.name)
 
     @property
@@ -83,17 +92,11 @@ class Stage:
     @property
     def inputs(self) -> dict[str, str]:
         """Digests of the data sets, by their names in records."""
-        also = {held_out_name(name): one.digest for name, one in self.data.also_eval.items()}
-        return {"training images": self.data.train.digest, "held-out images": self.data.eval.digest, **also}
+        return {name: one.digest for name, one in self.data.recorded.items()}
 
     def order(self) -> AnyOrder:
-        """The order of the training stream; UserError if sizes do not fit."""
+        """Order the training stream; UserError if sizes do not fit."""
         return training_order(self.recipe, data=self.data, plan=self.plan)
-
-
-def held_out_name(name: str) -> str:
-    """Name in records of a set of the recipe's also_eval."""
-    return f"held-out images {name}"
 
 
 def shards_spec(config: ShardsConfig) -> ShardsSpec:
@@ -112,7 +115,7 @@ def shards_spec(config: ShardsConfig) -> ShardsSpec:
 
 
 def training_order(recipe: Recipe, *, data: StageData, plan: StagePlan) -> AnyOrder:
-    """The order of the training stream; UserError if sizes do not fit (a mixed set with fewer images than lanes)."""
+    """Order the training stream; UserError if sizes do not fit (a mixed set with fewer images than lanes)."""
     return make_order(
         data.train_sizes,
         weights=data.weights,
@@ -149,30 +152,29 @@ def open_data(recipe: Recipe, *, stage: StageName, report: Report = print, comma
 
     parts = [opened for each in config.train for opened in open_one(each)]
     weights = [each.weight for each in config.train if each.weight is not None]
-    held_outs = {OWN_SET: open_one(config.eval), **{name: open_one(each) for name, each in config.also_eval.items()}}
+    held_out = {OWN_SET: open_one(config.eval), **{name: open_one(each) for name, each in config.also_eval.items()}}
     if refused:
         raise CommandRefused("; ".join(dict.fromkeys(map(str, refused))))
-    train, held_out = merge_shard_sets(parts), {name: found[0] for name, found in held_outs.items()}
-    for shards in (train, *held_out.values()):
-        _demand_few_lost(shards, max_share=recipe.data.max_corrupt_share)
-    _demand_apart(train, held_out[OWN_SET], config=config, stage=stage)
-    if not isinstance(config, MaskedPatchStage):  # which does not look at labels
-        for name, each in held_out.items():
-            key = "eval" if name == OWN_SET else f"also_eval.{name}"
-            _demand_like_labels(train, each, config=config, stage=stage, key=key)
-            asked_metrics(config, shards=each, stage=stage)
-    return StageData(
-        train=train,
+    data = StageData(
+        train=merge_shard_sets(parts),
         train_sizes=tuple(part.shard_sizes for part in parts),
         weights=tuple(weights) or None,
-        eval=held_out.pop(OWN_SET),
+        held_out={name: found[0] for name, found in held_out.items()},
         store=store,
-        also_eval=held_out,
     )
+    for shards in (data.train, *data.held_out.values()):
+        _demand_few_lost(shards, max_share=recipe.data.max_corrupt_share)
+    _demand_apart(data, config=config, stage=stage)
+    if not isinstance(config, MaskedPatchStage):  # which ignores labels
+        for name, each in data.held_out.items():
+            key = "eval" if name == OWN_SET else f"also_eval.{name}"
+            _demand_like_labels(data.train, each, config=config, stage=stage, key=key)
+            asked_metrics(config, shards=each, stage=stage)
+    return data
 
 
 def store_of(recipe: Recipe, *, commands: Commands) -> Store:
-    """The store that reads shards, with this host's cache for remote ones."""
+    """Make the store that reads shards, with this host's cache for remote ones."""
     folder = recipe.data.cache.folder
     cache = CacheConfig(
         folder=Path(folder) if folder else default_cache_folder(), limit_bytes=parse_bytes(recipe.data.cache.limit)
@@ -180,13 +182,14 @@ def store_of(recipe: Recipe, *, commands: Commands) -> Store:
     return Store(cache, commands=commands)
 
 
-def _demand_apart(train: ShardSet, held_out: ShardSet, *, config: TrainStage, stage: StageName) -> None:
+def _demand_apart(data: StageData, *, config: TrainStage, stage: StageName) -> None:
     """UserError if images of eval are trained on, by the shards that both name, unless the recipe allows it."""
+    train, held_out = data.train, data.eval
     if config.eval_overlap == "refuse" and (shared := shared_images(held_out, train)):
         raise UserError(
             f"stages.{stage}: {shared:,} of the {counted(held_out.num_samples, 'image')} of eval, {held_out.source}, "
             f"are trained on, too (train is {train.source}): name other shards, hold out a part (part, hold_out), or, "
-            f"if it is meant, set stages.{stage}.eval_overlap=allow"
+            f"if intended, set stages.{stage}.eval_overlap=allow"
         )
 
 
@@ -197,9 +200,7 @@ def _demand_like_labels(train: ShardSet, held_out: ShardSet, *, config: TrainSta
             f"({held_out.source}: {named(held_out.classes)}) differ: pack both from the same list of classes"
         )
     if train.is_multi_label != held_out.is_multi_label:
-        raise UserError(
-            f"stages.{stage}: one of train and {key} has a list of labels for each image, the other has one"
-        )
+        raise UserError(f"stages.{stage}: one of train and {key} has a list of labels per image, the other has one")
     if train.is_multi_label and not LOSSES[config.loss].takes_several_labels:
         use = " or ".join(name for name, loss in LOSSES.items() if loss.takes_several_labels)
         raise UserError(f"stages.{stage}.loss is {config.loss}, but the images have several labels each: use {use}")
@@ -219,7 +220,7 @@ def asked_metrics(config: TrainStage, *, shards: ShardSet, stage: StageName) -> 
 
 
 def cache_advice(recipe: Recipe, *, data: StageData, plan: StagePlan, processes_per_node: int) -> str | None:
-    """One sentence, if the cache is too small for the shuffle, so that shards would be fetched again."""
+    """Warn if the cache is too small for the shuffle, so that shards would be fetched again."""
     if data.train.is_local or None in (sizes := [shard.num_bytes for shard in data.train.shards]):
         return None
     fitness, _ = assess(
@@ -232,7 +233,7 @@ def cache_advice(recipe: Recipe, *, data: StageData, plan: StagePlan, processes_
         window_images=recipe.data.shuffle_window_images,
     )
     limit = parse_bytes(recipe.data.cache.limit)
-    # What is fetched ahead needs room as well: see store/prefetch.py.
+    # Prefetched shards need space as well: see store/prefetch.py.
     if fitness is None or fitness.window_bytes * 4 / 3 <= limit or data.train.num_bytes in range(limit):
         return None
     return (
@@ -243,7 +244,7 @@ def cache_advice(recipe: Recipe, *, data: StageData, plan: StagePlan, processes_
 
 
 def _demand_few_lost(shards: ShardSet, *, max_share: float) -> None:
-    """Refuse at the start the damage that `FaultLedger` would stop for later."""
+    """Refuse damage at the start that `FaultLedger` would stop for later."""
     if shards.lost_samples > max_share * shards.num_samples:
         raise UserError(
             f"{shards.damage[0]}; {shards.lost_samples:,} of {shards.num_samples:,} images count as lost, more than "

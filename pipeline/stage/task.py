@@ -1,17 +1,17 @@
 """Training tasks: turn a batch into the model's inputs and targets, its loss and its metrics.
 
-A `Task` is all that the loop and the evaluation know of the kind of training: classification (pre-training and
-fine-tuning) or masked patch prediction. It is stateless, a function of batch and seed. Flip, normalisation and mixing
-are done here, on the device: on a GPU they read and write 24 bytes a value (44 with mixup), 0.3 ms for 256 images of
-224 px at 3 TB/s [arithmetic, not measured]; on a CPU the channels come first while a value is still one byte, since
-that is the expensive pass. Nothing here makes the host wait for a GPU.
+A `Task` is all that the loop and the evaluation know about the kind of training: classification (pre-training and
+fine-tuning) or masked patch prediction. It has no state: a function of batch and seed. It flips, normalises and mixes
+on the device: on a GPU that reads and writes 24 bytes per value (44 with mixup), 0.3 ms for 256 images of 224 px at
+3 TB/s [computed, not measured]; on a CPU the channels move first, while a value is still one byte, since that pass is
+the expensive one. Nothing here makes the host wait for a GPU.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from data_shards.vocabulary import GOOGLES, LabelKind, Normalisation, RandomStre
 from model.loss import LossFunction, image_losses, loss_function, probabilities, softmax_cross_entropy
 from model.masked_patch import colour_classes
 from model.vocabulary import COLOURS, LossKind
-from pipeline.engine.protocol import Engine
+from pipeline.engine.base import Engine
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import MaskedPatchStage
 from pipeline.recipe.vocabulary import StageName
@@ -37,51 +37,10 @@ _MASK_SHARE, _OTHER_SHARE = 0.8, 0.1  # of the corrupted patches; the rest is ke
 
 @dataclass(frozen=True)
 class Example:
-    """A micro-batch of n images, as the model and the loss take it."""
+    """A micro-batch of n images, for model and loss."""
 
-    inputs: tuple[torch.Tensor, ...]  # of the model's forward pass; each has n rows
-    targets: torch.Tensor  # of the loss; n rows
-
-
-class Task(Protocol):
-    """The kind of training, as the loop and the evaluation see it."""
-
-    @property
-    def engine(self) -> Engine: ...
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """What each output of the model stands for."""
-        ...
-
-    @property
-    def kind_of_output(self) -> str:
-        """Plural noun for them."""
-        ...
-
-    @property
-    def score(self) -> str:
-        """The name of the held-out accuracy, logged as val/SCORE."""
-        ...
-
-    def example(self, batch: Batch, *, use: Use) -> Example: ...
-
-    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The mean training loss, in float32; images weigh alike."""
-        ...
-
-    @property
-    def train_metric(self) -> str:
-        """Metric name of `train_score`."""
-        ...
-
-    def train_score(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The accuracy on a training batch, a share, 0-dimensional on its device, without gradient."""
-        ...
-
-    def tally(self, outputs: torch.Tensor, targets: torch.Tensor) -> Tally:
-        """Scores of each held-out image, independent of the other images."""
-        ...
+    inputs: tuple[torch.Tensor, ...]  # each has n rows
+    targets: torch.Tensor  # n rows
 
 
 @dataclass(frozen=True)
@@ -107,25 +66,25 @@ class Tally:
 
 @dataclass(frozen=True)
 class Classification:
-    """An image's labels, from all of it."""
+    """Predict an image's labels."""
 
     engine: Engine
     classes: tuple[str, ...]
     label_kind: LabelKind
     normalisation: Normalisation
     train_loss: LossFunction
-    loss_kind: LossKind  # held-out losses are without smoothing, so that they compare across recipes
+    loss_kind: LossKind  # held-out losses have no smoothing, so that they compare across recipes
 
-    kind_of_output = "classes"
-    score = "top1"
-    train_metric = "train/top1"
+    kind_of_output = "classes"  # what `outputs` names
+    score = "top1"  # held-out accuracy, logged as val/SCORE
+    train_metric = "train/top1"  # `train_score`
 
     @property
     def outputs(self) -> tuple[str, ...]:
         return self.classes
 
     def example(self, batch: Batch, *, use: Use) -> Example:
-        """Images, and classes or shares of classes; mixed if the batch says so."""
+        """Make images, and classes or shares of classes; mixed if the batch says so."""
         engine = self.engine
         return Example(
             (model_input(batch, device=engine.device, dtype=engine.input_dtype, normalisation=self.normalisation),),
@@ -133,17 +92,17 @@ class Classification:
         )
 
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The recipe's, of logits [n, classes]."""
+        """Mean training loss of logits [n, classes], in float32; images weigh alike."""
         return self.train_loss(outputs, targets)
 
     def train_score(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Top-1 as `tally` has it; of a mixed image the share that its best class has in it."""
+        """Top-1 on a training batch, as in `tally`, 0-dimensional; a mixed image counts by its best class's share."""
         best = outputs.detach().argmax(dim=1)
         hit = targets.gather(1, best[:, None]) if targets.is_floating_point() else best == targets
         return hit.float().mean()
 
     def tally(self, outputs: torch.Tensor, targets: torch.Tensor) -> Tally:
-        """Top-1; with several labels an image, whether its best class is one of them (big_vision's prec@1)."""
+        """Score each held-out image by itself: top-1; with several labels, precision at 1 (big_vision's prec@1)."""
         found = answers(outputs, targets, kind=self.loss_kind)
         loss = image_losses(outputs, targets, kind=self.loss_kind).double()
         return Tally(loss, (found.rank == 0).double(), torch.ones_like(loss), found)
@@ -151,7 +110,7 @@ class Classification:
 
 @dataclass(frozen=True)
 class MaskedPatches:
-    """The mean colour of each corrupted patch, from the others: see `model.masked_patch`."""
+    """Predict the mean colour of each corrupted patch from the others: see `model.masked_patch`."""
 
     engine: Engine
     seed: int
@@ -163,7 +122,7 @@ class MaskedPatches:
     train_metric = "train/accuracy"
 
     def example(self, batch: Batch, *, use: Use) -> Example:
-        """Images and their corruption; classes [n, K] of the corrupted patches."""
+        """Make images and their corruption; classes [n, K] of the corrupted patches."""
         engine = self.engine
         pixels = _flipped(batch, device=engine.device)
         colours = colour_classes(pixels.permute(0, 2, 3, 1), patch_size=self.patch_size)
@@ -180,7 +139,7 @@ class MaskedPatches:
         return softmax_cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
     def train_score(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The share of corrupted patches whose colour is right."""
+        """Share of corrupted patches whose colour is right."""
         return (outputs.detach().argmax(dim=-1) == targets).float().mean()
 
     def tally(self, outputs: torch.Tensor, targets: torch.Tensor) -> Tally:
@@ -200,14 +159,14 @@ class Corruption:
 
 
 def corruption_in_training(batch: Batch, *, seed: int, num_patches: int) -> Corruption:
-    """A function of (seed, epoch, sample), so that it does not depend on world size, workers or a resume."""
+    """Corrupt by (seed, epoch, sample), whatever the world size, workers or resumes."""
     return draw_corruption(
         RandomStream.CORRUPTION_TRAIN, seed, batch.epochs.numpy(), batch.samples.numpy(), num_patches=num_patches
     )
 
 
 def corruption_held_out(batch: Batch, *, seed: int, num_patches: int) -> Corruption:
-    """A function of (seed, sample): the same in every evaluation, so that held-out numbers compare."""
+    """Corrupt by (seed, sample): the same in every evaluation, so that results compare."""
     return draw_corruption(RandomStream.CORRUPTION_HELD_OUT, seed, batch.samples.numpy(), num_patches=num_patches)
 
 
@@ -229,8 +188,8 @@ def draw_corruption(*key: ArrayLike, num_patches: int) -> Corruption:
 
 
 def answers(logits: torch.Tensor, targets: torch.Tensor, *, kind: LossKind) -> Answers:
-    """Of logits [n, C] and targets as the loss takes them. Equal scores go to the first class; an image with a score
-    that is NaN is not right."""
+    """Rank the classes by logits [n, C], with the loss's targets. Among equal scores the first class wins; with a NaN
+    score an image is wrong."""
     count, classes = logits.shape
     if targets.is_floating_point():
         of_true = logits.masked_fill(targets <= 0, -torch.inf)
@@ -253,10 +212,13 @@ def answers(logits: torch.Tensor, targets: torch.Tensor, *, kind: LossKind) -> A
     return Answers(rank, true, shares.gather(1, true[:, None])[:, 0], best, shares.gather(1, best))
 
 
+Task = Classification | MaskedPatches
+
+
 def make_task(
     recipe: Recipe, *, stage: StageName, data: StageData, normalisation: Normalisation, engine: Engine
 ) -> Task:
-    """The task of a stage."""
+    """Make the task of a stage."""
     config = recipe.train_stage(stage)
     if isinstance(config, MaskedPatchStage):
         return MaskedPatches(engine=engine, seed=recipe.seed, patch_size=recipe.model.sizes.patch_size)
@@ -281,8 +243,8 @@ def model_input(
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """From the host; a GPU's stream gets to it when it does, and the host does not wait. For small tensors: torch keeps
-    as much page-locked memory as is ever on its way at once."""
+    """Copy to the device without waiting. For small tensors: torch keeps as much page-locked memory as is ever on its
+    way at once."""
     source = values.pin_memory() if device.type == "cuda" else values
     return source.to(device, non_blocking=True)
 
@@ -303,7 +265,7 @@ def _normalised(pixels: torch.Tensor, normalisation: Normalisation) -> torch.Ten
 
 @lru_cache(maxsize=8)
 def _mean_and_std(normalisation: Normalisation, *, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Float32 [3, 1, 1] each; made once, as to copy them makes the host wait."""
+    """Float32 [3, 1, 1] each; cached, as copying them makes the host wait."""
     mean, std = (
         torch.tensor(each, dtype=torch.float64).mul(255).float().to(device)[:, None, None]
         for each in (normalisation.mean, normalisation.std)
@@ -312,8 +274,8 @@ def _mean_and_std(normalisation: Normalisation, *, device: torch.device) -> tupl
 
 
 def targets(batch: Batch, *, device: torch.device, num_classes: int, label_kind: LabelKind) -> torch.Tensor:
-    """The loss's targets: int64 [n], the classes, if each image has one and nothing is mixed; otherwise float32
-    [n, num_classes]: 1 for each label of an image, or the share of each after mixing."""
+    """Make the loss's targets: classes, int64 [n], if each image has one and nothing is mixed; otherwise float32
+    [n, num_classes]: 1 for each label of an image, or its share after mixing."""
     labels = batch.labels.to(device, non_blocking=True)
     if label_kind == "single" and batch.mix is None:
         return labels
@@ -327,7 +289,7 @@ def targets(batch: Batch, *, device: torch.device, num_classes: int, label_kind:
 
 
 def _mixed_images(images: torch.Tensor, mix: Mix) -> torch.Tensor:
-    """All but the last row; uses up `images`."""
+    """Mix all but the last row with the next one; overwrites `images`."""
     if mix.kind == "mixup":
         return _weighted(images, keep=mix.keep)
     if mix.box is not None:
@@ -337,5 +299,5 @@ def _mixed_images(images: torch.Tensor, mix: Mix) -> torch.Tensor:
 
 
 def _weighted(rows: torch.Tensor, *, keep: float) -> torch.Tensor:
-    """Each row and the next; two products and a sum, each rounded, so that the bits do not depend on the shape."""
+    """Blend each row with the next: two products and a sum, each rounded, so the bits do not depend on the shape."""
     return (rows[:-1] * keep).add_(rows[1:] * (1 - keep))

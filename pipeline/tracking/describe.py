@@ -271,11 +271,11 @@ def end_attempt(folder: RunFolder, stage: StageName, status: FinalStatus) -> Non
         ended.save(folder.stage(stage) / MLFLOW_FACTS_FILE)
 
 
-def told(write: Callable[[], object], *, say: Callable[[str], None]) -> None:
-    """Write facts; whatever is wrong with them, training goes on."""
+def try_writing(write: Callable[[], object], *, say: Callable[[str], None]) -> None:
+    """Write facts; training goes on whatever goes wrong."""
     try:
         write()
     except FileNotFoundError:  # the run folder is gone, which is said elsewhere
         return
     except Exception as error:  # noqa: BLE001
-        say(f"MLflow: what it is to know cannot be written: {type(error).__name__}: {error}")
+        say(f"MLflow: the facts of this attempt cannot be written: {type(error).__name__}: {error}")

@@ -19,7 +19,7 @@ from data_shards.durable import replace_text
 from data_shards.text import show_bytes
 from pipeline.runs import written_by
 from pipeline.runs.written_by import git_tags, source_tags
-from pipeline.tracking.run_state import without_credentials
+from pipeline.tracking.facts import without_credentials
 
 ENVIRONMENT_FILE = "environment.txt"
 DIFF_FILE = "git.diff"

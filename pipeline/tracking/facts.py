@@ -1,14 +1,17 @@
-"""mlflow_facts.json: what a stage's run in MLflow is to know apart from metrics, pictures and model. Imports no mlflow.
+"""The files between training and the sender, a pair for each stage, pipeline and sweep. Imports no mlflow.
 
-Training writes it at the beginning and the end of an attempt; the sender reads it, now or later (`shardvit sync`).
-Passwords of URLs are taken out before.
+mlflow_facts.json   the run's name, tags, params, data sets and status; training writes it when an attempt begins
+and ends, without passwords of URLs
+mlflow.json         which run of the tracking service this is, and what was sent; only the sender writes it
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
+import uuid
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,8 +20,8 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from data_shards.durable import replace_text
 from data_shards.safe_paths import read_inside
+from data_shards.text import parse_json
 from pipeline.recipe.vocabulary import MLFLOW_FACTS_FILE
-from pipeline.tracking.run_state import without_credentials
 
 FinalStatus = Literal["FINISHED", "FAILED", "KILLED"]
 RunStatus = Literal[FinalStatus, "RUNNING"]
@@ -39,7 +42,7 @@ class DatasetInput:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """Facts for the MLflow run of a stage or of a pipeline."""
+    """Everything about the run of a stage or a pipeline but metrics, pictures, files and model."""
 
     __pydantic_config__ = ConfigDict(extra="ignore")
 
@@ -48,7 +51,7 @@ class RunFacts:
     tags: dict[str, str] = field(default_factory=dict)
     params: dict[str, str] = field(default_factory=dict)
     datasets: tuple[DatasetInput, ...] = ()
-    results: dict[str, tuple[float, Milliseconds]] = field(default_factory=dict)  # of a pipeline: value, when known
+    results: dict[str, tuple[float, Milliseconds]] = field(default_factory=dict)  # value, and when it was known
     kept_rows: tuple[int, ...] = ()  # of a stage: how many rows of metrics.jsonl each attempt began with
     status: RunStatus = "RUNNING"
     begun_ms: Milliseconds | None = None  # of the first attempt
@@ -56,12 +59,12 @@ class RunFacts:
 
     @property
     def digest(self) -> str:
-        """Digest of the facts, without status and times."""
+        """Digest of the facts without status and times."""
         text = json.dumps(asdict(replace(self, status="RUNNING", begun_ms=None, ended_ms=None)), sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def save(self, file: Path) -> None:
-        """Replace the file atomically. Raises OSError; a missing folder is not made again."""
+        """Replace the file atomically. Raises OSError; does not make a missing folder."""
         replace_text(file, json.dumps(_clean(asdict(self))) + "\n", sync="none")
 
 
@@ -79,6 +82,59 @@ def load_facts(stage_folder: Path) -> RunFacts | None:
         return _FACTS.validate_json(read_inside(stage_folder / MLFLOW_FACTS_FILE, folder=stage_folder))
     except (OSError, ValidationError):
         return None
+
+
+@dataclass
+class RunState:
+    """mlflow.json.
+
+    The key is drawn and saved before the run exists, and is a tag of it: if a kill or a lost answer comes before the id
+    is written, the key finds the run, so that none is created twice.
+    """
+
+    file: Path
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    run_id: str | None = None
+    attempt: int = 0  # the last one whose cut of metrics.jsonl was taken into account
+    sent_rows: int = 0  # of metrics.jsonl; a count, because bytes shift when a damaged row is dropped
+    sent: dict[str, str] = field(default_factory=dict)  # everything else: its name, and a mark that changes with it
+
+    def save(self) -> None:
+        """Replace the file atomically. Raises OSError; does not make a missing folder."""
+        record = {name: value for name, value in vars(self).items() if name != "file"}
+        replace_text(self.file, json.dumps(record) + "\n", sync="none")
+
+    def point_to(self, run_id: str) -> None:
+        """Use this run; if it is not the one before, send everything again."""
+        if self.run_id not in (None, run_id):
+            self.sent_rows, self.sent = 0, {}
+        self.run_id = run_id
+
+
+def load_run_state(file: Path) -> RunState:
+    """Read the state, or return a fresh one if there is no file. Raises ValueError (damaged), OSError."""
+    try:
+        record = parse_json(read_inside(file, folder=file.parent))
+    except FileNotFoundError:
+        return RunState(file)
+    try:
+        if not re.fullmatch("[0-9A-Za-z-]+", str(record["key"])):  # used in a query
+            raise ValueError(f"{file} has no key of a run")
+        return RunState(
+            file,
+            key=str(record["key"]),
+            run_id=None if record["run_id"] is None else str(record["run_id"]),
+            attempt=int(record["attempt"]),
+            sent_rows=int(record["sent_rows"]),
+            sent={str(name): str(mark) for name, mark in record.get("sent", {}).items()},
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is not the state of a run") from error
+
+
+def without_credentials(text: str) -> str:
+    """Replace the `user:password@` of URLs in a text."""
+    return re.sub(r"(\w://)[^/\s@]+@", r"\1***@", text)
 
 
 def _clean(value: Any) -> Any:

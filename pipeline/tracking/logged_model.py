@@ -35,7 +35,7 @@ def log_result_model(client: Any, *, uri: str, result: ResultModel) -> str:
     import mlflow
     from mlflow.entities import LoggedModelOutput, Metric
 
-    from model.formats.pixels_to_probabilities import PixelsToProbabilities
+    from model.loss import PixelsToProbabilities
     from model.saved.model_folder import build_described, load_model
 
     folder, recipe, stage, run_id = result.folder, result.recipe, result.stage, result.run_id
@@ -43,7 +43,8 @@ def log_result_model(client: Any, *, uri: str, result: ResultModel) -> str:
     meta, state = load_model(folder.model(stage))
     model = build_described(meta)
     model.load_state_dict(state)
-    served = PixelsToProbabilities(model.float().requires_grad_(False).eval(), meta=meta).eval()
+    model = model.float().requires_grad_(False).eval()
+    served = PixelsToProbabilities(model, mean=meta.mean, std=meta.std, kind=meta.loss).eval()
     run = client.get_run(run_id)
     step = folder.record(stage).total_steps
     facts = {

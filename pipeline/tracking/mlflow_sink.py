@@ -1,19 +1,19 @@
-"""MLflow: a run per pipeline, a child run per stage; a sweep's run is its pipelines' parent. Within MLflow's limits.
+"""MLflow: a run per pipeline, a child run per stage; a sweep's run is the parent of its points' runs.
 
     images/...              PNG by key and step: the grid of images with its slider
     figures/NAME.svg        the newest of each
     tables/NAME/step-....json
 
-The store is SQLite beside the runs, or a server. MLflow cannot delete points: steps repeated after a rollback have two
-there (the later timestamp counts; the tag shardvit.attempt.N has the step where attempt N began), while metrics.jsonl
-has each step once. Exact duplicates (step, time, value) collapse. MLflow keeps infinity as 1.8e308, and NaN as NaN.
+The store is SQLite beside the runs, or a server. MLflow cannot delete points, so steps repeated after a rollback have
+two there (the later timestamp counts; the tag shardvit.attempt.N has the step where attempt N began), and one in
+metrics.jsonl. Exact duplicates (step, time, value) collapse. MLflow stores infinity as 1.8e308, and NaN as NaN.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,7 @@ from pipeline.runs.logs import MetricRow
 from pipeline.runs.pictures import KeptPicture
 from pipeline.runs.run_folder import RunFolder
 from pipeline.tracking.client import MODEL_TRAINING, home_of, open_client, store_uri
-from pipeline.tracking.facts import DatasetInput, RunFacts, now_ms
-from pipeline.tracking.run_state import RunState, without_credentials
+from pipeline.tracking.facts import DatasetInput, RunFacts, RunState, without_credentials
 from pipeline.tracking.sink import ResultModel, Sink
 
 # From mlflow.utils.validation, and the column `digest` of MLflow's table `datasets`.
@@ -36,20 +35,14 @@ _MAX_NAME_CHARACTERS = 500
 
 
 class MlflowSink:
-    """`sink.Sink` in MLflow.
-
-    Args:
-        uri: of the store.
-        home: the folder of all runs.
-        experiment: the name of the experiment.
-    """
+    """`sink.Sink` for the MLflow store at `uri`; `home`: the folder of all runs."""
 
     def __init__(self, uri: str, *, home: Path, experiment: str) -> None:
         self.place = without_credentials(uri)
         self._uri, self._home, self._experiment = uri, home, experiment
         self._client: Any = None
         self._experiment_id = ""
-        self._there: dict[str, set[str]] = {}  # pictures and tables of a run that was sent to by an earlier process
+        self._there: dict[str, set[str]] = {}  # what earlier processes sent, by run
 
     def connect(self) -> None:
         self._client, self._experiment_id = open_client(self._uri, home=self._home, experiment=self._experiment)
@@ -84,18 +77,7 @@ class MlflowSink:
         return True
 
     def params(self, run_id: str, facts: RunFacts) -> None:
-        from mlflow.entities import Metric
-
-        tags = {"mlflow.runName": facts.name, "mlflow.note.content": facts.description, **facts.tags}
-        set_tags(self._client, run_id, {name: value for name, value in tags.items() if value})
-        changed = log_new_params(self._client, run_id, facts.params)
-        if changed:  # a changed one keeps its first value, and a tag has the change
-            text = "; ".join(f"{name}: {change}" for name, change in changed.items())
-            set_tags(self._client, run_id, {f"shardvit.params_changed.{len(facts.kept_rows)}": text})
-        if facts.datasets:
-            log_datasets(self._client, run_id, facts.datasets)
-        points = [Metric(name, value, at, 0) for name, (value, at) in facts.results.items()]
-        log_points(self._client, run_id, points)
+        log_facts(self._client, run_id, facts)
 
     def metrics(self, run_id: str, rows: Sequence[MetricRow]) -> list[str]:
         from mlflow.entities import Metric
@@ -105,7 +87,7 @@ class MlflowSink:
             for row in rows
             for name, value in {**row.metrics, "images_seen": float(row.images_seen)}.items()
         ]
-        batches = (points[i : i + _MAX_METRICS_PER_BATCH] for i in range(0, len(points), _MAX_METRICS_PER_BATCH))
+        batches = _batches(points, _MAX_METRICS_PER_BATCH)
         return [refusal for batch in batches for refusal in self._send_points(run_id, batch)]
 
     def _send_points(self, run_id: str, points: list[Any]) -> list[str]:
@@ -145,7 +127,7 @@ class MlflowSink:
             self._client.log_text(run_id, picture.svg.read_text(encoding="utf-8"), f"figures/{words.name}.svg")
 
     def _artifacts(self, run_id: str) -> set[str]:
-        """Pictures and tables that were there before this process sent any: a kill may have kept it from noting so."""
+        """Pictures and tables that earlier processes sent; a kill may have kept mlflow.json from saying so."""
         if run_id not in self._there:
             names = [each for folder in ("images", "tables") for each in self._client.list_artifacts(run_id, folder)]
             self._there[run_id] = {
@@ -168,7 +150,7 @@ class MlflowSink:
 
 
 def sink_of(folder: RunFolder, recipe: Recipe, *, uri: str | None, experiment: str | None) -> Sink:
-    """Choose the sink of a run; None: MLflow's database beside the runs, and the recipe's experiment."""
+    """Choose the sink of a run. None: MLflow's database beside the runs; the recipe's experiment."""
     home = home_of(folder)
     return MlflowSink(store_uri(uri, home=home), home=home, experiment=experiment or recipe.experiment)
 
@@ -185,43 +167,35 @@ def run_or_none(client: Any, run_id: str) -> Any:
         return None
 
 
-def log_points(client: Any, run_id: str, points: Sequence[Any]) -> None:
-    """Send MLflow metrics, as many calls as it needs."""
-    for start in range(0, len(points), _MAX_METRICS_PER_BATCH):
-        client.log_batch(run_id, metrics=list(points[start : start + _MAX_METRICS_PER_BATCH]), synchronous=True)
+def log_facts(client: Any, run_id: str, facts: RunFacts) -> None:
+    """Send name, description, tags, params, data sets and results, in as many calls as MLflow's limits need. A changed
+    param keeps its first value, as MLflow never changes one; a tag has "old -> new"."""
+    from mlflow.entities import Metric, Param, RunTag
 
-
-def log_metrics(client: Any, run_id: str, metrics: Mapping[str, float]) -> None:
-    """Send values of this moment."""
-    from mlflow.entities import Metric
-
-    now = now_ms()
-    log_points(client, run_id, [Metric(name, value, now, 0) for name, value in metrics.items()])
-
-
-def log_new_params(client: Any, run_id: str, params: Mapping[str, str]) -> dict[str, str]:
-    """Params are write-once: send those that the run lacks; returns "old -> new" of those that it has with another
-    value."""
-    from mlflow.entities import Param
-
-    clean = {name: without_credentials(value)[:_MAX_PARAM_CHARACTERS] for name, value in params.items()}
+    params = {name: without_credentials(value)[:_MAX_PARAM_CHARACTERS] for name, value in facts.params.items()}
     known = client.get_run(run_id).data.params
-    new = [Param(name, value) for name, value in clean.items() if name not in known]
-    for start in range(0, len(new), _MAX_PARAMS_PER_BATCH):
-        client.log_batch(run_id, params=new[start : start + _MAX_PARAMS_PER_BATCH], synchronous=True)
-    return {name: f"{known[name]} -> {now}" for name, now in clean.items() if known.get(name, now) != now}
+    changed = [f"{name}: {known[name]} -> {now}" for name, now in params.items() if known.get(name, now) != now]
+    tags = {"mlflow.runName": facts.name, "mlflow.note.content": facts.description, **facts.tags}
+    if changed:
+        tags[f"shardvit.params_changed.{len(facts.kept_rows)}"] = "; ".join(changed)
+    shown = {name: without_credentials(value)[:_MAX_TAG_CHARACTERS] for name, value in tags.items() if value}
+    client.log_batch(run_id, tags=[RunTag(*tag) for tag in shown.items()], synchronous=True)
+    new = [Param(*param) for param in params.items() if param[0] not in known]
+    for batch in _batches(new, _MAX_PARAMS_PER_BATCH):
+        client.log_batch(run_id, params=batch, synchronous=True)
+    if facts.datasets:
+        log_datasets(client, run_id, facts.datasets)
+    points = [Metric(name, value, at, 0) for name, (value, at) in facts.results.items()]
+    for batch in _batches(points, _MAX_METRICS_PER_BATCH):
+        client.log_batch(run_id, metrics=batch, synchronous=True)
 
 
-def set_tags(client: Any, run_id: str, tags: Mapping[str, str]) -> None:
-    """Set or replace tags."""
-    from mlflow.entities import RunTag
-
-    entities = [RunTag(name, without_credentials(value)[:_MAX_TAG_CHARACTERS]) for name, value in tags.items()]
-    client.log_batch(run_id, tags=entities, synchronous=True)
+def _batches(items: Sequence[Any], size: int) -> list[list[Any]]:
+    return [list(items[start : start + size]) for start in range(0, len(items), size)]
 
 
 def log_datasets(client: Any, run_id: str, datasets: Sequence[DatasetInput]) -> None:
-    """Name a run's data sets; the same one twice counts once, and another one of its name has its digest after it."""
+    """Send a run's data sets. The same one twice counts once; a different one of the same name gets its digest."""
     from mlflow import entities
 
     inputs = []

@@ -1,9 +1,9 @@
 """THE sender: compares a run's files with what was sent of them, and sends the rest to a sink, each thing once.
 
-`follow` does so while the run trains, in the process beside rank 0 (`launch.draw_and_send`); `sync` does it once.
+`follow` does so while the run trains, in the process beside rank 0 (`launch.draw_and_send`); `sync_run` does it once.
 metrics.jsonl is the outbox: mlflow.json has how many of its rows were sent, and a mark of everything else, so an outage
-costs nothing, and the next attempt sends what this one could not. A failure is reported once, then retried after 1, 2,
-4 ... 60 seconds. An item that a live service refuses three times is dropped.
+costs nothing, and the next attempt sends what this one could not. A failure is reported once and retried after 1, 2, 4
+... 60 seconds. An item that a live service refuses three times is dropped.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
 
+from data_shards.errors import UserError
 from data_shards.safe_paths import is_inside
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import (
@@ -31,17 +32,15 @@ from pipeline.recipe.vocabulary import (
     TRACKING_FOLDER,
     StageName,
 )
-from pipeline.runs.logs import MetricRow, MetricsFollower
-from pipeline.runs.pictures import KeptPicture, kept_pictures, newest_pictures
+from pipeline.runs.logs import MetricRow, MetricsFollower, iter_metrics
+from pipeline.runs.pictures import kept_pictures, newest_pictures
 from pipeline.runs.run_folder import RunFolder
-from pipeline.tracking.describe import pipeline_facts, stage_description
+from pipeline.tracking.describe import begin_attempt, pipeline_facts, stage_description
 from pipeline.tracking.environment import TRACKED_FILES
-from pipeline.tracking.facts import RunFacts, load_facts
-from pipeline.tracking.run_state import RunState, load_run_state, without_credentials
+from pipeline.tracking.facts import RunFacts, RunState, load_facts, load_run_state, now_ms, without_credentials
 from pipeline.tracking.sink import ResultModel, Sink
 
 Say = Callable[[str], None]
-Result = TypeVar("Result")
 
 _ROWS_PER_CALL = 200
 _TRIES = 3  # of what a living service refuses, and of an outage at the end
@@ -51,25 +50,24 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0
 _POLL_SECONDS = 0.25
 _END_PAUSE_SECONDS = 0.5
 _SLOW_CALL_SECONDS = 20.0
-LONGEST_REASON = 300
+_LONGEST_REASON = 300
 
 
 @dataclass
 class Synced:
-    """Counts of what was sent for a stage."""
+    """What was sent for a stage."""
 
-    stage: StageName | None = None  # None: of the pipeline
+    stage: StageName | None = None  # None: the pipeline
     points: int = 0
     pictures: int = 0
     tables: int = 0
-    model: str = ""  # what it is called in the sink
+    model: str = ""  # its name in the sink
     others: list[str] = field(default_factory=list)  # tags, artifacts, ...
-    refused: list[str] = field(default_factory=list)
 
     def describe(self) -> str:
         """One line for people."""
         counts = ((self.points, "points"), (self.pictures, "pictures"), (self.tables, "tables"))
-        parts = [f"{count:,} {what}" for count, what in counts if count] + self.others
+        parts = [f"{count:,} {noun}" for count, noun in counts if count] + self.others
         parts += [f"model {self.model}"] if self.model else []
         return f"{self.stage}: " + (", ".join(parts) if parts else "nothing was missing")
 
@@ -79,19 +77,15 @@ class _Followed:
     """A run in the sink: the sweep's, the pipeline's, or a stage's."""
 
     state: RunState
+    sent: Synced
     stage: StageName | None = None
     curve: MetricsFollower | None = None
     is_open: bool = False
-    sent: Synced = field(default_factory=Synced)
-
-    @property
-    def of(self) -> str:
-        return f"of {self.stage or 'the pipeline'}"
 
 
 @dataclass(frozen=True)
 class _Item:
-    """Something, other than rows, that was not sent yet; `key` has `mark` once it was."""
+    """Something to send other than rows; `key` gets `mark` once it was sent."""
 
     name: str  # for people
     run: _Followed
@@ -101,13 +95,13 @@ class _Item:
 
 
 class Sender:
-    """Sends a run's records, `round` by round, in one thread; `say` prints one line."""
+    """Sends a run's records, `round` by `round`, in one thread; `say` prints one line."""
 
     def __init__(self, folder: RunFolder, recipe: Recipe, sink: Sink, *, say: Say) -> None:
         self._folder, self._recipe, self._sink, self._say = folder, recipe, sink, say
         self._said: set[str] = set()
         self._refusals: dict[str, int] = {}
-        self._asked_at: float | None = None  # of `time.monotonic`, while an answer is waited for
+        self._asked_at: float | None = None  # of `time.monotonic`, during a call
         self._is_failing = self._is_connected = False
         self.pictures_changed = True  # to be set when there are new ones: looking for them reads many files
         self._sweep = None if folder.sweep is None else self._follow(folder.sweep)
@@ -121,25 +115,22 @@ class Sender:
         return self._is_failing or (asked_at is not None and time.monotonic() - asked_at > _SLOW_CALL_SECONDS)
 
     def curve_bytes(self) -> int:
-        """The size of all metrics.jsonl: it grows when there is something to send."""
-        files = [self._folder.stage(name) / METRICS_FILE for name in self._recipe.stages.names]
+        """Size of all metrics.jsonl, which grows when there is something to send."""
+        files = (self._folder.stage(name) / METRICS_FILE for name in self._recipe.stages.names)
         return sum(file.stat().st_size for file in files if file.is_file())
 
     def missing(self) -> str:
-        """Describe what is still to be sent, such as "12 points and 3 other things"; "" if nothing."""
+        """Describe what was not sent, such as "12 points and 3 other things"; "" if nothing."""
         points = sum(len(row.metrics) for each in self._begun() for row in self._unsent_rows(each))
         others = len(self._due(pictures=True))
         return f"{points:,} points and {others:,} other things" if points or others else ""
 
     def round(self) -> int:
-        """Send all that is due; returns how much a living service refused and gets again. Raises whatever an outage
-        does."""
+        """Send all that is due; returns how many items a living service refused and gets again. Raises whatever an
+        outage does."""
         pictures, self.pictures_changed = self.pictures_changed, False
         try:
-            self._open()
-            for each in self._begun():
-                self._send_rows(each)
-            again = sum([self._send(item) for item in self._due(pictures=pictures)])
+            again = self._send_due(self._try_item, pictures=pictures)
         except BaseException:
             self._is_connected, self._is_failing, self.pictures_changed = False, True, True
             raise
@@ -148,26 +139,20 @@ class Sender:
         return again
 
     def send_once(self) -> list[Synced]:
-        """Send all that is due; returns what was sent of each stage. Raises also what a living service refuses."""
-        self._open()
-        for each in self._begun():
-            self._send_rows(each)
-        for item in self._due(pictures=True):
-            self._send_item(item)
+        """Send all that is due, and return it by stage. Raises also what a living service refuses."""
+        self._send_due(self._send_item, pictures=True)
         sent = [each.sent for each in self._begun()]
         sent[0].others += self._pipeline.sent.others
         return sent
 
-    def tell(self, kind: str, text: str) -> None:
-        """Say something of a kind once, without passwords."""
+    def say_once(self, kind: str, text: str) -> None:
+        """Print the first line of its kind, without passwords."""
         if kind not in self._said:
             self._said.add(kind)
             self._say(without_credentials(" ".join(text.split())))
 
-    # ---- what is due ----
-
     def _begun(self) -> list[_Followed]:
-        """The stages that this run has begun; what is a link is another run's, and is sent with that."""
+        """Stages that this run has begun; a link is another run's, and is sent with that."""
         for name in self._recipe.stages.names:
             facts = self._folder.stage(name) / MLFLOW_FACTS_FILE
             if name not in self._stages and facts.is_file() and is_inside(facts, folder=self._folder.path):
@@ -179,10 +164,10 @@ class Sender:
         try:
             state = load_run_state(file)
         except (OSError, ValueError) as error:
-            self.tell(f"state {file}", f"MLflow: a new run is begun, for {file} cannot be read: {error}")
+            self.say_once(f"state {file}", f"MLflow: a new run is begun, for {file} cannot be read: {error}")
             state = RunState(file)
         curve = None if stage is None else MetricsFollower(place / METRICS_FILE)
-        return _Followed(state, stage, curve, sent=Synced(stage))
+        return _Followed(state, Synced(stage), stage, curve)
 
     def _unsent_rows(self, each: _Followed) -> Iterator[MetricRow]:
         assert each.curve is not None and each.stage is not None
@@ -197,7 +182,7 @@ class Sender:
         return (row for row in each.curve.new_rows() if each.curve.count > state.sent_rows)
 
     def _due(self, *, pictures: bool) -> list[_Item]:
-        """All but rows: the pipeline's, then each stage's, every status last."""
+        """Everything but rows: the pipeline's, then each stage's, every status last."""
         items, statuses = self._due_of(self._pipeline, pipeline_facts(self._recipe, self._folder))
         for each in self._begun():
             assert each.stage is not None
@@ -210,10 +195,10 @@ class Sender:
 
     def _due_of(self, each: _Followed, facts: RunFacts) -> tuple[list[_Item], list[_Item]]:
         """Facts and files; status."""
-        sink, sent = self._sink, each.state.sent
-        items: list[_Item] = []
+        sink, sent, items = self._sink, each.state.sent, list[_Item]()
+        of = f"of {each.stage or 'the pipeline'}"
         if sent.get("facts") != facts.digest:
-            name = f"tags, params, data sets and results {each.of}"
+            name = f"tags, params, data sets and results {of}"
             items.append(_Item(name, each, "facts", facts.digest, lambda run_id: sink.params(run_id, facts)))
         if each.stage is None:
             tracked = [f"{TRACKING_FOLDER}/{name}" for name in TRACKED_FILES]
@@ -225,23 +210,26 @@ class Sender:
             path = self._folder.path / name
             if path.is_file() and is_inside(path, folder=self._folder.path):  # a link may lead to a stranger's
                 mark = f"{path.stat().st_size} {path.stat().st_mtime_ns}"
-                shown = "the page" if name == PAGE_FILE else f"artifact {path.name} {each.of}"
+                shown = "the page" if name == PAGE_FILE else f"artifact {path.name} {of}"
                 if sent.get(name) != mark:
                     items.append(_Item(shown, each, name, mark, lambda run_id, path=path: sink.file(run_id, path)))
-        status = _Item(f"status {each.of}", each, "status", facts.status, lambda run_id: sink.close(run_id, facts))
+        status = _Item(f"status {of}", each, "status", facts.status, lambda run_id: sink.close(run_id, facts))
         return items, [status] if sent.get("status") != facts.status else []
 
     def _due_pictures(self, each: _Followed) -> list[_Item]:
-        kept = [one for one in kept_pictures(each.state.file.parent) if _name(one) not in each.state.sent]
-        newest = {_name(one) for one in newest_pictures(kept)}
+        kept = kept_pictures(each.state.file.parent)
+        new = {one.key: one for one in kept if one.key not in each.state.sent}
+        newest = {one.key for one in newest_pictures(list(new.values()))}
 
-        def item(one: KeptPicture) -> _Item:
-            def send(run_id: str) -> None:
-                self._sink.picture(run_id, one, is_newest=_name(one) in newest)
+        def send(name: str, run_id: str) -> None:
+            self._sink.picture(run_id, new[name], is_newest=name in newest)
+            each.sent.tables += new[name].table is not None
+            each.sent.pictures += new[name].table is None
 
-            return _Item(f"{'table' if one.table else 'picture'} {_name(one)}", each, _name(one), "sent", send)
-
-        return [item(one) for one in kept]
+        return [
+            _Item(f"{'table' if one.table else 'picture'} {name}", each, name, "sent", partial(send, name))
+            for name, one in new.items()
+        ]
 
     def _due_model(self, each: _Followed) -> list[_Item]:
         """The model of the last stage, if that leaves one and is done."""
@@ -259,7 +247,11 @@ class Sender:
 
         return [_Item("model", each, "model", record.model_digest, send)]
 
-    # ---- sending ----
+    def _send_due(self, send: Callable[[_Item], bool], *, pictures: bool) -> int:
+        self._open()
+        for each in self._begun():
+            self._send_rows(each)
+        return sum([send(item) for item in self._due(pictures=pictures)])
 
     def _open(self) -> None:
         """Have a run for the sweep, the pipeline and each stage that has begun; each id is saved once known."""
@@ -267,72 +259,73 @@ class Sender:
             raise FileNotFoundError(f"{self._folder.path} is gone")  # with it, perhaps, the folder of all runs
         followed = [*([self._sweep] if self._sweep else []), self._pipeline, *self._begun()]
         if not self._is_connected:
-            self._ask(self._sink.connect)
-            self._is_connected = True
+            with self._asking():
+                self._sink.connect()
             for each in followed:
                 each.is_open = False
+            self._is_connected = True
         for each in followed:
-            if each.is_open:
-                continue
-            if each is self._sweep:
-                assert self._folder.sweep is not None
-                name, begun_ms, parent = self._folder.sweep.name, None, None
-            else:
-                place = self._folder.path if each.stage is None else self._folder.stage(each.stage)
-                facts = pipeline_facts(self._recipe, self._folder) if each.stage is None else load_facts(place)
-                name, begun_ms = (facts.name, facts.begun_ms) if facts else (place.name, None)
-                parent = self._pipeline if each.stage else self._sweep
-            parent_id = None if parent is None else parent.state.run_id
-            known, state = each.state.run_id, each.state
-            run_id = self._ask(partial(self._sink.open, state, name=name, parent_id=parent_id, begun_ms=begun_ms))
-            if known not in (None, run_id):
-                gone = f"MLflow: run {str(known)[:40]} ({name}) is not in this store"
-                self.tell(f"gone {name}", f"{gone}: a new one is filled from the start")
-            state.point_to(run_id)
-            self._save(state)
-            each.is_open = True
-            if each is self._pipeline and (address := self._sink.address(run_id)):
-                self.tell("address", f"MLflow: {address}")
+            if not each.is_open:
+                self._open_one(each)
+
+    def _open_one(self, each: _Followed) -> None:
+        state, place = each.state, each.state.file.parent
+        facts = parent = None
+        if each is not self._sweep:
+            facts = load_facts(place) if each.stage else pipeline_facts(self._recipe, self._folder)
+            parent = self._pipeline if each.stage else self._sweep
+        name, begun_ms = (facts.name, facts.begun_ms) if facts else (place.name, None)
+        parent_id, known = None if parent is None else parent.state.run_id, state.run_id
+        with self._asking():
+            run_id = self._sink.open(state, name=name, parent_id=parent_id, begun_ms=begun_ms)
+        if known not in (None, run_id):
+            gone = f"MLflow: run {str(known)[:40]} ({name}) is not in this store"
+            self.say_once(f"gone {name}", f"{gone}: a new one is filled from the start")
+        state.point_to(run_id)
+        self._save(state)
+        each.is_open = True
+        if each is self._pipeline and (address := self._sink.address(run_id)):
+            self.say_once("address", f"MLflow: {address}")
 
     def _send_rows(self, each: _Followed) -> None:
         while rows := list(islice(self._unsent_rows(each), _ROWS_PER_CALL)):
-            refused = self._ask(partial(self._sink.metrics, str(each.state.run_id), rows))
-            each.sent.refused += refused
+            with self._asking():
+                refused = self._sink.metrics(str(each.state.run_id), rows)
             for refusal in refused:
-                self.tell("refused", f"MLflow refuses a value: {refusal[:LONGEST_REASON]}")
+                self.say_once("refused", f"MLflow refuses a value: {refusal[:_LONGEST_REASON]}")
             each.sent.points += sum(len(row.metrics) + 1 for row in rows)  # with images_seen
             each.state.sent_rows += len(rows)
             self._save(each.state)
 
-    def _send(self, item: _Item) -> bool:
+    def _try_item(self, item: _Item) -> bool:
         """Send an item; True if a live service refused it and it is to be retried. Raises if the service is down."""
         try:
-            self._send_item(item)
+            return self._send_item(item)
         except Exception as error:
-            if not self._ask(partial(self._sink.answers, str(item.run.state.run_id))):
-                raise
+            with self._asking():
+                if not self._sink.answers(str(item.run.state.run_id)):
+                    raise
             refusals = self._refusals[item.name] = self._refusals.get(item.name, 0) + 1
             if refusals < _TRIES:  # a proxy that is busy for a moment answers, too
                 return True
-            self.tell(f"refused {item.name}", f"MLflow: {item.name} given up: {str(error)[:LONGEST_REASON]}")
+            self.say_once(f"refused {item.name}", f"MLflow: {item.name} given up: {str(error)[:_LONGEST_REASON]}")
         return False
 
-    def _send_item(self, item: _Item) -> None:
-        state, sent = item.run.state, item.run.sent
-        self._ask(partial(item.send, str(state.run_id)))
+    def _send_item(self, item: _Item) -> bool:
+        state = item.run.state
+        with self._asking():
+            item.send(str(state.run_id))
         state.sent[item.key] = item.mark
         self._save(state)
-        if item.name.startswith("picture "):
-            sent.pictures += 1
-        elif item.name.startswith("table "):
-            sent.tables += 1
-        elif item.key != "model":
-            sent.others.append(item.name)
+        if item.key != "model" and item.mark != "sent":  # these count themselves
+            item.run.sent.others.append(item.name)
+        return False
 
-    def _ask(self, call: Callable[[], Result]) -> Result:
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
         self._asked_at = time.monotonic()
         try:
-            return call()
+            yield
         finally:
             self._asked_at = None
 
@@ -343,11 +336,7 @@ class Sender:
             return
         except OSError as error:
             text = f"MLflow: cannot write {state.file}, a resumed stage may begin a new run: {error}"
-            self.tell(f"state {state.file}", text)
-
-
-def _name(one: KeptPicture) -> str:
-    return f"{one.picture.name} {one.step}"
+            self.say_once(f"state {state.file}", text)
 
 
 def follow(sender: Sender, *, over: threading.Event) -> None:
@@ -358,23 +347,51 @@ def follow(sender: Sender, *, over: threading.Event) -> None:
         pass
     pause_seconds, tries_at_end = _FIRST_PAUSE_SECONDS, 0
     while True:
-        ending = over.is_set()  # read before the work, so that the last round sees the last row
+        is_ending = over.is_set()  # read before the work, so that the last round sees the last row
         wait_seconds = _FLUSH_SECONDS
         try:
             again = sender.round()
-            if ending and not again:
+            if is_ending and not again:
                 return
             pause_seconds = _FIRST_PAUSE_SECONDS
             if again:
                 wait_seconds = pause_seconds
         except Exception as error:  # noqa: BLE001  (whatever it was, it is tried again)
             kept = "training goes on, MLflow is retried, and metrics.jsonl has every value"
-            sender.tell("outage", f"MLflow: {type(error).__name__}: {str(error)[:LONGEST_REASON]} ({kept})")
-            tries_at_end += ending
+            sender.say_once("outage", f"MLflow: {type(error).__name__}: {str(error)[:_LONGEST_REASON]} ({kept})")
+            tries_at_end += is_ending
             if tries_at_end >= _TRIES:
                 return
             wait_seconds, pause_seconds = pause_seconds, min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
-        if ending:
+        if is_ending:
             time.sleep(min(wait_seconds, _END_PAUSE_SECONDS))
         else:
             over.wait(wait_seconds)
+
+
+def sync_run(folder: RunFolder, recipe: Recipe, sink: Sink, *, say: Say) -> list[Synced]:
+    """Send what the sink lacks of a run that is not training, each value once, however often it is called. UserError:
+    the sink cannot be reached or refuses, or nothing was trained."""
+    begun = [name for name in recipe.stages.names if _settle(folder, recipe, name)]
+    if not begun:
+        raise UserError(f"{folder.path}: no stage has begun, so there is nothing to send")
+    try:
+        return Sender(folder, recipe, sink, say=say).send_once()
+    except Exception as error:
+        reason = without_credentials(" ".join((str(error) or type(error).__name__).split()))[:_LONGEST_REASON]
+        raise UserError(f"{sink.place} does not take {folder.path}: {reason}") from error
+
+
+def _settle(folder: RunFolder, recipe: Recipe, stage: StageName) -> bool:
+    """Write down the end of a stage that was killed, and facts that an old version left out; False: the stage is not
+    this run's own."""
+    file = folder.stage(stage) / METRICS_FILE
+    if not (file.is_file() and is_inside(file, folder=folder.path)):
+        return False
+    facts = load_facts(folder.stage(stage)) or begin_attempt(folder, recipe, stage, params={}, tags={})
+    times = [int(row.time * 1000) for row in iter_metrics(file)]
+    if facts.status == "RUNNING":
+        facts = replace(facts, status="FINISHED" if folder.peek(stage).state == "done" else "KILLED")
+    begun_ms, ended_ms = min([facts.begun_ms or now_ms(), *times[:1]]), facts.ended_ms or max(times, default=None)
+    replace(facts, begun_ms=begun_ms, ended_ms=ended_ms).save(folder.stage(stage) / MLFLOW_FACTS_FILE)
+    return True

@@ -18,8 +18,7 @@ from pipeline.recipe.vocabulary import StageName
 from pipeline.runs.logs import MetricRow
 from pipeline.runs.pictures import KeptPicture
 from pipeline.runs.run_folder import RunFolder
-from pipeline.tracking.facts import RunFacts
-from pipeline.tracking.run_state import RunState
+from pipeline.tracking.facts import RunFacts, RunState
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from typing import Any
 from pipeline.recipe.vocabulary import ALL_STAGES, MLFLOW_FILE
 from pipeline.runs.run_folder import RunFolder
 from pipeline.tracking.client import client_of, home_of, store_uri
-from pipeline.tracking.facts import load_facts
-from pipeline.tracking.run_state import load_run_state, without_credentials
+from pipeline.tracking.facts import load_facts, load_run_state, without_credentials
 
 _POLL_SECONDS = 1.0
 _AGAIN_SECONDS = 30.0  # after an outage, which ends MLflow's monitor

@@ -1,20 +1,19 @@
-"""The parts of a stage's training, made from its recipe and wired together."""
+"""Make the parts of a stage's training from its recipe and wire them together."""
 
 from __future__ import annotations
-
-import platform
-from collections.abc import Callable
 
 import torch
 from torch import nn
 
+from data_shards.loading.device_prefetch import prefetch_to_device
+from data_shards.loading.loader import TrainLoader
 from pipeline.checkpoint.disk_space import check_free_space, estimate_bytes
 from pipeline.checkpoint.identity import checkpoint_identity
 from pipeline.checkpoint.saver import CheckpointSaver, Origin, SaveHooks
 from pipeline.checkpoint.store import Retention
 from pipeline.checkpoint.train_state import TrainState
-from pipeline.engine.protocol import Engine
-from pipeline.ranks.pace import Pace
+from pipeline.engine.base import Engine
+from pipeline.ranks.phases import Phases
 from pipeline.ranks.stopping import Requests
 from pipeline.ranks.watch import Watch
 from pipeline.recipe.io import dump_recipe
@@ -23,14 +22,14 @@ from pipeline.recipe.stage import TrainStage
 from pipeline.recipe.vocabulary import CORRUPT_SAMPLES_FILE
 from pipeline.report.reporter import Report
 from pipeline.runs.written_by import written_by
-from pipeline.stage.batches import train_loader, train_stream
+from pipeline.stage.batches import train_stream
 from pipeline.stage.context import StageContext
 from pipeline.stage.damage import FaultLedger
 from pipeline.stage.data_workers import data_workers
 from pipeline.stage.stage_data import Stage
 from pipeline.stage.task import Task
 from pipeline.training.after_step import TrainJob
-from pipeline.training.stage_evaluation import StageEvaluation
+from pipeline.training.stage_evaluation import stage_evaluation
 
 
 def make_job(
@@ -43,7 +42,7 @@ def make_job(
     watch: Watch,
     report: Report,
 ) -> TrainJob:
-    """Everything the loop needs, from `state` on; collective."""
+    """Make all that the loop needs, from `state` on; collective."""
     recipe, data, ranks = stage.recipe, stage.data, context.ranks
     sets = {"train": data.train, "eval": data.eval, **{f"eval {name}": one for name, one in data.also_eval.items()}}
     faults = FaultLedger(
@@ -55,20 +54,20 @@ def make_job(
     workers = data_workers(
         recipe, stage=stage.name, batches=stream, step=state.step, device=engine.device, ranks=ranks, say=report.note
     )
-    batches = train_loader(
+    loader = TrainLoader(
         stream,
         start_step=state.step,
         stop_step=stage.plan.total_steps,
-        workers=workers,
-        device=engine.device,
         passed_over=state.passed_over,
+        workers=workers.count,
+        kind=workers.kind,
     )
-    evaluate = StageEvaluation(
+    evaluate = stage_evaluation(
         context, stage, task=task, engine=engine, faults=faults, workers=workers, watch=watch, report=report
     )
     return TrainJob(
         plan=stage.plan,
-        batches=batches,
+        batches=prefetch_to_device(loader, device=engine.device),
         task=task,
         engine=engine,
         evaluate=evaluate,
@@ -112,24 +111,25 @@ def _make_saver(
 
 
 def judged_by(config: TrainStage, *, task: Task) -> str:
-    """The metric that tells the best evaluation."""
+    """Name the metric that picks the best evaluation."""
     return config.judged_by("loss" if config.keep_best == "loss" else task.score)
 
 
-def make_pace(config: EngineConfig, *, device: torch.device, drawing_seconds: Callable[[], float]) -> Pace:
-    """Measures and compares the ranks' speed."""
-    return Pace(
-        host=platform.node(),
+def make_phases(context: StageContext, config: EngineConfig, *, watch: Watch, device: torch.device) -> Phases:
+    """Make what times the steps of an attempt and compares the ranks' speed."""
+    return Phases(
+        watch=watch,
         device=device,
         factor=config.slow_rank_factor,
         least_seconds=config.slow_rank_seconds,
         forward="shared" if config.backend == "deepspeed" and config.zero_stage == 3 else "own",
-        drawing_seconds=drawing_seconds,
+        drawing_seconds=context.drawing_seconds,
+        start=context.start,
     )
 
 
 def check_disk(stage: Stage, *, model: nn.Module) -> None:
-    """UserError if the disk has no room for a checkpoint."""
+    """UserError if a checkpoint does not fit on the disk."""
     needed_bytes = estimate_bytes(
         sum(parameter.numel() for parameter in model.parameters()),
         engine=stage.recipe.engine,

@@ -7,6 +7,7 @@ kNN: as DINO's (arXiv 2104.14294, appendix F): k 20, temperature 0.07, cosine.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -38,11 +39,9 @@ class ProbeSettings(Strict):
     hold_out: float = Field(default=0.2, gt=0, lt=1)
     """Share of the training images that choose C; then all are learned from."""
 
-    @model_validator(mode="after")
-    def _nothing_ignored(self) -> ProbeSettings:
+    def problems(self) -> Iterator[str]:
         if len(self.c) == 1:
-            self.refuse("hold_out", means_nothing="to a single c, which nothing has to choose")
-        return self
+            yield from self.ignored("hold_out", means_nothing="to a single c, which nothing has to choose")
 
 
 class KnnSettings(Strict):
@@ -109,10 +108,7 @@ class TransferTable(Strict):
                 )
         return {**tree, "data_sets": sets}
 
-    @model_validator(mode="after")
-    def _names_differ(self) -> TransferTable:
+    def problems(self) -> Iterator[str]:
         names = [each.name for each in self.data_sets]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"data set {twice[0]} is named twice: give each a name of its own")
-        return self
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            yield f"data set {twice[0]} is named twice: give each its own name"

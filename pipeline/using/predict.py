@@ -19,13 +19,13 @@ import numpy as np
 import torch
 
 from data_shards.errors import UnreadableImage, UserError
-from data_shards.images.box import Pixels
+from data_shards.images.crops import Pixels
 from data_shards.images.decode import USUAL_LIMIT, PixelLimit, read_image
 from data_shards.images.transforms import EvalTransform
 from data_shards.loading.batch import batch_of
 from data_shards.processes import num_cores
 from data_shards.vocabulary import Normalisation
-from model.formats import onnx_file
+from model.formats.programs import ONNX_ENDING, open_onnx
 from model.loss import probabilities
 from model.saved.model_folder import SavedModelMeta, build_described
 from pipeline.ranks.process import settle_threads
@@ -79,7 +79,7 @@ def open_predictor(path: Path, *, device: DeviceChoice = "auto", weights: Weight
     """
     chosen = chosen_device(device)
     settle_threads(cores=num_cores(), asked=None)
-    if path.suffix == onnx_file.ENDING and path.is_file():
+    if path.suffix == ONNX_ENDING and path.is_file():
         if weights is not None:
             raise UserError(f"--weights {weights}: {path} is an ONNX file, which holds one model only: leave it out")
         return _open_onnx(path, device=device)
@@ -127,7 +127,7 @@ def _open_onnx(path: Path, *, device: DeviceChoice) -> Predictor:
     if device == "cuda":
         raise UserError(f"--device cuda: {path} is ONNX, which runs on the CPU here; leave it out")
     try:
-        program = onnx_file.open_onnx(path)
+        program = open_onnx(path)
     except ValueError as error:  # model/ does not know UserError
         raise UserError(str(error)) from None
     return Predictor(program.meta, program, device=torch.device("cpu"), origin=str(path))

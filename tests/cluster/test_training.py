@@ -13,11 +13,11 @@ import pytest
 import yaml
 
 from pipeline.recipe.vocabulary import StageName
-from pipeline.runs.logs import read_metrics
 from tests.cluster.conftest import ROOT, SubmittedRun
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.faults.harness import INJECT, Case, Fault, pack_shards, recipe
 from tests.left_behind import mlflow_states, surprises
+from tests.small_recipe import curve
 
 STAGES: tuple[StageName, ...] = ("pretrain", "swap_head", "finetune")
 STEPS = 120  # 10 seconds: time enough to interrupt it
@@ -80,18 +80,12 @@ def undisturbed(
     return make
 
 
-def curve(run: SubmittedRun, stage: StageName) -> list[tuple[int, dict[str, float]]]:
-    """A stage's curve without times."""
-    rows = read_metrics(run.run / stage / "metrics.jsonl")
-    return [(row.step, {k: v for k, v in row.metrics.items() if not k.startswith("perf/")}) for row in rows]
-
-
 def is_the_same(run: SubmittedRun, other: SubmittedRun) -> None:
     """Asserts that every stage came to the same end, to the last bit, in one MLflow run."""
     for stage in STAGES:
         ours, theirs = run.record(stage), other.record(stage)
         assert ours.state == "done", run.log(stage)
-        assert curve(run, stage) == curve(other, stage)
+        assert curve(run.run / stage) == curve(other.run / stage)
         assert (ours.results, ours.model_digest) == (theirs.results, theirs.model_digest)
     assert mlflow_states(run.run.parent / "mlflow.db") == {stage: ["FINISHED"] for stage in ("", *STAGES)}
 
@@ -118,7 +112,7 @@ def test_a_requeue_in_the_middle_of_training_changes_no_bit(slurm: SlurmCluster,
     finish(run, jobs)
     assert "requeued 1 times" in run.log("pretrain") and "going on from" in run.log("pretrain")
     record = expected.record()
-    assert curve(run, "pretrain") == expected.curve()
+    assert curve(run.run / "pretrain") == expected.curve()
     assert run.record("pretrain").model_digest == record["model_digest"]
     assert run.record("pretrain").results == record["results"]
     assert run.record("finetune").state == "done" and surprises(run.run) == []

@@ -30,7 +30,7 @@ import psutil
 import yaml
 
 from data_shards.packing.pack import pack
-from pipeline.runs.logs import read_metrics
+from tests.small_recipe import curve
 
 ROOT = Path(__file__).resolve().parents[2]
 INJECT = Path(__file__).with_name("inject")
@@ -324,11 +324,8 @@ class Case:
         return json.loads((self.stage / "stage.json").read_text(encoding="utf-8"))
 
     def curve(self) -> list[tuple[int, dict[str, float]]]:
-        """The rows of metrics.jsonl of the first stage, without times."""
-        return [
-            (row.step, {name: value for name, value in row.metrics.items() if not name.startswith("perf/")})
-            for row in read_metrics(self.stage / "metrics.jsonl")
-        ]
+        """The first stage's curve, without times."""
+        return curve(self.stage)
 
     def files(self) -> set[str]:
         """All files and empty folders of the run folder, relative to it."""

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
+from data_shards.packing.pack import pack
 from pipeline.runs.logs import read_metrics
-from tests.integration.small_runs import pack_digits, stage, write_recipe
+from tests.small_recipe import small_recipe, small_stage, write_recipe
 
 STEPS = 40
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -19,13 +20,20 @@ def losses(tmp_path_factory: pytest.TempPathFactory, run_preloaded: Run) -> Call
     """`losses(name, processes=..., ...)` runs the recipe; the training loss of each step, then the held-out loss."""
     folder = tmp_path_factory.mktemp("any")
     # Three classes: what 40 steps can learn with half of the patches dropped.
-    shards = pack_digits(folder / "digits", "012", holdout=0.1, samples_per_shard=200)
+    pack(
+        "digits",
+        folder / "digits",
+        classes=("0", "1", "2"),
+        holdout=0.1,
+        samples_per_shard=200,
+        report=lambda text: None,
+    )
 
     def run(name: str, *, processes: int, micro_batch: int, masks: str = "sample", **engine: object) -> list[float]:
-        pretrain = stage(
-            shards,
-            f"{STEPS} steps",
+        stage = small_stage(
+            folder / "digits",
             global_batch_size=32,
+            duration=f"{STEPS} steps",
             optimizer={"name": "adamw", "lr": 0.005},
             augment={"mixup_alpha": 0.2, "crop_area": [0.8, 1.0], "flip": 0.0},
             dropout=0.1,
@@ -36,22 +44,16 @@ def losses(tmp_path_factory: pytest.TempPathFactory, run_preloaded: Run) -> Call
             log_every="1 steps",
             save_every="100%",
         )
-        write_recipe(
-            folder,
-            {"pretrain": pretrain},
-            name=name,
-            file=f"{name}.yaml",
-            seed=7,
-            processes=processes,
-            model={"width": 32, "depth": 2, "heads": 2, "patch_size": 2},
-            engine={"precision": "fp32", "max_micro_batch_size": micro_batch, **engine},
-        )
+        model = {"width": 32, "depth": 2, "heads": 2, "patch_size": 2}
+        engine = {"precision": "fp32", "max_micro_batch_size": micro_batch, **engine}
+        tree = small_recipe(name, model=model, seed=7, processes=processes, engine=engine, pretrain_=stage)
+        write_recipe(folder / f"{name}.yaml", tree)
         done = run_preloaded("run", f"{name}.yaml", cwd=folder)
         assert done.returncode == 0, done.stdout + done.stderr
         rows = read_metrics(folder / "runs" / name / "pretrain" / "metrics.jsonl")
-        losses = [row.metrics["train/loss"] for row in rows if "train/loss" in row.metrics]
-        assert len(losses) == STEPS
-        return [*losses, *(row.metrics["val/loss"] for row in rows if "val/loss" in row.metrics)]
+        curve = [row.metrics["train/loss"] for row in rows if "train/loss" in row.metrics]
+        assert len(curve) == STEPS
+        return [*curve, *(row.metrics["val/loss"] for row in rows if "val/loss" in row.metrics)]
 
     return run
 

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.small_runs import pack_digits, stage, write_recipe
+from data_shards.packing.pack import pack
+from tests.small_recipe import small_recipe, small_stage, write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 240.0
@@ -54,10 +55,11 @@ def state_of(top: Path) -> dict[str, tuple[int, int, str]]:
 def test_going_on_in_a_hard_linked_copy_leaves_the_original_as_it_was(
     tmp_path: Path, preloaded_environment: Mapping[str, str]
 ) -> None:
-    pack_digits(tmp_path / "shards", "01")
-    pretrain = stage("shards", "300 steps", log_every="5 steps", save_every="20 steps", save_every_minutes=0)
+    pack("digits", tmp_path / "shards", classes=("0", "1"), holdout=0.2, report=lambda text: None)
+    stage = small_stage(duration="300 steps", log_every="5 steps", save_every="20 steps")
     engine = {"backend": "accelerate", "precision": "fp32"}
-    write_recipe(tmp_path, {"pretrain": pretrain}, name="law", engine=engine, tracking={"log_model": False})
+    recipe = small_recipe("law", processes=1, engine=engine, tracking={"log_model": False}, pretrain_=stage)
+    write_recipe(tmp_path / "recipe.yaml", recipe)
     first = start(tmp_path, "runs", preloaded_environment)
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not list(tmp_path.glob("runs/law/pretrain/checkpoints/step-*")):

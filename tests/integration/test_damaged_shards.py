@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from data_shards.packing.pack import pack
 from data_shards.shards.tar_index import open_index
 from pipeline.runs.logs import read_metrics
-from tests.integration.small_runs import pack_digits, stage, write_recipe
+from tests.small_recipe import SMALL, small_recipe, small_stage, write_recipe
 
 Damaged = tuple[Path, set[tuple[str, str]]]
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -19,7 +20,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 def damaged(tmp_path_factory: pytest.TempPathFactory) -> Damaged:
     """Digits in 8 shards: about 1 % of the images spoiled, one tar cut short; and what is lost by that."""
     folder = tmp_path_factory.mktemp("damaged")
-    pack_digits(folder / "digits", samples_per_shard=180)
+    pack("digits", folder / "digits", holdout=0.2, samples_per_shard=180, report=lambda line: None)
     tars = sorted((folder / "digits" / "train").glob("*.tar"))
     lost: set[tuple[str, str]] = set()
     for number, tar in enumerate(tars):
@@ -33,9 +34,12 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> Damaged:
             if number == 5:
                 stream.truncate(int(index.image_offset[-20]) + 7)
                 lost |= {(tar.name, key) for key in list(index.keys)[-20:]}
-    finetune = stage(folder / "digits", "1.1 epochs", start="scratch", global_batch_size=32, log_every="5 steps")
-    engine = {"backend": "accelerate", "precision": "fp32"}
-    write_recipe(folder, {"finetune": finetune}, name="damaged", processes=2, engine=engine)
+    keys = {"global_batch_size": 32, "duration": "1.1 epochs", "log_every": "5 steps"}
+    engine, model = {"backend": "accelerate", "precision": "fp32"}, SMALL | {"depth": 2}
+    stage = small_stage(folder / "digits", start="scratch", **keys)
+    write_recipe(
+        folder / "recipe.yaml", small_recipe("damaged", model=model, processes=2, engine=engine, finetune_=stage)
+    )
     return folder, lost
 
 
@@ -44,8 +48,8 @@ def run(run_preloaded: Callable[..., subprocess.CompletedProcess[str]]) -> Run:
     return lambda folder, *overrides: run_preloaded("run", "recipe.yaml", *overrides, cwd=folder, timeout_seconds=500)
 
 
-def offenders(folder: Path) -> list[tuple[str, str]]:
-    rows = [json.loads(line) for line in (folder / "corrupt_samples.jsonl").read_text().splitlines()]
+def offenders(stage: Path) -> list[tuple[str, str]]:
+    rows = [json.loads(line) for line in (stage / "corrupt_samples.jsonl").read_text().splitlines()]
     assert all(row["set"] == "train" and row["reason"] for row in rows)
     return [(Path(row["shard"]).name, row["key"]) for row in rows]
 
@@ -55,11 +59,11 @@ def test_training_ends_and_the_offenders_are_listed_exactly(damaged: Damaged, ru
     folder, lost = damaged
     done = run(folder, "data.max_corrupt_share=0.05", "name=lenient")
     assert done.returncode == 0, done.stdout + done.stderr
-    lenient = folder / "runs/lenient/finetune"
-    assert len(lost) == len(offenders(lenient)) and set(offenders(lenient)) == lost
+    stage = folder / "runs/lenient/finetune"
+    assert len(lost) == len(offenders(stage)) and set(offenders(stage)) == lost
     counts = [
         row.metrics["data/substituted_images"]
-        for row in read_metrics(lenient / "metrics.jsonl")
+        for row in read_metrics(stage / "metrics.jsonl")
         if "train/loss" in row.metrics
     ]
     assert counts == sorted(counts) and len(lost) <= counts[-1] <= 2 * len(lost)
@@ -87,13 +91,13 @@ def test_more_damage_than_allowed_stops_with_everything_saved_and_a_raised_budge
     done = run(folder, "data.max_corrupt_share=0.016", "name=budget")
     assert done.returncode == 2, done.stdout + done.stderr
     assert "max_corrupt_share 0.016" in done.stderr and "Traceback" not in done.stderr
-    budget = folder / "runs/budget/finetune"
-    step = json.loads((budget / "stage.json").read_text())["last_saved_step"]
+    stage = folder / "runs/budget/finetune"
+    step = json.loads((stage / "stage.json").read_text())["last_saved_step"]
     assert step > 0
     again = run(folder, "data.max_corrupt_share=0.05", "name=budget")
     assert again.returncode == 0, again.stdout + again.stderr
     assert f"step {step}" in again.stdout + again.stderr
-    assert set(offenders(budget)) == lost
+    assert set(offenders(stage)) == lost
 
 
 def test_with_a_budget_of_nothing_the_first_one_is_named_at_once(damaged: Damaged, run: Run):

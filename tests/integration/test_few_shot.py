@@ -9,28 +9,28 @@ from typing import Any
 
 import pytest
 
+from data_shards.packing.pack import pack
+from pipeline.runs.logs import read_metrics
 from pipeline.runs.run_folder import RunFolder
-from tests.integration.small_runs import curve, pack_digits, stage, write_recipe
+from tests.small_recipe import small_recipe, small_stage, write_recipe
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def write(folder: Path, name: str, **keys: Any) -> None:
-    """A recipe of two processes at ZeRO 3."""
-    pretrain = stage(
+def recipe(name: str, **stage: Any) -> dict[str, Any]:
+    keys = small_stage(
         "many",
-        "12 steps",
         global_batch_size=32,
+        duration="12 steps",
         dropout=0.2,
         dropout_masks="process",  # drawn from the process's generator
         ema={"decay": 0.5},
         log_every="3 steps",
         eval_every="3 steps",
         save_every="4 steps",
-        **keys,
+        **stage,
     )
-    engine = {"zero_stage": 3, "precision": "fp32"}
-    write_recipe(folder, {"pretrain": pretrain}, name=name, file=f"{name}.yaml", processes=2, engine=engine)
+    return small_recipe(name, processes=2, engine={"zero_stage": 3, "precision": "fp32"}, pretrain_=keys)
 
 
 FEW_SHOT = [
@@ -41,9 +41,9 @@ FEW_SHOT = [
 
 def test_training_is_the_same_bit_for_bit_with_and_without(tmp_path: Path, run_preloaded: Run) -> None:
     for name, classes in (("many", "01456"), ("few", "238")):
-        pack_digits(tmp_path / name, classes, holdout=0.3)
-    for name, keys in (("without", {}), ("with", {"few_shot": FEW_SHOT})):
-        write(tmp_path, name, **keys)
+        pack("digits", tmp_path / name, classes=tuple(classes), holdout=0.3, report=lambda line: None)
+    for name, stage in (("without", {}), ("with", {"few_shot": FEW_SHOT})):
+        write_recipe(tmp_path / f"{name}.yaml", recipe(name, **stage))
         done = run_preloaded("run", f"{name}.yaml", cwd=tmp_path, timeout_seconds=500)
         assert done.returncode == 0, done.stdout + done.stderr
     plain, measured = (RunFolder(tmp_path / "runs", name) for name in ("without", "with"))
@@ -51,8 +51,9 @@ def test_training_is_the_same_bit_for_bit_with_and_without(tmp_path: Path, run_p
 
     def rows(folder: RunFolder) -> dict[int, dict[str, float]]:
         found: dict[int, dict[str, float]] = {}
-        for step, metrics in curve(folder.stage("pretrain")):
-            found[step] = found.get(step, {}) | metrics
+        for row in read_metrics(folder.stage("pretrain") / "metrics.jsonl"):
+            of_step = {key: value for key, value in row.metrics.items() if not key.startswith("perf/")}
+            found[row.step] = found.get(row.step, {}) | of_step
         return found
 
     few_shot = {
@@ -86,7 +87,7 @@ def test_mistakes_are_said_before_anything_starts(
     tmp_path: Path, run_preloaded: Run, change: dict[str, str], words: str
 ) -> None:
     for name, classes in (("many", "01"), ("few", "238")):
-        pack_digits(tmp_path / name, classes, holdout=0.3)
-    write(tmp_path, "r", few_shot=[FEW_SHOT[0] | change])
+        pack("digits", tmp_path / name, classes=tuple(classes), holdout=0.3, report=lambda line: None)
+    write_recipe(tmp_path / "r.yaml", recipe("r", few_shot=[FEW_SHOT[0] | change]))
     done = run_preloaded("run", "r.yaml", cwd=tmp_path, timeout_seconds=500)
     assert done.returncode == 2 and words in done.stderr and "starting" not in done.stdout

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from data_shards.packing.pack import pack
 from pipeline.runs.pictures import kept_pictures
-from tests.integration.small_runs import pack_digits, stage, write_recipe
 from tests.left_behind import surprises
+from tests.small_recipe import SMALL, small_recipe, small_stage, write_recipe
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -21,10 +22,10 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 def folder(tmp_path_factory: pytest.TempPathFactory, run_cli: Run) -> Path:
     """Two runs of one recipe, with pictures and without."""
     folder = tmp_path_factory.mktemp("looking")
-    pack_digits(folder / "shards", "012")
-    pretrain = stage("shards", "8 steps", log_every="4 steps", eval_every="50%")
-    model = {"width": 16, "depth": 2, "heads": 2, "patch_size": 4}
-    write_recipe(folder, {"pretrain": pretrain}, name="drawn", model=model, engine={})
+    pack("digits", folder / "shards", classes=("0", "1", "2"), holdout=0.2, report=lambda text: None)
+    stage = small_stage(duration="8 steps", log_every="4 steps", eval_every="50%")
+    recipe = small_recipe("drawn", model=SMALL | {"depth": 2}, processes=1, pretrain_=stage)
+    write_recipe(folder / "recipe.yaml", recipe)
     for overrides in ([], ["name=plain", "pictures=off", "seed=0"]):
         done = run_cli("run", "recipe.yaml", *overrides, cwd=folder, env={"SHARDVIT_PICTURES": "auto"})
         assert done.returncode == 0, done.stdout + done.stderr

@@ -5,41 +5,32 @@ import math
 import shutil
 import subprocess
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from data_shards.errors import UserError
 from data_shards.images.transforms import EvalTransform
 from data_shards.loading.assemble import Access
 from data_shards.loading.loader import EvalBatches, eval_batches
+from data_shards.packing.pack import pack
 from data_shards.reading.opening import open_shards
-from launch.cli import app
 from model.masked_patch import colour_classes
 from model.saved.model_folder import load_model
 from pipeline.runs.logs import read_metrics
-from tests.integration.small_runs import curve, pack_digits, stage, write_recipe
+from tests.small_recipe import SMALL, curve, small_recipe, small_stage, write_recipe
 
-STAGES = ("masked_patch", "swap_head", "finetune")
 STEPS, SAVED = 120, 60
-SHARDS = {"train": "many/train", "eval": "many/val"}
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, run_preloaded: Run) -> Path:
-    """A folder in which a whole pipeline has run."""
-    folder = tmp_path_factory.mktemp("masked")
-    pack_digits(folder / "many", samples_per_shard=200)
-    pack_digits(folder / "few", "89", holdout=0.3)
-    masked = stage(
+def recipe(folder: Path) -> dict:
+    masked_patch = small_stage(
         folder / "many",
-        f"{STEPS} steps",
         image_size=16,
         global_batch_size=64,
+        duration=f"{STEPS} steps",
         optimizer={"name": "adamw", "lr": 0.005, "weight_decay": 0.05},
         schedule={"warmup": "10%"},
         augment={"crop_area": [0.9, 1.0], "flip": 0.5},
@@ -48,23 +39,34 @@ def finished(tmp_path_factory: pytest.TempPathFactory, run_preloaded: Run) -> Pa
         save_every=f"{SAVED} steps",
         keep_checkpoints=STEPS // SAVED,
     )
-    write_recipe(
-        folder,
-        {"masked_patch": masked, "swap_head": {}, "finetune": stage(folder / "few", "8 steps", image_size=24)},
-        name="masked",
+    return small_recipe(
+        "masked",
+        model=SMALL | {"width": 32, "depth": 2, "pool": "map"},
         seed=3,
         processes=2,
-        model={"width": 32, "depth": 2, "heads": 2, "patch_size": 4, "pool": "map"},
         engine={"zero_stage": 2, "precision": "bf16", "max_micro_batch_size": 16},
+        masked_patch_=masked_patch,
+        swap_head_={},
+        finetune_=small_stage(folder / "few", image_size=24, duration="8 steps"),
     )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, run_preloaded: Run) -> Path:
+    """A folder in which a whole pipeline has run."""
+    folder = tmp_path_factory.mktemp("masked")
+    quiet = lambda text: None  # noqa: E731
+    pack("digits", folder / "many", holdout=0.2, samples_per_shard=200, report=quiet)
+    pack("digits", folder / "few", classes=("8", "9"), holdout=0.3, report=quiet)
+    write_recipe(folder / "recipe.yaml", recipe(folder))
     done = run_preloaded("run", "recipe.yaml", cwd=folder, timeout_seconds=500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "masked_patch: done, held-out accuracy" in done.stdout
     return folder
 
 
-def stage_record(folder: Path, name: str, *, runs: str = "runs") -> dict:
-    return json.loads((folder / runs / "masked" / name / "stage.json").read_text())
+def stage_record(folder: Path, stage: str, *, runs: str = "runs") -> dict:
+    return json.loads((folder / runs / "masked" / stage / "stage.json").read_text())
 
 
 def best_guess(folder: Path) -> float:
@@ -100,29 +102,19 @@ def test_the_trunk_goes_on_and_what_belongs_to_the_task_does_not(finished: Path)
     assert {name.split(".")[0] for name in set(swapped) - set(masked)} == {"attn_pool"}
 
 
-def test_fine_tuning_starts_from_it(finished: Path):
-    records = {name: stage_record(finished, name) for name in STAGES}
-    assert {record["state"] for record in records.values()} == {"done"}
-    assert records["swap_head"]["inputs"]["weights"] == records["masked_patch"]["model_digest"]
-    assert records["finetune"]["inputs"]["weights"] == records["swap_head"]["model_digest"]
-    meta, tuned = load_model(finished / "runs/masked/finetune/model")
-    assert meta.image_size == 24 and tuned["pos_embed"].shape == (1, 36, 32)
-    assert tuned["head.weight"].any()
-
-
 def test_a_run_that_goes_on_after_a_kill_ends_with_the_same_bits(finished: Path, run_preloaded: Run):
     """From what a kill soon after the first checkpoint leaves behind."""
     shutil.copytree(finished / "runs", finished / "again")
-    masked = finished / "again/masked/masked_patch"
+    stage = finished / "again/masked/masked_patch"
     for name in ("swap_head", "finetune"):
         shutil.rmtree(finished / "again/masked" / name)
-    shutil.rmtree(masked / "model")
-    for checkpoint in (masked / "checkpoints").glob("step-*"):
+    shutil.rmtree(stage / "model")
+    for checkpoint in (stage / "checkpoints").glob("step-*"):
         if checkpoint.name != f"step-{SAVED:08d}":
             shutil.rmtree(checkpoint)
     record = stage_record(finished, "masked_patch")
     record |= {"state": "running", "last_saved_step": SAVED, "results": {}, "model_digest": ""}
-    (masked / "stage.json").write_text(json.dumps(record))
+    (stage / "stage.json").write_text(json.dumps(record))
 
     done = run_preloaded(
         "run", "recipe.yaml", "--stage", "masked_patch", "--runs", "again", cwd=finished, timeout_seconds=500
@@ -134,12 +126,3 @@ def test_a_run_that_goes_on_after_a_kill_ends_with_the_same_bits(finished: Path,
     assert resumed["results"] == undisturbed["results"]
     ours, theirs = (curve(finished / runs / "masked/masked_patch") for runs in ("runs", "again"))
     assert ours == theirs and len(ours) > STEPS // 7
-
-
-def test_it_is_begun_again_by_its_name(finished: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(finished)
-    run = partial(app, exit_on_error=False, print_error=False, result_action="return_value")
-    assert run(["run", "recipe.yaml", "--restart", "masked_patch", "--dry-run"]) == 0
-    digits = [f"stages.{name}.{key}={part}" for name in ("pretrain", "finetune") for key, part in SHARDS.items()]
-    with pytest.raises(UserError, match="--stage masked_patch: the recipe has only the stages pretrain"):
-        run(["run", "digits", *digits, "--stage", "masked_patch", "--runs", "other"])

@@ -4,17 +4,24 @@ import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from data_shards.packing.pack import pack
 from model.saved.model_folder import load_model
 from pipeline.runs.logs import read_metrics
-from tests.integration.small_runs import curve, pack_digits, stage, write_recipe
 from tests.left_behind import mlflow_states, surprises
+from tests.small_recipe import SMALL, curve, small_recipe, small_stage, write_recipe
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 STAGES = ("pretrain", "swap_head", "finetune")
+
+
+def train_stage(shards: Path, image_size: int, duration: str, **keys: Any) -> dict[str, Any]:
+    every = {"log_every": "4 steps", "eval_every": "50%", "save_every": "8 steps"}
+    return small_stage(shards, image_size=image_size, duration=duration, **every, **keys)
 
 
 @pytest.fixture(scope="module")
@@ -26,17 +33,20 @@ def run(run_preloaded: Callable[..., subprocess.CompletedProcess[str]]) -> Run:
 def finished(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Path:
     """A folder in which a whole pipeline has run."""
     folder = tmp_path_factory.mktemp("pipeline")
-    pack_digits(folder / "many", "0123", samples_per_shard=100)
-    pack_digits(folder / "few", "89", holdout=0.3)
-    often = {"log_every": "4 steps", "eval_every": "50%", "save_every": "8 steps"}
-    sgd = {"name": "sgd", "lr": 0.01}
-    stages = {
-        "pretrain": stage(folder / "many", "16 steps", loss="sigmoid", head_bias=-2.0, **often),
-        "swap_head": {},
-        "finetune": stage(folder / "few", "12 steps", image_size=12, optimizer=sgd, label_smoothing=0.1, **often),
-    }
-    model = {"width": 16, "depth": 2, "heads": 2, "patch_size": 4}
-    write_recipe(folder, stages, name="three", processes=2, model=model, engine={})
+    quiet = lambda text: None  # noqa: E731
+    pack("digits", folder / "many", classes=("0", "1", "2", "3"), holdout=0.2, samples_per_shard=100, report=quiet)
+    pack("digits", folder / "few", classes=("8", "9"), holdout=0.3, report=quiet)
+    recipe = small_recipe(
+        "three",
+        model=SMALL | {"depth": 2},
+        processes=2,
+        pretrain_=train_stage(folder / "many", 8, "16 steps", loss="sigmoid", head_bias=-2.0),
+        swap_head_={},
+        finetune_=train_stage(
+            folder / "few", 12, "12 steps", optimizer={"name": "sgd", "lr": 0.01}, label_smoothing=0.1
+        ),
+    )
+    write_recipe(folder / "recipe.yaml", recipe)
     done = run(folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
@@ -57,11 +67,11 @@ def test_in_processes_of_its_own_each_stage_has_the_same_result_to_the_last_bit(
 ):
     """`finished` has run all three in the same two processes, started once."""
     (tmp_path / "recipe.yaml").write_text((finished / "recipe.yaml").read_text())
-    for name in STAGES:
-        alone = run(tmp_path, "--stage", name)
+    for stage in STAGES:
+        alone = run(tmp_path, "--stage", stage)
         assert alone.returncode == 0, alone.stdout + alone.stderr
-    for name in STAGES:
-        ours, theirs = (folder / "runs/three" / name for folder in (finished, tmp_path))
+    for stage in STAGES:
+        ours, theirs = (folder / "runs/three" / stage for folder in (finished, tmp_path))
         assert (ours / "model/model.safetensors").read_bytes() == (theirs / "model/model.safetensors").read_bytes()
         assert curve(ours) == curve(theirs) != []
 
@@ -92,18 +102,9 @@ def test_fine_tuning_has_a_longer_sequence_and_trained_weights(finished):
     assert not torch.equal(before["blocks.0.mlp.fc1.weight"], after["blocks.0.mlp.fc1.weight"])
 
 
-def test_timm_loads_the_result_as_it_is(finished):
-    import timm
-
-    folder = finished / "runs/three/finetune/model"
-    model = timm.create_model(f"local-dir:{folder}", pretrained=True)
-    _, ours = load_model(folder)
-    assert all(torch.equal(tensor, ours[name]) for name, tensor in model.state_dict().items())
-
-
 def test_nothing_is_left_that_is_not_known(finished):
     assert surprises(finished / "runs/three") == []
-    assert mlflow_states(finished / "runs/mlflow.db") == {name: ["FINISHED"] for name in ("", *STAGES)}
+    assert mlflow_states(finished / "runs/mlflow.db") == {stage: ["FINISHED"] for stage in ("", *STAGES)}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -118,11 +119,11 @@ def test_mlflow_holds_one_parent_and_three_finished_children_with_their_curves(f
     children = {run.data.tags["shardvit.stage"]: run for run in runs if "mlflow.parentRunId" in run.data.tags}
     assert len(parents) == 1 and parents[0].info.status == "FINISHED"
     assert set(children) == set(STAGES) and len(runs) == 4
-    for stage_name, child in children.items():
+    for stage, child in children.items():
         assert child.info.status == "FINISHED"
         assert child.data.tags["mlflow.parentRunId"] == parents[0].info.run_id
         assert child.data.params["model.width"] == "16"
-        rows = read_metrics(finished / "runs/three" / stage_name / "metrics.jsonl")
+        rows = read_metrics(finished / "runs/three" / stage / "metrics.jsonl")
         for name in {name for row in rows for name in row.metrics}:
             ours = [(row.step, row.metrics[name]) for row in rows if name in row.metrics]
             theirs = [(point.step, point.value) for point in client.get_metric_history(child.info.run_id, name)]

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from data_shards.packing.pack import pack
 from tests.data_shards.http_server import FaultServer, serve
-from tests.integration.small_runs import curve, pack_digits, stage, write_recipe
+from tests.small_recipe import SMALL, curve, small_recipe, small_stage, write_recipe
 
 CACHE_BYTES = 1_000_000
 KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
@@ -24,16 +25,16 @@ def run(
     run_preloaded: RunCli, name: str, *overrides: str, folder: Path, train: str, held_out: str, **environment: str
 ) -> Path:
     """Run a small recipe to its end; the folder of its stage."""
-    keys = {"train": train, "eval": held_out, "log_every": "1 steps", "eval_every": "50%"}
-    write_recipe(
-        folder,
-        {"finetune": stage("", "3 epochs", start="scratch", global_batch_size=32, **keys)},
-        name=name,
-        file=f"{name}.yaml",
+    keys = {"duration": "3 epochs", "log_every": "1 steps", "eval_every": "50%", "global_batch_size": 32}
+    recipe = small_recipe(
+        name,
+        model=SMALL | {"depth": 2},
         processes=2,
         engine={"backend": "accelerate", "precision": "fp32"},
         data={"workers": 1, "shuffle_window_images": 30, "lanes": 2},
+        finetune_=small_stage(start="scratch", **keys) | {"train": train, "eval": held_out},
     )
+    write_recipe(folder / f"{name}.yaml", recipe)
     done = run_preloaded("run", f"{name}.yaml", *overrides, cwd=folder, env=environment, timeout_seconds=400)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "runs" / name / "finetune"
@@ -46,7 +47,7 @@ def bucket(tmp_path: Path) -> Iterator[tuple[Path, tuple[str, int]]]:
     import boto3
     from moto.server import ThreadedMotoServer
 
-    pack_digits(tmp_path / "digits", samples_per_shard=60)
+    pack("digits", tmp_path / "digits", holdout=0.2, samples_per_shard=60, report=lambda line: None)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -98,7 +99,7 @@ def test_a_run_from_a_failing_bucket_with_a_small_cache_is_the_local_run_to_the_
     assert not any(faults.values())  # all have been met
     assert max(told.count(path) for path in tars) > 2  # and tars were fetched again, after they were evicted
     assert curve(remote) == curve(local)
-    digests = [json.loads((each / "stage.json").read_text())["model_digest"] for each in (local, remote)]
+    digests = [json.loads((stage / "stage.json").read_text())["model_digest"] for stage in (local, remote)]
     assert digests[0] == digests[1]
     kept = sum(file.stat().st_size for file in cache.rglob("*") if file.is_file())
     assert 0 < kept <= CACHE_BYTES

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from data_shards.packing.pack import pack
 from pipeline.runs.logs import read_metrics
 from pipeline.runs.run_folder import RunFolder
-from tests.integration.small_runs import pack_digits, stage, write_recipe
+from tests.small_recipe import small_recipe, small_stage, write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 900.0
@@ -26,15 +27,18 @@ pytestmark = pytest.mark.timeout(1500)
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
     """A working folder with shards and a recipe of two stages."""
-    pack_digits(tmp_path / "shards", "01", samples_per_shard=100)
-    sgd = {"name": "sgd", "lr": 0.1}
-    often = {"log_every": "1 step", "save_every": "5 steps", "eval_every": "0 steps"}
-    stages = {
-        "pretrain": stage("shards", "6 steps", save_every="2 steps"),
-        "swap_head": {},
-        "finetune": stage("shards", "40 steps", optimizer=sgd, dropout=0.1, **often),
-    }
-    write_recipe(tmp_path, stages, name="law")
+    shards = tmp_path / "shards"
+    pack("digits", shards, classes=("0", "1"), holdout=0.2, samples_per_shard=100, report=lambda text: None)
+    keys = {"optimizer": {"name": "sgd", "lr": 0.1}, "dropout": 0.1, "log_every": "1 step", "save_every": "5 steps"}
+    recipe = small_recipe(
+        "law",
+        processes=1,
+        engine={"precision": "fp32"},
+        pretrain_=small_stage(duration="6 steps", save_every="2 steps"),
+        swap_head_={},
+        finetune_=small_stage(duration="40 steps", eval_every="0 steps", **keys),
+    )
+    write_recipe(tmp_path / "recipe.yaml", recipe)
     return tmp_path
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from data_shards.packing.pack import pack
 from tests.conftest import RunCli
-from tests.integration.small_runs import pack_digits, stage, write_recipe
+from tests.small_recipe import small_recipe, small_stage, write_recipe
 
 STEPS = 8
 
@@ -19,13 +20,19 @@ STEPS = 8
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
     """A working folder with shards of three classes and a recipe of three stages."""
-    pack_digits(tmp_path / "shards", "012")
-    stages = {
-        "pretrain": stage("shards", f"{STEPS} steps", log_every="2 steps"),
-        "swap_head": {},
-        "finetune": stage("shards", f"{STEPS} steps", log_every="2 steps", optimizer={"name": "sgd", "lr": 0.01}),
-    }
-    write_recipe(tmp_path, stages, name="law", pictures="off", tracking={"mode": "offline"})
+    pack("digits", tmp_path / "shards", classes=("0", "1", "2"), holdout=0.2, report=lambda text: None)
+    common = {"duration": f"{STEPS} steps", "log_every": "2 steps"}
+    recipe = small_recipe(
+        "law",
+        processes=1,
+        pictures="off",
+        tracking={"mode": "offline"},
+        engine={"precision": "fp32"},
+        pretrain_=small_stage(**common),
+        swap_head_={},
+        finetune_=small_stage(**common, optimizer={"name": "sgd", "lr": 0.01}),
+    )
+    write_recipe(tmp_path / "recipe.yaml", recipe)
     return tmp_path
 
 

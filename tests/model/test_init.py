@@ -2,18 +2,17 @@
 
 import hashlib
 import math
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
 from scipy.stats import truncnorm
 from torch import nn
 
-from model.build import build_model
 from model.config import ModelConfig
 from model.init import initialise
 from model.masked_patch import build_masked_patch
-from model.vit import build_vit
+from model.vit import build_model
 from model.vocabulary import HeadKind, InitStyle
 
 # The first numbers of the streams of seed 7, as they were when the project had only standard models. Truncated normals
@@ -42,7 +41,7 @@ def _state(
     *, seed: int, head: HeadKind = "mlp", depth: int = 2, image_size: int = 16, head_bias: float = 0.0
 ) -> dict[str, torch.Tensor]:
     config = ModelConfig(width=48, depth=depth, heads=4, patch_size=4)
-    model = build_vit(config, image_size=image_size, num_classes=5, head=head)
+    model = build_model(config, image_size=image_size, num_classes=5, head=head)
     initialise(model, seed=seed, head_bias=head_bias)
     return model.state_dict()
 
@@ -85,7 +84,7 @@ def test_the_last_layer_is_zero_with_the_bias_asked_for(head: HeadKind, last: st
 
 
 def test_half_precision_gets_the_rounded_float32_values() -> None:
-    model = build_vit(
+    model = build_model(
         ModelConfig(width=48, depth=2, heads=4, patch_size=4), image_size=16, num_classes=5, head="mlp"
     ).to(torch.bfloat16)
     initialise(model, seed=7)
@@ -97,7 +96,7 @@ def test_half_precision_gets_the_rounded_float32_values() -> None:
 @pytest.mark.parametrize("name", ["surprise", "attn_pool.surprise", "blocks.0.attn.surprise"])
 def test_an_unknown_parameter_is_an_error(style: InitStyle, name: str) -> None:
     config = ModelConfig(width=48, depth=1, heads=4, patch_size=4, pool="map")
-    model = build_vit(config, image_size=16, num_classes=5, head="mlp")
+    model = build_model(config, image_size=16, num_classes=5, head="mlp")
     owner, _, last = name.rpartition(".")
     model.get_submodule(owner).register_parameter(last, nn.Parameter(torch.zeros(3)))
     with pytest.raises(ValueError, match=f"no initial value is defined for the parameter '{name}' of shape"):
@@ -106,7 +105,7 @@ def test_an_unknown_parameter_is_an_error(style: InitStyle, name: str) -> None:
 
 def test_a_seed_gives_the_weights_that_it_always_gave() -> None:
     config = ModelConfig(width=48, depth=2, heads=4, mlp_dim=80, patch_size=4)
-    model = build_vit(config, image_size=16, num_classes=5, head="mlp")
+    model = build_model(config, image_size=16, num_classes=5, head="mlp")
     initialise(model, seed=7)
     for name, numbers in FIRST_NUMBERS.items():
         torch.testing.assert_close(
@@ -151,7 +150,7 @@ def test_a_pure_resnet_and_a_mask_token_are_known(style: InitStyle) -> None:
 @pytest.mark.parametrize("style", get_args(InitStyle))
 def test_layer_scale_starts_at_the_value_asked_for(style: InitStyle) -> None:
     config = ModelConfig(width=32, depth=2, heads=2, patch_size=4, layer_scale=0.03)
-    model = build_vit(config, image_size=16, num_classes=5, head="linear")
+    model: Any = build_model(config, image_size=16, num_classes=5, head="linear")
     _forget(model)
     initialise(model, seed=0, style=style)
     for block in model.blocks:
@@ -185,7 +184,7 @@ def test_timms_style_draws_other_numbers_and_starts_no_layer_at_zero() -> None:
     config = ModelConfig(width=48, depth=1, heads=4, patch_size=4)
     states = []
     for style in ("google", "timm"):
-        model = build_vit(config, image_size=16, num_classes=5, head="linear")
+        model = build_model(config, image_size=16, num_classes=5, head="linear")
         initialise(model, seed=7, style=style)
         states.append(model.state_dict())
     google, timm = states
@@ -200,7 +199,7 @@ def test_big_visions_learned_positions_have_the_deviation_of_unit_vectors(more: 
     config = ModelConfig.model_validate({"width": 256, "depth": 2, "heads": 4, "patch_size": 4} | more)
     states = []
     for style in ("google", "big_vision"):
-        model = build_vit(config, image_size=64, num_classes=5, head="linear")
+        model = build_model(config, image_size=64, num_classes=5, head="linear")
         initialise(model, seed=7, style=style)
         states.append(model.state_dict())
     google, big_vision = states

@@ -11,13 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from model.build import build_model
-from model.config import ModelConfig
+from model.config import ModelConfig, Regularisation
 from model.init import initialise
 from model.layers.activation_checkpointing import checkpoint_blocks
-from model.layers.regularisation import Regularisation
 from model.masked_patch import MaskedPatchVit, build_masked_patch, classifier_of, colour_classes, corrupt
 from model.saved.model_folder import SavedModelMeta, build_from_saved, load_model, save_model
+from model.vit import build_model
 from model.vocabulary import COLOURS
 from tests.model.comparing import randomise
 

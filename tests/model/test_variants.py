@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from model.build import build_model
 from model.config import ModelConfig
 from model.variants import HYBRIDS, RESNETS, ResnetSizes, parse_variant
+from model.vit import build_model
 
 
 def _build(variant: str, *, head: str = "linear") -> nn.Module:

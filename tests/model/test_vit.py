@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from model.config import ModelConfig
+from model.config import ModelConfig, Regularisation
 from model.init import initialise
 from model.layers.activation_checkpointing import checkpoint_blocks
-from model.layers.regularisation import Regularisation
-from model.vit import PatchProjection, build_vit, timm_arguments
+from model.vit import PatchProjection, build_model, timm_arguments
 from tests.model.comparing import randomise
 
 SMALL = ModelConfig(width=48, depth=2, heads=4, mlp_dim=80, patch_size=4)
@@ -26,7 +25,7 @@ SMALL = ModelConfig(width=48, depth=2, heads=4, mlp_dim=80, patch_size=4)
 def test_number_of_parameters_at_1000_classes(variant: str, num_parameters: int) -> None:
     """The figures of google-research/vision_transformer `models_test.py`."""
     with torch.device("meta"):
-        model = build_vit(ModelConfig(variant=variant), image_size=224, num_classes=1000, head="linear")
+        model = build_model(ModelConfig(variant=variant), image_size=224, num_classes=1000, head="linear")
     assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
 
 
@@ -34,7 +33,7 @@ def test_number_of_parameters_at_1000_classes(variant: str, num_parameters: int)
 def test_mlp_sizes_that_are_no_whole_multiple_of_the_width(variant: str) -> None:
     config = ModelConfig(variant=variant)
     with torch.device("meta"):
-        model = build_vit(config, image_size=224, num_classes=10, head="linear")
+        model: Any = build_model(config, image_size=224, num_classes=10, head="linear")
     assert {block.mlp.fc1.out_features for block in model.blocks} == {config.sizes.mlp_dim}
 
 
@@ -51,14 +50,14 @@ def test_any_mlp_size_is_met_exactly() -> None:
 
 
 def test_every_layer_norm_has_googles_epsilon() -> None:
-    model = build_vit(SMALL, image_size=16, num_classes=5, head="linear")
+    model = build_model(SMALL, image_size=16, num_classes=5, head="linear")
     norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
     assert len(norms) == 2 * 2 + 1
     assert {norm.eps for norm in norms} == {1e-6}
 
 
 def test_dropout_sites() -> None:
-    model = build_vit(SMALL, image_size=16, num_classes=5, head="mlp", regularisation=Regularisation(dropout=0.3))
+    model = build_model(SMALL, image_size=16, num_classes=5, head="mlp", regularisation=Regularisation(dropout=0.3))
     rates = {name: module.p for name, module in model.named_modules() if isinstance(module, nn.Dropout)}
     active = {name for name, rate in rates.items() if rate > 0}
     per_block = ("attn.proj_drop", "mlp.drop1", "mlp.drop2")
@@ -68,7 +67,7 @@ def test_dropout_sites() -> None:
 
 @pytest.mark.parametrize("head", ["mlp", "linear"])
 def test_logits_are_the_head_of_the_normed_class_token(head: str) -> None:
-    model = build_vit(SMALL, image_size=16, num_classes=5, head=head).eval()
+    model = build_model(SMALL, image_size=16, num_classes=5, head=head).eval()
     randomise(model)
     images = torch.randn(2, 3, 16, 16)
     with torch.no_grad():
@@ -89,7 +88,7 @@ def test_building_and_initialising_leave_the_global_random_stream_alone() -> Non
     torch.manual_seed(3)
     expected = torch.randn(4)
     torch.manual_seed(3)
-    initialise(build_vit(SMALL, image_size=16, num_classes=5, head="mlp"), seed=0)
+    initialise(build_model(SMALL, image_size=16, num_classes=5, head="mlp"), seed=0)
     assert torch.equal(torch.randn(4), expected)
 
 
@@ -97,7 +96,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
     images = torch.randn(2, 3, 16, 16)
     gradients = []
     for every in (0, 1, 2):
-        model = build_vit(
+        model = build_model(
             SMALL, image_size=16, num_classes=5, head="linear", regularisation=Regularisation(dropout=0.1)
         )
         randomise(model)
@@ -120,12 +119,12 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
 )
 def test_mistakes_are_refused_in_words(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        build_vit(SMALL, **{"image_size": 16, "num_classes": 5, "head": "linear", **arguments})
+        build_model(SMALL, **{"image_size": 16, "num_classes": 5, "head": "linear", **arguments})
 
 
 @pytest.mark.parametrize("precision", [torch.float64, torch.bfloat16], ids=str)
 def test_patches_are_projected_as_by_the_convolution_of_the_same_weights(precision: torch.dtype) -> None:
-    model = build_vit(SMALL, image_size=16, num_classes=5, head="linear").to(precision)
+    model = build_model(SMALL, image_size=16, num_classes=5, head="linear").to(precision)
     ours = randomise(model).get_submodule("patch_embed.proj")
     assert isinstance(ours, PatchProjection) and ours.weight.shape == (48, 3, 4, 4)
     theirs = nn.Conv2d(3, 48, kernel_size=4, stride=4, dtype=precision)
@@ -144,5 +143,5 @@ def test_patches_are_projected_as_by_the_convolution_of_the_same_weights(precisi
 
 def test_a_hybrids_projection_stays_a_convolution() -> None:
     config = SMALL.model_copy(update={"resnet_layers": (1,), "width": 64, "patch_size": 8})
-    model = build_vit(config, image_size=16, num_classes=5, head="linear")
+    model = build_model(config, image_size=16, num_classes=5, head="linear")
     assert type(model.get_submodule("patch_embed.proj")) is nn.Conv2d

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from model.config import ModelConfig
-from model.resnet.bit import stem_embedding
-from model.resnet.standardised_conv import StandardisedConv2d
-from model.vit import build_vit
+from model.resnet import StandardisedConv2d, stem_embedding
+from model.vit import build_model
 from tests.model.comparing import SMALL_TOKENS, randomise
 from tests.oracles.conftest import Measured
 from tests.oracles.flax_resnet import (
@@ -63,7 +62,7 @@ class FlaxHybrid(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_logits_and_all_gradients(dtype: torch.dtype, layers: tuple[int, ...], measured: Measured) -> None:
     config = HYBRID.model_copy(update={"resnet_layers": layers})
-    model = build_vit(config, image_size=48, num_classes=CLASSES, head="mlp")
+    model = build_model(config, image_size=48, num_classes=CLASSES, head="mlp")
     theirs = FlaxHybrid(layers=layers, patch_size=2 if layers else 4)
     compare(measured, "hybrid", model=model, theirs=theirs, image_size=48, classes=CLASSES, dtype=dtype)
 
@@ -86,7 +85,7 @@ def test_the_stem_pads_as_xla_does_at_any_size(size: tuple[int, int], measured: 
 @pytest.mark.parametrize("stride", [1, 2, 3])
 def test_one_convolution_and_its_gradients(kernel_size: int, stride: int, measured: Measured) -> None:
     generator = torch.Generator().manual_seed(3)
-    conv = StandardisedConv2d(6, 8, kernel_size, stride, pad="same")
+    conv = StandardisedConv2d(6, 8, kernel_size, stride=stride, pad="same")
     for size in ((9, 10), (2, 5)):
         torch.nn.init.normal_(conv.weight, mean=0.1, std=0.02, generator=generator)
         images = torch.randn(2, 6, *size, generator=generator, requires_grad=True)

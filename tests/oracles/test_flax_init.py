@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from scipy.stats import ks_2samp
 
-from model.build import build_model
 from model.config import ModelConfig
 from model.init import initialise
-from model.vit import build_vit
+from model.vit import build_model
 from model.vocabulary import HeadKind, Pool
 from tests.oracles.flax_vit import CLASSES, FlaxVit, leaves, to_flax
 
@@ -17,7 +16,7 @@ from tests.oracles.flax_vit import CLASSES, FlaxVit, leaves, to_flax
 @pytest.mark.parametrize(("pool", "head"), [("cls", "mlp"), ("gap", "linear"), ("map", "linear")])
 def test_initial_weights_have_flaxs_distributions(pool: Pool, head: HeadKind) -> None:
     config = ModelConfig(width=96, depth=1, heads=3, mlp_dim=160, patch_size=8, pool=pool)
-    model = build_vit(config, image_size=128, num_classes=CLASSES, head=head)
+    model = build_model(config, image_size=128, num_classes=CLASSES, head=head)
     initialise(model, seed=0, head_bias=-10.0)
     ours = dict(leaves(to_flax(dict(model.named_parameters()), depth=1, heads=3)))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from model.config import ModelConfig
-from model.resnet.bit import build_resnet
+from model.vit import build_model
 from tests.oracles.conftest import Measured
 from tests.oracles.flax_resnet import FlaxStdConv, compare, pre_activation_unit
 
@@ -31,6 +31,6 @@ class FlaxBit(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_logits_and_all_gradients(dtype: torch.dtype, measured: Measured) -> None:
-    model = build_resnet(ModelConfig(resnet_layers=LAYERS), image_size=48, num_classes=CLASSES, head="mlp")
+    model = build_model(ModelConfig(resnet_layers=LAYERS), image_size=48, num_classes=CLASSES, head="mlp")
     semantic = "ResNet baseline (BiT)"
     compare(measured, semantic, model=model, theirs=FlaxBit(), image_size=48, classes=CLASSES, dtype=dtype)

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from model.config import ModelConfig
 from model.init import initialise
-from model.vit import build_vit
+from model.vit import build_model
 from model.vocabulary import ClassTokenPosition
 from tests.oracles.flax_vit import CLASSES, FlaxVit, to_flax
 
@@ -36,13 +36,13 @@ def batches() -> list[tuple[np.ndarray, np.ndarray]]:
 def built(class_token_position: ClassTokenPosition) -> torch.nn.Module:
     """The same function at the start: the class token's position, if there is one, is zero."""
     config = ModelConfig(**SIZES, class_token_position="none")
-    model = build_vit(config, image_size=16, num_classes=CLASSES, head="linear")
+    model = build_model(config, image_size=16, num_classes=CLASSES, head="linear")
     initialise(model, seed=5, style="big_vision")
     if class_token_position == "none":
         return model
     state = model.state_dict()
     state["pos_embed"] = functional.pad(state["pos_embed"], (0, 0, 1, 0))
-    other = build_vit(ModelConfig(**SIZES), image_size=16, num_classes=CLASSES, head="linear")
+    other = build_model(ModelConfig(**SIZES), image_size=16, num_classes=CLASSES, head="linear")
     other.load_state_dict(state)
     return other
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from model.config import ModelConfig
-from model.vit import build_vit
+from model.vit import build_model
 from model.vocabulary import Gelu, HeadKind, Pool, PositionAt, PositionKind
 from tests.model.comparing import SMALL_TOKENS, randomise
 from tests.oracles.conftest import Measured
@@ -68,7 +68,7 @@ def test_a_class_token_without_position(position: PositionKind, at: PositionAt, 
 
 
 def _compare(measured: Measured, semantic: str, config: ModelConfig, *, head: HeadKind) -> None:
-    model = randomise(build_vit(config, image_size=24, num_classes=CLASSES, head=head), token_scale=SMALL_TOKENS)
+    model = randomise(build_model(config, image_size=24, num_classes=CLASSES, head=head), token_scale=SMALL_TOKENS)
     generator = torch.Generator().manual_seed(2)
     images = torch.randn(3, 3, 24, 24, generator=generator)
     weights = torch.randn(3, CLASSES, generator=generator)
@@ -115,7 +115,7 @@ def test_the_other_gelu_would_be_noticed() -> None:
     images = torch.randn(3, 3, 24, 24, generator=torch.Generator().manual_seed(2))
     logits = []
     for gelu in ("tanh", "erf"):
-        model = build_vit(
+        model = build_model(
             config.model_copy(update={"gelu": gelu}), image_size=24, num_classes=CLASSES, head="linear"
         ).eval()
         randomise(model, token_scale=SMALL_TOKENS)

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from model.build import build_model
-from model.config import ModelConfig
+from model.config import ModelConfig, Regularisation
 from model.counting.flops import account
-from model.layers.regularisation import Regularisation
+from model.vit import build_model
 from model.vocabulary import HeadKind
 
 SMALL: dict[str, Any] = {"width": 192, "depth": 3, "heads": 3, "patch_size": 8}

@@ -20,9 +20,9 @@ import yaml
 from scipy.ndimage import zoom
 
 from data_shards.packing.pack import pack
-from model.build import build_model
 from model.init import initialise
 from model.saved.model_folder import load_model
+from model.vit import build_model
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import StageName
 from pipeline.runs.logs import read_metrics

@@ -20,11 +20,11 @@ import torch
 from flax.training.checkpoints import convert_pre_linen
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from model.build import build_model
 from model.config import ModelConfig
 from model.formats.external_model import ExternalModel, UserHints
-from model.formats.google.npz import GoogleNames, read_google_npz, write_google_npz
+from model.formats.google_npz import GoogleNames, read_google_npz, write_google_npz
 from model.saved.model_folder import SavedModelMeta
+from model.vit import build_model
 from model.vocabulary import HeadKind, Pool
 from tests.model.comparing import SMALL_TOKENS, randomise
 from tests.oracles.conftest import Measured

@@ -10,10 +10,9 @@ from scipy.stats import ks_2samp
 from timm.models.resnetv2 import ResNetV2
 from timm.models.vision_transformer import VisionTransformer
 
-from model.build import build_model
 from model.config import ModelConfig
 from model.init import initialise
-from model.vit import timm_arguments
+from model.vit import build_model, timm_arguments
 from model.vocabulary import Pool
 
 CLASSES = 30

@@ -8,7 +8,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 
 from model.config import ModelConfig
-from model.vit import build_vit, timm_arguments
+from model.vit import build_model, timm_arguments
 from model.vocabulary import Gelu, Pool
 from tests.model.comparing import SMALL_TOKENS, randomise
 from tests.oracles.conftest import Measured
@@ -29,7 +29,7 @@ def test_timms_model_loads_our_state_strictly_and_agrees(
     config = ModelConfig(
         width=48, depth=4, heads=4, mlp_dim=80, patch_size=4, pool=pool, gelu=gelu, layer_scale=layer_scale
     )
-    ours = randomise(build_vit(config, image_size=24, num_classes=5, head="linear"), token_scale=SMALL_TOKENS).eval()
+    ours = randomise(build_model(config, image_size=24, num_classes=5, head="linear"), token_scale=SMALL_TOKENS).eval()
     theirs = _timms(config, ours.state_dict())
     images = torch.randn(3, 3, 24, 24, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
@@ -43,7 +43,7 @@ def test_timms_model_loads_our_state_strictly_and_agrees(
 def test_another_pooling_would_be_noticed() -> None:
     """The mean of the normed tokens is not the norm of the mean, timm's own habit."""
     config = ModelConfig(width=48, depth=4, heads=4, mlp_dim=80, patch_size=4, pool="gap")
-    ours = randomise(build_vit(config, image_size=24, num_classes=5, head="linear"), token_scale=SMALL_TOKENS).eval()
+    ours = randomise(build_model(config, image_size=24, num_classes=5, head="linear"), token_scale=SMALL_TOKENS).eval()
     state = ours.state_dict()
     arguments = timm_arguments(config, image_size=24) | {"fc_norm": True}
     theirs = VisionTransformer(**arguments, num_classes=5)

@@ -9,9 +9,9 @@ from timm.layers import StdConv2d, StdConv2dSame
 from timm.models.resnetv2 import ResNetV2
 from torch import Tensor, nn
 
-from model.build import build_model
+from model import resnet
 from model.config import ModelConfig
-from model.resnet import standardised_conv
+from model.vit import build_model
 from tests.model.comparing import relative_difference
 from tests.oracles.conftest import Measured
 
@@ -99,7 +99,7 @@ def test_numbers_differ_by_the_epsilons_alone(name: str, monkeypatch: pytest.Mon
     ours, theirs, images = _bit() if name == "resnetv2_bit" else _hybrid(name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(standardised_conv, "STANDARDISATION_EPS", 0.0)
+        patch.setattr(resnet, "STANDARDISATION_EPS", 0.0)
         _set_epsilons(theirs, standardisation=1e-30, group_norm=1e-6)
         semantic = "ResNet baseline (BiT)" if name == "resnetv2_bit" else "hybrid R26+S/32"
         measured(f"{semantic}, epsilons made equal", "timm", "logits", *_logits(ours, theirs, images))

@@ -4,9 +4,8 @@ import pytest
 import timm
 import torch
 
-from model.config import ModelConfig
-from model.layers.regularisation import Regularisation
-from model.vit import build_vit
+from model.config import ModelConfig, Regularisation
+from model.vit import build_model
 from tests.model.comparing import SMALL_TOKENS, randomise
 from tests.oracles.conftest import Measured
 
@@ -14,7 +13,7 @@ from tests.oracles.conftest import Measured
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_named_timm_model_loads_our_weights_strictly_and_agrees(dropout: float, measured: Measured) -> None:
     """Dropout adds no parameter; the tanh GELU is the one thing timm must be told."""
-    ours = build_vit(
+    ours = build_model(
         ModelConfig(variant="Ti/16"),
         image_size=32,
         num_classes=7,
@@ -49,7 +48,7 @@ def test_a_named_timm_model_loads_our_weights_strictly_and_agrees(dropout: float
 def test_the_table_of_variants_is_timms(variant: str, theirs: str) -> None:
     config = ModelConfig(variant=variant)
     with torch.device("meta"):
-        ours = build_vit(config, image_size=224, num_classes=1000, head="linear")
+        ours = build_model(config, image_size=224, num_classes=1000, head="linear")
         other = timm.create_model(theirs, num_classes=1000)
     shapes = {name: value.shape for name, value in ours.state_dict().items()}
     assert shapes == {name: value.shape for name, value in other.state_dict().items()}

@@ -8,10 +8,9 @@ import torchvision
 from torch import nn
 from torchvision.models.vision_transformer import VisionTransformer, interpolate_embeddings
 
-from model.config import ModelConfig
-from model.layers.regularisation import Regularisation
+from model.config import ModelConfig, Regularisation
 from model.positions.interpolation import resize_state
-from model.vit import build_vit
+from model.vit import build_model
 from model.vocabulary import HeadKind
 from tests.model.comparing import SMALL_TOKENS, randomise
 from tests.oracles.conftest import Measured
@@ -62,7 +61,7 @@ def _their_name(name: str) -> str:
 
 def _pair(head: HeadKind, *, dropout: float = 0.0) -> tuple[nn.Module, nn.Module]:
     """Our model and theirs with the same random weights; tokens are small, so that the epsilon matters."""
-    ours = build_vit(CONFIG, image_size=24, num_classes=5, head=head, regularisation=Regularisation(dropout=dropout))
+    ours = build_model(CONFIG, image_size=24, num_classes=5, head=head, regularisation=Regularisation(dropout=dropout))
     randomise(ours, token_scale=SMALL_TOKENS)
     theirs = _theirs(head, dropout=dropout)
     theirs.load_state_dict({_their_name(name): value for name, value in ours.state_dict().items()}, strict=True)
@@ -113,7 +112,7 @@ def test_resized_position_embeddings(old: int, new: int, measured: Measured) -> 
 )
 def test_parameters_of_the_named_variants(variant: str, builder: str) -> None:
     with torch.device("meta"):
-        ours = build_vit(ModelConfig(variant=variant), image_size=224, num_classes=1000, head="linear")
+        ours = build_model(ModelConfig(variant=variant), image_size=224, num_classes=1000, head="linear")
         theirs = getattr(torchvision.models, builder)()
     shapes = {_their_name(name): value.shape for name, value in ours.state_dict().items()}
     assert shapes == {name: value.shape for name, value in theirs.state_dict().items()}

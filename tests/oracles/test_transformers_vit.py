@@ -14,7 +14,7 @@ from transformers import (
 
 from model.config import ModelConfig
 from model.saved.model_folder import SavedModelMeta, save_model
-from model.vit import build_vit
+from model.vit import build_model
 from model.vocabulary import HeadKind
 from tests.model.comparing import SMALL_TOKENS, randomise
 from tests.oracles.conftest import Measured
@@ -24,7 +24,7 @@ CONFIG = ModelConfig(width=48, depth=4, heads=4, mlp_dim=80, patch_size=4)
 
 def _random_model(head: HeadKind = "linear") -> nn.Module:
     """Random weights everywhere; tokens are small, so that LayerNorm's epsilon matters."""
-    model = build_vit(CONFIG, image_size=24, num_classes=5, head=head)
+    model = build_model(CONFIG, image_size=24, num_classes=5, head=head)
     return randomise(model, token_scale=SMALL_TOKENS).eval()
 
 

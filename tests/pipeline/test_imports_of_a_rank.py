@@ -23,7 +23,7 @@ from model.without_compiler import import_timm
 
 import_timm()
 import pipeline.training.stages
-from model.build import build_model
+from model.vit import build_model
 from model.init import initialise
 from pipeline.engine.open import open_engine
 from pipeline.ranks.group import Ranks

@@ -1,7 +1,7 @@
 """Pairs that may be duplicates, from fingerprints alone: equal digests, and hashes near each other.
 
-Each image is looked for as a crop of the others, and they as crops of it (see `perceptual_hash`). Of an image's nearest
-64 by the hash the thumbnails are laid over each other (see `alignment`), and the 8 that fit best are its candidates:
+Each image is looked for as a crop of the others, and they as crops of it (see `perceptual_hash`). An image's
+thumbnail is laid over those of the 64 nearest by the hash (see `likeness`), and the 8 that fit best are its candidates:
 thousands that share a background are near each other by the hash.
 
 The smaller side is indexed, in blocks of 32,768 images (160 MB each), and the larger one streamed past every block,
@@ -18,15 +18,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.checking.near_duplicates.alignment import align
 from data_shards.checking.near_duplicates.fingerprint import FingerprintRequest, Fingerprints, Kind
-from data_shards.checking.near_duplicates.hash_index import HashIndex, Int64s, expand
+from data_shards.checking.near_duplicates.likeness import align
 from data_shards.checking.near_duplicates.perceptual_hash import (
     NUM_WORDS,
     PARTS,
     WHOLE,
+    HashIndex,
+    Int64s,
     Windows,
     Words,
+    expand,
     hash_windows,
     mirrored,
 )
@@ -158,10 +160,10 @@ class _Block:
         windows = np.where(is_part, pairs["there"], pairs["here"]), np.where(is_part, pairs["here"], pairs["there"])
         both = images, thumbnails["other"]
         ones, others = (np.where(is_part[..., None], *order) for order in (both[::-1], both))
-        aligned = align(ones, others, *windows)
-        pairs["here"] = np.where(is_part, aligned.windows, pairs["here"])
-        pairs["there"] = np.where(is_part, pairs["there"], aligned.windows)
-        pairs["distance"] = np.maximum(0, 1 - aligned.correlations)
+        moved, correlations = align(ones, others, *windows)
+        pairs["here"] = np.where(is_part, moved, pairs["here"])
+        pairs["there"] = np.where(is_part, pairs["there"], moved)
+        pairs["distance"] = np.maximum(0, 1 - correlations)
         return pairs[pairs["distance"] <= _MOST_DISTANCE]
 
 

@@ -20,7 +20,6 @@ import threading
 import warnings
 import zipfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -40,7 +39,7 @@ from data_shards.checking.near_duplicates.perceptual_hash import (
 from data_shards.durable import replaced
 from data_shards.errors import UnreadableImage
 from data_shards.images.decode import PixelLimit, read_image, read_reduced
-from data_shards.processes import run_parts
+from data_shards.processes import run_parts, run_threads
 
 _VERSION = 2  # raised when a file means something else
 _LEAST_PIXELS = 2 * THUMBNAIL_PIXELS  # of each side, that decoding leaves
@@ -110,15 +109,9 @@ def make_fingerprints(request: FingerprintRequest, *, processes: int, done: Call
         return
     stop = threading.Event()
     # Pillow warns of large photographs and odd metadata. The filter is process-wide, so it is set around all threads.
-    with warnings.catch_warnings(action="ignore"), ThreadPoolExecutor(processes) as pool:
-        futures = [pool.submit(_make_part, request, part, stop) for part in missing]
-        try:
-            for future in futures:
-                done(future.result())
-        except BaseException:  # Ctrl-C too: the threads would go on to their end otherwise
-            stop.set()
-            pool.shutdown(cancel_futures=True)
-            raise
+    with warnings.catch_warnings(action="ignore"):
+        for size in run_threads(_make_part, [(request, part, stop) for part in missing], threads=processes, stop=stop):
+            done(size)
 
 
 def _make_part(request: FingerprintRequest, part: int, stop: threading.Event | None = None) -> int:

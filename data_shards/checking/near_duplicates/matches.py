@@ -31,7 +31,7 @@ from data_shards.checking.near_duplicates.fingerprint import (
 )
 from data_shards.checking.near_duplicates.likeness import DECODED_PIXELS, compare
 from data_shards.errors import UnreadableImage
-from data_shards.images.box import Pixels
+from data_shards.images.crops import Pixels
 from data_shards.images.decode import USUAL_LIMIT, PixelLimit, read_image, read_reduced
 from data_shards.processes import num_cores, run_parts
 from data_shards.progress_line import Progress
@@ -67,6 +67,17 @@ class Matches:
     others: tuple[Collection, ...]
     matches: tuple[Match, ...]
     undecoded: dict[str, int]
+
+    def line(self, match: Match) -> dict[str, object]:
+        """A match as an entry of matches.jsonl."""
+        return {
+            "image": self.place(match)._asdict(),
+            "other": self.other_place(match)._asdict(),
+            "against": self.others[match.collection].name,
+            "kind": match.kind,
+            "likeness": match.likeness,
+            "mirrored": match.mirrored,
+        }
 
     def place(self, match: Match) -> ImagePlace:
         return place(self.images, match.image)

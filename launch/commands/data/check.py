@@ -2,42 +2,61 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from data_shards.durable import replace_lines
 from data_shards.errors import UserError
 from data_shards.text import printable
 from launch.flags import JsonFlag, ShardsOptions, demand_counts, pixel_limit, switch
 from launch.target import Force, demand_target
+
+if TYPE_CHECKING:
+    from data_shards.checking.scan import CheckOptions
+
+_LINES_FILE = "matches.jsonl"
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Thoroughness:
+    """Flags that say what to check."""
+
+    decode: Annotated[bool, switch("Decode every image in full: finds truncated ones.")] = False
+    digests: Annotated[bool, Parameter(help="Compare SHA-256 with the manifest's.")] = True
+    world_size: Annotated[int | None, Parameter(help="Say how the shards suit this many training processes.")] = None
+    lanes: Annotated[int | None, Parameter(help="data.lanes of that training; default: near 256.")] = None
+    gpus_per_node: Annotated[int | None, Parameter(help="Processes a machine, for --world-size; default: 8.")] = None
+
+    def options(self, max_image_pixels: int) -> CheckOptions:
+        from data_shards.checking.scan import CheckOptions
+
+        demand_counts(world_size=self.world_size, lanes=self.lanes, gpus_per_node=self.gpus_per_node)
+        if self.world_size is None and (self.lanes, self.gpus_per_node) != (None, None):
+            raise UserError("--lanes, --gpus-per-node: they say how --world-size processes would read; give that too")
+        per_node = self.gpus_per_node or CheckOptions.processes_per_node
+        limit = pixel_limit(max_image_pixels)
+        return CheckOptions(self.decode, self.digests, limit, self.world_size, self.lanes, per_node)
 
 
 def check(
     shards: str,
     /,
     *,
-    decode: Annotated[bool, switch("Decode every image in full: finds truncated ones.")] = False,
-    digests: Annotated[bool, Parameter(help="Compare SHA-256 with the manifest's.")] = True,
-    world_size: Annotated[int | None, Parameter(help="Say how the shards suit this many training processes.")] = None,
-    lanes: Annotated[int | None, Parameter(help="data.lanes of that training; default: near 256.")] = None,
-    gpus_per_node: Annotated[int | None, Parameter(help="Processes a machine, for --world-size; default: 8.")] = None,
+    thoroughness: Thoroughness = Thoroughness(),
     options: ShardsOptions = ShardsOptions(),  # noqa: B008 - frozen
     against: Annotated[
         list[str] | None,
-        Parameter(
-            negative="",
-            consume_multiple=True,
-            help="Find images also in these shards, such as test sets.",
-        ),
+        Parameter(negative="", consume_multiple=True, help="Find images also in these shards, such as test sets."),
     ] = None,
     report: Annotated[
         Path | None,
-        Parameter(
-            name=["--output", "--report"],
-            help="For --against: matches.jsonl, and pictures in matches.html.",
-        ),
+        Parameter(name=["--output", "--report"], help="For --against: matches.jsonl, and pictures in matches.html."),
     ] = None,
     as_json_text: JsonFlag = False,
     force: Force = False,
@@ -64,50 +83,40 @@ def check(
         shardvit check shards/in21k --against shards/cifar10/val --output seen
         shardvit check "laion/{00000..00099}.tar" --label json:label --json
     """
-    import json
-
-    from data_shards.checking.check import CheckOptions
     from data_shards.checking.check import check as check_shards
-    from data_shards.checking.near_duplicates.match_lines import write_lines
     from data_shards.checking.page import as_json, as_text
     from data_shards.store.store import RetryPolicy, Store
-    from launch.pages.duplicates_page import MATCHES_PAGE, TITLE, write_duplicates
+    from launch.pages.duplicates_page import MATCHES_PAGE, write_duplicates
 
-    demand_counts(world_size=world_size, lanes=lanes, gpus_per_node=gpus_per_node)
-    if world_size is None and (lanes, gpus_per_node) != (None, None):
-        raise UserError("--lanes, --gpus-per-node: they say how --world-size processes would read; give that too")
+    chosen = thoroughness.options(options.max_image_pixels)
     cache = options.cache_of(shards, *(against or ()))
-    if against is not None and not against:
-        raise UserError("--against: it is followed by no shards; name the sets to compare with")
-    if report is not None and not against:
-        raise UserError("--output: it is for what --against finds; give that too")
-    limit = pixel_limit(options.max_image_pixels)
-    if report is not None:  # before hours of reading
-        demand_target(report, flag="--output", force=force, mark=f"<title>{TITLE}</title>", file=MATCHES_PAGE)
-        try:
-            report.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--output: {report} cannot be made a folder ({error.strerror}); give another") from None
-    result = check_shards(
-        options.spec(shards),
-        options=CheckOptions(
-            decode=decode,
-            digests=digests,
-            pixel_limit=limit,
-            world_size=world_size,
-            lanes=lanes,
-            processes_per_node=gpus_per_node or CheckOptions.processes_per_node,
-        ),
-        store=Store(
-            cache,
-            retry=RetryPolicy(give_up_seconds=60.0),  # the user is waiting
-            commands="run",  # SHARDS as the user typed it; a manifest cannot name commands
-        ),
-        against=against or (),
-        report=lambda line: print(printable(line), file=sys.stderr, flush=True),
-    )
+    _demand_report(report, against=against, force=force)  # before hours of reading
+    retry = RetryPolicy(give_up_seconds=60.0)  # the user is waiting
+    store = Store(cache, retry=retry, commands="run")  # SHARDS as typed; a manifest cannot name commands
+    result = check_shards(options.spec(shards), options=chosen, store=store, against=against or (), report=_say)
     print(json.dumps(as_json(result), indent=1) if as_json_text else as_text(result), flush=True)
     if report is not None:
-        write_lines(report, result.matches)
-        write_duplicates(report / MATCHES_PAGE, result.matches, limit)
+        replace_lines(report / _LINES_FILE, (one.line(match) for one in result.matches for match in one.matches))
+        write_duplicates(report / MATCHES_PAGE, result.matches, chosen.pixel_limit)
     return result.exit_code
+
+
+def _say(line: str) -> None:
+    print(printable(line), file=sys.stderr, flush=True)
+
+
+def _demand_report(report: Path | None, *, against: list[str] | None, force: bool) -> None:
+    """Make the folder; UserError if it cannot be written, or for flags that do not go together."""
+    from launch.pages.duplicates_page import MATCHES_PAGE, TITLE
+
+    if against is not None and not against:
+        raise UserError("--against: it is followed by no shards; name the sets to compare with")
+    if report is None:
+        return
+    if not against:
+        raise UserError("--output: it is for what --against finds; give that too")
+    demand_target(report, flag="--output", force=force, mark=f"<title>{TITLE}</title>", file=MATCHES_PAGE)
+    try:
+        report.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output: {report} cannot be made a folder ({error.strerror}); give another") from None

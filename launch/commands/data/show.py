@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from launch.local.env import paths_file
 from launch.target import INDEX_FILE, Force, demand_target, page_mark
 
 if TYPE_CHECKING:
+    from launch.pages.shards_page import Inspect, Shown
     from pipeline.recipe.schema import Recipe
     from pipeline.recipe.vocabulary import StageName
 
@@ -69,38 +71,36 @@ def show(
     recipe = _recipe(what, overrides, data=data)
     output = output or Path("show") / (_folder_name(redacted(what)) if recipe is None else recipe.name)
     demand_target(output, flag="--output", force=force, mark=page_mark("show"), file=INDEX_FILE)
+
+    from data_shards.reading.overview import inspect_shards
+    from launch.pages.shards_page import show_recipe
+
+    inspect = partial(inspect_shards, images=images, most_labels=labels, seed=seed)
     if recipe is None:
-        given = {"OVERRIDES": bool(overrides), "--stage": stage is not None, "--step": step is not None}
+        given = {"OVERRIDES": overrides, "--stage": stage is not None, "--step": step is not None}
         _refuse(given | {"--data": data is not None}, to=f"{what}, which are shards")
+        made = _show_shards(what, options, inspect)
     else:
         given = {
             f"--{each.name.replace('_', '-')}": getattr(options, each.name) != each.default for each in fields(options)
         }
         _refuse(given, to=f"{what}, which is a recipe: it has keys for that")
-
-    from data_shards.reading.overview import inspect_shards
-    from launch.pages.shards_page import show_recipe, show_shards
-
-    inspect = partial(inspect_shards, images=images, most_labels=labels, seed=seed)
-    if recipe is None:
-        from data_shards.store.download import RetryPolicy
-        from data_shards.store.store import Store
-
-        made = show_shards(
-            options.spec(what),
-            store=Store(options.cache_of(what), retry=RetryPolicy(give_up_seconds=_GIVE_UP_SECONDS)),
-            limit=pixel_limit(options.max_image_pixels),
-            inspect=inspect,
-            report=_report,
-        )
-    else:
-        stage = _stage(recipe, stage)
-        made = show_recipe(recipe, stage=stage, step=step or 0, inspect=inspect, report=_report)
+        made = show_recipe(recipe, stage=_stage(recipe, stage), step=step or 0, inspect=inspect, report=_report)
     page = made.write(output, command="show")
     for line in made.notes:
         _report(f"note: {line}")
     print(page)
     return 0
+
+
+def _show_shards(what: str, options: ShardsOptions, inspect: Inspect) -> Shown:
+    from data_shards.store.download import RetryPolicy
+    from data_shards.store.store import Store
+    from launch.pages.shards_page import show_shards
+
+    store = Store(options.cache_of(what), retry=RetryPolicy(give_up_seconds=_GIVE_UP_SECONDS))
+    limit = pixel_limit(options.max_image_pixels)
+    return show_shards(options.spec(what), store=store, limit=limit, inspect=inspect, report=_report)
 
 
 def _report(line: str) -> None:
@@ -136,7 +136,7 @@ def _stage(recipe: Recipe, name: str | None) -> StageName:
     raise UserError(f"--stage {name}: {why}; give --stage {training[0]}, or leave it out")
 
 
-def _refuse(given: dict[str, bool], *, to: str) -> None:
+def _refuse(given: Mapping[str, object], *, to: str) -> None:
     named = [name for name, is_given in given.items() if is_given]
     if named:
         raise UserError(f"{', '.join(named)}: meaningless to {to}; leave {'it' if len(named) == 1 else 'them'} out")

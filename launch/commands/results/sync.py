@@ -44,7 +44,7 @@ def sync(
     from pipeline.recipe.vocabulary import RECIPE_FILE
     from pipeline.runs.read import run_folder_at
     from pipeline.tracking.mlflow_sink import sink_of
-    from pipeline.tracking.sync import sync_run
+    from pipeline.tracking.sender import sync_run
 
     if to is not None and not to.startswith(_SCHEMES):
         raise UserError(f"--to {one_line(to)}: give the address of a server or database, such as http://mlflow:5000")

@@ -53,7 +53,7 @@ def sweep(
     done.
 
     Some examples:
-        shardvit sweep cifar10 pretrain.optimizer.lr=1e-3,2e-3 --stage pretrain
+        shardvit sweep cifar10 pretrain.optimizer.lr=1e-3,2e-3 --stage pretrain --hold-out 2%
         shardvit sweep vit_b16_in21k finetune=cifar10 --data paths.yaml
         shardvit sweep my.yaml finetune.optimizer.lr=0.003,0.01 --hold-out 1% --dry-run
     """

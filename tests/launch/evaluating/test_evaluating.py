@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from launch.commands.models.evaluate import WORDS
-from model.build import build_model
 from model.config import ModelConfig
 from model.saved.model_folder import SavedModelMeta, load_model, save_model
+from model.vit import build_model
 from pipeline.recipe.vocabulary import METRICS, EvalMetric
 from pipeline.runs.evaluations import load_evaluation
 from tests.conftest import RunCli

@@ -13,7 +13,7 @@ import pytest
 from data_shards.errors import UserError
 from launch.run import pipeline_run
 from launch.run.pipeline_run import PipelineRun
-from model.build import build_model
+from model.vit import build_model
 from model.vocabulary import ExportFormat
 from pipeline.recipe.io import dump_recipe, load_recipe, parse_recipe
 from pipeline.recipe.sources import shipped_recipes

@@ -19,8 +19,8 @@ import yaml
 from data_shards.images.decode import read_image
 from data_shards.packing.pack import pack
 from data_shards.shards.manifest import load_manifest
-from model.build import build_model
 from model.saved.model_folder import save_model
+from model.vit import build_model
 from pipeline.checkpoint.identity import STATE, checkpoint_identity
 from pipeline.checkpoint.store import MANIFEST
 from pipeline.engine.saved_state.state_files import Seal, digest_of
@@ -168,7 +168,7 @@ def make_world(top: Path) -> World:
     world.stage.mkdir(parents=True)
     (world.run / "recipe.yaml").write_text(dump_recipe(recipe))
     classes = load_manifest(top / "shards/train").classes
-    meta = stage_model(recipe, stage="pretrain", classes=classes, start=StageStart("mlp"))
+    meta = stage_model(recipe, stage="pretrain", classes=classes, start=StageStart())
     model = build_model(recipe.model, image_size=8, num_classes=len(classes), head="mlp")
     folder = RunFolder(runs_root=world.run.parent, name="theirs")
     described = meta.model_dump(mode="json", exclude_none=True)

@@ -15,8 +15,7 @@ from model.config import ModelConfig
 from model.formats.detect import import_file, read_external
 from model.formats.export import export_model
 from model.formats.external_model import UserHints
-from model.saved.model_folder import save_model
-from model.saved.side_record import write_side_record
+from model.saved.model_folder import save_model, write_side_record
 from tests.model.formats.small_model import CONFIG, described, images, logits, random_model, rebuilt
 
 SIZES = {"width": 48, "depth": 4, "heads": 4, "mlp_dim": 80, "patch_size": 4}

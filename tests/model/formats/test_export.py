@@ -17,8 +17,7 @@ from transformers import AutoModelForImageClassification
 from model.config import ModelConfig
 from model.formats.detect import import_file
 from model.formats.export import ExportFormat, export_model, export_objection, formats_of, save_for_others
-from model.saved.model_folder import SavedModelMeta, load_model
-from model.saved.side_record import read_side_record
+from model.saved.model_folder import SavedModelMeta, load_model, read_side_record
 from tests.model.comparing import relative_difference
 from tests.model.formats.small_model import (
     CONFIG,
@@ -143,7 +142,7 @@ def test_programs_give_the_logits_of_the_model(tmp_path: Path, monkeypatch: pyte
     assert relative_difference(logits(program, images()), expected) < 1e-5
 
     written: list[Path] = []  # a second export takes as long as the first: only that it is allowed is seen here
-    monkeypatch.setattr("model.formats.onnx_file.write_onnx", lambda path, *_, **__: written.append(path))
+    monkeypatch.setattr("model.formats.programs.write_onnx", lambda path, *_, **__: written.append(path))
     export_model(meta, model.state_dict(), to="onnx", out=tmp_path / "m.onnx")
     assert written == [tmp_path / "m.onnx"]
 

@@ -13,7 +13,7 @@ from model.formats.detect import import_file, read_external
 from model.formats.export import export_model
 from model.formats.external_model import IMAGENET_MEAN, IMAGENET_STD
 from model.formats.torchvision_state import how_to_load
-from model.saved.side_record import side_path
+from model.saved.model_folder import side_path
 from tests.model.comparing import SMALL_TOKENS, randomise, relative_difference
 from tests.model.formats.small_model import (
     CONFIG,

@@ -1,4 +1,4 @@
-"""`model.inspection.attention_maps`: laws, and direct computations in numpy; oracles are in tests/oracles."""
+"""`model.inspection`: laws, and direct computations in numpy; oracles are in tests/oracles."""
 
 from typing import Any
 
@@ -7,9 +7,8 @@ import pytest
 import torch
 from timm.models.vision_transformer import VisionTransformer
 
-from model.build import build_model
 from model.config import ModelConfig
-from model.inspection.attention_maps import (
+from model.inspection import (
     AttentionDistance,
     Rollout,
     look_at_attention,
@@ -17,6 +16,7 @@ from model.inspection.attention_maps import (
     weights_of_tokens,
 )
 from model.masked_patch import build_masked_patch
+from model.vit import build_model
 from tests.model.comparing import randomise
 
 SIZES: dict[str, Any] = {"width": 32, "depth": 3, "heads": 4, "mlp_dim": 48, "patch_size": 4}

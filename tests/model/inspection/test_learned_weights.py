@@ -1,4 +1,4 @@
-"""`model.inspection.learned_weights` against scikit-learn's PCA and cosine similarity."""
+"""`model.inspection` against scikit-learn's PCA and cosine similarity."""
 
 from typing import Any
 
@@ -8,18 +8,17 @@ import torch
 from sklearn.decomposition import PCA
 from sklearn.metrics.pairwise import cosine_similarity
 
-from model.build import build_model
 from model.config import ModelConfig
-from model.inspection.learned_weights import first_filters, patch_positions, position_similarity
-from model.resnet.standardised_conv import standardise
-from model.vit import build_vit
+from model.inspection import first_filters, patch_positions, position_similarity
+from model.resnet import standardise
+from model.vit import build_model
 from tests.model.comparing import randomise
 
 SIZES: dict[str, Any] = {"width": 32, "depth": 3, "heads": 4, "mlp_dim": 48, "patch_size": 4}
 
 
 def test_principal_components_are_those_of_scikit_learn() -> None:
-    model = randomise(build_vit(ModelConfig(**SIZES), image_size=16, num_classes=5, head="linear"))
+    model = randomise(build_model(ModelConfig(**SIZES), image_size=16, num_classes=5, head="linear"))
     found = first_filters(model)
     pca = PCA(n_components=28).fit(model.patch_embed.proj.weight.detach().flatten(1).double().numpy())
     assert found.kind == "components" and found.filters.shape == (28, 3, 4, 4)
@@ -31,12 +30,12 @@ def test_principal_components_are_those_of_scikit_learn() -> None:
 
 
 def test_there_are_no_more_components_than_filters() -> None:
-    model = randomise(build_vit(ModelConfig(**(SIZES | {"width": 8})), image_size=16, num_classes=5, head="linear"))
+    model = randomise(build_model(ModelConfig(**(SIZES | {"width": 8})), image_size=16, num_classes=5, head="linear"))
     assert len(first_filters(model).filters) == 8
 
 
 def test_filters_that_are_all_zero_have_finite_components() -> None:
-    model = build_vit(ModelConfig(**SIZES), image_size=16, num_classes=5, head="linear")
+    model = build_model(ModelConfig(**SIZES), image_size=16, num_classes=5, head="linear")
     torch.nn.init.zeros_(model.patch_embed.proj.weight)
     found = first_filters(model)
     assert found.filters.isfinite().all() and set(found.shares) == {0.0}
@@ -66,7 +65,7 @@ def test_a_resnet_shows_its_root(sizes: dict[str, Any]) -> None:
 )
 def test_similarity_of_what_is_added_to_patches(keys: dict[str, Any], tables: int) -> None:
     """What is added is measured: tokens after it, less tokens before."""
-    model = randomise(build_vit(ModelConfig(**(SIZES | keys)), image_size=16, num_classes=5, head="linear")).eval()
+    model = randomise(build_model(ModelConfig(**(SIZES | keys)), image_size=16, num_classes=5, head="linear")).eval()
     positions = patch_positions(model)
     assert positions is not None and positions.shape == (tables, 16, 32)
     before = torch.zeros(1, model.num_prefix_tokens + 16, 32)
@@ -82,5 +81,5 @@ def test_similarity_of_what_is_added_to_patches(keys: dict[str, Any], tables: in
 
 @pytest.mark.parametrize("kind", ["relative", "none"])
 def test_no_similarity_where_no_patch_has_a_position_of_its_own(kind: Any) -> None:
-    model = build_vit(ModelConfig(**SIZES, position=kind), image_size=16, num_classes=5, head="linear")
+    model = build_model(ModelConfig(**SIZES, position=kind), image_size=16, num_classes=5, head="linear")
     assert patch_positions(model) is None

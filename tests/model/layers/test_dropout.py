@@ -7,13 +7,12 @@ import torch
 from timm.layers import DropPath, PatchDropout
 from torch import Tensor, nn
 
-from model.config import ModelConfig
+from model.config import ModelConfig, Regularisation
 from model.layers import dropout
 from model.layers.activation_checkpointing import checkpoint_blocks
 from model.layers.dropout import SampleDropout, SampleWords, by_sample, drop, mix_words, signed, words_of
-from model.layers.regularisation import Regularisation
 from model.masked_patch import build_masked_patch
-from model.vit import build_vit
+from model.vit import build_model
 from model.vocabulary import Pool
 from tests.model.comparing import randomise
 
@@ -27,7 +26,7 @@ def _config(**more: Any) -> ModelConfig:
 
 def _build(config: ModelConfig | None = None, **rates: float) -> nn.Module:
     by = Regularisation(**(rates or RATES), masks="sample")
-    return randomise(build_vit(config or _config(), image_size=24, num_classes=3, head="linear", regularisation=by))
+    return randomise(build_model(config or _config(), image_size=24, num_classes=3, head="linear", regularisation=by))
 
 
 def _words(sites: int, *, count: int = COUNT, seed: int = 0) -> Tensor:
@@ -143,7 +142,7 @@ def test_modules_names_and_rates_are_timms() -> None:
 
     def rates(masks: Any) -> dict[str, object]:
         by = Regularisation(**RATES, masks=masks)
-        model = build_vit(_config(), image_size=24, num_classes=3, head="mlp", regularisation=by)
+        model = build_model(_config(), image_size=24, num_classes=3, head="mlp", regularisation=by)
         found = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
         return {
             name: (rate, getattr(module, "num_prefix_tokens", None))
@@ -158,14 +157,14 @@ def test_modules_names_and_rates_are_timms() -> None:
 def test_without_rates_nothing_is_replaced_and_no_words_are_needed() -> None:
     model = _build(dropout=0.0)
     assert words_of(model) is None
-    plain = randomise(build_vit(_config(), image_size=24, num_classes=3, head="linear"))
+    plain = randomise(build_model(_config(), image_size=24, num_classes=3, head="linear"))
     assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]
     by_sample(model)
     assert words_of(model) is None
 
 
 def test_it_is_for_training_only_and_leaves_no_trace_in_the_state() -> None:
-    plain, model = randomise(build_vit(_config(), image_size=24, num_classes=3, head="linear")), _build()
+    plain, model = randomise(build_model(_config(), image_size=24, num_classes=3, head="linear")), _build()
     images = torch.randn(2, 3, 24, 24)
     assert model.state_dict().keys() == plain.state_dict().keys()
     with torch.no_grad():

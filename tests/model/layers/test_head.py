@@ -7,14 +7,14 @@ from torch import nn
 from model.config import ModelConfig
 from model.init import initialise
 from model.layers.head import MlpHead, replace_head
-from model.vit import build_vit
+from model.vit import build_model
 
 SMALL = ModelConfig(width=48, depth=1, heads=4, patch_size=4)
 
 
 @pytest.mark.parametrize("head", ["mlp", "linear"])
 def test_replace_head_drops_every_layer_of_the_old_head(head: str) -> None:
-    model = build_vit(SMALL, image_size=16, num_classes=7, head=head)
+    model = build_model(SMALL, image_size=16, num_classes=7, head=head)
     initialise(model, seed=0, head_bias=-10.0)
     trunk = {name: value.clone() for name, value in model.state_dict().items() if not name.startswith("head.")}
 
@@ -31,17 +31,17 @@ def test_replace_head_drops_every_layer_of_the_old_head(head: str) -> None:
 
 
 def test_replaced_head_keeps_dtype_and_device() -> None:
-    model = build_vit(SMALL, image_size=16, num_classes=7, head="mlp").to(torch.bfloat16)
+    model = build_model(SMALL, image_size=16, num_classes=7, head="mlp").to(torch.bfloat16)
     replace_head(model, 3)
     assert model.head.weight.dtype == torch.bfloat16
     with torch.device("meta"):
-        model = build_vit(SMALL, image_size=16, num_classes=7, head="mlp")
+        model = build_model(SMALL, image_size=16, num_classes=7, head="mlp")
     replace_head(model, 3)
     assert model.head.weight.device.type == "meta"
 
 
 def test_replacing_a_head_leaves_the_global_random_stream_alone() -> None:
-    model = build_vit(SMALL, image_size=16, num_classes=7, head="mlp")
+    model = build_model(SMALL, image_size=16, num_classes=7, head="mlp")
     torch.manual_seed(3)
     expected = torch.randn(4)
     torch.manual_seed(3)
@@ -50,7 +50,7 @@ def test_replacing_a_head_leaves_the_global_random_stream_alone() -> None:
 
 
 def test_a_replaced_head_learns_though_it_starts_at_zero() -> None:
-    model = build_vit(SMALL, image_size=16, num_classes=7, head="mlp")
+    model = build_model(SMALL, image_size=16, num_classes=7, head="mlp")
     initialise(model, seed=0)
     replace_head(model, 3)
     model(torch.randn(4, 3, 16, 16))[:, 0].sum().backward()
@@ -68,6 +68,6 @@ def test_mlp_head_is_linear_tanh_linear() -> None:
 
 
 def test_no_classes_is_refused() -> None:
-    model = build_vit(SMALL, image_size=16, num_classes=7, head="mlp")
+    model = build_model(SMALL, image_size=16, num_classes=7, head="mlp")
     with pytest.raises(ValueError, match="num_classes must be at least 1, not 0"):
         replace_head(model, 0)

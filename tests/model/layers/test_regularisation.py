@@ -1,4 +1,4 @@
-"""`model.layers.regularisation` as the models apply it: dropout, stochastic depth, patch dropout."""
+"""`model.config` as the models apply it: dropout, stochastic depth, patch dropout."""
 
 from typing import Any
 
@@ -8,9 +8,8 @@ from timm.layers import DropPath
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from model.config import ModelConfig
-from model.layers.regularisation import Regularisation
-from model.vit import build_vit, timm_arguments
+from model.config import ModelConfig, Regularisation
+from model.vit import build_model, timm_arguments
 from model.vocabulary import Pool
 from tests.model.comparing import randomise
 
@@ -21,8 +20,8 @@ def _config(**more: Any) -> ModelConfig:
     return ModelConfig.model_validate({"width": 32, "depth": DEPTH, "heads": 2, "patch_size": 4} | more)
 
 
-def _build(config: ModelConfig, **rates: float) -> VisionTransformer:
-    model = build_vit(config, image_size=24, num_classes=3, head="linear", regularisation=Regularisation(**rates))
+def _build(config: ModelConfig, **rates: float) -> Any:
+    model = build_model(config, image_size=24, num_classes=3, head="linear", regularisation=Regularisation(**rates))
     return randomise(model)
 
 

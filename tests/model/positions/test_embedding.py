@@ -11,7 +11,7 @@ from model.config import ModelConfig
 from model.init import initialise
 from model.layers.activation_checkpointing import checkpoint_blocks
 from model.positions.embedding import Learned1d, Learned2d, SinCos2d, make_position
-from model.vit import build_vit
+from model.vit import build_model
 from model.vocabulary import Pool
 from tests.model.comparing import randomise
 
@@ -95,7 +95,7 @@ def test_precision_follows_the_parameters(position: str) -> None:
     ],
 )
 def test_where_a_learned_table_is_added(position: str, at: str, pool: Pool) -> None:
-    model = build_vit(_config(position=position, position_at=at, pool=pool), image_size=12, num_classes=3, head="mlp")
+    model = build_model(_config(position=position, position_at=at, pool=pool), image_size=12, num_classes=3, head="mlp")
     randomise(model, scale=1.0)
     model.eval()
     tables = model.position.tables
@@ -117,10 +117,10 @@ def test_where_a_learned_table_is_added(position: str, at: str, pool: Pool) -> N
 
 def test_the_stem_may_be_timms() -> None:
     """Learned 1-D positions at the stem are timm's `pos_embed`; the same values in our table give the same logits."""
-    standard = build_vit(_config(), image_size=12, num_classes=3, head="linear")
+    standard = build_model(_config(), image_size=12, num_classes=3, head="linear")
     randomise(standard, scale=1.0)
     config = _config(position="none")
-    ours = build_vit(config, image_size=12, num_classes=3, head="linear")
+    ours = build_model(config, image_size=12, num_classes=3, head="linear")
     ours.load_state_dict({name: value for name, value in standard.state_dict().items() if name != "pos_embed"})
     images = torch.randn(2, 3, 12, 12)
     assert (ours(images) - standard(images)).abs().max() > 1e-3
@@ -141,7 +141,7 @@ def test_nothing_is_added_without_positions(position: str) -> None:
 @pytest.mark.parametrize("position", ["none", "learned_2d", "sincos_2d", "relative"])
 def test_without_positions_and_only_then_the_order_of_patches_means_nothing(position: str) -> None:
     """With the mean as pooling, a network without positions is invariant under a permutation of the patches."""
-    model = build_vit(_config(position=position, pool="gap"), image_size=12, num_classes=3, head="mlp").eval()
+    model = build_model(_config(position=position, pool="gap"), image_size=12, num_classes=3, head="mlp").eval()
     randomise(model, scale=1.0)
     images = torch.randn(2, 3, 12, 12)
     patches = images.unfold(2, 4, 4).unfold(3, 4, 4).flatten(2, 3)
@@ -156,9 +156,9 @@ def test_without_positions_and_only_then_the_order_of_patches_means_nothing(posi
 def test_building_without_memory_and_copying(position: str) -> None:
     config = _config(position=position)
     with torch.device("meta"):
-        shell = build_vit(config, image_size=12, num_classes=3, head="mlp")
+        shell = build_model(config, image_size=12, num_classes=3, head="mlp")
     assert all(value.is_meta for value in shell.state_dict().values())
-    model = build_vit(config, image_size=12, num_classes=3, head="mlp")
+    model = build_model(config, image_size=12, num_classes=3, head="mlp")
     assert {n: v.shape for n, v in shell.state_dict().items()} == {n: v.shape for n, v in model.state_dict().items()}
     initialise(model, seed=0)
     images = torch.randn(2, 3, 12, 12)
@@ -170,7 +170,7 @@ def test_building_without_memory_and_copying(position: str) -> None:
     [("learned_1d", "every_layer"), ("learned_2d", "every_layer_shared"), ("sincos_2d", "stem"), ("relative", "stem")],
 )
 def test_gradient_checkpointing_changes_nothing(position: str, at: str) -> None:
-    model = build_vit(_config(position=position, position_at=at), image_size=12, num_classes=3, head="linear")
+    model = build_model(_config(position=position, position_at=at), image_size=12, num_classes=3, head="linear")
     randomise(model, scale=1.0)
     images = torch.randn(2, 3, 12, 12)
     results: list[list[Tensor]] = []

@@ -5,11 +5,10 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from model.build import build_model
 from model.config import ModelConfig
 from model.init import initialise
 from model.positions.interpolation import interpolate_pos_embed, resize_state
-from model.vit import build_vit
+from model.vit import build_model
 from model.vocabulary import Interpolation, Pool
 
 
@@ -77,7 +76,7 @@ def test_a_resized_state_loads_into_a_model_of_the_new_resolution(
 
     resized = resize_state(state, config=config, from_image_size=old, to_image_size=new)
 
-    other = build_vit(config, image_size=new, num_classes=3, head="linear")
+    other = build_model(config, image_size=new, num_classes=3, head="linear")
     other.load_state_dict(resized, strict=True)
     assert other(torch.randn(2, 3, new, new)).shape == (2, 3)
     assert all(torch.equal(state[name], value) for name, value in before.items())
@@ -100,7 +99,7 @@ def test_patches_resize_alike_whether_the_class_token_has_a_position_or_not(more
         if not name.endswith("prefix")
     }
     with_row, resized = resize_state(state, config=config, **sizes), resize_state(bare, config=without, **sizes)
-    build_vit(without, image_size=24, num_classes=3, head="linear").load_state_dict(resized, strict=True)
+    build_model(without, image_size=24, num_classes=3, head="linear").load_state_dict(resized, strict=True)
     for name, value in resized.items():
         assert torch.equal(value, with_row[name][:, -value.shape[1] :] if value.ndim == 3 else with_row[name]), name
 
@@ -113,7 +112,7 @@ def test_two_resized_tables_are_the_resized_grid(kernel: Interpolation, old: int
     state = _state(config, image_size=old)
 
     def added(state: dict[str, torch.Tensor], *, image_size: int) -> torch.Tensor:
-        model = build_vit(config, image_size=image_size, num_classes=3, head="linear")
+        model = build_model(config, image_size=image_size, num_classes=3, head="linear")
         model.load_state_dict(state)
         with torch.no_grad():
             return model.position.at_stem(torch.zeros(1, 1 + config.grid_size(image_size) ** 2, 16))

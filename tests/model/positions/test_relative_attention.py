@@ -1,6 +1,7 @@
 """Relative attention against loops over numbers, and timm's attention where it has nothing to add."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.init import initialise
-from model.positions.relative_attention import RelativeAttention, by_key, relative_attention
-from model.vit import build_vit
+from model.positions.embedding import RelativeAttention, by_key, relative_attention
+from model.vit import build_model
 from model.vocabulary import Pool
 from tests.model.comparing import randomise
 
@@ -90,7 +91,7 @@ def test_gradients_reach_every_offset_and_are_right() -> None:
 @pytest.mark.parametrize(("pool", "tokens"), [("cls", 17), ("gap", 16), ("map", 16)])
 def test_the_model_has_a_table_for_each_layer_over_all_its_tokens(pool: Pool, tokens: int) -> None:
     config = ModelConfig(width=32, depth=2, heads=2, patch_size=4, pool=pool, position="relative")
-    model = build_vit(config, image_size=16, num_classes=3, head="linear")
+    model: Any = build_model(config, image_size=16, num_classes=3, head="linear")
     assert model.pos_embed is None
     tables = [block.attn.relative for block in model.blocks]
     assert [table.shape for table in tables] == [(2 * tokens - 1, 16)] * 2

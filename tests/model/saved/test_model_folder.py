@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from model.config import ModelConfig
 from model.saved.model_folder import SavedModelMeta, build_from_saved, load_model, read_meta, save_model
-from model.vit import build_vit
+from model.vit import build_model
 from model.vocabulary import HeadKind
 from tests.model.comparing import randomise
 
@@ -24,7 +24,7 @@ def _meta(head: HeadKind = "linear", num_classes: int = 5) -> SavedModelMeta:
 
 
 def _random_model(meta: SavedModelMeta) -> torch.nn.Module:
-    model = build_vit(meta.model, image_size=meta.image_size, num_classes=meta.num_classes, head=meta.head)
+    model = build_model(meta.model, image_size=meta.image_size, num_classes=meta.num_classes, head=meta.head)
     return randomise(model).eval()
 
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from model.build import build_model
 from model.init import initialise
+from model.vit import build_model
 from pipeline.engine import deepspeed_engine as engine_deepspeed
 from pipeline.engine import zero_config
 from pipeline.engine.open import open_engine

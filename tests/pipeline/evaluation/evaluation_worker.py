@@ -16,9 +16,9 @@ from data_shards.loading.loader import EvalBatches, eval_batches
 from data_shards.reading.opening import open_shards
 from data_shards.shards.shard_set import ShardSet
 from data_shards.vocabulary import GOOGLES
-from model.build import build_model
 from model.config import ModelConfig
 from model.loss import loss_function
+from model.vit import build_model
 from pipeline.evaluation.evaluate import Evaluated, evaluate
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.place import Place

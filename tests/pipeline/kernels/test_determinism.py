@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional
 
 from data_shards.errors import UserError
-from model.build import build_model
 from model.config import ModelConfig
+from model.vit import build_model
 from pipeline.kernels.attention import AttentionCase
 from pipeline.kernels.determinism import deterministic_algorithms, repeats_bits
 from pipeline.kernels.settle import settled_kernels

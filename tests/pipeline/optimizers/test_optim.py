@@ -9,10 +9,9 @@ import torch
 from timm.optim import param_groups_layer_decay
 
 from data_shards.errors import UserError
-from model.build import build_model
 from model.config import ModelConfig
 from model.masked_patch import build_masked_patch
-from model.vit import build_vit
+from model.vit import build_model
 from pipeline.engine.saved_state.frozen import freeze
 from pipeline.optimizers.optim import build_optimizer, set_lr
 from pipeline.optimizers.parameter_groups import parameter_groups
@@ -22,7 +21,7 @@ from pipeline.recipe.optimizer import OptimizerConfig
 @pytest.fixture(params=["mlp", "linear"])
 def model(request: pytest.FixtureRequest) -> torch.nn.Module:
     config = ModelConfig(width=8, depth=2, heads=2, patch_size=4)
-    return build_vit(config, image_size=8, num_classes=3, head=request.param)
+    return build_model(config, image_size=8, num_classes=3, head=request.param)
 
 
 def groups_of(model: torch.nn.Module, **keys: Any) -> list[dict[str, Any]]:

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from model.build import build_model
 from model.config import ModelConfig
+from model.vit import build_model
 from pipeline.engine.saved_state.frozen import freeze
 from pipeline.optimizers.optim import build_optimizer, set_lr
 from pipeline.recipe.optimizer import OptimizerConfig, Schedule

@@ -9,10 +9,9 @@ import torch
 from scipy.stats import chi2, chi2_contingency
 
 from data_shards.loading.loader import Layout, TrainBatches
-from model.build import build_model
-from model.config import ModelConfig
+from model.config import ModelConfig, Regularisation
 from model.layers.dropout import SampleDropout, SampleDropPath, SamplePatchDropout, SampleWords
-from model.layers.regularisation import Regularisation
+from model.vit import build_model
 from pipeline.recipe.optimizer import Schedule
 from pipeline.recipe.stage_plan import StagePlan
 from pipeline.stage.dropout_masks import draw_masks, sample_words

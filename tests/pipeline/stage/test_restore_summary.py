@@ -54,7 +54,7 @@ def test_position_age_and_the_next_image_are_told(tmp_path: Path, shards: ShardS
     window = recipe.data.shuffle_window_images
     order = Order(shards.shard_sizes, seed=recipe.seed, lanes=4, global_batch_images=64, window_images=window)
     store: Any = None
-    data = StageData(shards, (tuple(shards.shard_sizes),), weights=None, eval=shards, store=store)
+    data = StageData(shards, (tuple(shards.shard_sizes),), weights=None, held_out={"val": shards}, store=store)
     stage = Stage(recipe, "pretrain", data, plan, run=RunFolder(tmp_path, name="r"))
     found = restored(tmp_path)
     os.utime(tmp_path, (0, os.stat(tmp_path).st_mtime - 600))

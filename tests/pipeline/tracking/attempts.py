@@ -11,11 +11,9 @@ from pipeline.runs.logs import MetricsLog
 from pipeline.runs.run_folder import RunFolder
 from pipeline.tracking.client import home_of, store_uri
 from pipeline.tracking.describe import begin_attempt, end_attempt
-from pipeline.tracking.facts import DatasetInput, FinalStatus
+from pipeline.tracking.facts import DatasetInput, FinalStatus, load_run_state
 from pipeline.tracking.mlflow_sink import MlflowSink
-from pipeline.tracking.run_state import load_run_state
-from pipeline.tracking.sender import Sender, Synced, follow
-from pipeline.tracking.sync import sync_run
+from pipeline.tracking.sender import Sender, Synced, follow, sync_run
 
 OPENED: list["Attempt"] = []
 

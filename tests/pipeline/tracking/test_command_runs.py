@@ -12,8 +12,7 @@ import pytest
 from pipeline.runs.run_folder import RunFolder
 from pipeline.tracking import command_runs
 from pipeline.tracking.command_runs import CommandResult, log_result
-from pipeline.tracking.facts import DatasetInput
-from pipeline.tracking.run_state import load_run_state
+from pipeline.tracking.facts import DatasetInput, load_run_state
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from pipeline.tracking import sender
-from pipeline.tracking.facts import DatasetInput, load_facts
+from pipeline.tracking.facts import DatasetInput, load_facts, load_run_state
 from pipeline.tracking.mlflow_sink import log_datasets
-from pipeline.tracking.run_state import load_run_state
 from tests.pipeline.tracking.attempts import Attempt, Settings, begun, curve, run_of
 from tests.pipeline.tracking.trickling import trickling_server
 

@@ -14,8 +14,7 @@ from pipeline.runs.pictures import KeptPicture
 from pipeline.runs.run_folder import RunFolder
 from pipeline.tracking import sender as module
 from pipeline.tracking.describe import begin_attempt, end_attempt
-from pipeline.tracking.facts import FinalStatus, RunFacts
-from pipeline.tracking.run_state import RunState, load_run_state
+from pipeline.tracking.facts import FinalStatus, RunFacts, RunState, load_run_state
 from pipeline.tracking.sender import Sender, follow
 from pipeline.tracking.sink import ResultModel
 

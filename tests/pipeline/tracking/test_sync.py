@@ -22,15 +22,15 @@ import pytest
 import torch
 
 from data_shards.errors import UserError
-from model.build import build_model
 from model.saved.model_folder import SavedModelMeta, load_model, save_model
+from model.vit import build_model
 from pipeline.pictures.style import keep_picture, new_figure
 from pipeline.recipe.io import dump_recipe, load_recipe
 from pipeline.runs.logs import read_metrics
 from pipeline.runs.pictures import Picture, keep_table
 from pipeline.runs.run_folder import RunFolder
 from pipeline.tracking import sender
-from pipeline.tracking.run_state import load_run_state
+from pipeline.tracking.facts import load_run_state
 from pipeline.tracking.sender import Synced
 from tests.pipeline.tracking.attempts import Attempt, Settings, sync
 

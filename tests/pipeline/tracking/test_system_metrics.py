@@ -12,8 +12,7 @@ import pytest
 
 from pipeline.runs.run_folder import RunFolder
 from pipeline.tracking import system_metrics
-from pipeline.tracking.facts import RunFacts
-from pipeline.tracking.run_state import load_run_state
+from pipeline.tracking.facts import RunFacts, load_run_state
 from pipeline.tracking.system_metrics import node_metrics
 
 pytestmark = [

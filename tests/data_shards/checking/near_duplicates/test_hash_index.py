@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from data_shards.checking.near_duplicates import hash_index
-from data_shards.checking.near_duplicates.hash_index import MOST_BITS, MOST_FIRST, HashIndex
-from data_shards.checking.near_duplicates.perceptual_hash import distances
+from data_shards.checking.near_duplicates import perceptual_hash
+from data_shards.checking.near_duplicates.perceptual_hash import MOST_BITS, MOST_FIRST, HashIndex, distances
 
 
 def flipped(hashes: np.ndarray, draw: np.random.Generator, *, bits: int) -> np.ndarray:
@@ -25,7 +24,7 @@ def draw_hashes(number: int) -> tuple[np.ndarray, np.random.Generator]:
 
 @pytest.mark.parametrize("at_once", [7, 1 << 22])
 def test_all_within_seven_bits_are_found_and_nothing_beyond_the_limits(at_once: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hash_index, "_MOST_AT_ONCE", at_once)
+    monkeypatch.setattr(perceptual_hash, "_MOST_AT_ONCE", at_once)
     hashes, draw = draw_hashes(500)
     index = HashIndex(hashes)
     for bits in range(13):

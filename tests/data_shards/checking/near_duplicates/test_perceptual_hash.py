@@ -5,8 +5,8 @@ import pytest
 import scipy.fft
 from PIL import Image
 
-from data_shards.checking.near_duplicates.hash_index import MOST_FIRST
 from data_shards.checking.near_duplicates.perceptual_hash import (
+    MOST_FIRST,
     PARTS,
     WHOLE,
     distances,

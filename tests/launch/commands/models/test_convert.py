@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.build import build_model
 from model.config import ModelConfig
 from model.init import initialise
 from model.saved.model_folder import SavedModelMeta, load_model, read_meta, save_model
+from model.vit import build_model
 from tests.launch.conftest import Call
 
 SMALL = ModelConfig(width=32, depth=1, heads=4, mlp_dim=128, patch_size=4)

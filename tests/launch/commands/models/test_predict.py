@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from model.config import ModelConfig
-from model.formats.torch_export import write_torch_export
+from model.formats.programs import write_torch_export
 from model.saved.model_folder import SavedModelMeta, build_described, save_model
 from pipeline.runs.run_folder import RunFolder
 from tests.conftest import ROOT

@@ -1,1 +1,0 @@
-"""Weights in Google's npz files, of vision_transformer and big_vision."""

@@ -1,1 +1,0 @@
-"""Inspect a trained model: attention maps, rollout, attention distance, filters, position similarity."""
