@@ -4,9 +4,9 @@
     python -P -m launch.local.torchrun --nproc-per-node 8 -m launch.train RECIPE --stage pretrain --stage swap_head
     python -P -m launch.train RECIPE --stage pretrain
 
-`shardvit run` does that by itself (`local`). Each stage has its own record, MLflow run and watch, and its result is
-to the last bit as in processes of its own (`pipeline.ranks.process`); imports and the meeting of the ranks are paid
-once. Several stages: those that are done are passed over; the first that does not come to its end ends the processes.
+`shardvit run` does the same (`launch.local`). Each stage has its own record, MLflow run and watch, and is bit-identical
+to one in separate processes (`pipeline.ranks.process`), but imports and the ranks' meeting are paid once. Of several
+stages, those that are done are skipped; the first that does not finish ends the processes.
 Exit codes of a rank and of `launch.local.torchrun`: 0 done, 2 a user's mistake or a disk that is not writable, 75
 stopped by a signal after saving (the same command resumes), 1 anything else.
 """
@@ -61,14 +61,15 @@ from pipeline.report.best import describe_results
 from pipeline.runs.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from pipeline.ranks.group import Ranks
     from pipeline.ranks.stopping import StopFlag
     from pipeline.stage.context import StageContext
 
 _COLLATERAL_WAIT_SECONDS = 3.0  # a rank that notices another's end leaves later, so that the other's code is reported
 _WATCH_SECONDS = 1.0
-_SPEAKERS = 2  # of a host
+_SPEAKERS = 2  # per host
 _PICTURES_SECONDS = 120.0  # at most, after the last stage
-_MOST_READERS = 16  # threads that data.workers: auto may come to
+_MOST_READERS = 16  # the most threads that data.workers: auto chooses
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         difference = difference_to_parent(options.recipe, overrides=options.overrides)
         return _run(recipe, folder=folder, stages=options.stages, at=at, place=place, difference=difference)
     except UserError as error:
-        # Each node has its own disks; what all ranks agreed upon, one says.
+        # Each node has its own disks; a mistake that all ranks agreed upon is said by one.
         speaks = place.is_main if isinstance(error, AgreedError) else place.local_rank == 0
         if speaks or isinstance(error, SampleError):
             say(str(error))
@@ -107,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @dataclass
 class _At:
-    """The stage that is run, for what has to be said of it."""
+    """The stage that is running, for messages."""
 
     stage: StageName
     recipe: Recipe | None = None  # once it is known
@@ -124,7 +125,7 @@ def _check_stages(recipe: Recipe, stages: Sequence[StageName]) -> None:
 
 
 def _failed(error: Exception, *, folder: RunFolder, at: _At, place: Place) -> int:
-    """Say why this rank ends, unless another one does; returns the exit code."""
+    """Say why this rank ends, unless another rank does; returns the exit code."""
     problem = disk_problem(error, folder=folder.path) or _memory_problem(error, at=at, place=place)
     if problem is not None:
         if place.local_rank:
@@ -141,7 +142,7 @@ def _failed(error: Exception, *, folder: RunFolder, at: _At, place: Place) -> in
         from pipeline.ranks.group import PeerGone
 
         if isinstance(error, PeerGone):
-            # Two of a host say it, as one of them may be who did not come; in one log all would be too many.
+            # Two per host say it, as one of them may be the missing one; all would be too many in one log.
             if place.local_rank < _SPEAKERS or place.log == "of a host":
                 say(f"rank {place.rank}: {error}")
             return 1
@@ -154,7 +155,7 @@ def _failed(error: Exception, *, folder: RunFolder, at: _At, place: Place) -> in
 
 
 def _memory_problem(error: Exception, *, at: _At, place: Place) -> str | None:
-    """Advice if memory ran out; None otherwise. A restart would fail in the same way."""
+    """Return advice if memory ran out: a restart would fail in the same way."""
     from pipeline.budget.out_of_memory import is_out_of_memory, what_to_change
 
     if not is_out_of_memory(error) or at.recipe is None or at.stage == "swap_head":
@@ -177,63 +178,36 @@ def _memory_problem(error: Exception, *, at: _At, place: Place) -> str | None:
 def _run(
     recipe: Recipe, *, folder: RunFolder, stages: Sequence[StageName], at: _At, place: Place, difference: str
 ) -> int:
-    say_start = partial(print, file=sys.stderr, flush=True) if place.is_main else None
     clock = StartClock(
         stages[0],
-        say=say_start,
+        say=partial(print, file=sys.stderr, flush=True) if place.is_main else None,
         earlier_seconds=seconds_since_start(),
         earlier_cpu_seconds=time.process_time(),
     )
     clock.set_status("importing libraries")
-    wants_pictures, _ = pictures_wanted(), tracking_uri()  # a mistake is said before anything slow is imported
+    pictures, _ = "draw" if pictures_wanted() else "off", tracking_uri()  # mistakes before anything slow is imported
     from pipeline.ranks.stopping import StopFlag, Stopped
 
     stop = StopFlag()
     stop.listen()
     _watch_parents(stop)
-    workers = min(_MOST_READERS, os.cpu_count() or 1) if recipe.data.workers == "auto" else recipe.data.workers
-    threads = workers if recipe.data.kind_of_workers(workers) == "thread" else 0
-    few_files = allow_open_files(needed_open_files(world_size=place.world_size, reading_threads=threads))
-    if few_files and place.local_rank == 0:
-        say(few_files)
-    import torch
+    _allow_files(recipe, place=place)
+    import torch  # noqa: F401
 
     from model.without_compiler import import_timm
 
     import_timm()
     from pipeline.checkpoint.saver import SaveFailed
-    from pipeline.ranks.group import Ranks
-    from pipeline.ranks.process import settle_threads
     from pipeline.stage.context import StageContext, draw_nothing
-    from pipeline.stage.data_workers import cores_of
     from pipeline.tracking.system_metrics import node_metrics
     from pipeline.training.after_step import TrainingFailed
     from pipeline.training.stages import run_stage  # noqa: F401 - while nobody waits in the process group
 
     with contextlib.ExitStack() as held:
         held.callback(clock.close)
-        # While this rank waits for others there is nothing to save, and nobody polls the stop flag.
-        with handled((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signal.SIG_DFL):
-            meeting = rendezvous_folder()
-            if meeting is not None and meeting.parent == folder.path.absolute() and not meeting.exists():
-                raise UserError(gone(folder.path))  # `shardvit run` made both: do not make them again here
-            if place.is_main:
-                # An orphaned earlier attempt may still be saving.
-                held.enter_context(locked(folder.path / ".train.lock", what=f"run {folder.path}", wait_seconds=60))
-                folder.open(recipe)
-                folder.note_difference(difference)
-                for note in mend_records(folder, recipe.stages.names):
-                    say(note)
-            clock.set_status("meeting the other ranks")
-            ranks = Ranks(place, timeout_seconds=recipe.engine.collective_timeout_seconds)
-            if not torch.cuda.is_available():
-                too_many = settle_threads(cores=cores_of(ranks), asked=omp_num_threads())
-                if too_many and place.is_main:
-                    say(too_many)
-            there = held.enter_context(contextlib.closing(Presence(folder.path)))
+        ranks, there = _meet(recipe, folder, place, clock, difference=difference, held=held)
         beside = None
         if place.is_main:
-            pictures = "draw" if wants_pictures else "off"
             beside = held.enter_context(DrawAndSend(folder, environ=without_place(), pictures=pictures, say=say))
         if place.local_rank == 0 and recipe.tracking.system_metrics:
             nodes = -(-place.world_size // place.local_world_size)
@@ -264,8 +238,48 @@ def _run(
     return 0
 
 
+def _allow_files(recipe: Recipe, *, place: Place) -> None:
+    """Raise this process's limit of open files as needed."""
+    workers = min(_MOST_READERS, os.cpu_count() or 1) if recipe.data.workers == "auto" else recipe.data.workers
+    threads = workers if recipe.data.kind_of_workers(workers) == "thread" else 0
+    too_few = allow_open_files(needed_open_files(world_size=place.world_size, reading_threads=threads))
+    if too_few and place.local_rank == 0:
+        say(too_few)
+
+
+def _meet(
+    recipe: Recipe, folder: RunFolder, place: Place, clock: StartClock, *, difference: str, held: contextlib.ExitStack
+) -> tuple[Ranks, Presence]:
+    """Lock and prepare the run folder on rank 0, and meet the other ranks."""
+    import torch
+
+    from pipeline.ranks.group import Ranks
+    from pipeline.ranks.process import settle_threads
+    from pipeline.stage.data_workers import cores_of
+
+    # While this rank waits for others there is nothing to save, and nobody polls the stop flag.
+    with handled((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signal.SIG_DFL):
+        meeting = rendezvous_folder()
+        if meeting is not None and meeting.parent == folder.path.absolute() and not meeting.exists():
+            raise UserError(gone(folder.path))  # `shardvit run` made both: do not make them again here
+        if place.is_main:
+            # An orphaned earlier attempt may still be saving.
+            held.enter_context(locked(folder.path / ".train.lock", what=f"run {folder.path}", wait_seconds=60))
+            folder.open(recipe)
+            folder.note_difference(difference)
+            for note in mend_records(folder, recipe.stages.names):
+                say(note)
+        clock.set_status("meeting the other ranks")
+        ranks = Ranks(place, timeout_seconds=recipe.engine.collective_timeout_seconds)
+        if not torch.cuda.is_available():
+            too_many = settle_threads(cores=cores_of(ranks), asked=omp_num_threads())
+            if too_many and place.is_main:
+                say(too_many)
+        return ranks, held.enter_context(contextlib.closing(Presence(folder.path)))
+
+
 def _run_stages(context: StageContext, stages: Sequence[StageName], *, at: _At) -> None:
-    """One after another; of several, those that are not done. Stopped: also between two stages."""
+    """Run the stages in turn; of several, those that are not done. Raises Stopped, also between two stages."""
     from pipeline.ranks.process import ProcessState
     from pipeline.ranks.stopping import Stopped
     from pipeline.training.stages import run_stage
@@ -283,12 +297,12 @@ def _run_stages(context: StageContext, stages: Sequence[StageName], *, at: _At) 
             continue
         run_stage(context, stage=stage)
         context.start.close()
-        if stage != stages[-1]:  # of the last one, the launcher says it
+        if stage != stages[-1]:  # the launcher announces the last one
             context.say(f"{stage}: done{describe_results(context.folder, stage=stage)}")
 
 
 def _watch_parents(stop: StopFlag) -> None:
-    """Request a stop when the launcher or `shardvit run` dies, so that no orphan stays."""
+    """Request a stop when the launcher or `shardvit run` dies, so that no orphan remains."""
     launcher, supervisor = os.getppid(), supervisor_pid()
     if process_started(os.getpid()) is None:  # no /proc: PIDs cannot be checked
         supervisor = None
@@ -299,7 +313,7 @@ def _watch_parents(stop: StopFlag) -> None:
             time.sleep(_WATCH_SECONDS)
             if os.getppid() != launcher:
                 return stop.request("the death of its launcher")
-            # A zombie has no start time, and with PID reuse it is another one.
+            # A zombie has no start time, and a reused PID another one.
             if supervisor is not None and (started is None or process_started(supervisor) != started):
                 return stop.request("the death of shardvit run")
 
@@ -307,7 +321,7 @@ def _watch_parents(stop: StopFlag) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    # The deepspeed launcher puts its --local_rank first unless it is told not to; the environment says the same.
+    # The deepspeed launcher adds --local_rank unless told not to; the environment has it too.
     ours = [argument for argument in arguments if not argument.startswith(("--local_rank", "--local-rank"))]
     parser = argparse.ArgumentParser(prog="shardvit train", description="Run stages of a recipe on this rank.")
     parser.add_argument("recipe", help="path of a YAML file, or the name of a recipe that ships with shardvit")
