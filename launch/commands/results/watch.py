@@ -17,7 +17,6 @@ from cyclopts import Parameter
 
 from data_shards.errors import UserError
 from launch.flags import switch
-from launch.local.processes import handled
 from pipeline.recipe.vocabulary import SWEEP_FILE
 
 if TYPE_CHECKING:
@@ -145,6 +144,8 @@ def _glyphs(console: Console) -> Glyphs:
 def _leaving_by_q() -> Iterator[Callable[[float], bool] | None]:
     """Yield a function that waits so many seconds for `q` and returns whether it was typed; None: no terminal of ours.
     Keys come one by one and unseen; SIGTERM and SIGHUP become KeyboardInterrupt, so that the terminal is put back."""
+    from launch.local.processes import handled
+
     with handled((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler):
         if not _is_ours():
             yield None
