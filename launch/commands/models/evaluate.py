@@ -26,7 +26,6 @@ from launch.flags import (
 )
 from launch.local.env import experiment_name, num_gpus, tracking_uri
 from launch.local.output import say
-from launch.local.processes import reason
 from launch.target import Force, JsonFile, demand_target, tell_result
 from pipeline.evaluation.request import Among, EvalRequest, LabelSet, Matching
 from pipeline.recipe.vocabulary import EXIT_USER_ERROR, EvalMetric
@@ -151,7 +150,7 @@ def evaluate(
 
 def _by_processes(request: EvalRequest, *, processes: int, on_gpus: bool) -> ModelEvaluated | int:
     """The result, or the exit code if there is none."""
-    from launch.local.processes import rank_environment, run_ranks
+    from launch.local.processes import rank_environment, reason, run_ranks
 
     with tempfile.TemporaryDirectory(prefix="shardvit-eval-") as name:
         folder = Path(name)
