@@ -229,15 +229,15 @@ class _Packing:
         reason = "it is not in a class folder, so it has no label"
         loose = self.source.left_out
         unreadable[:0] = [{"path": path, "split": split, "label": None, "reason": reason} for split, path in loose]
-        num_excluded, num_unsure = (0, 0) if excluded is None else excluded.counts()
+        excluded_counts: dict[str, int] = {}
         if excluded is not None:
             excluded.write(result, self.request)
+            files = {"excluded": found.EXCLUDED_FILE, "unsure": found.UNSURE_FILE}
+            excluded_counts = {name: excluded.count(file) for name, file in files.items()}
         for lines, file in ((groups, found.DUPLICATES_FILE), (unreadable, found.UNREADABLE_FILE)):
             if lines:
                 replace_lines(result / file, lines)
-        return Counts(
-            unreadable=len(unreadable), excluded=num_excluded, unsure=num_unsure, **found.count_groups(groups)
-        )
+        return Counts(unreadable=len(unreadable), **excluded_counts, **found.count_groups(groups))
 
     def _write_manifest(
         self, split: SplitName, plan: PackPlan, records: Mapping[str, ShardRecord], result: Path

@@ -100,7 +100,7 @@ def test_the_same_after_an_interruption_and_on_any_number_of_threads(
     saved = []
 
     def interrupted(self, record):
-        if len(saved) == 2:
+        if len(saved) >= 2:
             raise KeyboardInterrupt
         saved.append(record)
         original(self, record)
@@ -112,7 +112,7 @@ def test_the_same_after_an_interruption_and_on_any_number_of_threads(
         quiet(str(source), tmp_path / "out", **options)
     monkeypatch.setattr(pack_module.WorkFolder, "save", original)
     quiet(str(source), tmp_path / "out", **options)
-    assert len(saved) == 2 and tree(tmp_path / "out") == tree(tmp_path / "whole")
+    assert len(saved) >= 2 and tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
 def test_a_damaged_other_set_is_refused_rather_than_half_excluded(sets: tuple[Path, Path], tmp_path: Path):

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 
 import pytest
 
 from data_shards.errors import UserError
-from data_shards.packing import pack as packing
 from data_shards.packing.sources import archive
 from data_shards.packing.sources.recognise import Published
 from tests.data_shards.packing.folders import by_webdataset, quiet, tree
 from tests.data_shards.packing.sources.layouts import (
-    binary,
-    cifar10,
     class_tars,
     imagenet_train,
     imagenet_val,
@@ -109,55 +105,8 @@ def test_a_packing_that_ended_goes_on_with_the_same_copy_to_the_same_bytes(
     assert sum(whole[shard] == digest for shard, digest in same.items()) == len(same) - 1 > 3
 
 
-def test_killed_between_two_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    source = write_tar(tmp_path / "cifar-10-binary.tar.gz", binary(cifar10(8)))
-    quiet(str(source), tmp_path / "whole", samples_per_shard=8)
-    saved = []
-    save = packing.WorkFolder.save
-
-    def killed(self: packing.WorkFolder, record: packing.ShardRecord) -> None:
-        if len(saved) >= 2:
-            raise KeyboardInterrupt
-        save(self, record)
-        saved.append(record)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(packing.WorkFolder, "save", killed)
-        with pytest.raises(KeyboardInterrupt):
-            quiet(str(source), tmp_path / "out", samples_per_shard=8)
-    assert leftovers(tmp_path) == [".out.packing", ".out.unpacked"]
-    quiet(str(source), tmp_path / "out", samples_per_shard=8)
-    assert tree(tmp_path / "out") == tree(tmp_path / "whole") and leftovers(tmp_path) == []
-
-
 def test_a_mistake_leaves_no_copy(tmp_path: Path):
     source = write_tar(tmp_path / "a.tar.gz", {"readme.txt": b"no image"})
     with pytest.raises(UserError, match="no image"):
         quiet(str(source), tmp_path / "out")
     assert leftovers(tmp_path) == []
-
-
-def test_duplicates_between_the_tars(tmp_path: Path):
-    val = {**VAL, "ILSVRC2012_val_00000001.JPEG": TRAIN["n01440764/n01440764_7.JPEG"]}
-    root = tmp_path / "imagenet"
-    write_tar(root / "ILSVRC2012_img_train.tar", class_tars(TRAIN))
-    write_tar(root / "ILSVRC2012_img_val.tar", val)
-    (root / "LOC_val_solution.csv").write_bytes(kaggle_csv([*val], VAL_SYNSETS))
-    report = quiet(str(root), tmp_path / "out", duplicates="drop")
-    assert report.counts.straddling_groups == 1 and report.counts.contradicting_groups == 1
-    assert report.val is not None and report.val.num_samples == len(val) - 1
-    (group,) = map(json.loads, (tmp_path / "out/duplicates.jsonl").read_text().splitlines())
-    assert [image["path"] for image in group["images"]] == [
-        "n01440764/n01440764_7.JPEG",
-        "ILSVRC2012_val_00000001.JPEG",
-    ]
-
-
-def test_the_same_set_twice_gives_the_same_bytes_wherever_it_lies(tmp_path: Path):
-    digests = set()
-    for name in ("one", "two"):
-        source = write_tar(tmp_path / name / "cifar-10-binary.tar.gz", binary(cifar10()))
-        quiet(str(source), tmp_path / name / "out")
-        shards = {each: digest for each, digest in tree(tmp_path / name / "out").items() if each.endswith("tar")}
-        digests.add(hashlib.sha256(repr(sorted(shards.items())).encode()).hexdigest())
-    assert len(digests) == 1

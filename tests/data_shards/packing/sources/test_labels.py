@@ -2,6 +2,7 @@
 
 import csv
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,9 @@ from data_shards.errors import UserError
 from data_shards.packing.sources.base import Source
 from data_shards.packing.sources.label_list import LabelList
 from data_shards.packing.sources.recognise import open_source
-
-
-def touch(root: Path, *files: str) -> Path:
-    for file in files:
-        (root / file).parent.mkdir(parents=True, exist_ok=True)
-        (root / file).write_bytes(file.encode())
-    return root
+from tests.data_shards.packing.sources.layouts import cifar10, flowers, jpeg, pets, write_files, write_tar
+from tests.data_shards.packing.sources.opening import opened as published
+from tests.data_shards.packing.sources.opening import refused, touch
 
 
 def images_of(source: Source) -> dict[str, list[str]]:
@@ -250,3 +247,120 @@ def test_the_fingerprint_sees_labels(root: Path):
         "a/1.jpg,x",
     ]
     assert len({opened(root, f"path,label\n{text}\n").fingerprint() for text in texts}) == len(texts)
+
+
+# ---- VTAB's lists, and what is common to published sets
+
+
+def task(root: Path) -> Path:
+    """As the 1000-image splits are published, with fewer images."""
+    labels = {"train800": [3, 0, 1, 1], "val200": [2, 0], "test": [1, 3, 3]}
+    files: dict[str, bytes] = {}
+    rows = {
+        part: [f"images/{part}/{i:06d}.jpg {label}" for i, label in enumerate(numbers)]
+        for part, numbers in labels.items()
+    }
+    for part, numbers in labels.items():
+        files |= {f"images/{part}/{i:06d}.jpg": jpeg(100 * len(part) + i) for i in range(len(numbers))}
+    rows["train800val200"] = rows["train800"] + rows["val200"]
+    return write_files(
+        root, {**files, **{f"{part}.txt": "\n".join([*each, ""]).encode() for part, each in rows.items()}}
+    )
+
+
+def found_in(source: Source, split: str) -> list[tuple[str, int]]:
+    images = source.splits[split]  # type: ignore[index]
+    return [(images.trace(i), int(images.labels[i])) for i in range(len(images))]
+
+
+def stated(path: Path) -> list[tuple[str, int]]:
+    return [(line.split()[0], int(line.split()[1])) for line in path.read_text().splitlines()]
+
+
+def test_a_task(tmp_path: Path):
+    root = task(tmp_path / "caltech101")
+    source = published(root)
+    assert source.classes == ("0", "1", "2", "3")
+    assert list(source.splits) == ["train", "val"]
+    assert found_in(source, "train") == stated(root / "train800val200.txt")
+    assert found_in(source, "val") == stated(root / "test.txt")
+    assert source.splits["val"].read(1) == (root / "images/test/000001.jpg").read_bytes()
+
+
+def test_its_parts_for_choosing(tmp_path: Path):
+    root = task(tmp_path)
+    source = published(root / "train800.txt", val=root / "val200.txt")
+    assert found_in(source, "train") == stated(root / "train800.txt")
+    assert found_in(source, "val") == stated(root / "val200.txt")
+    assert list(published(root / "train800.txt").splits) == ["train"]
+
+
+def replaced(name: str, old: str, new: str) -> Callable[[Path], None]:
+    def change(root: Path) -> None:
+        text = (root / name).read_text()
+        assert old in text
+        (root / name).write_text(text.replace(old, new, 1))
+
+    return change
+
+
+LAST = "images/test/000002.jpg 3"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda root: (root / "test.txt").unlink(), r"test\.txt is missing"),
+        (lambda root: (root / "test.txt").write_text(""), r"test\.txt: it names no image"),
+        (replaced("test.txt", LAST, "images/test/000002.jpg"), r"test\.txt, line 3"),
+        (replaced("test.txt", LAST, "images/test/000002.jpg cat"), r"test\.txt, line 3"),
+        (replaced("test.txt", LAST, "images/test/000002.jpg -1"), r"test\.txt, line 3"),
+        (replaced("test.txt", LAST, "images/test/000002.jpg 999999999"), r"test\.txt, line 3"),
+        (replaced("test.txt", LAST, "../x.jpg 3"), r"test\.txt, line 3: .*inside"),
+        (replaced("test.txt", LAST, "/etc/passwd 3"), r"test\.txt, line 3: .*inside"),
+        (
+            replaced("test.txt", LAST, "images/test/9.jpg 3"),
+            r"test\.txt, line 3: images/test/9\.jpg is not a file below",
+        ),
+        (replaced("test.txt", LAST, "images/train800/000000.jpg 3"), r"line 1 of train800val200\.txt already"),
+    ],
+)
+def test_lists_that_are_refused(tmp_path: Path, change: Callable[[Path], object], message: str):
+    change(task(tmp_path))
+    refused(tmp_path, message)
+
+
+def test_lists_of_two_folders_and_an_option_of_other_lists(tmp_path: Path):
+    one, two = task(tmp_path / "one"), task(tmp_path / "two")
+    with pytest.raises(UserError, match="one folder"):
+        published(one / "train800.txt", val=two / "val200.txt")
+    with pytest.raises(UserError, match=r"^--val-labels:"):
+        published(one / "train800.txt", val_labels=one)
+
+
+def cifar(root: Path) -> Path:
+    return write_tar(root / "cifar-10-python.tar.gz", cifar10())
+
+
+def oxford(root: Path, files: tuple[dict[str, bytes], dict[str, bytes]]) -> Path:
+    write_files(root, files[0])
+    return write_files(root, files[1])
+
+
+@pytest.mark.parametrize(
+    ("make", "flags"),
+    [
+        (task, ("val", "val_labels", "cifar_labels")),
+        (cifar, ("val", "val_labels")),
+        (lambda root: oxford(root, pets()), ("val", "cifar_labels")),
+        (lambda root: oxford(root, flowers()), ("val", "cifar_labels")),
+    ],
+)
+def test_options_that_mean_nothing_to_a_published_set(
+    tmp_path: Path, make: Callable[[Path], Path], flags: tuple[str, ...]
+):
+    path = make(tmp_path / "set")
+    for name in flags:
+        flag = {"cifar_labels": "--superclasses"}.get(name, f"--{name.replace('_', '-')}")
+        with pytest.raises(UserError, match=f"^{flag}:"):
+            published(path, **{name: "coarse" if name == "cifar_labels" else path})

@@ -8,23 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 from sklearn.datasets import load_digits
 
 from data_shards.errors import UserError
 from data_shards.packing.sources import arrays
 from data_shards.packing.sources.arrays import DEBIAN_FOLDER, FASHION_CLASSES
-from data_shards.packing.sources.base import Source, array_images
+from data_shards.packing.sources.base import Source
 from data_shards.packing.sources.recognise import open_source
-
-
-def touch(root: Path, *files: str) -> Path:
-    for file in files:
-        (root / file).parent.mkdir(parents=True, exist_ok=True)
-        (root / file).write_bytes(file.encode())
-    return root
+from tests.data_shards.packing.sources.opening import touch
 
 
 def files_of(source: Source, split: str) -> list[tuple[str, str]]:
@@ -204,13 +196,6 @@ def test_without_scikit_learn_the_digits_say_what_is_missing(monkeypatch: pytest
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install scikit-learn"):
         open_source("digits")
-
-
-@given(st.integers(1, 9), st.integers(1, 9), st.randoms())
-def test_arrays_survive_encoding(height: int, width: int, random):
-    pixels = np.array([[random.randrange(256) for _ in range(width)] for _ in range(height)], dtype=np.uint8)
-    images = array_images("x", pixels[None], np.zeros(1, dtype=np.int64))
-    assert np.array_equal(decode(images.read(0)), pixels)
 
 
 # ---- IDX files
