@@ -146,11 +146,7 @@ def _has_manifest(location: str) -> bool:
 
 
 def _scan_set(request: ScanRequest, *, processes: int | None, report: Report) -> list[PartScan]:
-    """Scan all parts of all shards, in order; `processes` None: one per core, or none for a small set.
-
-    Processes, not threads: on small images most of the time is Python, and a decoder that crashes ends one process
-    instead of the check, which then finds out which shard it was.
-    """
+    """Scan all parts of all shards, in order; in processes, so that a crash is pinned to its shard."""
     shards = request.shards
     if processes is None:
         seconds = shards.num_samples * _SECONDS_PER_SAMPLE + (shards.num_bytes or 0) * _SECONDS_PER_BYTE

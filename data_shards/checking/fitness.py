@@ -52,10 +52,7 @@ def assess(
     processes_per_node: int,
     window_images: int = WINDOW_IMAGES,
 ) -> tuple[Fitness | None, list[Finding]]:
-    """Assess the shards for `world_size` processes; None if they do not fit at all.
-
-    `shard_sizes` are in samples. `lanes` None is the default, or a number near it that `world_size` divides.
-    """
+    """Assess shards for `world_size` processes; None if they do not fit. `lanes` None: a number near the default."""
     findings: list[Finding] = []
     if lanes is None:
         lanes = DEFAULT_LANES if DEFAULT_LANES % world_size == 0 else max(1, DEFAULT_LANES // world_size) * world_size

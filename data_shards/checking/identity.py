@@ -46,10 +46,7 @@ _FREE = ("names", "stamps", "pixels")  # columns in which a copy may differ, or 
 
 @dataclass(frozen=True)
 class SetIdentity:
-    """A set of shards; every column has an entry per shard, "" or None where unknown.
-
-    `spots`: shard number -> digest of each sample that was read, "" for one that could not be.
-    """
+    """A set of shards; every column has an entry per shard, "" or None where unknown."""
 
     digest: str  # of the set as a whole (the manifest's own, with the classes)
     names: tuple[str, ...]  # of the shards, as messages show them
@@ -59,7 +56,7 @@ class SetIdentity:
     indexes: tuple[str, ...]  # digest of keys, image sizes and labels, of a tar without a manifest
     pixels: tuple[str, ...]  # digest of the first bytes of a few images, of a tar without a manifest
     stamps: tuple[str, ...]  # change when the file is written: see `ShardEntry.stamp`
-    spots: Mapping[int, tuple[str, ...]]
+    spots: Mapping[int, tuple[str, ...]]  # shard -> digests of the samples that were read, "" for damaged ones
 
     @classmethod
     def of(cls, shards: ShardSet, *, spots: Mapping[int, Sequence[str]]) -> SetIdentity:

@@ -61,18 +61,14 @@ class SplitSummary:
 
 
 class SplitScan:
-    """Put the parts of one split together; samples are numbered across parts.
-
-    `samples` is an array of `SAMPLE`, `sizes` the samples found in each shard, `shard_bytes` None for a missing tar,
-    and `class_counts` the samples of each class.
-    """
+    """Put the parts of one split together; samples are numbered across parts."""
 
     def __init__(self, shards: ShardSet, parts: Sequence[PartScan]) -> None:
         self.shards = shards
         self.parts = parts
         self.samples = np.concatenate([np.empty(0, SAMPLE), *(part.samples for part in parts)])
-        self.sizes = [0] * len(shards.shards)
-        self.shard_bytes: list[int | None] = [None] * len(shards.shards)
+        self.sizes = [0] * len(shards.shards)  # samples found in each shard
+        self.shard_bytes: list[int | None] = [None] * len(shards.shards)  # None: the tar is missing
         counts: Counter[int] = Counter()
         for part in parts:
             counts.update(part.class_counts)
@@ -205,10 +201,7 @@ class Groups:
 
 
 def equal_groups(hashes: NDArray[np.uint64], *, among: NDArray[np.bool_] | None = None) -> Groups:
-    """Groups of two or more samples with equal hashes, [samples] or [samples, words], ordered by first sample.
-
-    `among`, bool [samples], restricts the samples that are compared.
-    """
+    """Group samples (those `among`) with equal hashes, [samples] or [samples, words]; ordered by first sample."""
     words = hashes if hashes.ndim == 2 else hashes[:, None]
     samples = np.arange(len(words)) if among is None else np.flatnonzero(among)
     words = words[samples]

@@ -54,10 +54,7 @@ class PackedImage:
 
 
 def prepare_image(data: bytes, *, resize: Resize | None = None, limit: PixelLimit = PACKED_LIMIT) -> PackedImage:
-    """Decode all of an image; return its own bytes, or those of the reduced image.
-
-    Raises UnreadableImage if it cannot be decoded or encoded again, or is of a format that shards do not hold.
-    """
+    """Decode all of an image; return its own bytes, or the reduced image's. UnreadableImage: it cannot be packed."""
     if not data:
         raise UnreadableImage("the file is empty")
     image = read_image(data, limit=limit)

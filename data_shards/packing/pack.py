@@ -79,9 +79,8 @@ def pack(
     """Pack a source (see `open_source`) into OUT/train and, where it has them, OUT/val and OUT/test.
 
     Equal source, options (see `PackRequest`) and library versions give byte-identical tars, on any number of cores and
-    through any number of interruptions. `holdout_list` is a file with the paths of the images that become split val.
-    Raises UserError for bad input, an OUT that is not the result of this very request, a source that has changed since,
-    unreadable images, and a full disk.
+    through any number of interruptions. Raises UserError for bad input, an OUT that is not the result of this very
+    request, a source that has changed since, unreadable images, and a full disk.
     """
     start = time.monotonic()
     out = Path(out)

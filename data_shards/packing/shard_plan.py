@@ -40,15 +40,12 @@ _TAR_END_BYTES = 1024 + 10_240  # two blocks of zeros, and more up to a multiple
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """One planned tar: images `indices` of `images` (of `source_split`), in this order.
-
-    `labels` is [num_samples], or [num_samples, most labels] padded with -1.
-    """
+    """One planned tar: images `indices` of `images` (of `source_split`), in this order."""
 
     file: str
     images: ImageSet
     indices: Int64s
-    labels: Int64s
+    labels: Int64s  # [num_samples], or [num_samples, most labels] padded with -1
     classes: tuple[str, ...]
     first_number: int
     split: SplitName = "train"
@@ -114,11 +111,10 @@ def marks_of(source: Source, places: Sequence[tuple[ShardPlan, int]], *, others:
 
 
 def make_plan(source: Source, request: PackRequest, *, without: Marks | None = None) -> PackPlan:
-    """Choose classes, hold out, shuffle, cut into shards.
+    """Choose classes, hold out, leave out images marked in `without`, shuffle, cut into shards.
 
-    Shards of a split differ by at most one sample (cut by bytes: two images), so no worker gets a tiny one. Images
-    marked in `without` are left out after the held-out images are chosen. Raises UserError for unknown, repeated or
-    doubtful classes, an unfit holdout, a split without images, and a class without images where the source refuses it.
+    Shards of a split differ by at most one sample (cut by bytes: two images), so no worker gets a tiny one. Raises
+    UserError for classes or a holdout that do not fit the source, and splits or classes that are left without images.
     """
     chosen = _choose_classes(source, request.classes)
     new_label = np.full(len(source.classes) + 1, -1, dtype=np.int64)  # the last one for -1: no label
@@ -166,10 +162,7 @@ def make_plan(source: Source, request: PackRequest, *, without: Marks | None = N
 
 
 def hold_out(source: Source, indices: Int64s, request: PackRequest) -> dict[SplitName, Int64s]:
-    """Divide the images `indices` of split train into train and val.
-
-    Raises UserError if there is a val split, or for a fraction outside (0, 1), a class of one image, or unknown paths.
-    """
+    """Divide the images `indices` of split train into train and val; UserError if the request does not fit them."""
     if "val" in source.splits:
         raise UserError(f"holdout: {source.spec} has a held-out split already; leave holdout out")
     images = source.splits["train"]
@@ -290,11 +283,7 @@ def _choose_classes(source: Source, classes: Sequence[str] | None) -> tuple[str,
 
 
 def _doubts(source: Source, request: PackRequest) -> list[str]:
-    """Notes on classes whose images lie in several folders each.
-
-    Raises UserError if such a class is the only one, and for names that differ only by case or blanks, unless the
-    request names its classes or keeps doubtful ones.
-    """
+    """Note classes of several folders each; UserError if it is the only class, or names differ by case or blanks."""
     if request.classes is not None or request.doubtful_classes == "keep":
         return []
     for names in similar_names(source.classes):

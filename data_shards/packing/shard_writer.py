@@ -88,10 +88,7 @@ class WorkFolder:
         write_json(self._records / f"{record.shard.file}.json", content)
 
     def recover(self, marks: Mapping[str, tuple[str, str]]) -> tuple[dict[str, ShardRecord], int]:
-        """Keep the finished shards that match `marks`, {file: (split, mark)}, and delete the rest.
-
-        Returns the finished shards by file, and the number of records that do not match.
-        """
+        """Keep the finished shards that match `marks`, by file; delete the rest, and count its records."""
         found: dict[str, ShardRecord] = {}
         kept: set[Path] = set()
         records = list(self._records.glob("*.json"))
@@ -179,10 +176,7 @@ def write_shards(
     progress: Progress,
     save: Callable[[ShardRecord], None],
 ) -> dict[str, ShardRecord]:
-    """Write each plan to its path with the index beside it, then `save` its record; return the records by file.
-
-    OSError in writing (a full disk) passes through, and leaves no unfinished tar.
-    """
+    """Write each plan to its path, then `save` its record; OSError (a full disk) leaves no unfinished tar."""
     stop = threading.Event()
 
     def write(path: Path, plan: ShardPlan) -> ShardRecord | None:

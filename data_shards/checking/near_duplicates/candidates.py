@@ -64,10 +64,7 @@ def find_candidates(
     done: Callable[[int], None],
     block_images: int = BLOCK_IMAGES,
 ) -> Pairs:
-    """Candidates, the nearest of each image first; of a collection with itself, each pair once, the later image first.
-
-    `done` is told how many images were looked up in a block.
-    """
+    """Candidates, the nearest of each image first; within one collection each pair once, the later image first."""
     within = images.collection.digest == others.collection.digest
     is_swapped = sum(images.collection.sizes) < sum(others.collection.sizes)
     indexed, streamed = (images, others) if is_swapped else (others, images)

@@ -94,10 +94,7 @@ def default_fingerprint_folder() -> Path:
 
 
 def make_fingerprints(request: FingerprintRequest, *, processes: int, done: Callable[[int], None]) -> None:
-    """Write the files of all parts that lack one; `done` is told how many images are dealt with, as they are.
-
-    Raises UserError if a part of the collection cannot be read.
-    """
+    """Write the files of all parts that lack one; UserError if a part of the collection cannot be read."""
     missing: list[int] = []
     for part, size in enumerate(request.collection.sizes):
         if _read(request, part) is None:

@@ -55,10 +55,7 @@ _LEAST_GAIN = 0.2  # of the greys; below it there is nothing to go by
 
 
 def align(ones: Floats, others: Floats, fixed: Windows, windows: Windows) -> tuple[Windows, NDArray[np.float32]]:
-    """Fit `windows` of `others` to the `fixed` ones of `ones`: grey thumbnails [pairs, 32, 32], windows [pairs, 4].
-
-    Returns the windows that fit, and how well: correlations, [pairs].
-    """
+    """Fit `windows` of `others` to the `fixed` ones of `ones` ([pairs, 32, 32] and [pairs, 4]); with correlations."""
     wanted = shown = np.empty(0)
     for times in _THUMBNAIL_SMOOTHED:
         one, other = (smooth(each.astype(np.float32), times=times) for each in (ones, others))

@@ -58,15 +58,12 @@ class Match(NamedTuple):
 
 @dataclass(frozen=True)
 class Matches:
-    """All matches, kind by kind, the most alike first.
-
-    `undecoded` counts the images of each collection that could not be decoded or crashed the comparing process.
-    """
+    """All matches, kind by kind, the most alike first."""
 
     images: Collection
     others: tuple[Collection, ...]
     matches: tuple[Match, ...]
-    undecoded: dict[str, int]
+    undecoded: dict[str, int]  # images of each collection that could not be decoded, or crashed the process
 
     def line(self, match: Match) -> dict[str, object]:
         """A match as an entry of matches.jsonl."""
@@ -95,10 +92,9 @@ def find_matches(
     processes: int | None = None,
     report: Callable[[str], None] = print,
 ) -> Matches:
-    """Find the images that are also in `others`; of a collection with itself, those that are like an earlier one.
+    """Find the images that are also in `others`; within one collection, those that are like an earlier one.
 
-    Fingerprints are kept in `folder`, by default in the user's cache. With 1 for `processes`, none is started. Raises
-    UserError if a part of a collection cannot be read.
+    Fingerprints are kept in `folder`, by default in the user's cache. Raises UserError if a part cannot be read.
     """
     processes = processes or num_cores()
     found: list[Match] = []

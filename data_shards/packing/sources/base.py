@@ -80,19 +80,15 @@ class ImageSet:
 
 @dataclass(frozen=True)
 class Source:
-    """Named classes and the images of each split.
-
-    `left_out` has (split, trace) of images without a label, which are in none of `splits`. A class without images is a
-    mistake in folders, but usual in lists (`empty_classes`).
-    """
+    """Named classes and the images of each split."""
 
     spec: str  # finds the source again
     classes: tuple[str, ...]  # names of the labels
     splits: Mapping[SplitName, ImageSet]  # train, then val and test if the source has them
     notes: tuple[str, ...] = ()  # what was left out and why
-    left_out: tuple[tuple[SplitName, str], ...] = ()
+    left_out: tuple[tuple[SplitName, str], ...] = ()  # images without a label (split, trace), in none of `splits`
     kind: LabelKind = "single"  # one label for each image, or any number
-    empty_classes: Literal["refuse", "report"] = "refuse"
+    empty_classes: Literal["refuse", "report"] = "refuse"  # a mistake in folders, but usual in lists
 
     def fingerprint(self) -> str:
         """Changes when classes, images, names or (of files) sizes change; files' bytes are not read."""

@@ -81,11 +81,7 @@ class _Listing:
 
 
 def folder_source(root: Path, *, unfit: Literal["refuse", "skip"] = "refuse") -> Source:
-    """Recognise the layout below `root`.
-
-    Raises UserError, with all mistakes at once, for mixed layouts, a class folder without images or images beside class
-    folders (unless `unfit` is skip), no class folder at all, val without train, and different classes in train and val.
-    """
+    """Recognise the layout below `root`; UserError with all mistakes but those that `unfit` skip leaves out."""
     found = _Listing(root, unfit)
     used = _splits(found)
     by_class: dict[SplitName, dict[str, range]] = {
@@ -158,10 +154,7 @@ def _splits(found: _Listing) -> dict[SplitName, str]:
 
 
 def image_files(paths: Sequence[Path]) -> list[Path]:
-    """The files, and all images below the folders, sorted, without hidden ones.
-
-    Raises UserError if a file does not exist or a folder has no image in it.
-    """
+    """The files, and all images below the folders, sorted; UserError for what is missing or has no image in it."""
     files: list[Path] = []
     for path in paths:
         if path.is_dir():

@@ -33,15 +33,7 @@ from data_shards.packing.sources.archive import (
     read_small,
     rows_by_name,
 )
-from data_shards.packing.sources.base import (
-    Files,
-    ImageSet,
-    Source,
-    SplitName,
-    class_images,
-    is_image,
-    left_out_notes,
-)
+from data_shards.packing.sources.base import Files, ImageSet, Source, SplitName, class_images, is_image, left_out_notes
 from data_shards.packing.sources.label_list import read_lines
 from data_shards.text import counted, named
 
@@ -96,7 +88,7 @@ def find_parts(root: Path, *, labelled: bool = False) -> Parts | None:
 
 
 def class_source(parts: Parts, *, spec: Path, unpacking: Unpacking, unfit: Unfit = "refuse") -> Source:
-    """Raises UserError for a missing part, images without a class, and classes of val that train does not have."""
+    """Open the parts; UserError if one is missing, an image has no class, or val has classes that train has not."""
     found = _by_class(_open(parts.train, unpacking), unfit=unfit)
     if "train" not in found.splits:
         raise UserError(f"{parts.train}: it holds {', '.join(found.splits)} without train; give the training part")
@@ -278,11 +270,7 @@ def _val(parts: Parts, path: Path, classes: tuple[str, ...], *, unpacking: Unpac
 
 
 def read_val_labels(path: Path, names: list[str], *, unpacking: Unpacking) -> list[str]:
-    """Find the class of each image of `names` (paths in order of their file names).
-
-    Raises UserError, naming file and line, for a list that cannot be read, an image that it does not name or names with
-    two classes, and a list without names that has another number of lines than there are images.
-    """
+    """Find the class of each image of `names`, in order of file names; UserError names the list and its line."""
     if path.is_dir() or is_archive(path):
         classes = _devkit_classes(path, unpacking=unpacking)
     elif not path.is_file():

@@ -69,11 +69,7 @@ class _Row(NamedTuple):
 
 
 def label_list_source(root: Path, labels: LabelList) -> Source:
-    """Open the images that `labels` names below `root`, all as split train.
-
-    Raises UserError, naming file and lines, for a list that cannot be read, a path that leads outside, is missing or is
-    named twice, and a label that is not a class.
-    """
+    """Open the images that `labels` names below `root`, all as split train; UserError names file and lines."""
     problems: list[str] = []
     is_multi, rows = _read_rows(labels, root=root, problems=problems)
     lines: dict[str, tuple[Path, int]] = {}
@@ -92,11 +88,7 @@ def label_list_source(root: Path, labels: LabelList) -> Source:
 
 
 def path_lists_source(train: Path, val: Path | None, *, spec: Path) -> Source:
-    """Open one or two lists of "PATH NUMBER" in one folder.
-
-    Raises UserError, naming list and line, for a line that is not as published, a path that leads outside of the
-    folder, is not there or comes twice, and a list that names no image.
-    """
+    """Open one or two lists of "PATH NUMBER" in one folder; UserError names list and line."""
     lists: dict[SplitName, Path] = {"train": train} if val is None else {"train": train, "val": val}
     root = train.parent
     seen: dict[str, tuple[Path, int]] = {}

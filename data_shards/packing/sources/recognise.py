@@ -118,10 +118,7 @@ def _published_file(path: Path, options: Published, *, unpacking: Unpacking, unf
 
 
 def _published_folder(path: Path, options: Published, *, unpacking: Unpacking, unfit: imagenet.Unfit) -> Source | None:
-    """Open the published set in a folder, or any with `--val`; None for others.
-
-    Raises UserError for a missing part, and an option that means nothing for the set.
-    """
+    """Open the published set in a folder, or any with `--val`; None for others."""
     train, test = path / VTAB_TRAIN, path / VTAB_TEST
     if train.is_file():
         options.refuse(because=f"{path} has its test images in {test.name}")
