@@ -12,7 +12,7 @@ import pytest
 from data_shards.packing.image import Resize
 from data_shards.packing.request import PackRequest
 from data_shards.packing.shard_plan import ShardPlan
-from data_shards.packing.shard_writer import ShardRecord, image_digest, plan_mark, read_digests, write_shards
+from data_shards.packing.shard_writer import ShardRecord, plan_mark, write_shards
 from data_shards.packing.sources.base import array_images
 from data_shards.progress_line import Progress
 from data_shards.shards.manifest import Shard
@@ -107,18 +107,6 @@ def test_a_plan_gives_the_same_bytes_with_every_version(tmp_path: Path, labels: 
     assert records[shard.file].shard == Shard(shard.file, 6, 20480, sha256)
 
 
-def test_records_hold_the_digest_of_each_image(tmp_path: Path):
-    shards = [plan(5, file="a.tar"), plan(3, file="b.tar", seed=1)]
-    records, saved = written(shards, tmp_path)
-    assert sorted(saved) == ["a.tar", "b.tar"]
-    expected = b"".join(image_digest(shard.images.read(int(i))) for shard in shards for i in shard.indices)
-    assert b"".join(records[shard.file].image_digests for shard in shards) == expected
-    with Progress(8, lambda line: None) as progress:
-        assert (
-            read_digests([(each.images, each.indices) for each in shards], num_threads=2, progress=progress) == expected
-        )
-
-
 def test_the_mark_changes_with_all_that_makes_a_shard():
     base = plan(6)
     marks = [plan_mark(base, PackRequest())]
@@ -141,13 +129,3 @@ def test_the_mark_changes_with_all_that_makes_a_shard():
     ):
         marks.append(plan_mark(shard, PackRequest(resize=resize)))
     assert len(set(marks)) == len(marks)
-
-
-def test_an_error_in_saving_stops_all_and_comes_out(tmp_path: Path):
-    def save(record: ShardRecord) -> None:
-        raise OSError(28, "No space left on device")
-
-    shards = {tmp_path / f"{i}.tar": plan(40, file=f"{i}.tar") for i in range(9)}
-    with pytest.raises(OSError, match="No space"), Progress(360, lambda line: None) as progress:
-        write_shards(shards, PackRequest(), num_threads=2, progress=progress, save=save)
-    assert not list(tmp_path.glob("*.tar"))

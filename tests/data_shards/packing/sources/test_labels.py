@@ -35,12 +35,38 @@ def opened(root: Path, content: str | bytes, *, file: str = "labels.csv", **opti
     return open_source(str(root), labels=LabelList(path, **options))  # type: ignore[arg-type]
 
 
-def test_one_name_each(root: Path):
-    source = opened(root, "path,label\na/2.jpg,dog\na/1.jpg,cat\n3.png,dog\n")
-    assert source.kind == "single" and source.classes == ("cat", "dog")
-    assert images_of(source) == {"a/2.jpg": ["dog"], "a/1.jpg": ["cat"], "3.png": ["dog"]}
-    assert source.splits["train"].read(0) == b"a/2.jpg"
-    assert not source.notes
+@pytest.mark.parametrize(
+    ("content", "classes", "expected"),
+    [
+        ("a/2.jpg,dog\na/1.jpg,cat\n3.png,dog", "cat dog", {"a/1.jpg": "cat", "a/2.jpg": "dog", "3.png": "dog"}),
+        ("a/1.jpg,3\na/2.jpg,0\n3.png,03", "0 1 2 3", {"a/1.jpg": "3", "a/2.jpg": "0", "3.png": "3"}),
+        # one name among numbers makes them names
+        ("a/1.jpg,10\na/2.jpg,9\n3.png,x", "10 9 x", {"a/1.jpg": "10", "a/2.jpg": "9", "3.png": "x"}),
+        (
+            "a/1.jpg,dog | cat|dog\na/2.jpg,\n3.png,owl",
+            "cat dog owl",
+            {"a/1.jpg": ["cat", "dog"], "a/2.jpg": [], "3.png": ["owl"]},
+        ),
+        (
+            {"a/1.jpg": [2, 0], "a/2.jpg": [], "3.png": 1},
+            "0 1 2",
+            {"a/1.jpg": ["0", "2"], "a/2.jpg": [], "3.png": ["1"]},
+        ),
+        ({"a/1.jpg": "7", "a/2.jpg": "3", "3.png": "3"}, "3 7", {"a/1.jpg": "7", "a/2.jpg": "3", "3.png": "3"}),
+    ],
+)
+def test_names_and_numbers_one_or_several(root: Path, content: str | dict, classes: str, expected: dict):
+    if isinstance(content, str):
+        source = opened(root, f"path,label\n{content}\n")
+    else:
+        lines = [json.dumps({"path": path, "more": {"no": 1}, "label": label}) for path, label in content.items()]
+        source = opened(root, "\n\n".join(lines), file="x.JSONL")
+    is_multi = any(isinstance(label, list) for label in expected.values())
+    assert source.kind == ("multi" if is_multi else "single") and list(source.classes) == classes.split()
+    assert images_of(source) == {path: label if is_multi else [label] for path, label in expected.items()}
+    images = source.splits["train"]
+    assert [images.read(i) for i in range(3)] == [images.trace(i).encode() for i in range(3)] and not source.notes
+    assert images.labels.ndim == 1 + is_multi
 
 
 def test_absolute_paths_inside_the_folder_are_the_relative_ones(root: Path):
@@ -68,41 +94,6 @@ def test_other_columns_a_mark_of_byte_order_and_windows_lines(root: Path):
     source = opened(root, text, path_column="file", label_column="species name")
     assert images_of(source) == {"a/1.jpg": ["cat, grey"], "a/2.jpg": ["dog"]}
     assert len(source.notes) == 1 and "does not name 1 images" in source.notes[0] and "3.png" in source.notes[0]
-
-
-def test_numbers(root: Path):
-    source = opened(root, "path,label\na/1.jpg,3\na/2.jpg,0\n3.png,03\n")
-    assert source.classes == ("0", "1", "2", "3")
-    assert images_of(source) == {"a/1.jpg": ["3"], "a/2.jpg": ["0"], "3.png": ["3"]}
-
-
-def test_one_name_among_numbers_makes_them_names_in_csv(root: Path):
-    assert opened(root, "path,label\na/1.jpg,10\na/2.jpg,9\n3.png,x\n").classes == ("10", "9", "x")
-
-
-def test_several_labels_in_csv(root: Path):
-    source = opened(root, "path,label\na/1.jpg,dog | cat|dog\na/2.jpg,\n3.png,owl\n")
-    assert source.kind == "multi" and source.classes == ("cat", "dog", "owl")
-    assert images_of(source) == {"a/1.jpg": ["cat", "dog"], "a/2.jpg": [], "3.png": ["owl"]}
-    assert source.splits["train"].labels.tolist() == [[0, 1], [-1, -1], [2, -1]]
-
-
-def test_several_labels_in_jsonl(root: Path):
-    lines = [
-        {"path": "a/1.jpg", "label": [2, 0]},
-        {"label": [], "path": "a/2.jpg", "x": 1},
-        {"path": "3.png", "label": 1},
-    ]
-    source = opened(root, "\n".join(map(json.dumps, lines)), file="labels.jsonl")
-    assert source.kind == "multi" and source.classes == ("0", "1", "2")
-    assert images_of(source) == {"a/1.jpg": ["0", "2"], "a/2.jpg": [], "3.png": ["1"]}
-
-
-def test_jsonl_tells_numbers_from_names(root: Path):
-    lines = [{"img": "a/1.jpg", "y": {"no": 1}, "k": "7"}, {"img": "a/2.jpg", "k": "3"}]
-    text = "\n\n".join(map(json.dumps, lines)) + "\n"
-    source = opened(root, text, file="x.JSONL", path_column="img", label_column="k")
-    assert source.kind == "single" and source.classes == ("3", "7")
 
 
 @pytest.mark.parametrize(

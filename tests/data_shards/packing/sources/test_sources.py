@@ -61,30 +61,25 @@ def test_class_folders(tmp_path: Path):
     assert len(source.notes) == 1 and "1 file left out" in source.notes[0] and "a/notes.txt" in source.notes[0]
 
 
-@pytest.mark.parametrize("val", ["val", "validation", "test"])
-def test_imagenet_layout(tmp_path: Path, val: str):
-    touch(tmp_path, "train/a/1.jpg", "train/b/2.jpg", f"{val}/a/3.jpg", f"{val}/b/4.jpg")
+@pytest.mark.parametrize(
+    ("folders", "splits"),
+    [
+        ("train val", "train val"),
+        ("train validation", "train val"),
+        ("train test", "train val"),
+        ("train val test", "train val test"),
+        ("train validation test", "train val test"),
+        ("train val validation", "train val -"),  # left out, and that is said
+    ],
+)
+def test_splits_by_the_names_of_folders(tmp_path: Path, folders: str, splits: str):
+    touch(tmp_path, *(f"{folder}/{name}/{name}.jpg" for folder in folders.split() for name in "ab"))
     source = open_source(str(tmp_path))
-    assert source.classes == ("a", "b")
-    assert files_of(source, "train") == [("train/a/1.jpg", "a"), ("train/b/2.jpg", "b")]
-    assert files_of(source, "val") == [(f"{val}/a/3.jpg", "a"), (f"{val}/b/4.jpg", "b")]
-
-
-@pytest.mark.parametrize("val", ["val", "validation"])
-def test_a_third_split_stays_one(tmp_path: Path, val: str):
-    touch(tmp_path, "train/a/1.jpg", f"{val}/a/2.jpg", "test/a/3.jpg")
-    source = open_source(str(tmp_path))
-    assert list(source.splits) == ["train", "val", "test"]
-    assert files_of(source, "val") == [(f"{val}/a/2.jpg", "a")]
-    assert files_of(source, "test") == [("test/a/3.jpg", "a")]
-    assert not source.notes
-
-
-def test_val_is_preferred_to_validation_and_that_is_said(tmp_path: Path):
-    touch(tmp_path, "train/a/1.jpg", "val/a/2.jpg", "validation/a/3.jpg")
-    source = open_source(str(tmp_path))
-    assert files_of(source, "val") == [("val/a/2.jpg", "a")] and len(source.splits) == 2
-    assert any("validation was left out" in note for note in source.notes)
+    used = {split: folder for folder, split in zip(folders.split(), splits.split(), strict=True) if split != "-"}
+    assert source.classes == ("a", "b") and list(source.splits) == list(used)
+    for split, folder in used.items():
+        assert files_of(source, split) == [(f"{folder}/a/a.jpg", "a"), (f"{folder}/b/b.jpg", "b")]
+    assert len(source.notes) == splits.count("-") and all("validation was left out" in note for note in source.notes)
 
 
 def test_all_mistakes_are_told_at_once_and_what_can_be_left_out_is(tmp_path: Path):
