@@ -41,20 +41,19 @@ class PlannedImages:
         return self._digests[part]
 
     def read(self, part: int, row: int) -> bytes:
-        plan = self._plans[part]
         try:
-            return plan.images.read(int(plan.indices[row]))
+            return self._plans[part].images.read(row)
         except OSError as error:
             raise UnreadNow(error.strerror or str(error)) from None
 
     def place(self, part: int, row: int) -> ImagePlace:
-        return ImagePlace(self.name, self._plans[part].trace(row))
+        return ImagePlace(self.name, self._plans[part].images.trace(row))
 
 
 def _digest(plan: ShardPlan) -> str:
     digest = hashlib.sha256()
-    for index in plan.indices.tolist():
-        stamp = plan.images.stamp(index)
+    for position in range(len(plan)):
+        stamp = plan.images.stamp(position)
         digest.update(f"{len(stamp)}\0".encode())
         digest.update(stamp)
     return digest.hexdigest()

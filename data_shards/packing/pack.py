@@ -107,8 +107,8 @@ def _pack(source_spec: str, out: Path, request: PackRequest, report: Report) -> 
         unpacking=Unpacking(unpacked_path(out), report),
         unfit=request.unreadable,
     )
-    num_images, classes = sum(map(len, source.splits.values())), counted(len(source.classes), "class")
-    report(f"{source.spec}: {counted(num_images, 'image')} of {classes} found")
+    classes = counted(len(source.classes), "class")
+    report(f"{source.spec}: {counted(source.num_images, 'image')} of {classes} found")
     if Path(source.spec).is_dir() and out.resolve().is_relative_to(source.spec):  # a name like "digits" is no parent
         raise UserError(f"{out}: it lies inside {source.spec}, whose images are packed; choose an OUT outside of it")
     content = {"version": PACK_VERSION, "request": request.as_json(source), "fingerprint": source.fingerprint()}
@@ -143,7 +143,7 @@ class _Packing:
         digests = None
         if request.duplicates == "drop":
             with Progress(plan.num_images, self.report, status="looking for duplicates") as progress:
-                parts = [(shard.images, shard.indices) for shard in plan.shards]
+                parts = [shard.images for shard in plan.shards]
                 digests = read_digests(parts, num_threads=num_cores(), progress=progress)
             repeated = [number for group in found.equal_digests(digests) for number in group[1:]]
             plan = make_plan(source, request, without=marks_of(source, plan.locate(repeated), others=without))

@@ -32,7 +32,7 @@ _PIECE = 1000  # images that a thread reads in turn
 def write_seen(folder: Path, source: Source, plan: PackPlan, digests: bytes) -> None:
     """Write the file; `digests` are those of the plan's images, in its order."""
     seen = _seen_now(source)
-    rows = np.concatenate([shard.first_number + shard.indices for shard in plan.shards])
+    rows = np.concatenate([shard.numbers for shard in plan.shards])
     seen["digest"][rows] = np.frombuffer(digests, _SEEN["digest"])
     seen.tofile(folder / SEEN_FILE)
     flush(folder / SEEN_FILE)
@@ -54,7 +54,7 @@ def compare_seen(out: Path, source: Source, request: PackRequest, *, report: Rep
         first = 0
         for images in source.splits.values():
             rows = np.flatnonzero(is_read[first : first + len(images)])
-            pieces = [(images, rows[at : at + _PIECE]) for at in range(0, len(rows), _PIECE)]
+            pieces = [images.take(rows[at : at + _PIECE]) for at in range(0, len(rows), _PIECE)]
             digests = read_digests(pieces, num_threads=num_cores(), progress=progress)
             changed = rows[before["digest"][first + rows] != np.frombuffer(digests, _SEEN["digest"])].tolist()
             if changed:

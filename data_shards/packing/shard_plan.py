@@ -26,7 +26,7 @@ from data_shards.shards.labels import LabelSpec, similar_names
 from data_shards.text import named
 from data_shards.vocabulary import LabelKind
 
-Marks = dict[SplitName, NDArray[np.bool_]]  # per split of the source: bool [images]
+Marks = NDArray[np.bool_]  # [images], through all splits of the source
 Line = dict[str, Any]  # an entry of a list of images
 
 LABEL_SPECS: Mapping[LabelKind, LabelSpec] = {
@@ -40,32 +40,30 @@ _TAR_END_BYTES = 1024 + 10_240  # two blocks of zeros, and more up to a multiple
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """One planned tar: images `indices` of `images` (of `source_split`), in this order."""
+    """One planned tar: these images in this order, with labels that index `classes`."""
 
     file: str
     images: ImageSet
-    indices: Int64s
-    labels: Int64s  # [num_samples], or [num_samples, most labels] padded with -1
+    numbers: Int64s  # of the images, counted through all splits of the source
     classes: tuple[str, ...]
-    first_number: int
     split: SplitName = "train"
-    source_split: SplitName = "train"
 
     def __len__(self) -> int:
-        return len(self.indices)
+        return len(self.numbers)
 
-    def trace(self, position: int) -> str:
-        return self.images.trace(int(self.indices[position]))
+    @property
+    def labels(self) -> Int64s:
+        return self.images.labels
 
     def key(self, position: int) -> str:
         name = self.classes[self.labels[position]] if self.labels.ndim == 1 else None
-        return sample_key(name, self.trace(position), self.first_number + int(self.indices[position]))
+        return sample_key(name, self.images.trace(position), int(self.numbers[position]))
 
     def line(self, position: int) -> Line:
         """An image as an entry of a list; `label` is its class, or a list where images have several."""
         names = [self.classes[number] for number in class_numbers(self.labels[position])]
         label = names[0] if self.labels.ndim == 1 else names
-        return {"path": self.trace(position), "split": self.split, "label": label}
+        return {"path": self.images.trace(position), "split": self.split, "label": label}
 
     def label_member(self, position: int) -> tuple[str, bytes]:
         """Extension and content of the member that holds the label: ASCII in .cls, or a list in .json."""
@@ -101,12 +99,9 @@ class PackPlan:
 
 
 def marks_of(source: Source, places: Sequence[tuple[ShardPlan, int]], *, others: Marks | None = None) -> Marks:
-    """Mark the images at these places, and those that are marked in `others`, per split of the source."""
-    marks: Marks = {split: np.zeros(len(images), dtype=np.bool_) for split, images in source.splits.items()}
-    for split, mark in (others or {}).items():
-        marks[split] |= mark
-    for shard, position in places:
-        marks[shard.source_split][shard.indices[position]] = True
+    """Mark the images at these places, and those that are marked in `others`."""
+    marks = np.zeros(source.num_images, dtype=np.bool_) if others is None else others.copy()
+    marks[[shard.numbers[position] for shard, position in places]] = True
     return marks
 
 
@@ -136,28 +131,19 @@ def make_plan(source: Source, request: PackRequest, *, without: Marks | None = N
     notes = _doubts(source, request)
     for split, indices in parts.items():
         of_split: SplitName = "train" if is_held else split
-        images = source.splits[of_split]
+        images, first = source.splits[of_split], first_numbers[of_split]
         if without is not None:
-            indices = indices[~without[of_split][indices]]
+            indices = indices[~without[first + indices]]
         labels = new_label[images.labels[indices]]
         notes += _check_counts(source, split, labels, chosen, may_be_empty=may_be_empty)
         # Neighbours in a source are of one class; a shard, and so a shuffle window, should hold all of them.
         order = _hash_order(images, indices, f"shuffle-{split}", request.seed)
-        pieces = _cut(order, tar_bytes(images.num_bytes[indices[order]]), request)
         name = f"{file_name(request.name or '')}-{split}"
-        plans[split] = [
-            ShardPlan(
-                f"{name}-{at:06d}.tar",
-                images,
-                indices[piece],
-                labels[piece],
-                chosen,
-                first_numbers[of_split],
-                split,
-                of_split,
-            )
-            for at, piece in enumerate(pieces)
-        ]
+        plans[split] = []
+        for piece in _cut(order, tar_bytes(images.num_bytes[indices[order]]), request):
+            taken = images.take(indices[piece], labels[piece])
+            file = f"{name}-{len(plans[split]):06d}.tar"
+            plans[split].append(ShardPlan(file, taken, first + indices[piece], chosen, split))
     return PackPlan(chosen, source.kind, plans, tuple(notes))
 
 
@@ -234,7 +220,7 @@ def needed_bytes(shards: Sequence[ShardPlan], *, most_image_bytes: int | None) -
     """Estimate the bytes of the tars and indexes, with images of at most `most_image_bytes`."""
     total = 0
     for shard in shards:
-        sizes = shard.images.num_bytes[shard.indices]
+        sizes = shard.images.num_bytes
         sizes = sizes if most_image_bytes is None else np.minimum(sizes, most_image_bytes)
         total += int(tar_bytes(sizes).sum()) + _TAR_END_BYTES + len(shard) * _INDEX_BYTES
     return total

@@ -25,9 +25,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from data_shards.durable import flush
 from data_shards.errors import UnreadableImage, UserError
 from data_shards.packing.image import prepare_image
@@ -206,8 +203,8 @@ def plan_mark(plan: ShardPlan, request: PackRequest) -> str:
     options = (plan.file, request.resize, request.pixel_limit, version("pillow"), version("simplejpeg"))
     digest = hashlib.sha256(repr(options).encode())
     digest.update(plan.labels.tobytes())
-    for position, index in enumerate(plan.indices.tolist()):
-        stamp = plan.images.stamp(index)
+    for position in range(len(plan)):
+        stamp = plan.images.stamp(position)
         digest.update(f"\0{plan.key(position)}\0{len(stamp)}\0".encode())
         digest.update(stamp)
     return digest.hexdigest()
@@ -218,8 +215,8 @@ def image_digest(data: bytes | None) -> bytes:
     return bytes(DIGEST_BYTES) if data is None else hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
-def read_digests(parts: Sequence[tuple[ImageSet, NDArray[np.int64]]], *, num_threads: int, progress: Progress) -> bytes:
-    """Digests of the images with these indices, in this order; zeros for one that cannot be read."""
+def read_digests(parts: Sequence[ImageSet], *, num_threads: int, progress: Progress) -> bytes:
+    """Digests of all images of the parts, in order; zeros for one that cannot be read."""
     stop = threading.Event()
 
     def of_image(images: ImageSet, index: int) -> bytes:
@@ -228,12 +225,12 @@ def read_digests(parts: Sequence[tuple[ImageSet, NDArray[np.int64]]], *, num_thr
         except OSError:
             return image_digest(None)
 
-    def of_part(images: ImageSet, indices: NDArray[np.int64]) -> bytes:
-        digests = b"".join(of_image(images, index) for index in indices.tolist() if not stop.is_set())
-        progress.add(len(indices))
+    def of_part(images: ImageSet) -> bytes:
+        digests = b"".join(of_image(images, index) for index in range(len(images)) if not stop.is_set())
+        progress.add(len(images))
         return digests
 
-    return b"".join(run_threads(of_part, parts, threads=num_threads, stop=stop))
+    return b"".join(run_threads(of_part, zip(parts), threads=num_threads, stop=stop))
 
 
 def _write(
@@ -242,12 +239,12 @@ def _write(
     digests: list[bytes] = []
     refused: list[RefusedImage] = []
     with open(path, "wb", buffering=_BUFFER_BYTES) as stream, tar_writer(tar := _Digested(stream)) as writer:
-        for position, index in enumerate(plan.indices.tolist()):
+        for position in range(len(plan)):
             if stop.is_set():
                 return None
             data = None
             try:
-                data = plan.images.read(index)
+                data = plan.images.read(position)
                 image = prepare_image(data, resize=request.resize, limit=request.pixel_limit)
             except (UnreadableImage, OSError) as error:
                 reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -63,6 +63,10 @@ class ImageSet:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def take(self, indices: Int64s, labels: Int64s | None = None) -> ImageSet:
+        """The images with these indices, in this order, with other labels if given."""
+        return ImageSet(self.files, self.rows[indices], self.labels[indices] if labels is None else labels)
+
     def read(self, index: int) -> bytes:
         return self.files.read(int(self.rows[index]))
 
@@ -89,6 +93,10 @@ class Source:
     left_out: tuple[tuple[SplitName, str], ...] = ()  # images without a label (split, trace), in none of `splits`
     kind: LabelKind = "single"  # one label for each image, or any number
     empty_classes: Literal["refuse", "report"] = "refuse"  # a mistake in folders, but usual in lists
+
+    @property
+    def num_images(self) -> int:
+        return sum(map(len, self.splits.values()))
 
     def fingerprint(self) -> str:
         """Changes when classes, images, names or (of files) sizes change; files' bytes are not read."""
