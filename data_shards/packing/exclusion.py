@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from data_shards.checking.near_duplicates.collection import ImagePlace, ShardImages, UnreadNow
 from data_shards.checking.near_duplicates.matches import Match, Matches, find_matches
 from data_shards.durable import replace_lines
 from data_shards.packing.found import EXCLUDED_FILE, UNSURE_FILE
 from data_shards.packing.request import PackRequest
-from data_shards.packing.shard_plan import Line, Marks, PackPlan, ShardPlan, marks_of
+from data_shards.packing.shard_plan import Line, Marks, PackPlan, ShardPlan
 from data_shards.packing.sources.base import Source
 from data_shards.shards.shard_set import Report
 
@@ -95,7 +97,9 @@ def find_excluded(plan: PackPlan, source: Source, request: PackRequest, *, repor
     unsure = [match for match in found.matches if match.image not in left_out]
     lists = {EXCLUDED_FILE: certain, UNSURE_FILE: unsure}
     lines = {file: [_line(plan, found, match) for match in matches] for file, matches in lists.items()}
-    return Excluded(found, marks_of(source, plan.locate(sorted(left_out))), lines)
+    marks = np.zeros(source.num_images, dtype=np.bool_)
+    marks[plan.numbers[sorted(left_out)]] = True
+    return Excluded(found, marks, lines)
 
 
 def _line(plan: PackPlan, found: Matches, match: Match) -> Line:

@@ -43,7 +43,6 @@ from data_shards.packing.shard_plan import (
     ShardPlan,
     class_numbers,
     make_plan,
-    marks_of,
     needed_bytes,
 )
 from data_shards.packing.shard_writer import (
@@ -145,8 +144,10 @@ class _Packing:
             with Progress(plan.num_images, self.report, status="looking for duplicates") as progress:
                 parts = [shard.images for shard in plan.shards]
                 digests = read_digests(parts, num_threads=num_cores(), progress=progress)
+            marks = np.zeros(source.num_images, dtype=np.bool_) if without is None else without.copy()
             repeated = [number for group in found.equal_digests(digests) for number in group[1:]]
-            plan = make_plan(source, request, without=marks_of(source, plan.locate(repeated), others=without))
+            marks[plan.numbers[repeated]] = True
+            plan = make_plan(source, request, without=marks)
         for note in (*source.notes, *plan.notes):
             self.report(note)
         with open_work(self.out) as work:

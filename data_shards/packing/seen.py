@@ -32,8 +32,7 @@ _PIECE = 1000  # images that a thread reads in turn
 def write_seen(folder: Path, source: Source, plan: PackPlan, digests: bytes) -> None:
     """Write the file; `digests` are those of the plan's images, in its order."""
     seen = _seen_now(source)
-    rows = np.concatenate([shard.numbers for shard in plan.shards])
-    seen["digest"][rows] = np.frombuffer(digests, _SEEN["digest"])
+    seen["digest"][plan.numbers] = np.frombuffer(digests, _SEEN["digest"])
     seen.tofile(folder / SEEN_FILE)
     flush(folder / SEEN_FILE)
 

@@ -90,19 +90,17 @@ class PackPlan:
     def num_images(self) -> int:
         return sum(map(len, self.shards))
 
+    @property
+    def numbers(self) -> Int64s:
+        """Numbers of the images in the source."""
+        return np.concatenate([shard.numbers for shard in self.shards])
+
     def locate(self, numbers: Sequence[int]) -> list[tuple[ShardPlan, int]]:
         """Shard and position of the images with these numbers, counted through `shards`."""
         shards = self.shards
         starts = np.cumsum([0, *map(len, shards)])
         found = np.searchsorted(starts, numbers, side="right") - 1
         return [(shards[at], number - int(starts[at])) for at, number in zip(found, numbers, strict=True)]
-
-
-def marks_of(source: Source, places: Sequence[tuple[ShardPlan, int]], *, others: Marks | None = None) -> Marks:
-    """Mark the images at these places, and those that are marked in `others`."""
-    marks = np.zeros(source.num_images, dtype=np.bool_) if others is None else others.copy()
-    marks[[shard.numbers[position] for shard, position in places]] = True
-    return marks
 
 
 def make_plan(source: Source, request: PackRequest, *, without: Marks | None = None) -> PackPlan:

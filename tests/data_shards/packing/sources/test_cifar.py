@@ -12,7 +12,7 @@ from PIL import Image
 from torchvision.datasets import CIFAR10, CIFAR100, cifar
 
 from data_shards.errors import UserError
-from data_shards.packing.sources import cifar as ours
+from data_shards.packing.sources import arrays as ours
 from tests.data_shards.packing.sources.layouts import (
     binary,
     cifar10,
