@@ -1,6 +1,5 @@
 """Packing goes on after any end, and the result is the one of an undisturbed packing, to the byte."""
 
-import json
 import os
 import select
 import signal
@@ -303,14 +302,6 @@ def test_a_damaged_work_folder_does_no_harm(half: Path, damage):
     assert {path.name for path in half.iterdir()} == {"in", "out", "plain"}
 
 
-def test_what_a_killed_pack_left_behind_a_whole_out_is_cleared(tmp_path: Path):
-    quiet("digits", tmp_path / "out", classes=["0"])
-    (tmp_path / ".out.packing/records").mkdir(parents=True)
-    (tmp_path / ".out.packing/records/x.json").write_text("{}")
-    assert quiet("digits", tmp_path / "out", classes=["0"]).compared
-    assert {path.name for path in tmp_path.iterdir()} == {"out"}
-
-
 def test_unreadable_images_once_mended_cost_only_their_shards(tmp_path: Path):
     write_images(tmp_path / "in", count=20)
     whole = (tmp_path / "in/cat/0006.jpg").read_bytes()
@@ -323,16 +314,6 @@ def test_unreadable_images_once_mended_cost_only_their_shards(tmp_path: Path):
     quiet(str(tmp_path / "in"), tmp_path / "plain", samples_per_shard=5)
     assert tree(tmp_path / "out") == tree(tmp_path / "plain")
     assert {path.name for path in tmp_path.iterdir()} == {"in", "out", "plain"}  # the list beside OUT is gone too
-
-
-def test_unreadable_images_left_out_in_the_second_try_cost_no_shard(tmp_path: Path):
-    write_images(tmp_path / "in", count=20)
-    (tmp_path / "in/cat/0006.jpg").write_bytes(b"no image")
-    with pytest.raises(UserError, match="--skip-unreadable"):
-        quiet(str(tmp_path / "in"), tmp_path / "out", samples_per_shard=5)
-    _, text = spoken(str(tmp_path / "in"), tmp_path / "out", samples_per_shard=5, unreadable="skip")
-    assert "resuming: 4 of 4 shards" in text
-    assert json.loads((tmp_path / "out/pack.json").read_text())["found"]["unreadable"] == 1
 
 
 def test_a_file_that_could_not_be_opened_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
