@@ -17,7 +17,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import PurePath
 from types import UnionType
@@ -39,8 +39,15 @@ MOST_SUSPECT_BYTES = 1 << 30
 _THREADS = 16  # they wait for the disk, or are in SHA-256, which needs no GIL
 _PIXELS_BYTES = 1 << 20  # that `pixels_digest` reads of a tar
 _MOST_NAMED = 3  # shards in a message
-_COLUMNS = [("names", "name"), ("num_bytes", "num_bytes"), ("num_samples", "num_samples"), ("sha256", "sha256")]
-_COLUMNS += [("indexes", "index_digest"), ("pixels", "pixels_digest"), ("stamps", "stamp")]  # ours, a ShardEntry's
+_COLUMNS: dict[str, tuple[str, type | UnionType]] = {  # ours: that of a ShardEntry, kind of its values
+    "names": ("name", str),
+    "num_bytes": ("num_bytes", int | None),
+    "num_samples": ("num_samples", int),
+    "sha256": ("sha256", str),
+    "indexes": ("index_digest", str),
+    "pixels": ("pixels_digest", str),
+    "stamps": ("stamp", str),
+}
 _FREE = ("names", "stamps", "pixels")  # columns in which a copy may differ, or that came later
 
 
@@ -60,26 +67,24 @@ class SetIdentity:
 
     @classmethod
     def of(cls, shards: ShardSet, *, spots: Mapping[int, Sequence[str]]) -> SetIdentity:
-        pick = attrgetter(*(name_there for _, name_there in _COLUMNS))
+        pick = attrgetter(*(theirs for theirs, _ in _COLUMNS.values()))
         rows = list(map(pick, shards.shards))  # in one go: entries may be made as they are asked for
-        columns = {name: tuple(row[at] for row in rows) for at, (name, _) in enumerate(_COLUMNS)}
+        columns = {name: tuple(row[at] for row in rows) for at, name in enumerate(_COLUMNS)}
         return cls(shards.digest, spots={shard: tuple(digests) for shard, digests in spots.items()}, **columns)
 
     @classmethod
     def from_json(cls, content: Any) -> SetIdentity:
         """From the JSON of `vars` (pydantic refuses names that are not UTF-8); ValueError for anything else."""
-        if not isinstance(content, dict) or set(content) != {field.name for field in fields(cls)}:
+        if not isinstance(content, dict) or set(content) != {"digest", "spots", *_COLUMNS}:
             raise ValueError("not the columns of a set of shards")
-        columns = {key: value for key, value in content.items() if key not in ("digest", "spots")}
         digest, spots = content["digest"], content["spots"]
-        kinds = {"num_bytes": int | None, "num_samples": int}
         good = isinstance(digest, str) and isinstance(spots, dict) and all(map(str.isdecimal, spots))
-        good = good and all(_is_list(column, of=kinds.get(key, str)) for key, column in columns.items())
+        good = good and all(_is_list(content[name], of=kind) for name, (_, kind) in _COLUMNS.items())
         good = good and all(_is_list(row, of=str) for row in spots.values())
-        if not good or len({len(column) for column in columns.values()}) != 1:
+        if not good or len({len(content[name]) for name in _COLUMNS}) != 1:
             raise ValueError("the columns of a set of shards hold something else")
         spots = {int(number): tuple(row) for number, row in spots.items()}
-        return cls(digest=digest, spots=spots, **{key: tuple(column) for key, column in columns.items()})
+        return cls(digest=digest, spots=spots, **{name: tuple(content[name]) for name in _COLUMNS})
 
     @property
     def content_digest(self) -> str:

@@ -9,6 +9,7 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations
 from typing import Any
 
@@ -77,7 +78,7 @@ class SplitScan:
                 self.shard_bytes[part.part.shard] = part.num_bytes
         self.class_counts = [counts[number] for number in range(shards.num_classes)]
         self._first_sample = np.cumsum([0, *(len(part.samples) for part in parts)])
-        self._keys: dict[int, list[str]] = {}  # of the parts that were asked for last
+        self._keys = lru_cache(_MOST_UNPACKED)(lambda number: parts[number].keys)
         folders = {shard.name.rpartition("/")[0] for shard in shards.shards}
         self._common = folders.pop() if len(folders) == 1 else shards.source
 
@@ -87,11 +88,7 @@ class SplitScan:
 
     def place(self, sample: int, detail: str = "") -> FoundAt:
         number = int(np.searchsorted(self._first_sample, sample, side="right")) - 1
-        if number not in self._keys:
-            if len(self._keys) == _MOST_UNPACKED:
-                self._keys.clear()
-            self._keys[number] = self.parts[number].keys
-        key = self._keys[number][sample - int(self._first_sample[number])]
+        key = self._keys(number)[sample - int(self._first_sample[number])]
         return FoundAt(self.shard_name(self.parts[number].part.shard), key, detail)
 
     def summary(self) -> SplitSummary:
