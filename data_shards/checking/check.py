@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from data_shards.checking.findings import MOST_PLACES, SEVERITIES, Finding, FoundAt, finding
 from data_shards.checking.fitness import Fitness, assess
 from data_shards.checking.judge import SplitScan, SplitSummary, findings_across, split_findings
-from data_shards.checking.near_duplicates.collection import ShardImages
+from data_shards.checking.near_duplicates.fingerprint import ShardImages
 from data_shards.checking.near_duplicates.matches import MATCH_KINDS, Match, Matches, MatchKind, find_matches
 from data_shards.checking.scan import CheckOptions, PartScan, ScanRequest, ShardPart, scan_part
 from data_shards.errors import UserError

@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from data_shards.checking.near_duplicates.collection import ImagePlace, ShardImages, UnreadNow
+from data_shards.checking.near_duplicates.fingerprint import ImagePlace, ShardImages, UnreadNow
 from data_shards.checking.near_duplicates.matches import Match, Matches, find_matches
 from data_shards.durable import replace_lines
 from data_shards.packing.found import EXCLUDED_FILE, UNSURE_FILE

@@ -22,9 +22,10 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from data_shards.checking.near_duplicates.candidates import EQUAL_BYTES, EQUAL_PIXELS, PAIR, Pairs, find_candidates
-from data_shards.checking.near_duplicates.collection import Collection, ImagePlace
 from data_shards.checking.near_duplicates.fingerprint import (
+    Collection,
     FingerprintRequest,
+    ImagePlace,
     Kind,
     default_fingerprint_folder,
     make_fingerprints,

@@ -10,7 +10,7 @@ from PIL import Image
 
 from data_shards.checking.near_duplicates import matches as matches_module
 from data_shards.checking.near_duplicates.candidates import find_candidates
-from data_shards.checking.near_duplicates.collection import ShardImages
+from data_shards.checking.near_duplicates.fingerprint import ShardImages
 from data_shards.checking.near_duplicates.matches import find_matches
 from data_shards.packing.pack import pack
 from data_shards.reading.opening import open_shards
