@@ -43,9 +43,7 @@ def compare_seen(out: Path, source: Source, request: PackRequest, *, report: Rep
     before = np.fromfile(file, _SEEN) if file.is_file() else now[:0]
     if len(before) != len(now):
         if request.reread == "all":
-            raise UserError(
-                f"{out / SEEN_FILE} is missing or broken, so nothing can be verified: delete {out} and pack again"
-            )
+            raise UserError(f"{file} is missing or broken, so nothing can be verified: delete {out} and pack again")
         return f"names and sizes of {counted(len(now), 'image')}, not times: {SEEN_FILE} is missing or broken"
     differs = before["stamp"] != now["stamp"]
     is_read = (differs | (request.reread == "all")) & (before["digest"] != now["digest"])  # zeros: it was not read

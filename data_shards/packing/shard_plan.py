@@ -155,8 +155,7 @@ def hold_out(source: Source, indices: Int64s, request: PackRequest) -> dict[Spli
     elif (count := request.holdout_images) is not None:
         if count >= len(indices):
             raise UserError(
-                f"holdout_images: {source.spec} has {len(indices):,} images, so {count:,} cannot be held out; give a "
-                "smaller number"
+                f"--holdout-images: {source.spec} has {len(indices):,} images; give fewer than that, not {count:,}"
             )
         val = np.sort(indices[_hash_order(images, indices, "holdout", request.seed)[:count]])
     else:
@@ -288,8 +287,7 @@ def _doubts(source: Source, request: PackRequest) -> list[str]:
             return [f"{source.spec}: {len(spread):,} of {count:,} classes have several folders each: {which}"]
         above = os.path.join(source.spec, os.path.commonpath(its))
         raise UserError(
-            f"{source.spec}: it has one class alone, as {which}: give {above} if these are classes, or add "
-            "--keep-classes if one is meant"
+            f"{source.spec}: one class alone, as {which}: give {above}, or add --keep-classes if one is meant"
         )
     return []
 
@@ -305,9 +303,7 @@ def _check_counts(
         return []
     first = classes[int(counts.argmin())]
     if not may_be_empty:
-        raise UserError(
-            f"{source.spec}: the class {first!r} has no image in split {split}; leave it out with `classes`"
-        )
+        raise UserError(f"{source.spec}: no image of class {first!r} is in split {split}; leave it out with `classes`")
     return [f"{int((counts == 0).sum()):,} of {len(classes):,} classes have no image in split {split} (first: {first})"]
 
 

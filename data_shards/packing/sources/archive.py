@@ -228,8 +228,7 @@ def _refuse_shared(pieces: Sequence[_Piece], path: Path) -> None:
     )
     if twice := sorted(name for name, count in found.items() if count > 1):
         raise UserError(
-            f"{path}: it holds {named(twice, most=3)} twice, in a tar inside it and elsewhere; remove one of the two, "
-            "or rename that tar"
+            f"{path}: it holds {named(twice, most=3)} twice, inside a tar in it and elsewhere; rename that tar"
         )
 
 

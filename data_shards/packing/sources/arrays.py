@@ -90,9 +90,7 @@ def _find(root: Path, stem: str, kind: str) -> Path:
             path = root / f"{stem}-{kind}{mark}{_KINDS[kind]}{suffix}"
             if path.is_file():
                 return path
-    raise UserError(
-        f"{root}: {stem}-{kind}-{_KINDS[kind]} (or the same with .gz) is missing; all four files are needed"
-    )
+    raise UserError(f"{root}: {stem}-{kind}-{_KINDS[kind]} (or .gz) is missing; all four files are needed")
 
 
 def _read_idx(path: Path, *, num_dims: int) -> NDArray[np.uint8]:
@@ -171,9 +169,7 @@ def cifar_source(files: Files, *, labels: CifarLabels = "fine") -> Source:
     parts = (*layout.train, layout.test)
     if missing := [name for name in (*parts, layout.classes.format(labels)) if name not in rows]:
         beside = next((name for name in parts if name in rows), layout.train[0])
-        raise UserError(
-            f"{files.path}: {missing[0]} is missing, which should lie beside {beside}; fetch the archive again"
-        )
+        raise UserError(f"{files.path}: {missing[0]} is missing beside {beside}; fetch the archive again")
     version = _Version(files, rows, layout, labels)
     classes = version.classes()
     return Source(
@@ -224,7 +220,7 @@ class _Version(NamedTuple):
         num_labels = 1 if self.layout.num_classes == 10 else 2  # CIFAR-100: coarse, fine
         if len(data) % (num_labels + _PIXEL_BYTES):
             raise UserError(
-                f"{self.files.path}: {name}: {len(data):,} bytes are no whole number of images; fetch it again"
+                f"{self.files.path}: {name}: not a whole number of images in {len(data):,} bytes; fetch it again"
             )
         table = np.frombuffer(data, dtype=np.uint8).reshape(-1, num_labels + _PIXEL_BYTES)
         return table[:, num_labels:], table[:, 0 if self.labels == "coarse" else num_labels - 1].astype(np.int64)

@@ -142,9 +142,7 @@ def _open(path: Path, unpacking: Unpacking) -> Files:
         return open_files(path, unpacking=unpacking)
     names = sorted(os.listdir(path))
     if any(map(_WORDNET_ID.fullmatch, names)):
-        raise UserError(
-            f"{path}: class tars and class folders lie side by side, as when unpacking was stopped; keep one kind"
-        )
+        raise UserError(f"{path}: class tars and class folders lie side by side (half unpacked?); keep one kind")
     tars = [Archive(path / name, unpacking) for name in names if _WORDNET_TAR.fullmatch(name)]
     return list_archives(tars, folder=path)
 
@@ -196,11 +194,9 @@ def _by_class(files: Files, *, unfit: Unfit) -> _ClassFolders:
     splits, more = _splits(by_folder)
     loose += more
     if loose and unfit == "refuse":
-        raise UserError(
-            f"{path}: {files.names[loose[0]]} lies beside the class folders"
-            f"{f' (and {len(loose) - 1:,} more images)' if len(loose) > 1 else ''}; leave them out with "
-            "--skip-unreadable, or give another archive"
-        )
+        more = f" (and {len(loose) - 1:,} more images)" if len(loose) > 1 else ""
+        where = f"{files.names[loose[0]]} lies beside the class folders{more}"
+        raise UserError(f"{path}: {where}; leave them out with --skip-unreadable, or give another archive")
     if unfit_names := [name for by_class in splits.values() for name in by_class if not name.isprintable()]:
         raise UserError(f"{path}: the class folder {unfit_names[0]!a} has a name that cannot be written")
     notes += _drop_replaced(files, splits)

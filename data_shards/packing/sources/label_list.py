@@ -250,11 +250,9 @@ def _csv_rows(labels: LabelList) -> Iterator[tuple[int, str, str]]:
             )
         path, label = map(header.index, columns)
         for fields in filter(None, reader):
-            if len(fields) != len(header):
-                raise UserError(
-                    f"{labels.file}, line {reader.line_num}: {len(fields)} fields where the first line has "
-                    f"{len(header)}; correct that line"
-                )
+            with at_line(labels.file, reader.line_num):
+                if len(fields) != len(header):
+                    raise ValueError(f"{len(fields)} fields where the first line has {len(header)}")
             yield reader.line_num, fields[path], fields[label]
 
 
@@ -265,7 +263,7 @@ def _jsonl_rows(labels: LabelList) -> Iterator[tuple[int, Any, Any]]:
         for key in (labels.path_column, labels.label_column):
             if not isinstance(entry, dict) or key not in entry:
                 raise UserError(
-                    f"{labels.file}, line {line}: there is no key {key!r}; choose with --path-column and --label-column"
+                    f"{labels.file}, line {line}: no key {key!r}; choose with --path-column and --label-column"
                 )
         yield line, entry[labels.path_column], entry[labels.label_column]
 
@@ -294,8 +292,7 @@ def _number_labels(rows: list[_Row], labels: LabelList) -> tuple[list[list[int]]
         highest, line = max((int(label), row.line) for row in rows for label in row.labels)
         if highest >= _MOST_CLASS_NUMBERS:
             raise UserError(
-                f"{labels.file}, line {line}: the number {highest} would make {highest + 1:,} classes; "
-                f"use names of classes, or give them with --class-names"
+                f"{labels.file}, line {line}: {highest} would make {highest + 1:,} classes; give --class-names"
             )
         classes = tuple(map(str, range(highest + 1)))
     else:

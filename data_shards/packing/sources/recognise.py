@@ -69,9 +69,7 @@ def open_source(
         raise UserError(f"{spec}: there is no such folder, and no source of that name (names: {', '.join(_NAMED)})")
     if not root.is_dir():
         if labels is not None:
-            raise UserError(
-                f"{spec}: --labels names files in a folder, and this is a file; unpack it and give the folder"
-            )
+            raise UserError(f"{spec}: --labels names files in a folder, and this is a file; give the folder")
         if source := _published_file(root, published, unpacking=unpacking, unfit=unfit):
             return source
         raise UserError(

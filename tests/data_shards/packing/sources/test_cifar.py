@@ -132,7 +132,7 @@ def test_a_pickle_that_is_not_published_is_not_opened(tmp_path: Path, monkeypatc
 def test_a_binary_file_that_is_cut_short(tmp_path: Path):
     files = binary(cifar10())
     files["cifar-10-batches-bin/data_batch_1.bin"] = files["cifar-10-batches-bin/data_batch_1.bin"][:-1]
-    with pytest.raises(UserError, match=r"data_batch_1\.bin.*no whole number of images"):
+    with pytest.raises(UserError, match=r"data_batch_1\.bin.*not a whole number of images"):
         opened(write_tar(tmp_path / "cifar-10-binary.tar.gz", files))
 
 
