@@ -105,9 +105,5 @@ def find_excluded(plan: PackPlan, source: Source, request: PackRequest, *, repor
 def _line(plan: PackPlan, found: Matches, match: Match) -> Line:
     ((shard, position),) = plan.locate([match.image])  # train comes first in the plan, so its numbers are the same
     how = {"kind": match.kind, "likeness": match.likeness, "mirrored": match.mirrored}
-    return {
-        **shard.line(position),
-        **how,
-        "against": found.others[match.collection].name,
-        "other": found.other_place(match)._asdict(),
-    }
+    against, other = found.others[match.collection].name, found.other_place(match)._asdict()
+    return {**shard.line(position), **how, "against": against, "other": other}

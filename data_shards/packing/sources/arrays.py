@@ -136,12 +136,7 @@ _LAYOUTS = (
     _Layout(100, "cifar-100-binary", ("train.bin",), "test.bin", "{}_label_names.txt"),
 )
 CIFAR_FOLDERS = tuple(layout.folder for layout in _LAYOUTS)
-_CIFAR_ARCHIVES = (
-    "cifar-10-python.tar.gz",
-    "cifar-10-binary.tar.gz",
-    "cifar-100-python.tar.gz",
-    "cifar-100-binary.tar.gz",
-)
+_CIFAR_ARCHIVES = tuple(f"cifar-{n}-{version}.tar.gz" for n in (10, 100) for version in ("python", "binary"))
 
 
 def find_cifar(folder: Path) -> Path | None:
