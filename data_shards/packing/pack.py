@@ -37,14 +37,7 @@ from data_shards.packing.exclusion import Excluded, find_excluded
 from data_shards.packing.found import Counts, PackReport
 from data_shards.packing.request import HoldoutList, PackRequest, read_holdout_list
 from data_shards.packing.seen import compare_seen, write_seen
-from data_shards.packing.shard_plan import (
-    LABEL_SPECS,
-    PackPlan,
-    ShardPlan,
-    class_numbers,
-    make_plan,
-    needed_bytes,
-)
+from data_shards.packing.shard_plan import LABEL_SPECS, PackPlan, ShardPlan, class_numbers, make_plan, needed_bytes
 from data_shards.packing.shard_writer import (
     ShardRecord,
     WorkFolder,

@@ -13,13 +13,7 @@ from torchvision.datasets import CIFAR10, CIFAR100, cifar
 
 from data_shards.errors import UserError
 from data_shards.packing.sources import arrays as ours
-from tests.data_shards.packing.sources.layouts import (
-    binary,
-    cifar10,
-    cifar100,
-    write_files,
-    write_tar,
-)
+from tests.data_shards.packing.sources.layouts import binary, cifar10, cifar100, write_files, write_tar
 from tests.data_shards.packing.sources.opening import opened
 
 SETS = {"cifar-10": (cifar10, CIFAR10), "cifar-100": (cifar100, CIFAR100)}

@@ -38,16 +38,7 @@ def test_the_folder_above_a_data_set_is_not_taken_for_one_class(tmp_path: Path):
 
 
 def test_class_folders(tmp_path: Path):
-    touch(
-        tmp_path,
-        "b/2.JPG",
-        "b/1.png",
-        "a/x/deep/3.jpeg",
-        "a/y.webp",
-        "a/.hidden.jpg",
-        ".git/z.jpg",
-        "a/notes.txt",
-    )
+    touch(tmp_path, "b/2.JPG", "b/1.png", "a/x/deep/3.jpeg", "a/y.webp", "a/.hidden.jpg", ".git/z.jpg", "a/notes.txt")
     source = open_source(str(tmp_path))
     assert source.classes == ("a", "b")
     assert files_of(source, "train") == [
@@ -117,10 +108,7 @@ def test_symbolic_links_are_followed_and_end(tmp_path: Path):
     touch(tmp_path, "store/1.jpg", "root/a/2.jpg")
     (tmp_path / "root/b").symlink_to(tmp_path / "store")
     (tmp_path / "root/a/back").symlink_to(tmp_path / "root/a")
-    assert [file for file, _ in files_of(open_source(str(tmp_path / "root")), "train")] == [
-        "a/2.jpg",
-        "b/1.jpg",
-    ]
+    assert [file for file, _ in files_of(open_source(str(tmp_path / "root")), "train")] == ["a/2.jpg", "b/1.jpg"]
 
 
 @pytest.mark.parametrize(
@@ -135,10 +123,7 @@ def test_symbolic_links_are_followed_and_end(tmp_path: Path):
         (["train/a/1.jpg", "val/1.jpg"], "/val: there are no class folders"),
         (["train/1.jpg", "val/1.jpg"], "images lie in it without class folders"),
         (["val/a/1.jpg"], "val is there without train"),
-        (
-            ["train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg"],
-            r"1 class folders of train are missing in val.*b",
-        ),
+        (["train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg"], r"1 class folders of train are missing in val.*b"),
         (["train/a/1.jpg", "val/a/1.jpg", "val/c/1.jpg"], r"1 class folders of val are missing in train.*c"),
         (["train/a/1.jpg", "val/a/x.txt"], "/val/a: there is no image"),
     ],
