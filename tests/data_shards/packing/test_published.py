@@ -1,4 +1,4 @@
-"""Published sets packed: the shards of the unpacked images, through kills, and nothing of an archive is left."""
+"""Gzipped archives packed: through an interruption, and nothing of their copy is left."""
 
 from __future__ import annotations
 
@@ -9,20 +9,10 @@ import pytest
 
 from data_shards.errors import UserError
 from data_shards.packing.sources import archive
-from data_shards.packing.sources.recognise import Published
-from tests.data_shards.packing.folders import by_webdataset, quiet, tree
-from tests.data_shards.packing.sources.layouts import (
-    class_tars,
-    imagenet_train,
-    imagenet_val,
-    jpeg,
-    kaggle_csv,
-    write_files,
-    write_tar,
-)
+from tests.data_shards.packing.folders import quiet, tree
+from tests.data_shards.packing.sources.layouts import class_tars, imagenet_train, jpeg, write_tar
 
 TRAIN = imagenet_train()
-VAL, VAL_SYNSETS = imagenet_val()
 
 
 @pytest.fixture(autouse=True)
@@ -30,44 +20,8 @@ def _listings_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def contents(out: Path, split: str) -> list[tuple[bytes, int]]:
-    from data_shards.shards.manifest import read_manifest
-
-    return sorted((data, label) for _, data, label in by_webdataset(read_manifest(out / split)))
-
-
 def leftovers(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name.startswith("."))
-
-
-def test_the_tars_give_the_shards_of_the_unpacked_folder(tmp_path: Path):
-    train = write_tar(tmp_path / "ILSVRC2012_img_train.tar", class_tars(TRAIN))
-    val = write_tar(tmp_path / "ILSVRC2012_img_val.tar", VAL)
-    labels = tmp_path / "LOC_val_solution.csv"
-    labels.write_bytes(kaggle_csv([*VAL], VAL_SYNSETS))
-    folder = write_files(tmp_path / "folder/train", TRAIN).parent
-    write_files(folder / "val", {f"{s}/{name}": VAL[name] for name, s in zip(VAL, VAL_SYNSETS, strict=True)})
-    quiet(str(train), tmp_path / "a", published=Published(val, labels))
-    quiet(str(folder), tmp_path / "b")
-    for split in ("train", "val"):
-        assert contents(tmp_path / "a", split) == contents(tmp_path / "b", split)
-    asked = json.loads((tmp_path / "a/pack.json").read_text())["request"]
-    assert (asked["val"], asked["val_labels"]) == (str(val), str(labels))
-    extensions = {name.rpartition(".")[2] for name in members(tmp_path / "a/train")}
-    assert extensions == {"jpg", "png", "cls"}  # by the bytes: one of the .JPEG is a PNG
-    assert quiet(str(train), tmp_path / "a", published=Published(val, labels)).compared
-    with pytest.raises(UserError, match="val_labels"):
-        quiet(str(train), tmp_path / "a", published=Published(val))
-
-
-def members(folder: Path) -> list[str]:
-    import tarfile
-
-    names = []
-    for path in folder.glob("*.tar"):
-        with tarfile.open(path) as tar:
-            names += tar.getnames()
-    return names
 
 
 def test_a_gzipped_archive_leaves_nothing_and_is_not_decompressed_to_see_that_it_is_done(
