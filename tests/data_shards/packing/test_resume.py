@@ -76,14 +76,14 @@ def start(tmp_path: Path, *arguments: object, held_at: int = 1000) -> subprocess
 
 
 def test_the_real_command_killed_and_interrupted(tmp_path: Path):
-    write_images(tmp_path / "in", count=160, side=256)
+    write_images(tmp_path / "in", count=80, side=128)
     options = ("--holdout", "0.2", "--samples-per-shard", "5", "--resize-short", "100", "--name", "in")
     plain = start(tmp_path, tmp_path / "in", tmp_path / "plain", *options)
     output, _ = plain.communicate(timeout=240)
     assert plain.returncode == 0, output
     records = tmp_path / ".out.packing/records"
-    # Finished shards, of 33; the signal; the exit code.
-    for least, sent, code in ((1, signal.SIGKILL, -9), (5, signal.SIGINT, 75), (14, signal.SIGKILL, -9)):
+    # Finished shards, of 17; the signal; the exit code.
+    for least, sent, code in ((1, signal.SIGKILL, -9), (3, signal.SIGINT, 75), (7, signal.SIGKILL, -9)):
         process = start(tmp_path, tmp_path / "in", tmp_path / "out", *options, held_at=least)
         while process.poll() is None and not (tmp_path / "HELD").exists():
             time.sleep(0.01)
@@ -95,11 +95,11 @@ def test_the_real_command_killed_and_interrupted(tmp_path: Path):
         assert ("interrupted: nothing is broken, type the same command again" in output) == (sent == signal.SIGINT)
         assert not (tmp_path / "out").exists()
     finished = len(list(records.glob("*.json")))
-    assert 14 <= finished < 33
+    assert 7 <= finished < 17
     process = start(tmp_path, tmp_path / "in", tmp_path / "out", *options)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
-    assert f"resuming: {finished} of 33 shards finished" in output
+    assert f"resuming: {finished} of 17 shards finished" in output
     assert tree(tmp_path / "out") == tree(tmp_path / "plain")
     assert {path.name for path in tmp_path.iterdir()} == {"in", "out", "plain"}
 
