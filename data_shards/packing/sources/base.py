@@ -187,7 +187,9 @@ def file_images(root: Path, names: list[str], labels: Iterable[int] | Int64s) ->
 def class_images(files: Files, by_class: Mapping[str, Sequence[int]], classes: Sequence[str]) -> ImageSet:
     """The rows of each class, labelled by its place in `classes`."""
     rows = [np.array(by_class.get(name, ()), dtype=np.int64) for name in classes]
-    return ImageSet(files, np.concatenate(rows), np.repeat(np.arange(len(classes)), [*map(len, rows)]))
+    return ImageSet(
+        files, np.concatenate([np.empty(0, np.int64), *rows]), np.repeat(np.arange(len(classes)), [*map(len, rows)])
+    )
 
 
 def scan_folder(folder: Path) -> tuple[list[str], list[str], list[str]]:
