@@ -48,6 +48,9 @@ def test_loose_images_and_empty_classes_are_left_out_and_listed(tmp_path: Path):
     same = zip(result.train.shard_paths, plain.train.shard_paths, strict=True)
     assert all(ours.read_bytes() == theirs.read_bytes() for ours, theirs in same)
     assert quiet(str(dirty), tmp_path / "out", unreadable="skip").compared
+    (tmp_path / "none/c").mkdir(parents=True)
+    with pytest.raises(UserError, match="no image is left"):
+        quiet(str(tmp_path / "none"), tmp_path / "out3", unreadable="skip")
 
 
 def test_a_third_split_is_packed_and_found_again(tmp_path: Path):
