@@ -43,7 +43,7 @@ def test_folders_of_classes_that_become_one_class(tmp_path: Path, split: str):
     spec = write(tmp_path / "in", *(f"{split}x/y/{name}" for name in ("cat/1.png", "cat/2.png", "dog/3.png")))
     their = f"{split}x/y/cat, {split}x/y/dog"
     with pytest.raises(
-        UserError, match=rf"one class alone, as {their} are all x: give {spec}/{split}x/y .*--keep-classes"
+        UserError, match=rf"one class alone, as {their} are all x: give {spec}/{split}x/y, or add --keep-classes"
     ):
         quiet(spec, tmp_path / "out")
     assert quiet(spec, tmp_path / "out", doubtful_classes="keep").train.classes == ("x",)
