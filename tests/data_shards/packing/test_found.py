@@ -2,15 +2,11 @@
 
 import json
 import os
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from data_shards.errors import UserError
-from data_shards.packing.found import equal_digests
 from data_shards.shards.manifest import Manifest
 from data_shards.shards.tar_index import open_index
 from tests.data_shards.packing.folders import encoded, packed_images, quiet, spoken
@@ -145,16 +141,6 @@ def test_a_class_that_only_had_duplicates_is_refused(tmp_path: Path):
     root = write(tmp_path / "in", {"train/a/1.jpg": 1, "val/a/2.jpg": 1})
     with pytest.raises(UserError, match="no image is left for split val"):
         spoken(str(root), tmp_path / "out", duplicates="drop")
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from([bytes(16), b"a" * 16, b"a" * 15 + b"b", b"b" + b"a" * 15, b"\0" * 15 + b"a"])))
-def test_groups_are_those_of_equal_digests(digests: list[bytes]):
-    expected = defaultdict(list)
-    for number, digest in enumerate(digests):
-        if digest != bytes(16):  # unknown
-            expected[digest].append(number)
-    assert equal_digests(b"".join(digests)) == sorted(group for group in expected.values() if len(group) > 1)
 
 
 # ---- unreadable
