@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,9 +12,10 @@ import torch
 
 from model.config import ModelConfig, Regularisation
 from model.vit import build_model
-from pipeline.engine.protocol import Flags, StepResult
+from pipeline.engine.base import Flags, StepResult
 from pipeline.evaluation.evaluate import evaluate
 from pipeline.ranks.phases import Phases
+from pipeline.ranks.place import Place
 from pipeline.ranks.stopping import Requests, StopFlag
 from pipeline.recipe.optimizer import Schedule
 from pipeline.recipe.stage_plan import StagePlan
@@ -34,7 +34,7 @@ def quiet(*names: str) -> dict[str, Any]:
 def stepping(*, applied: bool, noted: list[float] | None = None) -> Callable[..., StepResult]:
     """An engine's `step` of a single rank."""
 
-    def step(*, lr: float, flags: Flags, measure: str) -> StepResult:
+    def step(*, lr: float, flags: Flags, measure: bool) -> StepResult:
         if noted is not None:
             noted.append(lr)
         return StepResult.known(
@@ -65,11 +65,12 @@ def job(*, patch_dropout: float, first_step: int) -> tuple[Any, list[tuple[str, 
         backward=lambda loss: loss.backward(),
         step=stepping(applied=True),
         measured=dict,
-        pass_over=lambda flags: StepResult.passed_over(torch.tensor(flags).float()),
+        pass_over=lambda flags: StepResult.known(grad_norm=math.nan, applied=False, flags=torch.tensor(flags).float()),
     )
     ranks: Any = SimpleNamespace(
-        place=SimpleNamespace(rank=0),
+        place=Place(),
         gather=lambda values: values.double()[None],
+        gather_objects=lambda value: [value],
     )
     faults: Any = SimpleNamespace(
         complaint="",
@@ -78,9 +79,9 @@ def job(*, patch_dropout: float, first_step: int) -> tuple[Any, list[tuple[str, 
     )
     phases = Phases(
         watch=SimpleNamespace(**quiet("progress")),  # pyright: ignore[reportArgumentType]
-        pace=SimpleNamespace(  # pyright: ignore[reportArgumentType]
-            measuring=lambda phase: contextlib.nullcontext(), **quiet("compare")
-        ),
+        device=torch.device("cpu"),
+        factor=2.0,
+        least_seconds=1.0,
     )
     report: Any = SimpleNamespace(
         phases=phases,

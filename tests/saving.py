@@ -15,7 +15,7 @@ from pipeline.checkpoint import saver
 from pipeline.checkpoint.saver import CheckpointSaver, Origin, SaveHooks
 from pipeline.checkpoint.store import Restored, Retention, restore_checkpoint
 from pipeline.checkpoint.train_state import TrainState
-from pipeline.engine.saved_state.host_copy import Hold
+from pipeline.engine.base import Hold
 from pipeline.engine.saved_state.state_files import StateFile, state_file, text_file, write_file
 from pipeline.ranks.place import Place
 

@@ -28,9 +28,9 @@ from data_shards.vocabulary import GOOGLES
 from launch.bench.operations import Operations, synchronising_keys
 from model.init import initialise
 from model.vit import build_model
+from pipeline.engine.base import Engine
 from pipeline.engine.late_metrics import LateMetrics
 from pipeline.engine.open import open_engine
-from pipeline.engine.protocol import Engine
 from pipeline.kernels.settle import settled_kernels
 from pipeline.optimizers.optim import build_optimizer
 from pipeline.ranks.group import Ranks

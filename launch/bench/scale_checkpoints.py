@@ -27,7 +27,7 @@ from launch.bench.scale import RANKS, Row
 from pipeline.checkpoint.saver import CheckpointSaver, Origin, SaveHooks
 from pipeline.checkpoint.store import Retention, beside_of, commit_checkpoint, open_beside, shared_out
 from pipeline.checkpoint.train_state import TrainState
-from pipeline.engine.saved_state.host_copy import Hold
+from pipeline.engine.base import Hold
 from pipeline.engine.saved_state.portable import WEIGHT
 from pipeline.engine.saved_state.shared import open_shared
 from pipeline.engine.saved_state.state_files import Seal, StateFile, digest_of, piece_sizes
@@ -199,7 +199,7 @@ def load(*, ranks: int) -> Loading:
                     processes=ranks,
                     model=model,
                     ranks=_OneRank(Place(rank, ranks), told),  # pyright: ignore[reportArgumentType]
-                    asks="own share",
+                    keeps="shard",
                 )
                 size = state[WEIGHT].numel() // ranks
                 for of in (WEIGHT, *_MOMENTS):

@@ -1,12 +1,11 @@
-"""Saving checkpoints: in the background while training goes on, or blocking.
+"""Save checkpoints: in the background while training goes on, or blocking.
 
-In a background save a thread of each rank copies the state to host memory, beside the next forward and backward pass:
-only the next change of the state waits for it (`engine.host_copy`). Then it writes. While a save is in flight, the main
-threads agree by one tiny all-reduce a step when all have written; then a thread of rank 0 commits, whose end they agree
-on alike. A save that comes due earlier waits for that. Another thread of rank 0 removes what retention does not keep,
-before the next save begins. If host memory cannot hold the copy, the save blocks and copies nothing; that is said once.
-A disk that is full or fails on any rank ends the save on all with the same error; what was written is removed, and
-earlier checkpoints stay. `state_files` writes and verifies the bytes; `store` decides what becomes visible when.
+In a background save a thread of each rank copies the state to host memory during the next forward and backward pass;
+only the next change of the state waits for it (`host_copy`). Then it writes. The main threads learn by one tiny
+all-reduce a step when all have written; then a thread of rank 0 commits, and another one removes what retention does
+not keep. A save that comes due earlier waits for that. If host memory cannot hold the copy, the save blocks and copies
+nothing, and says so once. A disk that is full or fails on any rank ends the save on all with the same error; what was
+written is removed, and earlier checkpoints stay. `state_files` writes and verifies; `store` makes visible.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from pipeline.checkpoint.store import (
     prune_checkpoints,
 )
 from pipeline.checkpoint.train_state import TrainState
-from pipeline.engine.protocol import Engine
+from pipeline.engine.base import Engine
 from pipeline.engine.saved_state.host_copy import HostBuffer, HostCopy, copy_bytes
 from pipeline.engine.saved_state.state_files import Abandoned, Seal, StateFile, text_file, write_file
 from pipeline.ranks.group import Agreement, Ranks
@@ -81,7 +80,7 @@ class _Needs:
 
 @dataclass(frozen=True)
 class Origin:
-    """Origin of a checkpoint: the run that wrote it."""
+    """The run that writes a checkpoint."""
 
     identity: dict[str, Any]  # what a run must agree on to restore it: stage, recipe, layout
     written_by: dict[str, str]  # facts of this process
@@ -129,11 +128,11 @@ class CheckpointSaver:
         self._mode = mode
         self._hooks = hooks
         self._writing: _Writing | None = None
-        self._committing: _Committing | None = None  # what `_writing` wrote
+        self._committing: _Beside | None = None  # what `_writing` wrote
         self._pending: Agreement | None = None
         self._told_of_memory = False
         self._buffer = HostBuffer(engine.device)
-        self._pruning: threading.Thread | None = None
+        self._pruning: _Beside | None = None
 
     def save(self, state: TrainState) -> None:
         """Save `state` and the engine's, after finishing a save in flight. UserError: the disk has no room or cannot be
@@ -195,12 +194,10 @@ class CheckpointSaver:
         collective."""
         if self._writing is not None:
             self._writing.abandoned.set()
-            self._writing.join()
-            self._writing = None
-        if self._committing is not None:
-            self._committing.end()
-            self._committing = None
-        self._end_pruning()
+        for each in (self._writing, self._committing, self._pruning):
+            if each is not None:
+                each.end()
+        self._writing = self._committing = self._pruning = None
         self._buffer.free()
 
     def _wait_for(self, copy_of: HostCopy) -> None:
@@ -208,20 +205,14 @@ class CheckpointSaver:
             copy_of.wait()
 
     def _finish(self) -> None:
-        self._commit_in_flight()
-        self._end_pruning()
-
-    def _end_pruning(self) -> None:
-        if self._pruning is not None:
-            self._pruning.join()
-            self._pruning = None
-
-    def _commit_in_flight(self) -> None:
         if self._pending is not None:
             self._pending.result()
             self._pending = None
         while self._writing is not None:
             self._go_on()
+        if self._pruning is not None:
+            self._pruning.end()
+            self._pruning = None
 
     def _go_on(self) -> None:
         """Commit what all have written; after that, say so on all ranks."""
@@ -229,7 +220,7 @@ class CheckpointSaver:
         if self._committing is None:
             self._begin_commit(self._writing)
         else:
-            self._end_commit(self._writing, self._committing)
+            self._end_commit(self._writing.state, self._committing)
 
     def _begin_commit(self, writing: _Writing) -> None:
         step, moved_bytes = writing.state.step, -1
@@ -247,25 +238,21 @@ class CheckpointSaver:
             transient = all(failure.transient for _, failure in failures)
             self._fail(step, _Problem(f"rank {rank}: {first.text}", transient=transient))
         seals = {name: seal for each, _ in parts for name, seal in each.items()}
-        self._committing = _Committing(self._root, step=step, seals=seals)
+        # In a thread of rank 0, as flushes wait for the disk; never started on other ranks.
+        self._committing = _Beside("commit", partial(commit_checkpoint, self._root, step=step, seals=seals))
         if self._ranks.place.is_main:
             self._committing.start()
 
-    def _end_commit(self, writing: _Writing, committing: _Committing) -> None:
-        step = writing.state.step
+    def _end_commit(self, state: TrainState, committing: _Beside) -> None:
         committing.end()
         self._writing = self._committing = None
         if problem := self._ranks.from_main(committing.failure):
-            self._fail(step, problem)
-        self._hooks.on_commit(writing.state)  # before the pruning, which may take its time on a file server
-        if self._ranks.place.is_main:
-            # Not a daemon: the end of the process waits for it.
-            self._pruning = threading.Thread(target=self._prune, args=(step,), name="pruning", daemon=False)
+            self._fail(state.step, problem)
+        self._hooks.on_commit(state)  # before the pruning, which may take its time on a file server
+        if self._ranks.place.is_main:  # what fails there is tried again after the next save
+            prune = partial(prune_checkpoints, self._root, newest_step=state.step, retention=self._retention)
+            self._pruning = _Beside("pruning", prune)
             self._pruning.start()
-
-    def _prune(self, newest_step: int) -> None:
-        with contextlib.suppress(OSError):  # the next one tries again
-            prune_checkpoints(self._root, newest_step=newest_step, retention=self._retention)
 
     def _fail(self, step: int, problem: _Problem) -> NoReturn:
         """Remove what was written of a save and raise, with the same message on every rank."""
@@ -288,13 +275,13 @@ class CheckpointSaver:
 
     def _open_folder(self, step: int) -> tuple[int, _Problem | None]:
         """Make the folder on rank 0; returns the free bytes there, and why it failed."""
-        if self._ranks.place.is_main:
-            try:
-                open_beside(self._root, step=step)
-                return free_bytes(self._root), None
-            except OSError as error:
-                return 0, _problem(error)
-        return 0, None
+        if not self._ranks.place.is_main:
+            return 0, None
+        try:
+            open_beside(self._root, step=step)
+            return free_bytes(self._root), None
+        except OSError as error:
+            return 0, _problem(error)
 
     def _our_files(self, state: TrainState) -> tuple[StateFile, ...]:
         origin = self._origin
@@ -326,62 +313,55 @@ class CheckpointSaver:
             self.stall_seconds += time.perf_counter() - begin
 
 
-class _Writing(threading.Thread):
-    def __init__(self, folder: Path, *, files: Sequence[StateFile] | HostCopy, state: TrainState) -> None:
+class _Beside(threading.Thread):
+    """Work beside training; its failure is kept for all ranks, instead of one that leaves the others waiting."""
+
+    def __init__(self, name: str, work: Callable[[], object]) -> None:
         # Not a daemon: one that is in torch's C++ when the interpreter ends would abort the process.
-        super().__init__(name="checkpoint", daemon=False)
-        self.state = state
-        self.abandoned = threading.Event()  # stops the writing at the next piece
-        self.seals: dict[str, Seal] = {}
+        super().__init__(name=name, daemon=False)
         self.failure: _Problem | None = None
-        self.moved_bytes = 0
-        self._folder = folder
-        self._files = files
+        self._work = work
 
     def run(self) -> None:
-        """Copy the files to the host, if that is to be done, and write one after the other."""
         try:
-            files = self._files.run(abandoned=self.abandoned) if isinstance(self._files, HostCopy) else self._files
-            for file in files:
-                self.seals[file.path] = write_file(self._folder, file, abandoned=self.abandoned, on_bytes=self._count)
+            self._work()
         except Abandoned:
             self.failure = _Problem("abandoned")
         except OSError as error:
             self.failure = _problem(error)
         except MemoryError as error:
             self.failure = _Problem(f"{platform.node()} has no memory for a copy of the state: {error}", transient=True)
-        except Exception as error:  # noqa: BLE001 - a bug: all ranks raise it, instead of one that leaves the others waiting
+        except Exception as error:  # noqa: BLE001 - a bug
             traceback.print_exc()
             self.failure = _Problem(f"{type(error).__name__}: {error}", transient=True)
+
+    def end(self) -> None:
+        """Wait for it, if it was started."""
+        if self.ident is not None:
+            self.join()
+
+
+class _Writing(_Beside):
+    """Copies the files to the host, if that is to be done, and writes one after the other."""
+
+    def __init__(self, folder: Path, *, files: Sequence[StateFile] | HostCopy, state: TrainState) -> None:
+        super().__init__("checkpoint", self._write)
+        self.state = state
+        self.abandoned = threading.Event()  # stops the writing at the next piece
+        self.seals: dict[str, Seal] = {}
+        self.moved_bytes = 0
+        self._folder, self._files = folder, files
+
+    def _write(self) -> None:
+        try:
+            files = self._files.run(abandoned=self.abandoned) if isinstance(self._files, HostCopy) else self._files
+            for file in files:
+                self.seals[file.path] = write_file(self._folder, file, abandoned=self.abandoned, on_bytes=self._count)
         finally:
             self._files = ()
 
     def _count(self, num_bytes: int) -> None:
         self.moved_bytes += num_bytes
-
-
-class _Committing(threading.Thread):
-    """Commits in a thread of rank 0, as flushes wait for the disk; never started on other ranks."""
-
-    def __init__(self, root: Path, *, step: int, seals: Mapping[str, Seal]) -> None:
-        super().__init__(name="commit", daemon=False)
-        self.failure: _Problem | None = None
-        self._commit = partial(commit_checkpoint, root, step=step, seals=seals)
-
-    def run(self) -> None:
-        """Commit; what fails is kept for all ranks."""
-        try:
-            self._commit()
-        except OSError as error:
-            self.failure = _problem(error)
-        except Exception as error:  # noqa: BLE001 - as in `_Writing`
-            traceback.print_exc()
-            self.failure = _Problem(f"{type(error).__name__}: {error}", transient=True)
-
-    def end(self) -> None:
-        """Wait for it, where it was started."""
-        if self.ident is not None:
-            self.join()
 
 
 def _problem(error: OSError) -> _Problem:

@@ -29,7 +29,7 @@ from data_shards.durable import flush, write_text
 from data_shards.errors import UserError
 from pipeline.checkpoint.identity import check_identity, read_state_file
 from pipeline.checkpoint.train_state import TrainState
-from pipeline.engine.protocol import Engine
+from pipeline.engine.base import Engine
 from pipeline.engine.saved_state.state_files import Seal, piece_digests, piece_sizes, whole_digest
 from pipeline.ranks.group import Ranks
 from pipeline.runs.run_folder import FOLDER_PREFIX, checkpoint_folders

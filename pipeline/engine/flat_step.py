@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed
 from torch._utils import _flatten_dense_tensors
 
-from pipeline.engine.protocol import Flags
+from pipeline.engine.base import Flags
 from pipeline.optimizers.flat import GradientVerdict
 
 _EPS = 1e-6  # torch.nn.utils.clip_grad_norm_'s
@@ -27,7 +27,7 @@ class GradientJudge:
 
     Attributes:
         flags: of this rank, sent with the next norm.
-        numbers: of the last gradient, see `protocol.StepResult`.
+        numbers: of the last gradient, see `base.StepResult`.
     """
 
     def __init__(self, *, clip_grad_norm: float) -> None:

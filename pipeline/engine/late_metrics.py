@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeline.engine.protocol import Flags, StepResult
+from pipeline.engine.base import Flags, StepResult
 
 _SLOTS = 4  # two are in use
 

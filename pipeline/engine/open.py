@@ -7,7 +7,7 @@ from torch import nn
 
 from data_shards.errors import UserError
 from model.without_compiler import keep_out_of_optimizers
-from pipeline.engine.protocol import Engine
+from pipeline.engine.base import Engine
 from pipeline.engine.saved_state.frozen import freeze
 from pipeline.ranks.group import Ranks
 from pipeline.recipe.schema import Recipe

@@ -1,124 +1,146 @@
 """Full state on every process (plain data parallelism): float32 weights, their optimizer, their moving average.
 
-Shared by `ddp_engine` (ZeRO 0) and `accelerate_engine`, which differ in forward and backward alone. In half precision
-(ZeRO 0) the float32 weights are masters beside the parameters; else they are the parameters. A step is a handful of
-operations over lists of tensors. torch's fused optimizers clip and skip on the device; for others (`bf16_moment`, those
-of whole parameters) the host reads the norm once a step. Half precision takes 4 bytes a parameter for float32 gradients
-while it steps. Not collective: gradients come averaged.
+`ddp_engine` (ZeRO 0) and `accelerate_engine` only wrap the model in different ways. In half precision (ZeRO 0) the
+float32 weights are masters beside the parameters; else they are the parameters. A step is a handful of operations over
+lists of tensors; optimizers of pieces clip and skip on the device, for others (those of whole parameters) the host
+reads the norm once a step. Half precision takes 4 bytes a parameter for float32 gradients while it steps.
 """
 
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
-from pipeline.engine.protocol import Flags, StepResult, reduce_flags
-from pipeline.engine.saved_state.average import WeightAverage, average_file
+from pipeline.engine.base import Engine, Flags, StepResult, reduce_flags
+from pipeline.engine.saved_state.average import average_file
 from pipeline.engine.saved_state.frozen import frozen_weights
-from pipeline.engine.saved_state.host_copy import Hold
-from pipeline.engine.saved_state.masters import Slot, put_average
-from pipeline.engine.saved_state.portable import LossScale, PortableState
-from pipeline.engine.saved_state.shared import open_shared
+from pipeline.engine.saved_state.masters import Slot
+from pipeline.engine.saved_state.portable import PortableState
 from pipeline.engine.saved_state.state_files import StateFile, state_file
-from pipeline.engine.weight_norms import Measure, WeightNorms
-from pipeline.optimizers.optim import build_optimizer, set_lr
+from pipeline.optimizers.optim import build_optimizer
 from pipeline.ranks.group import Ranks
-from pipeline.recipe.optimizer import OptimizerConfig
-from pipeline.recipe.stage import EmaConfig
+from pipeline.recipe.stage import TrainStage
 from pipeline.recipe.stage_plan import StagePlan
-from pipeline.recipe.vocabulary import OPTIMIZERS
 
 _NORM_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_'s, and DeepSpeed's
 
 
-class ReplicatedState:
-    """Everything of a model on one device that a step moves and a checkpoint holds.
+class ReplicatedEngine(Engine):
+    """See `pipeline.engine.base.Engine`.
 
     Args:
-        model: float32, on its device; cast in place to `computes_in`.
-        scaler: of dynamic loss scaling (fp16); the engine multiplies its losses by it.
+        model: float32; moved to the device and cast in place to `computes_in`.
+        wrap: the model, in order -> the same, or a DDP around it.
+        scaler: of dynamic loss scaling (fp16).
 
     Attributes:
-        hold: see `Engine.hold`.
-        takes: what the optimizer takes, see `vocabulary.OptimizerState`.
+        file: of a checkpoint.
     """
+
+    file: ClassVar[str]
+    kept = "whole"
 
     def __init__(
         self,
         model: nn.Module,
         *,
+        wrap: Callable[[nn.Module], nn.Module],
         computes_in: torch.dtype,
-        optimizer: OptimizerConfig,
-        ema: EmaConfig | None,
         scaler: torch.amp.GradScaler | None,
+        stage: TrainStage,
+        plan: StagePlan,
+        ranks: Ranks,
     ) -> None:
-        self.hold = Hold()
-        self._module = model
-        self._scaler = scaler
-        self._clip_grad_norm = optimizer.clip_grad_norm
-        self.takes: Literal["pieces", "parameters"] = OPTIMIZERS[optimizer.name].takes
-        self.optimizer: Any = build_optimizer(model, optimizer)
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        model = model.to(device)
+        optimizer: Any = build_optimizer(model, stage.optimizer)
         trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        self._frozen: dict[str, Tensor] = {}
-        self._masters: dict[str, Tensor] = dict(trained)
+        masters, frozen = dict[str, Tensor](trained), dict[str, Tensor]()
         self._rounds = computes_in != torch.float32  # the parameters are rounded copies of the masters
         if self._rounds:
-            self._frozen = frozen_weights(model)
-            self._masters = {name: each.detach().clone() for name, each in trained.items()}
-            by_parameter = {id(trained[name]): master for name, master in self._masters.items()}
-            for group in self.optimizer.param_groups:
+            frozen = frozen_weights(model)
+            masters = {name: each.detach().clone() for name, each in trained.items()}
+            by_parameter = {id(trained[name]): master for name, master in masters.items()}
+            for group in optimizer.param_groups:
                 group["params"] = [by_parameter[id(each)] for each in group["params"]]
             model.to(computes_in)
+        self._plain: nn.Module = InOrder(model)
+        wrapped = wrap(self._plain)  # may put the parameters' data elsewhere
+        self._ddp = wrapped if isinstance(wrapped, DistributedDataParallel) else None
+        super().__init__(
+            model,
+            device=device,
+            input_dtype=computes_in,
+            optimizer=optimizer,
+            masters=masters,
+            slots={name: Slot(master, 0, 0, master.numel()) for name, master in masters.items()},
+            frozen=frozen,
+            stage=stage,
+            plan=plan,
+            ranks=ranks,
+        )
         self._parameters: list[Tensor] = [*trained.values()]
+        self._scaler, self._clip_grad_norm = scaler, stage.optimizer.clip_grad_norm
         # torch's own mark of an optimizer that reads `grad_scale` and `found_inf` on the device.
-        self._skips_on_device = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
-        self._average = WeightAverage(self._masters, config=ema) if ema else None
+        self._skips_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        if self._ddp is not None:
+            settle_buckets(self._ddp)
+        self._clear_gradients()
 
-    def step(self, *, lr: float, flags: Tensor) -> StepResult:
-        """Clip and move the weights unless the averaged gradients are not finite; `flags`: from `reduce_flags`."""
-        self.hold.release()
-        set_lr(self.optimizer.param_groups, lr)
-        gradients = self._float_gradients()
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """DDP decides here whether the backward pass will reduce over the ranks."""
+        if self._ddp is None:
+            return self._plain(*inputs)
+        last = self._micro_step + 1 == self._accumulation_steps
+        with contextlib.nullcontext() if last else self._ddp.no_sync():
+            return self._ddp(*inputs)
+
+    @torch.no_grad()
+    def predict(self, *inputs: Tensor) -> Tensor:
+        return self._plain(*inputs)
+
+    def backward(self, loss: Tensor) -> None:
+        self._micro_step += 1
+        loss = loss / self._accumulation_steps
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+
+    def _move(self, flags: Flags) -> StepResult:
+        raised = reduce_flags(flags, device=self.device)
+        gradients, optimizer = self._float_gradients(), self.optimizer
         if self._scaler is not None:
-            self._scaler.unscale_(self.optimizer)
+            self._scaler.unscale_(optimizer)
         norm = get_total_norm(gradients, foreach=True)
         finite = torch.isfinite(norm)
         factor = (norm + _NORM_EPS).div(self._clip_grad_norm or torch.inf).clamp(min=1.0)
         if self._skips_on_device:
-            self.optimizer.grad_scale, self.optimizer.found_inf = factor, (~finite).float()
-            self.optimizer.step()
+            optimizer.grad_scale, optimizer.found_inf = factor, (~finite).float()
+            optimizer.step()
         elif bool(finite):
             torch._foreach_div_(gradients, factor)
-            self.optimizer.step()
+            optimizer.step()
         if self._scaler is not None:
             self._scaler.update()
-        if self._average:
-            self._average.update(applied=finite.float())
         if self._rounds:
             for master in self._masters.values():
                 master.grad = None
-        self.round()
-        return StepResult(torch.cat([torch.stack([norm, finite.float()]), flags]))
+        self._masters_changed()
+        self._clear_gradients()
+        return StepResult(torch.cat([torch.stack([norm, finite.float()]), raised]))
 
-    def masters(self) -> list[Tensor]:
-        """Trained float32 weights; the same tensors for the engine's lifetime."""
-        return list(self._masters.values())
-
-    @property
-    def loss_scale(self) -> float | None:
-        """Loss scale; None without one. Waits for the device."""
+    def _loss_scale(self) -> float | None:
         return float(self._scaler.get_scale()) if self._scaler is not None and self._scaler.is_enabled() else None
 
-    def clear_gradients(self, *, keep_memory: bool) -> None:
-        """Before the next forward pass; `keep_memory`: they are zeros then, where they were."""
-        if keep_memory:
+    def _clear_gradients(self) -> None:
+        """Accumulated gradients are added up where they are sent from; a single one is copied there, which takes one
+        operation of a parameter less than adding it to zeros. The same way from the first step on: the two divide by
+        the number of ranks in different ways, of which three or more tell the last bits."""
+        if self._ddp is not None and self._accumulation_steps > 1:
             torch._foreach_zero_([each.grad for each in self._parameters if each.grad is not None])
             return
         for parameter in self._parameters:
@@ -134,7 +156,7 @@ class ReplicatedState:
             return found
         masters = list(self._masters.values())
         sizes = [each.numel() for each in masters]
-        flat = torch.empty(sum(sizes), dtype=torch.float32, device=masters[0].device)
+        flat = torch.empty(sum(sizes), dtype=torch.float32, device=self.device)
         views = [piece.view_as(master) for piece, master in zip(flat.split(sizes), masters, strict=True)]
         torch._foreach_copy_(views, found)
         for master, view in zip(masters, views, strict=True):
@@ -142,156 +164,59 @@ class ReplicatedState:
         return views
 
     @torch.no_grad()
-    def round(self) -> None:
-        """Recompute the forward pass's weights from the masters."""
+    def _masters_changed(self) -> None:
         if self._rounds:
             torch._foreach_copy_(self._parameters, list(self._masters.values()))
 
-    @contextlib.contextmanager
-    def averaged(self) -> Iterator[None]:
-        """See `Engine.averaged`."""
-        assert self._average, "the recipe's stage has no ema"
-        self.hold.release()
-        self._exchange()
-        try:
-            yield
-        finally:
-            self._exchange()
-
-    def _exchange(self) -> None:
-        assert self._average
-        self._average.exchange()
-        self.round()
+    def _whole(self) -> dict[str, Tensor]:
+        """The model's state with its exact weights."""
+        return {**self.module.state_dict(), **self._masters, **self._frozen}
 
     def weights(self) -> dict[str, Tensor]:
-        """See `Engine.weights`."""
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._whole().items()}
 
-    def files(self, path: str) -> tuple[StateFile, ...]:
-        """All of it for a checkpoint, `path` and perhaps its average's file, sharing memory."""
+    def snapshot(self) -> tuple[StateFile, ...]:
+        """All of it, by rank 0."""
+        if not self._ranks.place.is_main:
+            return ()
         state = {
             "model": self._whole(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self._scaler.state_dict() if self._scaler is not None else None,
         }
         average = (state_file(average_file(0), self._average.state()),) if self._average else ()
-        return (state_file(path, state), *average)
+        return (state_file(self.file, state), *average)
 
-    @torch.no_grad()
-    def put(self, saved: PortableState) -> None:
-        """Restore a state of any engine, to the last bit."""
-        self.hold.release()
-        self.optimizer.state.clear()
-        if self.takes == "parameters":
-            assert saved.optimizer, "the recipe allows such an optimizer where parameters are whole"
-            self.optimizer.load_state_dict({**saved.optimizer, "state": _copied(saved.optimizer["state"])})
-        for name, master in self._masters.items():
-            master.copy_(saved.whole(name))
-            if self.takes == "pieces" and saved.moments:
-                self.optimizer.state[master] = self._moments(saved, name=name, master=master)
-        self._frozen = {name: saved.whole(name).clone() for name in self._frozen}
-        for name, parameter in self._module.named_parameters():
-            if not parameter.requires_grad:
-                parameter.copy_(saved.whole(name))
-        for name, buffer in self._module.named_buffers():
-            if name in saved.buffers:
-                buffer.copy_(saved.buffers[name])
-        self.round()
-        if self._scaler is not None and saved.counters.loss_scale is not None:
-            self._scaler.load_state_dict(_scaler_state(saved.counters.loss_scale, like=self._scaler))
-        if self._average:
-            places = {name: Slot(master, 0, 0, master.numel()) for name, master in self._masters.items()}
-            put_average(self._average, saved, places=places)
-
-    def _moments(self, saved: PortableState, *, name: str, master: Tensor) -> dict[str, Tensor]:
-        state = {moment: saved.whole(name, of=moment).to(master.device, copy=True) for moment in saved.moments}
-        if saved.counters.optimizer_step is not None:
-            device = master.device if self._skips_on_device else "cpu"
-            state["step"] = torch.tensor(saved.counters.optimizer_step, dtype=torch.float32, device=device)
-        return state
-
-    def _whole(self) -> dict[str, Tensor]:
-        """The model's state with its exact weights."""
-        return {**self._module.state_dict(), **self._masters, **self._frozen}
+    def _finish_load(self, saved: PortableState) -> None:
+        self._masters_changed()
+        scale = saved.counters.loss_scale
+        if self._scaler is not None and scale is not None:
+            steps_since = (scale.iteration - scale.last_overflow - 1) % self._scaler.get_growth_interval()
+            state = {**self._scaler.state_dict(), "scale": scale.scale, "_growth_tracker": steps_since}
+            self._scaler.load_state_dict(state)
 
 
-class ReplicatedEngine(ABC):
-    """Base of the engines that keep everything whole: all of `Engine` but the forward and backward passes.
+class InOrder(nn.Module):
+    """A model for DDP to wrap: called without inputs, it touches every trained parameter in their order."""
 
-    Args:
-        module: the model itself; `state` is over it.
-        device: of both.
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        # None of them moves, and DDP would send them in each forward pass.
+        buffers = [f"model.{name}" for name, _ in model.named_buffers()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, buffers)
 
-    Attributes:
-        file, backend: of their checkpoints.
+    def forward(self, *inputs: Tensor) -> Tensor:
+        if inputs:
+            return self.model(*inputs)
+        return torch.stack([each.reshape(-1)[0] for each in self.model.parameters() if each.requires_grad])
+
+
+def settle_buckets(ddp: nn.Module) -> None:
+    """Let DDP cut its buckets before the first step; collective, sends zeros once.
+
+    DDP begins with one bucket and cuts it up after the first backward pass, in the order of the gradients. The place of
+    a gradient in a message decides in which order three or more ranks' are added, so that a resumed run's first step
+    would differ in the last bits from the same step of a run that went through. Leaves zeros as gradients.
     """
-
-    file: ClassVar[str]
-    backend: ClassVar[str]
-
-    def __init__(
-        self, module: nn.Module, *, state: ReplicatedState, device: torch.device, plan: StagePlan, ranks: Ranks
-    ) -> None:
-        self.device = device
-        self._module = module
-        self._state = state
-        self._norms = WeightNorms(state.masters, kept="whole")
-        self._ranks = ranks
-        self._accumulation_steps = plan.accumulation_steps
-        self._micro_step = 0
-
-    @property
-    def module(self) -> nn.Module:
-        return self._module
-
-    @property
-    def hold(self) -> Hold:
-        return self._state.hold
-
-    def step(self, *, lr: float, flags: Flags, measure: Measure = "nothing") -> StepResult:
-        assert self._micro_step == self._accumulation_steps, "step() before all micro-batches"
-        self._micro_step = 0
-        with self._norms.around(measure, device=self.device):
-            result = self._state.step(lr=lr, flags=reduce_flags(flags, device=self.device))
-        self._clear_gradients()
-        return result
-
-    def measured(self) -> dict[str, float]:
-        scale = self._state.loss_scale
-        return self._norms.take(self._ranks) | ({} if scale is None else {"opt/loss_scale": scale})
-
-    @abstractmethod
-    def _clear_gradients(self) -> None: ...
-
-    def pass_over(self, *, flags: Flags) -> StepResult:
-        return StepResult.passed_over(reduce_flags(flags, device=self.device))
-
-    def snapshot(self) -> tuple[StateFile, ...]:
-        return self._state.files(self.file) if self._ranks.place.is_main else ()
-
-    def load(self, folder: Path, *, written: dict[str, Any]) -> None:
-        layout = {key: written[key] for key in ("zero_stage", "processes")}
-        of_all: dict[str, Any] = {"backend": self.backend, "asks": "alike", "takes": self._state.takes}
-        self._state.put(open_shared(folder, **of_all, **layout, model=self._module, ranks=self._ranks))
-
-    def averaged(self) -> contextlib.AbstractContextManager[None]:
-        return self._state.averaged()
-
-    def close(self) -> None:  # noqa: B027 - nothing to do
-        """Nothing holds it but who uses it."""
-
-    def weights(self) -> dict[str, Tensor]:
-        return self._state.weights()
-
-
-def _scaler_state(saved: LossScale, *, like: torch.amp.GradScaler) -> dict[str, Any]:
-    steps_since = saved.iteration - saved.last_overflow - 1
-    return {**like.state_dict(), "scale": saved.scale, "_growth_tracker": steps_since % like.get_growth_interval()}
-
-
-def _copied(states: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Without memory of the mapped file, which torch would keep."""
-    return {
-        number: {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
-        for number, state in states.items()
-    }
+    (0.0 * ddp().float()).sum().backward()

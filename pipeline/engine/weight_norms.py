@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -18,34 +17,24 @@ from torch import Tensor
 
 from pipeline.ranks.group import Ranks
 
-Measure = Literal["nothing", "norms"]
-
 
 class WeightNorms:
     """Measures the steps that run within `around`.
 
     Args:
-        masters: the trained float32 weights that this process holds, without padding; asked for once.
+        masters: the trained float32 weights that this process holds, without padding.
         kept: "whole" if every process holds all of them, "shard" if each holds its own part.
     """
 
-    def __init__(self, masters: Callable[[], Sequence[Tensor]], *, kept: Literal["whole", "shard"]) -> None:
-        self._find = masters
+    def __init__(self, masters: Sequence[Tensor], *, kept: Literal["whole", "shard"]) -> None:
+        self._masters = [each.detach().view(-1) for each in masters]
         self._kept = kept
         self._has_room = True
         self._squares: Tensor | None = None  # of the weights and of their change, float64 [2]; nan: not measured
 
-    @cached_property
-    def _masters(self) -> list[Tensor]:
-        return [each.detach().view(-1) for each in self._find()]
-
     @contextlib.contextmanager
-    def around(self, measure: Measure, *, device: torch.device) -> Iterator[None]:
+    def around(self, *, device: torch.device) -> Iterator[None]:
         """The step within moves the masters; `device`: the engine's."""
-        if measure == "nothing":
-            self._squares = None
-            yield
-            return
         before = self._copied(device=device)
         yield
         with torch.no_grad():
@@ -72,7 +61,7 @@ class WeightNorms:
 
     @torch.no_grad()
     def _copied(self, *, device: torch.device) -> list[Tensor] | None:
-        """The masters as they are now; None: they are not copied."""
+        """Copy the masters as they are now; None: offloaded, or no room."""
         if not self._has_room or any(each.device.type != device.type for each in self._masters):
             return None
         sizes = [each.numel() for each in self._masters]
@@ -88,7 +77,7 @@ class WeightNorms:
 
 
 def _sum_of_squares(tensors: Sequence[Tensor], *, device: torch.device) -> Tensor:
-    """Float64, 0-dimensional, on `device`."""
+    """Float64, 0-dimensional."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack(torch._foreach_norm(list(tensors))).double().square().sum().to(device, non_blocking=True)

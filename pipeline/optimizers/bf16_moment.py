@@ -1,17 +1,18 @@
 """AdamW and SGD that keep their first moment in bf16 between steps, as Google's recipes do.
 
-The moment is read, moved in float32, used, and rounded as it is put back (optax's `mu_dtype`, `accumulator_dtype`). As
+A step moves the moment in float32, uses it, and rounds it as it is stored (optax's `mu_dtype`, `accumulator_dtype`). As
 in optax, its decay is rounded too: 0.9 becomes 0.8984375, so Adam's and SGD's steps are 1.5 % shorter in the long run.
 
-Element by element, so ZeRO may cut the parameters anywhere. Saves 2 bytes of a parameter; takes about ten small kernels
-for each tensor that is stepped (parameters at ZeRO 0, flattened groups at ZeRO 1 to 3).
+Element by element, so ZeRO may cut the parameters anywhere. Saves 2 bytes a parameter; takes about 15 small kernels for
+each stepped tensor (parameters at ZeRO 0, flattened groups at ZeRO 1 to 3). Clips and skips on the device by
+`grad_scale` and `found_inf`, as torch's fused optimizers do.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,96 +20,93 @@ from torch import Tensor
 BF16_CHUNK_ELEMENTS = 1 << 24  # 64 MiB of float32: bounds what a step needs besides
 
 
-def in_bf16(value: float) -> float:
-    """The nearest number that bf16 has."""
-    return float(torch.tensor(value, dtype=torch.bfloat16))
+class Bf16Optimizer(torch.optim.Optimizer, ABC):
+    """Steps every parameter by one law."""
 
+    moments: ClassVar[dict[str, torch.dtype]]
+    _step_supports_amp_scaling = True  # torch's mark of `grad_scale` and `found_inf`
 
-class MomentInItsType(torch.optim.Optimizer):
-    """Keeps the moment called `rounded` in `moment_type`; torch's `load_state_dict` would cast it to float32."""
-
-    rounded = "exp_avg"
-    moment_type: torch.dtype
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        for state in self.state.values():
-            if self.rounded in state:
-                state[self.rounded] = state[self.rounded].to(self.moment_type)  # they are its values: exact
+    def __init__(self, groups: Any, **defaults: Any) -> None:
+        super().__init__(groups, {"weight_decay": 0.0, "fused": True, **defaults})  # fused: counts on the device
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Closures are not supported."""
-        if closure is not None:
-            raise ValueError("closures are not supported: compute the gradients before")
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Without closures."""
+        skip, divisor = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         for group in self.param_groups:
-            for number, parameter in enumerate(group["params"]):
-                if parameter.grad is not None:
-                    self.move(parameter, parameter.grad, group=group, number=number)
+            moved = [each for each in group["params"] if each.grad is not None]
+            if not moved:
+                continue
+            states = [self._state(each) for each in moved]
+            skipped = torch.zeros((), device=moved[0].device) if skip is None else skip
+            applied = 1 - skipped.double()
+            move = self.law(group, applied=applied, states=states)
+            for parameter, state in zip(moved, states, strict=True):
+                flat = [each.detach().view(-1) for each in (parameter, *(state[name] for name in self.moments))]
+                pieces = [each.split(BF16_CHUNK_ELEMENTS) for each in (parameter.grad.reshape(-1), *flat)]
+                for gradient, weight, *moments in zip(*pieces, strict=True):
+                    clipped = gradient if divisor is None else gradient / divisor
+                    move(weight, torch.where(skipped > 0, 0.0, clipped), *moments)
 
-    def move(self, parameter: Tensor, gradient: Tensor, *, group: dict[str, Any], number: int) -> None:
-        """One step of one parameter, the `number`th of its group."""
-        raise NotImplementedError
+    @abstractmethod
+    def law(self, group: dict[str, Any], *, applied: Tensor, states: list[dict[str, Tensor]]) -> Callable[..., None]:
+        """Return what moves weights and moments, in place, by a gradient; nothing where `applied` (float64,
+        0-dimensional) is 0 rather than 1, and the gradient 0 with it."""
 
-    def decay(self, value: float) -> float:
-        """Decay factor of the moment: `value` in the moment's type."""
-        return float(torch.tensor(value, dtype=self.moment_type))
-
-    def moment(self, parameter: Tensor) -> Tensor:
-        """The rounded moment, zeros at first."""
+    def _state(self, parameter: Tensor) -> dict[str, Tensor]:
         state = self.state[parameter]
-        if self.rounded not in state:
-            state[self.rounded] = torch.zeros_like(parameter, dtype=self.moment_type, requires_grad=False)
-        return state[self.rounded]
-
-    def count(self, parameter: Tensor) -> int:
-        """Add one to the parameter's steps and return them; kept as torch's AdamW keeps them."""
-        steps = self.state[parameter].setdefault("step", torch.tensor(0.0))
-        steps += 1
-        return int(steps)
+        for name, dtype in self.moments.items():
+            if name not in state:
+                state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            elif state[name].dtype != dtype:  # torch's `load_state_dict` casts to float32
+                state[name] = state[name].to(dtype)
+        return state
 
 
-class AdamWBf16(MomentInItsType):
+class AdamWBf16(Bf16Optimizer):
     """AdamW (Loshchilov and Hutter; decay multiplied by the learning rate) with the first moment in bf16."""
 
-    moment_type = torch.bfloat16
+    moments: ClassVar = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.float32}
 
-    def __init__(self, groups: Any, *, lr: float, betas: tuple[float, float], eps: float) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+    def law(self, group: dict[str, Any], *, applied: Tensor, states: list[dict[str, Tensor]]) -> Callable[..., None]:
+        for state in states:
+            if "step" not in state:
+                state["step"] = torch.zeros((), device=applied.device)
+        torch._foreach_add_([state["step"] for state in states], applied.float())
+        (beta1, beta2), lr, steps = group["betas"], group["lr"], states[0]["step"]
+        count = steps.double().clamp_(min=1)  # 0: the very first step is skipped
+        keep1, keep2 = 1 - applied * (1 - in_bf16(beta1)), 1 - applied * (1 - beta2)
+        rate, root = applied * lr / (1 - beta1**count), (1 - beta2**count).sqrt()
+        shrink = 1 - applied * lr * group["weight_decay"]
+        keep1, keep2, rate, root, shrink = torch.stack([keep1, keep2, rate, root, shrink]).float().unbind()
 
-    def move(self, parameter: Tensor, gradient: Tensor, *, group: dict[str, Any], number: int) -> None:
-        state, (beta1, beta2) = self.state[parameter], group["betas"]
-        first = self.moment(parameter)
-        if "exp_avg_sq" not in state:
-            state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
-        steps = self.count(parameter)
-        rate, root = group["lr"] / (1 - beta1**steps), math.sqrt(1 - beta2**steps)
-        for weight, change, kept, second in _chunks(parameter, gradient, first, state["exp_avg_sq"]):
-            exact = kept.to(change.dtype).mul_(self.decay(beta1)).add_(change, alpha=1 - beta1)
-            second.mul_(beta2).addcmul_(change, change, value=1 - beta2)
-            weight.mul_(1 - group["lr"] * group["weight_decay"])
-            weight.addcdiv_(exact, second.sqrt().div_(root).add_(group["eps"]), value=-rate)
-            kept.copy_(exact)
+        def move(weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor) -> None:
+            exact = first.float().mul_(keep1).add_(gradient, alpha=1 - beta1)
+            second.mul_(keep2).addcmul_(gradient, gradient, value=1 - beta2)
+            weight.mul_(shrink).sub_(exact.div(second.sqrt().div_(root).add_(group["eps"])).mul_(rate))
+            first.copy_(exact)
+
+        return move
 
 
-class SgdBf16(MomentInItsType):
+class SgdBf16(Bf16Optimizer):
     """SGD with momentum and decoupled decay, as `optim.DecoupledSgd`, with the momentum in bf16."""
 
-    rounded = "momentum_buffer"
-    moment_type = torch.bfloat16
+    moments: ClassVar = {"momentum_buffer": torch.bfloat16}
 
-    def __init__(self, groups: Any, *, lr: float, momentum: float) -> None:
-        super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
+    def law(self, group: dict[str, Any], *, applied: Tensor, states: list[dict[str, Tensor]]) -> Callable[..., None]:
+        applied = applied.float()
+        keep = 1 - applied * (1 - in_bf16(group["momentum"]))
+        rate, shrink = applied * group["lr"], 1 - applied * (group["lr"] * group["weight_decay"])
 
-    def move(self, parameter: Tensor, gradient: Tensor, *, group: dict[str, Any], number: int) -> None:
-        for weight, change, kept in _chunks(parameter, gradient, self.moment(parameter)):
-            exact = kept.to(change.dtype).mul_(self.decay(group["momentum"])).add_(change)
-            weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(exact, alpha=-group["lr"])
-            kept.copy_(exact)
+        def move(weight: Tensor, gradient: Tensor, momentum: Tensor) -> None:
+            exact = momentum.float().mul_(keep).add_(gradient)
+            weight.mul_(shrink).sub_(exact * rate)
+            momentum.copy_(exact)
+
+        return move
 
 
-def _chunks(*tensors: Tensor) -> Iterator[list[Tensor]]:
-    flat = [tensor.detach().reshape(-1) if tensor is tensors[1] else tensor.detach().view(-1) for tensor in tensors]
-    for first in range(0, flat[0].numel(), BF16_CHUNK_ELEMENTS):
-        count = min(BF16_CHUNK_ELEMENTS, flat[0].numel() - first)
-        yield [tensor.narrow(0, first, count) for tensor in flat]
+def in_bf16(value: float) -> float:
+    """Round to the nearest bf16 number."""
+    return float(torch.tensor(value, dtype=torch.bfloat16))

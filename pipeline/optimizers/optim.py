@@ -1,12 +1,12 @@
-"""The optimizer of a stage, by its name in the recipe: torch's or timm's where they have it, else our own.
+"""Build a stage's optimizer by its name in the recipe: torch's or timm's where they have it, else our own.
 
 The engine clips gradients, and sets each group's learning rate before a step: the schedule's times the group's
-`lr_scale`. To add an optimizer: an entry in `pipeline.recipe.vocabulary` and a case in `build_optimizer`.
+`lr_scale`. To add an optimizer: an entry in `pipeline.recipe.vocabulary` and a case in `optimizer_over`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,38 +20,43 @@ from pipeline.recipe.optimizer import OptimizerConfig
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer over `model`'s parameter groups."""
-    groups, lr, bf16 = parameter_groups(model, config), config.lr, config.first_moment == "bf16"
+    return optimizer_over(parameter_groups(model, config), config)
+
+
+def optimizer_over(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer over groups as `parameter_groups` makes them."""
+    lr, betas, momentum, bf16 = config.lr, config.betas, config.momentum, config.first_moment == "bf16"
     match config.name:
+        case "adamw" if bf16:
+            return AdamWBf16(groups, lr=lr, betas=betas, eps=config.eps)
         case "adamw":
-            if bf16:
-                return AdamWBf16(groups, lr=lr, betas=config.betas, eps=config.eps)
-            return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=True)
+            return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=config.eps, fused=True)
+        case "sgd" if bf16:
+            return SgdBf16(groups, lr=lr, momentum=momentum)
         case "sgd":
-            if bf16:
-                return SgdBf16(groups, lr=lr, momentum=config.momentum)
-            return DecoupledSgd(groups, lr=lr, momentum=config.momentum)
+            return DecoupledSgd(groups, lr=lr, momentum=momentum)
         case "adafactor":
             moment_type = torch.bfloat16 if bf16 else torch.float32
-            return BigVisionAdafactor(groups, lr=lr, momentum=config.momentum, moment_type=moment_type)
+            return BigVisionAdafactor(groups, lr=lr, momentum=momentum, moment_type=moment_type)
         case "lamb":
             from pipeline.optimizers.lamb import CountingLamb
 
-            return CountingLamb(groups, lr=lr, betas=config.betas, eps=config.eps, weight_decay=0.0, max_grad_norm=None)
+            return CountingLamb(groups, lr=lr, betas=betas, eps=config.eps, weight_decay=0.0, max_grad_norm=None)
         case "muon":
             from timm.optim import Muon
 
             return Muon(
                 groups,
                 lr=lr,
-                momentum=config.momentum,
-                betas=config.betas,
+                momentum=momentum,
+                betas=betas,
                 ns_coefficients="original",
                 adjust_lr_fn="match_rms_adamw",  # one learning rate and decay for both halves (arXiv 2502.16982)
             )
 
 
 def set_lr(groups: Iterable[dict[str, Any]], lr: float) -> None:
-    """Give each parameter group its part of the schedule's learning rate."""
+    """Set each group's learning rate: the schedule's times its factor."""
     for group in groups:
         group["lr"] = lr * group["lr_scale"]
 
@@ -65,10 +70,8 @@ class DecoupledSgd(torch.optim.SGD):
         super().__init__(groups, lr=lr, momentum=momentum, fused=True)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Closures are not supported."""
-        if closure is not None:
-            raise ValueError("closures are not supported: compute the gradients before")
+    def step(self, closure: None = None) -> None:
+        """Without closures."""
         skipped = getattr(self, "found_inf", None)
         decays = [float(group["weight_decay"]) for group in self.param_groups]
         try:
@@ -82,7 +85,7 @@ class DecoupledSgd(torch.optim.SGD):
                     lost = group["lr"] * decay
                     torch._foreach_mul_(moved, 1 - lost if skipped is None else 1 - lost * (1 - skipped))
                 group["weight_decay"] = 0.0  # torch's part is the momentum alone
-            return super().step()
+            super().step()
         finally:
             for group, decay in zip(self.param_groups, decays, strict=True):
                 group["weight_decay"] = decay

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
@@ -15,8 +12,8 @@ from pipeline.checkpoint.identity import checkpoint_identity
 from pipeline.checkpoint.saver import CheckpointSaver, Origin, SaveHooks
 from pipeline.checkpoint.store import Retention
 from pipeline.checkpoint.train_state import TrainState
-from pipeline.engine.protocol import Engine
-from pipeline.ranks.pace import Pace
+from pipeline.engine.base import Engine
+from pipeline.ranks.phases import Phases
 from pipeline.ranks.stopping import Requests
 from pipeline.ranks.watch import Watch
 from pipeline.recipe.io import dump_recipe
@@ -118,15 +115,16 @@ def judged_by(config: TrainStage, *, task: Task) -> str:
     return config.judged_by("loss" if config.keep_best == "loss" else task.score)
 
 
-def make_pace(config: EngineConfig, *, device: torch.device, drawing_seconds: Callable[[], float]) -> Pace:
-    """Make what measures and compares the ranks' speed."""
-    return Pace(
-        host=platform.node(),
+def make_phases(context: StageContext, config: EngineConfig, *, watch: Watch, device: torch.device) -> Phases:
+    """Make what times the steps of an attempt and compares the ranks' speed."""
+    return Phases(
+        watch=watch,
         device=device,
         factor=config.slow_rank_factor,
         least_seconds=config.slow_rank_seconds,
         forward="shared" if config.backend == "deepspeed" and config.zero_stage == 3 else "own",
-        drawing_seconds=drawing_seconds,
+        drawing_seconds=context.drawing_seconds,
+        start=context.start,
     )
 
 

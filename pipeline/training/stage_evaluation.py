@@ -7,7 +7,7 @@ from contextlib import closing
 
 from data_shards.loading.device_prefetch import prefetch_to_device
 from data_shards.loading.loader import eval_batches
-from pipeline.engine.protocol import Engine
+from pipeline.engine.base import Engine
 from pipeline.evaluation.evaluate import Evaluated, evaluate, keep_evaluations
 from pipeline.evaluation.scores import one_answer
 from pipeline.ranks.watch import Watch

@@ -42,8 +42,7 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
                     engine.backward(loss)
                 losses.add(loss, task.train_score(outputs, example.targets))
             with job.phase("step", step):
-                measure = "norms" if plan.logs_after(step + 1) else "nothing"
-                result = engine.step(lr=lr, flags=job.requests.mine, measure=measure)
+                result = engine.step(lr=lr, flags=job.requests.mine, measure=plan.logs_after(step + 1))
             losses.end_step()
             job.report.step(plan.global_batch_images)
         after_step(result, lr=lr)

@@ -165,7 +165,7 @@ def identity(written: Written) -> dict:
 def torch_optimizer(engine):
     """AdamW or SGD itself, below whatever is wrapped around it."""
     if not hasattr(engine, "_engine"):
-        return engine._state.optimizer
+        return engine.optimizer
     return getattr(engine._engine.optimizer, "optimizer", engine._engine.optimizer)
 
 

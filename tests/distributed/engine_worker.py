@@ -108,7 +108,7 @@ def kind_lr(step: int) -> float:
 
 
 def run_steps(
-    engine, ranks: Ranks, plan: StagePlan, steps, *, lr=lr_at, poison_rank: int | None = None, measure="nothing"
+    engine, ranks: Ranks, plan: StagePlan, steps, *, lr=lr_at, poison_rank: int | None = None, measure=False
 ) -> list[dict]:
     rows, late = [], LateMetrics(device=engine.device)
     for step in steps:
@@ -192,7 +192,7 @@ def measured_steps(engine, ranks: Ranks, plan: StagePlan) -> list[tuple[dict, di
     """What the engine measures of a step that is skipped, of one that is not, and of one that is not measured; each
     with the same from the weights before and after."""
     found = []
-    for poison_rank, measure in ((0, "norms"), (None, "norms"), (None, "nothing")):
+    for poison_rank, measure in ((0, True), (None, True), (None, False)):
         before = copy.deepcopy(engine.weights())
         run_steps(engine, ranks, plan, [STEPS + 3], poison_rank=poison_rank, measure=measure)
         after = engine.weights()
@@ -245,11 +245,11 @@ def run_kind(case: tuple[str, int, str], ranks: Ranks, folder: Path) -> dict:
 
 
 def weight_decays(engine) -> list[float]:
-    optimizer = engine._engine.optimizer if hasattr(engine, "_engine") else engine._state.optimizer
-    rules = getattr(getattr(optimizer, "optimizer", None), "rules", None)
+    optimizer = engine.optimizer
+    rules = getattr(getattr(optimizer, "optimizer", None), "_rules", None)
     if rules is None:
         return [group["weight_decay"] for group in optimizer.param_groups]
-    return list(dict.fromkeys(rule.weight_decay for rule in rules.values()))  # of the flat optimizers
+    return list(dict.fromkeys(rule["weight_decay"] for rule in rules.values()))  # of the flat optimizers
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from pipeline.ranks.place import Place
 from pipeline.recipe.schema import EngineConfig
-from pipeline.training.assembly import make_pace
+from pipeline.training.assembly import make_phases
 
 
 class Two:
@@ -30,11 +30,17 @@ class Two:
         return torch.tensor([[1.0, 7, 14, 0], [self.ratio, 7, 14, 0]], dtype=torch.float64)
 
 
+def phases_of(config: EngineConfig) -> Any:
+    context: Any = SimpleNamespace(drawing_seconds=float, start=None)
+    watch: Any = SimpleNamespace(progress=lambda step, *, status: None)
+    return make_phases(context, config, watch=watch, device=torch.device("cpu"))
+
+
 @pytest.mark.parametrize(("factor", "slow"), [(2.0, True), (4.0, False)])
 def test_a_rank_is_slow_by_the_recipes_factor(factor: float, slow: bool) -> None:
     config, ranks = {"slow_rank_factor": factor, "slow_rank_seconds": 50}, Two(3.0)
-    pace = make_pace(EngineConfig.model_validate(config), device=torch.device("cpu"), drawing_seconds=float)
-    seen: Any = [pace.compare(ranks) for _ in range(4)]  # pyright: ignore[reportArgumentType]
+    phases = phases_of(EngineConfig.model_validate(config))
+    seen: Any = [phases.slowest(ranks) for _ in range(4)]  # pyright: ignore[reportArgumentType]
     assert [each.is_news for each in seen] == [False, False, False, slow]  # 14 s a window
 
 
@@ -43,11 +49,11 @@ def test_the_forward_pass_is_a_ranks_own_unless_it_waits_for_the_others_weights(
     zero_stage: int, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticks = itertools.count()
-    monkeypatch.setattr("pipeline.ranks.pace.time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    monkeypatch.setattr("pipeline.ranks.phases.time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     ranks = Two(1.0)
-    pace = make_pace(EngineConfig(zero_stage=zero_stage), device=torch.device("cpu"), drawing_seconds=float)  # pyright: ignore[reportArgumentType]
+    phases = phases_of(EngineConfig(zero_stage=zero_stage))  # pyright: ignore[reportArgumentType]
     for phase in ("step", "forward"):  # the first step does not count
-        with pace.measuring(phase):
+        with phases(phase, step=0):
             pass
-    pace.compare(ranks)  # pyright: ignore[reportArgumentType]
+    phases.slowest(ranks)  # pyright: ignore[reportArgumentType]
     assert ranks.mine == float(own)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pipeline.checkpoint.train_state import TrainState
+from pipeline.engine.base import StepResult
 from pipeline.engine.late_metrics import LateMetrics
-from pipeline.engine.protocol import StepResult
 from pipeline.ranks.stopping import Requests, StopFlag, Stopped
 from pipeline.training.train_loop import train
 from tests.looping import STEPS, saving, stepping

@@ -83,9 +83,9 @@ class WeightAverage:
                 one.copy_(other)
                 other.copy_(kept)
 
-    def of(self, master: Tensor) -> Tensor | None:
-        """The average beside a master; None: it has none, as a frozen parameter."""
-        return self._by_master.get(id(master))
+    def of(self, master: Tensor) -> Tensor:
+        """The average beside a master."""
+        return self._by_master[id(master)]
 
     def restart(self) -> None:
         """Begin again, from the weights as they are."""

@@ -25,24 +25,6 @@ _PIECE_BYTES = 64 << 20
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices of the process
 
 
-class Hold:
-    """Make an engine wait for a copy before it changes its state."""
-
-    def __init__(self) -> None:
-        self._wait: Callable[[], None] | None = None
-
-    def set(self, wait: Callable[[], None]) -> None:
-        """`wait` is called once, before the next change; it may be quick, if it makes a stream wait."""
-        self.release()
-        self._wait = wait
-
-    def release(self) -> None:
-        """Before anything that a snapshot holds changes."""
-        wait, self._wait = self._wait, None
-        if wait is not None:
-            wait()
-
-
 class HostBuffer:
     """Host memory for one snapshot of an engine on `device`; grows when a larger one comes."""
 

@@ -1,18 +1,18 @@
-"""Find the master weights and moments in a running DeepSpeed engine, and load saved ones into them.
+"""Find the master weights and moments in a running engine, and load saved ones into them.
 
-`slots` maps the pieces of flattened groups (stages 1 and 2) and of parameters (stage 3), so that restoring is one copy
-in every stage. DeepSpeed's own setters fail where the world size does not divide a parameter's size, and create no
+A slot is a piece of a flattened group (ZeRO 1 and 2), of a parameter (3) or all of one (0), so that restoring is one
+copy in every stage. DeepSpeed's own setters fail where the world size does not divide a parameter's size, and create no
 moments. Relies on attributes of DeepSpeed 0.19's optimizers; does not import it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.engine.saved_state.average import AVERAGE, WeightAverage
 from pipeline.engine.saved_state.frozen import put_frozen
@@ -28,11 +28,20 @@ class Slot:
     first: int
     count: int
 
-    def fill(self, tensor: Tensor, values: Tensor) -> None:
-        tensor.detach().view(-1).narrow(0, self.start, self.count).copy_(values)
+    def piece(self, flat: Tensor) -> Tensor:
+        """These elements of the master, or of what lies beside it."""
+        return flat.detach().view(-1).narrow(0, self.start, self.count)
 
 
-def slots(engine: Any, *, rank: int) -> dict[str, Slot]:
+def masters_of(engine: Any) -> list[Tensor]:
+    """The flat float32 tensors of this rank that DeepSpeed's optimizer moves."""
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3
+        return list(optimizer.fp32_partitioned_groups_flat)
+    return list(optimizer.single_partition_of_fp32_groups)
+
+
+def slots_of(engine: Any, *, rank: int) -> dict[str, Slot]:
     """This rank's share of each trained parameter, by name; those without a share are left out."""
     optimizer = engine.optimizer
     found: dict[str, Slot] = {}
@@ -55,47 +64,46 @@ def slots(engine: Any, *, rank: int) -> dict[str, Slot]:
     return found
 
 
-def put_state(engine: Any, saved: PortableState, *, rank: int) -> None:
-    """Load weights, moments and counters into an engine; collective, as half weights are gathered."""
-    places = slots(engine, rank=rank)
-    torch_optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)  # inside DeepSpeed's
-    torch_optimizer.state.clear()
-    if saved.moments:
-        for master in _masters(engine):
-            torch_optimizer.state[master] = _empty_state(master, saved, group=torch_optimizer.param_groups[0])
-    for name, slot in places.items():
-        for of in (WEIGHT, *saved.moments):
+def put_state(
+    saved: PortableState,
+    module: nn.Module,
+    slots: Mapping[str, Slot],
+    optimizer: torch.optim.Optimizer,
+    *,
+    masters: Sequence[Tensor],
+    takes: Literal["pieces", "parameters"],
+    rank: int,
+) -> None:
+    """Load masters, moments, frozen weights and buffers; not what is rounded from the masters. `masters` are all of the
+    optimizer's; `takes`: see `vocabulary.OptimizerState`."""
+    optimizer.state.clear()
+    moments = saved.moments if takes == "pieces" else {}
+    if takes == "parameters":
+        assert saved.optimizer, "the recipe allows such an optimizer where parameters are whole"
+        optimizer.load_state_dict({**saved.optimizer, "state": _copied(saved.optimizer["state"])})
+    elif moments:
+        for master in masters:
+            optimizer.state[master] = _empty_state(master, saved, group=optimizer.param_groups[0])
+    for name, slot in slots.items():
+        for of in (WEIGHT, *moments):
             values = saved.part(name, of=of, first=slot.first, count=slot.count)
-            slot.fill(slot.master if of == WEIGHT else torch_optimizer.state[slot.master][of], values)
-    for name, parameter in engine.module.named_parameters():
+            slot.piece(slot.master if of == WEIGHT else optimizer.state[slot.master][of]).copy_(values)
+    for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             put_frozen(parameter, saved.whole(name), rank=rank)
-    for name, buffer in engine.module.named_buffers():
+    for name, buffer in module.named_buffers():
         if name in saved.buffers:
             buffer.copy_(saved.buffers[name])
-    round_masters(engine)
-    counters = saved.counters
-    engine.global_steps = counters.global_steps
-    engine.global_samples = counters.global_samples
-    engine.skipped_steps = counters.skipped_steps
-    if counters.loss_scale is not None:
-        put_loss_scale(engine.optimizer, counters.loss_scale)
 
 
-def named_masters(engine: Any) -> dict[str, Tensor]:
-    """The masters of what is trained, by what names them in the file of their averages: the flat group's number."""
-    return {str(number): flat for number, flat in enumerate(_masters(engine))}
-
-
-def put_average(average: WeightAverage, saved: PortableState, *, places: Mapping[str, Slot]) -> None:
+def put_average(average: WeightAverage, saved: PortableState, *, slots: Mapping[str, Slot]) -> None:
     """Load the averages of the weights; a state that has none begins them from its weights, already in place."""
     average.restart()
     if saved.average_updates is None:
         return
-    for name, slot in places.items():
-        tensor = average.of(slot.master)
-        if tensor is not None:
-            slot.fill(tensor, saved.part(name, of=AVERAGE, first=slot.first, count=slot.count))
+    for name, slot in slots.items():
+        values = saved.part(name, of=AVERAGE, first=slot.first, count=slot.count)
+        slot.piece(average.of(slot.master)).copy_(values)
     average.updates = saved.average_updates
 
 
@@ -122,13 +130,6 @@ def put_loss_scale(optimizer: Any, saved: LossScale) -> None:
         scaler.cur_hysteresis = saved.hysteresis
 
 
-def _masters(engine: Any) -> list[Tensor]:
-    optimizer = engine.optimizer
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        return list(optimizer.fp32_partitioned_groups_flat)
-    return list(optimizer.single_partition_of_fp32_groups)
-
-
 def _empty_state(master: Tensor, saved: PortableState, *, group: dict[str, Any]) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     if saved.counters.optimizer_step is not None:
@@ -138,3 +139,11 @@ def _empty_state(master: Tensor, saved: PortableState, *, group: dict[str, Any])
     for moment, dtype in saved.moments.items():
         state[moment] = torch.zeros_like(master, dtype=dtype, requires_grad=False)
     return state
+
+
+def _copied(states: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Without memory of the mapped file, which torch would keep."""
+    return {
+        number: {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+        for number, state in states.items()
+    }

@@ -46,7 +46,7 @@ def open_shared(
     processes: int,
     model: nn.Module,
     ranks: Ranks,
-    asks: Literal["alike", "own share"],
+    keeps: Literal["whole", "shard"],
     takes: Literal["pieces", "parameters"] = "pieces",
 ) -> PortableState:
     """`open_state`, collective. All ranks get `optimizer` only where it `takes` parameters."""
@@ -55,7 +55,7 @@ def open_shared(
         return open_state(folder, backend=backend, zero_stage=zero_stage, processes=processes, model=model)
 
     one_file = backend == "accelerate" or zero_stage == 0
-    if ranks.place.world_size == 1 or (asks == "own share" and one_file):  # mapped: a rank reads its share of it
+    if ranks.place.world_size == 1 or (keeps == "shard" and one_file):  # mapped: a rank reads its share of it
         return opened()
     own, known, problem = None, None, ""
     if ranks.place.is_main:
@@ -79,7 +79,7 @@ def open_shared(
         optimizer = _told_structure(own.optimizer if own else None, ranks=ranks)
     fields: dict[str, Any] = {each.name: getattr(known, each.name) for each in dataclasses.fields(PortableState)}
     fields["optimizer"] = optimizer
-    return SharedState(**fields, _ranks=ranks, _own=own, _all=asks == "alike")
+    return SharedState(**fields, _ranks=ranks, _own=own, _all=keeps == "whole")
 
 
 def told(tensor: Tensor | None, count: int, *, ranks: Ranks) -> Tensor:

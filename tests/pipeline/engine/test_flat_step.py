@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from launch.bench.operations import Operations
+from pipeline.engine.base import StepResult
 from pipeline.engine.flat_step import GradientJudge
 from pipeline.engine.late_metrics import LateMetrics, StepOutcome
-from pipeline.engine.protocol import StepResult
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.place import Place
 

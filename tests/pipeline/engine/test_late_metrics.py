@@ -4,8 +4,8 @@ import math
 
 import torch
 
+from pipeline.engine.base import StepResult
 from pipeline.engine.late_metrics import LateMetrics
-from pipeline.engine.protocol import StepResult
 
 CPU = torch.device("cpu")
 

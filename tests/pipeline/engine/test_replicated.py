@@ -2,6 +2,8 @@
 
 import copy
 from collections import Counter
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,10 +11,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.engine.replicated import ReplicatedState
-from pipeline.engine.saved_state.portable import open_whole
+from pipeline.engine.ddp_engine import DdpEngine
 from pipeline.engine.saved_state.state_files import write_file
+from pipeline.ranks.group import Ranks
+from pipeline.ranks.place import Place
 from pipeline.recipe.optimizer import OptimizerConfig
+from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage import EmaConfig
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -46,28 +50,41 @@ def model_of(depth: int = 2) -> nn.Module:
     return nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU())))
 
 
-def whole_of(
-    model: nn.Module, name: str = "adamw", *, dtype: torch.dtype = torch.float32, scaler: Any = None, **more: Any
-) -> ReplicatedState:
-    config = OptimizerConfig(lr=0.01, weight_decay=0.1, **OPTIMIZERS[name])
-    return ReplicatedState(model, computes_in=dtype, optimizer=config, scaler=scaler, **{"ema": None, **more})
+@pytest.fixture(autouse=True, scope="module")
+def alone() -> Iterator[Ranks]:
+    ranks = Ranks(Place(), timeout_seconds=60)
+    yield ranks
+    ranks.leave()
 
 
-def train(
-    model: nn.Module, whole: ReplicatedState, *, steps: int = 1, scaler: Any = None, value: float = 1.0
-) -> list[bool]:
+@pytest.fixture
+def make(alone: Ranks) -> Callable[..., DdpEngine]:
+    def engine(
+        model: nn.Module, name: str = "adamw", *, precision: str = "fp32", scaler: Any = None, ema: bool = False
+    ) -> DdpEngine:
+        stage: Any = SimpleNamespace(
+            optimizer=OptimizerConfig(lr=0.01, weight_decay=0.1, **OPTIMIZERS[name]),
+            ema=EmaConfig(decay=0.9) if ema else None,
+        )
+        plan: Any = SimpleNamespace(accumulation_steps=1)
+        made = DdpEngine(model, config=EngineConfig(precision=precision), stage=stage, plan=plan, ranks=alone)
+        made._scaler = scaler
+        return made
+
+    return engine
+
+
+def train(engine: DdpEngine, *, steps: int = 1, value: float = 1.0) -> list[bool]:
     applied = []
     for step in range(steps):
         images = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)) * value
-        loss = model(images.to(next(model.parameters()).dtype)).float().square().mean()
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        applied.append(bool(whole.step(lr=0.01, flags=torch.zeros(2)).numbers[1]))
-        whole.clear_gradients(keep_memory=False)
+        engine.backward(engine.forward(images.to(engine.input_dtype)).float().square().mean())
+        applied.append(bool(engine.step(lr=0.01, flags=(False, False)).numbers[1]))
     return applied
 
 
-def everything(whole: ReplicatedState) -> dict[str, Any]:
-    return copy.deepcopy({"weights": whole.weights(), "state": whole.optimizer.state_dict()["state"]})
+def everything(engine: DdpEngine) -> dict[str, Any]:
+    return copy.deepcopy({"weights": engine.weights(), "state": engine.optimizer.state_dict()["state"]})
 
 
 def same(left: Any, right: Any) -> bool:
@@ -76,80 +93,69 @@ def same(left: Any, right: Any) -> bool:
     return torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_a_step_is_as_many_operations_for_a_deep_model_as_for_a_shallow_one_and_reads_nothing(name, dtype):
+def test_a_step_is_as_many_operations_for_a_deep_model_as_for_a_shallow_one_and_reads_nothing(make, name, precision):
     counts = []
     for depth in (2, 12):
-        model = model_of(depth)
-        whole = whole_of(model, name, dtype=dtype, ema=EmaConfig(decay=0.9))
-        train(model, whole)  # makes the moments
-        model(torch.randn(4, 8).to(dtype)).float().square().mean().backward()
+        engine = make(model_of(depth), name, precision=precision, ema=True)
+        train(engine)  # makes the moments
+        engine.backward(engine.forward(torch.randn(4, 8).to(engine.input_dtype)).float().square().mean())
         with Seen() as seen:
-            whole.step(lr=0.01, flags=torch.zeros(2))
+            engine.step(lr=0.01, flags=(False, False))
         assert "_local_scalar_dense" not in seen.names  # `item`, `float` and `bool` of a tensor
         counts.append(seen.names.total())
     assert counts[0] == counts[1] <= 40
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("first", [True, False], ids=["the first step", "a later step"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_gradient_that_is_not_finite_moves_nothing(name: str, first: bool, dtype: torch.dtype):
-    model = model_of()
-    whole = whole_of(model, name, dtype=dtype, ema=EmaConfig(decay=0.9))
-    assert train(model, whole, steps=0 if first else 2) == [True] * (0 if first else 2)
-    before = everything(whole)
-    averages = copy.deepcopy(whole._average.state()) if whole._average else None
-    assert train(model, whole, value=float("nan")) == [False]
-    after = everything(whole)
-    assert same(before["weights"], after["weights"]) and whole._average
-    assert same(averages, whole._average.state())
-    if not first:  # at first the moments are made, as zeros
+def test_a_gradient_that_is_not_finite_moves_nothing(make, name: str, steps_before: int, precision: str):
+    engine = make(model_of(), name, precision=precision, ema=True)
+    assert train(engine, steps=steps_before) == [True] * steps_before
+    before, averages = everything(engine), copy.deepcopy(engine._average.state())
+    assert train(engine, value=float("nan")) == [False]
+    after = everything(engine)
+    assert same(before["weights"], after["weights"]) and same(averages, engine._average.state())
+    if steps_before:  # at first the moments are made, as zeros
         assert same(before["state"], after["state"])
-    assert train(model, whole, steps=2) == [True, True]
-    undisturbed_model = model_of()
-    undisturbed = whole_of(undisturbed_model, name, dtype=dtype)
-    if not first:
-        train(undisturbed_model, undisturbed, steps=2)
-    train(undisturbed_model, undisturbed, steps=2)
-    assert same(undisturbed.weights(), whole.weights())
+    assert train(engine, steps=2) == [True, True]
+    undisturbed = make(model_of(), name, precision=precision)
+    train(undisturbed, steps=steps_before)
+    train(undisturbed, steps=2)
+    assert same(undisturbed.weights(), engine.weights())
 
 
-def test_fp16_finds_its_loss_scale_and_follows_float32():
+def test_fp16_finds_its_loss_scale_and_follows_float32(make):
     """On a GPU as here, but for the arithmetic of its halves."""
-    model, exact_model = model_of(), model_of()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=1000)
-    whole = whole_of(model, dtype=torch.float16, scaler=scaler)
-    exact = whole_of(exact_model)
-    at_start = whole.weights()
-    applied = train(model, whole, steps=30, scaler=scaler)
+    engine, exact = make(model_of(), precision="fp16", scaler=scaler), make(model_of())
+    at_start = engine.weights()
+    applied = train(engine, steps=30)
     first = applied.index(True)
     assert 0 < first < 25 and all(applied[first:]) and scaler.get_scale() == 2.0 ** (30 - first)
-    assert whole.loss_scale == scaler.get_scale() and exact.loss_scale is None
+    assert engine.measured() == {"opt/loss_scale": scaler.get_scale()} and exact.measured() == {}
     for step in range(first, 30):
-        loss = exact_model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().mean()
-        loss.backward()
-        exact.step(lr=0.01, flags=torch.zeros(2))
-        exact.clear_gradients(keep_memory=False)
+        images = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        exact.backward(exact.forward(images).square().mean())
+        exact.step(lr=0.01, flags=())
     for name, tensor in exact.weights().items():
-        assert whole.weights()[name].dtype == torch.float32
-        assert (whole.weights()[name] - tensor).norm() < 0.1 * (tensor - at_start[name]).norm()
+        assert engine.weights()[name].dtype == torch.float32
+        assert (engine.weights()[name] - tensor).norm() < 0.1 * (tensor - at_start[name]).norm()
 
 
-def test_a_loss_scale_is_saved_and_goes_on(tmp_path):
-    model = model_of()
+def test_a_loss_scale_is_saved_and_goes_on(make, tmp_path):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=40)
-    whole = whole_of(model, dtype=torch.float16, scaler=scaler)
-    train(model, whole, steps=20, scaler=scaler)
-    for file in whole.files("whole.pt"):
+    engine = make(model_of(), precision="fp16", scaler=scaler)
+    train(engine, steps=20)
+    for file in engine.snapshot():
         write_file(tmp_path, file)
-    other_model = model_of()
     other_scaler = torch.amp.GradScaler("cpu", growth_interval=40)
-    other = whole_of(other_model, dtype=torch.float16, scaler=other_scaler)
-    other.put(open_whole(tmp_path / "whole.pt", model=other_model))
-    assert same(everything(whole), everything(other))
+    other = make(model_of(), precision="fp16", scaler=other_scaler)
+    other.load(tmp_path, written={"zero_stage": 0, "processes": 1})
+    assert same(everything(engine), everything(other))
     for _ in range(2):
-        train(model, whole, steps=25, scaler=scaler)
-        train(other_model, other, steps=25, scaler=other_scaler)
-        assert scaler.state_dict() == other_scaler.state_dict() and same(everything(whole), everything(other))
+        train(engine, steps=25)
+        train(other, steps=25)
+        assert scaler.state_dict() == other_scaler.state_dict() and same(everything(engine), everything(other))

@@ -18,11 +18,11 @@ CPU = torch.device("cpu")
 ONE: Any = SimpleNamespace(gather=lambda values: values[None])
 
 
-def step(norms: WeightNorms, weights: list[torch.Tensor], *, measure: Any = "norms") -> Operations:
+def step(norms: WeightNorms, weights: list[torch.Tensor]) -> Operations:
     """Moves each weight by one; the operations that measuring takes."""
-    with Operations() as operations, norms.around(measure, device=CPU):
+    with Operations() as operations, norms.around(device=CPU):
         pass
-    with norms.around(measure, device=CPU):
+    with norms.around(device=CPU):
         for weight in weights:
             weight += 1.0
     return operations
@@ -31,29 +31,25 @@ def step(norms: WeightNorms, weights: list[torch.Tensor], *, measure: Any = "nor
 @pytest.mark.parametrize("number", [1, 2, 300])
 def test_a_measured_step_takes_as_many_operations_for_many_tensors_and_waits_for_nothing(number: int) -> None:
     weights = [torch.zeros(3, 2) for _ in range(number)]
-    norms = WeightNorms(lambda: weights, kept="whole")
+    norms = WeightNorms(weights, kept="whole")
     operations = step(norms, weights)
     assert operations.total <= 16 and operations.num_waits == 0
-    assert step(norms, weights, measure="nothing").total == 0
 
 
-def test_it_is_told_once_and_only_of_a_measured_step() -> None:
+def test_a_measure_is_taken_once() -> None:
     weights = [torch.full((4,), 2.0), torch.full((2, 2), 2.0)]
-    norms = WeightNorms(lambda: weights, kept="whole")
+    norms = WeightNorms(weights, kept="whole")
     step(norms, weights)
     found = norms.take(ONE)
     assert found == pytest.approx({"opt/parameter_norm": (8 * 9.0) ** 0.5, "opt/update_ratio": 1 / 3})
-    assert norms.take(ONE) == {}
-    step(norms, weights)
-    step(norms, weights, measure="nothing")
     assert norms.take(ONE) == {}
 
 
 def test_shards_add_up_and_a_process_without_any_counts_for_nothing() -> None:
     weights = [torch.full((3,), 2.0)]
-    norms = WeightNorms(lambda: weights, kept="shard")
+    norms = WeightNorms(weights, kept="shard")
     step(norms, weights)
-    nothing = WeightNorms(list, kept="shard")
+    nothing = WeightNorms([], kept="shard")
     step(nothing, [])
     both: Any = SimpleNamespace(gather=lambda values: torch.stack([values, values * 3, nothing_squares]))
     nothing_squares = nothing._squares
@@ -65,7 +61,7 @@ def test_without_room_for_a_copy_only_the_change_is_left_out_and_no_room_is_aske
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     weights = [torch.full((3,), 2.0)]
-    norms, asked = WeightNorms(lambda: weights, kept="whole"), []
+    norms, asked = WeightNorms(weights, kept="whole"), []
 
     def full(*size: Any, **more: Any) -> torch.Tensor:
         asked.append(size)
@@ -73,7 +69,7 @@ def test_without_room_for_a_copy_only_the_change_is_left_out_and_no_room_is_aske
 
     monkeypatch.setattr(torch, "empty", full)
     for _ in range(2):
-        with norms.around("norms", device=CPU):
+        with norms.around(device=CPU):
             pass
         assert norms.take(ONE).keys() == {"opt/parameter_norm"}
     assert len(asked) == 1
@@ -81,7 +77,7 @@ def test_without_room_for_a_copy_only_the_change_is_left_out_and_no_room_is_aske
 
 def test_masters_on_the_host_of_a_gpu_are_not_copied() -> None:
     weights = [torch.full((3,), 2.0)]
-    norms = WeightNorms(lambda: weights, kept="whole")
-    with norms.around("norms", device=torch.device("meta")):
+    norms = WeightNorms(weights, kept="whole")
+    with norms.around(device=torch.device("meta")):
         pass
     assert norms._squares is not None and norms._squares.device.type == "meta"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from launch.bench.operations import Operations
-from pipeline.optimizers.flat import FlatOptimizer, GradientVerdict, Rule, Segment, flat_optimizer, merged
+from pipeline.optimizers.flat import FlatOptimizer, GradientVerdict
 from pipeline.optimizers.optim import build_optimizer, set_lr
 from pipeline.optimizers.parameter_groups import parameter_groups
 from pipeline.recipe.optimizer import OptimizerConfig
@@ -51,15 +51,13 @@ class Model(nn.Sequential):
 
 def flattened(model: nn.Module, config: OptimizerConfig, **how: Any) -> tuple[FlatOptimizer, dict[str, Tensor]]:
     """A flat optimizer in its place, as DeepSpeed makes it, and each parameter's part of the flat tensor."""
-    optimizer = flat_optimizer(parameter_groups(model, config), config, **{"judge": judge, **how})
+    optimizer = FlatOptimizer(parameter_groups(model, config), config, **{"judge": judge, **how})
     (group,) = optimizer.param_groups
     names, parameters = group["param_names"], group["params"]
     flat = torch.cat([*(each.detach().flatten() for each in parameters), torch.zeros(PADDING)]).requires_grad_()
     group["params"] = [flat]
     ends = torch.tensor([0, *(each.numel() for each in parameters)]).cumsum(0).tolist()
-    optimizer.place(
-        merged((a, b - a, optimizer.rules[name]) for (a, b), name in zip(pairwise(ends), names, strict=True))
-    )
+    optimizer.place({name: (a, b - a) for (a, b), name in zip(pairwise(ends), names, strict=True)})
     return optimizer, {name: flat.detach()[a:b] for (a, b), name in zip(pairwise(ends), names, strict=True)}
 
 
@@ -82,7 +80,7 @@ def gradients(model: nn.Module, step: int) -> dict[str, Tensor]:
 def test_twenty_steps_with_one_nan_are_torchs(
     kind: dict[str, Any], settings: dict[str, Any], poisoned_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.optimizers.flat.BF16_CHUNK_ELEMENTS", 7)
+    monkeypatch.setattr("pipeline.optimizers.bf16_moment.BF16_CHUNK_ELEMENTS", 7)
     monkeypatch.setitem(globals(), "POISONED", poisoned_at)
     config, oracle = OptimizerConfig(**kind, **settings), Model()
     theirs = build_optimizer(oracle, config)
@@ -113,7 +111,8 @@ def test_twenty_steps_with_one_nan_are_torchs(
     assert float(state.get("step", STEPS - 1)) == STEPS - 1
 
 
-def test_what_is_loaded_is_gone_on_from_and_keeps_its_types() -> None:
+def test_a_state_put_in_place_is_gone_on_from() -> None:
+    """As a checkpoint's is: `masters.put_state` gives the flat tensor new moments."""
     for kind in KINDS:
         config = OptimizerConfig(**kind, weight_decay=0.3)
         first, _ = flattened(Model(), config)
@@ -125,17 +124,8 @@ def test_what_is_loaded_is_gone_on_from_and_keeps_its_types() -> None:
                 flat.grad = torch.cat([*(each.flatten() for each in made.values()), torch.zeros(PADDING)])
                 set_lr(optimizer.param_groups, 0.1)
                 optimizer.step()
-            second.load_state_dict(first.state_dict())
-            for state in second.state.values():  # nothing is shared
-                state.update({key: value.clone() for key, value in state.items()})
+            second.state[other] = {key: value.clone() for key, value in first.state[one].items()}
         assert torch.equal(one.detach(), other.detach())
-
-
-def test_segments_are_as_few_as_the_rules_allow() -> None:
-    rule, other = Rule(1.0, 0.1), Rule(1.0, 0.0)
-    pieces = [(6, 2, rule), (0, 4, rule), (8, 3, other), (12, 1, other), (13, 5, rule)]  # 4 to 6 is padding
-    assert merged(pieces) == (Segment(0, 8, rule), Segment(8, 13, other), Segment(13, 18, rule))
-    assert merged([]) == ()
 
 
 def test_a_step_of_two_segments_is_a_handful_of_operations_and_waits_for_nothing() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from data_shards.errors import UserError
 from pipeline.checkpoint.train_state import RollBack, TrainState
-from pipeline.ranks.pace import Slowest
+from pipeline.ranks.slow_rank import Slowest
 from pipeline.ranks.stopping import Requests, StopOrSave
 from pipeline.recipe.optimizer import Schedule
 from pipeline.recipe.stage import RollbackConfig
@@ -138,7 +138,7 @@ def test_steps_beside_which_a_checkpoint_is_written_tell_nothing_of_the_pace() -
     whole, _ = saving(kind=Requests, save_steps=2)
     writing, told = iter([False, True, True, False, True, False]), list[str]()
     whole.saver.poll = lambda: next(writing)
-    whole.report.phases.pace.disturbed = lambda: told.append("disturbed")
+    whole.report.phases.disturbed = lambda: told.append("disturbed")
     train(whole, TrainState())
     assert told == ["disturbed"] * 3
 

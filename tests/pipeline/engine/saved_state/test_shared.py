@@ -6,6 +6,7 @@ import collections
 import pickle
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,16 +14,23 @@ import torch
 from torch import Tensor
 
 from data_shards.errors import UserError
-from pipeline.engine.replicated import ReplicatedState
+from pipeline.engine import replicated
+from pipeline.engine.replicated import ReplicatedEngine
 from pipeline.engine.saved_state import portable, shared
 from pipeline.engine.saved_state.portable import DDP_FILE, WEIGHT, open_deepspeed, open_whole
 from pipeline.engine.saved_state.shared import open_shared
 from pipeline.engine.saved_state.state_files import write_file
 from pipeline.recipe.optimizer import OptimizerConfig
 from tests.pipeline.engine.saved_state.test_portable import MOMENTS, content_of, cut, model_of
-from tests.saving import ThreadRanks, on_ranks
+from tests.saving import ThreadRanks, on_ranks, one_rank
 
 RANKS = 4
+
+
+class Whole(ReplicatedEngine):
+    """Of one process."""
+
+    file, backend = DDP_FILE, "deepspeed"
 
 
 @pytest.fixture
@@ -72,7 +80,7 @@ def test_a_rank_opens_its_own_shard_alone_and_rank_0_what_all_need(
             processes=RANKS,
             model=model_of(),
             ranks=ranks,
-            asks="own share",
+            keeps="shard",
         )
         assert (saved.shapes, saved.moments, saved.counters) == (alone.shapes, alone.moments, alone.counters)
         assert torch.equal(saved.whole("1.bias"), frozen)
@@ -101,27 +109,34 @@ def test_a_rank_opens_its_own_shard_alone_and_rank_0_what_all_need(
 
 @pytest.mark.parametrize("name", ["adamw", "lamb"])
 def test_a_state_of_one_file_is_read_by_rank_0_alone(
-    tmp_path: Path, opened: dict[str, collections.Counter[str]], name: Any
+    tmp_path: Path, opened: dict[str, collections.Counter[str]], name: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    optimizer = OptimizerConfig(name=name, lr=0.1, weight_decay=0.1)
+    stage: Any = SimpleNamespace(optimizer=OptimizerConfig(name=name, lr=0.1, weight_decay=0.1), ema=None)
+    plan: Any = SimpleNamespace(accumulation_steps=1)
 
-    def state(seed: int) -> tuple[torch.nn.Module, ReplicatedState]:
+    def engine(seed: int, ranks: Any) -> Whole:
         torch.manual_seed(seed)
-        model = model_of()
-        return model, ReplicatedState(model, computes_in=torch.bfloat16, optimizer=optimizer, ema=None, scaler=None)
+        return Whole(
+            model_of(),
+            wrap=lambda plain: plain,
+            computes_in=torch.bfloat16,
+            scaler=None,
+            stage=stage,
+            plan=plan,
+            ranks=ranks,
+        )
 
-    model, whole = state(1)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    whole.step(lr=0.1, flags=torch.zeros(2))
-    for file in whole.files(DDP_FILE):
+    whole = engine(1, one_rank())
+    whole.backward(whole.forward(torch.randn(4, 5, dtype=torch.bfloat16)).float().square().sum())
+    monkeypatch.setattr(replicated, "reduce_flags", lambda flags, *, device: torch.zeros(len(flags)))
+    whole.step(lr=0.1, flags=())
+    for file in whole.snapshot():
         write_file(tmp_path, file)
 
     def load(ranks: Any) -> dict[str, Any]:
         as_rank(ranks)
-        model, other = state(2 + ranks.place.rank)
-        of_all: dict[str, Any] = {"backend": "deepspeed", "asks": "alike", "takes": other.takes}
-        other.put(open_shared(tmp_path, **of_all, zero_stage=0, processes=1, model=model, ranks=ranks))
+        other = engine(2 + ranks.place.rank, ranks)
+        other.load(tmp_path, written={"zero_stage": 0, "processes": 1})
         return {"weights": other.weights(), "optimizer": other.optimizer.state_dict()}
 
     for found in on_ranks(RANKS, load):
@@ -148,7 +163,7 @@ def test_what_is_of_another_model_is_told_by_all_ranks(tmp_path: Path):
             processes=2,
             model=model_of(width=6),
             ranks=ranks,
-            asks="own share",
+            keeps="shard",
         )
 
     errors = on_ranks(3, load)

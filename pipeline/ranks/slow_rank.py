@@ -1,0 +1,72 @@
+"""Decide which rank is slow, from each rank's own time for a micro-batch, window by window. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+_WINDOWS, _SHARE = 4, 0.1  # in a row, and of their time waited, before a slow rank is named
+_STOP_WINDOWS, _STOP_TIMES = 8, 10  # the same before a run may end, and times `slow_rank_seconds` waited
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """The slowest rank of a window; of several slow ones the slowest that was not named yet."""
+
+    rank: int
+    host: str
+    seconds: float  # its own, per micro-batch
+    usual_seconds: float  # the median rank's
+    waited_seconds: float  # by the others, in the windows in a row in which it lagged
+    waited_share: float  # of these
+    is_news: bool  # it is slow, and was not named yet
+    may_stop: bool  # it is so slow, for so long, that a run may end for it
+
+    @property
+    def ratio(self) -> float:
+        return self.seconds / self.usual_seconds
+
+    def describe(self) -> str:
+        return (
+            f"rank {self.rank} (host {self.host}) is slow: it takes {self.seconds:.3f} s for its own part of a "
+            f"micro-batch (reading, forward pass), {self.ratio:.1f} times the median of {self.usual_seconds:.3f} s, "
+            f"and the others have waited {self.waited_seconds:.1f} s for it, {self.waited_share:.0%} of their time"
+        )
+
+
+class SlowRanks:
+    """Decides over the windows of a run which rank is slow; `hosts`: each rank's."""
+
+    def __init__(self, hosts: Sequence[str], *, factor: float, least_seconds: float) -> None:
+        self._hosts, self._factor, self._least_seconds = hosts, factor, least_seconds
+        self._rows: dict[int, list[tuple[float, float]]] = {}  # of ranks that lag, by window: seconds waited, and all
+        self._told: set[int] = set()
+
+    def look(
+        self, own_seconds: Sequence[float], *, micro_batches: int, seconds: float, excused: Collection[int] = ()
+    ) -> Slowest | None:
+        """Add a window of `micro_batches` per rank whose steps took `seconds`. `own_seconds`: each rank's per
+        micro-batch; 0: not measured, so returns None. `excused` ranks were slowed by other work."""
+        if min(own_seconds) <= 0:
+            return None
+        usual = sorted(own_seconds)[(len(own_seconds) - 1) // 2]  # of two ranks the faster: the slow one must not hide
+        for rank, own in enumerate(own_seconds):
+            if own > self._factor * usual and rank not in excused:
+                self._rows.setdefault(rank, []).append(((own - usual) * micro_batches, seconds))
+            elif rank not in excused:
+                self._rows.pop(rank, None)
+                self._told.discard(rank)
+        news = {rank for rank in self._rows if self._lasts(rank, windows=_WINDOWS, times=1)} - self._told
+        stopping = {rank for rank in self._rows if self._lasts(rank, windows=_STOP_WINDOWS, times=_STOP_TIMES)}
+        slowest = max(news or stopping or range(len(own_seconds)), key=lambda rank: own_seconds[rank])
+        self._told |= news & {slowest}
+        waited, spent = map(sum, zip(*self._rows.get(slowest, [(0.0, seconds)]), strict=True))
+        return Slowest(
+            *(slowest, self._hosts[slowest], own_seconds[slowest], usual, waited, waited / max(spent, 1e-9)),
+            is_news=slowest in news,
+            may_stop=slowest in stopping,
+        )
+
+    def _lasts(self, rank: int, *, windows: int, times: int) -> bool:
+        waited, spent = map(sum, zip(*self._rows[rank], strict=True))
+        return len(self._rows[rank]) >= windows and waited >= max(times * self._least_seconds, _SHARE * spent)
