@@ -20,13 +20,13 @@ DEFAULT_LANES = 256  # what `data.lanes: auto` comes to for batches that are mul
 WINDOW_IMAGES = 16384  # the recipe's default, data.shuffle_window_images
 _MOST_PLACES = 4_000_000  # that are resolved; of larger sets every so many, at least one of nearly every shard
 _GOOD_SHARDS_PER_NODE = 32  # the one or two that a node shares with its neighbours are then a few percent
-_FEWEST_SAMPLES = 50  # in a shard that is worth its file
+_FEWEST_SAMPLES = 50  # below it, a shard costs more than it holds
 _LARGE_SHARE = 1.5  # times its fair share that the busiest node reads: locality is being lost
 
 
 @dataclass(frozen=True)
 class Fitness:
-    """How the samples are spread over processes and nodes; shares and bytes count whole shards."""
+    """Spread of the samples over processes and nodes; shares and bytes count whole shards."""
 
     world_size: int  # processes
     nodes: int  # machines, `processes_per_node` on each

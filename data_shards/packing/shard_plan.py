@@ -128,8 +128,8 @@ def make_plan(source: Source, request: PackRequest, *, without: Marks | None = N
     plans: dict[SplitName, list[ShardPlan]] = {}
     notes = _doubts(source, request)
     for split, indices in parts.items():
-        of_split: SplitName = "train" if is_held else split
-        images, first = source.splits[of_split], first_numbers[of_split]
+        source_split: SplitName = "train" if is_held else split
+        images, first = source.splits[source_split], first_numbers[source_split]
         if without is not None:
             indices = indices[~without[first + indices]]
         labels = new_label[images.labels[indices]]

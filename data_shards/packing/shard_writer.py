@@ -219,18 +219,18 @@ def read_digests(parts: Sequence[ImageSet], *, num_threads: int, progress: Progr
     """Digests of all images of the parts, in order; zeros for one that cannot be read."""
     stop = threading.Event()
 
-    def of_image(images: ImageSet, index: int) -> bytes:
+    def digest_image(images: ImageSet, index: int) -> bytes:
         try:
             return image_digest(images.read(index))
         except OSError:
             return image_digest(None)
 
-    def of_part(images: ImageSet) -> bytes:
-        digests = b"".join(of_image(images, index) for index in range(len(images)) if not stop.is_set())
+    def digest_part(images: ImageSet) -> bytes:
+        digests = b"".join(digest_image(images, index) for index in range(len(images)) if not stop.is_set())
         progress.add(len(images))
         return digests
 
-    return b"".join(run_threads(of_part, zip(parts), threads=num_threads, stop=stop))
+    return b"".join(run_threads(digest_part, zip(parts), threads=num_threads, stop=stop))
 
 
 def _write(

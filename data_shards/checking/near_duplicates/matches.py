@@ -189,7 +189,7 @@ def _compare_chunk(request: _Comparing, chunk: bytes) -> list[Match | None]:
 
 
 def _best(request: _Comparing, near: Pairs) -> Match | None:
-    """Take the nearest candidate that is the same picture, or else the likest unsure one."""
+    """Take the nearest candidate that is the same picture, or else the most alike unsure one."""
     unsure: list[Match] = []
     image = int(near["image"][0])
     data = pixels = None

@@ -48,7 +48,7 @@ _DECOMPRESSING = threading.Lock()
 
 @dataclass(frozen=True)
 class Unpacking:
-    """Where gzipped archives are decompressed (None: nowhere, they are refused), and who is told of it."""
+    """Folder for decompressed archives (None: refuse gzipped ones), and the reporter of progress."""
 
     folder: Path | None = None
     report: Report = print

@@ -27,7 +27,7 @@ from data_shards.vocabulary import SPLIT_FOLDERS
 
 @dataclass
 class _Listing:
-    """What is found below `root`, and the mistakes in it."""
+    """Files below `root`, with the notes and mistakes of listing it."""
 
     root: Path
     unfit: Literal["refuse", "skip"]

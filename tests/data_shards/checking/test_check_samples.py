@@ -1,4 +1,4 @@
-"""What the doctor finds in the samples: images, labels, duplicates; and how it tells."""
+"""Findings in samples (images, labels, duplicates), and their report."""
 
 from __future__ import annotations
 

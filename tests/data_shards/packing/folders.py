@@ -70,7 +70,7 @@ def packed_images(manifest: Manifest) -> list[bytes]:
 
 
 def spoken(*args, **kwargs) -> tuple[PackReport, str]:
-    """Whatever OUT is, the set has the name of the folders here, so that two can be compared."""
+    """Pack under a fixed name, so that results in different folders can be compared; returns the printed text too."""
     lines: list[str] = []
     result = pack(*args, report=lines.append, **{"name": "in", **kwargs})
     return result, "\n".join(lines)
