@@ -117,7 +117,7 @@ def check(
 
 
 def _open_splits(spec: ShardsSpec, *, store: Store, report: Report) -> Iterator[tuple[str, ShardSet | str]]:
-    """(split, set) for each split, train first; an error message in place of a set too damaged to open."""
+    """Yield (split, set) for each split, train first; an error message in place of a set too damaged to open."""
     splits = splits_below(spec.location, store=store)
     is_plain = spec == ShardsSpec(spec.location)
     if not splits:

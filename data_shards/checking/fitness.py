@@ -132,7 +132,7 @@ def _fitness(
 
 
 def describe(fitness: Fitness) -> list[tuple[str, str]]:
-    """(label, text) lines for people."""
+    """Format as (label, text) lines."""
     shards, images = _range(fitness.shards_per_process, "shard"), _range(fitness.images_per_process, "image")
     rows = [
         ("lanes", f"{fitness.lanes}: fit for {_listed(fitness.fitting_world_sizes)} processes"),

@@ -74,7 +74,7 @@ class SetIdentity:
 
     @classmethod
     def from_json(cls, content: Any) -> SetIdentity:
-        """From the JSON of `vars` (pydantic refuses names that are not UTF-8); ValueError for anything else."""
+        """Read the JSON of `vars` (pydantic refuses names that are not UTF-8); ValueError for anything else."""
         if not isinstance(content, dict) or set(content) != {"digest", "spots", *_COLUMNS}:
             raise ValueError("not the columns of a set of shards")
         digest, spots = content["digest"], content["spots"]
@@ -88,12 +88,12 @@ class SetIdentity:
 
     @property
     def content_digest(self) -> str:
-        """32 hex digits of everything that decides."""
+        """Digest everything that decides, as 32 hex digits."""
         content = {key: value for key, value in vars(self).items() if key not in _FREE}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
     def seen_as(self, other: SetIdentity, *, unseen: Sequence[int] = ()) -> SetIdentity:
-        """The same set with the names and stamps of `other`, except that the shards `unseen` keep their stamps."""
+        """Take the names and stamps of `other`, except for the stamps of the shards `unseen`."""
         pairs = enumerate(zip(self.stamps, other.stamps, strict=True))
         stamps = [old if shard in unseen else new for shard, (old, new) in pairs]
         pixels = tuple(old or new for old, new in zip(self.pixels, other.pixels, strict=True))
@@ -105,13 +105,13 @@ def _is_list(column: Any, *, of: type | UnionType) -> bool:
 
 
 def suspects(before: SetIdentity, now: SetIdentity) -> list[int]:
-    """The shards whose file was written, copied or touched since, where stamps are known."""
+    """List shards whose file was written, copied or touched since, where stamps are known."""
     pairs = zip(before.stamps, now.stamps, strict=True)
     return [shard for shard, (old, new) in enumerate(pairs) if old and new and old != new]
 
 
 def differences(before: SetIdentity, now: SetIdentity) -> list[str]:
-    """Differences in content, as phrases that name shards."""
+    """Describe differences in content, as phrases that name shards."""
     count, old_count = len(now.names), len(before.names)
     old, new = _contents(before), _contents(now)
     if old != new and sorted(old) == sorted(new):

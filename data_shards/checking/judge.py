@@ -83,7 +83,7 @@ class SplitScan:
         self._common = folders.pop() if len(folders) == 1 else shards.source
 
     def shard_name(self, shard: int) -> str:
-        """Short, if all shards are in one folder or below the set's."""
+        """Shorten a shard's name if all shards are in one folder or below the set's."""
         return self.shards.shards[shard].name.removeprefix(f"{self._common.rstrip('/')}/")
 
     def place(self, sample: int, detail: str = "") -> FoundAt:
@@ -119,7 +119,7 @@ class SplitScan:
 
 
 def spread(numbers: Sequence[int] | NDArray[Any]) -> Spread | None:
-    """None for no numbers."""
+    """Summarise numbers; None if there are none."""
     if not len(numbers):
         return None
     median = float(np.median(numbers))
@@ -166,7 +166,7 @@ def split_findings(scan: SplitScan, *, digests: bool) -> list[Finding]:
 
 
 def findings_across(scans: Sequence[SplitScan]) -> list[Finding]:
-    """Judge what needs several splits."""
+    """Judge splits against each other."""
     findings: list[Finding] = []
     for one, other in combinations(scans, 2):
         splits = f"{one.shards.split} and {other.shards.split}"
@@ -192,7 +192,7 @@ class Groups:
         return self.members[self.starts[number] : self.starts[number + 1]]
 
     def differ(self, values: Int64s) -> NDArray[np.bool_]:
-        """bool [groups]: the group's samples differ in `values`, which has one for every sample."""
+        """Tell which groups differ within themselves in `values`, one per sample: bool [groups]."""
         own = values[self.members]
         return np.minimum.reduceat(own, self.starts[:-1]) != np.maximum.reduceat(own, self.starts[:-1])
 
@@ -269,7 +269,7 @@ def _leaks(one: SplitScan, other: SplitScan) -> tuple[int, list[FoundAt]]:
 
 
 def _extra_tars(shards: ShardSet) -> list[str]:
-    """Tars in the folder of a packed local set that its manifest does not name."""
+    """List tars in the folder of a packed local set that its manifest does not name."""
     if not shards.source or not is_local(shards.source):
         return []
     folder = local_path(shards.source)

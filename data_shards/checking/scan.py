@@ -167,7 +167,7 @@ def _check_whole(
 
 
 def _usable_index(entry: ShardEntry, readable: ReadableIndex, *, tar_bytes: int) -> tuple[ShardIndex, str]:
-    """The headers' index, or the stored one if it lists samples behind the damage; and the fault of the latter."""
+    """Take the headers' index, or the stored one if it lists samples behind the damage; with the latter's fault."""
     headers = readable.index
     if entry.index is not None or not is_local(entry.url):  # made from the tar on this machine
         return headers, ""
@@ -264,7 +264,7 @@ def _hash(data: bytes) -> bytes:
 
 
 def _code(labels: tuple[int, ...]) -> int:
-    """The label itself where there is one; else a number that is equal for equal sets."""
+    """Encode labels: the label itself if there is one, else a number that is equal for equal sets."""
     if len(labels) == 1:
         return labels[0]
     return int.from_bytes(_hash(repr(sorted(labels)).encode())[:8], "little") >> 1 | 1 << 62

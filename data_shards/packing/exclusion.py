@@ -83,7 +83,7 @@ class Excluded:
 
 
 def find_excluded(plan: PackPlan, source: Source, request: PackRequest, *, report: Report) -> Excluded | None:
-    """None if nothing is to be excluded. Raises UserError if one of the other sets cannot be read."""
+    """Find training images that are also in other sets; None if none were named. UserError: a set cannot be read."""
     if request.exclusion is None:
         return None
     images = PlannedImages(plan.splits["train"], name=source.spec)

@@ -266,7 +266,7 @@ class _Packing:
 
 
 def _demand_same(out: Path, *, version: int, request: Mapping[str, object], fingerprint: str) -> Counts:
-    """The counts of that packing. Raises UserError unless OUT is the result of this request on this very source."""
+    """Return that packing's counts; UserError unless OUT is the result of this request on this very source."""
     remedy = "choose another folder or delete it"
     try:
         packed = parse_json((out / PACK_FILE).read_bytes())

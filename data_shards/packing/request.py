@@ -96,7 +96,7 @@ class PackRequest:
             raise UserError("shard_size: the size of reduced images is not known yet; give samples_per_shard instead")
 
     def as_json(self, source: Source) -> dict[str, object]:
-        """For pack.json. Defaults are left out, so that a new option changes no existing request."""
+        """Format for pack.json, without defaults, so that a new option changes no existing request."""
         val, val_labels, cifar_labels = vars(self.published).values()
         given: dict[str, object] = {
             "name": self.name,

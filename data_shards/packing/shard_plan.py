@@ -60,7 +60,7 @@ class ShardPlan:
         return sample_key(name, self.images.trace(position), int(self.numbers[position]))
 
     def line(self, position: int) -> Line:
-        """An image as an entry of a list; `label` is its class, or a list where images have several."""
+        """Format an image as an entry of a list; `label` is its class, or a list where images have several."""
         names = [self.classes[number] for number in class_numbers(self.labels[position])]
         label = names[0] if self.labels.ndim == 1 else names
         return {"path": self.images.trace(position), "split": self.split, "label": label}
@@ -96,7 +96,7 @@ class PackPlan:
         return np.concatenate([shard.numbers for shard in self.shards])
 
     def locate(self, numbers: Sequence[int]) -> list[tuple[ShardPlan, int]]:
-        """Shard and position of the images with these numbers, counted through `shards`."""
+        """Find shard and position of the images with these numbers, counted through `shards`."""
         shards = self.shards
         starts = np.cumsum([0, *map(len, shards)])
         found = np.searchsorted(starts, numbers, side="right") - 1
@@ -199,7 +199,7 @@ def _listed(source: Source, indices: Int64s, holdout: HoldoutList) -> Int64s:
 
 
 def _hash_order(images: ImageSet, indices: Int64s, purpose: str, seed: int) -> Int64s:
-    """A permutation of range(len(indices)), in the order of their hashes."""
+    """Order range(len(indices)) by the hashes of the images."""
     prefix = f"{seed}\0{purpose}\0".encode()
     hashes = [
         hashlib.blake2b(prefix + images.trace(int(i)).encode(errors="surrogateescape"), digest_size=16).digest()
@@ -209,7 +209,7 @@ def _hash_order(images: ImageSet, indices: Int64s, purpose: str, seed: int) -> I
 
 
 def tar_bytes(image_bytes: Int64s) -> Int64s:
-    """Bytes in a tar of samples with images of these sizes: two headers, the image in whole blocks, the label."""
+    """Size samples of such images in a tar, in bytes: two headers, the image in whole blocks, the label."""
     return (-(-np.maximum(image_bytes, 0) // _BLOCK_BYTES) + 3) * _BLOCK_BYTES
 
 
@@ -224,7 +224,7 @@ def needed_bytes(shards: Sequence[ShardPlan], *, most_image_bytes: int | None) -
 
 
 def class_numbers(labels: Int64s) -> tuple[int, ...]:
-    """One row of a label array -> its labels, ascending."""
+    """Convert one row of a label array to its labels, ascending."""
     return tuple(sorted(label for label in np.atleast_1d(labels).tolist() if label >= 0))
 
 
@@ -295,7 +295,7 @@ def _doubts(source: Source, request: PackRequest) -> list[str]:
 def _check_counts(
     source: Source, split: SplitName, labels: Int64s, classes: tuple[str, ...], *, may_be_empty: bool
 ) -> list[str]:
-    """Notes on classes without images in this split, where that is allowed."""
+    """Note classes without images in this split, where that is allowed."""
     if not len(labels):
         raise UserError(f"{source.spec}: no image is left for split {split}; correct classes or the held-out choice")
     counts = np.bincount(labels[labels >= 0], minlength=len(classes))
@@ -308,7 +308,7 @@ def _check_counts(
 
 
 def _cut(order: Int64s, sample_bytes: Int64s, request: PackRequest) -> list[Int64s]:
-    """Even pieces of `order`: in images, or in bytes."""
+    """Cut `order` into even pieces, by images or bytes."""
     if request.samples_per_shard is not None:
         return np.array_split(order, -(-len(order) // request.samples_per_shard))
     ends = np.cumsum(sample_bytes)

@@ -149,7 +149,7 @@ def unpacked_path(out: Path) -> Path:
 
 
 def _read_record(path: Path) -> ShardRecord | None:
-    """None for a record that is not readable: its shard is made again."""
+    """Read a record; None if it is damaged, and its shard is made again."""
     try:
         content: dict[str, Any] = parse_json(path.read_bytes())
         content |= {"shard": Shard(**content["shard"]), "image_digests": bytes.fromhex(content["image_digests"])}
@@ -211,12 +211,12 @@ def plan_mark(plan: ShardPlan, request: PackRequest) -> str:
 
 
 def image_digest(data: bytes | None) -> bytes:
-    """Equal for images with the same bytes; zeros for one that could not be read."""
+    """Digest the bytes of an image; zeros if it could not be read."""
     return bytes(DIGEST_BYTES) if data is None else hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
 def read_digests(parts: Sequence[ImageSet], *, num_threads: int, progress: Progress) -> bytes:
-    """Digests of all images of the parts, in order; zeros for one that cannot be read."""
+    """Digest all images of the parts, in order; zeros for one that cannot be read."""
     stop = threading.Event()
 
     def digest_image(images: ImageSet, index: int) -> bytes:

@@ -64,7 +64,7 @@ def find_candidates(
     done: Callable[[int], None],
     block_images: int = BLOCK_IMAGES,
 ) -> Pairs:
-    """Candidates, the nearest of each image first; within one collection each pair once, the later image first."""
+    """Find candidates, the nearest of each image first; within one collection each pair once, the later image first."""
     within = images.collection.digest == others.collection.digest
     is_swapped = sum(images.collection.sizes) < sum(others.collection.sizes)
     indexed, streamed = (images, others) if is_swapped else (others, images)
@@ -222,7 +222,7 @@ def _earlier(pairs: Pairs) -> Pairs:
 
 
 def _nearest(pairs: Pairs, most: int) -> Pairs:
-    """Each pair once, with its least distance, and at most so many of an image, the nearest first."""
+    """Keep each pair once, with its least distance, and the `most` nearest of an image, the nearest first."""
     pairs = pairs[np.lexsort((pairs["distance"], pairs["other"], pairs["image"]))]
     if len(pairs):
         again = (pairs["image"][1:] == pairs["image"][:-1]) & (pairs["other"][1:] == pairs["other"][:-1])
@@ -233,6 +233,6 @@ def _nearest(pairs: Pairs, most: int) -> Pairs:
 
 
 def _ranks(is_first: NDArray[np.bool_]) -> Int64s:
-    """Distance of each from the first of its group."""
+    """Rank each element within its group."""
     starts = np.flatnonzero(is_first)
     return np.arange(len(is_first)) - np.repeat(starts, np.diff(np.append(starts, len(is_first))))

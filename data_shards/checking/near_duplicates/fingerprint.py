@@ -104,7 +104,7 @@ class Collection(Protocol):
 
 
 class ShardImages:
-    """The images of an open set of shards; whether shards that cannot be read are refused (UserError), or tolerated."""
+    """The images of an open set; unreadable shards are refused (UserError) or tolerated."""
 
     read_by: Literal["processes", "threads"] = "processes"
 
@@ -167,12 +167,12 @@ class FingerprintRequest:
         return self.scratch / f"{self.collection.digest}-{part}.npz"
 
     def load(self, part: int) -> Fingerprints:
-        """A part's fingerprints; those of a part whose process crashed are of kind `UNREAD`."""
+        """Load a part; of a part whose process crashed all rows are of kind `UNREAD`."""
         return _read(self, part) or _nothing(self.collection.sizes[part])
 
 
 def default_fingerprint_folder() -> Path:
-    """In the user's cache folder (freedesktop.org's base directories)."""
+    """Locate it in the user's cache folder (freedesktop.org's base directories)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardvit" / "fingerprints"
 
 

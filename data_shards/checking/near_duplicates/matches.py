@@ -67,7 +67,7 @@ class Matches:
     undecoded: dict[str, int]  # images of each collection that could not be decoded, or crashed the process
 
     def line(self, match: Match) -> dict[str, object]:
-        """A match as an entry of matches.jsonl."""
+        """Format a match as an entry of matches.jsonl."""
         return {
             "image": self.place(match)._asdict(),
             "other": self.other_place(match)._asdict(),
@@ -128,12 +128,12 @@ def find_matches(
 
 
 def place(collection: Collection, number: int) -> ImagePlace:
-    """Where an image is; `number` counts through all parts."""
+    """Locate an image; `number` counts through all parts."""
     return collection.place(*_located(collection, number))
 
 
 def read(collection: Collection, number: int) -> bytes:
-    """An image as stored. Raises UnreadableImage."""
+    """Read an image as stored. Raises UnreadableImage."""
     return collection.read(*_located(collection, number))
 
 
@@ -161,7 +161,7 @@ class _Comparing:
 def _compared(
     request: _Comparing, pairs: Pairs, *, processes: int, report: Callable[[str], None]
 ) -> tuple[list[Match], int]:
-    """The matches, and the number of images that were to be compared by a process that crashed."""
+    """Compare candidates; return matches, and the number of images lost to a crashed process."""
     starts = np.unique(pairs["image"], return_index=True)[1]  # where the nearest of each image stands
     is_equal = pairs["distance"][starts] < 0
     matches = [

@@ -43,7 +43,7 @@ IDX_NAMES = frozenset(
 
 
 def digits_source() -> Source:
-    """All images as split train; values 0..16 are spread over 0..255. Raises UserError without scikit-learn."""
+    """Read the digits as split train, 0..16 spread over 0..255. Raises UserError without scikit-learn."""
     found = importlib.util.find_spec("sklearn")  # not imported: that takes a second, half of what packing takes
     file = Path(found.origin or "").parent / _DIGITS_FILE if found else None
     if file is None or not file.is_file():
@@ -54,7 +54,7 @@ def digits_source() -> Source:
 
 
 def fashion_mnist_source() -> Source:
-    """Fashion-MNIST where Debian installs it. Raises UserError, saying how to install it, if it is missing."""
+    """Read Fashion-MNIST where Debian installs it. Raises UserError, saying how to install it, if it is missing."""
     if not DEBIAN_FOLDER.is_dir():
         raise UserError(
             f"fashion-mnist: {DEBIAN_FOLDER} is not there; install it with "
@@ -64,7 +64,7 @@ def fashion_mnist_source() -> Source:
 
 
 def idx_source(root: Path) -> Source:
-    """The four files in `root`; t10k becomes split val. Raises UserError if one is missing or broken."""
+    """Read the four files in `root`; t10k becomes split val. Raises UserError if one is missing or broken."""
     folder = root.resolve()
     name = folder.parent.name if folder.name == "raw" else folder.name  # torchvision unpacks into FashionMNIST/raw
     classes = FASHION_CLASSES if "fashion" in name.lower() else DIGIT_CLASSES
@@ -140,7 +140,7 @@ _CIFAR_ARCHIVES = tuple(f"cifar-{n}-{version}.tar.gz" for n in (10, 100) for ver
 
 
 def find_cifar(folder: Path) -> Path | None:
-    """The folder itself, or the archive or folder of a version in it."""
+    """Find a version: the folder itself, or an archive or folder in it."""
     files = {path.name for path in folder.iterdir() if path.is_file()}  # folders train, test and meta are no CIFAR-100
     parts = [{layout.train[0], layout.test, layout.classes.format("fine")} for layout in _LAYOUTS]
     if folder.name in CIFAR_FOLDERS or any(part <= files for part in parts):
@@ -206,7 +206,7 @@ class _Version(NamedTuple):
         return array_images(origin, np.ascontiguousarray(pixels), numbers)
 
     def part(self, name: str) -> tuple[NDArray[np.uint8], Int64s]:
-        """Pixels [n, 3072] and labels [n] of one file."""
+        """Read pixels [n, 3072] and labels [n] of one file."""
         if not name.endswith(".bin"):
             batch = self.unpickled(name)
             numbers = batch["labels" if self.layout.num_classes == 10 else f"{self.labels}_labels"]

@@ -56,7 +56,7 @@ Unfit = Literal["refuse", "skip"]
 
 
 class Parts(NamedTuple):
-    """Where the parts of a set are."""
+    """Paths of the parts of a set."""
 
     train: Path
     val: Path | None = None
@@ -163,7 +163,7 @@ class _ClassFolders(NamedTuple):
 
 
 def _by_class(files: Files, *, unfit: Unfit) -> _ClassFolders:
-    """Images of [SPLIT/]CLASS/**, below the folders that all of them share."""
+    """Sort images of [SPLIT/]CLASS/** below the folders that all of them share."""
     path = files.path
     by_folder: dict[str, list[int]] = defaultdict(list)
     others: list[str] = []
@@ -204,7 +204,7 @@ def _by_class(files: Files, *, unfit: Unfit) -> _ClassFolders:
 
 
 def _splits(by_folder: dict[str, list[int]]) -> tuple[dict[SplitName, dict[str, list[int]]], list[int]]:
-    """Rows by split, train first, and class; and those beside class folders."""
+    """Sort rows by split, train first, and class; and those beside class folders."""
     folders = [folder.split("/") for folder in by_folder]
     # leading folders that all images share; one folder alone is a class
     shared = len([*takewhile(lambda column: len({*column}) == 1, zip(*folders, strict=False))])
@@ -292,7 +292,7 @@ def read_val_labels(path: Path, names: list[str], *, unpacking: Unpacking) -> li
 
 
 def _entries(path: Path) -> Iterator[tuple[int, str | None, str]]:
-    """Line, file name without folders and ending (None where the list has none), class."""
+    """Yield line, file name without folders and ending (None if the list has none), class."""
     for line, text in read_lines(path):
         fields = re.split(r"[,\s]+", text.strip())
         if fields[0].lower() == _KAGGLE_HEADER:
@@ -319,7 +319,7 @@ def _by_name(path: Path, table: list[tuple[int, str | None, str]], names: list[s
 
 
 def _devkit_classes(path: Path, *, unpacking: Unpacking) -> list[str]:
-    """Synsets of the validation images, in their order: the kit has numbers, and meta.mat what they stand for."""
+    """List synsets of the validation images, in order; meta.mat translates the numbers of the kit."""
     files = open_files(path, unpacking=unpacking)
     rows = rows_by_name(files, (_TRUTH, _META))
     if missing := [name for name in (_TRUTH, _META) if name not in rows]:

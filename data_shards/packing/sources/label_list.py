@@ -113,7 +113,7 @@ def path_lists_source(train: Path, val: Path | None, *, spec: Path) -> Source:
 
 
 def clean_path(text: str, *, root: Path) -> str:
-    """A path below `root` as listings spell it: `./a//b.jpg` -> `a/b.jpg`, `ROOT/a/b.jpg` -> `a/b.jpg`.
+    """Spell a path below `root` as listings do: `./a//b.jpg` -> `a/b.jpg`, `ROOT/a/b.jpg` -> `a/b.jpg`.
 
     Raises ValueError if it leads outside. An absolute path may spell `root` as given or resolved; others are resolved.
     """
@@ -131,7 +131,7 @@ def clean_path(text: str, *, root: Path) -> str:
 
 
 def read_lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Number and text of each non-blank line. Raises UserError if the file is missing or not UTF-8."""
+    """Yield number and text of each non-blank line. Raises UserError if the file is missing or not UTF-8."""
     with _reading(file), open(file, encoding="utf-8-sig") as stream:
         for line, text in enumerate(stream, start=1):
             if text.strip():
@@ -173,7 +173,7 @@ def _images(file: Path, rows: Sequence[_Row], labels: Int64s, *, root: Path) -> 
 
 
 def _repeats(file: Path, rows: Sequence[_Row], seen: dict[str, tuple[Path, int]]) -> list[str]:
-    """Problems with images that are named twice; `seen` gets the first place of each."""
+    """Report images that are named twice; `seen` gets the first place of each."""
     problems: list[str] = []
     for row in rows:
         before, line = seen.setdefault(row.path, (file, row.line))
@@ -195,7 +195,7 @@ def _numbered_row(file: Path, line: int, text: str, *, root: Path) -> _Row:
 
 
 def _read_rows(labels: LabelList, *, root: Path, problems: list[str]) -> tuple[bool, list[_Row]]:
-    """(is_multi, rows with labels as in the file); bad rows go to `problems` instead."""
+    """Read (is_multi, rows with labels as in the file); bad rows go to `problems` instead."""
     match labels.file.suffix.lower():
         case ".csv":
             found = list(_csv_rows(labels))

@@ -30,7 +30,7 @@ _PEEKED_FILES = 100
 
 @dataclass(frozen=True)
 class Published:
-    """Where the other parts of a published set are."""
+    """Options for published sets, most of them paths of their other parts."""
 
     val: Path | None = None  # held-out images, unless they lie beside the training images
     val_labels: Path | None = None
