@@ -1,7 +1,6 @@
-"""Curves in characters, drawn by plotille: braille lines, or a mark for each of several curves. `watch` and `compare`.
+"""Draw curves in characters with plotille: braille lines, or a mark for each of several curves.
 
-Points that fall into one column are averaged and joined to the next by a straight line; values that are not finite are
-left out.
+Points of one column are averaged and joined to the next by a straight line; values that are not finite are left out.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ def draw_curves(
     x_name: str = "step",
     show_x: Callable[[float], str] = "{:,.0f}".format,
 ) -> list[str]:
-    """`height` lines of at most `width` characters: the curves (x, values), the first on top, between their highest and
-    lowest value, and a line with the first and last x. `marks`: a character for each curve; "" draws braille."""
+    """Draw curves (x, values), the first on top, in `height` lines of at most `width` characters, between their highest
+    and lowest value, above a line with the first and last x. `marks`: a character for each curve; "" draws braille."""
     from plotille import Canvas
 
     known = [
@@ -66,7 +65,7 @@ def draw_curves(
 
 
 def bar(share: float, *, width: int, glyphs: Glyphs = "braille") -> str:
-    """A bar of `width` characters, `share` of which are full; never full before 1."""
+    """Draw a bar of `width` characters, `share` of them full; all only at 1."""
     full, empty = ("█", "░") if glyphs == "braille" else ("#", "-")
     filled = width if share >= 1 else min(width - 1, int(max(0.0, share) * width))
     return full * filled + empty * (width - filled)
@@ -77,6 +76,6 @@ def _arrays(curve: tuple[ArrayLike, ArrayLike]) -> tuple[NDArray[np.float64], ND
 
 
 def _share(values: NDArray[np.float64], low: float, high: float) -> NDArray[np.float64]:
-    """Values from 0 at `low` to 1 at `high`; in halves, so that the difference of the largest floats is finite."""
+    """Scale values to 0 at `low` and 1 at `high`; in halves, so that the largest floats do not overflow."""
     span = high / 2 - low / 2
     return np.full(len(values), 0.5) if span <= 0 else np.clip((values / 2 - low / 2) / span, 0.0, 1.0)

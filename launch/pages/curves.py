@@ -1,14 +1,14 @@
-"""Turn a stage's metrics into charts: which metrics share one, over which x, thinned to what a page has room for.
+"""Turn a stage's metrics into charts: group them, choose an axis, thin them to what a page has room for.
 
 A thinned curve keeps the lowest and highest point of each column of pixels, its ends and its gaps (values that are not
-finite), so that no spike is lost; 100,000 points take a few milliseconds. `templates/page.js` draws the charts; the SVG
-made here, lines between their extremes, is for readers without scripts.
+finite), so no spike is lost; 100,000 points take a few milliseconds. `templates/page.js` draws the charts; the SVG made
+here, lines between their extremes, is for readers without scripts.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from textwrap import shorten
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Scale = Literal["linear", "log"]
 
 DATA_BYTES = 1_000_000  # for all curves of a page
-LATEST = 1e11  # unix seconds: a damaged row may say anything
+_LATEST = 1e11  # unix seconds: a damaged row may say anything
 _BYTES_PER_POINT = 26
 _STATIC_COLUMNS, _LEAST_COLUMNS, _MOST_COLUMNS = 120, 30, 900
 _SCRIPT_DIGITS = 5
@@ -56,12 +56,10 @@ class ChartKind:
     metrics: tuple[tuple[str, str], ...]  # (name, label of its line)
     unit: str = ""
     scale: Scale = "linear"  # log: if its values span enough
-    rank: Literal["first", "more"] = "first"  # more: looked at when something is wrong
+    rank: Literal["first", "more"] = "first"  # more: folded away, for when something is wrong
 
-    @property
-    def show(self) -> Callable[[float], str]:
-        """How a value is written: shares in per cent."""
-        return (lambda value: f"{100 * value:.4g} %") if self.unit == "share" else short
+    def show(self, value: float) -> str:
+        return f"{100 * value:.4g} %" if self.unit == "share" else short(value)
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ class Curve:
     values: Floats
 
     def at(self, indexes: NDArray[np.int64]) -> Curve:
-        """The curve with these points alone."""
+        """Keep these points."""
         arrays = ("steps", "images", "seconds", "values")
         return replace(self, **{name: getattr(self, name)[indexes] for name in arrays})
 
@@ -87,7 +85,9 @@ def _held_out(metric: str) -> tuple[tuple[str, str], ...]:
     return tuple((f"{group}{metric}", label) for group, label in sources)
 
 
-_STEP_TIMES = (("p50", "median"), ("p95", "95 %"), ("max", "longest"))
+_STEP_TIMES = tuple(
+    (f"perf/step_seconds_{name}", label) for name, label in (("p50", "median"), ("p95", "95 %"), ("max", "longest"))
+)
 _KINDS = (
     ChartKind("Loss", _held_out("loss"), scale="log"),
     ChartKind("Top-1", (*_held_out("top1"), ("val/commonest_class_share", "commonest class"))),
@@ -96,12 +96,7 @@ _KINDS = (
     ChartKind("Gradient norm", (("opt/grad_norm", ""),), scale="log"),
     ChartKind("Speed", (("perf/images_per_s", ""),)),
     ChartKind("Waiting for data", (("perf/data_wait_frac", ""),)),
-    ChartKind(
-        "Time of a step",
-        tuple((f"perf/step_seconds_{name}", label) for name, label in _STEP_TIMES),
-        scale="log",
-        rank="more",
-    ),
+    ChartKind("Time of a step", _STEP_TIMES, scale="log", rank="more"),
 )
 _TITLES = {
     "opt/parameter_norm": "Norm of the weights",
@@ -120,7 +115,7 @@ _TITLES = {
 def stage_charts(
     stages: Mapping[str, RunStage], *, key: str, title: str, runs: Sequence[str], data_bytes: int
 ) -> tuple[ChartBlock | None, list[str]]:
-    """All charts of a stage (None: nothing to draw), and the titles of those that are always zero.
+    """Make all charts of a stage (None: nothing to draw), and list the titles of those that are always zero.
 
     Args:
         stages: by run; those without rows are passed over.
@@ -133,12 +128,12 @@ def stage_charts(
     drawn: list[tuple[ChartKind, list[Curve]]] = []
     zero: list[str] = []
     for kind in chart_kinds(list(dict.fromkeys(name for stage in stages.values() for name in stage.latest))):
-        curves = [
-            curve
+        styled = (
+            _styled(stage, kind, number, run=run, runs=runs)
             for run, stage in stages.items()
             for number in range(len(kind.metrics))
-            if (curve := _styled(stage, kind, number, run=run, runs=runs)) is not None
-        ]
+        )
+        curves = [curve for curve in styled if curve is not None]
         if curves and _is_idle(kind, curves):
             zero.append(kind.title)
         elif curves:
@@ -151,15 +146,13 @@ def stage_charts(
     data: list[dict[str, Any]] = []
     for number, (kind, curves) in enumerate(drawn):
         is_log = _is_log(kind, curves)
-        unit = "" if kind.unit == "share" else kind.unit
-        unit = f"{unit}, logarithmic" if is_log and unit else "logarithmic" if is_log else unit
+        unit = ", ".join(filter(None, ("" if kind.unit == "share" else kind.unit, "logarithmic" if is_log else "")))
         known = METRICS.get(kind.metrics[0][0])
         legend: Legend = ()
         if len(runs) == 1 and len(curves) > 1:
             legend = tuple((f"{each.style}{' dots' * each.has_dots}", each.label) for each in curves)
-        svg = _static_svg(kind, curves, is_log=is_log)
-        meaning = "" if known is None else known.meaning
-        charts.append(DrawnChart(f"{number}", kind.title, unit, meaning, svg, legend, kind.rank))
+        svg, caption = _static_svg(kind, curves, is_log=is_log), "" if known is None else known.meaning
+        charts.append(DrawnChart(f"{number}", kind.title, unit, caption, svg, legend, kind.rank))
         series = [_for_script(thinned(curve, columns=columns)) for curve in curves]
         data.append({"key": f"{number}", "percent": kind.unit == "share", "log": is_log, "series": series})
     legend = tuple((f"s{runs.index(run) % _COLOURS}", run) for run in stages) if len(runs) > 1 else ()
@@ -168,8 +161,8 @@ def stage_charts(
 
 
 def chart_kinds(names: Sequence[str]) -> list[ChartKind]:
-    """The charts for these metrics: well-known ones first, then other known ones, those of several held-out sets
-    together, then unknown ones."""
+    """Group metrics into charts: well-known ones first, then other known ones, those of several held-out sets together,
+    then unknown ones."""
     left = dict.fromkeys(name for name in names if not _NOT_DRAWN.match(name))
     kinds: list[ChartKind] = []
     for kind in _KINDS:
@@ -178,30 +171,38 @@ def chart_kinds(names: Sequence[str]) -> list[ChartKind]:
             kinds.append(replace(kind, metrics=present, unit=unit_of(present[0][0])))
         for name, _ in present:
             del left[name]
-    others: dict[str, list[str]] = {}
+    others: dict[tuple[int, str], list[str]] = {}  # by rank and name
     for name in left:
-        group, _, last = name.partition("/")
-        if last != "commonest_class_share":  # of other sets: a constant
-            key = f"val_/{last}" if group.startswith("val_") else _FEW_SHOT if name.startswith(_FEW_SHOT) else name
-            others.setdefault(key, []).append(name)
-    for key, members in sorted(others.items(), key=lambda each: (_order(each[0]), each[0])):
-        if key.startswith("val_/"):
+        group, _, metric = name.partition("/")
+        if metric == "commonest_class_share":  # of other sets: a constant
+            continue
+        key = (1 if name in METRICS else 2, name)
+        if group.startswith("val_"):
+            key = (0, f"val_/{metric}")
+        elif name.startswith(_FEW_SHOT):
+            key = (0, _FEW_SHOT)
+        others.setdefault(key, []).append(name)
+    for (_, key), members in sorted(others.items()):
+        group, _, metric = key.partition("/")
+        if group == "val_":
             sets = [name.partition("/")[0].removeprefix("val_") for name in members]
-            title = shorten(f"{metric_words(key[5:]).capitalize()} on {', '.join(sets)}", _LONGEST_TITLE)
-            rank = "first" if key[5:] in _OF_EACH_SET else "more"
+            title = shorten(f"{metric_words(metric).capitalize()} on {', '.join(sets)}", _LONGEST_TITLE)
+            rank = "first" if metric in _OF_EACH_SET else "more"
             kinds.append(ChartKind(title, tuple(zip(members, sets, strict=True)), unit_of(members[0]), rank=rank))
         elif key == _FEW_SHOT:
             lines = tuple((name, name.removeprefix(_FEW_SHOT).replace("_", " ")) for name in members)
             kinds.append(ChartKind("Few-shot top-1", lines, "share"))
         else:
-            kinds.append(ChartKind(_title(key), ((key, ""),), unit_of(key), rank="more"))
+            words = metric_words(metric or group).removesuffix(" frac").capitalize()
+            title = _TITLES.get(key, words if key in METRICS or group == "val" else key[:_LONGEST_TITLE])
+            kinds.append(ChartKind(title, ((key, ""),), unit_of(key), rank="more"))
     return kinds[:_MOST_CHARTS]
 
 
 def read_curve(
     stage: RunStage, metric: str, *, label: str = "", style: str = "", has_dots: bool = False
 ) -> Curve | None:
-    """A metric of a stage; None: it has no value that can be drawn."""
+    """Read a metric of a stage; None: it has no value that can be drawn."""
     steps, images, times, values = stage.columns(metric)
     values[~(np.abs(values) < _MOST_VALUE)] = np.nan
     if np.isnan(values).all():
@@ -210,25 +211,29 @@ def read_curve(
     return Curve(label, style, has_dots, steps, images, training_seconds(stage, times), values).at(order)
 
 
+def plausible(times: Iterable[float]) -> Floats:
+    """Sort unix times, and leave out those that a damaged file may hold."""
+    found = np.sort(np.fromiter(times, dtype=np.float64))
+    return found[(found > 0) & (found < _LATEST)]
+
+
 def training_seconds(stage: RunStage, times: Floats) -> Floats:
-    """Seconds of training at these unix times, without the pauses before it was resumed; steps that were done twice
-    count twice. Never descending."""
-    starts = np.array([event.time for event in stage.events if event.kind == "start"])
-    ends = np.concatenate([stage.times, [event.time for event in stage.events]])
-    ends = np.sort(ends[(ends > 0) & (ends < LATEST)])
-    times = np.where((times > 0) & (times < LATEST), times, 0.0)
-    if not len(ends) or not len(times):
+    """Seconds of training at unix `times`, without the pauses before it was resumed; steps that were done twice count
+    twice. Never descending."""
+    known = plausible([*stage.times, *(event.time for event in stage.events)])
+    times = np.where((times > 0) & (times < _LATEST), times, 0.0)
+    if not len(known) or not len(times):
         return np.zeros_like(times)
     paused = np.zeros_like(times)
-    for start in np.sort(starts[(starts > 0) & (starts < LATEST)]):
-        before = ends[ends < start]
+    for start in plausible(event.time for event in stage.events if event.kind == "start"):
+        before = known[known < start]
         if len(before):
             paused += np.where(times >= start, start - before[-1], 0.0)
-    return np.maximum.accumulate(np.maximum(0.0, times - float(ends[0]) - paused))
+    return np.maximum.accumulate(np.maximum(0.0, times - known[0] - paused))
 
 
 def thinned(curve: Curve, *, columns: int) -> Curve:
-    """Keep the lowest and highest point of each of so many columns of the x axis, and where values are missing."""
+    """Keep the lowest and highest point of each of `columns` along the x axis, the ends, and gaps."""
     count = len(curve.values)
     if count <= 2 * columns:
         return curve
@@ -258,24 +263,24 @@ def metric_words(name: str) -> str:
     return f"{words} of the moving average" if name.startswith("ema_") else words
 
 
-def short(value: float) -> str:
-    """A number for an axis: 25 k, 1.2 M, 0.05, 1.5e-5."""
-    for size, letter in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+def short(value: float, *, digits: int = 4) -> str:
+    """Format a number for an axis: 25 k, 1.2 M, 0.05, 1.5e-5."""
+    for size, letter in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
         if abs(value) >= size:
-            return f"{value / size:.4g}{letter}"
+            return f"{value / size:.{digits}g}{letter}"
     if not value or abs(value) >= 1e-3:
         return f"{value:.4g}"
-    digits, _, power = f"{value:.2e}".partition("e")
-    return f"{float(digits):g}e{int(power)}"
+    mantissa, _, power = f"{value:.2e}".partition("e")
+    return f"{float(mantissa):g}e{int(power)}"
 
 
 def text(value: str) -> str:
-    """A text for an SVG or HTML: escaped, control characters shown."""
+    """Escape a text for SVG or HTML, with control characters shown."""
     return escape(printable(value))
 
 
 def _styled(stage: RunStage, kind: ChartKind, number: int, *, run: str, runs: Sequence[str]) -> Curve | None:
-    """The chart's metric of that number, with its colour and label."""
+    """Read the chart's metric of that number, with its colour and label."""
     metric, label = kind.metrics[number]
     if len(runs) > 1:
         label = f"{run}, {label}" if label else run
@@ -287,7 +292,7 @@ def _styled(stage: RunStage, kind: ChartKind, number: int, *, run: str, runs: Se
 
 
 def _is_idle(kind: ChartKind, curves: Sequence[Curve]) -> bool:
-    """Counts or shares of trouble that never came."""
+    """True for counts or shares of trouble that never came."""
     if any(metric.startswith(("train/", "val")) for metric, _ in kind.metrics):
         return False
     return all(not np.nan_to_num(curve.values).any() for curve in curves)
@@ -299,7 +304,7 @@ def _is_log(kind: ChartKind, curves: Sequence[Curve]) -> bool:
 
 
 def _marks(stages: Mapping[str, RunStage], *, is_named: bool) -> list[dict[str, Any]]:
-    """Restarts and trouble, which explain a curve; not the first start."""
+    """List restarts and trouble, which explain a curve; not the first start."""
     marks: list[dict[str, Any]] = []
     for run, stage in stages.items():
         marked = [event for event in stage.events if event.kind in _MARKED]
@@ -314,7 +319,7 @@ def _marks(stages: Mapping[str, RunStage], *, is_named: bool) -> list[dict[str, 
 
 
 def _static_svg(kind: ChartKind, curves: Sequence[Curve], *, is_log: bool) -> str:
-    """The curves between their lowest and highest value, over images seen."""
+    """Draw curves between their lowest and highest value, over images seen."""
     x0, x1 = (float(end(each.images[at] for each in curves)) for end, at in ((min, 0), (max, -1)))
     finite = np.concatenate([curve.values[np.isfinite(curve.values)] for curve in curves])
     low, high = float(finite.min()), float(finite.max())
@@ -349,22 +354,10 @@ def _alt(kind: ChartKind, curves: Sequence[Curve]) -> str:
 
 
 def _for_script(curve: Curve) -> dict[str, Any]:
-    """Differences between neighbours, which are short; times in tenths of a second."""
+    """Differences between neighbours, which are short in JSON; times in tenths of a second."""
     columns = {"s": curve.steps, "i": curve.images, "t": np.rint(curve.seconds * 10).astype(np.int64)}
     return {
         **{"label": curve.label, "cls": curve.style, "dots": curve.has_dots},
         **{name: np.diff(values, prepend=0).tolist() for name, values in columns.items()},
         "v": [None if np.isnan(value) else float(f"{value:.{_SCRIPT_DIGITS}g}") for value in curve.values.tolist()],
     }
-
-
-def _order(key: str) -> int:
-    return 0 if key.startswith(("val_/", _FEW_SHOT)) else 1 if key in METRICS else 2
-
-
-def _title(metric: str) -> str:
-    if metric in _TITLES:
-        return _TITLES[metric]
-    group, _, name = metric.partition("/")
-    words = metric_words(name or group).removesuffix(" frac")
-    return words.capitalize() if metric in METRICS or group == "val" else metric[:_LONGEST_TITLE]

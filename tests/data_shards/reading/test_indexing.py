@@ -191,7 +191,10 @@ def test_damaged_or_interrupted_indexes_are_made_again(tmp_path: Path):
     first = opened(folder, index_folder=kept)
     (place,) = kept.iterdir()
     assert all(shard.index is not None and shard.index.parent == place for shard in first.shards)
-    for content in ("", "{", "[]", '{"tars": 3}', "\x00"):
+    one = (place / "set.json").read_text()
+    wrong = one.replace('"num_samples":5', '"num_samples":"5"').replace('"num_samples": 5', '"num_samples": "5"')
+    assert wrong != one
+    for content in ("", "{", "[]", '{"tars": 3}', "\x00", "[" * 3000, wrong):
         (place / "set.json").write_text(content)
         assert opened(folder, index_folder=kept) == first
     (place / "set.json").unlink()  # killed before the end, in the middle of a file
@@ -233,8 +236,8 @@ def test_many_tars_are_indexed_by_several_processes_with_the_same_result(
     monkeypatch.setattr(foreign, "_PROGRESS_SECONDS", 0.0)
     monkeypatch.setattr(foreign, "num_cores", lambda: 2)
     seen: list[int] = []
-    original = foreign.ProcessPoolExecutor
-    monkeypatch.setattr(foreign, "ProcessPoolExecutor", lambda count, **kw: seen.append(count) or original(count, **kw))
+    original = foreign.run_parts
+    monkeypatch.setattr(foreign, "run_parts", lambda *args, **kw: seen.append(kw["processes"]) or original(*args, **kw))
     lines: list[str] = []
     together = opened(folder, index_folder=tmp_path / "together", report=lines.append)
     assert seen == [2]

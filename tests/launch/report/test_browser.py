@@ -7,6 +7,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -48,16 +49,25 @@ PROBLEMS = """(() => {
 OPEN_ALL = "document.querySelectorAll('details').forEach(each => { each.open = true; })"
 
 
-@pytest.fixture(scope="module", params=FONT_SETS)
-def browser(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    folder = tmp_path_factory.mktemp("browser")
-    chromium, fonts = program(), font_config(request.param, folder)
+def opened(font_set: str, folder: Path) -> AbstractContextManager[Browser]:
+    chromium, fonts = program(), font_config(font_set, folder)
     if chromium is None:
         pytest.skip("no Chromium is installed")
     if fonts is None:
-        pytest.skip(f"the fonts {request.param} are not installed")
-    with open_browser(chromium, folder, fonts=fonts) as opened:
-        yield opened
+        pytest.skip(f"the fonts {font_set} are not installed")
+    return open_browser(chromium, folder, fonts=fonts)
+
+
+@pytest.fixture(scope="module", params=FONT_SETS)
+def browser_with_fonts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with opened(request.param, tmp_path_factory.mktemp("browser")) as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with opened("no fonts", tmp_path_factory.mktemp("browser")) as browser:
+        yield browser
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +85,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("name", ["one", "hostile", "three"])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_page_is_whole(browser: Browser, pages: dict[str, Path], name: str, width: int, scheme: str) -> None:
+def test_a_page_is_whole(
+    browser_with_fonts: Browser, pages: dict[str, Path], name: str, width: int, scheme: str
+) -> None:
+    browser = browser_with_fonts
     browser.open(pages[name], width=width, scheme=scheme)
     browser.run(OPEN_ALL)
     assert browser.run("document.querySelectorAll('svg.plot').length") >= 10
