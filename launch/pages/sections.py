@@ -36,7 +36,7 @@ from pipeline.recipe.io import differences, dump_recipe, flatten
 from pipeline.recipe.vocabulary import ALL_STAGES, DIFFERENCE_FILE, PAGE_FILE, RECIPE_FILE, StageName
 from pipeline.runs.read import Run, read_run
 from pipeline.runs.run_folder import RunFolder, checkpoint_folders
-from pipeline.stage.initial_model import model_to_come
+from pipeline.stage.initial_model import stage_model
 from pipeline.transfer.results import TransferRecord, transfer_records
 
 _MOST_TEXT_BYTES = 100_000
@@ -331,7 +331,7 @@ def _commands(history: Run) -> PageSection:
     trained: list[StageName] = (
         [name for name in history.recipe.stages.trained if name in done] if history.recipe else []
     )
-    formats = formats_of(model_to_come(history.recipe, stage=trained[-1]))[0] if history.recipe and trained else []
+    formats = formats_of(stage_model(history.recipe, stage=trained[-1]))[0] if history.recipe and trained else []
     if formats:  # else it knows no classes
         lines += ["# use the model", f"shardvit predict {run} IMAGE_OR_FOLDER", f"shardvit eval {run} SHARDS"]
         first, *others = sorted(formats, key=lambda each: each != "timm")
