@@ -184,7 +184,7 @@ def restore_checkpoint(
         engine.load(folder, written=content["identity"])
         return Restored(
             folder=folder,
-            state=TrainState.from_json(content["state"]),
+            state=TrainState(**content["state"]),
             notes=tuple(notes),
             identity=content["identity"],
             written_by=content["written_by"],

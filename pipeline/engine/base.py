@@ -20,8 +20,7 @@ from torch import Tensor, distributed, nn
 
 from pipeline.engine.saved_state.average import WeightAverage
 from pipeline.engine.saved_state.masters import Slot, put_average, put_state
-from pipeline.engine.saved_state.portable import PortableState
-from pipeline.engine.saved_state.shared import open_shared
+from pipeline.engine.saved_state.portable import PortableState, open_shared
 from pipeline.engine.saved_state.state_files import StateFile
 from pipeline.engine.weight_norms import WeightNorms
 from pipeline.optimizers.optim import set_lr
@@ -178,15 +177,9 @@ class Engine(ABC):
         read it; backend and precision are this engine's. UserError: it is of another model.
         """
         self.hold.release()
-        layout = {key: written[key] for key in ("zero_stage", "processes")}
+        written = {**written, "backend": self.backend}
         saved = open_shared(
-            folder,
-            **layout,
-            backend=self.backend,
-            model=self.module,
-            ranks=self._ranks,
-            keeps=self.kept,
-            takes=self._takes,
+            folder, written=written, model=self.module, ranks=self._ranks, keeps=self.kept, takes=self._takes
         )
         rank, masters = self._ranks.place.rank, list(self._masters.values())
         put_state(

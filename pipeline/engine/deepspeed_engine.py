@@ -189,12 +189,11 @@ class DeepSpeedEngine(Engine):
     def _finish_load(self, saved: PortableState) -> None:
         self._rounding_is_due = True
         self._round_if_due()
-        counters = saved.counters
-        self._engine.global_steps = counters.global_steps
-        self._engine.global_samples = counters.global_samples
-        self._engine.skipped_steps = counters.skipped_steps
-        if counters.loss_scale is not None:
-            put_loss_scale(self._engine.optimizer, counters.loss_scale)
+        self._engine.global_steps = saved.global_steps
+        self._engine.global_samples = saved.global_samples
+        self._engine.skipped_steps = saved.skipped_steps
+        if saved.loss_scale is not None:
+            put_loss_scale(self._engine.optimizer, saved.loss_scale)
 
     def _masters_changed(self) -> None:
         # Not here, as it is collective: an exception of this rank alone would wait for the others.

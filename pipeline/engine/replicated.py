@@ -189,7 +189,7 @@ class ReplicatedEngine(Engine):
 
     def _finish_load(self, saved: PortableState) -> None:
         self._masters_changed()
-        scale = saved.counters.loss_scale
+        scale = saved.loss_scale
         if self._scaler is not None and scale is not None:
             steps_since = (scale.iteration - scale.last_overflow - 1) % self._scaler.get_growth_interval()
             state = {**self._scaler.state_dict(), "scale": scale.scale, "_growth_tracker": steps_since}

@@ -19,12 +19,12 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import distributed
@@ -34,25 +34,12 @@ from data_shards.errors import UserError
 from pipeline.ranks.place import Place
 
 
-class _Pending(Protocol):
-    def wait(self) -> object: ...
-
-
-class Messages(Protocol):
-    """The part of a process group that is used: point-to-point messages on the host."""
-
-    def rank(self) -> int: ...
-    def size(self) -> int: ...
-    def send(self, tensors: list[torch.Tensor], dst: int, tag: int, /) -> _Pending: ...
-    def recv(self, tensors: list[torch.Tensor], src: int, tag: int, /) -> _Pending: ...
-
-
 def rounds(ranks: int) -> int:
     """Rounds of one exchange between so many ranks."""
     return (ranks - 1).bit_length()
 
 
-def gather_rows(group: Messages, mine: torch.Tensor, *, tag: int) -> torch.Tensor:
+def gather_rows(group: distributed.ProcessGroup, mine: torch.Tensor, *, tag: int) -> torch.Tensor:
     """Every rank's [k] (the same k and type, on the CPU) in rank order: [ranks, k]."""
     size, rank = group.size(), group.rank()
     width = mine.numel()
@@ -62,7 +49,7 @@ def gather_rows(group: Messages, mine: torch.Tensor, *, tag: int) -> torch.Tenso
     return blocks.view(size, width).roll(rank, dims=0)  # ours came first
 
 
-def gather_bytes(group: Messages, mine: bytes, *, tag: int) -> list[bytes]:
+def gather_bytes(group: distributed.ProcessGroup, mine: bytes, *, tag: int) -> list[bytes]:
     """Every rank's bytes, of any length, in rank order. Two exchanges: the lengths come first."""
     size, rank = group.size(), group.rank()
     lengths = gather_rows(group, torch.tensor([len(mine)], dtype=torch.int64), tag=tag).flatten().roll(-rank).tolist()
@@ -75,13 +62,13 @@ def gather_bytes(group: Messages, mine: bytes, *, tag: int) -> list[bytes]:
     return [content[ends[at] : ends[at + 1]] for at in ((other - rank) % size for other in range(size))]
 
 
-def _exchange(group: Messages, blocks: torch.Tensor, *, ends: Sequence[int], tag: int) -> None:
+def _exchange(group: distributed.ProcessGroup, blocks: torch.Tensor, *, ends: Sequence[int], tag: int) -> None:
     """Fill `blocks`: block i, from `ends[i]` to `ends[i + 1]`, is that of the rank i above this one; ours is there."""
     size, rank = group.size(), group.rank()
     have = 1
     while have < size:
         count = min(have, size - have)
-        pending: list[_Pending] = []
+        pending: list[distributed.Work] = []
         # The sum over the same blocks on both sides, so either both send and receive nothing or neither does.
         if ends[count]:
             pending.append(group.send([blocks[: ends[count]]], (rank - have) % size, tag))
@@ -130,8 +117,14 @@ class Ranks:
             torch.cuda.set_device(device)
         gpu = torch.device("cuda", device) if cuda else None
         join_group(place, backend="nccl" if cuda else "gloo", timeout_seconds=timeout_seconds, gpu=gpu)
-        with _connecting("when needed" if place.world_size > _MOST_MESHED else "at once"):
+        lazily = place.world_size > _MOST_MESHED and _LAZY not in os.environ  # the user may have said so
+        if lazily:
+            os.environ[_LAZY] = "1"
+        try:
             group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        finally:
+            if lazily:
+                del os.environ[_LAZY]
         assert isinstance(group, distributed.ProcessGroup)  # a number would mean "not a member"
         self._host_group = group
         self._exchanges = 0
@@ -177,30 +170,15 @@ class Ranks:
         return self._exchanges
 
 
-@contextmanager
-def _connecting(when: Literal["at once", "when needed"]) -> Iterator[None]:
-    """How gloo's groups that are made in here connect their ranks, unless the user's environment says it."""
-    if when == "at once" or _LAZY in os.environ:
-        yield
-        return
-    os.environ[_LAZY] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[_LAZY]
-
-
 class Agreement:
     """The pending answer of `Ranks.start_any`."""
 
-    def __init__(self, flags: torch.Tensor, work: distributed.Work | None) -> None:
-        self._flags = flags
-        self._work = work
+    def __init__(self, flags: torch.Tensor, work: distributed.Work) -> None:
+        self._flags, self._work = flags, work
 
     def result(self) -> tuple[bool, ...]:
         """Wait for the answer: for each flag, whether any rank had it set; the same on every rank."""
-        if self._work is not None:
-            self._work.wait()
+        self._work.wait()
         return tuple(bool(flag) for flag in self._flags.tolist())
 
 

@@ -4,12 +4,15 @@ And one model of every other kind, for a few steps. Started by test_engines.py a
 WORLD`. Rank 0 writes OUT/results.pt: what `run_case` returns for each case, and `run_kind` for each kind of model.
 """
 
+import contextlib
 import copy
 import sys
 import tempfile
 from pathlib import Path
 
+import deepspeed
 import torch
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from model import build
 from model.init import initialise
@@ -22,7 +25,7 @@ from pipeline.recipe.optimizer import Schedule
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import StagePlan
 
-STEPS = 10
+STEPS, DECAY = 10, 0.9
 GLOBAL_BATCH, CLASSES, SIZE = 16, 5, 8
 CASES = [
     *(("deepspeed", stage, precision) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")),
@@ -45,7 +48,9 @@ KIND_CASES = [
 ]
 
 
-def recipe_for(backend: str, stage: int, precision: str, overlap: str = "auto", *, model: dict = VIT) -> Recipe:
+def recipe_for(
+    backend: str, stage: int, precision: str, overlap: str = "auto", *, model: dict = VIT, ema: bool = False
+) -> Recipe:
     return Recipe.model_validate(
         {
             "name": "test",
@@ -59,6 +64,7 @@ def recipe_for(backend: str, stage: int, precision: str, overlap: str = "auto", 
                     "global_batch_size": GLOBAL_BATCH,
                     "duration": f"{STEPS} steps",
                     "optimizer": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "clip_grad_norm": 1.0},
+                    **({"ema": {"decay": DECAY}} if ema else {}),
                 }
             },
         }
@@ -137,30 +143,68 @@ def write_state(engine, folder: Path, *, ranks: Ranks) -> None:
     ranks.barrier()
 
 
-def run_case(case: tuple, ranks: Ranks, folder: Path) -> dict:
-    recipe = recipe_for(*case)
-    plan = plan_for(ranks.place.world_size, accumulation=2)
+class Interrupted(Exception):
+    """Raised within an evaluation."""
 
-    def fresh():
-        return open_engine(recipe, stage="pretrain", plan=plan, model=build_model(recipe), ranks=ranks)
 
-    engine = fresh()
-    at_start = copy.deepcopy(engine.weights())
-    rows = run_steps(engine, ranks, plan, range(STEPS // 2))
-    write_state(engine, folder, ranks=ranks)
-    saved = copy.deepcopy(engine.weights())
-    rows += run_steps(engine, ranks, plan, range(STEPS // 2, STEPS))
-    weights = copy.deepcopy(engine.weights())
+def evaluate(engine) -> torch.Tensor:
     engine.module.eval()
     predicted = engine.predict(batch(0)[0].to(engine.input_dtype)).float()
     engine.module.train()
+    return predicted
 
-    resumed = fresh()
+
+def averaged(engine) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    with engine.averaged():
+        return evaluate(engine), copy.deepcopy(engine.weights())
+
+
+def computing(engine, *, stage: int) -> dict[str, torch.Tensor]:
+    """The weights that the forward pass uses in an evaluation of the average, whole."""
+    parameters = dict(engine.module.named_parameters())
+    with engine.averaged():
+        evaluate(engine)
+        gathered = deepspeed.zero.GatheredParameters([*parameters.values()]) if stage == 3 else contextlib.nullcontext()
+        with gathered:
+            return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+
+def run_case(case: tuple, ranks: Ranks, folder: Path) -> dict:
+    """Train with a moving average and evaluations of it; go on from the middle without either."""
+    plan, last = plan_for(ranks.place.world_size, accumulation=2), ranks.place.world_size - 1
+
+    def fresh(*, ema: bool):
+        recipe = recipe_for(*case, ema=ema)
+        return open_engine(recipe, stage="pretrain", plan=plan, model=build_model(recipe), ranks=ranks)
+
+    engine, rows, saved, saved_average = fresh(ema=True), [], {}, {}
+    at_start = copy.deepcopy(engine.weights())
+    plain, update = {name: tensor.clone() for name, tensor in at_start.items()}, get_ema_multi_avg_fn(DECAY)
+    for step in range(STEPS):
+        rows += run_steps(engine, ranks, plan, [step])
+        weights = copy.deepcopy(engine.weights())
+        update(list(plain.values()), [weights[name] for name in plain], None)
+        if step % 3 == 0:  # at evaluations, one of which fails
+            with contextlib.suppress(Interrupted), engine.averaged():
+                evaluate(engine)
+                if step == 3:
+                    raise Interrupted
+            after = engine.weights()
+            assert all(torch.equal(after[name], weights[name]) for name in weights)
+        if step + 1 == STEPS // 2:
+            write_state(engine, folder, ranks=ranks)
+            saved, saved_average = weights, averaged(engine)[1]
+    weights, predicted, average = copy.deepcopy(engine.weights()), evaluate(engine), averaged(engine)
+    computed = computing(engine, stage=case[1])
+    run_steps(engine, ranks, plan, [STEPS], poison_rank=last)
+    average_after_poison = averaged(engine)[1]
+
+    resumed = fresh(ema=False)
     resumed.load(folder, written={"zero_stage": case[1], "processes": ranks.place.world_size})
     restored = resumed.weights()
     resumed_rows = run_steps(resumed, ranks, plan, range(STEPS // 2, STEPS))
     resumed_weights = copy.deepcopy(resumed.weights())
-    poisoned = run_steps(resumed, ranks, plan, [STEPS], poison_rank=ranks.place.world_size - 1)
+    poisoned = run_steps(resumed, ranks, plan, [STEPS], poison_rank=last)
     after_poison = copy.deepcopy(resumed.weights())
     recovered = run_steps(resumed, ranks, plan, [STEPS + 1])
     decays = weight_decays(resumed)
@@ -174,6 +218,11 @@ def run_case(case: tuple, ranks: Ranks, folder: Path) -> dict:
         "at_start": at_start,
         "rows": rows,
         "saved": saved,
+        "plain average": plain,
+        "average": average,
+        "computing": computed,
+        "saved average": saved_average,
+        "average after poison": average_after_poison,
         "restored": restored,
         "weights": weights,
         "predicted": predicted,

@@ -12,9 +12,9 @@ files (`reading`) and does not look for damage (`pipeline.checkpoint.store.damag
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from data_shards.errors import UserError
 from pipeline.engine.saved_state.average import AVERAGE, average_file
 from pipeline.engine.saved_state.frozen import read_frozen
 from pipeline.engine.saved_state.reading import read_state
+from pipeline.engine.saved_state.state_files import left_out, put_back
+from pipeline.ranks.group import Ranks
 from pipeline.recipe.vocabulary import OPTIMIZERS
 
 # Of a checkpoint: what a backend, or a ZeRO stage, writes.
@@ -31,6 +33,7 @@ DDP_FILE = "ddp.pt"
 DEEPSPEED_FOLDER = "deepspeed"  # DeepSpeed's name for one checkpoint inside ours
 WEIGHT = "weight"  # the master weight, among the names of moments
 _STEP = "step"  # AdamW's counter, beside the moments in torch's optimizers
+_PIECE_ELEMENTS = 16 << 20  # sent at a time
 _MOMENTS = {moment for optimizer in OPTIMIZERS.values() for moment in optimizer.moments}
 
 
@@ -45,17 +48,6 @@ class LossScale:
 
 
 @dataclass(frozen=True)
-class Counters:
-    """The step counters and other numbers of a state."""
-
-    optimizer_step: float | None = None  # AdamW's, for its bias correction; None: SGD, or no step was applied yet
-    global_steps: int = 0  # attempted, as DeepSpeed counts
-    global_samples: int = 0
-    skipped_steps: int = 0
-    loss_scale: LossScale | None = None
-
-
-@dataclass(frozen=True)
 class _Address:
     """Element i of a parameter is in shard (lead + i) // stride, at base + (lead + i) % stride of one flat tensor."""
 
@@ -67,22 +59,33 @@ class _Address:
 
 @dataclass(frozen=True)
 class PortableState:
-    """An opened state; tensors are read on demand."""
+    """An opened state; tensors are read on demand. Where they come from rank 0, `part` is collective, and all ranks ask
+    for the same."""
 
     shapes: dict[str, tuple[int, ...]]  # of all parameters, under the names of the model
     buffers: dict[str, Tensor]
     moments: dict[str, torch.dtype]  # AdamW: exp_avg, exp_avg_sq; SGD: momentum_buffer; none if no step was applied yet
-    counters: Counters
     average_updates: int | None  # of the moving average of the weights; None: the state has no average
+    optimizer_step: float | None  # AdamW's, for its bias correction; None: SGD, or no step was applied yet
+    global_steps: int  # attempted, as DeepSpeed counts
+    global_samples: int
+    skipped_steps: int
+    loss_scale: LossScale | None
     _addresses: dict[str, _Address] = field(repr=False)
     # (shard, flat, WEIGHT, AVERAGE or a moment) -> 1-d tensor
     _flat: Callable[[int, int, str], Tensor] = field(repr=False)
     frozen: dict[str, Tensor] = field(default_factory=dict, repr=False)  # weights without moments, by name
     optimizer: dict[str, Any] | None = field(default=None, repr=False)  # torch's state_dict, if it is of one piece
+    _ranks: Ranks | None = field(default=None, repr=False)  # who share it; None: each rank reads for itself
+    _own: PortableState | None = field(default=None, repr=False)  # what rank 0 reads for the others
+    _shares: Literal["all", "frozen"] = "frozen"  # what comes from rank 0
 
     def part(self, name: str, *, of: str, first: int, count: int) -> Tensor:
         """Elements of a flattened parameter on the CPU, weights in float32; `of`: WEIGHT, AVERAGE or a moment. May
         share memory with the mapped file: copy it, do not write to it."""
+        if self._ranks is not None and (self._shares == "all" or name in self.frozen):
+            mine = None if self._own is None else self._own.part(name, of=of, first=first, count=count)
+            return _tensor_from_main(mine, count, ranks=self._ranks)
         if name in self.frozen:
             return self.frozen[name].detach().reshape(-1).narrow(0, first, count)
         address = self._addresses[name]
@@ -100,14 +103,79 @@ class PortableState:
         return self.part(name, of=of, first=0, count=torch.Size(shape).numel()).view(shape)
 
 
-def open_state(folder: Path, *, backend: str, zero_stage: int, processes: int, model: nn.Module) -> PortableState:
-    """Open what `processes` ranks saved in a checkpoint's `folder`; `model`, on any device and perhaps sharded, gives
-    names, order and shapes. UserError: the state is of another model or world size."""
-    if backend == "accelerate":
+def open_state(folder: Path, *, written: Mapping[str, Any], model: nn.Module) -> PortableState:
+    """Open a checkpoint. `written` is its identity (backend, ZeRO stage, processes); `model`, on any device and perhaps
+    sharded, gives names, order and shapes. UserError: the state is of another model or world size."""
+    if written["backend"] == "accelerate":
         return open_whole(folder / ACCELERATE_FILE, model=model)
-    if zero_stage == 0:
+    if written["zero_stage"] == 0:
         return open_whole(folder / DDP_FILE, model=model)
-    return open_deepspeed(folder / DEEPSPEED_FOLDER, zero_stage=zero_stage, processes=processes, model=model)
+    stage, processes = written["zero_stage"], written["processes"]
+    return open_deepspeed(folder / DEEPSPEED_FOLDER, zero_stage=stage, processes=processes, model=model)
+
+
+def open_shared(
+    folder: Path,
+    *,
+    written: Mapping[str, Any],
+    model: nn.Module,
+    ranks: Ranks,
+    keeps: Literal["whole", "shard"],
+    takes: Literal["pieces", "parameters"] = "pieces",
+) -> PortableState:
+    """`open_state`, collective: rank 0 reads what all need and sends it, each rank reads its own shard, so that a state
+    is read from the disk once a run, not once a rank. Of what each keeps whole, all comes from rank 0, over the ranks'
+    host group; a piece takes three times its 64 MiB on its way. All get `optimizer` only if it `takes` parameters."""
+    one_file = written["backend"] == "accelerate" or written["zero_stage"] == 0
+    if ranks.place.world_size == 1 or (keeps == "shard" and one_file):  # mapped: a rank reads its share of it
+        return open_state(folder, written=written, model=model)
+    own, known, problem = None, None, ""
+    if ranks.place.is_main:
+        try:
+            own = open_state(folder, written=written, model=model)
+            known = replace(
+                own,
+                buffers={name: buffer.clone() for name, buffer in own.buffers.items()},
+                frozen={name: torch.empty(0) for name in own.frozen},
+                optimizer=None,
+                _flat=own._flat if isinstance(own._flat, StateShards) else _nothing,
+            )
+        except UserError as error:
+            problem = str(error)
+    known, problem = ranks.from_main((known, problem))
+    if problem:
+        raise UserError(problem)
+    assert known is not None
+    optimizer = _structure_from_main(own.optimizer if own else None, ranks=ranks) if takes == "parameters" else None
+    shares = "all" if keeps == "whole" else "frozen"
+    return replace(known, optimizer=optimizer, _ranks=ranks, _own=own, _shares=shares)
+
+
+def _tensor_from_main(tensor: Tensor | None, count: int, *, ranks: Ranks) -> Tensor:
+    """Rank 0's 1-d tensor of `count` elements, on the CPU of every rank."""
+    received: list[Tensor] = []
+    for first in range(0, max(1, count), _PIECE_ELEMENTS):
+        piece = None if tensor is None else tensor.narrow(0, first, min(_PIECE_ELEMENTS, count - first)).clone()
+        piece = ranks.from_main(piece)
+        assert piece is not None
+        received.append(piece)
+    return torch.cat(received)
+
+
+def _structure_from_main(content: dict[str, Any] | None, *, ranks: Ranks) -> dict[str, Any]:
+    """Rank 0's nested structure, its tensors piece by piece."""
+    structure, tensors = left_out(content)
+    structure, shapes = ranks.from_main((structure, [tensor.shape for tensor in tensors]))
+    mine = [tensor.reshape(-1) for tensor in tensors] if ranks.place.is_main else [None] * len(shapes)
+    received = [
+        _tensor_from_main(each, shape.numel(), ranks=ranks).view(shape)
+        for each, shape in zip(mine, shapes, strict=True)
+    ]
+    return put_back(structure, received)
+
+
+def _nothing(shard: int, flat: int, of: str) -> Tensor:
+    raise AssertionError("it comes from rank 0")
 
 
 def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.Module) -> PortableState:
@@ -136,9 +204,8 @@ def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.M
         shapes=shapes,
         buffers={name: content["module"][name] for name in content["buffer_names"]},
         moments=_moments(states),
-        counters=_counters(
-            content, states=states, loss_scale=_read_loss_scale(vars(shards.optimizer(0)["loss_scaler"]))
-        ),
+        **_counters(content, states),
+        loss_scale=_read_loss_scale(vars(shards.optimizer(0)["loss_scaler"])),
         average_updates=shards.averages(0).get("updates"),
         _addresses=addresses,
         _flat=shards,
@@ -219,7 +286,8 @@ def open_whole(file: Path, *, model: nn.Module) -> PortableState:
         shapes=shapes,
         buffers=buffers,
         moments=moments,
-        counters=_counters(content, states=states, loss_scale=_torchs_loss_scale(content.get("scaler"))),
+        **_counters(content, states),
+        loss_scale=_torchs_loss_scale(content.get("scaler")),
         average_updates=averages.get("updates"),
         _addresses={
             name: _Address(flat=number, lead=0, stride=max(1, weights[name].numel()), base=0)
@@ -284,17 +352,10 @@ def _moments(states: Mapping[int, Mapping[str, Any]]) -> dict[str, torch.dtype]:
     return {key: value.dtype for key, value in first.items() if key in _MOMENTS and value is not None}
 
 
-def _counters(
-    content: Mapping[str, Any], *, states: Mapping[int, Mapping[str, Any]], loss_scale: LossScale | None
-) -> Counters:
+def _counters(content: Mapping[str, Any], states: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     step = next(iter(states.values()), {}).get(_STEP)
-    return Counters(
-        optimizer_step=None if step is None else float(step),
-        global_steps=content.get("global_steps", 0),
-        global_samples=content.get("global_samples", 0),
-        skipped_steps=content.get("skipped_steps", 0),
-        loss_scale=loss_scale,
-    )
+    counted = {key: content.get(key, 0) for key in ("global_steps", "global_samples", "skipped_steps")}
+    return {"optimizer_step": None if step is None else float(step), **counted}
 
 
 def _read_loss_scale(scaler: Mapping[str, Any]) -> LossScale | None:
