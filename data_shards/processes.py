@@ -32,10 +32,7 @@ def num_cores() -> int:
 
 @contextmanager
 def block_interrupts() -> Iterator[None]:
-    """Block Ctrl-C for processes started meanwhile; this one gets it afterwards.
-
-    Ignoring it in the children would be too late: they print a traceback on startup.
-    """
+    """Block Ctrl-C for processes started meanwhile, which print a traceback on startup; this one gets it afterwards."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

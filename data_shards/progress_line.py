@@ -16,10 +16,7 @@ LINE_SECONDS = 5.0
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """Counts images, across threads; shows images/s and the time left.
-
-    `report` takes the lines where there is no terminal; `done_images`, from an earlier run, do not count for the speed.
-    """
+    """Counts images, across threads; shows images/s, of which `done_images` are no part, and the time left."""
 
     def __init__(
         self, total_images: int, report: Callable[[str], None], *, status: str = "packing", done_images: int = 0

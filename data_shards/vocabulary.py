@@ -15,8 +15,7 @@ from typing import Literal
 class RandomStream(IntEnum):
     """First word of every key of `randomness`, so that no two uses of one seed share random numbers, in any package.
 
-    The numbers must never change: a resumed run would go on with another order, crop or mask. A new stream takes a
-    number that was never used.
+    The numbers never change: a resumed run would go on with another order. A new stream takes a number never used.
     """
 
     SHARD_ORDER = 1

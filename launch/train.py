@@ -50,7 +50,6 @@ from launch.local.processes import RANK_COMMAND, handled
 from launch.local.start import run_node
 from launch.run.disk import Presence, disk_problem, gone
 from launch.run.lock import locked
-from launch.run.results import describe_results
 from pipeline.checkpoint.mend_record import mend_records
 from pipeline.ranks.place import Place
 from pipeline.ranks.process import allow_open_files, needed_open_files, process_started
@@ -58,6 +57,7 @@ from pipeline.ranks.start_clock import StartClock, seconds_since_start
 from pipeline.recipe.io import difference_to_parent, load_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import ALL_STAGES, EXIT_STOPPED, EXIT_USER_ERROR, StageName
+from pipeline.report.best import describe_results
 from pipeline.runs.run_folder import RunFolder
 
 if TYPE_CHECKING:

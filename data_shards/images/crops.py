@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.images.box import Box
 from data_shards.order.randomness import uniforms
 from data_shards.vocabulary import RandomStream
+
+Pixels = NDArray[np.uint8]  # [height, width, 3], red, green, blue
 
 _TORCHVISION_ATTEMPTS = 10  # torchvision's RandomResizedCrop
 _GOOGLE_ATTEMPTS = 100  # TensorFlow's default
@@ -35,13 +37,28 @@ _TOP_DRAW, _LEFT_DRAW, FLIP_DRAW, RAND_AUGMENT_DRAW, _LATER_DRAW = range(
 DRAWS_PER_SAMPLE = 2 * _TORCHVISION_ATTEMPTS + 5
 
 
+@dataclass(frozen=True)
+class Box:
+    """A rectangle of an image, in pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+    @property
+    def bottom(self) -> int:
+        return self.top + self.height
+
+    @property
+    def right(self) -> int:
+        return self.left + self.width
+
+
 def torchvision_crop(
     height: int, width: int, *, area: tuple[float, float], ratio: tuple[float, float], draws: NDArray[np.float64]
 ) -> Box:
-    """Draw a box in pixels: area uniform, width / height log-uniform in these ranges; the centre where none fits.
-
-    `draws`: the sample's `DRAWS_PER_SAMPLE` numbers.
-    """
+    """Draw a box by the sample's numbers: area uniform, width / height log-uniform; the centre where none fits."""
     log_low, log_high = math.log(ratio[0]), math.log(ratio[1])
     numbers: list[float] = draws.tolist()  # the same bits, three times as fast to reckon with
     for attempt in range(_TORCHVISION_ATTEMPTS):

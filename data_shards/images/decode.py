@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 
 from data_shards.errors import UnreadableImage, UserError
 from data_shards.images import decode_nvimgcodec
-from data_shards.images.box import Box, Pixels
+from data_shards.images.crops import Box, Pixels
 from data_shards.vocabulary import MOST_PIXELS, USUAL_MOST_PIXELS, DecoderName
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from data_shards.images.box import Box, Pixels
+from data_shards.images.crops import Box, Pixels
 
 Device = Literal["cpu", "gpu"]
 

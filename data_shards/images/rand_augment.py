@@ -1,17 +1,30 @@
 """RandAugment(n, m) (Cubuk et al., arXiv 1909.13719): n random operations of strength m, as a function of one number.
 
-Two sets of operations, both by timm's code:
+ranges timm: timm's `rand-m{m}-n{n}-p1-mmax{max(m, 10)}`. All n operations are applied (`p1`; timm's default skips half
+of them) with strength m (no `mstd` noise; m above 10 is not cut off: "How to train your ViT?" goes to 20), out of 15
+(no `inc`: posterize and solarize would grow stronger with m; Google's grow weaker). Shifts reach 45 % of a side at
+m = 10; what is turned is interpolated. timm draws from the global generators of `random` and numpy, which are seeded
+here from the sample's number and then restored.
 
-ranges timm        timm's `rand-m{m}-n{n}-p1-mmax{max(m, 10)}`: all n operations are applied (`p1`; timm's default skips
-                   half of them) with strength m (no `mstd` noise; m above 10 is not cut off: "How to train your ViT?"
-                   goes to 20), out of 15 (no `inc`: posterize and solarize would grow stronger with m; Google's grow
-                   weaker). Shifts reach 45 % of a side at m = 10; what is turned is interpolated
-ranges big_vision  big_vision's (EfficientNet's): see `big_vision_operations`
+ranges big_vision: the 16 operations of big_vision (`pp/archive/randaug.py`, EfficientNet's), on timm's code:
 
-Uncovered pixels are (128, 128, 128) in both. timm draws from the global generators of `random` and numpy, which are
-seeded here from the sample's number and then restored; big_vision's draws are a function of that number. Another
-version of Python (ranges timm) or timm may augment differently. Cost: 0.1 ms for timm's seeds, and 0.1 to 1.4 ms an
-operation at 224 pixels: 1.2 ms an image for two of them.
+    ShearX, ShearY               0.03 m, in a random direction
+    TranslateX, TranslateY       10 m pixels, whatever the image's size, in a random direction
+    Rotate                       3 m degrees, in a random direction
+    Color, Brightness, Contrast, Sharpness   factor 0.1 + 0.18 m
+    Posterize                    int(0.4 m) bits stay; where that is 0 or above 8, one (TensorFlow clamps the shift)
+    Solarize                     threshold int(25.6 m) modulo 256, as TensorFlow makes it uint8: m = 10 and 20 invert
+    SolarizeAdd                  int(11 m) added below 128
+    Cutout                       a grey square of twice int(4 m) pixels around a random pixel
+    AutoContrast, Equalize, Invert
+
+Unlike timm's: Cutout; shifts in pixels; solarize above m = 9; moved pixels are not interpolated; and Contrast, whose
+grey is min(255, pixels / 256), 196 at 224 pixels, not the image's mean. Equal to big_vision's own code on TensorFlow
+2.21 bit for bit (m = 10 and 15), but for Color and Sharpness (a level or two: Pillow rounds) and pixels of a shear or
+rotation that come from exact halves (up to 3 %).
+
+Uncovered pixels are (128, 128, 128) in both. Another version of Python (ranges timm) or timm may augment differently.
+Cost: 0.1 ms for timm's seeds, and 0.1 to 1.4 ms an operation at 224 pixels: 1.2 ms an image for two of them.
 """
 
 from __future__ import annotations
@@ -25,20 +38,24 @@ from functools import cache
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from data_shards.errors import UserError
-from data_shards.images.big_vision_operations import OPERATIONS, Draw, apply
-from data_shards.images.box import Pixels
+from data_shards.images.crops import Pixels
 from data_shards.order.randomness import uniforms
 from data_shards.vocabulary import RandAugmentRanges, RandomStream
 
 if TYPE_CHECKING:
     from PIL import Image
 
+OPERATIONS = (
+    *("AutoContrast", "Equalize", "Invert", "Rotate", "Posterize", "Solarize", "Color", "Contrast"),
+    *("Brightness", "Sharpness", "ShearX", "ShearY", "TranslateX", "TranslateY", "Cutout", "SolarizeAdd"),
+)
 _FULL_STRENGTH = 10  # timm's and Google's scale of m
+_GREY = (128, 128, 128)
 _GENERATORS = threading.Lock()  # there is one of each in a process, and data workers may be threads
 
 
@@ -70,11 +87,65 @@ class RandAugment:
             draws = uniforms(RandomStream.RAND_AUGMENT, seed, draws=4 * self.num_ops)
             for which, *rest in draws.reshape(-1, 4).tolist():
                 name = OPERATIONS[int(which * len(OPERATIONS))]
-                picture = apply(name, picture, magnitude=self.magnitude, draw=Draw(*rest), timm=timms_operations())
+                picture = apply_big_visions(name, picture, magnitude=self.magnitude, draws=rest)
             return np.array(picture)
-        operations = _operations(self.timm_config)
+        operations = _timms(self.timm_config)
         with _seeded(seed):
             return np.array(operations(picture))
+
+
+def apply_big_visions(name: str, image: Image.Image, *, magnitude: int, draws: list[float]) -> Image.Image:
+    """Apply one of `OPERATIONS` at strength `magnitude` to an RGB image.
+
+    `draws`: three uniform numbers in [0, 1), for the direction and for a cutout's place (from the top, from the left).
+    """
+    timm, share = timms_operations(), magnitude / 10
+    factor, directed, bits = 0.1 + 1.8 * share, -share if draws[0] < 0.5 else share, int(4 * share)
+    moved = {"fillcolor": _GREY, "resample": 0}  # Pillow's nearest
+    operations: dict[str, Callable[[], Image.Image]] = {
+        "AutoContrast": lambda: timm.auto_contrast(image),
+        "Equalize": lambda: timm.equalize(image),
+        "Invert": lambda: timm.invert(image),
+        "Rotate": lambda: timm.rotate(image, 30 * directed, **moved),
+        "Posterize": lambda: timm.posterize(image, bits if 1 <= bits <= 8 else 1),
+        "Solarize": lambda: timm.solarize(image, int(256 * share) % 256),
+        "SolarizeAdd": lambda: timm.solarize_add(image, int(110 * share)),
+        "Color": lambda: timm.color(image, factor),
+        "Contrast": lambda: _contrast(image, factor),
+        "Brightness": lambda: timm.brightness(image, factor),
+        "Sharpness": lambda: timm.sharpness(image, factor),
+        "ShearX": lambda: _sheared(image, 0.3 * directed, along="x"),
+        "ShearY": lambda: _sheared(image, 0.3 * directed, along="y"),
+        "TranslateX": lambda: timm.translate_x_abs(image, 100 * directed, **moved),
+        "TranslateY": lambda: timm.translate_y_abs(image, 100 * directed, **moved),
+        "Cutout": lambda: _cutout(image, int(40 * share), draws=draws),
+    }
+    return operations[name]()
+
+
+def _contrast(image: Image.Image, factor: float) -> Image.Image:
+    from PIL import Image
+
+    level = min(255, image.width * image.height // 256)  # the mean of a histogram's 256 counts, not of the image
+    return Image.blend(Image.new("RGB", image.size, (level,) * 3), image, factor)
+
+
+def _sheared(image: Image.Image, level: float, *, along: Literal["x", "y"]) -> Image.Image:
+    """Shear as timm, but about the first pixel's centre, where TensorFlow counts from, not its corner."""
+    from PIL import Image
+
+    x, y = (1, level, -level / 2), (level, 1, -level / 2)
+    matrix = (*x, 0, 1, 0) if along == "x" else (1, 0, 0, *y)
+    affine, nearest = Image.Transform.AFFINE, Image.Resampling.NEAREST
+    return image.transform(image.size, affine, matrix, resample=nearest, fillcolor=_GREY)
+
+
+def _cutout(image: Image.Image, reach: int, *, draws: list[float]) -> Image.Image:
+    """Grey from `reach` pixels before a random pixel to `reach` behind it, which is left out, cut at the border."""
+    top, left = int(draws[1] * image.height), int(draws[2] * image.width)
+    image = image.copy()
+    image.paste(_GREY, (max(0, left - reach), max(0, top - reach), left + reach, top + reach))
+    return image
 
 
 @cache
@@ -91,15 +162,14 @@ def timms_operations() -> ModuleType:
 
 
 @cache
-def _operations(config: str) -> Callable[[Image.Image], Image.Image]:
-    """Make timm's transform, with posterize mended."""
+def _timms(config: str) -> Callable[[Image.Image], Image.Image]:
+    """Make timm's transform, with posterize mended: black below m = 3, where no bit is kept, which Pillow refuses."""
+    from PIL import Image
+
     module = timms_operations()
     posterize = module.posterize
 
     def posterize_to_black(image: Image.Image, bits_to_keep: int, **options: object) -> Image.Image:
-        """Return black below m = 3, where no bit is kept, which Pillow refuses."""
-        from PIL import Image
-
         return posterize(image, bits_to_keep, **options) if bits_to_keep else Image.new(image.mode, image.size)
 
     module.NAME_TO_OP["Posterize"] = posterize_to_black

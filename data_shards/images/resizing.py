@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.images.box import Pixels
+from data_shards.images.crops import Pixels
 from data_shards.vocabulary import Antialias, CropInterpolation
 
 if TYPE_CHECKING:

@@ -26,14 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.errors import UserError
-from data_shards.images.box import Box, Pixels
-from data_shards.images.crops import (
-    CROP_LAWS,
-    FLIP_DRAW,
-    RAND_AUGMENT_DRAW,
-    TORCHVISION_RATIO,
-    place_of,
-)
+from data_shards.images.crops import CROP_LAWS, FLIP_DRAW, RAND_AUGMENT_DRAW, TORCHVISION_RATIO, Box, Pixels, place_of
 from data_shards.images.decode import EncodedImage
 from data_shards.images.rand_augment import RandAugment
 from data_shards.images.resizing import placed, resize
@@ -49,16 +42,14 @@ _MOST_ELONGATED = 16
 class TrainTransform:
     """A random crop, resized; mirror flip; optionally RandAugment.
 
-    `crop_area` and `crop_ratio` are the ranges of the random-resized crop's share of the image's area, and of its width
-    / height. resize_and_crop, big_vision's for fine-tuning, is its `resize_small(resize_size)|random_crop(image_size)`.
-    Google flips before RandAugment, with the same distribution: every directed operation takes both directions equally
-    often.
+    resize_and_crop, big_vision's for fine-tuning, is its `resize_small(resize_size)|random_crop(image_size)`. Google
+    flips before RandAugment, with the same distribution: every directed operation takes both directions equally often.
     """
 
     image_size: int  # side of the square that comes out, in pixels
     crop: CropLaw = "torchvision"
-    crop_area: tuple[float, float] = (0.05, 1.0)
-    crop_ratio: tuple[float, float] = TORCHVISION_RATIO
+    crop_area: tuple[float, float] = (0.05, 1.0)  # range of a random-resized crop's share of the image's area
+    crop_ratio: tuple[float, float] = TORCHVISION_RATIO  # and of its width / height
     resize_size: int | None = None  # for resize_and_crop: the short side in pixels, at least `image_size`
     interpolation: CropInterpolation = "bilinear"  # of the resize
     antialias: Antialias = "antialiased"  # of a bilinear resize

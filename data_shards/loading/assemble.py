@@ -7,20 +7,22 @@ image is not counted, since each image must count once. Both are named in `Batch
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.data import get_worker_info
 
 from data_shards.errors import CorruptSample, Fault, SampleError, UnreadableImage
 from data_shards.images.decode import USUAL_LIMIT, EncodedImage, PixelLimit, read_image
 from data_shards.images.transforms import EvalTransform, Pixels, TrainTransform
 from data_shards.loading.batch import Batch
 from data_shards.loading.mixing import Mix
-from data_shards.loading.workers import empty_images, note_sample
 from data_shards.order.sample_order import LaneStream, SampleRefs
 from data_shards.reading.shard_reader import ShardReader
 from data_shards.shards.shard_set import ShardSet
@@ -51,7 +53,7 @@ class _Rows:
 
     def __init__(self, refs: SampleRefs, *, image_size: int) -> None:
         count = len(refs.sample)
-        self.images = empty_images(count, image_size)
+        self.images = _empty_images(count, image_size)
         self.pixels: Pixels = self.images.numpy()
         self.labels: list[tuple[int, ...]] = [(0,)] * count
         self.keys = [""] * count
@@ -130,10 +132,7 @@ class Assembler:
         )
 
     def evaluate(self, refs: SampleRefs, *, counted: NDArray[np.bool_], transform: EvalTransform) -> Batch:
-        """Make a held-out batch; what is not `counted` is padding, and damaged images are not counted either.
-
-        Raises SampleError for a damaged sample where none is allowed.
-        """
+        """Make a held-out batch; padding and damaged images are not counted. SampleError where no damage is allowed."""
         rows = _Rows(refs, image_size=transform.image_size)
 
         def centre(image: EncodedImage, into: Pixels) -> None:
@@ -152,7 +151,7 @@ class Assembler:
 
     def _fill(self, rows: _Rows, slot: int, *, shard: int, row: int, transform: _Transform) -> bool:
         """Read and transform one sample into a row; False, and a fault in `rows`, if it is damaged."""
-        note_sample(shard, row=row)
+        _note(shard, row)
         access = self._access
         try:
             raw = self._reader.read(shard, row=row)
@@ -172,6 +171,21 @@ class Assembler:
             return False
         rows.keys[slot], rows.labels[slot] = raw.key, raw.labels
         return True
+
+
+def _empty_images(count: int, size: int) -> torch.Tensor:
+    """uint8 [count, size, size, 3], not filled: in a worker process shared memory."""
+    shape = (count, size, size, 3)
+    if get_worker_info() is None:
+        return torch.empty(shape, dtype=torch.uint8)
+    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(math.prod(shape))).view(shape)
+
+
+def _note(shard: int, row: int) -> None:
+    """Note, in a worker process, which sample comes next, so that a report of its death can name it."""
+    if (info := get_worker_info()) is not None:
+        notes = cast(Any, info.dataset).notes  # see `workers`
+        notes[2 * info.id : 2 * info.id + 2] = shard, row
 
 
 def _label_tensor(labels: list[tuple[int, ...]], *, is_multi_label: bool) -> torch.Tensor:

@@ -74,10 +74,7 @@ class TrainBatches:
         return self._assembler.train(refs, order=self.order, transform=self._transform, draws=draws, mix=mix)
 
     def decode_seconds(self, number: int) -> float | None:
-        """Measure this process's CPU time an image, reading included, by a few dozen of micro-batch `number`.
-
-        Takes half a second at most on an idle core. None if one cannot be read, which the stream will report.
-        """
+        """Measure CPU seconds an image by some of a micro-batch, in half a second; None if one cannot be read."""
         refs, draws = self.plan(number)
         spent, count = 0.0, 0
         try:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 PREFETCH = 4  # items of a worker, ready or in progress
 STAGES = 2  # page-locked buffers on the way to a GPU: one is filled while the other's copy runs
-ALIGNMENT = 256  # bytes, of a tensor in such a buffer
-STAGED_TENSORS = 3  # of a batch: pixels, flips, labels
 
 
 def ahead_bytes(workers: int, *, images: int, image_size: int) -> int:
@@ -15,5 +13,5 @@ def ahead_bytes(workers: int, *, images: int, image_size: int) -> int:
 
 def staged_bytes(images: int, *, image_size: int) -> int:
     """Page-locked memory of one stream of micro-batches; torch rounds each buffer up to a power of two."""
-    one = images * (3 * image_size**2 + 1 + 8) + STAGED_TENSORS * ALIGNMENT  # pixels, flip, one label
-    return STAGES * 2 ** (one - 1).bit_length()
+    tensors = (images * 3 * image_size**2, images, 8 * images)  # bytes of pixels, flips, one label each
+    return STAGES * sum(2 ** (num_bytes - 1).bit_length() for num_bytes in tensors)

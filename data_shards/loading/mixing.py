@@ -17,24 +17,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 from data_shards.errors import UserError
-from data_shards.images.box import Box
+from data_shards.images.crops import Box
 from data_shards.order.randomness import uniforms
 from data_shards.vocabulary import RandomStream
 
 
 @dataclass(frozen=True)
 class MixupConfig:
-    """Settings of mixup and CutMix; raises UserError for numbers out of range.
+    """Settings of mixup and CutMix: lambda is drawn from Beta(alpha, alpha). UserError for numbers out of range."""
 
-    Attributes:
-        mixup_alpha: lambda is drawn from Beta(alpha, alpha); 0 for no mixup. (0.2 and 0.5 in big_vision's recipes.)
-        cutmix_alpha: the same for CutMix. (1.0 in its paper.)
-        switch_share: share of the batches that get CutMix, where both are on.
-    """
-
-    mixup_alpha: float = 0.0
-    cutmix_alpha: float = 0.0
-    switch_share: float = 0.5
+    mixup_alpha: float = 0.0  # 0: off; 0.2 and 0.5 in big_vision's recipes
+    cutmix_alpha: float = 0.0  # 0: off; 1.0 in its paper
+    switch_share: float = 0.5  # of the batches that get CutMix, where both are on
 
     def __post_init__(self) -> None:
         for name in ("mixup_alpha", "cutmix_alpha"):

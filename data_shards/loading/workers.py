@@ -9,7 +9,6 @@ and then ends them. Each costs 0.03 s and 25 MB once the server has loaded torch
 from __future__ import annotations
 
 import atexit
-import math
 import multiprocessing
 import multiprocessing.connection
 import signal
@@ -19,7 +18,6 @@ import weakref
 from collections import deque
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future
-from functools import partial
 from itertools import islice
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.reduction import ForkingPickler
@@ -56,25 +54,6 @@ class NamedItems(Protocol[Produced]):
     def __getitem__(self, number: int) -> Produced: ...
 
     def describe(self, shard: int, *, row: int) -> str: ...
-
-
-# (shard, row) of each worker's current sample, in memory shared with the rank; None outside worker processes.
-_notes: Any = None
-_worker = -1  # this worker's number
-
-
-def note_sample(shard: int, *, row: int) -> None:
-    """Note, in a worker, which sample comes next, so that a report of its death can name it."""
-    if _notes is not None:
-        _notes[2 * _worker], _notes[2 * _worker + 1] = shard, row
-
-
-def empty_images(count: int, size: int) -> torch.Tensor:
-    """uint8 [count, size, size, 3], not filled: in a worker process shared memory."""
-    shape = (count, size, size, 3)
-    if _notes is None:
-        return torch.empty(shape, dtype=torch.uint8)
-    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(math.prod(shape))).view(shape)
 
 
 def iterate(
@@ -149,13 +128,13 @@ def _in_processes(dataset: NamedItems[Item], *, numbers: Sequence[int], workers:
     ForkingPickler.register(np.ndarray, _reduce)
     notes: Any = multiprocessing.get_context("forkserver").RawArray("q", [-1] * (2 * workers))
     loader = DataLoader(
-        _WithErrors(dataset),
+        _WithErrors(dataset, notes),
         batch_size=None,
         sampler=numbers,
         num_workers=workers,
         prefetch_factor=PREFETCH,
         multiprocessing_context="forkserver",
-        worker_init_fn=partial(_prepare_worker, notes),
+        worker_init_fn=_prepare_worker,
         # The DataLoader draws a seed for its workers, by default from the global generator, which that would advance.
         generator=torch.Generator(),
     )
@@ -203,10 +182,13 @@ def _restore(content: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> NDArr
 
 
 class _WithErrors(Dataset["Item | UserError"]):
-    """Returns a `UserError` as a value: raised in a worker, it would come wrapped in the worker's traceback."""
+    """Returns a `UserError` as a value: raised in a worker, it would come wrapped in the worker's traceback.
 
-    def __init__(self, dataset: NamedItems[Item]) -> None:
-        self._dataset = dataset
+    `notes`, which workers share with the rank, has shard and row of each worker's current sample (see `assemble`).
+    """
+
+    def __init__(self, dataset: NamedItems[Item], notes: Any) -> None:
+        self._dataset, self.notes = dataset, notes
 
     def __getitem__(self, number: int) -> Item | UserError:
         try:
@@ -258,9 +240,7 @@ def _kill_workers() -> None:
             process.kill()
 
 
-def _prepare_worker(notes: Any, worker: int) -> None:
-    global _notes, _worker
-    _notes, _worker = notes, worker
+def _prepare_worker(worker: int) -> None:
     for stop in _STOP_SIGNALS:
         signal.signal(stop, signal.SIG_IGN)
     torch.set_num_threads(1)  # the workers share the cores among themselves

@@ -82,10 +82,9 @@ def make_order(
     global_batch_images: int,
     window_images: int,
 ) -> AnyOrder:
-    """The order of a stream over one data set or several: `component_sizes` are the samples of each shard of each set.
+    """Make the order over one data set or several: `component_sizes` are the samples of each shard of each set.
 
-    See `MixedOrder` for the weights, `Order` for the rest. Raises UserError for sizes or weights that do not fit,
-    naming the key or the set and what does fit.
+    See `MixedOrder` for the weights, `Order` for the rest and for the UserErrors.
     """
     is_mixed = len(component_sizes) > 1
     orders = [
@@ -123,10 +122,7 @@ def upcoming_shards(
 
 
 def pattern_quotas(samples: Sequence[int], *, weights: Sequence[float] | None) -> Int64s:
-    """int64 [sets]: positions of the pattern per data set, the weights (default: samples) rounded by largest remainder.
-
-    Raises UserError for weights for some of the sets only, or weights that are not shares.
-    """
+    """Round weights (default: samples) by largest remainder to positions of the pattern: int64 [sets]."""
     if len(samples) > MOST_SETS:
         raise UserError(f"{len(samples)} data sets are mixed, at most {MOST_SETS} can be: pack some of them together")
     weights = samples if weights is None else weights

@@ -74,7 +74,7 @@ class LaneStream(ABC):
         """
 
     def substitute(self, refs: SampleRefs, *, attempt: int) -> SampleRefs:
-        """Other samples for the same epochs, lanes and positions, for refs whose own sample is damaged.
+        """Find other samples for refs whose own is damaged, of the same epochs, lanes and positions.
 
         Drawn by a hash of (seed, epoch, sample) and `attempt` (from 1) from the place's window, so that the rank has
         the shard open; from the whole lane if the window has only one place, from the whole epoch if the lane has.
@@ -86,10 +86,9 @@ class LaneStream(ABC):
     def rank_batch(
         self, step: int, *, rank: int, world_size: int, start: int = 0, stop: int | None = None
     ) -> SampleRefs:
-        """The samples of one rank in global batch `step`, in lane order; `start` and `stop` select a micro-batch.
+        """Return one rank's samples of global batch `step`, in lane order; `start` and `stop` select a micro-batch.
 
-        The ranks' parts, one after another, are the global batch, for every `world_size` that divides the lanes;
-        UserError names these for any other.
+        The ranks' parts, one after another, are the global batch. UserError names the world sizes that fit.
         """
         check_world_size(self.lanes, world_size=world_size)
         own_lanes = self.lanes // world_size

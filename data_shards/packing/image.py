@@ -11,7 +11,7 @@ import io
 from dataclasses import dataclass
 
 from data_shards.errors import UnreadableImage, UserError
-from data_shards.images.box import Pixels
+from data_shards.images.crops import Pixels
 from data_shards.images.decode import PixelLimit, read_image
 
 # The bytes decide a member's extension, not the file's name: ImageNet has a PNG named .JPEG. MPO is a JPEG with more

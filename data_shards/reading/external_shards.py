@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_shards.errors import UserError
-from data_shards.reading.indexing import Indexed, Indexing, Tar
-from data_shards.reading.tar_summary import FoundLabels
+from data_shards.reading.indexing import Indexed, Indexing
+from data_shards.reading.tar_summary import FoundLabels, TarSummary
 from data_shards.shards.labels import LabelSpec
 from data_shards.shards.location import is_local, local_path, redacted
 from data_shards.shards.shard_index import default_index_folder
-from data_shards.shards.shard_set import Damaged, Report, ShardSet, ShardsSpec
+from data_shards.shards.shard_set import Damaged, Report, ShardSet, ShardsSpec, ShardTable
 from data_shards.text import parse_json
 from data_shards.vocabulary import SPLIT_FOLDERS
 
@@ -42,42 +42,41 @@ def open_external(
 ) -> ShardSet:
     """Open the tars `urls`, which have no manifest; arguments and errors as for `opening.open_shards`."""
     source = str(local_path(spec.location)) if is_local(spec.location) else redacted(spec.location)
-    indexed = Indexing(spec, urls, source, index_folder or default_index_folder(), report, store).result()
-    damage = [sentence for tar in indexed.tars for sentence in _damage(tar)]
+    indexing = Indexing(spec, urls, source, index_folder or default_index_folder(), report, store)
+    indexed = indexing.result()
+    facts = [tar.facts for tar in indexed.tars]
+    damage = [sentence for url, one in zip(urls, facts, strict=True) for sentence in _damage(redacted(url), one)]
     if damage and damaged == "refuse":
         more = f" (and {len(damage) - 1} more tars are damaged)" if len(damage) > 1 else ""
         raise UserError(f"{damage[0]}; copy or make it again{more}")
-    used = tuple(tar for tar in indexed.tars if tar.summary.num_samples)
+    used = [number for number, one in enumerate(facts) if one.num_samples]
     if not used:
         raise UserError(f"{source}: there are no samples in its tars: {damage[0] if damage else 'they are empty'}")
     if spec.classes is None:
         classes = _found_classes(indexed, source=source)
     else:
         classes = read_classes(spec.classes)
-        if unknown := _unknown(indexed.found, classes, labels=indexed.labels):
+        if unknown := _unknown(indexed.found, classes, labels=indexed.label):
             sentence = f"{source}: the label {unknown} is not one of the {len(classes)} classes in {spec.classes}"
             if damaged == "refuse":
                 raise UserError(f"{sentence}: add it there, or choose another file or label")
             damage.append(sentence)
     # Keys, image sizes, labels and classes in order, not pixels: the same for a copy elsewhere.
-    content = [[tar.summary.digest for tar in used], classes, indexed.labels.text, indexed.labels.kind]
+    content = [[facts[number].digest for number in used], classes, indexed.label.text, indexed.label.kind]
     return ShardSet(
         name=_name(source),
         source=source,
         split="all",
         classes=classes,
-        shards=tuple(tar.entry for tar in used),
+        shards=ShardTable.of_entries([indexing.entry(number, indexed.label, facts[number]) for number in used]),
         digest=hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32],
         damage=tuple(damage),
-        lost_samples=sum(tar.summary.left_out for tar in indexed.tars) + _cut_samples(indexed.tars),
+        lost_samples=sum(one.left_out for one in facts) + _cut_samples(facts),
     )
 
 
 def read_classes(path: Path) -> tuple[str, ...]:
-    """Read class names from a text file (one a line) or JSON (a list, or {name: number}).
-
-    Raises UserError if it cannot be read, names a class twice, or its numbers are not 0, 1, 2, ...
-    """
+    """Read class names from a text file (one a line) or JSON (a list, or {name: number}); UserError for others."""
     try:
         text = path.read_text(encoding="utf-8")
         content = parse_json(text) if text.lstrip()[:1] in ("[", "{") else text.splitlines()
@@ -102,8 +101,7 @@ def read_classes(path: Path) -> tuple[str, ...]:
     return tuple(content)
 
 
-def _damage(tar: Tar) -> list[str]:
-    summary, name = tar.summary, tar.entry.name
+def _damage(name: str, summary: TarSummary) -> list[str]:
     sentences = [f"{name}: {summary.damage}"] if summary.damage else []
     if summary.damage and summary.num_samples:
         sentences[0] += f"; the {summary.num_samples:,} samples before that can be read"
@@ -114,15 +112,15 @@ def _damage(tar: Tar) -> list[str]:
     return sentences
 
 
-def _cut_samples(tars: Sequence[Tar]) -> int:
+def _cut_samples(facts: Sequence[TarSummary]) -> int:
     """Estimate the samples that damaged tars have lost: the tars of one set, except the last, have one size."""
-    sizes = [(tar.summary.num_samples + tar.summary.left_out, tar.summary.damage) for tar in tars]
+    sizes = [(one.num_samples + one.left_out, one.damage) for one in facts]
     usual = max((size for size, damage in sizes if not damage), default=0)
     return sum(max(1, usual - size) for size, damage in sizes if damage)
 
 
 def _found_classes(indexed: Indexed, *, source: str) -> tuple[str, ...]:
-    found, labels = indexed.found, indexed.labels
+    found, labels = indexed.found, indexed.label
     names, numbers_below = sorted(found.names), found.numbers_below
     if labels.part == "txt" and names and all(map(_is_number, names)):
         numbers_below, names = 1 + max(map(int, names)), []

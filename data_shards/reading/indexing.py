@@ -14,22 +14,23 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import TypeAdapter
+
+from data_shards.durable import replace_text
 from data_shards.errors import UserError
-from data_shards.processes import block_interrupts, end_with_parent, num_cores
-from data_shards.reading.tar_summary import FoundLabels, TarSummary, index_tar, labels_from, peek, summary_from
+from data_shards.processes import num_cores, run_parts
+from data_shards.reading.tar_summary import FoundLabels, IndexedTar, TarSummary, index_tar, peek
 from data_shards.shards.labels import LabelSpec
 from data_shards.shards.location import PIPE, is_local, local_path, redacted
-from data_shards.shards.manifest import write_json
-from data_shards.shards.shard_set import Report, ShardsSpec
-from data_shards.shards.shard_table import ShardEntry
-from data_shards.text import counted, parse_json, show_duration
+from data_shards.shards.shard_set import Report, ShardEntry, ShardsSpec
+from data_shards.text import counted, show_duration
 
 if TYPE_CHECKING:
     from data_shards.store.store import Store
@@ -43,24 +44,41 @@ _STAT_THREADS = 32
 _PROGRESS_SECONDS = 5.0
 _PEEKED_TARS = 3
 
-_ABSENT = TarSummary(0, 0, "there is no such tar", 0, (), "", "")
+_ABSENT = IndexedTar(TarSummary(0, 0, "there is no such tar", 0, (), "", ""), FoundLabels())
 
 
 @dataclass(frozen=True)
 class Tar:
-    """One tar and what was found in it."""
+    """One tar: the name of its index file, and what was found in it."""
 
-    entry: ShardEntry
-    summary: TarSummary
+    file: str
+    facts: TarSummary
 
 
 @dataclass(frozen=True)
 class Indexed:
-    """All tars in their order, and their labels."""
+    """All tars in their order, and their labels: the content of set.json."""
 
-    tars: tuple[Tar, ...]
-    labels: LabelSpec
+    source: str
+    label: LabelSpec
     found: FoundLabels
+    tars: tuple[Tar, ...]
+
+
+_INDEXED = TypeAdapter(Indexed)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Arguments of `index_tar` for local tars."""
+
+    paths: list[str]
+    targets: list[Path]
+    labels: LabelSpec
+
+    def index(self, number: int) -> tuple[int, IndexedTar]:
+        path = self.paths[number]
+        return number, index_tar(path, target=self.targets[number], labels=self.labels, name=path)
 
 
 @dataclass(frozen=True)
@@ -77,9 +95,7 @@ class Indexing:
     def result(self) -> Indexed:
         """Index the tars, or take an earlier run's indexes if the tars are unchanged.
 
-        Raises:
-            UserError: the label is not given and ambiguous, or the folder cannot be written.
-            StoreError: a tar could not be fetched.
+        Raises UserError for an ambiguous label or a folder that cannot be written, StoreError for a tar out of reach.
         """
         try:
             stated = None if self.spec.label is None else LabelSpec.parse(self.spec.label, kind=self.spec.kind)
@@ -100,31 +116,19 @@ class Indexing:
 
     def _saved(self) -> Indexed | None:
         try:
-            content = parse_json((self._folder / "set.json").read_bytes())
-            files = [entry["file"] for entry in content["tars"]]
-            if files != [self._target(number).name for number in range(len(self.urls))]:
-                return None
-            summaries = [summary_from(entry["facts"]) for entry in content["tars"]]
-            return self._result(summaries, LabelSpec(**content["label"]), labels_from(content["found"]))
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            saved = _INDEXED.validate_json((self._folder / "set.json").read_bytes(), strict=True)
+        except (FileNotFoundError, ValueError):
             return None
+        return saved if [tar.file for tar in saved.tars] == [target.name for target in self._targets] else None
 
     def _index(self, labels: LabelSpec) -> Indexed:
         summaries, found = self._index_all(labels)
-        content = {
-            "source": self.source,
-            "label": asdict(labels),
-            "found": {**asdict(found), "names": sorted(found.names)},
-            "tars": [{"file": self._target(number).name, "facts": asdict(one)} for number, one in enumerate(summaries)],
-        }
-        write_json(self._folder / "set.json", content)
-        return self._result(summaries, labels, found)
+        tars = tuple(Tar(target.name, facts) for target, facts in zip(self._targets, summaries, strict=True))
+        indexed = Indexed(self.source, labels, found, tars)
+        replace_text(self._folder / "set.json", _INDEXED.dump_json(indexed, indent=1).decode(), writers="several")
+        return indexed
 
-    def _result(self, summaries: Sequence[TarSummary], labels: LabelSpec, found: FoundLabels) -> Indexed:
-        tars = [Tar(self._entry(number, labels, one), one) for number, one in enumerate(summaries)]
-        return Indexed(tuple(tars), labels, found)
-
-    def _entry(self, number: int, labels: LabelSpec, summary: TarSummary) -> ShardEntry:
+    def entry(self, number: int, labels: LabelSpec, summary: TarSummary) -> ShardEntry:
         url = self.urls[number]
         return ShardEntry(
             url=url,
@@ -133,7 +137,7 @@ class Indexing:
             # The store's cache key depends on it, and a pipe's size is not known beforehand.
             num_bytes=summary.num_bytes if is_local(url) else None,
             sha256="",
-            index=self._target(number),
+            index=self._targets[number],
             labels=labels,
             stamp=self._found[number][1],
             index_digest=summary.digest,
@@ -168,65 +172,57 @@ class Indexing:
         except OSError as error:
             raise UserError(f"{url}: cannot be read ({error.strerror})") from None
 
-    def _target(self, number: int) -> Path:
-        return self._folder / f"{_hashed((self.urls[number], self._found[number][0]))}.npz"
+    @cached_property
+    def _targets(self) -> list[Path]:
+        pairs = zip(self.urls, self._found, strict=True)
+        return [self._folder / f"{_hashed((url, fingerprint))}.npz" for url, (fingerprint, _) in pairs]
 
     def _index_all(self, labels: LabelSpec) -> tuple[list[TarSummary], FoundLabels]:
         count = len(self.urls)
         begun = last_line = time.monotonic()
         self.report(f"{self.source}: indexing {counted(count, 'tar')}, once; the indexes are kept in {self._folder}")
         done = {number: _ABSENT for number, (fingerprint, _) in enumerate(self._found) if fingerprint == "absent"}
-        found = FoundLabels()
-        for number, (summary, labels_here) in self._each([each for each in range(count) if each not in done], labels):
-            done[number] = summary
-            found |= labels_here
+
+        def add(indexed: tuple[int, IndexedTar]) -> None:
+            nonlocal last_line
+            done[indexed[0]] = indexed[1]
             now = time.monotonic()
             if now - last_line >= _PROGRESS_SECONDS and len(done) < count:
                 last_line = now
                 left_seconds = (now - begun) / len(done) * (count - len(done))
                 self.report(f"{self.source}: {len(done):,} of {count:,} tars, {show_duration(left_seconds)} left")
-        num_samples = sum(one.num_samples for one in done.values())
-        self.report(f"{self.source}: {num_samples:,} samples, {found} in {labels.text}")
-        return [done[number] for number in range(count)], found
 
-    def _each(self, todo: list[int], labels: LabelSpec) -> Iterator[tuple[int, tuple[TarSummary, FoundLabels]]]:
-        """Yield (tar number, what was found in it), in the order of completion."""
-        pool: Executor
+        todo = [number for number in range(count) if number not in done]
         if all(map(is_local, self.urls)):
-            begun = time.monotonic()
-            for done, number in enumerate(todo, start=1):
-                yield number, self._index_one(number, labels)
-                left = len(todo) - done
+            work = _Work([str(local_path(url)) for url in self.urls], self._targets, labels)
+            while todo:
+                add(work.index(todo.pop(0)))
                 # A daemon, such as a worker of the loader, may have no processes.
-                processes = 1 if multiprocessing.current_process().daemon else min(num_cores(), _MOST_PROCESSES, left)
-                if processes > 1 and (time.monotonic() - begun) / done * left > _WORTH_PROCESSES_SECONDS:
-                    todo = todo[done:]
+                processes = 1 if multiprocessing.current_process().daemon else min(num_cores(), _MOST_PROCESSES)
+                if processes > 1 and (time.monotonic() - begun) / len(done) * len(todo) > _WORTH_PROCESSES_SECONDS:
+                    run_parts(_Work.index, work, todo, processes=processes, done=add)
                     break
-            else:
-                return
-            # Spawned: a fork copies locks of other threads, and the fork server is kept for the loader's workers.
-            spawned = multiprocessing.get_context("spawn")
-            pool = ProcessPoolExecutor(processes, mp_context=spawned, initializer=end_with_parent)
         else:
-            pool = ThreadPoolExecutor(_REMOTE_THREADS)
-        try:
-            with block_interrupts():
-                futures = {self._submit(pool, number, labels): number for number in todo}
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+            with ThreadPoolExecutor(_REMOTE_THREADS) as pool:
+                futures = [pool.submit(self._index_remote, number, labels) for number in todo]
+                try:
+                    for future in as_completed(futures):
+                        add(future.result())
+                finally:
+                    pool.shutdown(cancel_futures=True)
+        if missing := [redacted(url) for number, url in enumerate(self.urls) if number not in done]:
+            raise UserError(f"{missing[0]}: the process that indexed it crashed: is there enough memory?")
+        found = FoundLabels()
+        for each in done.values():
+            found |= each.labels
+        num_samples = sum(each.facts.num_samples for each in done.values())
+        self.report(f"{self.source}: {num_samples:,} samples, {found} in {labels.text}")
+        return [done[number].facts for number in range(count)], found
 
-    def _submit(self, pool: Executor, number: int, labels: LabelSpec) -> Future[tuple[TarSummary, FoundLabels]]:
-        url = self.urls[number]
-        if not is_local(url):
-            return pool.submit(self._index_one, number, labels)
-        target = self._target(number)  # `self` need not be picklable
-        return pool.submit(index_tar, str(local_path(url)), target=target, labels=labels, name=redacted(url))
-
-    def _index_one(self, number: int, labels: LabelSpec) -> tuple[TarSummary, FoundLabels]:
+    def _index_remote(self, number: int, labels: LabelSpec) -> tuple[int, IndexedTar]:
         with self._local_copy(number, labels) as path:
-            return index_tar(path, target=self._target(number), labels=labels, name=redacted(self.urls[number]))
+            name = redacted(self.urls[number])
+            return number, index_tar(path, target=self._targets[number], labels=labels, name=name)
 
     @contextmanager
     def _local_copy(self, number: int, labels: LabelSpec) -> Iterator[str]:
@@ -235,7 +231,7 @@ class Indexing:
             yield str(local_path(url))
             return
         assert self.store is not None
-        with open(self.store.open_file(self._entry(number, labels, _ABSENT)), "rb") as tar:
+        with open(self.store.open_file(self.entry(number, labels, _ABSENT.facts)), "rb") as tar:
             yield f"/dev/fd/{tar.fileno()}"  # it may be evicted from the cache meanwhile
 
     def _cls_if_there(self) -> LabelSpec:

@@ -14,10 +14,15 @@ from typing import TYPE_CHECKING
 
 from data_shards.errors import UserError
 from data_shards.shards.location import PIPE, expand_braces, is_local, join, local_path, redacted
-from data_shards.shards.manifest import MANIFEST_FILE, Manifest, load_manifest, parse_manifest, shard_files
-from data_shards.shards.packed_shards import PackedShards
-from data_shards.shards.shard_set import Damaged, Report, ShardSet, ShardsSpec
-from data_shards.shards.shard_table import ShardEntry, ShardTable, TableSource
+from data_shards.shards.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    ShardFiles,
+    load_manifest,
+    parse_manifest,
+    shard_files,
+)
+from data_shards.shards.shard_set import Damaged, Report, ShardEntry, ShardSet, ShardSource, ShardsSpec, ShardTable
 from data_shards.shards.tar_index import index_path, read_index, readable_index
 from data_shards.vocabulary import SPLIT_FOLDERS
 
@@ -35,14 +40,11 @@ def open_shards(
     report: Report = print,
     store: Store | None = None,
 ) -> ShardSet:
-    """Open a set of shards; `spec` may be just a location.
+    """Open a set of shards; `spec` may be just a location, `store` is for what is not local.
 
     Damage is refused, or reported in the set's `damage`. Indexes of tars without a manifest are kept in `index_folder`,
-    by default in the user's cache; `report` takes progress lines. `store` is for what is not local.
-
-    Raises:
-        UserError: nothing there, a broken manifest, damage that is refused, or ambiguous labels.
-        StoreError: the location cannot be reached.
+    by default in the user's cache; `report` takes progress lines. Raises UserError if nothing is there, for a broken
+    manifest, damage or ambiguous labels, and StoreError if the location cannot be reached.
     """
     if isinstance(spec, str):
         spec = ShardsSpec(spec)
@@ -129,13 +131,10 @@ def _open_local(location: str, *, damaged: Damaged) -> ShardSet:
     if found and damaged == "refuse":
         more = f" (and {len(found) - 1} more shards are damaged)" if len(found) > 1 else ""
         raise UserError(found[0] + more)
-    source = TableSource(str(manifest.root.absolute()), str(manifest.root), manifest.labels, len(manifest.shards))
-    rows = PackedShards.of_shards(manifest.shards)
-    table = ShardTable.of(source, rows, damaged=tuple(files.damage), stamps=files.stamps)
-    opened = _packed(manifest, table, source=str(local_path(location)))
-    return replace(
-        opened, damage=tuple(found), lost_samples=sum(_lost_samples(table[number]) for number in files.damage)
-    )
+    root = manifest.root
+    opened = _packed(manifest, folder=str(root.absolute()), shown_folder=str(root), source=str(root), files=files)
+    lost_samples = sum(_lost_samples(opened.shards[number]) for number in files.damage)
+    return replace(opened, damage=tuple(found), lost_samples=lost_samples)
 
 
 def _lost_samples(entry: ShardEntry) -> int:
@@ -162,10 +161,13 @@ def _open_remote(location: str, *, store: Store) -> ShardSet:
         pattern = redacted(join(location, "x-")) + "{000..127}.tar"
         raise UserError(f"{error}; tars without a manifest are given as a pattern, such as {pattern}") from None
     manifest = parse_manifest(content, root=Path(), name=redacted(url))
-    rows = PackedShards.of_shards(manifest.shards)
-    table = ShardTable.of(TableSource(location, None, manifest.labels, len(rows)), rows)
-    return _packed(manifest, table, source=redacted(location))
+    return _packed(manifest, folder=location, shown_folder="", source=redacted(location))
 
 
-def _packed(manifest: Manifest, table: ShardTable, *, source: str) -> ShardSet:
+def _packed(
+    manifest: Manifest, *, folder: str, shown_folder: str, source: str, files: ShardFiles | None = None
+) -> ShardSet:
+    source_of = ShardSource(folder, shown_folder, manifest.labels, len(manifest.shards))
+    found = {"stamps": files.stamps, "damaged": tuple(files.damage)} if files else {}
+    table = ShardTable.of(source_of, manifest.shards, **found)
     return ShardSet(manifest.name, source, manifest.split, manifest.classes, table, manifest.digest)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.errors import CorruptSample, Fault, SampleError, UnreadableImage
-from data_shards.images.box import Pixels
+from data_shards.images.crops import Pixels
 from data_shards.images.decode import USUAL_LIMIT, PixelLimit, peek_size, read_image
 from data_shards.order.randomness import hash_words
 from data_shards.order.sample_order import Int64s

@@ -41,9 +41,7 @@ def as_webdataset(
         options: more arguments of `WebDataset`. Several processes need a `nodesplitter`, such as
             `webdataset.split_by_node`; DataLoader's workers share the shards, so use at most as many workers.
 
-    Raises:
-        UserError: nothing there, a broken manifest, a shard of another size than its manifest says, an unknown shard,
-            both a store and a cache_dir.
+    Raises UserError as `open_shards`, and for an unknown shard, or both a store and a cache_dir.
     """
     if store is not None and options.get("cache_dir"):  # webdataset would read past the store
         raise UserError("as_webdataset: give store or cache_dir, not both: the store has a cache of its own")

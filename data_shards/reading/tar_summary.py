@@ -7,13 +7,14 @@ damaged image shows only when it is decoded. Runs in worker processes.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter
 
 from data_shards.errors import UserError
 from data_shards.shards.labels import LabelSpec, read_values
@@ -27,16 +28,17 @@ _MOST_NAMED = 3  # samples that are left out, in a message
 _PEEKED_MEMBERS = 64
 _MOST_PEEKED_BYTES = 1 << 20  # of a JSON that is searched for label keys
 _PIXELS_ROWS, _PIXELS_BYTES = 16, 1 << 16
+_Count = Annotated[int, Field(ge=0, lt=MOST_TAR_BYTES)]
 
 
 @dataclass(frozen=True)
 class TarSummary:
     """The samples and damage found in a tar."""
 
-    num_samples: int  # in its index
-    num_bytes: int  # of the tar
+    num_samples: _Count  # in its index
+    num_bytes: _Count  # of the tar
     damage: str  # why nothing after some byte could be read; "" if the tar is whole
-    left_out: int  # samples that were found, but are not in the index
+    left_out: _Count  # samples that were found, but are not in the index
     examples: tuple[str, ...]  # the first of these: key and reason
     digest: str  # of keys, image sizes and labels
     pixels: str  # see `pixels_digest`; "" for a missing tar
@@ -61,19 +63,27 @@ class FoundLabels:
         return f"{len(self.names):,} different names of classes ({min(self.names)[:40]!r}, ...){numbers}"
 
 
-def index_tar(path: str, *, target: Path, labels: LabelSpec, name: str) -> tuple[TarSummary, FoundLabels]:
+@dataclass(frozen=True)
+class IndexedTar:
+    """One tar's summary and labels, as its index file keeps them."""
+
+    facts: TarSummary
+    labels: FoundLabels
+
+
+_INDEXED = TypeAdapter(IndexedTar)
+
+
+def index_tar(path: str, *, target: Path, labels: LabelSpec, name: str) -> IndexedTar:
     """Index a local tar into the .npz `target`, unless that exists: its name stands for the tar's content.
 
-    Raises:
-        UserError: the tar cannot be read.
-        OSError: `target` cannot be written.
+    Raises UserError if the tar cannot be read, OSError if `target` cannot be written.
     """
     try:
-        content = parse_json(load_note(target))
-        return summary_from(content["facts"]), labels_from(content["labels"])
+        return _INDEXED.validate_json(load_note(target), strict=True)
     except FileNotFoundError:
         pass
-    except (ValueError, KeyError, TypeError):  # broken, or of another version
+    except ValueError:  # broken, or of another version
         target.unlink(missing_ok=True)
     readable = readable_index(path, label=labels.part, name=name)
     left_out = [f"{key!r} {reason}" for key, reason in readable.left_out]
@@ -86,9 +96,9 @@ def index_tar(path: str, *, target: Path, labels: LabelSpec, name: str) -> tuple
         raise UserError(f"{name}: cannot be read ({error.strerror})") from None
     examples = tuple(left_out[:_MOST_NAMED])
     summary = TarSummary(len(index), num_bytes, readable.damage, len(left_out), examples, digest, pixels)
-    note = {"facts": asdict(summary), "labels": {**asdict(found), "names": sorted(found.names)}}
-    save_index(index, target, note=json.dumps(note))
-    return summary, found
+    indexed = IndexedTar(summary, found)
+    save_index(index, target, note=_INDEXED.dump_json(indexed).decode())
+    return indexed
 
 
 def pixels_digest(path: str, index: ShardIndex) -> str:
@@ -106,27 +116,6 @@ def spread(count: int, *, most: int) -> list[int]:
     if count <= most:
         return list(range(count))
     return [number * (count - 1) // max(1, most - 1) for number in range(most)]
-
-
-def summary_from(content: dict[str, Any]) -> TarSummary:
-    """Read it from JSON; raises KeyError, TypeError or ValueError for anything else."""
-    summary = TarSummary(**{**content, "examples": tuple(content["examples"])})
-    numbers = (summary.num_samples, summary.num_bytes, summary.left_out)
-    if not all(type(number) is int and 0 <= number < MOST_TAR_BYTES for number in numbers):
-        raise ValueError("numbers that no tar has")
-    if not all(isinstance(text, str) for text in (summary.damage, summary.digest, summary.pixels, *summary.examples)):
-        raise TypeError("no texts")
-    return summary
-
-
-def labels_from(content: dict[str, Any]) -> FoundLabels:
-    """Read them as `summary_from`."""
-    found = FoundLabels(**{**content, "names": frozenset(content["names"])})
-    if type(found.numbers_below) is not int or type(found.num_values) is not int:
-        raise TypeError("no numbers")
-    if not all(isinstance(name, str) for name in found.names):
-        raise TypeError("no names")
-    return found
 
 
 def _read_labels(

@@ -60,10 +60,7 @@ def similar_names(classes: Sequence[str]) -> list[list[str]]:
 
 
 def parse_label(content: bytes, *, spec: LabelSpec, label_map: Mapping[str, int], num_classes: int) -> tuple[int, ...]:
-    """Read the class numbers in a label member, below `num_classes`; exactly one if `spec.kind` is "single".
-
-    Raises ValueError with what is wrong with the label, in a few words.
-    """
+    """Read a label's class numbers; one if `spec.kind` is "single". Raises ValueError that says what is wrong."""
     if spec.part == "cls" and spec.kind == "single":  # by far the most frequent, and never a name if it is a number
         digits = content.strip()
         if digits.isdigit() and len(digits) <= _MOST_DIGITS and int(digits) < num_classes:

@@ -58,7 +58,7 @@ def command_reason(location: str) -> str | None:
 
 
 def local_path(location: str) -> Path:
-    """The path of a local location, without "file:" or "file://"."""
+    """Return a local location's path, without "file:" or "file://"."""
     assert is_local(location), redacted(location)
     return Path(re.sub(r"^file:(//)?", "", location))
 
@@ -74,10 +74,7 @@ def require_no_command(location: str, *, commands: Commands) -> None:
 
 
 def redacted(url: str) -> str:
-    """Strip user, password, query and fragment; keep a pipe's program and its tar's name.
-
-    Without a secret it is unchanged. Each part of a pattern with "::" is treated like this.
-    """
+    """Strip user, password, query and fragment of each URL in a pattern; keep a pipe's program and its tar's name."""
     first, *others = _NEXT_URL.split(url, maxsplit=1)
     return "::".join([_shown_one(first), *map(redacted, others)])
 

@@ -12,21 +12,17 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Literal
 
 from data_shards.durable import replace_text
 from data_shards.errors import UserError
 from data_shards.shards.labels import LabelSpec
-from data_shards.shards.packed_shards import PackedShards, Shard
-from data_shards.text import brief, parse_json
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from data_shards.text import brief, one_line
+from data_shards.vocabulary import LabelKind, LabelPart
 
 MANIFEST_FILE = "manifest.json"
 MANIFEST_VERSION = 1
@@ -34,12 +30,22 @@ REMEDY = "make it with `shardvit pack SOURCE OUT`"
 
 # A `stat` on a network file system is a millisecond of waiting: threads make it 32 times faster for many shards.
 _STAT_THREADS = 32
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 _STATS_IN_TURN = 64
-_SLOW_STAT_SECONDS = 100e-6  # where the kernel answers by itself it takes 3; threads would take each other's turn
-_PLAIN_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,1000}")  # needs no look at folders, schemes or surrogates
+_SLOW_STAT_SECONDS = 100e-6  # a local one takes 3 µs, and threads would only take turns
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
+_PLAIN_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,1000}")  # surely inside the folder
 _MOST_NAME = 1024  # characters of a shard's file
 _MOST = 1 << 48  # samples or bytes of one shard: far beyond any, and a sum of them still fits into 64 bits
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One tar: `file` is relative to the manifest's folder, `sha256` the digest of all its bytes, or "" if unknown."""
+
+    file: str
+    num_samples: int
+    num_bytes: int
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -50,18 +56,18 @@ class Manifest:
     name: str
     split: str
     classes: tuple[str, ...]
-    shards: Sequence[Shard]  # of one that was read: columns
+    shards: tuple[Shard, ...]
     source: str
     labels: LabelSpec = field(default_factory=LabelSpec)
     without_matches_of: tuple[str, ...] = ()  # digests of the sets whose images were left out
 
     @property
     def num_samples(self) -> int:
-        return int(PackedShards.of_shards(self.shards).num_samples.sum())
+        return sum(shard.num_samples for shard in self.shards)
 
     @property
     def num_bytes(self) -> int:
-        return int(PackedShards.of_shards(self.shards).num_bytes.sum())
+        return sum(shard.num_bytes for shard in self.shards)
 
     @property
     def num_classes(self) -> int:
@@ -77,15 +83,36 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """32 hex digits (MLflow allows 36) that change with the shards' bytes or order, the classes, or the label spec.
-
-        For a shard without a digest, its name and size count instead of its bytes.
-        """
-        rows = PackedShards.of_shards(self.shards)
-        names = zip(rows.sha256, rows.files, rows.num_bytes.tolist(), strict=True)
-        shards = [sha256 or f"{file}:{num_bytes}" for sha256, file, num_bytes in names]
+        """32 hex digits that change with the shards' bytes (or names and sizes), their order, the classes or labels."""
+        shards = [shard.sha256 or f"{shard.file}:{shard.num_bytes}" for shard in self.shards]
         labels = [] if self.labels == LabelSpec() else [[self.labels.text, self.labels.kind]]
         return hashlib.sha256(json.dumps([shards, self.classes, *labels]).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class _Labels:
+    part: LabelPart
+    key: str | None
+    kind: LabelKind
+
+    def __post_init__(self) -> None:
+        LabelSpec(**vars(self))  # which key goes with which part
+
+
+@dataclass(frozen=True)
+class _ManifestFile:
+    """The content of manifest.json."""
+
+    version: Literal[1]
+    name: str
+    split: str
+    source: str
+    num_samples: int
+    classes: tuple[str, ...]
+    label_map: dict[str, int]
+    labels: _Labels
+    shards: tuple[Shard, ...]
+    without_matches_of: tuple[str, ...] = ()
 
 
 def write_manifest(manifest: Manifest) -> Path:
@@ -114,7 +141,7 @@ def write_timm_info(folder: Path, manifests: Iterable[Manifest]) -> None:
         manifest.split: {
             "name": manifest.split,
             "num_samples": manifest.num_samples,
-            "filenames": [(manifest.root / shard.file).relative_to(folder).as_posix() for shard in manifest.shards],
+            "filenames": [path.relative_to(folder).as_posix() for path in manifest.shard_paths],
             "shard_lengths": [shard.num_samples for shard in manifest.shards],
         }
         for manifest in manifests
@@ -157,19 +184,26 @@ def load_manifest(folder: Path | str) -> Manifest:
 
 def parse_manifest(text: bytes, *, root: Path, name: str) -> Manifest:
     """Parse a manifest; `name` is the file's in messages. Raises UserError as `read_manifest` does."""
+    from pydantic import TypeAdapter, ValidationError
+
     try:
-        content = parse_json(text)
+        content = TypeAdapter(_ManifestFile).validate_json(text, strict=True)
+        same = {name: getattr(content, name) for name in ("name", "split", "classes", "shards", "source")}
+        labels, left_out = LabelSpec(**vars(content.labels)), content.without_matches_of
+        manifest = Manifest(root, **same, labels=labels, without_matches_of=left_out)
+        _check(manifest)
+        if content.label_map != manifest.label_map:
+            raise ValueError("'label_map' contradicts 'classes'")
+        if content.num_samples != manifest.num_samples:
+            raise ValueError("'num_samples' is not the sum over the shards")
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = one_line(".".join(map(str, first["loc"])))[:80]
+        reason = f"'{place}': {first['msg']}" if place else first["msg"]
+        raise UserError(f"{name}: {reason}; {REMEDY} again") from None
     except ValueError as error:
         raise UserError(f"{name}: {error}; {REMEDY} again") from None
-    if not isinstance(content, dict) or content.get("version") != MANIFEST_VERSION:
-        found = brief(content.get("version")) if isinstance(content, dict) else None
-        raise UserError(f"{name}: the manifest has version {found}, known here is {MANIFEST_VERSION}; {REMEDY} again")
-    try:
-        return _parse(root, content)
-    except KeyError as error:
-        raise UserError(f"{name}: the entry {error} is missing; {REMEDY} again") from None
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{name}: {error}; {REMEDY} again") from None
+    return manifest
 
 
 @dataclass(frozen=True)
@@ -177,141 +211,58 @@ class ShardFiles:
     """The state of a set's files."""
 
     damage: dict[int, str]  # number of a shard -> an error message, in order
-    stamps: NDArray[np.int64]  # [shards, 2]: mtime, which can be set at will, and ctime, which cannot; -1: not there
+    stamps: list[str]  # mtime, which can be set at will, and ctime, which cannot; "": not there
 
 
 def shard_files(manifest: Manifest) -> ShardFiles:
     """`stat` each shard: in turn if that is quick, in threads where each is a round trip over a network."""
-    import numpy as np
-
-    rows = PackedShards.of_shards(manifest.shards)
     folder = os.path.join(manifest.root, "")
-    paths = [folder + file for file in rows.files]  # pathlib takes ten times as long
-    wanted, found = rows.num_bytes.tolist(), np.full((len(paths), 3), -1, dtype=np.int64)
-
-    def look(start: int) -> None:
-        for number in range(start, min(start + _STATS_IN_TURN, len(paths))):
-            try:
-                status = os.stat(paths[number])
-            except OSError:
-                continue
-            found[number] = status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-    starts = range(0, len(paths), _STATS_IN_TURN)
+    paths = [folder + shard.file for shard in manifest.shards]  # pathlib takes ten times as long
     begin = time.perf_counter()
-    for start in starts[:1]:
-        look(start)
+    found = list(map(_stat, paths[:_STATS_IN_TURN]))
     if (time.perf_counter() - begin) / _STATS_IN_TURN > _SLOW_STAT_SECONDS:
         with ThreadPoolExecutor(_STAT_THREADS) as pool:
-            list(pool.map(look, starts[1:]))
+            found += pool.map(_stat, paths[_STATS_IN_TURN:], chunksize=_STATS_IN_TURN)
     else:
-        for start in starts[1:]:
-            look(start)
+        found += map(_stat, paths[_STATS_IN_TURN:])
     damage: dict[int, str] = {}
-    for at in np.flatnonzero(found[:, 0] != rows.num_bytes).tolist():
-        what = f"the shard has {found[at, 0]} bytes where the manifest says {wanted[at]}; copy it again"
-        if found[at, 0] < 0:
-            what = "the manifest names this shard but it is not there; copy it here"
-        damage[at] = f"{paths[at]}: {what} or {REMEDY}"
-    return ShardFiles(damage, found[:, 1:].copy())
+    for number, (shard, status) in enumerate(zip(manifest.shards, found, strict=True)):
+        if status is None:
+            damage[number] = "the manifest names this shard but it is not there; copy it here"
+        elif status[0] != shard.num_bytes:
+            damage[number] = f"the shard has {status[0]} bytes where the manifest says {shard.num_bytes}; copy it again"
+    damage = {number: f"{paths[number]}: {what} or {REMEDY}" for number, what in damage.items()}
+    return ShardFiles(damage, [status[1] if status else "" for status in found])
 
 
-def _parse(root: Path, content: dict[str, Any]) -> Manifest:
-    """Raises KeyError, TypeError or ValueError; the caller adds the file's name."""
-    shards = _shards(_typed(content, "shards", list))
-    classes = tuple(_typed(content, "classes", list))
-    if not all(isinstance(name, str) for name in classes) or len(set(classes)) != len(classes) or not classes:
+def _stat(path: str) -> tuple[int, str] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_size, f"{status.st_mtime_ns} {status.st_ctime_ns}"
+
+
+def _check(manifest: Manifest) -> None:
+    """Check what the types leave open; raises ValueError."""
+    if not manifest.classes or len(set(manifest.classes)) != len(manifest.classes):
         raise ValueError("'classes' must be a list of different names")
-    _text("".join(classes))
-    if len(set(shards.files)) != len(shards):
+    files = [shard.file for shard in manifest.shards]
+    if len(set(files)) != len(files):
         raise ValueError("'shards' names a file twice")
-    manifest = Manifest(
-        root=root,
-        name=_typed(content, "name", str),
-        split=_typed(content, "split", str),
-        classes=classes,
-        shards=shards,
-        source=_typed(content, "source", str),
-        labels=_labels(content),
-        without_matches_of=_texts(content.get("without_matches_of", [])),
-    )
-    if content["label_map"] != manifest.label_map:
-        raise ValueError("'label_map' contradicts 'classes'")
-    if content["num_samples"] != manifest.num_samples:
-        raise ValueError("'num_samples' is not the sum over the shards")
-    return manifest
+    for file in files:
+        if not _PLAIN_FILE.fullmatch(file):
+            _check_inside(file)
+    for shard in manifest.shards:
+        for name in ("num_samples", "num_bytes"):
+            if not 0 <= getattr(shard, name) <= _MOST:
+                raise ValueError(f"'{name}' of {shard.file[:80]} is not a count: {brief(getattr(shard, name))}")
 
 
-def _shards(entries: list[Any]) -> PackedShards:
-    """Check whole columns where all is as `write_manifest` has it, in a fifth of the time; else one by one."""
-    names = ("file", "num_samples", "num_bytes", "sha256")
-    kinds = [dict, str, int, int, str]
-    try:
-        columns = [[entry[name] for entry in entries] for name in names]
-    except (KeyError, TypeError):
-        columns = []
-    if [set(map(type, column)) for column in (entries, *columns)] == [{kind} for kind in kinds]:
-        files, num_samples, num_bytes, digests = columns
-        counts = num_samples + num_bytes
-        is_plain = all(map(_PLAIN_FILE.fullmatch, files)) and "".join(digests).isascii()
-        if is_plain and min(counts) >= 0 and max(counts) <= _MOST:
-            return PackedShards.of(files, num_samples, num_bytes, digests)
-    return PackedShards.of_shards(
-        [
-            Shard(
-                _inside(_typed(entry, "file", str)),
-                _count(entry, "num_samples"),
-                _count(entry, "num_bytes"),
-                _typed(entry, "sha256", str),
-            )
-            for entry in entries
-        ]
-    )
-
-
-def _typed(content: dict[str, Any], key: str, kind: type) -> Any:
-    if not isinstance(content, dict):
-        raise TypeError("an entry of 'shards' is not a table")
-    if not isinstance(content[key], kind):
-        raise TypeError(f"'{key}' is not of type {kind.__name__}")
-    return _text(content[key]) if kind is str else content[key]
-
-
-def _texts(found: Any) -> tuple[str, ...]:
-    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
-        raise TypeError("'without_matches_of' is not a list of text")
-    return tuple(map(_text, found))
-
-
-def _text(text: str) -> str:
-    """Refuse lone surrogates, which JSON can hold but which can be neither printed nor encoded."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{text[:40]!a} is not text") from None
-    return text
-
-
-def _count(content: dict[str, Any], key: str) -> int:
-    value = _typed(content, key, int)
-    if isinstance(value, bool) or not 0 <= value <= _MOST:
-        raise ValueError(f"'{key}' is not a count: {brief(value)}")
-    return value
-
-
-def _inside(file: str) -> str:
+def _check_inside(file: str) -> None:
     path = PurePosixPath(file)
     is_strange = len(file) > _MOST_NAME or "\\" in file or "\0" in file
     if is_strange or not path.parts or path.is_absolute() or ".." in path.parts:
         raise ValueError(f"the shard {file[:80]!r} does not lie inside the folder")
     if _SCHEME.match(file):
         raise ValueError(f"the shard {file[:80]!r} is a command or a URL, where only a file in the folder can be")
-    return file
-
-
-def _labels(content: dict[str, Any]) -> LabelSpec:
-    entry = _typed(content, "labels", dict)
-    try:
-        return LabelSpec(part=entry["part"], key=entry["key"], kind=entry["kind"])
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"'labels': {error}") from None

@@ -2,7 +2,7 @@
 
 Reads ustar, GNU (long names, sizes beyond 8 GB) and pax (webdataset writes an extra header for each member's mtime).
 Unlike tarfile and webdataset, it never ignores damage: an invalid header, an early end, or data after the end marker
-raise `TarDamage` with the byte. Compressed tars (no usable offsets) and sparse members are refused.
+raise `TarDamage`. Compressed tars (no usable offsets) and sparse members are refused.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ _TAIL_READ_BYTES = 1 << 20
 _REGULAR = b"0\x007"
 _WITHOUT_DATA = b"123456"  # links, devices, folders: whatever their size says
 _LINKS = b"12"
+_EXTENDED = b"LKxXg"  # headers that speak of the next member, or (g) of all
 _ADLER_MODULUS = 65521
-_PAX = b"xX"
-_NO_TAR = "not a plain, uncompressed tar: there is no tar header at byte {}"
 _ZEROS = bytes(BLOCK_BYTES)
 
 
@@ -36,11 +35,7 @@ class Member(NamedTuple):
 
 
 class TarDamage(ValueError):
-    """`str(error)` says what is wrong and at which byte; `offset` is that byte."""
-
-    def __init__(self, reason: str, *, offset: int) -> None:
-        super().__init__(reason)
-        self.offset = offset
+    """`str(error)` says what is wrong and, first, at which byte."""
 
 
 def walk_tar(
@@ -52,7 +47,19 @@ def walk_tar(
     names of hard and symbolic links, which are passed over, are added to `links`.
     """
     num_bytes = os.fstat(descriptor).st_size if end is None else end
-    chunk, chunk_start, tar_start = b"", 0, start
+    for kind, member in _members(descriptor, start, num_bytes):
+        if kind in _LINKS:
+            if links is not None:
+                links.append(member.name)
+        elif kind in _REGULAR and not (kind == b"\0" and member.name.endswith("/")):  # ancient tars mark folders so
+            yield member
+
+
+def _members(descriptor: int, tar_start: int, num_bytes: int) -> Iterator[tuple[bytes, Member]]:
+    """Yield the type and place of each member, whatever it is."""
+    chunk, chunk_start, position = b"", 0, tar_start
+    every: dict[bytes, bytes] = {}  # pax records for all that follow
+    records: dict[bytes, bytes] = {}  # pax records (or a long name) for the next member
 
     def read(start: int, size: int) -> bytes:
         nonlocal chunk, chunk_start
@@ -62,58 +69,35 @@ def walk_tar(
             chunk, chunk_start, first = os.pread(descriptor, most, start), start, 0
         return chunk[first : first + size]
 
-    position = tar_start
-    every: dict[bytes, bytes] = {}  # pax records for all that follow
-    records: dict[bytes, bytes] = {}  # pax records (or a long name) for the next member
-    while True:
-        header = read(position, BLOCK_BYTES)
-        if len(header) < BLOCK_BYTES:
-            if header and position == tar_start:
-                raise TarDamage(_NO_TAR.format(tar_start), offset=tar_start)
-            raise TarDamage(f"the tar is cut short at byte {num_bytes}, without an end marker", offset=num_bytes)
-        if header == _ZEROS:
-            _check_tail(descriptor, position, end=num_bytes)
-            return
+    while (header := read(position, BLOCK_BYTES)) != _ZEROS:
+        start, kind = position + BLOCK_BYTES, header[156:157]
+        if len(header) < BLOCK_BYTES and (position > tar_start or not header):
+            raise TarDamage(f"the tar is cut short at byte {num_bytes}, without an end marker")
         try:
             size = _size(header)
-            kind = header[156:157]
-            start = position + BLOCK_BYTES
-            if kind in b"LKxXg":
+            if kind in _EXTENDED:
                 if size > _MOST_EXTENDED_BYTES:
                     raise ValueError(f"an extended header of {size} bytes")
-                data = read(start, size)
                 _check_end(start + size, num_bytes, what="an extended header")
-                if kind == b"L":
-                    records[b"path"] = data.split(b"\0", 1)[0]
-                elif kind in _PAX:
-                    records |= _pax_records(data)
-                elif kind == b"g":
-                    every |= _pax_records(data)
+                (every if kind == b"g" else records).update(_records(kind, read(start, size)))
                 position = start + _padded(size)
                 continue
             if kind == b"S":
                 raise ValueError("a sparse file; pack it again")
-            records = every | records
-            name = _decoded(records[b"path"]) if b"path" in records else _name(header)
-            size = int(records.get(b"size", size))
+            known = every | records
+            name = _decoded(known[b"path"]) if b"path" in known else _name(header)
+            size = 0 if kind in _WITHOUT_DATA else int(known.get(b"size", size))
         except TarDamage:
             raise
         except ValueError as error:
-            if position == tar_start and not header[257:262] == b"ustar":
-                raise TarDamage(_NO_TAR.format(tar_start), offset=tar_start) from None
-            raise TarDamage(
-                f"the tar is damaged (no readable header at byte {position}: {error})", offset=position
-            ) from None
-        records = {}
-        if kind in _WITHOUT_DATA:
-            if links is not None and kind in _LINKS:
-                links.append(name)
-            position = start
-            continue
+            if position == tar_start and header[257:262] != b"ustar":
+                reason = f"not a plain, uncompressed tar: there is no tar header at byte {tar_start}"
+                raise TarDamage(reason) from None
+            raise TarDamage(f"the tar is damaged (no readable header at byte {position}: {error})") from None
         _check_end(start + size, num_bytes, what=f"the member {name!r}")
-        if kind in _REGULAR and not (kind == b"\0" and name.endswith("/")):  # ancient tars mark folders so
-            yield Member(name, start, size)
-        position = start + _padded(size)
+        yield kind, Member(name, start, size)
+        position, records = start + _padded(size), {}
+    _check_tail(descriptor, position, end=num_bytes)
 
 
 def stated_member(header: bytes) -> tuple[str, int]:
@@ -128,6 +112,8 @@ def stated_member(header: bytes) -> tuple[str, int]:
 
 def _size(header: bytes) -> int:
     """Read the size in a header, whose checksum must match."""
+    if len(header) < BLOCK_BYTES:
+        raise ValueError("it is cut short")
     field = header[148:156]
     stated = _number(field)
     # The low half of Adler-32 is 1 + the sum of all bytes, modulo 65521, computed in C. The field counts as spaces.
@@ -161,8 +147,10 @@ def _decoded(name: bytes) -> str:
     return name.decode("utf-8", "surrogateescape")
 
 
-def _pax_records(data: bytes) -> dict[bytes, bytes]:
-    """Parse a pax header's records, each "LENGTH KEYWORD=VALUE" and a line feed."""
+def _records(kind: bytes, data: bytes) -> dict[bytes, bytes]:
+    """Parse a GNU long name, or a pax header's records, each "LENGTH KEYWORD=VALUE" and a line feed."""
+    if kind in b"LK":  # K: of a link's target
+        return {b"path": data.split(b"\0", 1)[0]} if kind == b"L" else {}
     records: dict[bytes, bytes] = {}
     start = 0
     while start < len(data) and data[start]:
@@ -188,7 +176,7 @@ def _padded(size: int) -> int:
 
 def _check_end(end: int, num_bytes: int, *, what: str) -> None:
     if end > num_bytes:
-        raise TarDamage(f"the tar is cut short at byte {num_bytes}, inside {what}", offset=num_bytes)
+        raise TarDamage(f"the tar is cut short at byte {num_bytes}, inside {what}")
 
 
 def _check_tail(descriptor: int, position: int, *, end: int) -> None:
@@ -199,7 +187,6 @@ def _check_tail(descriptor: int, position: int, *, end: int) -> None:
             first = start + len(data) - len(data.lstrip(b"\0"))
             raise TarDamage(
                 f"the tar is damaged (an end marker at byte {position}, but data at byte {first}: zeros in the "
-                "middle, or two tars joined)",
-                offset=position,
+                "middle, or two tars joined)"
             )
         start += len(data)

@@ -3,8 +3,8 @@
 NAME.tar.part is written by the holder of its lock (flock, which the kernel releases when the process ends), its space
 reserved first; verified and flushed, it is renamed to NAME.tar. Above the limit the least recently used shard goes, by
 the mtime that a reader refreshes with `touch`; its space is free once its readers close it. Only files with our own
-names are seen or removed: the folder may be a user's home. It must be on a local disk: the locks are those of one node.
-A download costs a lock and a listing of the folder, a few milliseconds for a thousand shards.
+names are seen or removed. The folder must be on a local disk: the locks are those of one node. A download costs a lock
+and a listing of the folder, a few milliseconds for a thousand shards.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ _POLL_SECONDS = 0.05
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _CANNOT_RESERVE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 _FULL_POLL_SECONDS = 0.5
-# Readers close evicted shards within a few seconds; until then they take up space.
-_FULL_POLLS = {"evicted": 10**9, "busy": 300, "nothing": 30}
+_MOST_POLLS, _MOST_BUSY_POLLS = 30, 300  # of a full disk; the latter while others download
 
 
 def default_cache_folder() -> Path:
@@ -121,9 +120,7 @@ class Cache:
         path = self._path(f"{name}.{label}.npz")
         try:
             return load_index(path)
-        except FileNotFoundError:
-            return None
-        except ValueError:
+        except (FileNotFoundError, ValueError):
             path.unlink(missing_ok=True)
             return None
 
@@ -134,29 +131,22 @@ class Cache:
             save_index(index, path)
             with self.locked():
                 files = self.files()
+                own_bytes = sum(file.num_bytes for file in files if file.stem == name)
                 others = [file for file in files if file.stem != name]
-                if not self.evict_bytes(sum(file.num_bytes for file in files), others, evict=evict):
-                    path.unlink(missing_ok=True)
+                if self.evict_to(self.config.limit_bytes - own_bytes, others, evict=evict):
+                    return
         except OSError:
-            path.unlink(missing_ok=True)
+            pass
+        path.unlink(missing_ok=True)
 
-    def evict_one(self, part: Path, *, evict: Evict) -> Literal["evicted", "busy", "nothing"]:
-        """Remove one shard to make room for `part`; "busy": there is none yet, but downloads are running."""
-        with self.locked():
-            others = [file for file in self.files() if file.path != part]
-            victim = next(iter(_victims(others, evict=evict)), None)
-            if victim is None:
-                return "busy" if any(file.kind == "part" for file in others) else "nothing"
-            _remove(victim, others)
-        return "evicted"
-
-    def evict_bytes(self, total_bytes: int, files: list[_CachedFile], *, evict: Evict) -> bool:
-        """Remove shards until `total_bytes` is within the limit; False if it cannot be. Needs the folder's lock."""
+    def evict_to(self, most_bytes: int, files: list[_CachedFile], *, evict: Evict) -> bool:
+        """Remove shards until the files are no larger; False if they cannot be. Needs the folder's lock."""
+        total_bytes = sum(file.num_bytes for file in files)
         for victim in _victims(files, evict=evict):
-            if total_bytes <= self.config.limit_bytes:
-                return True
+            if total_bytes <= most_bytes:
+                break
             total_bytes -= _remove(victim, files)
-        return total_bytes <= self.config.limit_bytes
+        return total_bytes <= most_bytes
 
     def files(self) -> list[_CachedFile]:
         """List our files, after removing stale ones of dead processes; needs the folder's lock."""
@@ -201,18 +191,13 @@ class Cache:
 class PartialShard:
     """A shard in progress, whose lock this process holds; a `download.ByteSink`. Leaving it unpublished removes it.
 
-    `begin` and `write` raise:
-        UserError: the shard is larger than the limit, or the folder cannot be used.
-        StoreError: the disk is full, and nothing can be evicted, or readers keep it open for 15 seconds.
-        CacheFull: all shards are in use, and prefetching evicts none of those.
-        Transient: there is no room at present.
-        DownloadStopped: `stop` returned True.
+    `begin` and `write` raise UserError for a shard larger than the limit or an unusable folder, StoreError for a full
+    disk, CacheFull (prefetching) or Transient while there is no room, DownloadStopped if `stop` returned True.
     """
 
     def __init__(self, cache: Cache, descriptor: int, *, name: str, evict: Evict, stop: Stop) -> None:
-        self._cache, self._descriptor, self._name = cache, descriptor, name
+        self._cache, self._descriptor, self._name, self._stop = cache, descriptor, name, stop
         self._evict: Evict = evict
-        self._stop = stop
         self._limit_bytes = cache.config.limit_bytes
         self._done = self._reserved = 0
         self._wanted = self._growth = max(1, min(_GROWTH_BYTES, self._limit_bytes // 8))
@@ -242,8 +227,7 @@ class PartialShard:
                 if self._evict == "idle":
                     raise
                 raise Transient("the cache has no room for it at present") from None
-        view = memoryview(piece)
-        relief = self._relief(self._reserved)
+        view, relief = memoryview(piece), self._relief(self._reserved)
         while view:
             try:
                 written = os.pwrite(self._descriptor, view, self._done)
@@ -296,9 +280,7 @@ class PartialShard:
     def _claim(self, upto_bytes: int) -> bool:
         """If there is room, lengthen the file, which is how other processes learn of the claim."""
         with self._cache.locked():
-            others = [file for file in self._cache.files() if file.path != self.path]
-            total_bytes = sum(file.num_bytes for file in others) + upto_bytes
-            if not self._cache.evict_bytes(total_bytes, others, evict=self._evict):
+            if not self._cache.evict_to(self._limit_bytes - upto_bytes, self._others(), evict=self._evict):
                 return False
             if os.fstat(self._descriptor).st_size < upto_bytes:
                 os.ftruncate(self._descriptor, upto_bytes)
@@ -309,10 +291,9 @@ class PartialShard:
         try:
             os.posix_fallocate(self._descriptor, 0, upto_bytes)
         except OSError as error:
-            if error.errno in _FULL:
-                return False
-            if error.errno not in _CANNOT_RESERVE:
+            if error.errno not in _FULL | _CANNOT_RESERVE:
                 raise self._cache.unusable(error) from None
+            return error.errno in _CANNOT_RESERVE
         return True
 
     def _relief(self, needed_bytes: int) -> Iterator[None]:
@@ -323,17 +304,26 @@ class PartialShard:
                 raise DownloadStopped
             if steps > 1:
                 time.sleep(_FULL_POLL_SECONDS)
-            found = self._cache.evict_one(self.path, evict=self._evict)
-            if found != "evicted" and self._evict == "idle":
+            with self._cache.locked():
+                others = self._others()
+                victims = _victims(others, evict=self._evict)[:1]
+                for victim in victims:
+                    _remove(victim, others)
+            if not victims and self._evict == "idle":
                 raise CacheFull
-            has_helped |= found != "nothing"
-            if steps > _FULL_POLLS[found] or not has_helped:
+            is_busy = bool(victims) or any(file.kind == "part" for file in others)
+            has_helped |= is_busy
+            # Readers close evicted shards within a few seconds; until then they take up space.
+            if (not victims and steps > (_MOST_BUSY_POLLS if is_busy else _MOST_POLLS)) or not has_helped:
                 raise StoreError(
                     f"the disk of data.cache.folder, {self._cache.config.folder}, is full: "
                     f"{show_bytes(needed_bytes)} are needed for one shard; free some space, set data.cache.folder to "
                     f"another disk, or data.cache.limit below {show_bytes(self._limit_bytes)}"
                 )
             yield
+
+    def _others(self) -> list[_CachedFile]:
+        return [file for file in self._cache.files() if file.path != self.path]
 
 
 def _victims(files: list[_CachedFile], *, evict: Evict) -> list[_CachedFile]:
@@ -362,13 +352,10 @@ def _removed_as_stale(file: _CachedFile) -> bool:
         descriptor = os.open(file.path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return True
-    try:
-        if not _try_lock(descriptor) or not _is_at(descriptor, file.path):
-            return False
-        file.path.unlink()
-        return True
-    finally:
-        os.close(descriptor)
+    with open(descriptor, "rb"):  # closes it
+        if is_stale := _try_lock(descriptor) and _is_at(descriptor, file.path):
+            file.path.unlink()
+        return is_stale
 
 
 def _try_lock(descriptor: int) -> bool:

@@ -30,11 +30,8 @@ _SHELL_CANNOT_RUN = (126, 127)
 def pipe_pieces(url: str, *, stall_seconds: float, stop: Stop) -> Generator[bytes, None, None]:
     """Run a `pipe:` URL's command and yield its output; it starts with the first piece and is killed on closing.
 
-    Raises while iterating:
-        Wrong: the command failed; has the last line of its stderr.
-        Refused: the shell could not run it.
-        Transient: it wrote nothing for `stall_seconds`.
-        DownloadStopped: `stop` returned True.
+    Raises Wrong if the command fails (with its last line of stderr), Refused if the shell cannot run it, Transient
+    after `stall_seconds` without output, DownloadStopped if `stop` returned True.
     """
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(

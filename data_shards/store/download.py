@@ -56,8 +56,8 @@ class ByteSink(Protocol):
 class Backoff:
     """Counts the failures of one task, waits after each, and gives up in the end.
 
-    The wait is drawn from [0, 1) of a limit that doubles ("full jitter", which best spreads the clients of a recovering
-    store: Brooker, "Exponential Backoff and Jitter", AWS blog, 2015).
+    The wait is drawn from [0, 1) of a limit that doubles ("full jitter": Brooker, "Exponential Backoff and Jitter", AWS
+    blog, 2015).
     """
 
     def __init__(
@@ -140,9 +140,8 @@ class Downloads:
     ) -> None:
         """Write all bytes of `url`, in order, to `sink`, which may restart; StoreError after the last attempt.
 
-        `num_bytes`, `sha256` and `fingerprint` must match unless None or ""; then `verify` is called, and a `Wrong`
-        that it raises counts like a wrong digest. Without `patiently` there is one attempt. `stop` is asked several
-        times a second; if True, DownloadStopped is raised.
+        `num_bytes`, `sha256` and `fingerprint` must match unless None or ""; then `verify` may raise `Wrong`. Without
+        `patiently` there is one attempt. `stop` is asked several times a second; if True, DownloadStopped is raised.
         """
         backoff = self._backoff(url, patiently=patiently)
         remote = self._remotes.object(url, stop=stop)

@@ -79,10 +79,7 @@ class Remotes:
         return {**vars(self), "_file_systems": {}}
 
     def object(self, url: str, *, stop: Stop = lambda: False) -> Output | Stored:
-        """The object at `url`, not requested yet; `stop` is asked several times a second.
-
-        Raises UserError if the package for this kind of URL is not installed, or if it may run a program.
-        """
+        """Return the object at `url`, not requested yet; UserError if a package is missing, or a program may run."""
         require_no_command(url, commands=self._commands)
         kind = protocol(url)
         if kind == "pipe" or _needs_gopen(kind):
@@ -334,7 +331,7 @@ def _spans(begin: int, end: int, *, range_bytes: int) -> Iterator[tuple[int, int
 async def _check_redirect(session: Any, context: Any, redirect: Any) -> None:
     """Refuse a redirect to other than http and https, or from another host into this machine or a private network.
 
-    So whoever serves shards cannot have this machine ask what only it can reach, such as a cloud's metadata at
+    Else whoever serves shards could have this machine ask what only it can reach, such as a cloud's metadata at
     169.254.169.254. aiohttp follows ten in a row, and sends no credentials to another host.
     """
     url = redirect.url

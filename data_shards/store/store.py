@@ -10,8 +10,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from data_shards.errors import UserError
@@ -34,6 +33,16 @@ class OpenShard:
 
     descriptor: int
     index: ShardIndex
+
+
+@dataclass(frozen=True)
+class _Fetch:
+    """How to get one shard into the cache."""
+
+    entry: ShardEntry
+    evict: Evict = "any"
+    stop: Stop = lambda: False
+    wants_index: bool = True
 
 
 class Store:
@@ -62,41 +71,32 @@ class Store:
         return {**vars(self), "_fingerprints": dict(self._fingerprints)}
 
     def read_small(self, url: str, *, most_bytes: int) -> bytes:
-        """Read a small file, such as a manifest.
+        """Read a small remote file, such as a manifest.
 
-        Raises:
-            MissingObject: it does not exist.
-            StoreError: it cannot be read.
-            UserError: it is larger than `most_bytes`.
+        Raises MissingObject, StoreError if it cannot be read, UserError if it is larger than `most_bytes`.
         """
         sink = _Memory(url, most_bytes=most_bytes)
-        if not is_local(url):
-            self._downloads.download(url, sink=sink)
-            return bytes(sink.content)
-        with _local_errors(url), open(local_path(url), "rb") as stream:
-            sink.write(stream.read(most_bytes + 1))
+        self._downloads.download(url, sink=sink)
         return bytes(sink.content)
 
     def size(self, url: str) -> int | None:
-        """Size of an object in bytes; None: unknown, as for a pipe. Raises as `read_small` does."""
-        return self._about(url)[0]
+        """Size of a remote object in bytes; None: unknown, as for a pipe. Raises as `read_small` does."""
+        return self._downloads.about(url)[0]
 
     def fingerprint(self, url: str) -> str:
-        """Size and mtime, or the ETag, which change with the object ("" for a pipe); raises as `read_small` does."""
-        num_bytes, fingerprint = self._about(url)
+        """Size and ETag or time of a remote object, which change with it ("" for a pipe); raises as `read_small`."""
+        num_bytes, fingerprint = self._downloads.about(url)
         return f"{num_bytes} {fingerprint}" if fingerprint else ""
 
     def open(self, entry: ShardEntry) -> OpenShard:
         """Open a shard and its index, fetched if necessary.
 
-        Raises:
-            StoreError: it could not be fetched.
-            UserError: it, or its index, is damaged; the cache cannot be used.
+        Raises StoreError if it cannot be fetched, UserError if it or its index is damaged, or the cache is unusable.
         """
         if is_local(entry.url):
             index = open_index(local_path(entry.url), label=entry.labels.part, index=entry.index, name=entry.name)
-            return OpenShard(self._open_local(entry.url), index)
-        descriptor, name, index = self._cached(entry, evict="any", wants_index=True)
+            return OpenShard(_open_local(entry.url), index)
+        descriptor, name, index = self._cached(_Fetch(entry))
         try:
             return OpenShard(descriptor, index or self._index(entry, descriptor, name=name))
         except BaseException:
@@ -105,80 +105,62 @@ class Store:
 
     def open_file(self, entry: ShardEntry) -> int:
         """Open a shard's file, complete but not indexed; raises StoreError and UserError as `open` does."""
-        if is_local(entry.url):
-            return self._open_local(entry.url)
-        return self._cached(entry, evict="any", wants_index=False)[0]
+        return _open_local(entry.url) if is_local(entry.url) else self._cached(_Fetch(entry, wants_index=False))[0]
 
     def prefetch(self, entry: ShardEntry, *, stop: Stop = lambda: False) -> None:
         """Make a shard local, or mark it as still wanted; one attempt, which evicts nothing in use.
 
-        Raises:
-            StoreError, UserError: it failed, as it will for the shard's reader.
-            CacheFull: all shards in the cache are in use.
-            DownloadStopped: `stop`, which is asked several times a second, returned True.
+        Raises StoreError and UserError as `open`, CacheFull, and DownloadStopped if `stop` returned True.
         """
         if not is_local(entry.url):
-            os.close(self._cached(entry, evict="idle", wants_index=True, stop=stop)[0])
+            os.close(self._cached(_Fetch(entry, "idle", stop))[0])
 
     def keep(self, entry: ShardEntry) -> int | None:
         """Mark a cached shard as still wanted; returns its bytes, or None if it is gone."""
         assert self._cache is not None
-        descriptor = self._cache.open(self._name(entry, evict="idle"), num_bytes=entry.num_bytes)
+        descriptor = self._cache.open(self._name(_Fetch(entry, "idle")), num_bytes=entry.num_bytes)
         if descriptor is None:
             return None
         with open(descriptor, "rb"):
             return os.fstat(descriptor).st_size
 
-    def _about(self, url: str) -> tuple[int | None, str]:
-        if not is_local(url):
-            return self._downloads.about(url)
-        with _local_errors(url):
-            status = os.stat(local_path(url))
-        return status.st_size, str(status.st_mtime_ns)
-
-    def _open_local(self, url: str) -> int:
-        with _local_errors(url):
-            return os.open(local_path(url), os.O_RDONLY | os.O_CLOEXEC)
-
-    def _cached(
-        self, entry: ShardEntry, *, evict: Evict, wants_index: bool, stop: Stop = lambda: False
-    ) -> tuple[int, str, ShardIndex | None]:
+    def _cached(self, fetch: _Fetch) -> tuple[int, str, ShardIndex | None]:
         """Return a shard's descriptor, its name in the cache, and its index if it had to be built."""
+        entry = fetch.entry
         if self._cache is None:
             require_no_command(entry.url, commands=self._commands)
             raise UserError(f"{entry.name} is no local file: set data.cache.folder to a folder for such shards")
-        name = self._name(entry, evict=evict, stop=stop)
+        name = self._name(fetch)
         while True:
             descriptor = self._cache.open(name, num_bytes=entry.num_bytes)
             if descriptor is not None:
                 return descriptor, name, None
-            part = self._cache.begin(name, evict=evict, stop=stop)
+            part = self._cache.begin(name, evict=fetch.evict, stop=fetch.stop)
             if part is not None:
                 with part:
                     # Another process may have finished it between the two calls.
                     descriptor = self._cache.open(name, num_bytes=entry.num_bytes)
                     if descriptor is not None:
                         return descriptor, name, None
-                    index = self._download(entry, part, name=name, evict=evict, wants_index=wants_index, stop=stop)
+                    index = self._download(fetch, part)
+                    if index is not None and entry.index is None:
+                        self._cache.save_index(index, name, label=entry.labels.part, evict=fetch.evict)
                     return part.publish(), name, index
-            if stop():
+            if fetch.stop():
                 raise DownloadStopped
             time.sleep(_WAIT_SECONDS)
 
-    def _download(
-        self, entry: ShardEntry, part: PartialShard, *, name: str, evict: Evict, wants_index: bool, stop: Stop
-    ) -> ShardIndex | None:
+    def _download(self, fetch: _Fetch, part: PartialShard) -> ShardIndex | None:
         """Download and verify; building the index is part of that, since it reveals a truncated tar."""
-        assert self._cache is not None
-        index: ShardIndex | None = None
+        entry, index = fetch.entry, None
 
         def verify() -> None:
             nonlocal index
             part.finish()
-            if not wants_index:
+            if not fetch.wants_index:
                 return
             try:
-                index = self._read_or_build(entry, str(part.path))
+                index = _read_or_build(entry, str(part.path))
             except UserError as error:
                 if entry.sha256:
                     raise  # these are the bytes that were packed: another download would bring the same
@@ -189,13 +171,11 @@ class Store:
             sink=part,
             num_bytes=entry.num_bytes,
             sha256=entry.sha256,
-            fingerprint="" if entry.sha256 else self._fingerprint(entry.url, evict=evict, stop=stop),
+            fingerprint="" if entry.sha256 else self._fingerprint(fetch),
             verify=verify,
-            patiently=evict == "any",
-            stop=stop,
+            patiently=fetch.evict == "any",
+            stop=fetch.stop,
         )
-        if index is not None and entry.index is None:
-            self._cache.save_index(index, name, label=entry.labels.part, evict=evict)
         return index
 
     def _index(self, entry: ShardEntry, descriptor: int, *, name: str) -> ShardIndex:
@@ -204,41 +184,56 @@ class Store:
         label = entry.labels.part
         if entry.index is None and (index := self._cache.load_index(name, label=label)) is not None:
             return index
-        index = self._read_or_build(entry, f"/dev/fd/{descriptor}")
+        index = _read_or_build(entry, f"/dev/fd/{descriptor}")
         if entry.index is None:
             self._cache.save_index(index, name, label=label, evict="any")
         return index
 
-    def _read_or_build(self, entry: ShardEntry, path: str) -> ShardIndex:
-        if entry.index is None:
-            return build_index(path, label=entry.labels.part, name=entry.name)
-        index = read_index(entry.index, label=entry.labels.part)
-        if index.end > os.stat(path).st_size:
-            raise UserError(f"{entry.name}: it is shorter than its index {entry.index} says")
-        return index
-
-    def _name(self, entry: ShardEntry, *, evict: Evict, stop: Stop = lambda: False) -> str:
+    def _name(self, fetch: _Fetch) -> str:
         """Name the shard in the cache by its content, but not by passwords."""
-        if entry.sha256:
-            identity = [entry.sha256, redacted(entry.url)]
+        url = fetch.entry.url
+        if fetch.entry.sha256:
+            identity = [fetch.entry.sha256, redacted(url)]
         else:
             # The query stays: it may be all that identifies the file.
-            url = re.sub(r"(?<=://)[^/?#]*@", "", entry.url)
-            identity = ["", url, self._fingerprint(entry.url, evict=evict, stop=stop)]
+            identity = ["", re.sub(r"(?<=://)[^/?#]*@", "", url), self._fingerprint(fetch)]
         # Of a pipe only the program and the tar are shown, and neither need be there or differ.
-        if entry.url.startswith(PIPE):
-            identity.append(entry.url)
-        stem = re.sub(r"[^A-Za-z0-9_.+-]", "_", redacted(entry.url).rstrip("/").rpartition("/")[2]).removesuffix(".tar")
+        if url.startswith(PIPE):
+            identity.append(url)
+        stem = re.sub(r"[^A-Za-z0-9_.+-]", "_", redacted(url).rstrip("/").rpartition("/")[2]).removesuffix(".tar")
         return f"{stem[-80:]}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:32]}"
 
-    def _fingerprint(self, url: str, *, evict: Evict, stop: Stop) -> str:
+    def _fingerprint(self, fetch: _Fetch) -> str:
         """Return the object's fingerprint when this process first saw it."""
+        url = fetch.entry.url
         if url not in self._fingerprints:
-            self._fingerprints[url] = self._downloads.about(url, patiently=evict == "any", stop=stop)[1]
+            patiently = fetch.evict == "any"
+            self._fingerprints[url] = self._downloads.about(url, patiently=patiently, stop=fetch.stop)[1]
         return self._fingerprints[url]
 
 
+def _open_local(url: str) -> int:
+    path = local_path(url)
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise MissingObject(f"{path} is not there: check the location, or copy it there") from None
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read ({error.strerror}): check what it is, and your rights to it") from None
+
+
+def _read_or_build(entry: ShardEntry, path: str) -> ShardIndex:
+    if entry.index is None:
+        return build_index(path, label=entry.labels.part, name=entry.name)
+    index = read_index(entry.index, label=entry.labels.part)
+    if index.end > os.stat(path).st_size:
+        raise UserError(f"{entry.name}: it is shorter than its index {entry.index} says")
+    return index
+
+
 class _Memory:
+    """A `download.ByteSink` for small files."""
+
     def __init__(self, url: str, *, most_bytes: int) -> None:
         self._url, self._most_bytes = url, most_bytes
         self.content = bytearray()
@@ -255,14 +250,3 @@ class _Memory:
         if num_bytes > self._most_bytes:
             most = f"more than {self._most_bytes} bytes, which such a file never has"
             raise UserError(f"{redacted(self._url)} has {most}: check the location")
-
-
-@contextmanager
-def _local_errors(url: str) -> Iterator[None]:
-    path = local_path(url)
-    try:
-        yield
-    except FileNotFoundError:
-        raise MissingObject(f"{path} is not there: check the location, or copy it there") from None
-    except OSError as error:
-        raise StoreError(f"{path} cannot be read ({error.strerror}): check what it is, and your rights to it") from None

@@ -18,8 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.images.box import Box, Pixels
-from data_shards.images.crops import DRAWS_PER_SAMPLE, torchvision_crop
+from data_shards.images.crops import DRAWS_PER_SAMPLE, Box, Pixels, torchvision_crop
 from data_shards.images.decode import read_image
 from data_shards.images.transforms import TrainTransform
 from data_shards.loading.assemble import Access

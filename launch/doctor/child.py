@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.local.endings import signal_name
+from launch.local.processes import signal_name
 
 MARK = "@doctor "  # begins the lines of a child's output that are ours; libraries print what they like
 _ASK_SECONDS = 5.0

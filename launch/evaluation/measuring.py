@@ -30,7 +30,7 @@ from pipeline.transfer.results import (
     model_origin,
     save_record,
 )
-from pipeline.transfer.table import TableProgress, mean_score, measure_table, open_table, read_table, set_scores
+from pipeline.transfer.table import mean_score, measure_table, open_table, read_table, set_scores
 
 if TYPE_CHECKING:
     from launch.evaluation.transfer_options import TransferOptions
@@ -87,11 +87,10 @@ def measure_a_table(model: Path, source: Path, *, options: TransferOptions) -> i
         session = _Session(model, command="transfer", options=options, clock=clock)
         name = (content.name or source.stem) + (f"-{options.images}" if options.images else "")
 
-        def told(progress: TableProgress) -> None:
-            if progress.measured is not None:
-                _tell(progress.measured)
-            done = "done" if progress.measured is not None else "done before"
-            say(f"{progress.number} of {progress.of}: {progress.name} {done}")
+        def progress(number: int, data_set: str, measured: SetMeasured | None) -> None:
+            if measured is not None:
+                _tell(measured)
+            say(f"{number} of {len(sets)}: {data_set} {'done' if measured is not None else 'done before'}")
 
         file = session.record_file(name)
         record = measure_table(
@@ -101,7 +100,7 @@ def measure_a_table(model: Path, source: Path, *, options: TransferOptions) -> i
             record=session.record(name),
             file=file,
             most_images=options.images,
-            told=told,
+            progress=progress,
         )
         params = {"table": str(source), "images": options.images, "method": content.method}
         shown = table(_table_rows(record), align="lr", heading="ruled")
@@ -112,7 +111,7 @@ class _Session:
     """One command on one model, whose features are in `features`."""
 
     def __init__(self, model: Path, *, command: Command, options: TransferOptions, clock: StartClock) -> None:
-        from pipeline.transfer.features import FeatureReading, FeatureStore, default_features_folder
+        from pipeline.transfer.features import FeatureStore, default_features_folder
         from pipeline.using.predict import open_predictor
 
         clock.set_status("loading the model")
@@ -121,11 +120,9 @@ class _Session:
             predictor,
             layer=options.layer,
             folder=options.features,
-            reading=FeatureReading(
-                batch_images=options.batch_size,
-                workers=options.workers or min(num_cores(), _MOST_WORKERS),
-                pixel_limit=pixel_limit(options.max_image_pixels),
-            ),
+            batch_images=options.batch_size,
+            workers=options.workers or min(num_cores(), _MOST_WORKERS),
+            pixel_limit=pixel_limit(options.max_image_pixels),
             say=say,
             clock=clock,
         )

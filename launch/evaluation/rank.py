@@ -13,11 +13,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import TypeAdapter
+
 from data_shards.errors import SampleError, UserError
 from data_shards.processes import num_cores
 from launch.local.env import omp_num_threads, read_place
 from launch.local.output import go_on, say
-from pipeline.evaluation.request import EvalRequest
+from pipeline.evaluation.truth import EvalRequest, open_set
 from pipeline.recipe.vocabulary import EXIT_USER_ERROR
 
 if TYPE_CHECKING:
@@ -36,7 +38,6 @@ def main(folder: Path) -> int:
         import torch
 
         from pipeline.evaluation.evaluate_file import evaluate_model
-        from pipeline.evaluation.truth import open_set
         from pipeline.ranks.group import Ranks
         from pipeline.ranks.process import settle_threads
 
@@ -59,14 +60,12 @@ def main(folder: Path) -> int:
 
 def write_request(folder: Path, request: EvalRequest) -> None:
     """Write the request for the processes."""
-    (folder / _REQUEST).write_text(json.dumps(asdict(request)), encoding="ascii")
+    (folder / _REQUEST).write_text(json.dumps(asdict(request), default=str), encoding="ascii")
 
 
 def read_request(folder: Path) -> EvalRequest:
     """Read the request."""
-    content = json.loads((folder / _REQUEST).read_text(encoding="ascii"))
-    metrics = content["metrics"]
-    return EvalRequest(**{**content, "metrics": metrics if metrics == "auto" else tuple(metrics)})
+    return TypeAdapter(EvalRequest).validate_json((folder / _REQUEST).read_bytes())
 
 
 def write_result(folder: Path, result: ModelEvaluated) -> None:

@@ -28,10 +28,9 @@ from launch.hosts.hostfile import Fleet, Host
 from launch.hosts.preflight import Ready, preflight
 from launch.hosts.remote import Connection
 from launch.hosts.variables import travelling
-from launch.local.endings import overall_code, signal_of
 from launch.local.env import without_place
 from launch.local.output import say
-from launch.local.processes import STOP_SIGNALS, handled
+from launch.local.processes import STOP_SIGNALS, handled, overall_code, signal_of
 from launch.local.start import STOPPING, Launch, rank_arguments, run_stage_locally
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import EXIT_STOPPED, StageName

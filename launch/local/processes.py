@@ -1,13 +1,15 @@
-"""The processes of a run on this machine: start ranks and wait for them, find, signal and kill them.
+"""Processes of a run on this machine: start ranks, wait for them, find, signal and kill them, explain exit codes.
 
 They are found by a mark in their environment, in one scan of this user's processes. Groups and trees would not do:
 torchrun gives each rank its own session, a killed launcher leaves orphans, and on other hosts they are not children.
+Launchers report signal n as -n, 256 - n or 128 + n.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,9 +23,8 @@ from typing import Any
 
 import psutil
 
-from launch.local.endings import overall_code
 from launch.local.env import RENDEZVOUS, SUPERVISOR_PID, without_place
-from pipeline.recipe.vocabulary import EXIT_STOPPED
+from pipeline.recipe.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR
 
 RANK_COMMAND = ["-u", "-m", "launch.train"]
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -35,13 +36,18 @@ _KILL_SECONDS = 30.0  # a process that waits for a broken disk dies later
 _LEAST_SCANS = 100  # even after that time, which may have passed while this process itself was paused
 _SCAN_SECONDS = 0.02
 _JOIN_SECONDS = 0.05
+_HINTS: dict[int, str] = {
+    signal.SIGBUS: ", as happens when /dev/shm is too small or a disk filled up under an open file",
+    signal.SIGSEGV: ", a crash inside a library",
+    signal.SIGABRT: ", a library gave up: its message is above",
+}
 
 Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 
 
 @contextmanager
 def handled(numbers: Sequence[signal.Signals], handler: Handler) -> Iterator[None]:
-    """These signals go to `handler`, in the main thread. A SIGHUP that nohup ignores stays ignored."""
+    """Send these signals to `handler`, in the main thread; a SIGHUP that nohup ignores stays ignored."""
     numbers = [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
     before = [signal.signal(number, handler) for number in numbers]
     try:
@@ -52,12 +58,12 @@ def handled(numbers: Sequence[signal.Signals], handler: Handler) -> Iterator[Non
 
 
 def rank_environment(rank: int, *, ranks: int, rendezvous: Path) -> dict[str, str]:
-    """One rank's environment on this machine, without the numbers of a launcher or batch script around us."""
+    """Environment of one rank on this machine, without the ranks of a launcher or batch script around us."""
     return without_place() | place_here(rank, ranks=ranks, rendezvous=rendezvous)
 
 
 def place_here(rank: int, *, ranks: int, rendezvous: Path) -> dict[str, str]:
-    """Tell a rank its place, where all are on this machine."""
+    """Variables of a rank's place when all ranks are on this machine."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, RENDEZVOUS: rendezvous}
     return {name: str(value) for name, value in place.items()}
 
@@ -70,13 +76,13 @@ def run_ranks(
 ) -> tuple[int, bool]:
     """Run Python processes to their end, each in its own session and environment, marked as this one's.
 
-    SIGINT, SIGTERM, SIGHUP and SIGUSR1 make them save and leave (SIGTERM); so does the failure of one. Those that
-    outlive the first one by too long are killed, with everything they started. `on_stop` is called at the first signal.
-    Returns the exit code of the rank that tells most (negative: killed by a signal), and whether a stop was requested;
-    raises KeyboardInterrupt at a second Ctrl-C, which kills them.
+    SIGINT, SIGTERM, SIGHUP and SIGUSR1 make them save and leave (SIGTERM), as does the failure of one. Those that
+    outlive the first one by too long are killed with everything they started. `on_stop` is called at the first signal.
+    Returns the most telling exit code (negative: killed by a signal), and whether a stop was requested; raises
+    KeyboardInterrupt at a second Ctrl-C, which kills them.
     """
     mark = (SUPERVISOR_PID, str(os.getpid()))
-    received: list[int] = []  # handled by the loop, once all ranks that are to hear of it are started
+    received: list[int] = []  # handled by the loop, once all ranks are started
     ranks: list[subprocess.Popen[bytes]] = []
     with handled(STOP_SIGNALS, lambda number, frame: received.append(number)):
         try:
@@ -95,12 +101,12 @@ def run_ranks(
             for rank in ranks:
                 rank.wait()
     if not code and not received:
-        code = _overall(ranks)  # a rank that had to be killed shows; after a requested stop its own end does not count
+        code = _overall(ranks)  # shows a rank that had to be killed; after a requested stop that does not count
     return code, bool(received)
 
 
 def _stand_by(ranks: Sequence[subprocess.Popen[bytes]], *, received: list[int], on_stop: Callable[[], None]) -> int:
-    """Until all have ended or the rest must be killed; returns the code that tells most of those that have ended."""
+    """Wait until all have ended or the rest must be killed; returns the most telling code so far."""
     seen = 0  # of `received`
     first: int | None = None
     kill_at = math.inf
@@ -124,7 +130,7 @@ def _stand_by(ranks: Sequence[subprocess.Popen[bytes]], *, received: list[int], 
 
 
 def _overall(ranks: Sequence[subprocess.Popen[bytes]], *, stop_was_asked: bool = False) -> int:
-    """Combine the codes so far; 1 comes last, as a rank that noticed another one's end also ends with it."""
+    """Combine the codes so far; 1 comes last, as ranks that notice another one's end also end with it."""
     codes = [rank.returncode for rank in ranks if rank.returncode is not None]
     return overall_code(sorted(codes, key=lambda code: code == 1), stop_was_asked=stop_was_asked)
 
@@ -135,7 +141,7 @@ def _terminate(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def marked(name: str, value: str) -> list[psutil.Process]:
-    """All processes but this one whose environment variable `name` is `value`."""
+    """Find all processes but this one whose environment variable `name` is `value`."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):  # gone, or another user's
@@ -155,7 +161,7 @@ def marked_ranks(name: str, value: str) -> list[psutil.Process]:
 
 
 def kill_all(name: str, value: str) -> None:
-    """Kill all marked processes, and what they start meanwhile."""
+    """Kill all marked processes and what they start meanwhile."""
     deadline, scans = time.monotonic() + _KILL_SECONDS, 0
     while (alive := marked(name, value)) and (scans < _LEAST_SCANS or time.monotonic() < deadline):
         scans += 1
@@ -166,8 +172,67 @@ def kill_all(name: str, value: str) -> None:
 
 
 def join_thread(thread: threading.Thread, *, seconds: float) -> None:
-    """Wait for a thread in short turns: if this process was paused, only one of them is lost."""
+    """Wait for a thread in short turns, so that a pause of this process costs only one."""
     for _ in range(round(seconds / _JOIN_SECONDS)):
         thread.join(_JOIN_SECONDS)
         if not thread.is_alive():
             return
+
+
+def signal_of(code: int) -> int:
+    """Return the signal that an exit code stands for; 0: none."""
+    return -code if code < 0 else 256 - code if code > 192 else code - 128 if code > 128 else 0
+
+
+def overall_code(codes: Sequence[int], *, stop_was_asked: bool) -> int:
+    """Combine exit codes, given in the order of ending: a user's mistake or a requested stop wins, then the first that
+    is not 0."""
+    winners = [EXIT_USER_ERROR, *([EXIT_STOPPED] if stop_was_asked else [])]
+    return next((code for code in [*(each for each in winners if each in codes), *codes] if code), 0)
+
+
+def reason(code: int, *, out_of_memory: bool | None) -> str:
+    """Explain why a stage is not done; `out_of_memory`: the kernel killed a process for that (None: unknown)."""
+    number = signal_of(code)
+    if code == EXIT_STOPPED:
+        return "stopped and saved"
+    if code == 0:  # deepspeed's code even if its own watching process failed
+        return "its launcher was killed"
+    if number == signal.SIGKILL:
+        if out_of_memory:
+            return "the kernel killed a process because memory ran out"
+        hint = ", which is what the kernel does when memory runs out" if out_of_memory is None else ""
+        return f"a process was killed by signal 9{hint}"
+    if number:
+        return f"a process was ended by signal {number} ({signal_name(number)}){_HINTS.get(number, '')}"
+    return f"exit code {code}"
+
+
+def memory_kills(root: Path = Path("/")) -> int | None:
+    """Count the kernel's out-of-memory kills so far, in this cgroup or else this machine; None: unknown. Reads three
+    small files."""
+    try:
+        groups = dict(line.split(":", 2)[1:] for line in (root / "proc/self/cgroup").read_text().splitlines())
+    except (OSError, ValueError):
+        groups = {}
+    counts = [root / "proc/vmstat"]
+    if "" in groups:
+        counts.insert(0, root / "sys/fs/cgroup" / groups[""].strip("/") / "memory.events")
+    if "memory" in groups:
+        counts.insert(0, root / "sys/fs/cgroup/memory" / groups["memory"].strip("/") / "memory.oom_control")
+    for path in counts:
+        try:
+            found = re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE)
+        except OSError:
+            continue
+        if found:
+            return int(found[1])
+    return None
+
+
+def signal_name(number: int) -> str:
+    """Name a signal, such as SIGSEGV."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return "without a name"

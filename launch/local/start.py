@@ -19,9 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.local.endings import signal_of
 from launch.local.env import NodeShare, num_gpus, without_place
-from launch.local.processes import RANK_COMMAND, STOP_SIGNALS, rank_environment, run_ranks
+from launch.local.processes import RANK_COMMAND, STOP_SIGNALS, rank_environment, run_ranks, signal_of
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import EXIT_STOPPED, StageName
 

@@ -1,6 +1,6 @@
-"""Run a whole pipeline: check everything, then start processes that run the stages one after another. No torch.
+"""Run a whole pipeline: check everything, then start processes that run all stages that are not done. No torch.
 
-They are started once for all stages that are not done, and again, from the stage that failed on, after a failure.
+After a failure they are started again from the stage that failed.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ from typing import Literal
 from data_shards.errors import UserError
 from data_shards.shards.location import CommandRefused, Commands
 from launch.hosts.hostfile import Fleet
-from launch.local.endings import memory_kills, reason
 from launch.local.env import SUPERVISOR_PID, num_gpus, tracking_uri
 from launch.local.output import say
-from launch.local.processes import handled, kill_all
+from launch.local.processes import handled, kill_all, memory_kills, reason
 from launch.local.start import Launch, run_stage_locally
 from launch.run.disk import Presence, disk_problem
 from launch.run.lock import locked
 from launch.run.restarts import PAUSE_SECONDS, Restarts
-from launch.run.results import describe_results
 from pipeline.checkpoint.identity import check_newest, checkpoint_identity
 from pipeline.checkpoint.mend_record import mend_records
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import TrainStage
 from pipeline.recipe.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR, StageName
+from pipeline.report.best import describe_results
 from pipeline.runs.run_folder import RunFolder
 from pipeline.stage.data_record import check_data, has_record
 from pipeline.stage.initial_model import model_from_elsewhere
@@ -40,16 +39,16 @@ _GONE_SECONDS = 20.0  # for the ranks, which notice by themselves, to say it and
 
 @dataclass(frozen=True)
 class PipelineRun:
-    """A recipe and its run folder, checked to fit; `difference`: to its parent."""
+    """A recipe and its run folder, checked to fit."""
 
     recipe: Recipe
     folder: RunFolder
     processes: int
     restart: StageName | None
-    fleet: Fleet | None = None
+    fleet: Fleet | None = None  # None: this machine
     commands: Commands = "run"
     shards: Literal["needed", "if there"] = "needed"
-    difference: str = ""
+    difference: str = ""  # to the recipe's parent
 
     @classmethod
     def open(
@@ -62,27 +61,18 @@ class PipelineRun:
         shards: Literal["needed", "if there"] = "needed",
         difference: str = "",
     ) -> PipelineRun:
-        """Check everything; changes nothing on disk.
+        """Check everything, change nothing on disk; UserError for anything that would keep a stage from running.
 
-        `restart`: this stage and those after it begin again. `fleet`: default: this machine. `shards`: "if there", for
-        a dry run: missing ones are not checked, and no `pipe:` is started. Raises UserError for anything that would
-        keep a stage from running.
+        `restart`: begin this stage and those after it again. `shards="if there"`, for a dry run: do not check missing
+        shards, start no `pipe:`.
         """
         if restart is not None and restart not in recipe.stages.names:
             raise UserError(f"--restart {restart}: the recipe has only the stages {', '.join(recipe.stages.names)}")
         processes = _processes_here(recipe) if fleet is None else _processes_of(fleet, recipe)
         folder = RunFolder(runs_root=runs_root, name=recipe.name)
         folder.check_recipe(recipe, restart=restart)
-        run = cls(
-            recipe=recipe,
-            folder=folder,
-            processes=processes,
-            restart=restart,
-            fleet=fleet,
-            shards=shards,
-            commands="run" if shards == "needed" else "refuse",
-            difference=difference,
-        )
+        commands: Commands = "run" if shards == "needed" else "refuse"
+        run = cls(recipe, folder, processes, restart, fleet, commands=commands, shards=shards, difference=difference)
         for note in run.check_stages():
             say(note)
         return run
@@ -97,61 +87,59 @@ class PipelineRun:
     ) -> int:
         """Run the stages that are not done; returns the exit code.
 
-        `only`: this stage alone. `mode`: "dry-run" prints a summary and the resolved recipe, and starts nothing.
-        `max_restarts`: of failed stages, over all stages. `keys`: of the recipe that a dry run prints.
-        Raises UserError if there is no such stage, the run folder is in use, or nothing can be written there, and
-        KeyboardInterrupt if the user stopped it between two stages or before a restart.
+        `only`: this stage alone. `mode="dry-run"`: print a summary and the recipe with these `keys`, start nothing.
+        `max_restarts`: of failed stages, over all stages. Raises UserError if there is no such stage, the run folder is
+        in use, or nothing can be written there, and KeyboardInterrupt if the user stopped it between two stages or
+        before a restart.
         """
-        if only is not None and only not in self.recipe.stages.names:
-            raise UserError(f"--stage {only}: the recipe has only the stages {', '.join(self.recipe.stages.names)}")
+        names = self.recipe.stages.names
+        if only is not None and only not in names:
+            raise UserError(f"--stage {only}: the recipe has only the stages {', '.join(names)}")
         if only is not None:
             self._demand_earlier(only)
         if max_restarts < 0:
             raise UserError(f"--max-restarts: it is {max_restarts}; give 0 or more")
+        stages: list[StageName] = list(names if only is None else (only,))
         if mode == "dry-run":
             from launch.plan.dry_run import printed, summary
 
-            self._start_function()  # which checks the hosts
+            self._starter()  # which checks the hosts
             text = summary(
-                self.recipe,
-                folder=self.folder,
-                processes=self.processes,
-                stages=self.recipe.stages.names if only is None else (only,),
-                state=self._state,
+                self.recipe, folder=self.folder, processes=self.processes, stages=tuple(stages), state=self._state
             )
             print(printed(text, recipe=self.recipe, keys=keys), end="")
             return 0
-        restarts = Restarts(max_restarts)
         try:
-            # Between two stages there is nothing to save: these signals do what Ctrl-C does.
-            interrupting = handled((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1), signal.default_int_handler)
-            lock = locked(
-                self.folder.path / ".run.lock",
-                what=f"run {self.folder.path}",
-                gone_seconds=_GONE_SECONDS,
-                end_others=lambda: kill_all(SUPERVISOR_PID, str(os.getpid())),
-            )
-            with interrupting, lock as there, there.demanded():
-                start = self._start_function()
-                for note in self.folder.open(self.recipe, restart=self.restart):
-                    print(note)
-                self.folder.note_difference(self.difference)
-                for note in mend_records(self.folder, self.recipe.stages.names):
-                    print(note, flush=True)
-                stages = list(self.recipe.stages.names if only is None else (only,))
-                while stages:
-                    code = self._run_first(stages, start=start, there=there, restarts=restarts)
-                    if code:
-                        return code
+            return self._run(stages, restarts=Restarts(max_restarts))
         except OSError as error:
             problem = disk_problem(error, folder=self.folder.path)
             if problem is None:
                 raise
             raise UserError(problem) from error
+
+    def _run(self, stages: list[StageName], *, restarts: Restarts) -> int:
+        # Between two stages there is nothing to save: these signals do what Ctrl-C does.
+        interrupting = handled((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1), signal.default_int_handler)
+        lock = locked(
+            self.folder.path / ".run.lock",
+            what=f"run {self.folder.path}",
+            gone_seconds=_GONE_SECONDS,
+            end_others=lambda: kill_all(SUPERVISOR_PID, str(os.getpid())),
+        )
+        with interrupting, lock as there, there.demanded():
+            start = self._starter()
+            for note in self.folder.open(self.recipe, restart=self.restart):
+                print(note)
+            self.folder.note_difference(self.difference)
+            for note in mend_records(self.folder, self.recipe.stages.names):
+                print(note, flush=True)
+            while stages:
+                if code := self._run_first(stages, start=start, there=there, restarts=restarts):
+                    return code
         return 0
 
-    def _start_function(self) -> Callable[[Launch], int]:
-        """Return the function that starts a stage: here, or on the hosts, which are checked first."""
+    def _starter(self) -> Callable[[Launch], int]:
+        """Return the function that starts a stage, here or on the hosts, which are checked first."""
         if self.fleet is None:
             return run_stage_locally
         from launch.hosts.stage import prepare
@@ -168,7 +156,7 @@ class PipelineRun:
     def _run_first(
         self, stages: list[StageName], *, start: Callable[[Launch], int], there: Presence, restarts: Restarts
     ) -> int:
-        """Run the first of `stages`, and those after it that can go on in its processes; removes what is done."""
+        """Run the first of `stages` and those after it in the same processes; removes what is done."""
         stage = stages[0]
         if self.folder.record(stage).state == "done":
             print(f"{stage}: done already{describe_results(self.folder, stage=stage)}", flush=True)
@@ -185,57 +173,58 @@ class PipelineRun:
         )
         print(f"{stage}: starting {self._describe_ranks(launch)}", flush=True)
         kills_before = memory_kills()
-        interrupted = False
+        is_interrupted = False
         try:
             code = start(launch)
             if code != EXIT_USER_ERROR:  # else the ranks may have said that it is gone
                 there.demand()
         except KeyboardInterrupt:
-            interrupted, code = True, EXIT_STOPPED
+            is_interrupted, code = True, EXIT_STOPPED
         while stages and stages[0] in together and self.folder.record(stages[0]).state == "done":
             stages.pop(0)
         if not stages or stages[0] not in together:
-            last = together[-1]  # of those before, the ranks said it
+            last = together[-1]  # the ranks announced those before
             print(f"{last}: done{describe_results(self.folder, stage=last)}", flush=True)
-            if interrupted and last != self.recipe.stages.names[-1]:
+            if is_interrupted and last != self.recipe.stages.names[-1]:
                 raise KeyboardInterrupt
             return 0
         if code == EXIT_USER_ERROR:
             return code
         kills = memory_kills()
         out_of_memory = None if kills is None or kills_before is None or self.fleet else kills > kills_before
-        why = "stopped" if interrupted else reason(code, out_of_memory=out_of_memory)
-        if stages[0] != stage and self.folder.record(stages[0]).state == "new":  # done is believed whatever came then
-            if interrupted:
+        why = "stopped" if is_interrupted else reason(code, out_of_memory=out_of_memory)
+        if stages[0] != stage and self.folder.record(stages[0]).state == "new":  # the stage before it is done
+            if is_interrupted:
                 raise KeyboardInterrupt
             if code != EXIT_STOPPED:
                 say(f"the processes ended before {stages[0]} began ({why}): they are started again")
                 return 0
-        stage = stages[0]
+        return self._restart(stages[0], code=code, why=why, restarts=restarts)
+
+    def _restart(self, stage: StageName, *, code: int, why: str, restarts: Restarts) -> int:
+        """Pause before the restart of an unfinished stage and return 0, or say how to resume it and return the code."""
         saved_step = self.folder.record(stage).last_saved_step
         saved = f"step {saved_step:,}" if saved_step else "its beginning"
-        command = "the same command without --restart" if self.restart else "the same command"
-        goes_on = f"{command} goes on from {saved}"
+        remedy = f"the same command{' without --restart' if self.restart else ''} goes on from {saved}"
         if code != EXIT_STOPPED:
             refusal = restarts.after_failure(stage, last_saved_step=saved_step)
             if refusal is None:
-                say(
-                    f"{stage} is not finished ({why}): restart {restarts.used} of {restarts.allowed} from {saved} "
-                    f"in {PAUSE_SECONDS:g} seconds"
-                )
+                count = f"restart {restarts.used} of {restarts.allowed} from {saved} in {PAUSE_SECONDS:g} seconds"
+                say(f"{stage} is not finished ({why}): {count}")
                 time.sleep(PAUSE_SECONDS)  # Ctrl-C ends it
                 return 0
             if restarts.allowed:
-                goes_on = f"{refusal}; once the cause is fixed, {goes_on}"
-        say(f"{stage} is not finished ({why}): {goes_on}")
+                remedy = f"{refusal}; once the cause is fixed, {remedy}"
+        say(f"{stage} is not finished ({why}): {remedy}")
         return EXIT_STOPPED if code == EXIT_STOPPED else 1
 
     def _together(self, stages: Sequence[StageName]) -> tuple[StageName, ...]:
-        """The first of `stages`, which is not done, and those behind it that its processes go on with."""
+        """The first of `stages` and those that can go on in its processes."""
+        if self.fleet is not None and stages[0] == "swap_head":  # its model may be on this machine alone
+            return (stages[0],)
         count = 1
-        if self.fleet is None or stages[0] != "swap_head":  # else its model may be on this machine alone
-            while count < len(stages) and self.folder.record(stages[count]).state != "done":
-                count += 1
+        while count < len(stages) and self.folder.record(stages[count]).state != "done":
+            count += 1
         return tuple(stages[:count])
 
     def _describe_ranks(self, launch: Launch) -> str:
@@ -246,28 +235,27 @@ class PipelineRun:
 
     def check_stages(self) -> list[str]:
         """Check MLflow's address and every stage's data, sizes, model and checkpoints; returns what was not checked."""
-        from pipeline.recipe.stage_plan import plan_stage  # numpy and the network only for a recipe that was read
+        from pipeline.recipe.stage_plan import plan_stage  # numpy and the network only for a valid recipe
         from pipeline.stage.stage_data import open_data, training_order
         from pipeline.transfer.data_sets import open_few_shot
 
         tracking_uri()  # UserError: it is no address
         notes: list[str] = []
         for stage in self.recipe.stages.names:
-            is_open = self._begins_again(stage) or self.folder.peek(stage).state != "done"
+            is_open = not self._stays_done(stage)
             config = getattr(self.recipe.stages, stage)
             if not isinstance(config, TrainStage):  # swap_head
                 if is_open:
                     model_from_elsewhere(self.recipe)
                 continue
             if is_open and config.optimizer.frozen_needs_model:
-                from pipeline.training.stages import (
-                    check_frozen,  # 5 s for torch and timm, only where names of weights matter
-                )
+                # 5 s for torch and timm, only where names of weights matter.
+                from pipeline.training.stages import check_frozen
 
                 check_frozen(self.recipe, stage=stage)
             data = None
             try:
-                if not self._unopened(stage):  # else the summary checks what it can
+                if not self._unopened(stage):  # else the dry run's summary checks what it can
                     data = open_data(self.recipe, stage=stage, commands=self.commands)
                     open_few_shot(self.recipe, stage=stage, commands=self.commands)
             except CommandRefused as error:
@@ -284,7 +272,7 @@ class PipelineRun:
         return notes
 
     def _unopened(self, stage: StageName) -> tuple[str, ...]:
-        """The stage's shards that a dry run does not open, a sentence each."""
+        """Sentences on the stage's shards that a dry run does not open."""
         if self.shards == "needed" or stage not in self.recipe.stages.trained:
             return ()
         from launch.plan.shards import look
@@ -300,18 +288,17 @@ class PipelineRun:
         return record.state
 
     def _demand_earlier(self, stage: StageName) -> None:
-        """Refuse a stage whose model comes from one that is not done."""
+        """Raise UserError if the stage's model comes from one that is not done."""
         names = self.recipe.stages.names
-        missing = [
-            name
-            for name in names[: names.index(stage)]
-            if self._begins_again(name) or self.folder.peek(name).state != "done"
-        ]
+        missing = [name for name in names[: names.index(stage)] if not self._stays_done(name)]
         if missing:
             raise UserError(
                 f"--stage {stage}: in {self.folder.path}, {' and '.join(missing)} must be done first: leave out "
                 f"--stage, or begin with --stage {missing[0]}"
             )
+
+    def _stays_done(self, stage: StageName) -> bool:
+        return not self._begins_again(stage) and self.folder.peek(stage).state == "done"
 
     def _begins_again(self, stage: StageName) -> bool:
         names = self.recipe.stages.names

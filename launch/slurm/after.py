@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data_shards.errors import UserError
-from launch.local.endings import reason
 from launch.local.output import say
+from launch.local.processes import reason
 from launch.run.restarts import Restarts
 from launch.slurm.records import End, Kind, read_cancelled, read_ends, write_ends
 from pipeline.recipe.vocabulary import ALL_STAGES, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, StageName

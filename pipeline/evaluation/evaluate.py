@@ -1,9 +1,9 @@
 """Evaluate a model on a held-out set: every sample exactly once, at any world size; collective.
 
-Each image's loss, rank of the true class and confidence stay on the device until the end, when the host waits once; the
-ranks then exchange 72 bytes an image (3.6 MB for 50,000) and sort them in set order. Counts and sums are bit-identical
-on any number of processes, as batches have the same samples on all (`EvalBatches`). Mean average precision exchanges
-all scores, a few classes at a time. Details for people (keys, top five) are exchanged for 128 images.
+Each image's loss, rank of the true class and confidence stay on the device until the end, when the host waits once. The
+ranks then exchange 72 bytes an image (3.6 MB for 50,000), sorted in set order, so counts and sums are bit-identical on
+any number of processes (batches have the same samples on all: `EvalBatches`). Mean average precision exchanges all
+scores, a few classes at a time; keys and top five are exchanged for 128 images.
 """
 
 from __future__ import annotations
@@ -96,20 +96,18 @@ def evaluate(
     """
     keeps: Literal["scores", "tallies"] = "scores" if "mean_average_precision" in metrics else "tallies"
     use = "eval" if set_name == OWN_SET else f"eval {set_name}"
-    kept = run_model(batches, task=task, faults=faults, use=use, keeps=keeps, progress=progress)
-    # This rank's results on the host: float64 [rows, 1 + columns], the first the sample's number. Here the host waits.
-    mine = torch.cat([torch.cat(kept.samples)[:, None].double(), torch.cat(kept.columns).cpu()], dim=1)
-    answered = _answered(ranks.gather(mine.flatten()).view(-1, mine.shape[1]))
-    values = {"val/loss": scores.mean_loss(answered), f"val/{task.score}": scores.share_right(answered)}
-    record = None
+    found = _Gathered(run_model(batches, task=task, faults=faults, use=use, keeps=keeps, progress=progress), ranks)
+    answered = found.answered
+    values, record = {"val/loss": scores.mean_loss(answered), f"val/{task.score}": scores.share_right(answered)}, None
     if isinstance(task, Classification):
-        values, record = _classified(
-            answered, values, task=task, kept=kept, mine=mine, ranks=ranks, metrics=metrics, set_name=set_name, of=of
-        )
-    group = "val" if set_name == OWN_SET else f"val_{set_name}"
-    group += {"weights": "/", "ema": "/ema_"}[of]
+        classes = _per_class(found, task)
+        values |= _class_metrics(found, classes, task=task, metrics=metrics, of=of)
+        with_bins = task.label_kind == "single" and "calibration_error" in metrics
+        record = _record(found, classes, task=task, set_name=set_name, of=of, with_bins=with_bins)
     if of == "weights":
         values["val/images"] = float(answered.images)
+    group = "val" if set_name == OWN_SET else f"val_{set_name}"
+    group += {"weights": "/", "ema": "/ema_"}[of]
     named = {name.replace("val/", group, 1): value for name, value in values.items()}
     return Evaluated(named, record and replace(record, metrics=named))
 
@@ -154,6 +152,56 @@ def _columns(tally: Tally) -> torch.Tensor:
     return torch.stack([each.double() for each in columns], dim=1)
 
 
+class _Gathered:
+    """This rank's results, and those of all images; collective. The host waits for the device here."""
+
+    def __init__(self, kept: Kept, ranks: Exchange) -> None:
+        self.kept, self.ranks = kept, ranks
+        # float64 [rows, 1 + columns], the first the sample's number
+        self.mine = torch.cat([torch.cat(kept.samples)[:, None].double(), torch.cat(kept.columns).cpu()], dim=1)
+        self.answered = _answered(ranks.gather(self.mine.flatten()).view(-1, self.mine.shape[1]))
+
+    def labels(self) -> torch.Tensor:
+        """Labels of this rank's rows, on the host: int64 [rows, most labels of an image], padded with -1."""
+        parts = [each[:, None] if each.ndim == 1 else each for each in self.kept.labels]
+        width = max(each.shape[1] for each in parts)
+        return torch.cat([torch.nn.functional.pad(each.cpu(), (0, width - each.shape[1]), value=-1) for each in parts])
+
+    def judged(self, chosen: np.ndarray) -> dict[int, Judged]:
+        """Details of the chosen samples, by number; collective."""
+        kept, samples = self.kept, self.mine[:, 0].long().numpy()
+        rows = np.flatnonzero(np.isin(samples, chosen) & (samples >= 0))
+        found: dict[int, Judged] = {}
+        if len(rows):
+            top, shares = torch.cat(kept.top)[rows].cpu(), torch.cat(kept.probabilities)[rows].double().cpu()
+            labels = self.labels()[rows]
+            for at, row in enumerate(rows.tolist()):
+                true = tuple(each for each in labels[at].tolist() if each >= 0)
+                best = tuple(zip(top[at].tolist(), shares[at].tolist(), strict=True))
+                of_true = float(self.mine[row, 8]) if true else math.nan
+                number = int(samples[row])
+                found[number] = Judged(number, kept.keys[row], true, best[0][0], best[0][1], of_true, best)
+        return {number: each for part in self.ranks.gather_objects(found) for number, each in part.items()}
+
+    def average_precisions(self, *, labels: torch.Tensor, num_classes: int) -> Floats:
+        """[C]; each rank sorts some of the classes; collective."""
+        mine, place = self.mine, self.ranks.place
+        found = torch.zeros(num_classes, dtype=torch.float64)
+        width = max(1, _CHUNK_BYTES // (16 * len(mine) * place.world_size))
+        every = torch.cat(self.kept.scores)
+        for first in range(0, num_classes, width):
+            number = min(width, num_classes - first)
+            part = every[:, first : first + number].double().cpu()
+            has = torch.stack([(labels == first + at).any(dim=1) for at in range(number)], dim=1).double()
+            rows = self.ranks.gather(torch.cat([mine[:, :1], part, has], dim=1).flatten()).view(-1, 1 + 2 * number)
+            rows = rows[rows[:, 0] >= 0]
+            for at in range(number):
+                if (first + at) % place.world_size == place.rank:
+                    positive = rows[:, 1 + number + at].numpy() > 0
+                    found[first + at] = average_precision(rows[:, 1 + at].numpy(), positive=positive)
+        return self.ranks.gather(found).sum(dim=0).numpy()
+
+
 def _answered(rows: torch.Tensor) -> Answered:
     """Select the rows that count, from all ranks, in set order."""
     table = rows[rows[:, 0] >= 0].numpy()
@@ -165,116 +213,63 @@ def _answered(rows: torch.Tensor) -> Answered:
     return Answered(sample, loss, right, predictions, rank, true, predicted, probability, of_true)
 
 
-def _classified(
-    answered: Answered,
-    values: dict[str, float],
-    *,
-    task: Classification,
-    kept: Kept,
-    mine: torch.Tensor,
-    ranks: Exchange,
-    metrics: Sequence[EvalMetric],
-    set_name: str,
-    of: WeightsKind,
-) -> tuple[dict[str, float], Evaluation]:
-    """Metrics and record of a classifier's evaluation; collective."""
-    num_classes, single = len(task.classes), task.label_kind == "single"
-    classes = scores.per_class(answered, num_classes=num_classes) if single else _of_labels(kept, mine, task, ranks)
-    classes = replace(classes, answers=np.bincount(answered.predicted, minlength=num_classes))
-    if single:
+def _per_class(found: _Gathered, task: Classification) -> PerClass:
+    """Counts by class, with average precisions if scores were kept; collective."""
+    num_classes, mine = len(task.classes), found.mine
+    answers = np.bincount(found.answered.predicted, minlength=num_classes)
+    if task.label_kind == "single":
+        return replace(scores.per_class(found.answered, num_classes=num_classes), answers=answers)
+    labels, counts = found.labels(), mine[:, 0] >= 0
+    sums = torch.zeros(2, num_classes, dtype=torch.int64)
+    for number, rows in enumerate((counts, counts & (mine[:, 4] == 0))):
+        of_rows = labels[rows]
+        sums[number] = torch.bincount(of_rows[of_rows >= 0], minlength=num_classes)
+    images, right = found.ranks.gather(sums.flatten()).sum(dim=0).long().view(2, num_classes).numpy()
+    precisions = found.average_precisions(labels=labels, num_classes=num_classes) if found.kept.scores else None
+    return PerClass(images, right, scores.shares(right, of=images), precisions, answers=answers)
+
+
+def _class_metrics(
+    found: _Gathered, classes: PerClass, *, task: Classification, metrics: Sequence[EvalMetric], of: WeightsKind
+) -> dict[str, float]:
+    answered, values = found.answered, dict[str, float]()
+    if task.label_kind == "single":
         values["val/balanced_accuracy"] = scores.balanced_accuracy(classes)
     if of == "weights" and answered.images:
         values["val/commonest_class_share"] = int(classes.images.max()) / answered.images
-    calibrated = scores.calibration(answered) if single and "calibration_error" in metrics else None
     for name in metrics:
         match name:
             case "top5":
                 values["val/top5"] = scores.top_share(answered, k=TOP)
             case "precision_at_1":
-                values["val/precision_at_1"] = values[f"val/{task.score}"]
+                values["val/precision_at_1"] = scores.share_right(answered)
             case "calibration_error":
-                assert calibrated is not None
-                values["val/calibration_error"] = scores.calibration_error(calibrated)
+                values["val/calibration_error"] = scores.calibration_error(scores.calibration(answered))
             case "mean_average_precision":
                 assert classes.average_precision is not None
                 known = classes.average_precision[~np.isnan(classes.average_precision)]
                 values["val/mean_average_precision"] = math.fsum(known) / len(known) if len(known) else math.nan
+    return values
+
+
+def _record(
+    found: _Gathered, classes: PerClass, *, task: Classification, set_name: str, of: WeightsKind, with_bins: bool
+) -> Evaluation:
+    """All but the metrics; collective."""
+    answered, single = found.answered, task.label_kind == "single"
     examples = answered.sample[answered.sample < KEPT_SAMPLES]
     mistakes = scores.worst(answered, count=KEPT_SAMPLES)
-    judged = _judged(np.union1d(examples, mistakes), answered=answered, kept=kept, mine=mine, ranks=ranks)
-    record = Evaluation(
+    judged = found.judged(np.union1d(examples, mistakes))
+    return Evaluation(
         set_name=set_name,
         classes=tuple(task.classes),
         label_kind=task.label_kind,
         images=answered.images,
         metrics={},
         per_class=classes,
-        confusion=scores.confusion_matrix(answered, num_classes=num_classes) if single else None,
-        calibration=calibrated,
+        confusion=scores.confusion_matrix(answered, num_classes=len(task.classes)) if single else None,
+        calibration=scores.calibration(answered) if with_bins else None,
         mistakes=tuple(judged[number] for number in mistakes.tolist()),
         examples=tuple(judged[number] for number in examples.tolist()),
         weights=of,
     )
-    return values, record
-
-
-def _judged(
-    chosen: np.ndarray, *, answered: Answered, kept: Kept, mine: torch.Tensor, ranks: Exchange
-) -> dict[int, Judged]:
-    """Details of the chosen samples, by number; collective."""
-    samples = mine[:, 0].long().numpy()
-    rows = np.flatnonzero(np.isin(samples, chosen) & (samples >= 0))
-    found: dict[int, Judged] = {}
-    if len(rows):
-        top, shares = torch.cat(kept.top)[rows].cpu(), torch.cat(kept.probabilities)[rows].double().cpu()
-        labels = _labels(kept)[rows]
-        for at, row in enumerate(rows.tolist()):
-            true = tuple(each for each in labels[at].tolist() if each >= 0)
-            best = tuple(zip(top[at].tolist(), shares[at].tolist(), strict=True))
-            of_true = float(mine[row, 8]) if true else math.nan
-            found[int(samples[row])] = Judged(
-                int(samples[row]), kept.keys[row], true, best[0][0], best[0][1], of_true, best
-            )
-    parts = ranks.gather_objects(found)
-    return {number: each for part in parts for number, each in part.items()}
-
-
-def _labels(kept: Kept) -> torch.Tensor:
-    """Labels of this rank's rows, on the host: int64 [rows, most labels of an image], padded with -1."""
-    parts = [each[:, None] if each.ndim == 1 else each for each in kept.labels]
-    width = max(each.shape[1] for each in parts)
-    return torch.cat([torch.nn.functional.pad(each.cpu(), (0, width - each.shape[1]), value=-1) for each in parts])
-
-
-def _of_labels(kept: Kept, mine: torch.Tensor, task: Classification, ranks: Exchange) -> PerClass:
-    """Per-class counts of a multi-label set, with average precisions if scores were kept; collective."""
-    num_classes = len(task.classes)
-    labels, counts = _labels(kept), mine[:, 0] >= 0
-    sums = torch.zeros(2, num_classes, dtype=torch.int64)
-    for number, rows in enumerate((counts, counts & (mine[:, 4] == 0))):
-        of_rows = labels[rows]
-        sums[number] = torch.bincount(of_rows[of_rows >= 0], minlength=num_classes)
-    images, right = ranks.gather(sums.flatten()).sum(dim=0).long().view(2, num_classes).numpy()
-    precisions = _average_precisions(kept, mine, labels=labels, images=images, ranks=ranks) if kept.scores else None
-    return PerClass(images, right, scores.shares(right, of=images), precisions)
-
-
-def _average_precisions(
-    kept: Kept, mine: torch.Tensor, *, labels: torch.Tensor, images: np.ndarray, ranks: Exchange
-) -> Floats:
-    """[C]; each rank sorts some of the classes."""
-    num_classes, place = len(images), ranks.place
-    found = torch.zeros(num_classes, dtype=torch.float64)
-    width = max(1, _CHUNK_BYTES // (16 * len(mine) * place.world_size))
-    every = torch.cat(kept.scores)
-    for first in range(0, num_classes, width):
-        number = min(width, num_classes - first)
-        part = every[:, first : first + number].double().cpu()
-        has = torch.stack([(labels == first + at).any(dim=1) for at in range(number)], dim=1).double()
-        rows = ranks.gather(torch.cat([mine[:, :1], part, has], dim=1).flatten()).view(-1, 1 + 2 * number)
-        rows = rows[rows[:, 0] >= 0]
-        for at in range(number):
-            if (first + at) % place.world_size == place.rank:
-                positive = rows[:, 1 + number + at].numpy() > 0
-                found[first + at] = average_precision(rows[:, 1 + at].numpy(), positive=positive)
-    return ranks.gather(found).sum(dim=0).numpy()

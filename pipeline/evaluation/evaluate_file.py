@@ -1,7 +1,7 @@
 """Evaluate a model of any format on any shards: the work of each process of `shardvit eval`.
 
-In float32, as `shardvit predict`; evaluation during training uses the stage's precision. Batches have the same samples
-on any number of processes. A process reads ahead with threads; it holds the model and a few batches.
+In float32, as `shardvit predict`; training evaluates in the stage's precision. Batches have the same samples on any
+number of processes. A process reads ahead with threads and holds the model and a few batches.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from data_shards.shards.shard_set import ShardSet
 from data_shards.store.store import Store
 from data_shards.vocabulary import EvalProtocol, Normalisation
 from model.loss import loss_function
+from model.saved.model_folder import SavedModelMeta
 from model.vocabulary import LOSSES
 from pipeline.evaluation.evaluate import Exchange, evaluate
-from pipeline.evaluation.request import EvalRequest
-from pipeline.evaluation.truth import what_is_asked
+from pipeline.evaluation.truth import EvalRequest, Truth, what_is_asked
 from pipeline.ranks.place import Place
 from pipeline.runs.evaluations import Evaluation
 from pipeline.stage.task import Classification
@@ -39,7 +39,7 @@ from pipeline.using.predict import Predictor, open_predictor
 
 @dataclass(frozen=True)
 class ModelEvaluated:
-    """Result of `evaluate_model`, equal on every process."""
+    """The result, equal on every process."""
 
     evaluation: Evaluation
     origin: str  # of the model
@@ -67,70 +67,51 @@ class NoPeers:
 
 
 @dataclass
-class _Damaged:
-    """Collects damaged images of this process."""
+class _Labelled:
+    """Batches with the right labels; counts what is damaged or has no label."""
 
-    found: dict[tuple[str, str], Fault] = field(default_factory=dict)
+    truth: Truth
+    damaged: dict[tuple[str, str], Fault] = field(default_factory=dict)
+    unlabelled: int = 0
+
+    def batches(self, part: EvalBatches, *, workers: int) -> Iterator[Batch]:
+        with closing(eval_batches(part, workers=workers, kind="thread")) as read:
+            for batch in read:
+                labelled = self.truth.relabelled(batch)
+                self.unlabelled += int(batch.counted.sum() - labelled.counted.sum())
+                yield labelled
 
     def note(self, batch: Batch, *, use: str, rows: int) -> None:
-        for fault in batch.faults:
-            self.found[fault.shard, fault.key] = fault
+        self.damaged |= {(fault.shard, fault.key): fault for fault in batch.faults}
 
 
 def evaluate_model(request: EvalRequest, opened: tuple[ShardSet, Store], *, ranks: Exchange) -> ModelEvaluated:
-    """This process's part of `opened` (see `open_set`), and the result of all; collective.
-
-    Raises:
-        UserError: model, shards, or their classes do not fit or are broken.
-    """
+    """Evaluate this process's part of `opened` (see `open_set`), and return the result of all; collective. Raises
+    UserError if model, shards, or their classes do not fit or are broken."""
     shards, store = opened
     predictor = open_predictor(Path(request.model), device=request.device, weights=request.weights)
     meta = predictor.meta
     truth, metrics = what_is_asked(request, class_names=meta.class_names, shards=shards)
-    protocol, crop_share = meta.eval_protocol, meta.eval_crop_share
-    if request.protocol is not None and request.protocol != protocol:
-        protocol, crop_share = request.protocol, None
-    if request.crop_share is not None and protocol in ("vit", "vit_exact"):
-        raise UserError(
-            f"--crop-share: the model is evaluated by protocol {protocol}, which shows all of an image; give "
-            "--protocol big_vision or timm, too"
-        )
-    crop_share = request.crop_share if request.crop_share is not None else crop_share
-    task = Classification(
-        engine=_as_engine(predictor, columns=truth.columns),
-        classes=truth.classes,
-        label_kind=truth.label_kind,
-        normalisation=Normalisation(mean=meta.mean, std=meta.std),
-        train_loss=loss_function(meta.loss),
-        loss_kind=meta.loss,
-    )
+    protocol, crop_share = _preprocessing(request, meta)
     part = EvalBatches(
         Access(shards, store=store, pixel_limit=PixelLimit(request.max_image_pixels), on_corrupt="substitute"),
         transform=EvalTransform(meta.image_size, protocol=protocol, crop_share=crop_share),
         rank=ranks.place.rank,
         world_size=ranks.place.world_size,
-        batch_size=request.batch_images,
+        batch_size=request.batch_size,
     )
-    damaged, unlabelled = _Damaged(), [0]
-
-    def batches() -> Iterator[Batch]:
-        with closing(eval_batches(part, workers=request.workers, kind="thread")) as read:
-            for batch in read:
-                labelled = truth.relabelled(batch)
-                unlabelled[0] += int(batch.counted.sum() - labelled.counted.sum())
-                yield labelled
-
-    with closing(prefetch_to_device(batches(), device=predictor.device)) as read:  # pyright: ignore[reportArgumentType]
-        found = evaluate(read, task=task, ranks=ranks, faults=damaged, metrics=metrics)
-    evaluation = found.record
+    labelled, task = _Labelled(truth), _task(predictor, truth)
+    batches: Any = labelled.batches(part, workers=request.workers)
+    with closing(prefetch_to_device(batches, device=predictor.device)) as read:
+        evaluation = evaluate(read, task=task, ranks=ranks, faults=labelled, metrics=metrics).record
     assert evaluation is not None
     if evaluation.images and not math.isfinite(evaluation.metrics["val/loss"]):
         raise UserError(f"{predictor.origin}: the model gives outputs that are not finite: its weights are damaged")
     takes_several = LOSSES[meta.loss].takes_several_labels
-    if request.label_set == "real" or (truth.label_kind == "multi" and not takes_several):
+    if request.labels == "real" or (truth.label_kind == "multi" and not takes_several):
         values = {name: value for name, value in evaluation.metrics.items() if name != "val/loss"}
         evaluation = replace(evaluation, metrics=values)  # softmax has no loss for several labels
-    parts = ranks.gather_objects((damaged.found, unlabelled[0]))
+    parts = ranks.gather_objects((labelled.damaged, labelled.unlabelled))
     every = {key: fault for found_here, _ in parts for key, fault in found_here.items()}
     return ModelEvaluated(
         evaluation=evaluation,
@@ -147,13 +128,37 @@ def evaluate_model(request: EvalRequest, opened: tuple[ShardSet, Store], *, rank
     )
 
 
-def _as_engine(predictor: Predictor, *, columns: tuple[int, ...] | None) -> Any:
-    """Give the predictor the engine attributes that evaluation uses."""
-    chosen = None if columns is None else torch.tensor(columns, device=predictor.device)
+def _preprocessing(request: EvalRequest, meta: SavedModelMeta) -> tuple[EvalProtocol, float | None]:
+    """Protocol and crop share: as asked for, else as recorded."""
+    protocol, crop_share = meta.eval_protocol, meta.eval_crop_share
+    if request.protocol not in (None, protocol):
+        protocol, crop_share = request.protocol, None
+    if request.crop_share is not None and protocol in ("vit", "vit_exact"):
+        raise UserError(
+            f"--crop-share: the model is evaluated by protocol {protocol}, which shows all of an image; give "
+            "--protocol big_vision or timm, too"
+        )
+    return protocol, crop_share if request.crop_share is None else request.crop_share
+
+
+def _task(predictor: Predictor, truth: Truth) -> Classification:
+    """The model as evaluation takes it, with the engine attributes that it uses."""
+    meta = predictor.meta
+    chosen = None if truth.columns is None else torch.tensor(truth.columns, device=predictor.device)
 
     @torch.inference_mode()
     def logits(images: torch.Tensor) -> torch.Tensor:
         every = predictor.logits(images).float()
         return every if chosen is None else every[:, chosen]
 
-    return SimpleNamespace(device=predictor.device, input_dtype=torch.float32, module=torch.nn.Module(), predict=logits)
+    engine: Any = SimpleNamespace(
+        device=predictor.device, input_dtype=torch.float32, module=torch.nn.Module(), predict=logits
+    )
+    return Classification(
+        engine=engine,
+        classes=truth.classes,
+        label_kind=truth.label_kind,
+        normalisation=Normalisation(mean=meta.mean, std=meta.std),
+        train_loss=loss_function(meta.loss),
+        loss_kind=meta.loss,
+    )

@@ -1,4 +1,4 @@
-"""Map the labels of shards, or other label sets, to a model's classes; open the shards of `shardvit eval`.
+"""The request of `shardvit eval`: open its shards, and map their labels (or others) to the model's classes.
 
 Classes are matched by name, in any order; shards may have only some of them. ReaL labels are found by sample key.
 Imports torch only once there are batches.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from data_shards.errors import UserError
 from data_shards.reading.opening import open_shards
@@ -17,14 +17,40 @@ from data_shards.shards.shard_set import ShardSet, ShardsSpec
 from data_shards.store.cache import CacheConfig
 from data_shards.store.store import Store
 from data_shards.text import named, one_line
-from data_shards.vocabulary import LabelKind
+from data_shards.vocabulary import EvalProtocol, LabelKind
 from pipeline.evaluation.imagenet import numbered_classes, real_labels, usual_classes
-from pipeline.evaluation.request import Among, EvalRequest, LabelSet, Matching
 from pipeline.recipe.stage_plan import chosen_metrics
-from pipeline.recipe.vocabulary import EvalMetric
+from pipeline.recipe.vocabulary import EvalMetric, WeightsKind
 
 if TYPE_CHECKING:
     from data_shards.loading.batch import Batch
+
+
+LabelSet = Literal["shards", "real", "imagenet_v2"]
+Matching = Literal["names", "index"]
+Among = Literal["model", "shards"]
+
+
+@dataclass(frozen=True)
+class EvalRequest:
+    """Model, shards and the flags that say how to evaluate; plain values, sent to processes as JSON."""
+
+    model: str
+    shards: str
+    max_image_pixels: int
+    label: str | None = None  # this and the next two: of tars without a manifest
+    multi_label: bool = False
+    class_names: Path | None = None
+    labels: LabelSet = "shards"
+    classes: Matching = "names"
+    among: Among = "model"
+    metrics: tuple[EvalMetric, ...] | None = None  # None: those that fit
+    protocol: EvalProtocol | None = None  # None: the model's record says it; crop_share likewise
+    crop_share: float | None = None
+    weights: WeightsKind | None = None
+    batch_size: int = 64
+    workers: int = 1
+    device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -119,8 +145,8 @@ def open_set(request: EvalRequest, *, report: Callable[[str], None]) -> tuple[Sh
     spec = ShardsSpec(
         request.shards,
         label=request.label,
-        kind=request.label_kind,
-        classes=Path(request.class_file) if request.class_file else None,
+        kind="multi" if request.multi_label else "single",
+        classes=request.class_names,
     )
     shards = open_shards(spec, damaged="report", report=report, store=store)
     if not shards.num_samples:
@@ -134,11 +160,11 @@ def what_is_asked(
     request: EvalRequest, *, class_names: Sequence[str], shards: ShardSet
 ) -> tuple[Truth, tuple[EvalMetric, ...]]:
     """Truth and metrics for a model with these classes on these shards. UserError: they do not fit."""
-    truth = find_truth(class_names, shards, label_set=request.label_set, matching=request.matching, among=request.among)
-    if request.label_set == "real" and request.metrics == "auto":
+    truth = find_truth(class_names, shards, label_set=request.labels, matching=request.classes, among=request.among)
+    if request.labels == "real" and request.metrics is None:
         return truth, ("top5",)
     metrics = chosen_metrics(
-        request.metrics,
+        "auto" if request.metrics is None else request.metrics,
         label_kind=truth.label_kind,
         num_classes=len(truth.classes),
         num_images=shards.num_samples,

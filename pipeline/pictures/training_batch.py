@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from data_shards.images.box import Pixels
-from data_shards.images.crops import DRAWS_PER_SAMPLE
+from data_shards.images.crops import DRAWS_PER_SAMPLE, Pixels
 from data_shards.images.decode import EncodedImage, PixelLimit, read_image
 from data_shards.loading.batch import Batch
 from data_shards.loading.mixing import Mix

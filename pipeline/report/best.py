@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from pipeline.recipe.vocabulary import StageName
 from pipeline.runs.logs import MetricRow
-from pipeline.runs.run_folder import FOLDER_PREFIX
+from pipeline.runs.run_folder import FOLDER_PREFIX, RunFolder
 
 SCORES = {"val/top1": "top-1", "val/accuracy": "accuracy"}  # on the screen
 AVERAGES_SCORES = {"val/ema_top1": "top-1", "val/ema_accuracy": "accuracy"}  # of the moving average of the weights
@@ -57,4 +58,20 @@ def describe_best(results: Mapping[str, float], *, stage: str, checkpoints: Path
                 else f"keep_best: {what} in stages.{stage} keeps its checkpoint, from --restart {stage} on"
             )
             return f"the best held-out {name} was {results[f'best/{key}']:.4f} after step {step:,}: {kept}"
+    return ""
+
+
+def describe_results(folder: RunFolder, *, stage: StageName) -> str:
+    """Describe a finished stage's score, and where it was better before, for the line "done"; "" for swap_head."""
+    record = folder.peek(stage)
+    for key in SCORES:
+        if key in record.results:
+            best = describe_best(record.results, stage=stage, checkpoints=folder.checkpoints(stage))
+            average = "".join(
+                f", {show_score(record.results, other)} with the moving average of the weights"
+                for other in AVERAGES_SCORES
+                if other in record.results
+            )
+            last = f", held-out {show_score(record.results, key)}{average} after {record.images_seen:,} images"
+            return f"{last}; {best}" if best else last
     return ""

@@ -18,9 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from data_shards.errors import AgreedError, UserError
-from data_shards.shards.location import is_local, local_path
-from data_shards.shards.shard_set import ShardEntry, ShardSet
-from data_shards.shards.shard_table import ShardTable
+from data_shards.shards.shard_set import ShardSet
 from data_shards.store.store import Store
 from pipeline.ranks.process import this_machine
 from pipeline.recipe.vocabulary import StageName
@@ -87,7 +85,7 @@ def _sets(data: StageData) -> list[ShardSet]:
 
 def _look_at_own(context: StageContext, first: StageData, *, stage: StageName) -> _OwnDisks:
     machine, host = this_machine(), platform.node()
-    if not all(isinstance(one.shards, ShardTable) for one in _sets(first)):
+    if not all(one.shards.has_manifests for one in _sets(first)):
         return _OwnDisks(machine, opens="each rank")  # they wait for one another's index without a time limit
     try:
         data = open_data(context.recipe, stage=stage, report=lambda line: None, commands="run")
@@ -101,32 +99,14 @@ def _look_at_own(context: StageContext, first: StageData, *, stage: StageName) -
                 problem=f"on host {host}: {own.source} is not the set that rank 0 has under that name: copy the same "
                 "shards to every host",
             )
-    if not all(_is_like(own, other) for own, other in pairs):
+    if any(own.shards.sources != other.shards.sources for own, other in pairs):  # rank 0's entries lead elsewhere
         return _OwnDisks(machine, opens="each rank")
     damage = ((tuple(one.damaged_numbers), one.damage, one.lost_samples) for one in _sets(data))
     return _OwnDisks(machine, damage=tuple(damage))
 
 
-def _is_like(own: ShardSet, first: ShardSet) -> bool:
-    """True if rank 0's entries lead to this host's files, too."""
-    if not isinstance(own.shards, ShardTable) or not isinstance(first.shards, ShardTable):
-        return False
-    return own.shards.sources == first.shards.sources
-
-
 def _landmarks(data: StageData) -> _Landmarks:
-    files: dict[str, None] = {}
-    for one in _sets(data):
-        if isinstance(one.shards, ShardTable):
-            files |= dict.fromkeys(one.shards.landmarks)
-            continue
-        ends: dict[str, list[ShardEntry]] = {}  # of each folder of tars
-        for entry in one.shards:
-            if is_local(entry.url):
-                ends.setdefault(os.path.dirname(entry.url), [entry, entry])[1] = entry
-        for entry in (each for pair in ends.values() for each in pair):
-            files |= dict.fromkeys([str(local_path(entry.url)), *([str(entry.index)] if entry.index else [])])
-    return {path: _identity(path) for path in files}
+    return {path: _identity(path) for one in _sets(data) for path in one.shards.landmarks}
 
 
 def _identity(path: str) -> _Identity:

@@ -1,9 +1,9 @@
 """Few-shot accuracy at a stage's evaluations, on all ranks together, without affecting training.
 
-Each rank computes the features of its part of both sets by the engine's own forward pass (so also under ZeRO 3). The
-ranks exchange the features of the shots, share the fits, and each counts the hits in its part of the held-out set.
-The first time costs the decoding; later the decoded images are in memory, and only forward passes and fits remain.
-Training's random numbers are untouched, and the model is left in training mode.
+Each rank computes the features of its part of both sets with the engine's own forward pass (ZeRO 3 included). The ranks
+exchange the shots' features, share the fits, and each counts the hits in its part of the held-out set. The first time
+costs the decoding; later decoded images are in memory, and only forward passes and fits remain. Training's random
+numbers are untouched, and the model is left in training mode.
 
 Nothing here may end a run: unreadable images are left out; missing shards or features that are not finite cost a line
 and the metric.
@@ -37,16 +37,16 @@ from pipeline.stage.batches import access_of, eval_transform
 from pipeline.stage.context import StageContext
 from pipeline.stage.data_workers import DataWorkers
 from pipeline.stage.stage_data import Stage
+from pipeline.transfer.classifiers import LinearClassifier, fit_least_squares
 from pipeline.transfer.data_sets import TransferSet, few_shot_of, open_few_shot
 from pipeline.transfer.features import Features, extract, merged, shot_features
-from pipeline.transfer.least_squares import LinearClassifier, fit_least_squares
 from pipeline.transfer.results import few_shot_name
 from pipeline.transfer.shots import Int64s, choose_shots
 
 
 @dataclass(frozen=True)
 class FewShotContext:
-    """Parts of the stage that its few-shot sets use."""
+    """The parts of a stage that its few-shot sets use."""
 
     engine: Engine
     ranks: Ranks
@@ -68,8 +68,8 @@ class FewShotMeasures:
         self._context = context
 
     def __call__(self, step: int, *, of_average: bool) -> dict[str, float]:
-        """Measure the sets that are due: metrics by name, the same on all ranks; collective. `of_average`: measure the
-        moving average of the weights. A set that cannot be measured has no metric."""
+        """Measure the sets that are due, with the weights or their moving average: metrics by name, the same on all
+        ranks; collective. A set that cannot be measured has no metric."""
         context, metrics = self._context, dict[str, float]()
         due = [each for number, each in enumerate(self._sets) if context.plan.few_shot_after(step, number=number)]
         if not due:
@@ -132,7 +132,7 @@ class _FewShotSet:
         fitted = {key: each for part in ranks.gather_objects(mine) for key, each in part.items()}
         classifiers = [fitted[case].on(context.engine.device) for case in cases]
         if self._held_out is None:
-            self._held_out = self._part(self._data.eval, None)
+            self._held_out = _DecodedPart(self._data.eval, None, config=config, context=context)
         counts = torch.zeros(len(cases) + 1, dtype=torch.float64)
         is_finite = True
         for part in self._held_out.features(step):
@@ -178,7 +178,7 @@ class _FewShotSet:
         if not len(samples):
             raise _NotMeasured(f"no image of {self._data.train.source} can be read")
         if self._train is None:
-            self._train = self._part(self._data.train, samples)
+            self._train = _DecodedPart(self._data.train, samples, config=self._config, context=self._context)
         parts = list(self._train.features(step))
         self._agree(self._train.problem)
         train = merged([each for some in self._context.ranks.gather_objects(parts) for each in some], samples=samples)
@@ -188,9 +188,6 @@ class _FewShotSet:
             self._damaged += len(train.damaged)
             self._train = None  # others are drawn in their place
         return train
-
-    def _part(self, shards: ShardSet, samples: Int64s | None) -> _DecodedPart:
-        return _DecodedPart(shards, samples, config=self._config, context=self._context)
 
     def _agree(self, problem: str) -> None:
         """Raise `_NotMeasured` on all ranks if one has a problem; collective."""
@@ -207,8 +204,7 @@ class _FewShotSet:
 class _DecodedPart:
     """This rank's part of a set, or of some of its samples; keeps decoded images within the memory allowed.
 
-    Attributes:
-        problem: why the last features are incomplete; "": they are complete.
+    `problem` says why the last features are incomplete; "": they are complete.
     """
 
     def __init__(
@@ -257,22 +253,16 @@ class _DecodedPart:
                     number += 1
                     if number == len(self._kept) + 1 and batch.images.nbytes <= self._left_bytes:
                         self._left_bytes -= batch.images.nbytes
-                        self._kept.append(_own(batch))
+                        # a copy, out of the scarce memory shared with a worker process
+                        own = batch.images.clone() if batch.images.is_shared() else batch.images
+                        self._kept.append(replace(batch, images=own))
                     yield batch
         except UserError as error:
             self.problem = str(error)
-        for _ in range(number, len(self._part)):
-            yield self._blank()
-
-    def _blank(self) -> Batch:
         count, size = self._context.plan.micro_batch_size, self._context.transform.image_size
-        blank = batch_of(torch.zeros(count, size, size, 3, dtype=torch.uint8), keys=("",) * count)
-        return replace(blank, counted=torch.zeros_like(blank.counted))
-
-
-def _own(batch: Batch) -> Batch:
-    """Copy a batch out of the scarce memory shared with a worker process."""
-    return replace(batch, images=batch.images.clone()) if batch.images.is_shared() else batch
+        for _ in range(number, len(self._part)):
+            blank = batch_of(torch.zeros(count, size, size, 3, dtype=torch.uint8), keys=("",) * count)
+            yield replace(blank, counted=torch.zeros_like(blank.counted))
 
 
 def few_shot_evaluation(
@@ -284,8 +274,8 @@ def few_shot_evaluation(
     watch: Watch,
     say: Callable[[str], None],
 ) -> Callable[[int], dict[str, float]]:
-    """Return a function that measures the sets due after a step, with the weights that become the stage's model. Both
-    are collective. UserError as `open_few_shot`."""
+    """Make the function that measures the sets due after a step, with the weights that become the stage's model. Both
+    are collective. Raises UserError as `open_few_shot`."""
     configs = few_shot_of(stage.recipe, stage=stage.name)
     if not configs:
         return lambda step: {}

@@ -1,9 +1,9 @@
 """A model's features of a set of shards, cached on disk.
 
-A folder for each (weights, model, preprocessing, shards, layer), named by a digest of them all, holds parts
-of at most 16,384 samples, written whole: an interrupted command resumes, and a second method computes only what is
-missing. Numbers do not depend on the data workers, and only by rounding on the batch size. 4 KB a sample of 1,024
-features; above 20 GB the least recently used folders are removed. Damaged images are left out and named.
+A folder for each (weights, model, preprocessing, shards, layer), named by their digest, holds parts of at most 16,384
+samples, written whole: an interrupted command resumes, and a second method computes only what is missing. Numbers do
+not depend on the data workers, and on the batch size only by rounding. Costs 4 KB a sample of 1,024 features; above
+20 GB the least recently used folders go. Damaged images are left out and named.
 """
 
 from __future__ import annotations
@@ -67,28 +67,11 @@ class Features:
         return Features(self.samples[rows.numpy()], self.values[rows], self.labels[rows], self.damaged, self.faults)
 
 
-@dataclass(frozen=True)
-class FeatureReading:
-    """How images are read and batched; affects time, not numbers."""
-
-    batch_images: int = 64
-    workers: int = 4  # threads that read and decode
-    pixel_limit: PixelLimit = USUAL_LIMIT
-
-
 class FeatureStore:
-    """The features of one model, computed unless `folder` has them.
+    """The features of one model with a head, computed unless `folder` has them.
 
-    Args:
-        predictor: a model of ours with a head (no ONNX file, whose inside cannot be seen).
-        layer: see `captured_features`.
-        folder: holds all cached features.
-        say: takes lines for people.
-        clock: shows the progress.
-
-    Attributes:
-        digest: of the weights.
-        forward_passes: number of batches computed so far.
+    `layer`: see `captured_features`. Images of a forward pass, and threads that read and decode, affect time only.
+    Attributes: `digest` of the weights, and `forward_passes`, the batches computed so far. UserError: an ONNX file.
     """
 
     def __init__(
@@ -97,7 +80,9 @@ class FeatureStore:
         *,
         layer: FeatureLayer = "pre_logits",
         folder: Path | None = None,
-        reading: FeatureReading | None = None,
+        batch_images: int = 64,
+        workers: int = 4,
+        pixel_limit: PixelLimit = USUAL_LIMIT,
         say: Callable[[str], None] = lambda line: None,
         clock: StartClock | None = None,
     ) -> None:
@@ -109,15 +94,16 @@ class FeatureStore:
         self.predictor, self._say, self.clock = predictor, say, clock or StartClock()
         self.layer: FeatureLayer = layer
         self._model = predictor.logits
-        self._folder, self._reading = folder or default_features_folder(), reading or FeatureReading()
+        self._folder = folder or default_features_folder()
+        self._batch_images, self._workers, self._pixel_limit = batch_images, workers, pixel_limit
         meta = predictor.meta
         self.transform = EvalTransform(meta.image_size, protocol=meta.eval_protocol, crop_share=meta.eval_crop_share)
         self.digest = state_digest(self._model)
         self.forward_passes = 0
 
     def features(self, shards: ShardSet, *, store: Store | None = None, samples: Int64s | None = None) -> Features:
-        """Features of all samples of a set, or of `samples`. UserError: features are not finite, a shard is gone, or no
-        image is readable; OSError: the disk is full or fails."""
+        """Features of all samples of a set, or of `samples`. Raises UserError if features are not finite, a shard is
+        gone, or no image is readable; OSError if the disk is full or fails."""
         wanted = np.arange(shards.num_samples) if samples is None else np.unique(samples)
         folder = self._folder / self._key(shards)
         known = [part for file in sorted(folder.glob("*.npz")) if (part := _read(file)) is not None]
@@ -145,23 +131,22 @@ class FeatureStore:
         return _digest(json.dumps([_FORMAT, self.digest, about, shown, self.layer, shards.digest]).encode())
 
     def _compute(self, shards: ShardSet, *, store: Store | None, samples: Int64s) -> Features:
-        reading, device = self._reading, self.predictor.device
-        access = Access(shards, store=store, pixel_limit=reading.pixel_limit, on_corrupt="substitute")
+        access = Access(shards, store=store, pixel_limit=self._pixel_limit, on_corrupt="substitute")
         part = EvalBatches(
-            access, transform=self.transform, rank=0, world_size=1, batch_size=reading.batch_images, samples=samples
+            access, transform=self.transform, rank=0, world_size=1, batch_size=self._batch_images, samples=samples
         )
-        meta, device, parts = self.predictor.meta, self.predictor.device, list[Features]()
+        meta, parts, status = self.predictor.meta, list[Features](), f"computing features of {shards.source}"
         found = extract(
-            eval_batches(part, workers=reading.workers, kind="thread"),
+            eval_batches(part, workers=self._workers, kind="thread"),
             model=self._model,
             forward=self._forward,
             layer=self.layer,
-            device=device,
+            device=self.predictor.device,
             dtype=torch.float32,
             normalisation=Normalisation(mean=meta.mean, std=meta.std),
         )
         with closing(found):
-            self.clock.set_status(f"computing features of {shards.source}", f"0 of {len(samples):,} images")
+            self.clock.set_status(status, f"0 of {len(samples):,} images")
             for each in found:
                 if not each.values.isfinite().all():
                     raise UserError(
@@ -169,7 +154,7 @@ class FeatureStore:
                     )
                 parts.append(each)
                 done = sum(len(one.samples) for one in parts)
-                self.clock.set_status(f"computing features of {shards.source}", f"{done:,} of {len(samples):,} images")
+                self.clock.set_status(status, f"{done:,} of {len(samples):,} images")
         return merged(parts, samples=samples)
 
     @torch.inference_mode()

@@ -16,11 +16,9 @@ import torch
 from data_shards.errors import UserError
 from data_shards.loading.batch import Fault
 from data_shards.reading.shard_reader import UNKNOWN, label_column
+from pipeline.transfer.classifiers import fit_least_squares, fit_probe, knn_votes
 from pipeline.transfer.data_sets import TransferSet
 from pipeline.transfer.features import Features, FeatureStore, shot_features
-from pipeline.transfer.knn import knn_votes
-from pipeline.transfer.least_squares import fit_least_squares
-from pipeline.transfer.probe import fit_probe
 from pipeline.transfer.results import Setting, TransferScore, UsedSet
 from pipeline.transfer.settings import FewShotSettings, KnnSettings, ProbeSettings, Settings
 from pipeline.transfer.shots import Int64s, choose_images, choose_shots
@@ -93,7 +91,7 @@ def _few_shot(
                 for start, part in _blocks(held_out.labels)
             )
             accuracies.append(right / len(held_out.labels))
-            strengths.append(fitted.l2)
+            strengths.append(fitted.strength)
         l2 = strengths[0] if len(set(strengths)) == 1 else strengths
         said: dict[str, Setting] = {"shots": shots, "images": images, "l2": l2, "seeds": settings.seeds}
         scores += _scores(data, settings, {"top1": accuracies}, said=said)
@@ -122,7 +120,7 @@ def _probe(
             c=settings.c,
             hold_out=settings.hold_out,
             device=features.predictor.device,
-            told=lambda far: features.clock.set_status("fitting", far),
+            progress=lambda far: features.clock.set_status("fitting", far),
         )
     except ValueError as error:
         raise UserError(f"{data.train.source}: {error}") from None
@@ -137,7 +135,7 @@ def _probe(
     metrics = {"top1": [first / count], "top5": [fifth / count], "loss": [loss / count]}
     if math.isinf(loss):  # a class without a training image
         del metrics["loss"]
-    return _scores(data, settings, metrics, said={"c": probe.c})
+    return _scores(data, settings, metrics, said={"c": probe.seen.strength})
 
 
 def _knn(
@@ -151,7 +149,7 @@ def _knn(
         k=settings.k,
         temperature=settings.temperature,
         device=features.predictor.device,
-        told=lambda far: features.clock.set_status("finding neighbours", far),
+        progress=lambda far: features.clock.set_status("finding neighbours", far),
     )
     scores: list[TransferScore] = []
     for k, table in zip(settings.k, votes, strict=True):

@@ -60,16 +60,6 @@ def open_table(table: TransferTable, *, store: Store, say: Say) -> list[Transfer
     return opened
 
 
-@dataclass(frozen=True)
-class TableProgress:
-    """Progress of `measure_table` after one set."""
-
-    number: int
-    of: int
-    name: str
-    measured: SetMeasured | None  # None: it was kept from before
-
-
 def measure_table(
     table: TransferTable,
     sets: Sequence[TransferSet],
@@ -78,10 +68,10 @@ def measure_table(
     record: TransferRecord,
     file: Path,
     most_images: int | None,
-    told: Callable[[TableProgress], None],
+    progress: Callable[[int, str, SetMeasured | None], None],
 ) -> TransferRecord:
-    """Measure what `file` does not have; `record` describes the model. UserError as `measure`; OSError: the disk is
-    full or fails."""
+    """Measure what `file` does not have; `record` describes the model. After each set `progress` gets its number, its
+    name and its result (None: kept from before). Raises UserError as `measure`, OSError if the disk is full."""
     from pipeline.transfer.measure import measure
 
     found = _kept(file, like=record)
@@ -105,7 +95,7 @@ def measure_table(
             )
             record = replace(record, mean=mean_score(record)) if is_last else record
             save_record(file, record)
-        told(TableProgress(number, len(sets), data.name, measured))
+        progress(number, data.name, measured)
     return record
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from data_shards.errors import UnreadableImage, UserError
-from data_shards.images.box import Pixels
+from data_shards.images.crops import Pixels
 from data_shards.images.decode import USUAL_LIMIT, PixelLimit, read_image
 from data_shards.images.transforms import EvalTransform
 from data_shards.loading.batch import batch_of

@@ -15,6 +15,7 @@ from data_shards.shards.shard_set import ShardEntry
 from data_shards.store.cache import CacheConfig
 from data_shards.store.store import RetryPolicy, Store
 from tests.data_shards.http_server import FaultServer, serve
+from tests.data_shards.opened import MakeEntry, MakeTar, StoreFor
 
 # Faults are waited out here, too, but not for minutes. What a slow machine takes for an answer is no fault.
 QUICK = RetryPolicy(
@@ -26,10 +27,6 @@ QUICK = RetryPolicy(
     stall_timeout_seconds=240.0,
 )
 STALL_SECONDS = 1.0  # where a server or a command does stall; a slow one may seem to as well
-
-MakeTar = Callable[..., bytes]
-MakeEntry = Callable[..., ShardEntry]
-StoreFor = Callable[[list[str]], tuple[Store, list[float]]]
 
 
 @pytest.fixture

@@ -8,6 +8,10 @@ from data_shards.shards.shard_set import ShardEntry
 from data_shards.store.store import Store
 from tests.data_shards.http_server import FaultServer
 
+MakeTar = Callable[..., bytes]
+MakeEntry = Callable[..., ShardEntry]
+StoreFor = Callable[[list[str]], tuple[Store, list[float]]]
+
 
 def content_of(store: Store, entry: ShardEntry) -> bytes:
     """All bytes of a shard as the store opens it; its index must lead to them."""

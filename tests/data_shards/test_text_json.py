@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from data_shards.errors import CorruptSample, UserError
+from data_shards.errors import UserError
 from data_shards.packing.pack import pack
 from data_shards.packing.sources.label_list import LabelList
 from data_shards.reading.external_shards import read_classes
-from data_shards.reading.shard_reader import ShardReader
 from data_shards.shards.manifest import read_manifest
 from data_shards.shards.shard_set import ShardsSpec
 from data_shards.text import parse_json
@@ -43,18 +42,6 @@ def test_the_helper(content: bytes):
         parse_json(content)
     assert len(str(caught.value)) < 200
     assert parse_json(b'{"a": [1, "\xc3\xa4"]}') == parse_json('{"a": [1, "\u00e4"]}') == {"a": [1, "\u00e4"]}
-
-
-@every_hostile
-def test_a_manifest(tmp_path: Path, content: bytes):
-    (tmp_path / "manifest.json").write_bytes(content)
-    with pytest.raises(UserError) as caught:
-        read_manifest(tmp_path)
-    told(caught.value, str(tmp_path / "manifest.json"))
-
-
-def repr_start(value: Any) -> str:
-    return ascii(value)[:12]
 
 
 def within(value: Any, depth: int = 400) -> Any:
@@ -102,43 +89,20 @@ def test_wrong_types_and_numbers_in_a_manifest(packed: dict[str, Any], tmp_path:
         told(caught.value, str(tmp_path))
 
 
-@pytest.mark.parametrize("name", [name for name in HOSTILE if name not in ("nothing", "no text")])
-def test_a_list_of_classes(tmp_path: Path, name: str):
+@pytest.mark.parametrize("content", ["[" * 3000, json.dumps({"a": 10**99}), '{"a": [0]}', '{"a": true}', '{"a": "1"}'])
+def test_a_list_of_classes(tmp_path: Path, content: str):
     file = tmp_path / "classes.json"
-    file.write_bytes(HOSTILE[name])
-    with pytest.raises(UserError) as caught:
+    file.write_text(content)
+    with pytest.raises(UserError, match=r"must be 0 to|not readable") as caught:
         read_classes(file)
     told(caught.value, str(file))
-
-
-@pytest.mark.parametrize("numbers", [{"a": 10**4000}, {"a": [0]}, {"a": True}, {"a": 0, "b": "1"}], ids=repr_start)
-def test_numbers_of_classes_that_are_none(tmp_path: Path, numbers: dict[str, Any]):
-    file = tmp_path / "classes.json"
-    file.write_text(json.dumps(numbers))
-    with pytest.raises(UserError, match="must be 0 to") as caught:
-        read_classes(file)
-    told(caught.value, str(file))
-
-
-def make_image(folder: Path) -> None:
-    folder.mkdir()
-    Image.new("RGB", (4, 4)).save(folder / "a.png")
-
-
-@pytest.mark.parametrize("name", [name for name in HOSTILE if name not in ("nothing", "no text")])
-def test_a_list_of_labels(tmp_path: Path, name: str):
-    make_image(tmp_path / "images")
-    file = tmp_path / "labels.jsonl"
-    file.write_bytes(b'{"path": "a.png", "label": 1}\n' + HOSTILE[name] + b"\n")
-    with pytest.raises(UserError) as caught:
-        pack(str(tmp_path / "images"), tmp_path / "out", labels=LabelList(file, "path", "label", None))
-    told(caught.value, f"{file}, line 2")
 
 
 @pytest.mark.parametrize("field", ["path", "label"])
-@pytest.mark.parametrize("value", [within(1), 10**4000, [within(1)], {"a": 1}], ids=["deep", "long", "list", "table"])
+@pytest.mark.parametrize("value", [within(1), 10**4000, {"a": 1}], ids=["deep", "long", "table"])
 def test_values_that_are_none_in_a_list_of_labels(tmp_path: Path, field: str, value: Any):
-    make_image(tmp_path / "images")
+    (tmp_path / "images").mkdir()
+    Image.new("RGB", (4, 4)).save(tmp_path / "images" / "a.png")
     file = tmp_path / "labels.jsonl"
     file.write_text(json.dumps({"path": "a.png", "label": 1, field: value}) + "\n")
     with pytest.raises(UserError) as caught:
@@ -165,18 +129,6 @@ def test_a_label_in_a_tar_costs_its_own_sample(tmp_path: Path, name: str):
     told(caught.value, str(tmp_path / "a.tar"))
     shards = opened(spec, index_folder=tmp_path / "index", damaged="report")
     assert [sample.key for sample in read_all(shards)] == ["a", "c"] and shards.lost_samples == 1
-
-
-@pytest.mark.parametrize("name", LABELS)
-def test_a_label_that_became_so_since_it_was_indexed(tmp_path: Path, name: str):
-    padded = json.dumps({"label": 1}).encode().ljust(20_000)
-    write_tar(tmp_path / "a.tar", [("a.json", padded), ("a.png", b"x")])
-    shards = opened(ShardsSpec(str(tmp_path), label="json:label"), index_folder=tmp_path / "index")
-    hostile = LABELS[name][:20_000].ljust(20_000)
-    write_tar(tmp_path / "a.tar", [("a.json", hostile), ("a.png", b"x")])
-    with pytest.raises(CorruptSample) as caught:
-        ShardReader(shards).read(0, row=0)
-    told(caught.value, "'a'")
 
 
 DAMAGED_CACHE: dict[str, Callable[[dict[str, Any]], Any]] = {

@@ -10,9 +10,9 @@ from pathlib import Path
 from data_shards.shards.manifest import Manifest, Shard, write_manifest
 from launch.local.start import Launch
 from launch.run.pipeline_run import PipelineRun
-from launch.run.results import describe_results
 from pipeline.recipe.io import load_recipe
 from pipeline.recipe.vocabulary import StageName
+from pipeline.report.best import describe_results
 from pipeline.runs.run_folder import RunFolder
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.data.mixup import mixup_target
 
-from data_shards.images.box import Box
+from data_shards.images.crops import Box
 from data_shards.loading.batch import Batch
 from data_shards.loading.mixing import Mix, MixupConfig, draw_mix
 from data_shards.vocabulary import LabelKind

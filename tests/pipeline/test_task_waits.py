@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from data_shards.images.box import Box
+from data_shards.images.crops import Box
 from data_shards.loading.batch import Batch
 from data_shards.loading.mixing import Mix
 from data_shards.vocabulary import GOOGLES, LabelKind

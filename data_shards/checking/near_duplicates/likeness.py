@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_shards.checking.near_duplicates.perceptual_hash import Windows, sampling
-from data_shards.images.box import Pixels
+from data_shards.images.crops import Pixels
 
 Floats = NDArray[Any]
 Answer = Literal["same", "unsure", "different"]

@@ -31,7 +31,7 @@ from data_shards.checking.near_duplicates.fingerprint import (
 )
 from data_shards.checking.near_duplicates.likeness import DECODED_PIXELS, compare
 from data_shards.errors import UnreadableImage
-from data_shards.images.box import Pixels
+from data_shards.images.crops import Pixels
 from data_shards.images.decode import USUAL_LIMIT, PixelLimit, read_image, read_reduced
 from data_shards.processes import num_cores, run_parts
 from data_shards.progress_line import Progress

@@ -31,10 +31,9 @@ from data_shards.durable import replaced
 from data_shards.errors import UserError
 from data_shards.packing.sources.base import GZIPPED, SUFFIXES, Files, FolderFiles, Int64s, is_image, walk_folder
 from data_shards.progress_line import LINE_SECONDS
-from data_shards.shards.shard_index import MOST_TAR_BYTES, default_index_folder, read_arrays
+from data_shards.shards.shard_index import MOST_TAR_BYTES, Texts, default_index_folder, read_arrays
 from data_shards.shards.shard_set import Report
 from data_shards.shards.tar_walk import BLOCK_BYTES, Member, TarDamage, stated_member, walk_tar
-from data_shards.shards.texts import Texts
 from data_shards.text import named, show_bytes
 
 _VERSION = 2  # of what is kept of a listing

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,11 +25,11 @@ from launch.flags import (
     demand_counts,
     pixel_limit,
 )
-from launch.local.endings import reason
 from launch.local.env import experiment_name, num_gpus, tracking_uri
 from launch.local.output import say
+from launch.local.processes import reason
 from launch.target import Force, JsonFile, demand_target, tell_result
-from pipeline.evaluation.request import Among, EvalRequest, LabelSet, Matching
+from pipeline.evaluation.truth import Among, EvalRequest, LabelSet, Matching, open_set, what_is_asked
 from pipeline.recipe.vocabulary import EXIT_USER_ERROR, EvalMetric
 
 if TYPE_CHECKING:
@@ -50,40 +51,69 @@ WORDS = {  # the rows of the printed result, in this order
 }
 
 
-def evaluate(
-    model: Path,
-    shards: str,
-    /,
-    *,
-    protocol: Annotated[
-        EvalProtocol | None, Parameter(help="Preprocessing; default: as the model's record says.")
-    ] = None,
+@Parameter(name="*")
+@dataclass(frozen=True)
+class EvalOptions:
+    """Flags; those that `EvalRequest` has too are handed on."""
+
+    protocol: Annotated[EvalProtocol | None, Parameter(help="Preprocessing; default: as the model's record says.")] = (
+        None
+    )
     crop_share: Annotated[
         float | None, Parameter(help="Crop's side over the resized short side; default: as recorded.")
-    ] = None,
+    ] = None
     metrics: Annotated[
         tuple[EvalMetric, ...] | None,
         Parameter(negative="", consume_multiple=True, help="Beyond loss and top-1; default: those that fit."),
-    ] = None,
+    ] = None
     labels: Annotated[
         LabelSet,
         Parameter(help="real: ImageNet's ReaL labels, by file name; imagenet_v2: folders 0 to 999."),
-    ] = "shards",
-    classes: Annotated[Matching, Parameter(help="Match classes by name, or trust their order (index).")] = "names",
-    among: Annotated[Among, Parameter(help="Predict among the model's classes or only the shards'.")] = "model",
-    weights: WhichWeights = None,
-    processes: Annotated[int, Parameter(help="Processes on this machine, one per GPU, or on CPUs.")] = 1,
-    batch_size: Annotated[int, Parameter(name=["--batch-size", "--batch"], help="Images of a forward pass.")] = 64,
-    label: TarLabel = None,
-    class_names: TarClasses = None,
-    multi_label: TarsAreMultiLabel = False,
-    json_file: JsonFile = None,
-    output: Annotated[Path | None, Parameter(help="Folder for evaluation.json and arrays.npz.")] = None,
-    tracking: Annotated[bool, Parameter(negative="--no-tracking", help="Make an MLflow run of the result.")] = True,
-    max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS,
-    device: Device = "auto",
-    force: Force = False,
-) -> int:
+    ] = "shards"
+    classes: Annotated[Matching, Parameter(help="Match classes by name, or trust their order (index).")] = "names"
+    among: Annotated[Among, Parameter(help="Predict among the model's classes or only the shards'.")] = "model"
+    weights: WhichWeights = None
+    processes: Annotated[int, Parameter(help="Processes on this machine, one per GPU, or on CPUs.")] = 1
+    batch_size: Annotated[int, Parameter(name=["--batch-size", "--batch"], help="Images of a forward pass.")] = 64
+    label: TarLabel = None
+    class_names: TarClasses = None
+    multi_label: TarsAreMultiLabel = False
+    json_file: JsonFile = None
+    output: Annotated[Path | None, Parameter(help="Folder for evaluation.json and arrays.npz.")] = None
+    tracking: Annotated[bool, Parameter(negative="--no-tracking", help="Make an MLflow run of the result.")] = True
+    max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS
+    device: Device = "auto"
+    force: Force = False
+
+    def check(self) -> None:
+        """UserError: a bad value or MLflow address, a file that may not be replaced, or too few GPUs."""
+        demand_counts(processes=self.processes, batch_size=self.batch_size)
+        if self.crop_share is not None and not 0 < self.crop_share <= 1:
+            raise UserError(f"--crop-share: it is {self.crop_share:g}; give more than 0 and at most 1")
+        if self.crop_share is not None and self.protocol in ("vit", "vit_exact"):
+            raise UserError(f"--crop-share: protocol {self.protocol} shows all of an image; leave it out")
+        pixel_limit(self.max_image_pixels)
+        if self.tracking:
+            tracking_uri()
+        demand_target(self.json_file, flag="--json", force=self.force, mark='"command": "eval"')
+        demand_target(self.output, flag="--output", force=self.force, mark='"format": 1', file="evaluation.json")
+        count = self.processes
+        if count > 1 and self.device == "cuda" and num_gpus() < count:
+            raise UserError(f"--processes {count}: there are {num_gpus()} GPUs here; give as many, or --device cpu")
+
+    @property
+    def on_gpus(self) -> bool:
+        return self.device != "cpu" and num_gpus() >= self.processes
+
+    def request(self, model: Path, shards: str) -> EvalRequest:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        workers = max(1, min(_MOST_WORKERS, cores // self.processes)) if self.on_gpus else 1
+        own = {field.name for field in fields(EvalRequest)}
+        shared = {name: value for name, value in vars(self).items() if name in own}
+        return EvalRequest(model=str(model), shards=shards, workers=workers, **shared)
+
+
+def evaluate(model: Path, shards: str, /, *, options: EvalOptions = EvalOptions()) -> int:
     """Evaluate a model on shards: top-1, top-5, loss, each class, calibration.
 
     MODEL is all that `shardvit predict` takes: a run, a stage, a checkpoint, or a
@@ -99,54 +129,22 @@ def evaluate(
         shardvit eval vit_b16.npz shards/imagenet_v2 --labels imagenet_v2
         shardvit eval model.onnx shards/pets/val --protocol big_vision --json -
     """
-    demand_counts(processes=processes, batch_size=batch_size)
-    if crop_share is not None and not 0 < crop_share <= 1:
-        raise UserError(f"--crop-share: it is {crop_share:g}; give more than 0 and at most 1")
-    if crop_share is not None and protocol in ("vit", "vit_exact"):
-        raise UserError(f"--crop-share: protocol {protocol} shows all of an image; leave it out")
-    pixel_limit(max_image_pixels)
-    if tracking:
-        tracking_uri()
-    demand_target(json_file, flag="--json", force=force, mark='"command": "eval"')
-    demand_target(output, flag="--output", force=force, mark='"format": 1', file="evaluation.json")
-    if processes > 1 and device == "cuda" and num_gpus() < processes:
-        raise UserError(f"--processes {processes}: there are {num_gpus()} GPUs here; give as many, or --device cpu")
-    on_gpus = device != "cpu" and num_gpus() >= processes
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    request = EvalRequest(
-        model=str(model),
-        shards=shards,
-        max_image_pixels=max_image_pixels,
-        label=label,
-        label_kind="multi" if multi_label else "single",
-        class_file=str(class_names) if class_names else None,
-        label_set=labels,
-        matching=classes,
-        among=among,
-        metrics="auto" if metrics is None else tuple(metrics),
-        protocol=protocol,
-        crop_share=crop_share,
-        weights=weights,
-        batch_images=batch_size,
-        workers=max(1, min(_MOST_WORKERS, cores // processes)) if on_gpus else 1,
-        device=device,
-    )
-    from pipeline.evaluation.truth import open_set, what_is_asked
+    options.check()
+    request = options.request(model, shards)
     from pipeline.using.find_model import find_record
 
     record, opened = find_record(model), open_set(request, report=say)
     if record is not None:  # else the weights tell, seconds later
         what_is_asked(request, class_names=record.class_names, shards=opened[0])
-    if processes == 1:
+    if options.processes == 1:
         from pipeline.evaluation.evaluate_file import NoPeers, evaluate_model
 
         result = evaluate_model(request, opened, ranks=NoPeers())
     else:
-        found = _by_processes(request, processes=processes, on_gpus=on_gpus)
-        if isinstance(found, int):
-            return found
-        result = found
-    return _finish(result, request, json_file=json_file, output=output, tracking=tracking, processes=processes)
+        result = _by_processes(request, processes=options.processes, on_gpus=options.on_gpus)
+        if isinstance(result, int):
+            return result
+    return _finish(result, request, options)
 
 
 def _by_processes(request: EvalRequest, *, processes: int, on_gpus: bool) -> ModelEvaluated | int:
@@ -171,15 +169,7 @@ def _by_processes(request: EvalRequest, *, processes: int, on_gpus: bool) -> Mod
         return read_result(folder)
 
 
-def _finish(
-    result: ModelEvaluated,
-    request: EvalRequest,
-    *,
-    json_file: Path | None,
-    output: Path | None,
-    tracking: bool,
-    processes: int,
-) -> int:
+def _finish(result: ModelEvaluated, request: EvalRequest, options: EvalOptions) -> int:
     """Show, keep and track the result; returns the exit code."""
     from pipeline.evaluation.scores import one_answer
     from pipeline.runs.evaluations import write_evaluation
@@ -196,15 +186,15 @@ def _finish(
         say(f"{result.unlabelled:,} images have no ReaL label and do not count")
     if warning := one_answer(result.evaluation):
         say(warning)
-    text = json.dumps(_as_json(result), indent=1)
-    tell_result(_as_text(result), as_json=text, json_file=json_file)
+    as_json = json.dumps(_as_json(result), indent=1)
+    tell_result(_as_text(result), as_json=as_json, json_file=options.json_file)
     try:
-        if output is not None:
-            write_evaluation(output, result.evaluation)
+        if options.output is not None:
+            write_evaluation(options.output, result.evaluation)
     except OSError as error:
-        raise UserError(f"{error.filename or output} cannot be written: {error.strerror}") from None
-    if tracking:
-        _track(result, request, processes=processes)
+        raise UserError(f"{error.filename or options.output} cannot be written: {error.strerror}") from None
+    if options.tracking:
+        _track(result, request, processes=options.processes)
     return 1 if result.damaged else 0
 
 
@@ -292,11 +282,11 @@ def _track(result: ModelEvaluated, request: EvalRequest, *, processes: int) -> N
         kind="eval",
         params={
             **_facts(result),
-            "labels": request.label_set,
-            "classes": request.matching,
+            "labels": request.labels,
+            "classes": request.classes,
             "among": request.among,
             "processes": processes,
-            "batch_size": request.batch_images,
+            "batch_size": request.batch_size,
         },
         metrics=evaluation.metrics,
         datasets=[DatasetInput(name=result.set_name, source=result.source, digest=result.digest, context="eval")],

@@ -12,7 +12,7 @@ from PIL import Image
 
 from data_shards.errors import UnreadableImage, UserError
 from data_shards.images import decode, decode_nvimgcodec
-from data_shards.images.box import Box
+from data_shards.images.crops import Box
 from data_shards.images.decode import PixelLimit, read_image
 from data_shards.vocabulary import MOST_PIXELS, USUAL_MOST_PIXELS
 from tests.data_shards.images.pictures import (

@@ -11,7 +11,7 @@ from PIL import Image
 
 from data_shards.errors import UnreadableImage
 from data_shards.images import decode
-from data_shards.images.box import Box
+from data_shards.images.crops import Box
 from data_shards.images.decode import read_image
 from tests.data_shards.images.pictures import (
     PHOTOGRAPHS,

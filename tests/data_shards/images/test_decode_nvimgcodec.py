@@ -5,34 +5,21 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
-import sklearn.datasets
 from PIL import Image
 
 from data_shards.errors import UserError
 from data_shards.images import decode, decode_nvimgcodec
-from data_shards.images.box import Box
+from data_shards.images.crops import Box
 from data_shards.images.decode import read_image
+from tests.data_shards.images.pictures import PHOTOGRAPHS, TOP, has_nvimgcodec
 
 ROOT = Path(__file__).resolve().parents[3]
 
-has_nvimgcodec = pytest.mark.skipif(find_spec("nvidia.nvimgcodec") is None, reason="nvImageCodec is not installed")
-
-TOP = Box(top=0, left=0, height=8, width=9)
-
-
-def photograph() -> bytes:
-    buffer = io.BytesIO()
-    image = Image.open(Path(sklearn.datasets.__file__).parent / "images" / "china.jpg").crop((100, 60, 308, 220))
-    image.save(buffer, "JPEG", quality=90, subsampling=0)
-    return buffer.getvalue()
-
-
-PHOTOGRAPH = photograph()
+PHOTOGRAPH = PHOTOGRAPHS["china 160 4:4:4"]
 
 
 @pytest.fixture
@@ -93,7 +80,7 @@ def test_the_gpu_decodes_nearly_the_same_pixels():
 
 PREAMBLE = f"""
 import sys
-from data_shards.images.box import Box
+from data_shards.images.crops import Box
 from data_shards.images.decode import read_image
 data = bytes.fromhex({PHOTOGRAPH.hex()!r})
 """

@@ -15,8 +15,7 @@ from timm.data.auto_augment import rand_augment_transform
 
 from data_shards.errors import UserError
 from data_shards.images import rand_augment
-from data_shards.images.big_vision_operations import OPERATIONS, Draw, apply
-from data_shards.images.rand_augment import RandAugment
+from data_shards.images.rand_augment import OPERATIONS, RandAugment, apply_big_visions
 from data_shards.order.randomness import uniforms
 
 
@@ -45,7 +44,7 @@ def test_it_is_timms_with_the_documented_string(num_ops: int, magnitude: int):
 
 
 def test_the_string_means_what_the_docstring_says():
-    operations = rand_augment._operations(RandAugment(2, 15).timm_config)
+    operations = rand_augment._timms(RandAugment(2, 15).timm_config)
     names = [operation.name for operation in operations.ops]
     google = "AutoContrast Equalize Invert Rotate Posterize Solarize Color Contrast Brightness Sharpness ShearX ShearY"
     assert sorted(names) == sorted([*google.split(), "TranslateXRel", "TranslateYRel", "SolarizeAdd"])
@@ -82,7 +81,7 @@ def test_both_global_generators_are_put_back_even_after_a_failure(monkeypatch: p
         np.random.rand()
         raise RuntimeError
 
-    monkeypatch.setattr(rand_augment, "_operations", lambda config: fail)
+    monkeypatch.setattr(rand_augment, "_timms", lambda config: fail)
     with pytest.raises(RuntimeError):
         RandAugment(2, 9)(picture(), draw=0.3)
     assert states() == before
@@ -90,14 +89,14 @@ def test_both_global_generators_are_put_back_even_after_a_failure(monkeypatch: p
 
 def test_all_operations_come_about_equally_often(monkeypatch: pytest.MonkeyPatch):
     chosen: Counter[str] = Counter()
-    operations = rand_augment._operations(RandAugment(2, 9).timm_config)
+    operations = rand_augment._timms(RandAugment(2, 9).timm_config)
 
     class Counting(TimmRandAugment):
         def __call__(self, image: Image.Image) -> Image.Image:
             chosen.update(operation.name for operation in np.random.choice(self.ops, self.num_layers))
             return image
 
-    monkeypatch.setattr(rand_augment, "_operations", lambda config: Counting(operations.ops, 2))
+    monkeypatch.setattr(rand_augment, "_timms", lambda config: Counting(operations.ops, 2))
     for draw in draws(1500):
         RandAugment(2, 9)(picture(4), draw=draw)
     assert len(chosen) == 15 and chosen.total() == 3000
@@ -112,7 +111,7 @@ def test_other_numbers_give_other_pixels():
 def test_every_operation_works_at_every_strength():
     """timm's posterize keeps 0 bits below m = 3, which Pillow refuses and Google's code turns black."""
     for magnitude in (0, 1, 2, 3, 10, 20, 30):
-        for operation in rand_augment._operations(RandAugment(1, magnitude).timm_config).ops:
+        for operation in rand_augment._timms(RandAugment(1, magnitude).timm_config).ops:
             result = np.asarray(operation(Image.fromarray(picture())))
             assert result.shape == (48, 48, 3)
             if operation.name == "Posterize":
@@ -137,7 +136,7 @@ def test_a_worker_does_not_load_all_of_timm():
 # ---- big_vision's
 
 
-def plain(name: str, image: np.ndarray, *, magnitude: int, draw: Draw) -> np.ndarray:
+def plain(name: str, image: np.ndarray, *, magnitude: int, draw: list[float]) -> np.ndarray:
     """The operations that move nothing, in numpy, from their description."""
     pixels, share = image.astype(float), magnitude / 10
     factor = 0.1 + 1.8 * share
@@ -178,7 +177,7 @@ def plain(name: str, image: np.ndarray, *, magnitude: int, draw: Draw) -> np.nda
         case "Cutout":
             reach, result = int(40 * share), image.copy()
             row, column = np.mgrid[0:height, 0:width]
-            top, left = int(draw.top * height), int(draw.left * width)
+            top, left = int(draw[1] * height), int(draw[2] * width)
             inside = (row >= top - reach) & (row < top + reach) & (column >= left - reach) & (column < left + reach)
             result[inside] = 128
             return result
@@ -193,8 +192,8 @@ MOVES = {"ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate"}
 @pytest.mark.parametrize("magnitude", [0, 2, 5, 9, 10, 15, 20, 30])
 def test_big_visions_strengths(name: str, magnitude: int):
     """Within the level by which Pillow rounds and TensorFlow cuts off; what it blends with is rounded, too."""
-    draw, image = Draw(0.2, 0.3, 0.9), picture()
-    ours = apply(name, Image.fromarray(image), magnitude=magnitude, draw=draw, timm=rand_augment.timms_operations())
+    draw, image = [0.2, 0.3, 0.9], picture()
+    ours = apply_big_visions(name, Image.fromarray(image), magnitude=magnitude, draws=draw)
     expected = plain(name, image, magnitude=magnitude, draw=draw)
     blended = abs(1 - (0.1 + 0.18 * magnitude)) if name in ("Color", "Sharpness") else 0
     np.testing.assert_allclose(np.asarray(ours, dtype=float), expected, atol=1.01 + blended)
@@ -211,8 +210,8 @@ def test_big_visions_angles(name: str, sign: float, share: float):
     still = np.full(2, 23.5) if name == "Rotate" else np.zeros(2)
     options = {"offset": still - matrix @ still, "order": 0, "mode": "grid-constant", "cval": 128}
     expected = np.stack([ndimage.affine_transform(image[..., c], matrix, **options) for c in range(3)], axis=2)
-    magnitude, timm = round(10 * abs(share)), rand_augment.timms_operations()
-    ours = apply(name, Image.fromarray(image), magnitude=magnitude, draw=Draw(sign, 0, 0), timm=timm)
+    magnitude = round(10 * abs(share))
+    ours = apply_big_visions(name, Image.fromarray(image), magnitude=magnitude, draws=[sign, 0, 0])
     assert (np.asarray(ours) == expected).all(axis=2).mean() > 0.97
 
 
@@ -221,9 +220,9 @@ def test_big_visions_angles(name: str, sign: float, share: float):
 )
 def test_big_visions_moves_go_both_ways_and_leave_grey(name: str, shift: tuple[int, int] | None):
     """Shifts are in pixels: 10 m, whatever the image's size; nothing is interpolated."""
-    image, grey, timm = picture(64), (128, 128, 128), rand_augment.timms_operations()
+    image, grey = picture(64), (128, 128, 128)
     one, other = (
-        np.asarray(apply(name, Image.fromarray(image), magnitude=3, draw=Draw(sign, 0, 0), timm=timm))
+        np.asarray(apply_big_visions(name, Image.fromarray(image), magnitude=3, draws=[sign, 0, 0]))
         for sign in (0.2, 0.7)
     )
     assert not np.array_equal(one, other)
@@ -240,12 +239,12 @@ def test_all_of_big_visions_operations_come_about_equally_often(monkeypatch: pyt
     chosen: Counter[str] = Counter()
     signs: list[float] = []
 
-    def count(name: str, image: Image.Image, *, magnitude: int, draw: Draw, timm: object) -> Image.Image:
+    def count(name: str, image: Image.Image, *, magnitude: int, draws: list[float]) -> Image.Image:
         chosen[name] += 1
-        signs.append(draw.sign)
+        signs.append(draws[0])
         return image
 
-    monkeypatch.setattr(rand_augment, "apply", count)
+    monkeypatch.setattr(rand_augment, "apply_big_visions", count)
     for draw in draws(1600):
         RandAugment(2, 9, "big_vision")(picture(4), draw=draw)
     assert set(chosen) == set(OPERATIONS) and len(OPERATIONS) == 16 and chosen.total() == 3200

@@ -17,12 +17,11 @@ from data_shards.images.transforms import EvalTransform
 from data_shards.loading.assemble import PADDING, Access
 from data_shards.loading.batch import Batch, Fault
 from data_shards.loading.loader import EvalBatches, eval_batches
-from data_shards.loading.mixing import MixupConfig
 from data_shards.reading.opening import open_shards
 from data_shards.shards.shard_set import ShardSet, ShardsSpec
 from data_shards.shards.tar_index import open_index, read_index
 from data_shards.vocabulary import WorkerKind
-from pipeline.stage.task import model_input, targets
+from pipeline.stage.task import targets
 from tests.data_shards.external_tars import read_all
 from tests.data_shards.streams import GLOBAL_BATCH, SIZE, STEPS, global_batches, make_order, micro_batches, pack_noise
 
@@ -59,20 +58,6 @@ def test_where_none_is_allowed_the_first_damaged_sample_is_named(
     dataset = EvalBatches(Access(shards), transform=EvalTransform(SIZE), rank=0, world_size=1, batch_size=4)
     with pytest.raises(SampleError, match="|".join(keys)):
         list(eval_batches(dataset, workers=workers, kind=kind))
-
-
-def test_substitutes_are_the_same_on_any_number_of_processes(spoiled: tuple[ShardSet, set[str]]):
-    shards, keys = spoiled
-    reference = global_batches(shards, world_size=1, on_corrupt="substitute")
-    for world_size, accumulation_steps, workers in ((2, 1, 1), (4, 2, 0), (1, 4, 0)):
-        assert reference == global_batches(
-            shards,
-            world_size=world_size,
-            accumulation_steps=accumulation_steps,
-            workers=workers,
-            on_corrupt="substitute",
-        )
-    assert not keys & {one.key for step in reference for one in step}
 
 
 def test_all_but_the_damaged_places_are_as_if_nothing_were_damaged(tmp_path: Path):
@@ -127,60 +112,6 @@ def test_a_set_without_a_readable_sample_ends_instead_of_searching_for_ever(tmp_
             spoil(shards, shard=shard, row=row)
     with pytest.raises(SampleError, match="so are the 16 substitutes"):
         next(micro_batches(shards, on_corrupt="substitute"))
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_damaged_held_out_images_are_left_out_and_all_others_counted_once(
-    spoiled: tuple[ShardSet, set[str]], world_size: int
-):
-    shards, keys = spoiled
-    counted, offenders = [], set()
-    for rank in range(world_size):
-        access = Access(shards, on_corrupt="substitute")
-        dataset = EvalBatches(access, transform=EvalTransform(SIZE), rank=rank, world_size=world_size, batch_size=7)
-        for batch in eval_batches(dataset, workers=0):
-            counted += [key for key, counts in zip(batch.keys, batch.counted.tolist(), strict=True) if counts]
-            offenders |= {fault.key for fault in batch.faults}
-    every = [key for entry in shards.shards for key in open_index(Path(entry.url)).keys]
-    assert counted == [key for key in every if key not in keys]
-    assert offenders == keys
-
-
-# ---- mixing
-
-
-@pytest.mark.parametrize("config", [MixupConfig(mixup_alpha=0.8), MixupConfig(cutmix_alpha=1.0)])
-@pytest.mark.parametrize(("world_size", "accumulation_steps"), [(2, 1), (4, 2), (1, 4)])
-def test_mixed_batches_are_the_same_on_any_number_of_processes(
-    tmp_path: Path, config: MixupConfig, world_size: int, accumulation_steps: int
-):
-    shards = pack_noise(tmp_path, count=61, samples_per_shard=9)
-
-    def stream(world_size: int, accumulation_steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(10)]
-        for rank in range(world_size):
-            batches = micro_batches(
-                shards,
-                rank=rank,
-                world_size=world_size,
-                accumulation_steps=accumulation_steps,
-                mixup=config,
-                stop_step=10,
-            )
-            for number, batch in enumerate(batches):
-                cpu = torch.device("cpu")
-                images = model_input(batch, device=cpu, dtype=torch.float32)
-                parts[number // accumulation_steps].append(
-                    (images, targets(batch, device=cpu, num_classes=2, label_kind="single"))
-                )
-        return [(torch.cat([x for x, _ in part]), torch.cat([y for _, y in part])) for part in parts]
-
-    for (images, labels), (other_images, other_labels) in zip(
-        stream(1, 1), stream(world_size, accumulation_steps), strict=True
-    ):
-        assert images.shape == (GLOBAL_BATCH, 3, SIZE, SIZE) and labels.shape == (GLOBAL_BATCH, 2)
-        assert torch.equal(images, other_images) and torch.equal(labels, other_labels)
-        torch.testing.assert_close(labels.sum(dim=1), torch.ones(GLOBAL_BATCH))
 
 
 # ---- several labels

@@ -16,9 +16,7 @@ import pytest
 
 from data_shards.errors import WorkerDied
 from data_shards.loading.loader import TrainLoader
-from data_shards.shards.packed_shards import PackedShards
-from data_shards.shards.shard_set import ShardSet
-from data_shards.shards.shard_table import ShardTable
+from data_shards.shards.shard_set import ShardSet, ShardTable
 from tests.data_shards.opened import wait_until
 from tests.data_shards.streams import pack_noise, train_batches
 
@@ -165,11 +163,8 @@ def test_what_a_worker_process_is_sent_does_not_grow_with_the_number_of_shards(
     monkeypatch.setattr(popen_forkserver.reduction, "dump", counted)
     expected = [batch.keys for batch in TrainLoader(train_batches(small), stop_step=3, workers=2)]
     few, count = max(sent), 20_000
-    shards = ShardTable.of(
-        replace(small.shards.sources[0], num_shards=count),  # pyright: ignore[reportAttributeAccessIssue]
-        PackedShards.of_shards(list(small.shards.rows) * (count // len(small.shards))),  # pyright: ignore[reportAttributeAccessIssue]
-    )
-    large = replace(small, shards=shards)
+    joined = ShardTable.join([small.shards] * (count // len(small.shards)))
+    large = replace(small, shards=replace(joined, sources=(replace(joined.sources[0], num_shards=count),)))
     sent.clear()
     seen = [batch.keys for batch in TrainLoader(train_batches(large), stop_step=3, workers=2)]
     assert len(seen) == len(expected)

@@ -121,30 +121,20 @@ def test_epochs_far_away_are_whole_as_well(case: Case, epoch: int):
 
 
 @law
-@given(cases(), st.integers(0, 50))
-def test_the_ranks_parts_make_up_the_global_batch_for_every_world_size(case: Case, step: int):
+@given(cases(), st.integers(0, 50), st.data())
+def test_ranks_and_micro_batches_make_up_the_global_batch(case: Case, step: int, data: st.DataObject):
     order = case.order
     whole = rows(order.rank_batch(step, rank=0, world_size=1))
     assert len(whole) == order.global_batch_images
     for world_size in (n for n in range(1, order.lanes + 1) if order.lanes % n == 0):
-        parts = [rows(order.rank_batch(step, rank=rank, world_size=world_size)) for rank in range(world_size)]
-        assert {len(part) for part in parts} == {order.global_batch_images // world_size}
+        part_images = order.global_batch_images // world_size
+        micro = data.draw(st.integers(1, part_images))
+        parts = [
+            rows(order.rank_batch(step, rank=rank, world_size=world_size, start=at, stop=min(at + micro, part_images)))
+            for rank in range(world_size)
+            for at in range(0, part_images, micro)
+        ]
         assert list(chain.from_iterable(parts)) == whole
-
-
-@law
-@given(cases(), st.integers(0, 50), st.data())
-def test_micro_batches_make_up_the_part(case: Case, step: int, data: st.DataObject):
-    order = case.order
-    world_size = data.draw(st.sampled_from([n for n in range(1, order.lanes + 1) if order.lanes % n == 0]))
-    rank = data.draw(st.integers(0, world_size - 1))
-    whole = rows(order.rank_batch(step, rank=rank, world_size=world_size))
-    micro = data.draw(st.integers(1, len(whole)))
-    slices = [
-        rows(order.rank_batch(step, rank=rank, world_size=world_size, start=at, stop=min(at + micro, len(whole))))
-        for at in range(0, len(whole), micro)
-    ]
-    assert list(chain.from_iterable(slices)) == whole
 
 
 def test_a_slice_of_anothers_part_is_refused():

@@ -233,8 +233,8 @@ def test_many_tars_are_indexed_by_several_processes_with_the_same_result(
     monkeypatch.setattr(foreign, "_PROGRESS_SECONDS", 0.0)
     monkeypatch.setattr(foreign, "num_cores", lambda: 2)
     seen: list[int] = []
-    original = foreign.ProcessPoolExecutor
-    monkeypatch.setattr(foreign, "ProcessPoolExecutor", lambda count, **kw: seen.append(count) or original(count, **kw))
+    original = foreign.run_parts
+    monkeypatch.setattr(foreign, "run_parts", lambda *args, **kw: seen.append(kw["processes"]) or original(*args, **kw))
     lines: list[str] = []
     together = opened(folder, index_folder=tmp_path / "together", report=lines.append)
     assert seen == [2]

@@ -69,15 +69,12 @@ def test_tars_of_another_make_are_read_the_same(tmp_path: Path):
     assert [reader.read(0, row=row) for row in range(4)] == by_webdataset(manifest)
 
 
-@pytest.mark.parametrize("image_bytes", [1, 8_000, 100_000])
-@pytest.mark.parametrize("between_bytes", [0, 40_000])
-def test_image_and_label_are_the_same_however_large_and_far_apart(tmp_path: Path, image_bytes: int, between_bytes: int):
-    """One read takes both where they are near one another; the label may come before the image or after."""
+def test_the_label_may_come_before_the_image_or_after(tmp_path: Path):
     parts = []
     for number in range(4):
         sample = [
-            (f"{number}.png", random.Random(number).randbytes(image_bytes)),
-            (f"{number}.json", bytes(between_bytes)),
+            (f"{number}.png", random.Random(number).randbytes(1 + 30_000 * number)),
+            (f"{number}.json", bytes(40_000 * (number % 2))),
             (f"{number}.cls", b"%d" % (number % 3)),
         ]
         parts += sample if number % 2 else sample[::-1]

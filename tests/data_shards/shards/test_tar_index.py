@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_shards.errors import UserError
-from data_shards.shards import tar_index
 from data_shards.shards.shard_index import ShardIndex, save_index
 from data_shards.shards.tar_index import build_index, index_path, open_index, read_index, readable_index, write_index
 from data_shards.vocabulary import LabelPart
@@ -84,14 +83,6 @@ def test_an_index_with_more_parts_reads_as_dali_writes_it(tmp_path: Path):
     assert (list(index.keys), index.image_offset.tolist(), index.label_offset.tolist()) == (["d/k"], [512], [2560])
 
 
-@pytest.mark.parametrize("format", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_long_names_of_other_tar_dialects(tmp_path: Path, format: int):
-    key = "d/" + "k" * 200
-    members = [(f"{key}.cls", b"1"), (f"{key}.png", b"pixels")]
-    path = write_tar(tmp_path / "a.tar", members, format=format)
-    assert read_back(path, build_index(path)) == members
-
-
 @pytest.mark.parametrize(
     "members",
     [
@@ -108,37 +99,6 @@ def test_a_sample_needs_one_image_and_one_label(tmp_path: Path, members: Members
         build_index(path)
 
 
-def test_every_truncation_is_noticed(tmp_path: Path):
-    whole = write_tar(tmp_path / "a.tar", samples()).read_bytes()
-    content_end = len(whole.rstrip(b"\0"))
-    cut = tmp_path / "cut.tar"
-    for length in range(0, content_end, 256):
-        cut.write_bytes(whole[:length])
-        with pytest.raises(UserError, match=r"cut\.tar"):
-            build_index(cut)
-
-
-def test_every_damaged_header_is_noticed(tmp_path: Path):
-    path = write_tar(tmp_path / "a.tar", samples())
-    whole = path.read_bytes()
-    with tarfile.open(path) as tar:
-        headers = [member.offset for member in tar]
-    for offset in headers:
-        damaged = bytearray(whole)
-        damaged[offset : offset + 64] = b"\xff" * 64
-        path.write_bytes(damaged)
-        with pytest.raises(UserError, match=r"a\.tar"):
-            build_index(path)
-
-
-@pytest.mark.parametrize("mode", ["w:gz", "w:xz"])
-def test_compressed_tars_are_refused(tmp_path: Path, mode: str):
-    with tarfile.open(tmp_path / "a.tar", mode) as tar:  # type: ignore[call-overload]
-        tar.addfile(tarfile.TarInfo("k.jpg"))
-    with pytest.raises(UserError, match="uncompressed"):
-        build_index(tmp_path / "a.tar")
-
-
 def test_missing_files(tmp_path: Path):
     with pytest.raises(UserError, match=r"a\.tar"):
         build_index(tmp_path / "a.tar")
@@ -153,8 +113,11 @@ def test_missing_files(tmp_path: Path):
         "v1.1 1\njpg 0 1 k.jpg cls 0 1 k.cls\n",
         "v1.2 2\njpg 0 1 k.jpg cls 0 1 k.cls\n",
         "v1.2 1\njpg 0 1 k.jpg cls 0 1\n",
-        "v1.2 1\njpg a 1 k.jpg cls 0 1 k.cls\n",
-        "v1.2 1\njpg -5 1 k.jpg cls 0 1 k.cls\n",
+        *(
+            f"v1.2 1\njpg {place[0]} {place[1]} k.jpg cls {place[2]} {place[3]} k.cls\n"
+            for value in ["a", "-5", "1e3", str(2**62), "9" * 5000, "\N{SUPERSCRIPT TWO}"]
+            for place in ([value, "1", "0", "1"], ["0", "1", "0", value])
+        ),
         "v1.2 1\njpg 0 1 k.jpg cls 0 1 l.cls\n",
         "v1.2 1\njpg 0 1 k.jpg\n",
         "v1.2 1\n\n",
@@ -162,8 +125,9 @@ def test_missing_files(tmp_path: Path):
 )
 def test_broken_index_files(tmp_path: Path, text: str):
     (tmp_path / "a.idx").write_text(text)
-    with pytest.raises(UserError, match=r"a\.idx"):
+    with pytest.raises(UserError, match=r"a\.idx: .*delete (it|the file)") as caught:
         read_index(tmp_path / "a.idx")
+    assert len(str(caught.value)) < 400
 
 
 def test_an_index_that_points_behind_the_tar_is_refused(tmp_path: Path):
@@ -248,53 +212,3 @@ def test_a_readable_index_has_what_is_before_the_damage(tmp_path: Path):
             build_index(path, name="shown")
     with pytest.raises(UserError, match=r"^shown: there is no such tar"):
         readable_index(tmp_path / "gone.tar", name="shown")
-
-
-_TEXTS = ["", " ", "cls", "jpg", "JPG", "txt", "k1.cls", "k0.jpg"]
-_TEXTS += ["a\u00a0b.cls", "a\tb.jpg", "k9.cls 512 1 k9.jpg", "\udcff.cls"]
-ODD = st.sampled_from(["-5", "+7", "007", "9" * 18, "9" * 19, "1" * 30, "\u0665", "1_0", "512.0", *_TEXTS])
-
-
-@given(
-    st.integers(0, 4),
-    st.booleans(),
-    st.lists(st.tuples(st.integers(0, 31), st.sampled_from(["put", "insert", "take"]), ODD), max_size=2),
-)
-def test_a_plain_index_is_read_at_once_and_to_the_same_result(
-    tmp_path_factory: pytest.TempPathFactory, count: int, label_first: bool, changes: list[tuple[int, str, str]]
-):
-    """The quick way gives the slow one's result for any text, errors included, or leaves it to that."""
-    lines = []
-    for row in range(count):
-        parts = [f"cls {1024 * row + 512} 1 k{row}.cls", f"jpg {1024 * row + 700} 90 k{row}.jpg"]
-        lines.append(" ".join(parts if label_first else parts[::-1]))
-    fields = " \n ".join(lines).split(" ")
-    for place, how, text in changes:
-        fields[place : place + (how != "insert")] = [] if how == "take" else [text]
-    text = "\n".join(line.strip(" ") for line in " ".join(fields).split("\n"))
-    path = tmp_path_factory.mktemp("t") / "a.idx"
-    path.write_text(f"v1.2 {count}\n{text}\n" if count else "v1.2 0\n", encoding="utf-8", errors="surrogateescape")
-
-    def outcome() -> ShardIndex | None:
-        try:
-            return read_index(path)
-        except UserError:
-            return None
-
-    quick = outcome()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(tar_index, "_plain_table", lambda lines, *, label: None)
-        slow = outcome()
-    assert (quick is None) == (slow is None)
-    if quick is not None and slow is not None:
-        assert [*quick.keys] == [*slow.keys] and [*quick.image_extension] == [*slow.image_extension]
-        for row in range(len(quick)):
-            assert quick.places(row) == slow.places(row)
-        assert changes or count == 0 or len(quick) == count
-
-
-def test_the_usual_index_takes_the_quick_way(tmp_path: Path):
-    write_tar(tmp_path / "a.tar", samples())
-    write_index(build_index(tmp_path / "a.tar"), tmp_path / "a.idx")
-    lines = (tmp_path / "a.idx").read_text().splitlines()[1:]
-    assert tar_index._plain_table(lines, label="cls") is not None

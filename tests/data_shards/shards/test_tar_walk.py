@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import subprocess
 import tarfile
 from contextlib import suppress
@@ -24,6 +25,12 @@ def walk(path: Path) -> list[Member]:
         return list(walk_tar(descriptor))
     finally:
         os.close(descriptor)
+
+
+def byte_of(damage: TarDamage) -> int:
+    found = re.search(r"byte (\d+)", str(damage))
+    assert found is not None
+    return int(found[1])
 
 
 def walk_until_damage(path: Path) -> tuple[list[Member], TarDamage | None]:
@@ -138,7 +145,7 @@ def test_a_tar_within_a_file_is_walked_as_one_alone(
     if told is None or damage is None:
         assert [(name, offset - start, size) for name, offset, size in found] == expected
     else:
-        assert told.offset == damage.offset + start
+        assert byte_of(told) == byte_of(damage) + start
 
 
 def test_numbers_beyond_octal_digits(tmp_path: Path):
@@ -185,7 +192,7 @@ def test_every_truncation_is_told_with_its_byte_and_what_was_before_it(tmp_path:
         path.write_bytes(data[:length])
         found, damage = walk_until_damage(path)
         assert damage is not None
-        assert damage.offset == (0 if length < 512 else length), (length, str(damage))
+        assert byte_of(damage) == (0 if length < 512 else length), (length, str(damage))
         assert found == [member for member in whole if member.offset + member.size <= length]
     path.write_bytes(data[: end + 512])  # one block of zeros is an end
     assert walk(path) == whole
@@ -208,7 +215,7 @@ def test_a_garbled_header_is_never_a_wrong_member(
     if damage is None:
         assert found == whole and at in range(header + 148, header + 156)  # 0o1234 as " 1234" is the same number
     else:
-        assert damage.offset == header and str(header) in str(damage)
+        assert byte_of(damage) == header and str(header) in str(damage)
         assert found == [member for member in whole if member.offset <= header]
 
 
@@ -240,7 +247,7 @@ def test_zeros_in_the_middle_and_joined_tars_are_damage(tmp_path: Path):
     hole[start : start + 4096] = bytes(4096)
     path.write_bytes(hole)
     found, damage = walk_until_damage(path)
-    assert found == whole[:2] and damage is not None and damage.offset == start
+    assert found == whole[:2] and damage is not None and byte_of(damage) == start
 
 
 def test_what_cannot_be_read_in_place_is_refused(tmp_path: Path):
@@ -259,7 +266,7 @@ def test_what_cannot_be_read_in_place_is_refused(tmp_path: Path):
 def test_what_is_no_tar(tmp_path: Path, data: bytes):
     (tmp_path / "a").write_bytes(data)
     found, damage = walk_until_damage(tmp_path / "a")
-    assert not found and damage is not None and damage.offset == 0
+    assert not found and damage is not None and byte_of(damage) == 0
     assert not data or "uncompressed tar" in str(damage)
 
 
@@ -271,4 +278,4 @@ def test_broken_pax_records(tmp_path: Path, record: bytes):
     member = tarfile.TarInfo("k.jpg").tobuf(tarfile.USTAR_FORMAT)
     path.write_bytes(header.tobuf(tarfile.USTAR_FORMAT) + record.ljust(512, b"\0") + member + bytes(1024))
     found, damage = walk_until_damage(path)
-    assert damage is None if record == b"5 a=\n" else not found and damage is not None and damage.offset == 0
+    assert damage is None if record == b"5 a=\n" else not found and damage is not None and byte_of(damage) == 0

@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
@@ -16,16 +16,13 @@ import numpy as np
 import pytest
 
 from data_shards.errors import UserError
-from data_shards.shards.shard_index import ShardIndex
+from data_shards.shards.shard_index import ShardIndex, Texts
 from data_shards.shards.shard_set import ShardEntry
-from data_shards.shards.texts import Texts
 from data_shards.store import cache as cache_module
 from data_shards.store.cache import Cache, CacheConfig, CacheFull, is_evicted, touch
 from data_shards.store.store import RetryPolicy, Store, StoreError
 from tests.data_shards.http_server import FaultServer
-
-MakeTar = Callable[..., bytes]
-MakeEntry = Callable[..., ShardEntry]
+from tests.data_shards.opened import MakeEntry, MakeTar
 
 NAMES = [f"shard{number}-{number:032x}" for number in range(20)]
 

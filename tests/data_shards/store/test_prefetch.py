@@ -5,23 +5,21 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from data_shards.shards.shard_set import ShardEntry, ShardSet
+from data_shards.shards.shard_set import ShardEntry, ShardSet, ShardTable
 from data_shards.store import cache as cache_module
 from data_shards.store import prefetch as prefetch_module
 from data_shards.store.cache import CacheConfig
 from data_shards.store.prefetch import Prefetcher, start_prefetch
 from data_shards.store.store import MissingObject, RetryPolicy, Store
 from tests.data_shards.http_server import FaultServer
-from tests.data_shards.opened import wait_until
-
-MakeTar = Callable[..., bytes]
-MakeEntry = Callable[..., ShardEntry]
+from tests.data_shards.opened import MakeEntry, MakeTar, wait_until
 
 COUNT = 10
 SIZE = 115_000  # of a shard, roughly; with its index
@@ -53,6 +51,18 @@ def one_shard_a_step() -> Iterator[tuple[int, list[int]]]:
         step += 1
 
 
+@contextlib.contextmanager
+def prefetching(
+    folder: Path, entries: list[ShardEntry], *, lookahead_bytes: int, limit_bytes: int = 20 * SIZE, **options: Any
+) -> Iterator[Prefetcher]:
+    store = Store(CacheConfig(folder=folder, limit_bytes=limit_bytes), **options)
+    prefetcher = Prefetcher(store, entries, upcoming=one_shard_a_step(), lookahead_bytes=lookahead_bytes)
+    try:
+        yield prefetcher
+    finally:
+        prefetcher.close()
+
+
 def is_here(folder: Path, number: int) -> bool:
     return any(folder.glob(f"{number}-*.tar"))
 
@@ -60,19 +70,17 @@ def is_here(folder: Path, number: int) -> bool:
 def test_it_stays_so_far_ahead_and_follows(
     server: FaultServer, folder: Path, entries: list[ShardEntry], quick: RetryPolicy
 ):
-    store = Store(CacheConfig(folder=folder, limit_bytes=20 * SIZE), retry=quick)
     size = entries[0].num_bytes or 0
-    prefetcher = Prefetcher(store, entries, upcoming=one_shard_a_step(), lookahead_bytes=3 * size)
-    wait_until(lambda: is_here(folder, 2))
-    time.sleep(0.3)
-    assert not is_here(folder, 3)
-    prefetcher.reached(2)  # steps 0 and 1 have their samples
-    wait_until(lambda: is_here(folder, 4))
-    time.sleep(0.3)
-    assert not is_here(folder, 5)
-    prefetcher.reached(8)
-    wait_until(lambda: is_here(folder, 9))
-    prefetcher.close()
+    with prefetching(folder, entries, lookahead_bytes=3 * size, retry=quick) as prefetcher:
+        wait_until(lambda: is_here(folder, 2))
+        time.sleep(0.3)
+        assert not is_here(folder, 3)
+        prefetcher.reached(2)  # steps 0 and 1 have their samples
+        wait_until(lambda: is_here(folder, 4))
+        time.sleep(0.3)
+        assert not is_here(folder, 5)
+        prefetcher.reached(8)
+        wait_until(lambda: is_here(folder, 9))
     assert prefetcher.error is None
     assert not prefetcher._thread.is_alive()
     assert not is_here(folder, 6)  # training came past it first
@@ -80,25 +88,16 @@ def test_it_stays_so_far_ahead_and_follows(
 
 
 def test_a_shard_larger_than_the_lookahead_is_fetched_alone(folder: Path, entries: list[ShardEntry]):
-    store = Store(CacheConfig(folder=folder, limit_bytes=20 * SIZE))
-    prefetcher = Prefetcher(store, entries, upcoming=one_shard_a_step(), lookahead_bytes=1)
-    wait_until(lambda: is_here(folder, 0))
-    time.sleep(0.2)
-    assert not is_here(folder, 1)
-    prefetcher.close()
+    with prefetching(folder, entries, lookahead_bytes=1):
+        wait_until(lambda: is_here(folder, 0))
+        time.sleep(0.2)
+        assert not is_here(folder, 1)
 
 
 def test_what_is_nearer_is_not_evicted_for_what_is_further(
     folder: Path, entries: list[ShardEntry], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(prefetch_module, "_NO_ROOM_SECONDS", 0.05)
-    store = Store(CacheConfig(folder=folder, limit_bytes=4 * SIZE + SIZE // 2))
-    prefetcher = Prefetcher(store, entries, upcoming=one_shard_a_step(), lookahead_bytes=10 * SIZE)
-    wait_until(lambda: is_here(folder, 3))
-    time.sleep(0.3)
-    assert [is_here(folder, number) for number in range(6)] == [True] * 4 + [False] * 2
-    # Training is past the first two, and nobody has used them for a while.
-    prefetcher.reached(2)
 
     def is_here_once_the_first_are_idle() -> bool:
         for path in [*folder.glob("0-*.tar"), *folder.glob("1-*.tar")]:
@@ -106,20 +105,23 @@ def test_what_is_nearer_is_not_evicted_for_what_is_further(
                 os.utime(path, (1, 1))  # again and again: it may have been about to mark them as wanted
         return is_here(folder, 5)
 
-    wait_until(is_here_once_the_first_are_idle)
-    assert [is_here(folder, number) for number in range(7)] == [False] * 2 + [True] * 4 + [False]
-    prefetcher.close()
+    limit_bytes = 4 * SIZE + SIZE // 2
+    with prefetching(folder, entries, lookahead_bytes=10 * SIZE, limit_bytes=limit_bytes) as prefetcher:
+        wait_until(lambda: is_here(folder, 3))
+        time.sleep(0.3)
+        assert [is_here(folder, number) for number in range(6)] == [True] * 4 + [False] * 2
+        prefetcher.reached(2)  # past the first two, which nobody has used for a while
+        wait_until(is_here_once_the_first_are_idle)
+        assert [is_here(folder, number) for number in range(7)] == [False] * 2 + [True] * 4 + [False]
 
 
 def test_what_is_ahead_stays_marked_as_wanted(folder: Path, entries: list[ShardEntry], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(prefetch_module, "TOUCH_SECONDS", 0.05)
-    store = Store(CacheConfig(folder=folder, limit_bytes=20 * SIZE))
-    prefetcher = Prefetcher(store, entries, upcoming=one_shard_a_step(), lookahead_bytes=2 * SIZE)
-    wait_until(lambda: is_here(folder, 1))
-    for path in folder.glob("*.tar"):
-        os.utime(path, (1, 1))
-    wait_until(lambda: all(path.stat().st_mtime > 1 for path in folder.glob("*.tar")))
-    prefetcher.close()
+    with prefetching(folder, entries, lookahead_bytes=2 * SIZE):
+        wait_until(lambda: is_here(folder, 1))
+        for path in folder.glob("*.tar"):
+            os.utime(path, (1, 1))
+        wait_until(lambda: all(path.stat().st_mtime > 1 for path in folder.glob("*.tar")))
 
 
 def test_errors_are_left_to_the_reader_and_tried_again(
@@ -128,23 +130,19 @@ def test_errors_are_left_to_the_reader_and_tried_again(
     monkeypatch.setattr(prefetch_module, "_FIRST_DELAY_SECONDS", 0.01)
     server.faults["/0.tar"] = deque(["503", "cut:500"])
     missing = server.files.pop("/1.tar")
-    store = Store(CacheConfig(folder=folder, limit_bytes=20 * SIZE), retry=quick)
-    prefetcher = Prefetcher(store, entries, upcoming=one_shard_a_step(), lookahead_bytes=10 * SIZE)
-    wait_until(lambda: isinstance(prefetcher.error, MissingObject))
-    assert is_here(folder, 0)
-    with pytest.raises(MissingObject, match=r"/1\.tar is not there"):
-        store.open(entries[1])
-    server.files["/1.tar"] = missing
-    wait_until(lambda: is_here(folder, 2))
-    prefetcher.close()
+    with prefetching(folder, entries, lookahead_bytes=10 * SIZE, retry=quick) as prefetcher:
+        wait_until(lambda: isinstance(prefetcher.error, MissingObject))
+        assert is_here(folder, 0)
+        with pytest.raises(MissingObject, match=r"/1\.tar is not there"):
+            Store(CacheConfig(folder=folder), retry=quick).open(entries[1])
+        server.files["/1.tar"] = missing
+        wait_until(lambda: is_here(folder, 2))
 
 
 def test_close_ends_a_transfer_that_is_under_way(server: FaultServer, folder: Path, entries: list[ShardEntry]):
-    server.always["/0.tar"] = "stall:70000"
-    store = Store(CacheConfig(folder=folder, limit_bytes=20 * SIZE))  # which would wait a minute
-    prefetcher = Prefetcher(store, entries, upcoming=one_shard_a_step(), lookahead_bytes=10 * SIZE)
-    wait_until(lambda: server.count("/0.tar") >= 1)
-    prefetcher.close()
+    server.always["/0.tar"] = "stall:70000"  # which it would wait out for a minute
+    with prefetching(folder, entries, lookahead_bytes=10 * SIZE) as prefetcher:
+        wait_until(lambda: server.count("/0.tar") >= 1)
     assert not prefetcher._thread.is_alive()
     assert list(folder.glob("shard*")) == list(folder.glob("*.part")) == []
 
@@ -153,13 +151,11 @@ def test_a_reader_waits_for_the_transfer_that_is_under_way(
     server: FaultServer, folder: Path, entries: list[ShardEntry]
 ):
     server.pause_seconds = 0.2
-    store = Store(CacheConfig(folder=folder, limit_bytes=20 * SIZE))
-    prefetcher = Prefetcher(store, entries, upcoming=one_shard_a_step(), lookahead_bytes=1)
-    wait_until(lambda: server.count("/0.tar") >= 1)
-    shard = store.open(entries[0])
+    with prefetching(folder, entries, lookahead_bytes=1):
+        wait_until(lambda: server.count("/0.tar") >= 1)
+        shard = Store(CacheConfig(folder=folder)).open(entries[0])
     assert os.pread(shard.descriptor, 10**6, 0) == server.files["/0.tar"]
     os.close(shard.descriptor)
-    prefetcher.close()
     assert server.count("/0.tar") == 1
 
 
@@ -183,12 +179,14 @@ def test_local_sets_need_none(tmp_path: Path, make_entry: MakeEntry):
         yield 0, [0]
 
     entry, far = make_entry(str(tmp_path / "a.tar")), make_entry("http://127.0.0.1:1/a.tar")
-    local = ShardSet("n", source="s", split="train", classes=("a",), shards=(entry,), digest="d")
+    local = ShardSet("n", source="s", split="train", classes=("a",), shards=ShardTable.of_entries([entry]), digest="d")
     before = set(threading.enumerate())
     store = Store(CacheConfig(folder=tmp_path, limit_bytes=10**6))
     assert start_prefetch(store, local, upcoming=upcoming()) is None
     assert start_prefetch(None, local, upcoming=upcoming()) is None
     assert not {thread for thread in threading.enumerate() if thread.name == "shard-prefetch"} - before
-    running = start_prefetch(store, replace(local, shards=(entry, far)), upcoming=one_shard_a_step())
+    running = start_prefetch(
+        store, replace(local, shards=ShardTable.of_entries([entry, far])), upcoming=one_shard_a_step()
+    )
     assert running is not None
     running.close()

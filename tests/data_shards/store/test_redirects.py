@@ -1,16 +1,10 @@
 """Redirects of a web server, followed and not."""
 
-from collections.abc import Callable
-
 import pytest
 
-from data_shards.shards.shard_set import ShardEntry
 from data_shards.store.store import Store, StoreError
 from tests.data_shards.http_server import FaultServer
-from tests.data_shards.opened import content_of
-
-MakeTar = Callable[..., bytes]
-MakeEntry = Callable[..., ShardEntry]
+from tests.data_shards.opened import MakeEntry, MakeTar, content_of
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,10 @@ from typing import Any
 import pytest
 
 from data_shards.shards.location import CommandRefused
-from data_shards.shards.shard_set import ShardEntry
 from data_shards.shards.webdataset_parts import part
 from data_shards.store.store import MissingObject, Store, StoreError
 from tests.data_shards.http_server import FaultServer
-from tests.data_shards.opened import assert_attempts, content_of, parts
-
-MakeTar = Callable[..., bytes]
-MakeEntry = Callable[..., ShardEntry]
-StoreFor = Callable[[list[str]], tuple[Store, list[float]]]
-
+from tests.data_shards.opened import MakeEntry, MakeTar, StoreFor, assert_attempts, content_of, parts
 
 # ---- commands ------------------------------------------------------------------------------------------------------
 

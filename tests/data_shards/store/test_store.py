@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,16 +16,11 @@ import numpy as np
 import pytest
 
 from data_shards.errors import UserError
-from data_shards.shards.shard_set import ShardEntry
 from data_shards.store import remote
 from data_shards.store.cache import CacheConfig
 from data_shards.store.store import MissingObject, RetryPolicy, Store, StoreError
 from tests.data_shards.http_server import FaultServer
-from tests.data_shards.opened import assert_attempts, content_of, parts, wait_until
-
-MakeTar = Callable[..., bytes]
-MakeEntry = Callable[..., ShardEntry]
-StoreFor = Callable[[list[str]], tuple[Store, list[float]]]
+from tests.data_shards.opened import MakeEntry, MakeTar, StoreFor, assert_attempts, content_of, parts, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -35,15 +29,8 @@ def test_a_local_shard_needs_no_cache(tmp_path: Path, make_tar: MakeTar, make_en
     path = tmp_path / "a.tar"
     path.write_bytes(make_tar(0))
     assert content_of(Store(), make_entry(str(path))) == make_tar(0)
-    assert Store().size(str(path)) == len(make_tar(0))
-    before = Store().fingerprint(str(path))
-    os.utime(path, (1, 1))
-    assert Store().fingerprint(str(path)) != before
-    assert Store().read_small(str(path), most_bytes=10**6) == make_tar(0)
-    with pytest.raises(UserError, match="more than 10 bytes"):
-        Store().read_small(str(path), most_bytes=10)
     with pytest.raises(MissingObject, match=r"b\.tar is not there"):
-        Store().read_small(str(tmp_path / "b.tar"), most_bytes=10)
+        Store().open_file(make_entry(str(tmp_path / "b.tar")))
     with pytest.raises(UserError, match=r"data\.cache\.folder"):
         Store().open(make_entry("http://127.0.0.1:1/a.tar"))
 

@@ -14,7 +14,7 @@ from data_shards.errors import UserError
 from launch.hosts.hostfile import Fleet, Host, open_fleet
 from launch.hosts.remote import ssh_command
 from launch.hosts.stage import node_command, shared_files
-from launch.local.endings import overall_code
+from launch.local.processes import overall_code
 from launch.local.start import Launch
 from launch.train import _parse
 from pipeline.recipe.io import load_recipe

@@ -8,9 +8,12 @@ import pytest
 from data_shards.errors import UserError
 from launch.local.env import (
     experiment_name,
+    first_host,
     job_tags,
+    meeting_port,
     num_gpus,
     read_place,
+    read_step,
     says_mistakes,
     supervisor_pid,
     time_limit,
@@ -45,18 +48,22 @@ SLURM = {
 PLACE = Place(rank=5, world_size=8, local_rank=1, local_world_size=4, master_addr="node7", master_port=29501)
 
 
-@pytest.mark.parametrize(("text", "most"), [("4(x2)", 4), ("12,4(x3)", 12), ("", 8)])
+@pytest.mark.parametrize(("text", "most"), [("8(x63),4", 8), ("4", 4), ("4,16(x2),4", 16), ("", 8)])
 def test_slurms_tasks_of_each_node_are_the_steps(text: str, most: int):
     assert read_place({**SLURM, "SLURM_STEP_TASKS_PER_NODE": text}).local_world_size == most
 
 
-@pytest.mark.parametrize("address", [ADDRESS, {}], ids=["named", "not named"])
-def test_a_batch_script_is_one_process_whatever_its_tasks(address: dict[str, str]):
-    assert read_place({**BATCH, **address}) == Place()
-
-
-def test_one_task_of_srun_is_one_process():
-    assert read_place({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) == Place()
+@pytest.mark.parametrize(
+    "environ",
+    [
+        *({}, BATCH, {**BATCH, **ADDRESS}, {"SLURM_JOB_ID": "7"}, {"SLURM_NTASKS": "4"}),
+        {**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+        {**ADDRESS, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"},
+        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"},
+    ],
+)
+def test_one_process_has_nobody_to_meet(environ: dict[str, str]):
+    assert read_place(environ) == Place() and Place().is_main
 
 
 def test_srun_alone_names_the_meeting_place():
@@ -109,30 +116,6 @@ def test_every_launcher_says_the_same(environ: dict[str, str]):
 )
 def test_where_all_hosts_write_to_one_log(environ: dict[str, str], is_one: bool):
     assert (read_place(environ).log == "of the run") == is_one
-
-
-def test_a_launcher_inside_a_slurm_job_comes_first():
-    assert read_place({**SLURM, **TORCHRUN, "RANK": "6"}).rank == 6
-
-
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {},
-        BATCH,
-        {"SLURM_JOB_ID": "7"},
-        {"SLURM_NTASKS": "4"},
-        {"SLURM_NTASKS": ""},
-    ],
-)
-def test_without_a_launcher_there_is_one_process(environ: dict[str, str]):
-    place = read_place(environ)
-    assert (place.rank, place.world_size, place.local_rank, place.is_main) == (0, 1, 0, True)
-
-
-@pytest.mark.parametrize("address", [ADDRESS, {}], ids=["named", "not named"])
-def test_one_process_by_a_launcher_has_nobody_to_meet(address: dict[str, str]):
-    assert read_place({**address, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}) == Place()
 
 
 def test_the_folder_of_shardvit_run_comes_before_a_launchers_port():
@@ -241,3 +224,35 @@ def test_the_time_limit_of_a_job(environ: dict[str, str], limit: TimeLimit | Non
 def test_the_supervisor():
     assert supervisor_pid({}) is None and supervisor_pid({"SHARDVIT_SUPERVISOR_PID": "x"}) is None
     assert supervisor_pid({"SHARDVIT_SUPERVISOR_PID": "17"}) == 17
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node1", "node1"),
+        ("node[1-3,7],x", "node1"),
+        ("gpu[007-010,12]", "gpu007"),
+        ("a,b[1-2]", "a"),
+        ("rack[2-3]n[05,08].cluster,z", "rack2n05.cluster"),
+        ("n[4]", "n4"),
+        ("", ""),
+    ],
+)
+def test_the_first_host_of_a_list(nodes: str, first: str):
+    assert first_host(nodes) == first
+
+
+def test_ports_stay_in_their_range_and_differ_between_neighbouring_jobs_and_their_steps():
+    ports = [meeting_port(job=job, step=step) for job in range(1_000_000, 1_000_100) for step in range(16)]
+    assert len(set(ports)) == len(ports)
+    assert min(ports) >= 20_000 and max(ports) < 30_000
+
+
+def test_the_jobs_nodes_stand_in_for_the_steps():
+    step = read_step(
+        {
+            **{"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "3"},
+            **{"SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": "n[4-5]"},
+        }
+    )
+    assert step is not None and (step.first_host, step.port) == ("n4", 20_147)

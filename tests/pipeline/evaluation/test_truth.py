@@ -11,7 +11,7 @@ from timm.data.real_labels import RealLabelsImagenet
 
 from data_shards.errors import UserError
 from data_shards.loading.batch import Batch
-from data_shards.shards.shard_set import ShardSet
+from data_shards.shards.shard_set import ShardSet, ShardTable
 from pipeline.evaluation.imagenet import real_labels, usual_classes, wordnet_numbers
 from pipeline.evaluation.truth import Truth, find_truth
 
@@ -19,7 +19,7 @@ NUMBERS = tuple(map(str, range(1000)))
 
 
 def shards(*classes: str) -> ShardSet:
-    return ShardSet("name", "SOURCE", "val", classes, shards=(), digest="")
+    return ShardSet("name", "SOURCE", "val", classes, shards=ShardTable.of_entries(()), digest="")
 
 
 def truth(model: tuple[str, ...], *classes: str, **options: Any) -> Truth:

@@ -11,7 +11,7 @@ import pytest
 
 from data_shards.reading.overview import DrawnImage, Overview
 from data_shards.shards.labels import LabelSpec
-from data_shards.shards.shard_set import ShardEntry, ShardSet
+from data_shards.shards.shard_set import ShardEntry, ShardSet, ShardTable
 from pipeline.pictures.set_figures import contact_sheet, image_sizes, label_histogram
 from pipeline.pictures.style import rendered
 
@@ -20,7 +20,7 @@ HOSTILE = ("<script>alert(1)</script>", "$x^2$", "a\x1b[2J\nb")
 
 def seen(counts: list[int], *, names: tuple[str, ...] = (), sizes: Any = (), **more: Any) -> Overview:
     classes = names + tuple(f"class {number}" for number in range(len(names), len(counts)))
-    shards = ShardSet("set", "somewhere", "train", classes, (), "digest")
+    shards = ShardSet("set", "somewhere", "train", classes, ShardTable.of_entries(()), "digest")
     draw = np.random.default_rng(0)
     drawn = tuple(
         DrawnImage("k", 0, 0, (number % len(counts),), draw.integers(0, 255, (9, 7, 3), dtype=np.uint8), 9, 7)
@@ -97,7 +97,7 @@ def test_sizes_of_all_kinds_have_figures_with_plain_numbers() -> None:
 def test_a_part_is_told_from_the_whole() -> None:
     whole = seen([5, 5])
     entry = ShardEntry("/x.tar", "x.tar", 5, 100, "", index=None, labels=LabelSpec())
-    part = replace(whole, shards=replace(whole.shards, shards=(entry,) * 7), opened=2)
+    part = replace(whole, shards=replace(whole.shards, shards=ShardTable.of_entries([entry] * 7)), opened=2)
     captions = [made[0].caption for each in (whole, part) if (made := label_histogram(each))]
     assert "all 10 images" in captions[0]
     assert "10 images in 2 of 7 shards" in captions[1] and "seed 3" in captions[1]

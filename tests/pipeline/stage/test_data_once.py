@@ -14,7 +14,6 @@ import pytest
 
 from data_shards.errors import AgreedError
 from data_shards.packing.pack import pack
-from data_shards.shards.shard_table import ShardTable
 from pipeline.ranks.place import Place
 from pipeline.ranks.stopping import StopFlag
 from pipeline.recipe.schema import Recipe
@@ -122,7 +121,6 @@ def test_a_shared_folder_is_looked_at_by_rank_0_alone(shards: Path, tmp_path: Pa
     found = on_all_ranks([recipe] * HOSTS, tmp_path)
     assert opened == [0]
     for data in found:
-        assert isinstance(data.train.shards, ShardTable)
         for name in ("train", "train_sizes", "weights", "eval"):
             assert getattr(data, name) == getattr(expected, name), name
         assert data.store.cache == expected.store.cache

@@ -15,7 +15,7 @@ from data_shards.shards.tar_index import index_path, read_index
 from model.config import ModelConfig
 from model.saved.model_folder import SavedModelMeta, build_described, save_model
 from model.vocabulary import HeadKind
-from pipeline.transfer.features import FeatureReading, FeatureStore
+from pipeline.transfer.features import FeatureStore
 from pipeline.using.predict import Predictor, open_predictor
 
 SIZE, CLASSES = 8, 4
@@ -48,8 +48,7 @@ def open_small(folder: Path) -> Predictor:
 def store_for(
     predictor: Predictor, folder: Path, *, batch_images: int = 16, workers: int = 0, **more: object
 ) -> FeatureStore:
-    reading = FeatureReading(batch_images=batch_images, workers=workers)
-    return FeatureStore(predictor, folder=folder, reading=reading, **more)  # pyright: ignore[reportArgumentType]
+    return FeatureStore(predictor, folder=folder, batch_images=batch_images, workers=workers, **more)  # pyright: ignore[reportArgumentType]
 
 
 def digits(folder: Path, split: str) -> ShardSet:

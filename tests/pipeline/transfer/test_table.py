@@ -13,7 +13,6 @@ from data_shards.store.store import Store
 from pipeline.transfer.results import TransferRecord, load_record
 from pipeline.transfer.settings import TransferTable
 from pipeline.transfer.table import (
-    TableProgress,
     mean_score,
     measure_table,
     open_table,
@@ -54,16 +53,16 @@ def carry_out(
     file: Path,
     *,
     model: str = "model",
-    told: Callable[[TableProgress], None] = lambda progress: None,
+    told: Callable[[str], None] = lambda name: None,
 ) -> tuple[TransferRecord, list[str]]:
     """The record, and the sets that were measured."""
     features = store_for(open_small(work / model), work / "features")
     measured: list[str] = []
 
-    def heard(progress: TableProgress) -> None:
-        if progress.measured is not None:
-            measured.append(progress.name)
-        told(progress)
+    def heard(number: int, name: str, found: object | None) -> None:
+        if found is not None:
+            measured.append(name)
+        told(name)
 
     record = measure_table(
         table,
@@ -72,7 +71,7 @@ def carry_out(
         record=TransferRecord("transfer", "t", "m", features.digest, "pre_logits"),
         file=file,
         most_images=50,
-        told=heard,
+        progress=heard,
     )
     return record, measured
 
@@ -93,8 +92,8 @@ def test_each_set_has_its_method_and_the_means_are_over_sets(work: Path, tmp_pat
 def test_typed_again_it_goes_on_and_measures_what_changed(work: Path, tmp_path: Path) -> None:
     file = tmp_path / "t.json"
 
-    def interrupt(progress: TableProgress) -> None:
-        if progress.name == "b":
+    def interrupt(name: str) -> None:
+        if name == "b":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -106,7 +105,7 @@ def test_typed_again_it_goes_on_and_measures_what_changed(work: Path, tmp_path: 
     assert measured == [] and again == whole
 
     # another setting of the first, and an interruption: what comes later is not lost
-    def at_once(progress: TableProgress) -> None:
+    def at_once(name: str) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
