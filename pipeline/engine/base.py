@@ -23,7 +23,6 @@ from pipeline.engine.saved_state.masters import Slot, put_average, put_state
 from pipeline.engine.saved_state.portable import PortableState, open_shared
 from pipeline.engine.saved_state.state_files import StateFile
 from pipeline.engine.weight_norms import WeightNorms
-from pipeline.optimizers.optim import set_lr
 from pipeline.ranks.group import Ranks
 from pipeline.recipe.stage import TrainStage
 from pipeline.recipe.stage_plan import StagePlan
@@ -144,7 +143,8 @@ class Engine(ABC):
         assert self._micro_step == self._accumulation_steps, "step() before all micro-batches"
         self._micro_step, self._measures = 0, measure
         self.hold.release()
-        set_lr(self.optimizer.param_groups, lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group["lr_scale"]
         with self._norms.around(device=self.device) if measure else contextlib.nullcontext():
             result = self._move(flags)
         if self._average:

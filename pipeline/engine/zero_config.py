@@ -13,7 +13,7 @@ from pipeline.recipe.stage_plan import StagePlan
 
 
 def takes_flat_step(engine: EngineConfig) -> bool:
-    """True if we judge, clip and move the flat gradients on the device (`flat_step`, `optimizers.flat`), without
+    """True if we judge, clip and move the flat gradients on the device (`optimizers.flat`), without
     DeepSpeed's check and norm. fp16 needs its loss scale, ZeRO 3 moves parameters in pieces of its own, and what is
     offloaded is not on the device."""
     return engine.zero_stage in {1, 2} and engine.precision != "fp16" and engine.offload == "none"

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from model.positions.relative_attention import RelativeAttention
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from data_shards.errors import UserError
+from model.positions.embedding import RelativeAttention
 from pipeline.kernels.attention import AttentionCase, attention_kernels, order_of
 from pipeline.kernels.cache import keep_compiled_code
 from pipeline.kernels.compiled_blocks import CompiledBlocks, compile_blocks, why_not_compiled

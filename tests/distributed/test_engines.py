@@ -1,4 +1,4 @@
-"""Two real processes under every ZeRO stage, precision and backend, against plain torch in one process."""
+"""Two real processes under every ZeRO stage, precision and backend; that training is plain torch's: `test_equality`."""
 
 import importlib.util
 from pathlib import Path
@@ -18,7 +18,6 @@ _spec = importlib.util.spec_from_file_location("engine_worker", WORKER)
 worker = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(worker)
 
-FP32 = [case for case in worker.CASES if case[2] == "fp32"]
 BF16 = [case for case in worker.CASES if case[2] == "bf16"]
 
 
@@ -28,12 +27,6 @@ def results(tmp_path_factory):
     out = tmp_path_factory.mktemp("engines")
     run_ranks(WORKER, out, world_size=WORLD_SIZE)
     return torch.load(out / "results.pt", weights_only=False) | {"folder": out}
-
-
-@pytest.fixture(scope="module")
-def oracle():
-    """The same training in one process with nothing but torch."""
-    return plain_training(worker.recipe_for("deepspeed", 0, "fp32"), steps=worker.STEPS, lr=worker.lr_at)
 
 
 def plain_training(recipe, *, steps, lr):
@@ -78,22 +71,6 @@ def losses(rows):
 def worst_difference(left, right):
     assert left.keys() == right.keys()
     return max((left[name].float() - right[name].float()).abs().max().item() for name in left)
-
-
-@pytest.mark.parametrize("case", FP32, ids=str)
-def test_float32_training_equals_plain_torch(case, results, oracle):
-    ours = results[case]
-    assert losses(ours["rows"]) == pytest.approx(losses(oracle["rows"]), rel=2e-5)
-    assert [row["grad_norm"] for row in ours["rows"]] == pytest.approx(
-        [row["grad_norm"] for row in oracle["rows"]], rel=2e-4
-    )
-    assert max(row["grad_norm"] for row in oracle["rows"]) > 1.0, "nothing was clipped: the test would not see it"
-    assert worst_difference(without_key_bias(ours["weights"]), without_key_bias(oracle["weights"])) < 2e-4
-
-
-@pytest.mark.parametrize("case", BF16, ids=str)
-def test_bfloat16_training_stays_near_plain_torch(case, results, oracle):
-    assert losses(results[case]["rows"]) == pytest.approx(losses(oracle["rows"]), abs=0.05)
 
 
 @pytest.mark.parametrize("case", worker.CASES, ids=str)
@@ -173,16 +150,6 @@ def test_the_norm_of_the_weights_and_of_a_steps_change_are_those_of_the_whole_we
     assert skipped == pytest.approx({"opt/parameter_norm": weights["opt/parameter_norm"], "opt/update_ratio": 0.0})
     assert measured == pytest.approx(expected, rel=1e-5) and measured["opt/update_ratio"] > 1e-4
     assert nothing == {}
-
-
-@pytest.mark.parametrize("case", worker.CASES, ids=str)
-def test_a_gradient_that_is_not_finite_on_one_rank_moves_no_weight_and_training_goes_on(case, results):
-    ours = results[case]
-    assert [row["applied"] for row in ours["rows"]] == [True] * worker.STEPS
-    assert ours["poisoned"][0]["applied"] is False
-    assert worst_difference(ours["resumed_weights"], ours["after_poison"]) == 0
-    assert ours["recovered"][0]["applied"] is True
-    assert torch.isfinite(torch.tensor(ours["recovered"][0]["loss"]))
 
 
 @pytest.mark.parametrize("case", worker.CASES, ids=str)

@@ -1,9 +1,9 @@
 """A saved engine state, independent of world size, ZeRO stage and backend: parameter name -> tensors.
 
 ZeRO 0 and accelerate write one file. DeepSpeed cuts weights and moments into flat shards, differently by ZeRO stage and
-world size, and loads only its own cut; here the cuts are undone by address: which element of which file holds element i
-of a parameter. Files are mapped, and a rank reads what it keeps. Restored to the last bit; at another world size
-gradients are summed in another order, and float32 losses agree to about 1e-6.
+world size, and loads only its own cut; here an address undoes the cut: which element of which file holds element i of a
+parameter. Files are mapped, and a rank reads what it keeps. Exact to the last bit; at another world size gradients are
+summed in another order, and float32 losses agree to about 1e-6.
 
 Sources: deepspeed.utils.zero_to_fp32 and the optimizers' `state_dict` of DeepSpeed 0.19. Executes nothing from the
 files (`reading`) and does not look for damage (`pipeline.checkpoint.store.damage_of` does).
@@ -184,40 +184,32 @@ def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.M
     found = len(list(folder.glob("*_optim_states.pt")))
     if found != processes:
         raise UserError(f"checkpoint {folder.parent} has the shards of {found} processes instead of {processes}")
-    prefix = "bf16_" if (folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").exists() else ""
-
-    shards = StateShards(folder, prefix=prefix, zero_stage=zero_stage)
+    shards, frozen = StateShards(folder, zero_stage=zero_stage), read_frozen(folder)
     first = "zero_pp_rank_0_mp_rank_00" if zero_stage == 3 else "mp_rank_00"
     content = read_state(folder / f"{first}_model_states.pt")
     groups: list[dict[str, torch.Size]] = content["param_shapes"]
-    frozen = read_frozen(folder)
     shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
     shapes |= {name: tuple(tensor.shape) for name, tensor in frozen.items()}
     _check_fits(shapes, model=model, folder=folder.parent)
-    if zero_stage == 3:
-        addresses = _addresses_3(groups, processes=processes)
-    else:
-        addresses = _addresses_1_2(groups, shard=shards.optimizer(0))
-    states = shards.states(0)
-
+    shard, states = shards.optimizer(0), shards.states(0)
     return PortableState(
         shapes=shapes,
         buffers={name: content["module"][name] for name in content["buffer_names"]},
-        moments=_moments(states),
-        **_counters(content, states),
-        loss_scale=_read_loss_scale(vars(shards.optimizer(0)["loss_scaler"])),
         average_updates=shards.averages(0).get("updates"),
-        _addresses=addresses,
+        loss_scale=_loss_scale(vars(shard["loss_scaler"])),
+        _addresses=_addresses_3(groups, processes=processes) if zero_stage == 3 else _addresses_1_2(groups, shard),
         _flat=shards,
         frozen=frozen,
+        **_counted(content, states),
     )
 
 
 class StateShards:
     """DeepSpeed's files of optimizer states, one a process, and those of averages; each opened when it is used."""
 
-    def __init__(self, folder: Path, *, prefix: str, zero_stage: int) -> None:
-        self._folder, self._prefix = folder, prefix
+    def __init__(self, folder: Path, *, zero_stage: int) -> None:
+        self._folder = folder
+        self._prefix = "bf16_" if (folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").exists() else ""
         self._flat_key, self._state_key = "single_partition_of_fp32_groups", "base_optimizer_state"
         if zero_stage == 3:
             self._flat_key, self._state_key = "fp32_flat_groups", "optimizer_state_dict"
@@ -226,80 +218,74 @@ class StateShards:
     def __call__(self, rank: int, number: int, of: str) -> Tensor:
         if of == AVERAGE:
             return self.averages(rank)["averages"][str(number)]
-        return (
-            self.optimizer(rank)[self._flat_key][number] if of == WEIGHT else self.states(rank)[number][of]
-        ).detach()
+        found = self.optimizer(rank)[self._flat_key][number] if of == WEIGHT else self.states(rank)[number][of]
+        return found.detach()
 
     def optimizer(self, rank: int) -> dict[str, Any]:
-        name = f"{self._prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        if name not in self._opened:
-            self._opened[name] = read_state(self._folder / name)["optimizer_state_dict"]
-        return self._opened[name]
+        return self._read(f"{self._prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
 
     def states(self, rank: int) -> dict[int, dict[str, Any]]:
         return self.optimizer(rank)[self._state_key]["state"]
 
     def averages(self, rank: int) -> dict[str, Any]:
-        name = average_file(rank)
+        """As `WeightAverage.state` gave them; empty: the state has none."""
+        return self._read(average_file(rank)) if (self._folder / average_file(rank)).exists() else {}
+
+    def _read(self, name: str) -> dict[str, Any]:
         if name not in self._opened:
-            self._opened[name] = _averages(self._folder, rank=rank)
+            self._opened[name] = read_state(self._folder / name)
         return self._opened[name]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_opened": {}}
 
 
-def _averages(folder: Path, *, rank: int) -> dict[str, Any]:
-    """A process's averages of the weights, as `WeightAverage.state` gave them; empty: the state has none."""
-    file = folder / average_file(rank)
-    return read_state(file) if file.exists() else {}
-
-
 def open_whole(file: Path, *, model: nn.Module) -> PortableState:
-    """Open one file with everything (`ReplicatedState`), where torch numbers parameters. Errors as in `open_state`."""
+    """Open one file with everything (`ReplicatedEngine`), where torch numbers parameters. Errors as in `open_state`."""
     folder = file.parent
+    earlier = UserError(f"checkpoint {folder} was written by an earlier shardvit: go on with that version")
     if not file.exists() and (folder / DEEPSPEED_FOLDER).exists():  # ZeRO 0 was DeepSpeed's
-        raise UserError(f"checkpoint {folder} was written by an earlier shardvit: go on with that version")
-    content, averages = read_state(file), _averages(folder, rank=0)
+        raise earlier
+    content, average = read_state(file), folder / average_file(0)
+    averages = read_state(average) if average.exists() else {}
     weights: dict[str, Tensor] = dict(content["model"])
-    buffers = {name: weights.pop(name) for name in _buffer_names(model)}
+    parameters = {name for name, _ in model.named_parameters()}
+    buffers = {name: weights.pop(name) for name in model.state_dict() if name not in parameters}
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     _check_fits(shapes, model=model, folder=folder)
 
     torchs: dict[str, Any] = content["optimizer"]
     if any("param_names" not in group for group in torchs["param_groups"]):
-        raise UserError(f"checkpoint {folder} was written by an earlier shardvit: go on with that version")
+        raise earlier
     names: list[str] = [name for group in torchs["param_groups"] for name in group["param_names"]]
-    states = torchs["state"]
-    moments = _moments(states)
-    by_number = dict(enumerate(names))
-    if missing := [name for number, name in by_number.items() if moments and number not in states]:
-        raise UserError(f"checkpoint {folder} holds no {next(iter(moments))} of {_few(missing)}: take an older one")
+    states, counted = torchs["state"], _counted(content, torchs["state"])
+    if missing := [name for number, name in enumerate(names) if counted["moments"] and number not in states]:
+        moment = next(iter(counted["moments"]))
+        raise UserError(f"checkpoint {folder} holds no {moment} of {_few(missing)}: take an older one")
 
     def flat(_: int, number: int, of: str) -> Tensor:
         if of == AVERAGE:
-            return averages["averages"][by_number[number]].reshape(-1)
-        tensor = weights[by_number[number]] if of == WEIGHT else states[number][of]
+            return averages["averages"][names[number]].reshape(-1)
+        tensor = weights[names[number]] if of == WEIGHT else states[number][of]
         return tensor.detach().reshape(-1).to(torch.float32 if of == WEIGHT else tensor.dtype)
 
     return PortableState(
         shapes=shapes,
         buffers=buffers,
-        moments=moments,
-        **_counters(content, states),
-        loss_scale=_torchs_loss_scale(content.get("scaler")),
         average_updates=averages.get("updates"),
+        loss_scale=_loss_scale(content.get("scaler") or {}),
         _addresses={
             name: _Address(flat=number, lead=0, stride=max(1, weights[name].numel()), base=0)
-            for number, name in by_number.items()
+            for number, name in enumerate(names)
         },
         _flat=flat,
         frozen={name: tensor for name, tensor in weights.items() if name not in names},
         optimizer=torchs,
+        **counted,
     )
 
 
-def _addresses_1_2(groups: list[dict[str, torch.Size]], *, shard: dict[str, Any]) -> dict[str, _Address]:
+def _addresses_1_2(groups: list[dict[str, torch.Size]], shard: dict[str, Any]) -> dict[str, _Address]:
     """A group's parameters one after the other, cut into equal shards; their padding is not saved."""
     addresses: dict[str, _Address] = {}
     for number, group in enumerate(groups):
@@ -329,12 +315,8 @@ def _check_fits(shapes: Mapping[str, tuple[int, ...]], *, model: nn.Module, fold
     lacking, foreign = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
     reshaped = [name for name in wanted if name in shapes and shapes[name] != wanted[name]]
     others = [f"{name} is {list(shapes[name])} instead of {list(wanted[name])}" for name in reshaped]
-    said = [
-        *([f"it lacks {_few(lacking)}"] if lacking else []),
-        *([f"it has {_few(foreign)} besides"] if foreign else []),
-        *([_few(others)] if others else []),
-    ]
-    if said:
+    phrases = (("it lacks {}", lacking), ("it has {} besides", foreign), ("{}", others))
+    if said := [phrase.format(_few(names)) for phrase, names in phrases if names]:
         raise UserError(f"checkpoint {folder} is of another model than its recipe says: {'; '.join(said)}")
 
 
@@ -342,36 +324,25 @@ def _few(texts: list[str]) -> str:
     return ", ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
 
 
-def _buffer_names(model: nn.Module) -> list[str]:
-    parameters = {name for name, _ in model.named_parameters()}
-    return [name for name in model.state_dict() if name not in parameters]
-
-
-def _moments(states: Mapping[int, Mapping[str, Any]]) -> dict[str, torch.dtype]:
+def _counted(content: Mapping[str, Any], states: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """The moments and counters of a `PortableState`."""
     first = next(iter(states.values()), {})
-    return {key: value.dtype for key, value in first.items() if key in _MOMENTS and value is not None}
+    return {
+        "moments": {key: value.dtype for key, value in first.items() if key in _MOMENTS and value is not None},
+        "optimizer_step": None if first.get(_STEP) is None else float(first[_STEP]),
+        **{key: content.get(key, 0) for key in ("global_steps", "global_samples", "skipped_steps")},
+    }
 
 
-def _counters(content: Mapping[str, Any], states: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    step = next(iter(states.values()), {}).get(_STEP)
-    counted = {key: content.get(key, 0) for key in ("global_steps", "global_samples", "skipped_steps")}
-    return {"optimizer_step": None if step is None else float(step), **counted}
-
-
-def _read_loss_scale(scaler: Mapping[str, Any]) -> LossScale | None:
-    """From DeepSpeed's scaler."""
+def _loss_scale(scaler: Mapping[str, Any]) -> LossScale | None:
+    """From DeepSpeed's scaler, or the state of torch's, which counts the steps since the last overflow."""
+    if "_growth_tracker" in scaler:
+        return LossScale(scaler["scale"], iteration=scaler["_growth_tracker"], last_overflow=-1, hysteresis=None)
     if not scaler.get("dynamic", False):
         return None
     return LossScale(
-        scale=scaler["cur_scale"],
+        scaler["cur_scale"],
         iteration=scaler["cur_iter"],
         last_overflow=scaler["last_overflow_iter"],
         hysteresis=scaler.get("cur_hysteresis"),
     )
-
-
-def _torchs_loss_scale(scaler: Mapping[str, Any] | None) -> LossScale | None:
-    """From the state of torch's GradScaler, which counts the steps since the last overflow; None: there is none."""
-    if not scaler:
-        return None
-    return LossScale(scale=scaler["scale"], iteration=scaler["_growth_tracker"], last_overflow=-1, hysteresis=None)

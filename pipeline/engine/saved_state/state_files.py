@@ -1,7 +1,7 @@
-"""One process's files of a checkpoint: a snapshot of the engine's state, then written, flushed and verified.
+"""Snapshot an engine's state as one process's files of a checkpoint; write, flush and verify them.
 
 A snapshot takes milliseconds: its tensors share the training's memory. Writing digests in the same pass (blake2b, 0.3
-to 0.9 GiB/s a core); then the file is flushed, dropped from the page cache, read back and compared.
+to 0.9 GiB/s a core), flushes the file, drops it from the page cache, reads it back and compares.
 """
 
 from __future__ import annotations
@@ -56,11 +56,8 @@ class StateFile:
     @property
     def num_bytes(self) -> int:
         """Upper bound of the file's size, by a few KB."""
-        return _FILE_OVERHEAD_BYTES + len(self.structure) + self.tensor_bytes
-
-    @property
-    def tensor_bytes(self) -> int:
-        return sum(storage.nbytes() + _TENSOR_OVERHEAD_BYTES for storage in self.storages().values())
+        tensors = sum(storage.nbytes() + _TENSOR_OVERHEAD_BYTES for storage in self.storages().values())
+        return _FILE_OVERHEAD_BYTES + len(self.structure) + tensors
 
     def storages(self) -> dict[Place, torch.UntypedStorage]:
         """Storages of the tensors, each once; without empty ones."""

@@ -1,4 +1,4 @@
-"""TF32 follows the recipe's key; which runs repeat their bits by themselves; on a GPU, what is claimed of its kernels."""
+"""TF32 follows the recipe's key; which runs repeat their bits by themselves; on a GPU, what is claimed of kernels."""
 
 import contextlib
 import os

@@ -13,9 +13,10 @@ from model.config import ModelConfig
 from model.masked_patch import build_masked_patch
 from model.vit import build_model
 from pipeline.engine.saved_state.frozen import freeze
-from pipeline.optimizers.optim import build_optimizer, set_lr
+from pipeline.optimizers.optim import build_optimizer
 from pipeline.optimizers.parameter_groups import parameter_groups
 from pipeline.recipe.optimizer import OptimizerConfig
+from tests.rates import set_lr
 
 
 @pytest.fixture(params=["mlp", "linear"])

@@ -17,8 +17,9 @@ import torch
 from model.config import ModelConfig
 from model.vit import build_model
 from pipeline.engine.saved_state.frozen import freeze
-from pipeline.optimizers.optim import build_optimizer, set_lr
+from pipeline.optimizers.optim import build_optimizer
 from pipeline.recipe.optimizer import OptimizerConfig, Schedule
+from tests.rates import set_lr
 
 optax = pytest.importorskip("optax")
 jax = pytest.importorskip("jax")

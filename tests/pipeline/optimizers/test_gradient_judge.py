@@ -10,8 +10,8 @@ import torch
 
 from launch.bench.operations import Operations
 from pipeline.engine.base import StepResult
-from pipeline.engine.flat_step import GradientJudge
 from pipeline.engine.late_metrics import LateMetrics, StepOutcome
+from pipeline.optimizers.flat import GradientJudge
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.place import Place
 
