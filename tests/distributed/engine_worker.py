@@ -160,12 +160,14 @@ def averaged(engine) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 def computing(engine, *, stage: int) -> dict[str, torch.Tensor]:
     """The weights that the forward pass uses in an evaluation of the average, whole."""
-    import deepspeed  # not above: by itself it imports mlflow
-
     parameters = dict(engine.module.named_parameters())
+    gathered = contextlib.nullcontext()
+    if stage == 3:
+        import deepspeed  # the engine has: imported before, it would import mlflow
+
+        gathered = deepspeed.zero.GatheredParameters([*parameters.values()])
     with engine.averaged():
         evaluate(engine)
-        gathered = deepspeed.zero.GatheredParameters([*parameters.values()]) if stage == 3 else contextlib.nullcontext()
         with gathered:
             return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
