@@ -29,10 +29,10 @@ class StepOutcome:
 
 
 class LateMetrics:
-    """A ring of numbers on their way; `device`: the engine's.
+    """A ring of numbers on their way to the host.
 
     Attributes:
-        grad_norm: of the last outcome handed out; nan: none was, or it was of a step that was passed over.
+        grad_norm: of the last outcome handed out; nan: there was none, or its step was skipped by a rollback.
     """
 
     def __init__(self, *, device: torch.device) -> None:
@@ -43,7 +43,7 @@ class LateMetrics:
         self._pending: deque[int] = deque()
 
     def put(self, step: int, result: StepResult) -> None:
-        """Send for the numbers of `step`, higher than the last."""
+        """Start copying the numbers of `step`, higher than the last."""
         assert len(self._pending) < _SLOTS, "put() without ready() or drain()"
         if not self._slots:
             pinned = self._events is not None
@@ -55,11 +55,11 @@ class LateMetrics:
         self._pending.append(step)
 
     def ready(self) -> Sequence[StepOutcome]:
-        """The outcomes, in order, of the steps before the last one put; each is handed out once."""
+        """Hand out, once, the outcomes of the steps before the last one put."""
         return self._take(len(self._pending) - 1)
 
     def drain(self) -> Sequence[StepOutcome]:
-        """The same of all steps put; waits for the device to finish the last one."""
+        """Hand out those of all steps put; waits for the device to finish the last one."""
         return self._take(len(self._pending))
 
     @property

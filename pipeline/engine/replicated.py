@@ -137,9 +137,9 @@ class ReplicatedEngine(Engine):
         return float(self._scaler.get_scale()) if self._scaler is not None and self._scaler.is_enabled() else None
 
     def _clear_gradients(self) -> None:
-        """Accumulated gradients are added up where they are sent from; a single one is copied there, which takes one
-        operation of a parameter less than adding it to zeros. The same way from the first step on: the two divide by
-        the number of ranks in different ways, of which three or more tell the last bits."""
+        """Zero accumulated gradients in place, where DDP sends them from; drop a single micro-batch's, so that DDP copies
+        it there, which saves an operation a parameter. The same way from the first step on: the two divide by the
+        number of ranks differently, which shows in the last bits with three or more."""
         if self._ddp is not None and self._accumulation_steps > 1:
             torch._foreach_zero_([each.grad for each in self._parameters if each.grad is not None])
             return
@@ -148,7 +148,7 @@ class ReplicatedEngine(Engine):
 
     @torch.no_grad()
     def _float_gradients(self) -> list[Tensor]:
-        """Gradients of the float32 weights, where the optimizer reads them."""
+        """Put the gradients of the float32 weights where the optimizer reads them, and return them."""
         gradients = [parameter.grad for parameter in self._parameters]
         assert all(each is not None for each in gradients), "a trained parameter has no part in the loss"
         found: list[Tensor] = gradients  # pyright: ignore[reportAssignmentType]
@@ -169,7 +169,7 @@ class ReplicatedEngine(Engine):
             torch._foreach_copy_(self._parameters, list(self._masters.values()))
 
     def _whole(self) -> dict[str, Tensor]:
-        """The model's state with its exact weights."""
+        """The model's state dict with its exact weights."""
         return {**self.module.state_dict(), **self._masters, **self._frozen}
 
     def weights(self) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The process group: how ranks meet, and small exchanges between them (losses, flags, digests).
+"""Join the process group, and exchange small things between ranks (losses, flags, digests).
 
 Big tensors are the engine's; these exchanges use gloo on the host and never wait in a GPU's stream. Every method is
 collective, called by all ranks in the same order, and takes about log2(ranks) messages in turn. Above `_MOST_MESHED`
@@ -40,7 +40,7 @@ def rounds(ranks: int) -> int:
 
 
 def gather_rows(group: distributed.ProcessGroup, mine: torch.Tensor, *, tag: int) -> torch.Tensor:
-    """Every rank's [k] (the same k and type, on the CPU) in rank order: [ranks, k]."""
+    """Gather every rank's [k] (the same k and type, on the CPU) in rank order: [ranks, k]."""
     size, rank = group.size(), group.rank()
     width = mine.numel()
     blocks = torch.empty(size * width, dtype=mine.dtype)
@@ -50,7 +50,7 @@ def gather_rows(group: distributed.ProcessGroup, mine: torch.Tensor, *, tag: int
 
 
 def gather_bytes(group: distributed.ProcessGroup, mine: bytes, *, tag: int) -> list[bytes]:
-    """Every rank's bytes, of any length, in rank order. Two exchanges: the lengths come first."""
+    """Gather every rank's bytes, of any length, in rank order. Two exchanges: the lengths come first."""
     size, rank = group.size(), group.rank()
     lengths = gather_rows(group, torch.tensor([len(mine)], dtype=torch.int64), tag=tag).flatten().roll(-rank).tolist()
     ends = [0, *accumulate(lengths)]
@@ -63,7 +63,7 @@ def gather_bytes(group: distributed.ProcessGroup, mine: bytes, *, tag: int) -> l
 
 
 def _exchange(group: distributed.ProcessGroup, blocks: torch.Tensor, *, ends: Sequence[int], tag: int) -> None:
-    """Fill `blocks`: block i, from `ends[i]` to `ends[i + 1]`, is that of the rank i above this one; ours is there."""
+    """Fill `blocks`: block i, from `ends[i]` to `ends[i + 1]`, belongs to the rank i above this one; ours is there."""
     size, rank = group.size(), group.rank()
     have = 1
     while have < size:
@@ -134,15 +134,15 @@ class Ranks:
             self.barrier()
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Every rank's [k] in rank order: float64 [ranks, k] on the CPU, the same bits on all ranks."""
+        """Gather every rank's [k] in rank order: float64 [ranks, k] on the CPU, the same bits on all ranks."""
         return gather_rows(self._host_group, values.detach().to("cpu", torch.float64), tag=self._tag())
 
     def gather_objects(self, value: Value) -> list[Value]:
-        """Every rank's picklable value, in rank order."""
+        """Gather every rank's picklable value, in rank order."""
         return [pickle.loads(each) for each in gather_bytes(self._host_group, pickle.dumps(value), tag=self._tag())]
 
     def from_main(self, value: Value) -> Value:
-        """Rank 0's picklable value, on every rank; what the others give does not count. Over a tree."""
+        """Broadcast rank 0's picklable value over a tree; the others' values are ignored."""
         if self.place.world_size == 1:
             return value
         content = bytearray(pickle.dumps(value, protocol=5) if self.place.is_main else b"")
@@ -153,7 +153,7 @@ class Ranks:
         return value if self.place.is_main else pickle.loads(sent.numpy().data)
 
     def start_any(self, *flags: bool) -> Agreement:
-        """Start to find out, asynchronously, which flags are set on any rank."""
+        """Start to find out which flags are set on any rank."""
         raised = torch.tensor([int(flag) for flag in flags], dtype=torch.int32)
         work = distributed.all_reduce(raised, op=distributed.ReduceOp.MAX, group=self._host_group, async_op=True)
         return Agreement(raised, work)
@@ -165,7 +165,7 @@ class Ranks:
         distributed.destroy_process_group()
 
     def _tag(self) -> int:
-        """Tag of the next exchange: equal on all ranks, which make their exchanges in the same order."""
+        """Tag of the next exchange: equal on all ranks, which exchange in the same order."""
         self._exchanges = (self._exchanges + 1) % _TAGS
         return self._exchanges
 
@@ -214,7 +214,7 @@ def join_group(place: Place, *, backend: str, timeout_seconds: float, gpu: torch
 
 
 def _loopback() -> str:
-    """This machine's address for itself. UserError: it has none; torch would try for minutes, or know no interface."""
+    """Find this machine's address for itself. UserError: it has none; torch would try for minutes, or find no interface."""
     for address, family in _LOOPBACKS:
         with suppress(OSError), socket.create_server((address, 0), family=family) as server:
             socket.create_connection(server.getsockname()[:2], timeout=5.0).close()  # a firewall may swallow it
