@@ -7,8 +7,8 @@ pruned after that, each renamed first (`.removing-...`). There is no pointer to 
 the highest number.
 
 Restoring checks every digest and falls back to the next older checkpoint if one is damaged; if none is good, that is an
-error, never a silent start from step 0. It reads the state twice: for digests (half a GiB/s a core, the bytes shared out
-equally among the ranks), and to load it. A commit takes nine operations on the file server, whatever the number of
+error, never a silent start from step 0. It reads the state twice: for digests (half a GiB/s a core, each rank an
+equal share), and to load it. A commit takes nine operations on the file server, whatever the number of
 files; rank 0 reads names, manifest and state for all.
 """
 

@@ -137,8 +137,8 @@ class ReplicatedEngine(Engine):
         return float(self._scaler.get_scale()) if self._scaler is not None and self._scaler.is_enabled() else None
 
     def _clear_gradients(self) -> None:
-        """Zero accumulated gradients in place, where DDP sends them from; drop a single micro-batch's, so that DDP copies
-        it there, which saves an operation a parameter. The same way from the first step on: the two divide by the
+        """Zero accumulated gradients in place, where DDP sends them from; drop a single micro-batch's: DDP copies it
+        there, which saves an operation a parameter. The same way from the first step on: the two divide by the
         number of ranks differently, which shows in the last bits with three or more."""
         if self._ddp is not None and self._accumulation_steps > 1:
             torch._foreach_zero_([each.grad for each in self._parameters if each.grad is not None])

@@ -214,7 +214,7 @@ def join_group(place: Place, *, backend: str, timeout_seconds: float, gpu: torch
 
 
 def _loopback() -> str:
-    """Find this machine's address for itself. UserError: it has none; torch would try for minutes, or find no interface."""
+    """Find this machine's address for itself. UserError: it has none, which torch would take minutes to see."""
     for address, family in _LOOPBACKS:
         with suppress(OSError), socket.create_server((address, 0), family=family) as server:
             socket.create_connection(server.getsockname()[:2], timeout=5.0).close()  # a firewall may swallow it

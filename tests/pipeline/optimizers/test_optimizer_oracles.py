@@ -117,6 +117,7 @@ BF16 = jnp.bfloat16
         # At 0.999 optax's own bias correction, in float32, is off by 6e-5 in the first step.
         ({"name": "adamw", "first_moment": "bf16", "betas": (0.9, 0.95)}, optax.scale_by_adam(b2=0.95, mu_dtype=BF16)),
         ({"name": "sgd"}, optax.trace(decay=0.9)),
+        ({"name": "sgd", "momentum": 0.0}, optax.identity()),
         ({"name": "sgd", "first_moment": "bf16", "momentum": 0.8}, optax.trace(decay=0.8, accumulator_dtype=BF16)),
     ],
     ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else "optax",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.bench.scale_ranks import beat_of, counting, simulate_death
+from launch.bench.scale_ranks import beat_of, simulate_death
 from pipeline.ranks import dead_ranks as gone
 from pipeline.ranks.dead_ranks import About, is_to_say, is_to_say_mistake, tell_all_hosts
 from pipeline.ranks.heartbeat import read_heartbeat, write_heartbeat
@@ -73,14 +73,3 @@ def test_that_a_rank_ended_the_run_replaces_that_one_failed_and_nothing_replaces
     tell_all_hosts(tmp_path, beat_of(6, per_host=8, state="failed", attempt="the next"))
     known = read_heartbeat(tmp_path, "news")
     assert known is not None and known.rank == 6
-
-
-def test_file_operations_are_counted_below_their_folder_alone(tmp_path: Path):
-    (tmp_path / "inside").mkdir()
-    with counting(tmp_path / "inside") as counter:
-        (tmp_path / "inside" / "a").write_text("x")
-        (tmp_path / "b").write_text("x")
-        list((tmp_path / "inside").iterdir())
-        (tmp_path / "inside" / "a").unlink()
-    (tmp_path / "inside" / "c").write_text("x")
-    assert counter.operations == 3
