@@ -56,21 +56,19 @@ class LateMetrics:
 
     def ready(self) -> Sequence[StepOutcome]:
         """Hand out, once, the outcomes of the steps before the last one put."""
-        return self._take(len(self._pending) - 1)
+        return [self._outcome() for _ in range(len(self._pending) - 1)]
 
     def drain(self) -> Sequence[StepOutcome]:
         """Hand out those of all steps put; waits for the device to finish the last one."""
-        return self._take(len(self._pending))
+        return [self._outcome() for _ in range(len(self._pending))]
 
     @property
     def pending(self) -> int:
         """Number of outcomes not handed out yet."""
         return len(self._pending)
 
-    def _take(self, count: int) -> Sequence[StepOutcome]:
-        return [self._outcome(self._pending.popleft()) for _ in range(count)]
-
-    def _outcome(self, step: int) -> StepOutcome:
+    def _outcome(self) -> StepOutcome:
+        step = self._pending.popleft()
         slot = step % _SLOTS
         if self._events is not None:
             self._events[slot].synchronize()

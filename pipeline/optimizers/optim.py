@@ -38,9 +38,9 @@ def optimizer_over(groups: list[dict[str, Any]], config: OptimizerConfig) -> tor
             moment_type = torch.bfloat16 if bf16 else torch.float32
             return BigVisionAdafactor(groups, lr=lr, momentum=momentum, moment_type=moment_type)
         case "lamb":
-            from pipeline.optimizers.lamb import CountingLamb
+            from timm.optim import Lamb
 
-            return CountingLamb(groups, lr=lr, betas=betas, eps=config.eps, weight_decay=0.0, max_grad_norm=None)
+            return Lamb(groups, lr=lr, betas=betas, eps=config.eps, weight_decay=0.0, max_grad_norm=None)
         case "muon":
             from timm.optim import Muon
 
