@@ -17,12 +17,14 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Literal
 
 from data_shards.control_groups import user_name
+from data_shards.durable import locked
 from data_shards.errors import UserError
 from data_shards.shards.shard_index import ShardIndex, load_index, save_index
 from data_shards.store.download import StoreError
@@ -168,15 +170,9 @@ class Cache:
             files.remove(orphan)
         return files
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> AbstractContextManager[None]:
         """Hold the folder's lock, which decisions over other processes' files need."""
-        descriptor = os.open(self._path("cache.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
+        return locked(self._path("cache.lock"))
 
     def _path(self, file: str) -> Path:
         return self.config.folder / file
