@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch._utils import _flatten_dense_tensors
 
-from pipeline.engine.base import DTYPES, Engine, Flags, StepResult, reduce_flags
+from pipeline.engine.base import DTYPES, Engine, Flags, reduce_flags, step_numbers
 from pipeline.engine.saved_state.average import average_file
 from pipeline.engine.saved_state.frozen import FILE as FROZEN_FILE
 from pipeline.engine.saved_state.frozen import frozen_weights
@@ -138,14 +138,14 @@ class DeepSpeedEngine(Engine):
         if self._micro_step < self._accumulation_steps:
             self._engine.step()  # not a boundary: DeepSpeed only counts
 
-    def _move(self, flags: Flags) -> StepResult:
+    def _move(self, flags: Flags) -> Tensor:
         if self._judge:
             self._judge.flags = flags
             self._engine.step()
-            return StepResult(self._judge.numbers)
+            return self._judge.numbers
         self._engine.step()
         applied, grad_norm = bool(self._engine.was_step_applied()), float(self._engine.get_global_grad_norm())
-        return StepResult.known(grad_norm=grad_norm, applied=applied, flags=reduce_flags(flags, device=self.device))
+        return step_numbers(grad_norm=grad_norm, applied=applied, flags=reduce_flags(flags, device=self.device))
 
     def _loss_scale(self) -> float | None:
         return float(self._engine.optimizer.loss_scaler.cur_scale) if self._scales_loss else None

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeline.engine.base import Flags, StepResult
+from pipeline.engine.base import Flags
 
 _SLOTS = 4  # two are in use
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """A step's numbers on the host, see `StepResult`."""
+    """A step's numbers on the host, see `Engine.step`."""
 
     step: int  # from 1
     grad_norm: float
@@ -42,14 +42,14 @@ class LateMetrics:
         self._events = [torch.cuda.Event() for _ in range(_SLOTS)] if on_gpu else None
         self._pending: deque[int] = deque()
 
-    def put(self, step: int, result: StepResult) -> None:
+    def put(self, step: int, numbers: torch.Tensor) -> None:
         """Start copying the numbers of `step`, higher than the last."""
         assert len(self._pending) < _SLOTS, "put() without ready() or drain()"
         if not self._slots:
             pinned = self._events is not None
-            self._slots = [torch.zeros(len(result.numbers), pin_memory=pinned) for _ in range(_SLOTS)]
+            self._slots = [torch.zeros(len(numbers), pin_memory=pinned) for _ in range(_SLOTS)]
         slot = step % _SLOTS
-        self._slots[slot].copy_(result.numbers, non_blocking=True)
+        self._slots[slot].copy_(numbers, non_blocking=True)
         if self._events is not None:
             self._events[slot].record()
         self._pending.append(step)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
-from pipeline.engine.base import Engine, Flags, StepResult, reduce_flags
+from pipeline.engine.base import Engine, Flags, reduce_flags
 from pipeline.engine.saved_state.average import average_file
 from pipeline.engine.saved_state.frozen import frozen_weights
 from pipeline.engine.saved_state.masters import Slot
@@ -110,7 +110,7 @@ class ReplicatedEngine(Engine):
         loss = loss / self._accumulation_steps
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
 
-    def _move(self, flags: Flags) -> StepResult:
+    def _move(self, flags: Flags) -> Tensor:
         raised = reduce_flags(flags, device=self.device)
         gradients, optimizer = self._float_gradients(), self.optimizer
         if self._scaler is not None:
@@ -131,7 +131,7 @@ class ReplicatedEngine(Engine):
                 master.grad = None
         self._masters_changed()
         self._clear_gradients()
-        return StepResult(torch.cat([torch.stack([norm, finite.float()]), raised]))
+        return torch.cat([torch.stack([norm, finite.float()]), raised])
 
     def _loss_scale(self) -> float | None:
         return float(self._scaler.get_scale()) if self._scaler is not None and self._scaler.is_enabled() else None

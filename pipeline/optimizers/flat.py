@@ -114,7 +114,7 @@ class GradientJudge:
 
     Attributes:
         flags: of this rank, sent with the next norm.
-        numbers: of the last gradient, see `engine.base.StepResult`.
+        numbers: of the last gradient, see `Engine.step`.
     """
 
     def __init__(self, *, clip_grad_norm: float) -> None:

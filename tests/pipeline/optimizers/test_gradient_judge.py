@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from launch.bench.operations import Operations
-from pipeline.engine.base import StepResult
 from pipeline.engine.late_metrics import LateMetrics, StepOutcome
 from pipeline.optimizers.flat import GradientJudge
 from pipeline.ranks.group import Ranks
@@ -27,7 +26,7 @@ def alone() -> Iterator[Ranks]:
 
 def outcome(judge: GradientJudge) -> StepOutcome:
     late = LateMetrics(device=torch.device("cpu"))
-    late.put(1, StepResult(judge.numbers))
+    late.put(1, judge.numbers)
     (found,) = late.drain()
     return found
 
