@@ -35,7 +35,7 @@ def start_prefetch(
 
 
 class Prefetcher:
-    """Makes upcoming shards local, in a thread that lives until `close`.
+    """Fetches upcoming shards in a thread that lives until `close`.
 
     `upcoming` has (step, numbers of the shards that it needs first), in ascending order, maybe endless; only the thread
     iterates. `lookahead_bytes` limits the shards ahead of training; one is always allowed.
@@ -85,7 +85,7 @@ class Prefetcher:
             self.error = error
 
     def _fetch(self, shard: int, *, step: int) -> None:
-        """Wait for this shard's turn, and fetch it, unless training needs it first."""
+        """Wait for this shard's turn and fetch it, unless training gets there first."""
         self._wait_while(lambda: self._step <= step and not self._has_room(shard))
         delay = _FIRST_DELAY_SECONDS
         while self._step <= step:
@@ -125,7 +125,7 @@ class Prefetcher:
                 raise DownloadStopped
 
     def _pulse(self) -> bool:
-        """True to stop; now and then marks the shards ahead as still wanted. Called several times a second."""
+        """True to stop; every few seconds marks the shards ahead as still wanted. Called several times a second."""
         if not self._closed.is_set() and time.monotonic() - self._touched_at > TOUCH_SECONDS:
             self._touched_at = time.monotonic()
             for shard, (step, _) in list(self._ahead.items()):
