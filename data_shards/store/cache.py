@@ -142,7 +142,7 @@ class Cache:
         path.unlink(missing_ok=True)
 
     def evict_to(self, most_bytes: int, files: list[_CachedFile], *, evict: Evict) -> bool:
-        """Evict shards until `files` have at most `most_bytes`; False if that is impossible. Needs the folder's lock."""
+        """Evict shards until `files` have at most `most_bytes`; False if impossible. Needs the folder's lock."""
         total_bytes = sum(file.num_bytes for file in files)
         for victim in _victims(files, evict=evict):
             if total_bytes <= most_bytes:

@@ -48,8 +48,8 @@ class _Fetch:
 class Store:
     """Opens shards wherever they are; one per process. Picklable: a copy has no descriptors and no connections.
 
-    Without a `cache`, remote shards are refused. `commands` is "run" only where the user has typed the locations, or the
-    recipe that contains them; "refuse" opens nothing that may run a program.
+    Without a `cache`, remote shards are refused. `commands` is "run" only where the user has typed the locations, or
+    the recipe that contains them; "refuse" opens nothing that may run a program.
     """
 
     def __init__(
