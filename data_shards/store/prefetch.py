@@ -107,22 +107,19 @@ class Prefetcher:
         ahead_bytes = sum(size for _, size in self._ahead.values())
         return not self._ahead or ahead_bytes + (self._entries[shard].num_bytes or 0) <= self._lookahead_bytes
 
-    def _wait_while(self, condition: Callable[[], bool]) -> None:
+    def _wait_while(self, condition: Callable[[], bool], *, poll_seconds: float = TOUCH_SECONDS) -> None:
         """Raises DownloadStopped on `close`."""
         while condition():
             with self._changed:
                 if not self._closed.is_set():
-                    self._changed.wait(TOUCH_SECONDS)
+                    self._changed.wait(poll_seconds)
             if self._pulse():
                 raise DownloadStopped
 
     def _pause(self, seconds: float) -> None:
         """Wait, even if training gets there; raises DownloadStopped on `close`."""
         end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            self._closed.wait(min(left, TOUCH_SECONDS))
-            if self._pulse():
-                raise DownloadStopped
+        self._wait_while(lambda: time.monotonic() < end, poll_seconds=min(seconds, TOUCH_SECONDS))
 
     def _pulse(self) -> bool:
         """True to stop; every few seconds marks the shards ahead as still wanted. Called several times a second."""
