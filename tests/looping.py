@@ -68,6 +68,7 @@ def job(*, patch_dropout: float, first_step: int) -> tuple[Any, list[tuple[str, 
     ranks: Any = SimpleNamespace(
         place=Place(),
         gather=lambda values: values.double()[None],
+        gather_objects=lambda value: [value],
     )
     faults: Any = SimpleNamespace(
         complaint="",

@@ -14,43 +14,34 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 
 from data_shards.packing.pack import pack
 from pipeline.runs.logs import read_metrics
 from tests.faults.harness import INJECT
+from tests.small_recipe import SMALL, small_recipe, small_stage, write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 400
 
 
 def recipe(name: str, shards: Path, *, steps: int) -> dict:
-    return {
-        "name": name,
-        "seed": 7,
-        "processes": 2,
-        "model": {"width": 32, "depth": 2, "heads": 2, "patch_size": 4},
-        "engine": {"zero_stage": 2, "precision": "bf16", "max_micro_batch_size": 8},
-        "stages": {
-            "pretrain": {
-                "train": str(shards / "train"),
-                "eval": str(shards / "val"),
-                "image_size": 8,
-                "global_batch_size": 32,
-                "duration": f"{steps} steps",
-                "optimizer": {"name": "adamw", "lr": 0.003, "weight_decay": 0.05},
-                "schedule": {"warmup": "10%"},
-                "dropout": 0.1,
-                "stochastic_depth": 0.1,
-                "patch_dropout": 0.5,
-                "unmasked_finish": "20%",
-                "log_every": "7 steps",  # no multiple of save_every: a point of the curve spans a checkpoint
-                "eval_every": "40%",
-                "save_every": "20 steps",
-                "keep_checkpoints": 2,
-            }
-        },
-    }
+    stage = small_stage(
+        shards,
+        global_batch_size=32,
+        duration=f"{steps} steps",
+        optimizer={"name": "adamw", "lr": 0.003, "weight_decay": 0.05},
+        schedule={"warmup": "10%"},
+        dropout=0.1,
+        stochastic_depth=0.1,
+        patch_dropout=0.5,
+        unmasked_finish="20%",
+        log_every="7 steps",  # no multiple of save_every: a point of the curve spans a checkpoint
+        eval_every="40%",
+        save_every="20 steps",
+    )
+    engine = {"zero_stage": 2, "precision": "bf16", "max_micro_batch_size": 8}
+    model = SMALL | {"width": 32, "depth": 2}
+    return small_recipe(name, model=model, seed=7, processes=2, engine=engine, pretrain_=stage)
 
 
 class Run:
@@ -60,7 +51,7 @@ class Run:
         self.folder = folder
         self.output = folder / "output.txt"
         folder.mkdir()
-        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe("law", shards, steps=steps)))
+        write_recipe(folder / "recipe.yaml", recipe("law", shards, steps=steps))
 
     @property
     def stage(self) -> Path:
@@ -209,35 +200,3 @@ def test_a_run_interrupted_in_every_way_ends_as_the_undisturbed_one(tmp_path, sh
     assert [step for step, metrics in run.curve() if "train/loss" in metrics] == [*range(7, STEPS, 7), STEPS]
     assert run.record()["model_digest"] == undisturbed.record()["model_digest"]
     assert run.record()["results"] == undisturbed.record()["results"]
-
-
-@pytest.mark.slow
-def test_a_finished_run_is_not_run_again(undisturbed):
-    before = (undisturbed.stage / "stage.json").read_bytes()
-    process = undisturbed.start()
-    output = undisturbed.finish(process)
-    assert process.returncode == 0
-    assert "done already" in output
-    assert (undisturbed.stage / "stage.json").read_bytes() == before
-
-
-@pytest.mark.slow
-def test_the_newest_checkpoint_damaged_is_passed_over_and_the_result_is_the_same(tmp_path, shards, undisturbed):
-    run = Run(tmp_path / "run", shards)
-    process = run.start()
-    run.wait_for_step(process, 60)
-    for member in tree_of(process):
-        member.kill()
-    run.finish(process)
-    newest = run.stage / "checkpoints" / f"step-{run.last_saved():08d}"
-    victim = max((path for path in newest.rglob("*.pt")), key=lambda path: path.stat().st_size)
-    content = bytearray(victim.read_bytes())
-    content[len(content) // 2] ^= 1
-    victim.write_bytes(content)
-
-    process = run.start()
-    output = run.finish(process)
-    assert process.returncode == 0, output
-    assert f"{newest.name} is damaged" in output
-    assert run.curve() == undisturbed.curve()
-    assert run.record()["model_digest"] == undisturbed.record()["model_digest"]

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from data_shards.packing.pack import pack
 from pipeline.checkpoint.store import damage_of
 from pipeline.runs.logs import read_metrics
+from tests.small_recipe import small_recipe, small_stage, write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 240.0
@@ -38,25 +38,10 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def folder(tmp_path: Path, shards: Path) -> Path:
     """A working folder with a recipe."""
-    content = {
-        "name": "law",
-        "processes": 1,
-        "model": {"width": 16, "depth": 1, "heads": 2, "patch_size": 4},
-        "engine": {"precision": "fp32"},
-        "stages": {
-            "pretrain": {
-                "train": str(shards / "train"),
-                "eval": str(shards / "val"),
-                "image_size": 8,
-                "global_batch_size": 16,
-                "duration": f"{STEPS} steps",
-                "optimizer": {"name": "adamw", "lr": 0.003},
-                "log_every": "1 step",
-                "save_every": "10 steps",
-            }
-        },
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
+    stage = small_stage(shards, duration=f"{STEPS} steps", log_every="1 step", save_every="10 steps")
+    write_recipe(
+        tmp_path / "recipe.yaml", small_recipe("law", processes=1, engine={"precision": "fp32"}, pretrain_=stage)
+    )
     return tmp_path
 
 
