@@ -70,12 +70,6 @@ def test_damage_is_exit_code_1_and_the_text_names_it(call: Call, packed: Path):
     assert code == 1 and tar.name in output and "check: 1 problem (" in output
 
 
-def test_a_warning_is_exit_code_0(call: Call, packed: Path):
-    (packed / "train" / "more.tar").write_bytes(b"")
-    code, output, _ = call("check", packed)
-    assert code == 0 and "check: 1 warning (" in output
-
-
 def test_json(call: Call, packed: Path):
     a_tar(packed).unlink()
     code, output, _ = call("check", packed, "--json")
@@ -154,13 +148,6 @@ def test_mistakes_of_the_user(
     assert error.startswith("shardvit: ") and error.count("\n") == 1
     for word in words:
         assert word.lower() in error.lower(), word
-
-
-def test_help(call: Call):
-    code, output, error = call("check", "--help")
-    assert code == 0 and error == ""
-    for word in ("SHARDS", "--decode", "--world-size", "--lanes", "--json", "--no-digests", "--cache", "xamples:"):
-        assert word in output, word
 
 
 def test_a_real_process_with_workers_of_its_own(packed: Path):
