@@ -7,7 +7,7 @@ cancelled.json    jobs that `shardvit cancel` was asked to end: they are not req
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -80,9 +80,12 @@ def write_cancelled(slurm: Path, jobs: set[str]) -> None:
     _write(slurm / "cancelled.json", sorted(jobs))
 
 
-def begin_jobs(slurm: Path) -> None:
-    """Prepare for new jobs: none is cancelled, and the logs, to which SLURM appends, have no other hard links."""
+def begin_jobs(slurm: Path, *, stages: Iterable[StageName] = ()) -> None:
+    """Prepare for new jobs: none is cancelled, no attempt at `stages` has ended, and the logs, to which SLURM appends,
+    have no other hard links."""
     write_cancelled(slurm, set())
+    for stage in stages:
+        write_ends(slurm, stage, [])
     for log in slurm.glob("*.log"):
         break_links(log)
 

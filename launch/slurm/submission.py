@@ -19,7 +19,7 @@ from data_shards.errors import UserError
 from data_shards.shards.location import Commands
 from launch.run.pipeline_run import PipelineRun
 from launch.slurm.commands import After, Slurm, submit_command
-from launch.slurm.records import Submission, begin_jobs, read_submission, write_ends, write_submission
+from launch.slurm.records import Submission, begin_jobs, read_submission, write_submission
 from launch.slurm.script import Paths, stage_script
 from launch.slurm.site import SlurmJob
 from pipeline.recipe.io import dump_recipe
@@ -77,9 +77,8 @@ def plan_submission(recipe: Recipe, *, runs_root: Path, job: SlurmJob, commands:
     ]
 
     def begin() -> dict[StageName, int]:
+        begin_jobs(paths.slurm, stages=recipe.stages.names)
         replace_text(paths.recipe, dump_recipe(resolved))
-        for stage in recipe.stages.names:
-            write_ends(paths.slurm, stage, [])
         return total_steps(resolved, processes=job.processes, commands="run")
 
     return SubmissionPlan(paths, job, tuple(jobs), begin, notes=tuple(notes))
@@ -93,7 +92,6 @@ def submit_plan(plan: SubmissionPlan, *, slurm: Slurm) -> Submission:
         raise UserError(
             f"{plan.paths.run} has jobs in the queue ({', '.join(alive)}): wait for them, or run shardvit cancel"
         )
-    begin_jobs(plan.paths.slurm)
     submission = Submission(
         time=time.time(),
         processes=plan.job.processes,

@@ -22,7 +22,7 @@ from data_shards.durable import replace_text
 from data_shards.errors import UserError
 from launch.run.pipeline_run import PipelineRun
 from launch.slurm.commands import After
-from launch.slurm.records import Submission, begin_jobs, write_ends, write_submission
+from launch.slurm.records import Submission, begin_jobs, write_submission
 from launch.slurm.script import Paths, Tasks, stage_script, step_script
 from launch.slurm.site import SlurmJob
 from launch.slurm.submission import Job, SubmissionPlan, package_folder, total_steps
@@ -102,6 +102,7 @@ def _jobs(
 
 def _prepare(sweep: Sweep) -> dict[StageName, int]:
     """Make the folders of the runs, with the recipes that their jobs read; the sweep itself has no steps."""
+    begin_jobs(sweep.root / "slurm")
     make_record(sweep, failed={}).write(sweep.root)
     store_finals(sweep)
     for shared in sweep.shared_stages:
@@ -110,20 +111,14 @@ def _prepare(sweep: Sweep) -> dict[StageName, int]:
     for point in sweep.points:
         open_point(sweep.folder(point.name), point.recipe, shared=point.shared)
         _write_recipe(sweep.folder(point.name), point.recipe)
-    _forget_ends(sweep.folder(FINAL), sweep.points[0].final)  # `choose` writes its recipe
+    # `choose` writes the final recipe.
+    begin_jobs(sweep.folder(FINAL).path / "slurm", stages=sweep.points[0].final.stages.names)
     return {}
 
 
 def _write_recipe(folder: RunFolder, recipe: Recipe) -> None:
-    _forget_ends(folder, recipe)
+    begin_jobs(folder.path / "slurm", stages=recipe.stages.names)
     replace_text(folder.path / "slurm" / RECIPE_FILE, dump_recipe(recipe))
-
-
-def _forget_ends(folder: RunFolder, recipe: Recipe) -> None:
-    slurm = folder.path / "slurm"
-    begin_jobs(slurm)
-    for stage in recipe.stages.names:
-        write_ends(slurm, stage, [])
 
 
 def _own_stages(point: Point) -> list[StageName]:

@@ -346,8 +346,9 @@ class Case:
                 maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8", errors="replace")
             except OSError:
                 continue
-            # Other programs' semaphores carry their number and are mapped only while they are waited for.
-            in_use |= {name for name in new if f"/dev/shm/{name}" in maps or f"-{process.pid}-" in name}
+            # Other programs' semaphores and torch's tensors carry their number, and may not be mapped at the moment.
+            own = re.compile(rf"[-_]{process.pid}[-_]")
+            in_use |= {name for name in new if f"/dev/shm/{name}" in maps or own.search(name)}
         return sorted((new - in_use) & _shm())
 
 

@@ -20,15 +20,6 @@ from tests.launch.slurm.fake_slurm import FakeSlurm
 JOB = job_of(JobOptions(nodes=2, tasks_per_node=2, time="1:00:00"), site=Site())
 
 
-@pytest.fixture
-def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with shards, from which commands are given."""
-    for split in ("train", "val"):
-        make_shards(tmp_path / "shards" / split)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def recipe(*overrides: str) -> Recipe:
     changes = each_once("processes=auto", *on_shards(Path("shards")), *overrides)
     return load_recipe("digits", overrides=tuple(changes))

@@ -25,21 +25,16 @@ from launch.sweep.record import show_progress
 from pipeline.recipe.io import parse_recipe
 from pipeline.recipe.vocabulary import StageName
 from pipeline.runs.run_folder import RunFolder
-from tests.launch.machine import each_once, make_shards, on_shards
+from tests.launch.machine import each_once, on_shards
 from tests.launch.slurm.fake_slurm import FakeSlurm
 
 JOB = job_of(JobOptions(nodes=2, tasks_per_node=2, time="1:00:00"), site=Site())
 LR = "stages.finetune.optimizer.lr"
 
 
-@pytest.fixture
-def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with shards, from which commands are given; MLflow is not told."""
-    for split in ("train", "val"):
-        make_shards(tmp_path / "shards" / split)
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(autouse=True)
+def _without_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "log_to_mlflow", lambda sweep, record, status: None)
-    return tmp_path
 
 
 def sweep_of(*overrides: str) -> Sweep:
