@@ -25,9 +25,9 @@ That part is read from DeepSpeed's source only: on a CPU, host and device memory
 has no DDP to keep its gradients.
 
 A background save copies to host memory: each process its share of masters, moments and averages; rank 0 also the
-weights of the forward pass under ZeRO 1 and 2, and everything under ZeRO 0 and accelerate. The copy runs beside the next step's
-passes (`engine.host_copy`); any excess is the stall. Seconds are computed, not measured, without the processes'
-agreement. A blocking save waits for the disk, which is not planned.
+weights of the forward pass under ZeRO 1 and 2, and everything under ZeRO 0 and accelerate. The copy runs beside the
+next step's passes (`engine.host_copy`); any excess is the stall. Seconds are computed, not measured, without the
+processes' agreement. A blocking save waits for the disk, which is not planned.
 """
 
 from __future__ import annotations

@@ -1,15 +1,18 @@
-"""Make the parts of a stage's training from its recipe and wire them together."""
+"""Make the parts of a stage's training from its recipe, wire them together, and write the result."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 
 import torch
 from torch import nn
 
+from data_shards.durable import make_folders
 from data_shards.loading.device_prefetch import prefetch_to_device
 from data_shards.loading.loader import TrainLoader, eval_batches
+from model.formats.export import save_for_others
 from pipeline.checkpoint.disk_space import check_free_space, estimate_bytes
 from pipeline.checkpoint.identity import checkpoint_identity
 from pipeline.checkpoint.saver import CheckpointSaver, Origin, SaveHooks
@@ -24,16 +27,20 @@ from pipeline.ranks.watch import Watch
 from pipeline.recipe.io import dump_recipe
 from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage import TrainStage
-from pipeline.recipe.vocabulary import CORRUPT_SAMPLES_FILE, WeightsKind
+from pipeline.recipe.vocabulary import CORRUPT_SAMPLES_FILE, METRICS_FILE, WeightsKind
+from pipeline.report.best import best_results, describe_best
 from pipeline.report.reporter import Report
+from pipeline.runs.logs import iter_metrics
+from pipeline.runs.run_folder import weights_digest
 from pipeline.runs.written_by import written_by
 from pipeline.stage.batches import held_out, train_stream
 from pipeline.stage.context import StageContext
 from pipeline.stage.damage import FaultLedger
 from pipeline.stage.data_workers import DataWorkers, data_workers
+from pipeline.stage.initial_model import StageStart, stage_model
 from pipeline.stage.stage_data import Stage, asked_metrics
 from pipeline.stage.task import Task
-from pipeline.training.after_step import TrainJob
+from pipeline.training.after_step import TrainingFailed, TrainJob
 from pipeline.transfer.during_training import few_shot_evaluation
 
 
@@ -197,3 +204,30 @@ def check_disk(stage: Stage, *, model: nn.Module) -> None:
         ema=stage.config.ema,
     )
     check_free_space(stage.checkpoints, needed_bytes=needed_bytes)
+
+
+def write_result(context: StageContext, stage: Stage, *, job: TrainJob, state: TrainState, start: StageStart) -> None:
+    """Write the model and mark the stage as done; collective. TrainingFailed: the last held-out loss is not finite."""
+    config, name, model, report = stage.config, stage.name, stage.run.model(stage.name), job.report
+    if not math.isfinite(loss := state.evaluation[config.judged_by("loss")]):
+        raise TrainingFailed(
+            f"the held-out loss after the last step, {state.step:,}, is {loss}; only the checkpoint is kept: lower "
+            f"stages.{name}.optimizer.lr or lengthen its schedule.warmup, then use --restart {name}"
+        )
+    report.note(
+        f"{name}: training stood still for its checkpoints for {job.saver.stall_seconds:.1f} s, "
+        f"{job.saver.stall_seconds / report.attempt_seconds:.1%} of the time"
+    )
+    with job.engine.averaged() if config.ema and config.ema.model == "ema" else nullcontext():
+        weights = job.engine.weights()
+    if not context.ranks.place.is_main:
+        return
+    rows = iter_metrics(stage.folder / METRICS_FILE)
+    best = best_results(rows, last=state.evaluation, by=judged_by(config, task=job.task))
+    if best:
+        report.note(f"{name}: {describe_best(best, stage=name, checkpoints=stage.checkpoints)}")
+    make_folders(stage.folder, below=stage.run.path)  # fails if the run folder is gone
+    meta = stage_model(stage.recipe, stage=name, classes=stage.data.train.classes, start=start)
+    save_for_others(model, weights, meta=meta)
+    stage.update(state="done", results={**state.evaluation, **best}, model_digest=weights_digest(model))
+    context.draw(name, "end", state.step)
