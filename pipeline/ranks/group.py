@@ -1,15 +1,12 @@
 """Join the process group, and exchange small things between ranks (losses, flags, digests).
 
-Big tensors are the engine's; these exchanges use gloo on the host and never wait in a GPU's stream. Every method is
-collective, called by all ranks in the same order, and takes about log2(ranks) messages in turn. Above `_MOST_MESHED`
-ranks gloo connects two of them when they first talk: a rank then holds some 20 connections instead of one to each.
+Uses gloo on the host and never waits in a GPU's stream; big tensors are the engine's. Every method is collective,
+called by all ranks in the same order, and takes about log2(ranks) messages in turn: gathers are Bruck's algorithm (IEEE
+TPDS 8(11), 1997), in whose round k each rank sends the min(2^k, n - 2^k) blocks that it has to the rank 2^k below it.
+At 1,024 ranks an exchange waits for 10 messages, where gloo's ring waits for 1,023; a rank holds some 20 connections.
 
 On one machine `shardvit run` gives the ranks a fresh private folder, where rank 0 writes the free port that it listens
 on, so no other program can take it first. MASTER_ADDR and MASTER_PORT of other launchers are used as given.
-
-Gathers are Bruck's algorithm (IEEE TPDS 8(11), 1997): in round k each rank sends the min(2^k, n - 2^k) blocks that it
-has to the rank 2^k below it, and receives as many from above. At 1,024 ranks an exchange waits for 10 messages, where
-gloo's ring waits for 1,023.
 """
 
 from __future__ import annotations

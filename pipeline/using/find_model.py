@@ -149,7 +149,7 @@ def _of_checkpoint(checkpoint: Path, *, weights: WeightsKind | None) -> FoundMod
 def _of_whole_checkpoint(checkpoint: Path, *, weights: WeightsKind | None) -> FoundModel:
     import torch
 
-    from pipeline.checkpoint.whole_weights import checkpoint_weights
+    from pipeline.checkpoint.store import checkpoint_weights
 
     stage_folder = checkpoint.absolute().parent.parent
     run, stage = stage_folder.parent, stage_folder.name

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from model.saved.model_folder import SavedModelMeta, build_from_saved, save_model
-from pipeline.checkpoint.whole_weights import assemble
+from pipeline.checkpoint.store import assemble
 from pipeline.ranks.group import Ranks
 from tests.workers import run_ranks
 
