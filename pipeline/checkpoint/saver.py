@@ -40,7 +40,7 @@ from pipeline.checkpoint.train_state import TrainState
 from pipeline.engine.base import Engine
 from pipeline.engine.saved_state.host_copy import HostBuffer, HostCopy, copy_bytes
 from pipeline.engine.saved_state.state_files import Abandoned, Seal, StateFile, text_file, write_file
-from pipeline.ranks.group import Agreement, Ranks
+from pipeline.ranks.group import Ranks
 from pipeline.recipe.vocabulary import RECIPE_FILE
 from pipeline.runs.run_folder import checkpoint_folders
 
@@ -129,7 +129,7 @@ class CheckpointSaver:
         self._hooks = hooks
         self._writing: _Writing | None = None
         self._committing: _Beside | None = None  # what `_writing` wrote
-        self._pending: Agreement | None = None
+        self._pending: Callable[[], tuple[bool, ...]] | None = None
         self._told_of_memory = False
         self._buffer = HostBuffer(engine.device)
         self._pruning: _Beside | None = None
@@ -176,7 +176,7 @@ class CheckpointSaver:
             return False
         with self._standing_still():
             if self._pending is not None:  # asked a step ago, so that nobody waits for the answer
-                (busy,) = self._pending.result()
+                (busy,) = self._pending()
                 self._pending = None
                 if not busy:
                     self._go_on()
@@ -206,7 +206,7 @@ class CheckpointSaver:
 
     def _finish(self) -> None:
         if self._pending is not None:
-            self._pending.result()
+            self._pending()
             self._pending = None
         while self._writing is not None:
             self._go_on()

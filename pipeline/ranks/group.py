@@ -149,11 +149,17 @@ class Ranks:
         distributed.broadcast(sent, src=0, group=self._host_group)
         return value if self.place.is_main else pickle.loads(sent.numpy().data)
 
-    def start_any(self, *flags: bool) -> Agreement:
-        """Start to find out which flags are set on any rank."""
+    def start_any(self, *flags: bool) -> Callable[[], tuple[bool, ...]]:
+        """Start to find out which flags are set on any rank; calling the result waits for the answer."""
         raised = torch.tensor([int(flag) for flag in flags], dtype=torch.int32)
         work = distributed.all_reduce(raised, op=distributed.ReduceOp.MAX, group=self._host_group, async_op=True)
-        return Agreement(raised, work)
+        assert work is not None
+
+        def answer() -> tuple[bool, ...]:
+            work.wait()
+            return tuple(bool(flag) for flag in raised.tolist())
+
+        return answer
 
     def barrier(self) -> None:
         distributed.barrier(group=self._host_group)
@@ -165,18 +171,6 @@ class Ranks:
         """Tag of the next exchange: equal on all ranks, which exchange in the same order."""
         self._exchanges = (self._exchanges + 1) % _TAGS
         return self._exchanges
-
-
-class Agreement:
-    """The pending answer of `Ranks.start_any`."""
-
-    def __init__(self, flags: torch.Tensor, work: distributed.Work) -> None:
-        self._flags, self._work = flags, work
-
-    def result(self) -> tuple[bool, ...]:
-        """Wait for the answer: for each flag, whether any rank had it set; the same on every rank."""
-        self._work.wait()
-        return tuple(bool(flag) for flag in self._flags.tolist())
 
 
 def join_group(place: Place, *, backend: str, timeout_seconds: float, gpu: torch.device | None = None) -> None:
