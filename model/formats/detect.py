@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from model.config import OF_TRANSFORMERS, ModelConfig
-from model.formats.adapt import adapt
-from model.formats.external_model import NO_HINTS, ExternalModel, UserHints, lost_blocks, of_record, settle
+from model.formats.external_model import NO_HINTS, ExternalModel, UserHints, adapt, lost_blocks, of_record, settle
 from model.formats.timm_state import is_timm_state, read_timm_folder, read_timm_state
 from model.formats.torchvision_state import is_torchvision_state, read_torchvision_state
 from model.formats.transformers_state import (

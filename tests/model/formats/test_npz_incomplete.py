@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from model.formats.adapt import adapt
-from model.formats.external_model import UserHints
+from model.formats.external_model import UserHints, adapt
 from model.formats.google_npz import (
     GoogleNames,
     read_google_npz,
