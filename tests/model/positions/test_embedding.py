@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from model.config import ModelConfig
 from model.init import initialise
-from model.layers.activation_checkpointing import checkpoint_blocks
 from model.positions.embedding import Learned1d, Learned2d, SinCos2d, make_position
 from model.vit import build_model
 from model.vocabulary import Pool
@@ -163,24 +161,3 @@ def test_building_without_memory_and_copying(position: str) -> None:
     initialise(model, seed=0)
     images = torch.randn(2, 3, 12, 12)
     assert torch.equal(copy.deepcopy(model)(images), model(images))
-
-
-@pytest.mark.parametrize(
-    ("position", "at"),
-    [("learned_1d", "every_layer"), ("learned_2d", "every_layer_shared"), ("sincos_2d", "stem"), ("relative", "stem")],
-)
-def test_gradient_checkpointing_changes_nothing(position: str, at: str) -> None:
-    model = build_model(_config(position=position, position_at=at), image_size=12, num_classes=3, head="linear")
-    randomise(model, scale=1.0)
-    images = torch.randn(2, 3, 12, 12)
-    results: list[list[Tensor]] = []
-    for enable in (False, True):
-        checkpoint_blocks(model, every=int(enable))
-        model.zero_grad()
-        logits = model(images)
-        logits.square().sum().backward()
-        gradients = [parameter.grad for parameter in model.parameters()]
-        assert all(gradient is not None for gradient in gradients)
-        results.append([logits.detach(), *(gradient.clone() for gradient in gradients if gradient is not None)])
-    for plain, checkpointed in zip(*results, strict=True):
-        torch.testing.assert_close(plain, checkpointed)

@@ -25,7 +25,6 @@ from model.config import ModelConfig
 from model.formats.export import ExportFormat, export_model
 from model.masked_patch import build_masked_patch
 from model.saved.model_folder import SavedModelMeta, build_described, build_from_saved, save_model
-from pipeline.runs.run_folder import RunFolder
 from pipeline.stage.task import model_input
 from pipeline.using import predict as predict_module
 from pipeline.using.predict import Predictor, open_predictor, predict_images
@@ -245,32 +244,6 @@ def test_weights_that_give_no_numbers_are_refused(tmp_path: Path, photos: Path) 
     save_model(tmp_path / "model", state, meta=meta)
     with pytest.raises(UserError, match=r"model: the model gives logits that are not finite"):
         list(predict_images(open_predictor(tmp_path / "model"), image_files([photos]), top=1, batch_images=4))
-
-
-def test_a_run_means_its_last_trained_stage(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path, "mine")
-    run.path.mkdir()
-    (run.path / "recipe.yaml").write_text("name: mine\n")
-    with pytest.raises(UserError, match="mine: none of its stages is done"):
-        open_predictor(run.path)
-    for seed, stage in enumerate(("pretrain", "swap_head", "finetune")):
-        save_random(run.model(stage), meta_of(), seed=seed)
-        if stage != "finetune":
-            run.update(stage, state="done")
-    run.update("finetune", state="running")  # begun again: what is there may be an earlier result
-    images = torch.rand(2, 3, 32, 32)
-
-    def logits_of(stage: str) -> torch.Tensor:
-        with torch.no_grad():
-            return build_from_saved(run.model(stage))[1].eval()(images)  # pyright: ignore[reportArgumentType]
-
-    assert torch.equal(open_predictor(run.path)(images), logits_of("pretrain"))
-    run.update("finetune", state="done")
-    predictor = open_predictor(run.path)
-    assert predictor.origin == str(run.model("finetune"))
-    assert torch.equal(predictor(images), logits_of("finetune"))
-    assert torch.equal(open_predictor(run.stage("swap_head"))(images), logits_of("swap_head"))
-    assert not torch.equal(logits_of("swap_head"), logits_of("pretrain"))
 
 
 def test_a_model_without_classes_is_refused(tmp_path: Path) -> None:
