@@ -20,7 +20,6 @@ from launch.local.output import say, say_model
 from launch.target import tell_result
 from pipeline.ranks.start_clock import StartClock
 from pipeline.recipe.data import ShardsConfig
-from pipeline.transfer.data_sets import TransferSet, open_set
 from pipeline.transfer.results import (
     Command,
     SetGroup,
@@ -30,6 +29,7 @@ from pipeline.transfer.results import (
     model_origin,
     save_record,
 )
+from pipeline.transfer.settings import TransferSet, open_set
 from pipeline.transfer.table import mean_score, measure_table, open_table, read_table, set_scores
 
 if TYPE_CHECKING:

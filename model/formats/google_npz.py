@@ -22,7 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.formats.external_model import NO_HINTS, ExternalModel, UserHints, of_record
+from model.formats.external_model import (
+    NO_HINTS,
+    ExternalModel,
+    UserHints,
+    move_class_row,
+    of_record,
+    with_all_positions,
+)
 from model.formats.google_names import (
     BIG_VISION,
     VISION_TRANSFORMER,
@@ -34,7 +41,6 @@ from model.formats.google_names import (
     slots_of,
     to_google,
 )
-from model.formats.library import move_class_row, with_all_positions
 from model.positions.embedding import fixed_numbers, without_numbers
 from model.saved.atomic import replaced_file
 from model.saved.model_folder import SavedModelMeta, check_state, read_side_record, write_side_record

@@ -14,8 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from model.config import ModelConfig
-from model.formats.external_model import GOOGLE_MEAN, GOOGLE_STD, ExternalModel, Semantics, of_shapes
-from model.formats.library import Names, add_qkv_biases, plain_vit_objection, with_all_positions
+from model.formats.external_model import (
+    GOOGLE_MEAN,
+    GOOGLE_STD,
+    ExternalModel,
+    Names,
+    Semantics,
+    add_qkv_biases,
+    of_shapes,
+    plain_vit_objection,
+    with_all_positions,
+)
 from model.formats.weights_file import load_folder_weights
 from model.saved.atomic import replaced_file
 from model.saved.model_folder import (

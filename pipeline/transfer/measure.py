@@ -17,11 +17,9 @@ from data_shards.errors import UserError
 from data_shards.loading.batch import Fault
 from data_shards.reading.shard_reader import UNKNOWN, label_column
 from pipeline.transfer.classifiers import fit_least_squares, fit_probe, knn_votes
-from pipeline.transfer.data_sets import TransferSet
-from pipeline.transfer.features import Features, FeatureStore, shot_features
+from pipeline.transfer.features import Features, FeatureStore, Int64s, choose_images, choose_shots, shot_features
 from pipeline.transfer.results import Setting, TransferScore, UsedSet
-from pipeline.transfer.settings import FewShotSettings, KnnSettings, ProbeSettings, Settings
-from pipeline.transfer.shots import Int64s, choose_images, choose_shots
+from pipeline.transfer.settings import FewShotSettings, KnnSettings, ProbeSettings, Settings, TransferSet
 
 _BLOCK = 8192  # images whose scores are held at once
 _TOP5_CLASSES = 6  # the fewest for which top-5 is given

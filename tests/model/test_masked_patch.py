@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from model.config import ModelConfig, Regularisation
 from model.init import initialise
-from model.layers.activation_checkpointing import checkpoint_blocks
 from model.masked_patch import MaskedPatchVit, build_masked_patch, classifier_of, colour_classes, corrupt
 from model.saved.model_folder import SavedModelMeta, build_from_saved, load_model, save_model
-from model.vit import build_model
+from model.vit import build_model, checkpoint_blocks
 from model.vocabulary import COLOURS
 from tests.model.comparing import randomise
 

@@ -11,8 +11,7 @@ from torch import nn
 
 from model.config import ModelConfig, Regularisation
 from model.init import initialise
-from model.layers.activation_checkpointing import checkpoint_blocks
-from model.vit import PatchProjection, build_model, timm_arguments
+from model.vit import PatchProjection, build_model, checkpoint_blocks, timm_arguments
 from tests.model.comparing import randomise
 
 SMALL = ModelConfig(width=48, depth=2, heads=4, mlp_dim=80, patch_size=4)
@@ -73,11 +72,12 @@ def _after_last_block(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
     return model.blocks(tokens)
 
 
-def test_building_and_initialising_leave_the_global_random_stream_alone() -> None:
+@pytest.mark.parametrize("config", [SMALL, ModelConfig(resnet_layers=(1, 1))], ids=["vit", "resnet"])
+def test_building_and_initialising_leave_the_global_random_stream_alone(config: ModelConfig) -> None:
     torch.manual_seed(3)
     expected = torch.randn(4)
     torch.manual_seed(3)
-    initialise(build_model(SMALL, image_size=16, num_classes=5, head="mlp"), seed=0)
+    initialise(build_model(config, image_size=16, num_classes=5, head="mlp"), seed=0)
     assert torch.equal(torch.randn(4), expected)
 
 

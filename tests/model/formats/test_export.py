@@ -199,7 +199,7 @@ def test_a_programs_notes_say_how_to_normalise(tmp_path: Path, monkeypatch: pyte
             ["transformers", "torchvision"],
             ModelConfig(**SIZES, position="learned_2d"),
             "linear",
-            "embedding learned_2d",
+            "learned_2d",
         ),
         (["timm", "torchvision"], ModelConfig(**SIZES, resnet_layers=()), "linear", "ResNet"),
         (list(FORMATS), CONFIG, "masked_patch", "fine-tune it first"),

@@ -12,10 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from model.config import ModelConfig, Regularisation
-from model.layers.activation_checkpointing import checkpoint_blocks
 from model.layers.head import MlpHead
 from model.resnet import BitResnet, Padding, StandardisedConv2d, standardise
-from model.vit import build_model
+from model.vit import build_model, checkpoint_blocks
 from tests.model.comparing import randomise
 
 HYBRID = ModelConfig(width=48, depth=2, heads=4, mlp_dim=80, patch_size=16, resnet_layers=(1, 1))

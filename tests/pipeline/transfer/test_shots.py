@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeline.transfer.shots import choose_images, choose_shots, held_out_rows
+from pipeline.transfer.features import choose_images, choose_shots, held_out_rows
 
 LABELS = np.random.default_rng(0).integers(0, 6, 400)
 
