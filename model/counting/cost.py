@@ -114,16 +114,9 @@ class Chain:
         """The chain with `times` units more. `own_output_elements`: of an output that the block itself keeps, counted
         as the next one's input; recomputed, it is a second copy."""
         input_bytes = VALUE_BYTES * input_elements
-        return Chain(
-            self.cost + block.times(times),
-            self.units
-            + (
-                Unit(
-                    block.saved_bytes, input_bytes, block.saved_bytes - input_bytes + VALUE_BYTES * own_output_elements
-                ),
-            )
-            * times,
-        )
+        live_bytes = block.saved_bytes - input_bytes + VALUE_BYTES * own_output_elements
+        units = (Unit(block.saved_bytes, input_bytes, live_bytes),) * times
+        return Chain(self.cost + block.times(times), self.units + units)
 
 
 @dataclass(frozen=True)

@@ -156,13 +156,6 @@ def test_it_begins_at_the_loss_of_a_guess_and_with_the_trunk_of_a_classifier():
     assert all(torch.equal(ours[name], it) for name, it in trunk.items())
 
 
-def test_building_draws_nothing_from_the_global_generator():
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    build_masked_patch(CONFIGS["map"], image_size=IMAGE_SIZE)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize("pool", ["cls", "gap", "map"])
 def test_the_classifier_has_the_trunk_and_a_zero_head(pool: str):
     model = masked(CONFIGS[pool])

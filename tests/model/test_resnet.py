@@ -70,14 +70,6 @@ def test_where_the_zeros_go(pad: Padding, kernel_size: int, stride: int, size: i
         assert expected.shape[-1] == -(-size // stride)
 
 
-@pytest.mark.parametrize(("pad", "groups", "dilation"), [("same", 2, 2), ("fixed", 2, 2)])
-def test_groups_and_dilation_are_what_torch_means_by_them(pad: Padding, groups: int, dilation: int) -> None:
-    conv = StandardisedConv2d(4, 6, 3, pad=pad, groups=groups, dilation=dilation)
-    images = torch.randn(1, 4, 9, 9, generator=torch.Generator().manual_seed(0))
-    weight = standardise(conv.weight)
-    torch.testing.assert_close(conv(images), F.conv2d(images, weight, padding=2, groups=groups, dilation=dilation))
-
-
 @BOTH
 def test_every_norm_and_convolution_is_googles(config: ModelConfig) -> None:
     model = build_model(config, image_size=32, num_classes=5, head="linear")
