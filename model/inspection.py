@@ -92,7 +92,7 @@ class Rollout:
 
     Multiplies each block's mean attention over heads A onto that of the blocks before it. The paper does not mention
     residual connections; its authors (google-research/vision_transformer, issue 18) take 0.5 A + 0.5 I, as Abnar &
-    Zuidema do. Layer norms and MLPs are left out. `add` is a `see` of `look_at_attention`. Costs T x T numbers an image.
+    Zuidema do. Layer norms and MLPs are left out. `add` is a `see` of `look_at_attention`. Costs T x T numbers each.
     """
 
     joint: Tensor | None = None  # [B, T, T]: how much of each input token is in each output token; rows sum to 1

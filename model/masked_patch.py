@@ -70,7 +70,7 @@ def build_masked_patch(
 def corrupt(embeddings: Tensor, *, source: Tensor, mask_token: Tensor) -> Tensor:
     """Patch embeddings [n, N, D] -> those that `source` [n, N] chooses among them and the mask's, number N.
 
-    Multiplies by ones and zeros: an indexed read's gradient is summed in no fixed order, and resuming must be bit-exact.
+    Multiplies by ones and zeros: an indexed read's gradient is summed in no fixed order, and a resume must be exact.
     """
     choices = torch.cat([embeddings, mask_token.expand(len(embeddings), -1, -1).to(embeddings.dtype)], dim=1)
     chosen = source[..., None] == torch.arange(choices.shape[1], device=source.device)
