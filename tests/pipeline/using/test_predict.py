@@ -114,22 +114,11 @@ def test_predictions_are_what_evaluation_computes(tmp_path: Path, photos: Path, 
     np.testing.assert_allclose(sorted(found), sorted(expected), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("to", "name"),
-    [
-        ("npz", "model.npz"),
-        ("big_vision", "model.npz"),
-        ("timm", "model-timm"),
-        ("transformers", "model-transformers"),
-        ("torchvision", "model.pth"),
-        ("onnx", "model.onnx"),
-        ("torch_export", "model.pt2"),
-    ],
-)
-def test_every_format_gives_the_same_top_5(tmp_path: Path, photos: Path, to: ExportFormat, name: str) -> None:
-    if to == "onnx":
-        pytest.importorskip("onnxscript")
-        pytest.importorskip("onnxruntime")
+@pytest.mark.parametrize(("to", "name"), [("onnx", "model.onnx"), ("npz", "model.npz")])
+def test_a_file_of_another_format_gives_the_same_top_5(
+    tmp_path: Path, photos: Path, to: ExportFormat, name: str
+) -> None:
+    """tests/model/formats has the other formats."""
     meta = meta_of(eval_protocol="big_vision", mean=(0.4, 0.5, 0.6))
     model = save_random(tmp_path / "model", meta)
     export_model(meta, model.state_dict(), to=to, out=tmp_path / name)
@@ -271,17 +260,12 @@ def test_wrong_models_and_devices_are_refused_in_words(tmp_path: Path, monkeypat
         open_predictor(tmp_path / "broken.onnx", device="cuda")
 
 
-def test_folders_are_walked_in_order(tmp_path: Path, photos: Path) -> None:
+def test_folders_are_walked_in_order(photos: Path) -> None:
     found = image_files([photos / "flower", photos / "china/1.jpg", photos])
     flower = sorted(path for path in photos.rglob("*.*") if path.parent.name == "flower")
     china = sorted(path for path in photos.rglob("*.*") if path.parent.name == "china")
     assert found == [*flower, photos / "china/1.jpg", *china, *flower]
     assert image_files([photos / "notes.txt"]) == [photos / "notes.txt"]  # its content will tell
-    with pytest.raises(UserError, match=r"nowhere\.jpg: there is no such image or folder"):
-        image_files([photos, photos / "nowhere.jpg"])
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="empty: there is no image in this folder"):
-        image_files([tmp_path / "empty"])
 
 
 @pytest.mark.gpu
