@@ -146,13 +146,13 @@ class ExternalModel:
     loss: LossKind | None = None  # None: the file does not tell
     eval_protocol: str = "vit"
     eval_crop_share: float | None = None
-    headless: str = "has no head"  # what is said of it without a head
+    headless: str = "has no head"  # the reason, for messages
     notes: tuple[str, ...] = field(default=())  # what was assumed or folded, a sentence each, for the user
 
-    def with_loss(self, said: LossKind | None) -> ExternalModel:
+    def with_loss(self, asked: LossKind | None) -> ExternalModel:
         """Settle the loss: the user's, the file's, or the usual one for so many classes (with a note)."""
-        if said is not None or self.loss is not None or self.num_classes == 0:
-            return replace(self, loss=said or self.loss)
+        if asked is not None or self.loss is not None or self.num_classes == 0:
+            return replace(self, loss=asked or self.loss)
         data = _SIGMOID_CLASSES.get(self.num_classes)
         loss: LossKind = "sigmoid" if data else "softmax"
         why = f"as Google's on {data}, which have {self.num_classes:,} classes" if data else "as is usual"
@@ -247,7 +247,7 @@ def config_of(
         pool_and_scale["class_token_position"] = "none"
     if sizes.layer_scale:
         pool_and_scale["layer_scale"] = semantics.layer_scale or _LAYER_SCALE
-    told: dict[str, Any] = {
+    of_file: dict[str, Any] = {
         "gelu": semantics.gelu,
         "layer_norm_eps": semantics.layer_norm_eps,
         "interpolation": semantics.interpolation,
@@ -255,20 +255,20 @@ def config_of(
     if given is None:
         variant = variant_of(sizes, heads=semantics.heads)
         if variant is not None:
-            return _checked({"variant": variant} | pool_and_scale | told, origin=origin), ()
+            return _checked({"variant": variant} | pool_and_scale | of_file, origin=origin), ()
         heads, notes = _heads(sizes, semantics=semantics, origin=origin)
         stem = ("resnet_layers", "resnet_width_factor") if sizes.trunk.resnet_layers is not None else ()
         own = {name: getattr(sizes.trunk, name) for name in ("width", "depth", "mlp_dim", "patch_size", *stem)}
-        return _checked(own | {"heads": heads} | pool_and_scale | told, origin=origin), notes
-    return settle(given, told=pool_and_scale | told, heads=semantics.heads, kind="vit", origin=origin)
+        return _checked(own | {"heads": heads} | pool_and_scale | of_file, origin=origin), notes
+    return settle(given, of_file=pool_and_scale | of_file, heads=semantics.heads, kind="vit", origin=origin)
 
 
 def settle(
-    given: ModelConfig, *, told: Mapping[str, Any], heads: int | None, kind: Literal["vit", "resnet"], origin: str
+    given: ModelConfig, *, of_file: Mapping[str, Any], heads: int | None, kind: Literal["vit", "resnet"], origin: str
 ) -> tuple[ModelConfig, tuple[str, ...]]:
     """The user's configuration, completed by what a file tells, and a note for each value of the file that it replaced.
 
-    Sizes and explicit values in `given` stand (`adapt` compares them with the weights). `told`: other fields of
+    Sizes and explicit values in `given` stand (`adapt` compares them with the weights). `of_file`: other fields of
     `ModelConfig`, by the file or its format. Raises ValueError if the file holds a model of another kind, or with
     another number of heads.
     """
@@ -280,13 +280,13 @@ def settle(
             f"{origin} has {heads} attention heads, the model asked for has {given.sizes.heads}: give --heads or "
             "--variant as in the file"
         )
-    said = given.model_dump(exclude_unset=True)
+    explicit = given.model_dump(exclude_unset=True)
     notes = tuple(
-        f"{name} is {said[name]} as given, not the {value} of the file or its format"
-        for name, value in told.items()
-        if name in said and said[name] != value
+        f"{name} is {explicit[name]} as given, not the {value} of the file or its format"
+        for name, value in of_file.items()
+        if name in explicit and explicit[name] != value
     )
-    return _checked(dict(told) | said, origin=origin), notes
+    return _checked(dict(of_file) | explicit, origin=origin), notes
 
 
 def _checked(fields: dict[str, Any], *, origin: str) -> ModelConfig:

@@ -159,8 +159,8 @@ def write_transformers_folder(
     """Write the three files into `folder`, with more keys for `config.json`; `transformers_objection(meta)` is None."""
     write_safetensors(folder / weights, _to_transformers(with_all_positions(state, meta=meta)))
     write_json(folder / PREPROCESSOR_FILE, _preprocessor_json(meta))
-    with replaced_file(folder / CONFIG_FILE) as beside:
-        write_json(beside, {**_config_json(meta), **more})
+    with replaced_file(folder / CONFIG_FILE) as new:
+        write_json(new, {**_config_json(meta), **more})
 
 
 def _read(

@@ -129,8 +129,8 @@ def import_model(
     config, num_classes = options.config(), options.num_classes
     names = None if options.class_names is None else _class_names(options.class_names)
     with _mistakes(out):
-        said = UserHints(depth=options.depth, position=options.position, loss=options.loss)
-        foreign = read_external(file, config=config, said=said)
+        hints = UserHints(depth=options.depth, position=options.position, loss=options.loss)
+        foreign = read_external(file, config=config, hints=hints)
         if config is None:
             foreign = replace(foreign, config=options.changed(foreign.config))
         if names is not None and num_classes is None and foreign.num_classes not in (0, len(names)):

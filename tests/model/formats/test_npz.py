@@ -66,7 +66,7 @@ def test_a_named_variant_is_recognised_by_its_shapes(variant: str, layout: Any) 
 def test_almost_a_named_variant_is_told_by_its_sizes(tmp_path: Path, other: dict[str, int]) -> None:
     sizes = {"width": 192, "depth": 12, "heads": 3, "mlp_dim": 768} | other  # Ti's but for one
     path = save(tmp_path / "model.npz", arrays_of(tmp_path, **sizes))
-    assert read_google_npz(path, said=UserHints(depth=sizes["depth"])).config == ModelConfig(**sizes, patch_size=4)
+    assert read_google_npz(path, hints=UserHints(depth=sizes["depth"])).config == ModelConfig(**sizes, patch_size=4)
 
 
 def test_big_vision_of_before_2022_has_positions_in_the_encoder_and_for_the_class_token(tmp_path: Path) -> None:
