@@ -7,10 +7,11 @@ raise OSError when the disk is full or fails.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
@@ -66,6 +67,18 @@ def break_links(path: Path) -> None:
         if path.stat().st_nlink > 1:
             with replaced(path, sync="none", writers="several") as beside:
                 shutil.copy2(path, beside)
+
+
+@contextmanager
+def locked(path: Path, *, waiting: Callable[[], object] = bool) -> Iterator[None]:
+    """Hold a file's lock, which the kernel releases when the process ends; `waiting` is called before a wait for it."""
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager

@@ -1,7 +1,6 @@
-"""Curves in characters, drawn by plotille: braille lines, or a mark for each of several curves. `watch` and `compare`.
+"""Draw curves in characters with plotille: braille lines, or a mark for each of several curves.
 
-Points that fall into one column are averaged and joined to the next by a straight line; values that are not finite are
-left out.
+Points of one column are averaged and joined to the next by a straight line; values that are not finite are left out.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ def draw_curves(
     x_name: str = "step",
     show_x: Callable[[float], str] = "{:,.0f}".format,
 ) -> list[str]:
-    """`height` lines of at most `width` characters: the curves (x, values), the first on top, between their highest and
-    lowest value, and a line with the first and last x. `marks`: a character for each curve; "" draws braille."""
+    """Draw curves (x, values), the first on top, in `height` lines of at most `width` characters, between their highest
+    and lowest value, above a line with the first and last x. `marks`: a character for each curve; "" draws braille."""
     from plotille import Canvas
 
     known = [
@@ -43,8 +42,8 @@ def draw_curves(
     low, high = min(y.min() for *_, y in known), max(y.max() for *_, y in known)
     canvas = Canvas(cells, rows, 0, 0, cells * _BRAILLE[0], rows * _BRAILLE[1])
     for mark, x, y in reversed(known):
-        column = np.floor(_share(x, first, last) * (cells * across - 1)).astype(int)
-        share = _share(y, low, high)
+        column = np.floor(scaled(x, first, last) * (cells * across - 1)).astype(int)
+        share = scaled(y, low, high)
         found = np.unique(column)
         means = np.bincount(column, share)[found] / np.bincount(column)[found]
         columns = np.arange(found[0], found[-1] + 1)
@@ -66,7 +65,7 @@ def draw_curves(
 
 
 def bar(share: float, *, width: int, glyphs: Glyphs = "braille") -> str:
-    """A bar of `width` characters, `share` of which are full; never full before 1."""
+    """Draw a bar of `width` characters, `share` of them full; all only at 1."""
     full, empty = ("█", "░") if glyphs == "braille" else ("#", "-")
     filled = width if share >= 1 else min(width - 1, int(max(0.0, share) * width))
     return full * filled + empty * (width - filled)
@@ -76,7 +75,8 @@ def _arrays(curve: tuple[ArrayLike, ArrayLike]) -> tuple[NDArray[np.float64], ND
     return np.asarray(curve[0], dtype=np.float64), np.asarray(curve[1], dtype=np.float64)
 
 
-def _share(values: NDArray[np.float64], low: float, high: float) -> NDArray[np.float64]:
-    """Values from 0 at `low` to 1 at `high`; in halves, so that the difference of the largest floats is finite."""
-    span = high / 2 - low / 2
-    return np.full(len(values), 0.5) if span <= 0 else np.clip((values / 2 - low / 2) / span, 0.0, 1.0)
+def scaled(values: ArrayLike, low: float, high: float) -> NDArray[np.float64]:
+    """Scale values to 0 at `low` and 1 at `high`, all to 0.5 where these are equal; NaN stays. In halves, so that the
+    largest floats do not overflow."""
+    halves, span = np.asarray(values, dtype=np.float64) / 2, high / 2 - low / 2
+    return np.clip((halves - low / 2) / span, 0.0, 1.0) if span > 0 else 0.5 + 0 * halves

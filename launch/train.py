@@ -1,14 +1,14 @@
-"""Entry point of every rank under every launcher: a recipe's stages, one after another in the same processes.
+"""Entry point of every rank under every launcher: run a recipe's stages one after another in the same processes.
 
     PYTHONSAFEPATH=1 deepspeed --num_gpus 8 --no_local_rank --module launch.train RECIPE --stage pretrain
     python -P -m launch.local.torchrun --nproc-per-node 8 -m launch.train RECIPE --stage pretrain --stage swap_head
     python -P -m launch.train RECIPE --stage pretrain
 
 `shardvit run` does that by itself (`local`). Each stage has its own record, MLflow run and watch, and its result is
-to the last bit as in processes of its own (`pipeline.ranks.process`); imports and the meeting of the ranks are paid
-once. Several stages: those that are done are passed over; the first that does not come to its end ends the processes.
-Exit codes of a rank and of `launch.local.torchrun`: 0 done, 2 a user's mistake or a disk that is not writable, 75
-stopped by a signal after saving (the same command resumes), 1 anything else.
+bit-identical to that in fresh processes (`pipeline.ranks.process`); imports and the ranks' meeting are paid once. Of
+several stages, finished ones are skipped; the first that fails ends the processes. Exit codes of a rank and of
+`launch.local.torchrun`: 0 done, 2 a user's mistake or an unwritable disk, 75 stopped by a signal after saving (the same
+command resumes), 1 anything else.
 """
 
 from __future__ import annotations
@@ -61,14 +61,15 @@ from pipeline.report.best import describe_results
 from pipeline.runs.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from pipeline.ranks.group import Ranks
     from pipeline.ranks.stopping import StopFlag
     from pipeline.stage.context import StageContext
 
 _COLLATERAL_WAIT_SECONDS = 3.0  # a rank that notices another's end leaves later, so that the other's code is reported
 _WATCH_SECONDS = 1.0
-_SPEAKERS = 2  # of a host
+_SPEAKERS = 2  # per host
 _PICTURES_SECONDS = 120.0  # at most, after the last stage
-_MOST_READERS = 16  # threads that data.workers: auto may come to
+_MOST_READERS = 16  # threads that data.workers: auto may choose
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,55 +78,60 @@ def main(arguments: Sequence[str] | None = None) -> int:
     go_on()
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parse(arguments)
-    place = Place(local_rank=0 if says_mistakes() else 1)  # until it is known
-    folder = RunFolder(runs_root=options.runs, name="")
-    at = _At(options.stages[0])
+    rank = _Rank(
+        options.stages,
+        folder=RunFolder(runs_root=options.runs, name=""),
+        place=Place(local_rank=0 if says_mistakes() else 1),
+        stage=options.stages[0],
+    )
     try:
-        place = read_place()
+        rank.place = read_place()
         recipe = load_recipe(options.recipe, overrides=options.overrides, paths=paths_file(options.data))
-        folder = RunFolder(runs_root=options.runs, name=recipe.name)
-        folder.check_recipe(recipe)
+        rank.folder = RunFolder(runs_root=options.runs, name=recipe.name)
+        rank.folder.check_recipe(recipe)
         _check_stages(recipe, options.stages)
-        at.recipe = recipe
+        rank.recipe = recipe
         share = None if options.stages == ["swap_head"] else node_share(processes=recipe.processes)
         if share is not None:  # srun gave this node one task, and there are several GPUs
             return run_node(share, [*RANK_COMMAND, *arguments])
-        difference = difference_to_parent(options.recipe, overrides=options.overrides)
-        return _run(recipe, folder=folder, stages=options.stages, at=at, place=place, difference=difference)
+        return _run(rank, recipe, difference=difference_to_parent(options.recipe, overrides=options.overrides))
     except UserError as error:
         # Each node has its own disks; what all ranks agreed upon, one says.
-        speaks = place.is_main if isinstance(error, AgreedError) else place.local_rank == 0
+        speaks = rank.place.is_main if isinstance(error, AgreedError) else rank.place.local_rank == 0
         if speaks or isinstance(error, SampleError):
             say(str(error))
         return EXIT_USER_ERROR
     except WorkerDied as error:
-        say(f"rank {place.rank}: {error}")
+        say(f"rank {rank.place.rank}: {error}")
         return 1
     except Exception as error:  # noqa: BLE001 - the last stop
-        return _failed(error, folder=folder, at=at, place=place)
+        return _failed(error, rank)
 
 
 @dataclass
-class _At:
-    """The stage that is run, for what has to be said of it."""
+class _Rank:
+    """This process, as far as it is known."""
 
-    stage: StageName
-    recipe: Recipe | None = None  # once it is known
+    stages: Sequence[StageName]
+    folder: RunFolder
+    place: Place
+    stage: StageName  # the current one
+    recipe: Recipe | None = None
 
 
 def _check_stages(recipe: Recipe, stages: Sequence[StageName]) -> None:
+    names = recipe.stages.names
     for stage in stages:
-        if stage not in recipe.stages.names:
-            raise UserError(f"the recipe has no stage {stage}: it has {', '.join(recipe.stages.names)}")
-    if list(stages) != [name for name in recipe.stages.names if name in stages]:
-        raise UserError(
-            f"--stage {' --stage '.join(stages)}: give each once, in the order {', '.join(recipe.stages.names)}"
-        )
+        if stage not in names:
+            raise UserError(f"the recipe has no stage {stage}: it has {', '.join(names)}")
+    if list(stages) != [name for name in names if name in stages]:
+        raise UserError(f"--stage {' --stage '.join(stages)}: give each once, in the order {', '.join(names)}")
 
 
-def _failed(error: Exception, *, folder: RunFolder, at: _At, place: Place) -> int:
+def _failed(error: Exception, rank: _Rank) -> int:
     """Say why this rank ends, unless another one does; returns the exit code."""
-    problem = disk_problem(error, folder=folder.path) or _memory_problem(error, at=at, place=place)
+    place, heartbeats = rank.place, rank.folder.ranks(rank.stage)
+    problem = disk_problem(error, folder=rank.folder.path) or _memory_problem(error, rank)
     if problem is not None:
         if place.local_rank:
             # The first rank may report the same error; then the launcher ends this one with a SIGTERM.
@@ -133,7 +139,7 @@ def _failed(error: Exception, *, folder: RunFolder, at: _At, place: Place) -> in
             time.sleep(_COLLATERAL_WAIT_SECONDS)
         from pipeline.ranks.dead_ranks import is_to_say_mistake
 
-        if is_to_say_mistake(folder.stage(at.stage) / "ranks", place=place):
+        if is_to_say_mistake(heartbeats, place=place):
             say(problem)
         return EXIT_USER_ERROR
     if place.world_size > 1:
@@ -141,23 +147,23 @@ def _failed(error: Exception, *, folder: RunFolder, at: _At, place: Place) -> in
         from pipeline.ranks.group import PeerGone
 
         if isinstance(error, PeerGone):
-            # Two of a host say it, as one of them may be who did not come; in one log all would be too many.
+            # Two per host say it, as one of them may be the missing rank; all would be too many for one log.
             if place.local_rank < _SPEAKERS or place.log == "of a host":
                 say(f"rank {place.rank}: {error}")
             return 1
         if peer_is_gone(error):
-            report_gone(folder.stage(at.stage) / "ranks", place=place, say=say)
+            report_gone(heartbeats, place=place, say=say)
             time.sleep(_COLLATERAL_WAIT_SECONDS)
             return 1
     traceback.print_exception(error)
     return 1
 
 
-def _memory_problem(error: Exception, *, at: _At, place: Place) -> str | None:
-    """Advice if memory ran out; None otherwise. A restart would fail in the same way."""
+def _memory_problem(error: Exception, rank: _Rank) -> str | None:
+    """Advise if memory ran out, as a restart would fail in the same way; None otherwise."""
     from pipeline.budget.out_of_memory import is_out_of_memory, what_to_change
 
-    if not is_out_of_memory(error) or at.recipe is None or at.stage == "swap_head":
+    if not is_out_of_memory(error) or rank.recipe is None or rank.stage == "swap_head":
         return None
     import psutil
     import torch
@@ -165,28 +171,71 @@ def _memory_problem(error: Exception, *, at: _At, place: Place) -> str | None:
     on_gpu = isinstance(error, torch.OutOfMemoryError)
     num_bytes = torch.cuda.mem_get_info()[1] if on_gpu and torch.cuda.is_available() else psutil.virtual_memory().total
     return what_to_change(
-        at.recipe,
-        stage=at.stage,
-        processes=place.world_size,
+        rank.recipe,
+        stage=rank.stage,
+        processes=rank.place.world_size,
         memory_bytes=num_bytes,
         of="GPU" if on_gpu else "machine",
-        sharing=1 if on_gpu else place.local_world_size,
+        sharing=1 if on_gpu else rank.place.local_world_size,
     )
 
 
-def _run(
-    recipe: Recipe, *, folder: RunFolder, stages: Sequence[StageName], at: _At, place: Place, difference: str
-) -> int:
-    say_start = partial(print, file=sys.stderr, flush=True) if place.is_main else None
+def _run(rank: _Rank, recipe: Recipe, *, difference: str) -> int:
+    place, folder = rank.place, rank.folder
     clock = StartClock(
-        stages[0],
-        say=say_start,
+        rank.stage,
+        say=partial(print, file=sys.stderr, flush=True) if place.is_main else None,
         earlier_seconds=seconds_since_start(),
         earlier_cpu_seconds=time.process_time(),
     )
     clock.set_status("importing libraries")
-    wants_pictures, _ = pictures_wanted(), tracking_uri()  # a mistake is said before anything slow is imported
-    from pipeline.ranks.stopping import StopFlag, Stopped
+    wants_pictures, _ = pictures_wanted(), tracking_uri()  # report mistakes before anything slow is imported
+    stop = _listen(place, recipe)
+
+    from model.without_compiler import import_timm
+
+    import_timm()
+    from pipeline.checkpoint.saver import SaveFailed
+    from pipeline.ranks.stopping import Stopped
+    from pipeline.stage.context import StageContext
+    from pipeline.tracking.system_metrics import node_metrics
+    from pipeline.training.after_step import TrainingFailed
+    from pipeline.training.stages import run_stage  # noqa: F401 - while nobody waits in the process group
+
+    with contextlib.ExitStack() as held:
+        held.callback(clock.close)
+        # While this rank waits for others there is nothing to save, and nobody polls the stop flag.
+        with handled((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signal.SIG_DFL):
+            ranks = _meet(rank, recipe, held=held, clock=clock, difference=difference)
+            there = held.enter_context(contextlib.closing(Presence(folder.path)))
+        context = StageContext(recipe, folder, ranks, stop, job_tags=job_tags(), start=clock)
+        beside = None
+        if place.is_main:
+            pictures = "draw" if wants_pictures else "off"
+            beside = held.enter_context(DrawAndSend(folder, environ=without_place(), pictures=pictures, say=say))
+            context = replace(context, draw=beside.ask, drawing_seconds=beside.cpu_seconds)
+        if place.local_rank == 0 and recipe.tracking.system_metrics:
+            nodes = -(-place.world_size // place.local_world_size)
+            node = f"node{place.rank // place.local_world_size}-{platform.node()}" if nodes > 1 else ""
+            held.enter_context(node_metrics(folder, node=node, environ=without_place()))
+        try:
+            with there.demanded():
+                _run_stages(context, rank)
+        except Stopped:
+            return EXIT_STOPPED
+        except (TrainingFailed, SaveFailed) as error:
+            if place.is_main:
+                say(f"{rank.stage} failed: {error}")
+            return 1
+        ranks.leave()
+        if beside:
+            beside.close(patience_seconds=_PICTURES_SECONDS, hurry=lambda: stop.reason is not None)
+    return 0
+
+
+def _listen(place: Place, recipe: Recipe) -> StopFlag:
+    """Listen to signals, watch the parents, and raise the limit of open files."""
+    from pipeline.ranks.stopping import StopFlag
 
     stop = StopFlag()
     stop.listen()
@@ -196,94 +245,56 @@ def _run(
     few_files = allow_open_files(needed_open_files(world_size=place.world_size, reading_threads=threads))
     if few_files and place.local_rank == 0:
         say(few_files)
+    return stop
+
+
+def _meet(rank: _Rank, recipe: Recipe, *, held: contextlib.ExitStack, clock: StartClock, difference: str) -> Ranks:
+    """Open the run's folder on rank 0, meet the other ranks, and share out the cores."""
     import torch
 
-    from model.without_compiler import import_timm
-
-    import_timm()
-    from pipeline.checkpoint.saver import SaveFailed
     from pipeline.ranks.group import Ranks
     from pipeline.ranks.process import settle_threads
-    from pipeline.stage.context import StageContext, draw_nothing
     from pipeline.stage.data_workers import cores_of
-    from pipeline.tracking.system_metrics import node_metrics
-    from pipeline.training.after_step import TrainingFailed
-    from pipeline.training.stages import run_stage  # noqa: F401 - while nobody waits in the process group
 
-    with contextlib.ExitStack() as held:
-        held.callback(clock.close)
-        # While this rank waits for others there is nothing to save, and nobody polls the stop flag.
-        with handled((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signal.SIG_DFL):
-            meeting = rendezvous_folder()
-            if meeting is not None and meeting.parent == folder.path.absolute() and not meeting.exists():
-                raise UserError(gone(folder.path))  # `shardvit run` made both: do not make them again here
-            if place.is_main:
-                # An orphaned earlier attempt may still be saving.
-                held.enter_context(locked(folder.path / ".train.lock", what=f"run {folder.path}", wait_seconds=60))
-                folder.open(recipe)
-                folder.note_difference(difference)
-                for note in mend_records(folder, recipe.stages.names):
-                    say(note)
-            clock.set_status("meeting the other ranks")
-            ranks = Ranks(place, timeout_seconds=recipe.engine.collective_timeout_seconds)
-            if not torch.cuda.is_available():
-                too_many = settle_threads(cores=cores_of(ranks), asked=omp_num_threads())
-                if too_many and place.is_main:
-                    say(too_many)
-            there = held.enter_context(contextlib.closing(Presence(folder.path)))
-        beside = None
-        if place.is_main:
-            pictures = "draw" if wants_pictures else "off"
-            beside = held.enter_context(DrawAndSend(folder, environ=without_place(), pictures=pictures, say=say))
-        if place.local_rank == 0 and recipe.tracking.system_metrics:
-            nodes = -(-place.world_size // place.local_world_size)
-            node = f"node{place.rank // place.local_world_size}-{platform.node()}" if nodes > 1 else ""
-            held.enter_context(node_metrics(folder, node=node, environ=without_place()))
-        context = StageContext(
-            recipe=recipe,
-            folder=folder,
-            ranks=ranks,
-            stop=stop,
-            job_tags=job_tags(),
-            start=clock,
-            draw=beside.ask if beside else draw_nothing,
-            drawing_seconds=beside.cpu_seconds if beside else lambda: 0.0,
-        )
-        try:
-            with there.demanded():
-                _run_stages(context, stages, at=at)
-        except Stopped:
-            return EXIT_STOPPED
-        except (TrainingFailed, SaveFailed) as error:
-            if place.is_main:
-                say(f"{at.stage} failed: {error}")
-            return 1
-        ranks.leave()
-        if beside:
-            beside.close(patience_seconds=_PICTURES_SECONDS, hurry=lambda: stop.reason is not None)
-    return 0
+    place, folder, meeting = rank.place, rank.folder, rendezvous_folder()
+    if meeting is not None and meeting.parent == folder.path.absolute() and not meeting.exists():
+        raise UserError(gone(folder.path))  # `shardvit run` made both: do not make them again here
+    if place.is_main:
+        # An orphaned earlier attempt may still be saving.
+        held.enter_context(locked(folder.path / ".train.lock", what=f"run {folder.path}", wait_seconds=60))
+        folder.open(recipe)
+        folder.note_difference(difference)
+        for note in mend_records(folder, recipe.stages.names):
+            say(note)
+    clock.set_status("meeting the other ranks")
+    ranks = Ranks(place, timeout_seconds=recipe.engine.collective_timeout_seconds)
+    if not torch.cuda.is_available():
+        too_many = settle_threads(cores=cores_of(ranks), asked=omp_num_threads())
+        if too_many and place.is_main:
+            say(too_many)
+    return ranks
 
 
-def _run_stages(context: StageContext, stages: Sequence[StageName], *, at: _At) -> None:
-    """One after another; of several, those that are not done. Stopped: also between two stages."""
+def _run_stages(context: StageContext, rank: _Rank) -> None:
+    """Run the stages; of several, those that are not done. Stopped: also between two stages."""
     from pipeline.ranks.process import ProcessState
     from pipeline.ranks.stopping import Stopped
     from pipeline.training.stages import run_stage
 
-    fresh, say_start = ProcessState(), context.start.say
+    fresh, say_start, stages = ProcessState(), context.start.say, rank.stages
     for stage in stages:
         if stage != stages[0]:
             fresh.reset()
             if any(context.ranks.gather_objects(context.stop.reason is not None)):
                 raise Stopped
             context = replace(context, start=StartClock(stage, say=say_start))
-        at.stage = stage
+        rank.stage = stage
         if len(stages) > 1 and context.ranks.from_main(context.folder.peek(stage).state) == "done":
             context.say(f"{stage}: done already{describe_results(context.folder, stage=stage)}")
             continue
         run_stage(context, stage=stage)
         context.start.close()
-        if stage != stages[-1]:  # of the last one, the launcher says it
+        if stage != stages[-1]:  # the launcher says it of the last one
             context.say(f"{stage}: done{describe_results(context.folder, stage=stage)}")
 
 
@@ -307,19 +318,13 @@ def _watch_parents(stop: StopFlag) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    # The deepspeed launcher puts its --local_rank first unless it is told not to; the environment says the same.
+    # The deepspeed launcher puts its --local_rank first unless told not to; the environment says the same.
     ours = [argument for argument in arguments if not argument.startswith(("--local_rank", "--local-rank"))]
     parser = argparse.ArgumentParser(prog="shardvit train", description="Run stages of a recipe on this rank.")
     parser.add_argument("recipe", help="path of a YAML file, or the name of a recipe that ships with shardvit")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the recipe")
-    parser.add_argument(
-        "--stage",
-        required=True,
-        choices=ALL_STAGES,
-        action="append",
-        dest="stages",
-        help="may be repeated: the same processes run one after another",
-    )
+    stage_help = "may be repeated: the same processes run one after another"
+    parser.add_argument("--stage", required=True, choices=ALL_STAGES, action="append", dest="stages", help=stage_help)
     parser.add_argument("--data", type=Path, help="file with the shards of each role; default: $SHARDVIT_DATA")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs")
     return parser.parse_intermixed_args(ours)

@@ -7,7 +7,6 @@ shards for the node. Cost: 1 to 3 ms of CPU a photograph, nearly all of it decod
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -184,8 +183,8 @@ class EvalBatches:
 class TrainLoader:
     """Iterates over the micro-batches of [start_step, stop_step), without the steps `passed_over`.
 
-    Its state is a few numbers. With 0 `workers` the calling thread reads and decodes. Iteration raises UserError for a
-    sample that cannot be read, and WorkerDied, which names the sample.
+    Its position is one number, `step`, whatever the number of processes. With 0 `workers` the calling thread reads and
+    decodes. Iteration raises UserError for a sample that cannot be read, and WorkerDied, which names the sample.
     """
 
     def __init__(
@@ -224,23 +223,6 @@ class TrainLoader:
         """Count the optimizer steps whose micro-batches have all been handed out."""
         return self._delivered // self._batches.layout.accumulation_steps
 
-    def state_dict(self) -> dict[str, int | str]:
-        return {"images_seen": self.step * self._batches.order.global_batch_images, **self._identity()}
-
-    def load_state_dict(self, state: dict[str, int | str]) -> None:
-        """Resume from a state, before the first batch or after `close`. Raises UserError for another stream's."""
-        for name, value in self._identity().items():
-            if state.get(name) != value:
-                raise UserError(
-                    f"the loader's state was saved with {name} {state.get(name)}, but this stream has {value}: "
-                    "make the loader with the old value"
-                )
-        images_seen, batch = int(state["images_seen"]), self._batches.order.global_batch_images
-        if images_seen % batch:
-            raise UserError(f"images_seen {images_seen} in the loader's state is no multiple of the batch {batch}")
-        self.close()
-        self._delivered = images_seen // batch * self._batches.layout.accumulation_steps
-
     def close(self) -> None:
         """Stop the workers and the downloads; the loader can be used again."""
         if self._prefetcher is not None:
@@ -248,16 +230,6 @@ class TrainLoader:
         if self._iterator is not None:
             self._iterator.close()
         self._iterator = self._prefetcher = None
-
-    def _identity(self) -> dict[str, int | str]:
-        order = self._batches.order
-        return {
-            "global_batch_images": order.global_batch_images,
-            "lanes": order.lanes,
-            "seed": self._batches.seed,
-            "shards": self._batches.access.shards.digest,
-            "order": _probe(order),
-        }
 
     def _start(self) -> None:
         access, upcoming = self._batches.access, self._batches.upcoming(self.step)
@@ -268,13 +240,6 @@ class TrainLoader:
             numbers = [number for number in numbers if number // accumulation not in self._passed_over]
         self._coming = iter(numbers)
         self._iterator = iterate(self._batches, numbers=numbers, workers=self._workers, kind=self._kind)
-
-
-def _probe(order: AnyOrder) -> str:
-    """16 hex digits that change with whatever the order depends on, including windows and mixture weights."""
-    spread = np.arange(256, dtype=np.int64)
-    refs = order.resolve(spread * 37 % order.lanes, spread * 1009)
-    return hashlib.blake2b(refs.sample.tobytes() + refs.epoch.tobytes(), digest_size=8).hexdigest()
 
 
 def eval_batches(

@@ -8,7 +8,6 @@ tars stay behind; the folder can be deleted at any time.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import multiprocessing
 import os
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
-from data_shards.durable import replace_text
+from data_shards.durable import locked, replace_text
 from data_shards.errors import UserError
 from data_shards.processes import num_cores, run_parts
 from data_shards.reading.tar_summary import FoundLabels, IndexedTar, TarSummary, index_tar, peek
@@ -105,7 +104,8 @@ class Indexing:
             if (saved := self._saved()) is not None:
                 return saved
             self._folder.mkdir(parents=True, exist_ok=True)
-            with _locked(self._folder / "lock", report=self.report, source=self.source):
+            waiting = f"{self.source}: another process is indexing it; waiting for that"
+            with locked(self._folder / "lock", waiting=lambda: self.report(waiting)):
                 # Another process may have done it meanwhile.
                 return self._saved() or self._index(stated or self._cls_if_there())
         except OSError as error:
@@ -255,18 +255,3 @@ class Indexing:
 
 def _hashed(identity: object) -> str:
     return hashlib.sha256(repr(identity).encode("utf-8", "surrogateescape")).hexdigest()[:32]
-
-
-@contextmanager
-def _locked(path: Path, *, report: Report, source: str) -> Iterator[None]:
-    """Hold the lock file; the kernel releases it when the process ends."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            report(f"{source}: another process is indexing it; waiting for that")
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

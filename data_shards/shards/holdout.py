@@ -38,7 +38,9 @@ def take_portion(shards: ShardSet, portion: Portion) -> ShardSet:
     """Take the samples of one part; the shards stay, and hold fewer. UserError if there are none."""
     sizes = shards.shard_sizes
     counts = _held_out_of_shards(sizes, total=held_out_images(shards.num_samples, share=portion.hold_out))
-    table = shards.shards.take_portion(portion, held_out=counts)
+    (source,) = shards.shards.sources  # sets are mixed after their portions were taken
+    sources = (replace(source, portion=portion),)
+    table = replace(shards.shards, sources=sources, held_out=np.array(counts, np.int64))
     kept = int(table.used_samples.sum())
     content = json.dumps([shards.digest, portion.which, portion.hold_out])
     return replace(

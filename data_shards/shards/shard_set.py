@@ -64,7 +64,7 @@ class ShardsSpec:
 
 @dataclass(frozen=True)
 class ShardRows:
-    """The samples of a tar that are in one part of its set; see `holdout.rows_of`."""
+    """A tar's samples that are in one part of its set; see `holdout.rows_of`."""
 
     number: int  # of the shard in the whole set
     stored: int  # samples in the tar
@@ -234,10 +234,6 @@ class ShardTable(Sequence[ShardEntry]):
         return used
 
     @property
-    def has_manifests(self) -> bool:
-        return all(source.folder for source in self.sources)
-
-    @property
     def landmarks(self) -> list[str]:
         """Files that tell one disk from another: each local set's manifest (or indexes), first and last shard."""
         files: list[str] = []
@@ -254,20 +250,6 @@ class ShardTable(Sequence[ShardEntry]):
             for entry in (self[number] for pair in ends.values() for number in pair):
                 files += [entry.url, *([str(entry.index)] if entry.index else [])]
         return list(dict.fromkeys(files))
-
-    def with_damaged(self, numbers: Sequence[int]) -> ShardTable:
-        """Replace which shards are damaged."""
-        import numpy as np
-
-        return replace(self, damaged=np.isin(np.arange(len(self)), np.array(numbers, np.int64)))
-
-    def take_portion(self, portion: Portion, *, held_out: Sequence[int]) -> ShardTable:
-        """Take one part of the set, given how many samples of each shard are held out."""
-        import numpy as np
-
-        assert len(self.sources) == 1, "sets are mixed after their portions were taken"
-        sources = (replace(self.sources[0], portion=portion),)
-        return replace(self, sources=sources, held_out=np.array(held_out, np.int64))
 
     @staticmethod
     def join(tables: Sequence[ShardTable]) -> ShardTable:
@@ -341,7 +323,10 @@ class ShardSet:
 
     def with_damaged(self, numbers: Sequence[int], *, damage: tuple[str, ...], lost_samples: int) -> ShardSet:
         """The set as another host has it on its own disks."""
-        return replace(self, shards=self.shards.with_damaged(numbers), damage=damage, lost_samples=lost_samples)
+        import numpy as np
+
+        shards = replace(self.shards, damaged=np.isin(np.arange(len(self.shards)), np.array(numbers, np.int64)))
+        return replace(self, shards=shards, damage=damage, lost_samples=lost_samples)
 
 
 def merge_shard_sets(sets: Sequence[ShardSet]) -> ShardSet:

@@ -78,8 +78,8 @@ def prepare(
     `commands`: run a `pipe:` or refuse. Raises UserError if hosts are not ready, and OSError if nothing can be written
     to `runs_root`.
     """
-    variables = travelling(without_place(), folders=(Path.home(), Path()))
-    say(variables.describe())
+    variables, names = travelling(without_place(), folders=(Path.home(), Path()))
+    say(names)
     files: list[Path] = []
     for stage in recipe.stages.trained:
         if stages is None or stage in stages:
@@ -91,14 +91,14 @@ def prepare(
         fleet,
         folder=runs_root,
         files=list(dict.fromkeys(files)),
-        python_path=variables.all.get("PYTHONPATH", ""),
+        python_path=variables.get("PYTHONPATH", ""),
         say=say,
     )
 
     def start(launch: Launch) -> int:
         if launch.stages == ("swap_head",):
             return run_stage_locally(launch)
-        return run_stage_on_hosts(launch, fleet, ready, variables=variables.all)
+        return run_stage_on_hosts(launch, fleet, ready, variables=variables)
 
     return start
 

@@ -1,7 +1,7 @@
-"""Keep a page below its limit of bytes, whatever a run's folder holds; a note says what was left out.
+"""Keep a page below its limit of bytes, whatever a run's folder holds, and note what was left out.
 
-A block, but for charts, takes at most half of what is left: a table loses its last rows. Of a picture the SVG is
-embedded where it is not much larger than its raster (it is sharp, follows the dark scheme, and its text can be found).
+A block takes at most half of the bytes that are left (charts: all); a table loses its last rows. A picture is embedded
+as SVG where that is not much larger than its raster: it is sharp, follows the dark scheme, and its text can be found.
 Where not all fit, older steps go first, then the largest become WebP, smaller, and at last none. Re-encoding takes a
 tenth of a second an image.
 """
@@ -12,8 +12,8 @@ import base64
 import io
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from html import escape
 from itertools import accumulate
 from typing import Any
@@ -31,6 +31,8 @@ _MOST_PIXELS = 60_000_000
 _SHOWN = 96 / PNG_DOTS_PER_INCH  # CSS pixels of an image's pixel: a figure keeps its inches, as its SVG does
 _FORMATS = ("PNG", "JPEG")
 
+Embedding = tuple[str, bytes]  # MIME type, content
+
 
 class Fitting:
     """`left_bytes` are for what comes next; `notes`: what was left out."""
@@ -40,7 +42,7 @@ class Fitting:
         self.notes: list[str] = []
 
     def section(self, section: PageSection) -> PageSection:
-        """The section with as much of its blocks as there is room for."""
+        """Keep as much of the section's blocks as there is room for."""
         fitted = [self._block(block) for block in section.blocks]
         return replace(section, blocks=[block for block in fitted if block is not None])
 
@@ -61,7 +63,7 @@ class Fitting:
         return block
 
     def _note(self, block: Any, what: str) -> None:
-        self.notes.append(f"“{plain(block.title, longest=80)}”: {what}")
+        self.notes.append(f"{_quoted(block)}: {what}")
 
 
 def _html_bytes(value: Any) -> int:
@@ -85,7 +87,7 @@ def _html_bytes(value: Any) -> int:
 
 @dataclass(frozen=True)
 class EmbeddedImage:
-    """An <img>: its data, its size in CSS pixels, its step, and whether it is light on every screen."""
+    """An <img>: its data, size in CSS pixels and step; a raster stays light in the dark scheme."""
 
     uri: str
     width: int
@@ -96,36 +98,22 @@ class EmbeddedImage:
 
 @dataclass
 class _Choice:
-    """Ways to embed one image, from good to small, and the one taken; past the last: left out."""
+    """One image, the way it is embedded (None: left out), and smaller ways."""
 
     picture: int
     image: PageImage
     size: tuple[int, int]
     is_newest: bool
-    ways: list[Callable[[], tuple[str, bytes]]]
-    made: dict[int, tuple[str, bytes]] = field(default_factory=dict)
-    taken: int = 0
+    smaller: Iterator[Embedding]
+    taken: Embedding | None
 
     @property
     def num_bytes(self) -> int:
-        return 0 if self.taken >= len(self.ways) else 4 * len(self.current()[1]) // 3
-
-    def current(self) -> tuple[str, bytes]:
-        if self.taken not in self.made:
-            self.made[self.taken] = self.ways[self.taken]()
-        return self.made[self.taken]
-
-    def embedded(self) -> EmbeddedImage:
-        kind, content = self.current()
-        uri = f"data:{kind};base64,{base64.b64encode(content).decode('ascii')}"
-        width, height = (max(1, round(_SHOWN * side)) for side in self.size)
-        return EmbeddedImage(uri, width, height, self.image.step, is_raster=kind != "image/svg+xml")
+        return 0 if self.taken is None else 4 * len(self.taken[1]) // 3
 
 
-def embedded(
-    pictures: Sequence[PagePicture], *, budget_bytes: int
-) -> tuple[list[tuple[EmbeddedImage, ...]], list[str]]:
-    """For each picture its images, the newest last (none: left out), and a line for what was left out."""
+def embedded(pictures: Sequence[PagePicture], *, budget_bytes: int) -> tuple[list[list[EmbeddedImage]], list[str]]:
+    """Embed each picture's images, the newest last (none: left out), and list what was left out."""
     notes: list[str] = []
     choices: list[_Choice] = []
     for number, picture in enumerate(pictures):
@@ -136,42 +124,48 @@ def embedded(
             except (OSError, ValueError, SyntaxError) as error:
                 step = "" if image.step is None else f" of step {image.step:,}"
                 why = one_line(str(error)) or type(error).__name__
-                notes.append(f"the picture “{plain(picture.title, longest=80)}”{step} is damaged and left out ({why})")
+                notes.append(f"the picture {_quoted(picture)}{step} is damaged and left out ({why})")
                 continue
-            choice = _Choice(number, image, size, is_newest=not spent, ways=_ways(image, kind))
-            if spent:
-                choice.ways = choice.ways[:1]
-                spent += choice.num_bytes
-                if age > _MOST_EARLIER or spent > _EARLIER_BYTES:
-                    break
-            spent = spent or 1
+            ways, is_newest = _ways(image, kind), not spent
+            choice = _Choice(number, image, size, is_newest, ways if is_newest else iter(()), next(ways))
+            spent += 1 if is_newest else choice.num_bytes
+            if not is_newest and (age > _MOST_EARLIER or spent > _EARLIER_BYTES):
+                break
             choices.append(choice)
     total = sum(choice.num_bytes for choice in choices)
     while total > budget_bytes:
-        older = [choice for choice in choices if not choice.is_newest and choice.num_bytes]
+        older = [choice for choice in choices if not choice.is_newest and choice.taken]
         largest = max(older or choices, key=lambda choice: choice.num_bytes)
         before = largest.num_bytes
-        largest.taken += 1
+        largest.taken = next(largest.smaller, None)
         total += largest.num_bytes - before
-        if largest.is_newest and not largest.num_bytes:
-            title = plain(pictures[largest.picture].title, longest=80)
-            notes.append(f"the picture “{title}” is left out: the page has room for {show_bytes(budget_bytes)} of them")
+        if largest.is_newest and largest.taken is None:
+            room = f"the page has room for {show_bytes(budget_bytes)} of them"
+            notes.append(f"the picture {_quoted(pictures[largest.picture])} is left out: {room}")
     shown: list[list[EmbeddedImage]] = [[] for _ in pictures]
     for choice in reversed(choices):
-        if choice.num_bytes:
-            shown[choice.picture].append(choice.embedded())
-    return [tuple(images) for images in shown], notes
+        if choice.taken is not None:
+            kind, content = choice.taken
+            uri = f"data:{kind};base64,{base64.b64encode(content).decode('ascii')}"
+            width, height = (max(1, round(_SHOWN * side)) for side in choice.size)
+            is_raster = kind != "image/svg+xml"
+            shown[choice.picture].append(EmbeddedImage(uri, width, height, choice.image.step, is_raster))
+    return shown, notes
 
 
-def _ways(image: PageImage, kind: str) -> list[Callable[[], tuple[str, bytes]]]:
-    ways: list[Callable[[], tuple[str, bytes]]] = []
+def _quoted(block: Any) -> str:
+    return f"“{plain(block.title, longest=80)}”"
+
+
+def _ways(image: PageImage, kind: str) -> Iterator[Embedding]:
+    """Ways to embed an image, from good to small."""
     svg = image.svg
     is_whole = svg is not None and b"<svg" in svg[:2000] and svg.rstrip().endswith(b"</svg>")
     if svg is not None and is_whole and len(svg) <= min(_SVG_MOST_BYTES, _SVG_MUCH_LARGER * len(image.raster)):
-        ways.append(lambda: ("image/svg+xml", svg))
-    ways.append(lambda: (kind, image.raster))
-    ways += [lambda way=way: ("image/webp", _as_webp(image.raster, quality=way[0], longest=way[1])) for way in _WEBP]
-    return ways
+        yield "image/svg+xml", svg
+    yield kind, image.raster
+    for quality, longest in _WEBP:
+        yield "image/webp", _as_webp(image.raster, quality=quality, longest=longest)
 
 
 def _kind_and_size(raster: bytes) -> tuple[str, tuple[int, int]]:

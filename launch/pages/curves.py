@@ -1,14 +1,14 @@
-"""Turn a stage's metrics into charts: which metrics share one, over which x, thinned to what a page has room for.
+"""Turn a stage's metrics into charts: group them, choose an axis, thin them to what a page has room for.
 
 A thinned curve keeps the lowest and highest point of each column of pixels, its ends and its gaps (values that are not
-finite), so that no spike is lost; 100,000 points take a few milliseconds. `templates/page.js` draws the charts; the SVG
-made here, lines between their extremes, is for readers without scripts.
+finite), so no spike is lost; 100,000 points take a few milliseconds. `templates/page.js` draws the charts; the SVG made
+here, lines between their extremes, is for readers without scripts.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from textwrap import shorten
@@ -18,6 +18,7 @@ import numpy as np
 
 from data_shards.text import printable
 from launch.pages.blocks import ChartBlock, DrawnChart, Legend
+from launch.terminal_curves import scaled
 from pipeline.recipe.vocabulary import METRICS
 from pipeline.runs.logs import EventKind
 from pipeline.runs.read import RunStage
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 Scale = Literal["linear", "log"]
 
 DATA_BYTES = 1_000_000  # for all curves of a page
-LATEST = 1e11  # unix seconds: a damaged row may say anything
+_LATEST = 1e11  # unix seconds: a damaged row may say anything
 _BYTES_PER_POINT = 26
 _STATIC_COLUMNS, _LEAST_COLUMNS, _MOST_COLUMNS = 120, 30, 900
 _SCRIPT_DIGITS = 5
@@ -56,12 +57,10 @@ class ChartKind:
     metrics: tuple[tuple[str, str], ...]  # (name, label of its line)
     unit: str = ""
     scale: Scale = "linear"  # log: if its values span enough
-    rank: Literal["first", "more"] = "first"  # more: looked at when something is wrong
+    rank: Literal["first", "more"] = "first"  # more: folded away, for when something is wrong
 
-    @property
-    def show(self) -> Callable[[float], str]:
-        """How a value is written: shares in per cent."""
-        return (lambda value: f"{100 * value:.4g} %") if self.unit == "share" else short
+    def show(self, value: float) -> str:
+        return f"{100 * value:.4g} %" if self.unit == "share" else short(value)
 
 
 @dataclass(frozen=True)
@@ -74,10 +73,10 @@ class Curve:
     steps: Counts
     images: Counts
     seconds: Floats  # of training, without pauses between attempts
-    values: Floats
+    values: Floats  # finite, or NaN
 
     def at(self, indexes: NDArray[np.int64]) -> Curve:
-        """The curve with these points alone."""
+        """Keep these points."""
         arrays = ("steps", "images", "seconds", "values")
         return replace(self, **{name: getattr(self, name)[indexes] for name in arrays})
 
@@ -87,7 +86,9 @@ def _held_out(metric: str) -> tuple[tuple[str, str], ...]:
     return tuple((f"{group}{metric}", label) for group, label in sources)
 
 
-_STEP_TIMES = (("p50", "median"), ("p95", "95 %"), ("max", "longest"))
+_STEP_TIMES = tuple(
+    (f"perf/step_seconds_{name}", label) for name, label in (("p50", "median"), ("p95", "95 %"), ("max", "longest"))
+)
 _KINDS = (
     ChartKind("Loss", _held_out("loss"), scale="log"),
     ChartKind("Top-1", (*_held_out("top1"), ("val/commonest_class_share", "commonest class"))),
@@ -96,12 +97,7 @@ _KINDS = (
     ChartKind("Gradient norm", (("opt/grad_norm", ""),), scale="log"),
     ChartKind("Speed", (("perf/images_per_s", ""),)),
     ChartKind("Waiting for data", (("perf/data_wait_frac", ""),)),
-    ChartKind(
-        "Time of a step",
-        tuple((f"perf/step_seconds_{name}", label) for name, label in _STEP_TIMES),
-        scale="log",
-        rank="more",
-    ),
+    ChartKind("Time of a step", _STEP_TIMES, scale="log", rank="more"),
 )
 _TITLES = {
     "opt/parameter_norm": "Norm of the weights",
@@ -120,7 +116,7 @@ _TITLES = {
 def stage_charts(
     stages: Mapping[str, RunStage], *, key: str, title: str, runs: Sequence[str], data_bytes: int
 ) -> tuple[ChartBlock | None, list[str]]:
-    """All charts of a stage (None: nothing to draw), and the titles of those that are always zero.
+    """Make all charts of a stage (None: nothing to draw), and list the titles of those that are always zero.
 
     Args:
         stages: by run; those without rows are passed over.
@@ -133,13 +129,14 @@ def stage_charts(
     drawn: list[tuple[ChartKind, list[Curve]]] = []
     zero: list[str] = []
     for kind in chart_kinds(list(dict.fromkeys(name for stage in stages.values() for name in stage.latest))):
-        curves = [
-            curve
+        styled = (
+            _styled(stage, kind, number, run=run, runs=runs)
             for run, stage in stages.items()
             for number in range(len(kind.metrics))
-            if (curve := _styled(stage, kind, number, run=run, runs=runs)) is not None
-        ]
-        if curves and _is_idle(kind, curves):
+        )
+        curves = [curve for curve in styled if curve is not None]
+        is_trouble = not any(metric.startswith(("train/", "val")) for metric, _ in kind.metrics)
+        if is_trouble and curves and not any(np.nan_to_num(curve.values).any() for curve in curves):
             zero.append(kind.title)
         elif curves:
             drawn.append((kind, curves))
@@ -150,16 +147,17 @@ def stage_charts(
     charts: list[DrawnChart] = []
     data: list[dict[str, Any]] = []
     for number, (kind, curves) in enumerate(drawn):
-        is_log = _is_log(kind, curves)
-        unit = "" if kind.unit == "share" else kind.unit
-        unit = f"{unit}, logarithmic" if is_log and unit else "logarithmic" if is_log else unit
+        values = np.concatenate([curve.values for curve in curves])
+        low, high = float(np.nanmin(values)), float(np.nanmax(values))
+        is_log = kind.scale == "log" and low > 0 and high / low > _LOG_RATIO
+        unit = ", ".join(filter(None, ("" if kind.unit == "share" else kind.unit, "logarithmic" if is_log else "")))
         known = METRICS.get(kind.metrics[0][0])
         legend: Legend = ()
         if len(runs) == 1 and len(curves) > 1:
             legend = tuple((f"{each.style}{' dots' * each.has_dots}", each.label) for each in curves)
-        svg = _static_svg(kind, curves, is_log=is_log)
-        meaning = "" if known is None else known.meaning
-        charts.append(DrawnChart(f"{number}", kind.title, unit, meaning, svg, legend, kind.rank))
+        svg = _static_svg(kind, curves, ends=(low, high), is_log=is_log)
+        caption = "" if known is None else known.meaning
+        charts.append(DrawnChart(f"{number}", kind.title, unit, caption, svg, legend, kind.rank))
         series = [_for_script(thinned(curve, columns=columns)) for curve in curves]
         data.append({"key": f"{number}", "percent": kind.unit == "share", "log": is_log, "series": series})
     legend = tuple((f"s{runs.index(run) % _COLOURS}", run) for run in stages) if len(runs) > 1 else ()
@@ -168,8 +166,8 @@ def stage_charts(
 
 
 def chart_kinds(names: Sequence[str]) -> list[ChartKind]:
-    """The charts for these metrics: well-known ones first, then other known ones, those of several held-out sets
-    together, then unknown ones."""
+    """Group metrics into charts: well-known ones first, then other known ones, those of several held-out sets together,
+    then unknown ones."""
     left = dict.fromkeys(name for name in names if not _NOT_DRAWN.match(name))
     kinds: list[ChartKind] = []
     for kind in _KINDS:
@@ -178,30 +176,38 @@ def chart_kinds(names: Sequence[str]) -> list[ChartKind]:
             kinds.append(replace(kind, metrics=present, unit=unit_of(present[0][0])))
         for name, _ in present:
             del left[name]
-    others: dict[str, list[str]] = {}
+    others: dict[tuple[int, str], list[str]] = {}  # by rank and name
     for name in left:
-        group, _, last = name.partition("/")
-        if last != "commonest_class_share":  # of other sets: a constant
-            key = f"val_/{last}" if group.startswith("val_") else _FEW_SHOT if name.startswith(_FEW_SHOT) else name
-            others.setdefault(key, []).append(name)
-    for key, members in sorted(others.items(), key=lambda each: (_order(each[0]), each[0])):
-        if key.startswith("val_/"):
+        group, _, metric = name.partition("/")
+        if metric == "commonest_class_share":  # of other sets: a constant
+            continue
+        key = (1 if name in METRICS else 2, name)
+        if group.startswith("val_"):
+            key = (0, f"val_/{metric}")
+        elif name.startswith(_FEW_SHOT):
+            key = (0, _FEW_SHOT)
+        others.setdefault(key, []).append(name)
+    for (_, key), members in sorted(others.items()):
+        group, _, metric = key.partition("/")
+        if group == "val_":
             sets = [name.partition("/")[0].removeprefix("val_") for name in members]
-            title = shorten(f"{metric_words(key[5:]).capitalize()} on {', '.join(sets)}", _LONGEST_TITLE)
-            rank = "first" if key[5:] in _OF_EACH_SET else "more"
+            title = shorten(f"{metric_words(metric).capitalize()} on {', '.join(sets)}", _LONGEST_TITLE)
+            rank = "first" if metric in _OF_EACH_SET else "more"
             kinds.append(ChartKind(title, tuple(zip(members, sets, strict=True)), unit_of(members[0]), rank=rank))
         elif key == _FEW_SHOT:
             lines = tuple((name, name.removeprefix(_FEW_SHOT).replace("_", " ")) for name in members)
             kinds.append(ChartKind("Few-shot top-1", lines, "share"))
         else:
-            kinds.append(ChartKind(_title(key), ((key, ""),), unit_of(key), rank="more"))
+            words = metric_words(metric or group).removesuffix(" frac").capitalize()
+            title = _TITLES.get(key, words if key in METRICS or group == "val" else key[:_LONGEST_TITLE])
+            kinds.append(ChartKind(title, ((key, ""),), unit_of(key), rank="more"))
     return kinds[:_MOST_CHARTS]
 
 
 def read_curve(
     stage: RunStage, metric: str, *, label: str = "", style: str = "", has_dots: bool = False
 ) -> Curve | None:
-    """A metric of a stage; None: it has no value that can be drawn."""
+    """Read a metric of a stage; None: it has no value that can be drawn."""
     steps, images, times, values = stage.columns(metric)
     values[~(np.abs(values) < _MOST_VALUE)] = np.nan
     if np.isnan(values).all():
@@ -210,25 +216,29 @@ def read_curve(
     return Curve(label, style, has_dots, steps, images, training_seconds(stage, times), values).at(order)
 
 
+def plausible(times: Iterable[float]) -> Floats:
+    """Sort unix times, and leave out those that a damaged file may hold."""
+    found = np.sort(np.fromiter(times, dtype=np.float64))
+    return found[(found > 0) & (found < _LATEST)]
+
+
 def training_seconds(stage: RunStage, times: Floats) -> Floats:
-    """Seconds of training at these unix times, without the pauses before it was resumed; steps that were done twice
-    count twice. Never descending."""
-    starts = np.array([event.time for event in stage.events if event.kind == "start"])
-    ends = np.concatenate([stage.times, [event.time for event in stage.events]])
-    ends = np.sort(ends[(ends > 0) & (ends < LATEST)])
-    times = np.where((times > 0) & (times < LATEST), times, 0.0)
-    if not len(ends) or not len(times):
+    """Seconds of training at unix `times`, without the pauses before it was resumed; steps that were done twice count
+    twice. Never descending."""
+    known = plausible([*stage.times, *(event.time for event in stage.events)])
+    times = np.where((times > 0) & (times < _LATEST), times, 0.0)
+    if not len(known) or not len(times):
         return np.zeros_like(times)
     paused = np.zeros_like(times)
-    for start in np.sort(starts[(starts > 0) & (starts < LATEST)]):
-        before = ends[ends < start]
+    for start in plausible(event.time for event in stage.events if event.kind == "start"):
+        before = known[known < start]
         if len(before):
             paused += np.where(times >= start, start - before[-1], 0.0)
-    return np.maximum.accumulate(np.maximum(0.0, times - float(ends[0]) - paused))
+    return np.maximum.accumulate(np.maximum(0.0, times - known[0] - paused))
 
 
 def thinned(curve: Curve, *, columns: int) -> Curve:
-    """Keep the lowest and highest point of each of so many columns of the x axis, and where values are missing."""
+    """Keep the lowest and highest point of each of `columns` along the x axis, the ends, and gaps."""
     count = len(curve.values)
     if count <= 2 * columns:
         return curve
@@ -258,24 +268,24 @@ def metric_words(name: str) -> str:
     return f"{words} of the moving average" if name.startswith("ema_") else words
 
 
-def short(value: float) -> str:
-    """A number for an axis: 25 k, 1.2 M, 0.05, 1.5e-5."""
-    for size, letter in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+def short(value: float, *, digits: int = 4) -> str:
+    """Format a number for an axis: 25 k, 1.2 M, 0.05, 1.5e-5."""
+    for size, letter in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
         if abs(value) >= size:
-            return f"{value / size:.4g}{letter}"
+            return f"{value / size:.{digits}g}{letter}"
     if not value or abs(value) >= 1e-3:
         return f"{value:.4g}"
-    digits, _, power = f"{value:.2e}".partition("e")
-    return f"{float(digits):g}e{int(power)}"
+    mantissa, _, power = f"{value:.2e}".partition("e")
+    return f"{float(mantissa):g}e{int(power)}"
 
 
 def text(value: str) -> str:
-    """A text for an SVG or HTML: escaped, control characters shown."""
+    """Escape a text for SVG or HTML, with control characters shown."""
     return escape(printable(value))
 
 
 def _styled(stage: RunStage, kind: ChartKind, number: int, *, run: str, runs: Sequence[str]) -> Curve | None:
-    """The chart's metric of that number, with its colour and label."""
+    """Read the chart's metric of that number, with its colour and label."""
     metric, label = kind.metrics[number]
     if len(runs) > 1:
         label = f"{run}, {label}" if label else run
@@ -286,20 +296,8 @@ def _styled(stage: RunStage, kind: ChartKind, number: int, *, run: str, runs: Se
     return read_curve(stage, metric, label=label, style=style, has_dots=metric.startswith("val"))
 
 
-def _is_idle(kind: ChartKind, curves: Sequence[Curve]) -> bool:
-    """Counts or shares of trouble that never came."""
-    if any(metric.startswith(("train/", "val")) for metric, _ in kind.metrics):
-        return False
-    return all(not np.nan_to_num(curve.values).any() for curve in curves)
-
-
-def _is_log(kind: ChartKind, curves: Sequence[Curve]) -> bool:
-    values = np.concatenate([curve.values[np.isfinite(curve.values)] for curve in curves])
-    return kind.scale == "log" and bool(values.min() > 0 and values.max() / values.min() > _LOG_RATIO)
-
-
 def _marks(stages: Mapping[str, RunStage], *, is_named: bool) -> list[dict[str, Any]]:
-    """Restarts and trouble, which explain a curve; not the first start."""
+    """List restarts and trouble, which explain a curve; not the first start."""
     marks: list[dict[str, Any]] = []
     for run, stage in stages.items():
         marked = [event for event in stage.events if event.kind in _MARKED]
@@ -313,16 +311,13 @@ def _marks(stages: Mapping[str, RunStage], *, is_named: bool) -> list[dict[str, 
     return marks[:_MOST_MARKS]
 
 
-def _static_svg(kind: ChartKind, curves: Sequence[Curve], *, is_log: bool) -> str:
-    """The curves between their lowest and highest value, over images seen."""
-    x0, x1 = (float(end(each.images[at] for each in curves)) for end, at in ((min, 0), (max, -1)))
-    finite = np.concatenate([curve.values[np.isfinite(curve.values)] for curve in curves])
-    low, high = float(finite.min()), float(finite.max())
+def _static_svg(kind: ChartKind, curves: Sequence[Curve], *, ends: tuple[float, float], is_log: bool) -> str:
+    """Draw curves between `ends`, their lowest and highest value, over images seen."""
+    first, last = min(each.images[0] for each in curves), max(each.images[-1] for each in curves)
     parts: list[str] = []
     for curve in (thinned(curve, columns=_STATIC_COLUMNS) for curve in curves):
-        values, ends = (np.log(curve.values), np.log([low, high])) if is_log else (curve.values, [low, high])
-        xs = (curve.images - x0) / (x1 - x0) if x1 > x0 else np.full(len(values), 0.5)
-        ys = (values - ends[0]) / (ends[1] - ends[0]) if high > low else np.where(np.isnan(values), values, 0.5)
+        ys = scaled(np.log(curve.values), *np.log(ends)) if is_log else scaled(curve.values, *ends)
+        xs = scaled(curve.images, first, last)
         places = [f"{4 + 392 * x:.1f} {196 - 176 * y:.1f}" for x, y in zip(xs.tolist(), ys.tolist(), strict=True)]
         path = "".join(
             f"M{place}h.1" if number == 0 or "nan" in places[number - 1] else f"L{place}"  # h: a lone point is seen
@@ -330,41 +325,26 @@ def _static_svg(kind: ChartKind, curves: Sequence[Curve], *, is_log: bool) -> st
             if "nan" not in place
         )
         parts.append(f'<path class="line {curve.style}" d="{path}"/>')
-    for x, y, anchor, said in (
-        *((4, 12, "start", kind.show(high)), (4, 210, "start", kind.show(low))),
-        (396, 210, "end", f"{short(x1)} images seen"),
+    for place, anchor, said in (
+        ('x="4" y="12"', "start", kind.show(ends[1])),
+        ('x="4" y="210"', "start", kind.show(ends[0])),
+        ('x="396" y="210"', "end", f"{short(float(last))} images seen"),
     ):
-        parts.append(f'<text x="{x}" y="{y}" text-anchor="{anchor}">{said}</text>')
-    alt = text(_alt(kind, curves))
+        parts.append(f'<text {place} text-anchor="{anchor}">{said}</text>')
+    words: list[str] = []
+    for curve in curves[:8]:
+        known = curve.values[~np.isnan(curve.values)].tolist()
+        said = map(kind.show, (known[0], known[-1], min(known), max(known)))
+        words.append("{} from {} to {}, between {} and {}".format(curve.label, *said))
+    alt = text(f"{kind.title} over images seen: {'; '.join(words)}")
     return f'<svg class="plot" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{alt}">{"".join(parts)}</svg>'
 
 
-def _alt(kind: ChartKind, curves: Sequence[Curve]) -> str:
-    parts: list[str] = []
-    for curve in curves[:8]:
-        finite = curve.values[np.isfinite(curve.values)]
-        said = (kind.show(float(each)) for each in (finite[0], finite[-1], finite.min(), finite.max()))
-        parts.append("{} from {} to {}, between {} and {}".format(curve.label, *said))
-    return f"{kind.title} over images seen: {'; '.join(parts)}"
-
-
 def _for_script(curve: Curve) -> dict[str, Any]:
-    """Differences between neighbours, which are short; times in tenths of a second."""
+    """Differences between neighbours, which are short in JSON; times in tenths of a second."""
     columns = {"s": curve.steps, "i": curve.images, "t": np.rint(curve.seconds * 10).astype(np.int64)}
     return {
         **{"label": curve.label, "cls": curve.style, "dots": curve.has_dots},
         **{name: np.diff(values, prepend=0).tolist() for name, values in columns.items()},
         "v": [None if np.isnan(value) else float(f"{value:.{_SCRIPT_DIGITS}g}") for value in curve.values.tolist()],
     }
-
-
-def _order(key: str) -> int:
-    return 0 if key.startswith(("val_/", _FEW_SHOT)) else 1 if key in METRICS else 2
-
-
-def _title(metric: str) -> str:
-    if metric in _TITLES:
-        return _TITLES[metric]
-    group, _, name = metric.partition("/")
-    words = metric_words(name or group).removesuffix(" frac")
-    return words.capitalize() if metric in METRICS or group == "val" else metric[:_LONGEST_TITLE]

@@ -1,6 +1,6 @@
-"""A run's results in numbers and words, for the page's head, its tables, and `shardvit compare`.
+"""Put a run's results in numbers and words, for the page's head, its tables, and `shardvit compare`.
 
-Reads records alone, nothing of torch; what a hostile or damaged record says is shown or left out, never trusted.
+Reads records alone, without torch; what a hostile or damaged record says is shown or left out, never trusted.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import re
 from dataclasses import dataclass
 
 from data_shards.text import show_duration
-from launch.pages.blocks import PageCell, ShownNumber
-from launch.pages.curves import metric_words, unit_of
+from launch.pages.blocks import PageCell, PageTable, ShownNumber
+from launch.pages.curves import metric_words, short, unit_of
 from pipeline.pictures.paper.measured_runs import held_out_name
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import TrainStage
@@ -41,51 +41,46 @@ class StageResult:
     best: float | None  # the best one while it trained
     best_step: int | None
     loss: float | None
-    beside: tuple[float | None, ...]  # what a top-1 is to be compared with, see `BESIDE_SCORE`
+    beside: tuple[float | None, ...]  # to compare a top-1 with, see `BESIDE_SCORE`
 
 
 def stage_result(history: Run, stage: RunStage) -> StageResult:
     """The stage's recorded evaluation; of an unfinished stage, the curve's last one."""
-    config = train_config(history.recipe, stage.name)
-    by = score_name(history.recipe, stage)
-    results = stage.record.results
-    last = stage.rows[-1] if stage.rows else None
-    is_done = stage.record.state == "done"
-    points = [value for _, value in stage.points(by) if math.isfinite(value)]
-    steps = [step for step, value in stage.points(by) if math.isfinite(value)]
-    best = max(points, default=None)
-    loss_name = f"{by.rpartition('/')[0]}/{'ema_' if '/ema_' in by else ''}loss"
+    record, config = stage.record, train_config(history.recipe, stage.name)
+    by, known = score_name(history.recipe, stage), reached(stage)
+    points = [(value, -step) for step, value in stage.points(by) if math.isfinite(value)]
+    best, best_step = max(points, default=(None, None))
     return StageResult(
         stage.name,
-        stage.record.state,
-        stage.record.images_seen if is_done or last is None else last.images_seen,
-        stage.record.seconds,
+        record.state,
+        record.images_seen if record.state == "done" or not stage.rows else stage.rows[-1].images_seen,
+        record.seconds,
         None if config is None else config.image_size,
-        results.get(by, stage.latest.get(by)),
+        known.get(by),
         best,
-        None if best is None else steps[points.index(best)],
-        results.get(loss_name, stage.latest.get(loss_name)),
-        tuple(
-            results.get(name, stage.latest.get(name))
-            for name in (f"{by.removesuffix('top1')}{_BALANCED}", f"{OWN_SET}/{_COMMONEST}")
-        ),
+        None if best_step is None else -best_step,
+        known.get(f"{by.partition('/')[0]}/{'ema_' if '/ema_' in by else ''}loss"),
+        (known.get(f"{by.removesuffix('top1')}{_BALANCED}"), known.get(f"{OWN_SET}/{_COMMONEST}")),
     )
+
+
+def reached(stage: RunStage) -> dict[str, float]:
+    """The last value of each metric, the record's before the curve's."""
+    return {**stage.latest, **stage.record.results}
 
 
 def score_name(recipe: Recipe | None, stage: RunStage) -> str:
     """The metric by which the stage is judged: val/top1, val/accuracy, or those of the moving average."""
-    config = train_config(recipe, stage.name)
-    present = {*stage.record.results, *stage.latest}
+    config, present = train_config(recipe, stage.name), reached(stage)
     for key in SCORES:
-        score = key.partition("/")[2]
-        name = key if config is None else config.judged_by(score)
+        name = key if config is None else config.judged_by(key.partition("/")[2])
         if name in present or key in present:
             return name if name in present else key
     return "val/top1"
 
 
 def train_config(recipe: Recipe | None, stage: StageName) -> TrainStage | None:
-    """The recipe's keys of a stage that trains."""
+    """The recipe's keys of a stage, if it trains."""
     return recipe.train_stage(stage) if recipe is not None and stage in recipe.stages.trained else None
 
 
@@ -99,10 +94,9 @@ def last_trained(history: Run) -> RunStage | None:
 def held_out_fact(history: Run) -> tuple[str, str] | None:
     """The last held-out score and what it is; None: there is none yet."""
     stage = last_trained(history)
-    result = None if stage is None else stage_result(history, stage)
-    if stage is None or result is None or result.score is None:
+    if stage is None or (result := stage_result(history, stage)).score is None:
         return None
-    images = stage.record.results.get("val/images", stage.latest.get("val/images"))
+    images = reached(stage).get("val/images")
     of = f" ({images:,.0f} images)" if images and math.isfinite(images) else ""
     beside = zip(BESIDE_SCORE, result.beside, strict=True)
     known = "".join(f"; {what} {show_share(value)}" for what, value in beside if value is not None)
@@ -114,11 +108,9 @@ def _score_word(history: Run, stage: RunStage) -> str:
 
 
 def held_out(stage: RunStage) -> dict[str, dict[str, float]]:
-    """Last metrics of each held-out set, by set name (its own, "val", first) and metric name."""
-    names = [name for name in stage.latest if name.startswith(OWN_SET)]
-    values = {name: value for name in names if (value := stage.latest.get(name)) is not None}
+    """Last metrics of each held-out set, by set (the stage's own, "val", first) and metric."""
     found: dict[str, dict[str, float]] = {OWN_SET: {}}
-    for name, value in {**values, **stage.record.results}.items():
+    for name, value in reached(stage).items():
         group, _, metric = name.partition("/")
         if few := _FEW_SHOT.fullmatch(metric):
             group, metric = f"{OWN_SET}_{few[1]}, {few[2]}-shot", "top1"
@@ -145,7 +137,7 @@ def describe_model(recipe: Recipe) -> str:
 
 
 def parameters(history: Run, stage: RunStage) -> int | None:
-    """Parameters of the stage's model, head included; None if the record does not say enough."""
+    """Count the parameters of the stage's model, head included; None if the record does not say enough."""
     from model.counting.flops import account
 
     saved = stage.record.model
@@ -160,103 +152,87 @@ def parameters(history: Run, stage: RunStage) -> int | None:
 
 def headline(history: Run) -> tuple[str, list[tuple[str, str]]]:
     """A sentence, and the facts of the page's head, as (value, what it is)."""
-    stage = last_trained(history)
-    recipe = history.recipe
+    recipe, stage = history.recipe, last_trained(history)
     done = sum(each.record.state == "done" for each in history.stages)
     state = "finished" if done == len(history.stages) and done else f"{done} of {len(history.stages)} stages done"
-    parts = [] if recipe is None else [describe_model(recipe)]
-    if recipe is not None:
-        parts.append(" → ".join(_set_names(recipe)))
-    lead = f"{'; '.join(part for part in parts if part)}. {state.capitalize()}."
+    parts = "" if recipe is None else "; ".join(filter(None, (describe_model(recipe), " → ".join(_set_names(recipe)))))
+    lead = f"{parts}. {state.capitalize()}."
     if stage is None:
         return lead, []
     score = held_out_fact(history)
     facts = [] if score is None else [score]
-    by = score_name(history.recipe, stage).partition("/")[2]
+    by = score_name(recipe, stage).partition("/")[2]
     others = {name: metrics[by] for name, metrics in held_out(stage).items() if name != OWN_SET and by in metrics}
     for name in sorted(others, key=lambda each: "test" not in each)[:_MOST_OTHER_SETS]:
         facts.append((show_share(others[name]), f"{_score_word(history, stage)} on {name}"))
     seen = sum(stage_result(history, each).images_seen for each in history.stages)
-    seconds = sum(each.record.seconds for each in history.stages)
     facts.append((show_count(seen), "images seen, all stages"))
-    if seconds:
+    if seconds := sum(each.record.seconds for each in history.stages):
         facts.append((show_duration(seconds), "training, evaluation and saving"))
-    speeds = sorted(value for _, value in stage.points("perf/images_per_s") if math.isfinite(value))
-    if speeds:
+    if speeds := sorted(value for _, value in stage.points("perf/images_per_s") if math.isfinite(value)):
         facts.append((show_count(speeds[len(speeds) // 2]), f"images/s in {stage.name}, the median"))
-    count = parameters(history, stage)
-    if count is not None:
+    if (count := parameters(history, stage)) is not None:
         facts.append((show_count(count), "parameters"))
     return lead, facts
 
 
 def stage_brief(history: Run, stage: RunStage) -> str:
-    """A stage in a few words: what it reached, saw and took."""
+    """Say in a few words what a stage reached, saw and took."""
     result = stage_result(history, stage)
     parts = [f"{show_share(result.score)} {_score_word(history, stage)}"] if result.score is not None else []
     state = [] if result.state == "done" else [result.state]
     return ", ".join([*parts, *state, f"{result.images_seen:,} images seen", show_duration(result.seconds)])
 
 
-def result_rows(history: Run) -> tuple[tuple[str, ...], list[list[PageCell]]]:
-    """The table of held-out results, whichever metrics there are: headings and rows, the last stage first."""
+def held_out_table(history: Run) -> PageTable | None:
+    """Held-out results, whichever metrics there are, the last stage first; None if there are none."""
     found = [(stage, *each) for stage in reversed(history.stages) for each in held_out(stage).items()]
     names = {metric for *_, metrics in found for metric in metrics}
-    shown = list(dict.fromkeys([*_FIRST_METRICS, *(name.removeprefix(f"{OWN_SET}/") for name in METRICS)]))
-    columns = [name for name in shown if name in names] + sorted(names.difference(shown))
+    shown = dict.fromkeys([*_FIRST_METRICS, *(name.removeprefix(f"{OWN_SET}/") for name in METRICS), *sorted(names)])
+    columns = [name for name in shown if name in names]
     rows: list[list[PageCell]] = []
     for stage, name, metrics in found:
         cells = [metric_cell(metrics.get(each), name=f"{OWN_SET}/{each}") for each in columns]
         rows.append([stage.name, set_label(history, stage.name, name), *cells])
-    return ("stage", "held-out set", *map(metric_words, columns)), rows
+    heads = ("stage", "held-out set", *map(metric_words, columns))
+    return PageTable(heads, rows, title="Held-out sets") if rows else None
 
 
-def stage_rows(history: Run) -> tuple[tuple[str, ...], list[list[PageCell]]]:
-    """The table of stages: headings and rows, the last stage first."""
+def stage_table(history: Run) -> PageTable:
+    """The stages, the last one first."""
     columns = ("stage", "state", "images seen", "time", "resolution", "best score", "after step")
     rows: list[list[PageCell]] = []
-    for stage in reversed(history.stages):
-        result = stage_result(history, stage)
-        rows.append(
-            [
-                stage.name,
-                result.state,
-                None if result.image_size is None else result.images_seen,
-                duration_cell(result.seconds),
-                None if result.image_size is None else ShownNumber(f"{result.image_size} px", result.image_size),
-                metric_cell(result.best),
-                result.best_step,
-            ]
-        )
-    return columns, rows
+    for result in (stage_result(history, stage) for stage in reversed(history.stages)):
+        seen, size = (None, None) if result.image_size is None else (result.images_seen, result.image_size)
+        resolution = None if size is None else ShownNumber(f"{size} px", size)
+        took, best = duration_cell(result.seconds), metric_cell(result.best)
+        rows.append([result.stage, result.state, seen, took, resolution, best, result.best_step])
+    return PageTable(columns, rows, title="Stages")
 
 
 def duration_cell(seconds: float) -> PageCell:
-    """A duration for a table."""
+    """A duration for a table, sorted by its seconds."""
     return ShownNumber(show_duration(seconds), seconds)
 
 
 def metric_cell(value: float | None, *, name: str = "val/top1") -> PageCell:
-    """A metric for a table; by default it is a score. Shares are in per cent."""
+    """A metric for a table, by default a score; shares are in per cent."""
     return value if value is None or unit_of(name) != "share" else ShownNumber(show_share(value), value)
 
 
 def show_share(value: float) -> str:
-    """A share in per cent, as the whole page has them."""
+    """Format a share in per cent, as on the whole page."""
     return f"{100 * value:.2f} %" if math.isfinite(value) else "not a number"
 
 
 def in_per_cent(said: str) -> str:
-    """A line of a run, with its scores as the page has them."""
+    """Rewrite the scores in a line of a run as the page has them."""
     return _SAID_SHARE.sub(lambda found: f"{found[1]}{found[2]}{show_share(float(found[3]))}", said)
 
 
 def show_count(value: float) -> str:
-    """Three digits that matter: 512, 51.2 k, 1.28 M."""
-    for size, letter in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e4, " k")):
-        if abs(value) >= size:
-            return f"{value / (1e3 if letter == ' k' else size):.3g}{letter}"
-    return f"{value:,.0f}"
+    """Format with three digits: 512, 51.2 k, 1.28 M."""
+    return f"{value:,.0f}" if abs(value) < 1e4 else short(value, digits=3)
 
 
 def _set_names(recipe: Recipe) -> list[str]:
@@ -269,7 +245,5 @@ def _set_names(recipe: Recipe) -> list[str]:
 
 
 def _short_name(shards: str) -> str:
-    parts = [part for part in shards.rstrip("/").split("/") if part]
-    if len(parts) > 1 and parts[-1] in ("train", "val", "test"):
-        return parts[-2]
-    return parts[-1] if parts else shards
+    parts = [part for part in shards.split("/") if part] or [shards]
+    return parts[-2] if len(parts) > 1 and parts[-1] in ("train", "val", "test") else parts[-1]

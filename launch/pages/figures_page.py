@@ -28,6 +28,7 @@ from model.saved.model_folder import SavedModelMeta
 from pipeline.pictures.held_out_images import held_out_access
 from pipeline.pictures.paper.attention_inputs import images_of_files, images_of_shards, images_to_look_at, look
 from pipeline.pictures.paper.model_figures import built, figures_of_attention, figures_of_weights, left_out, numbers_of
+from pipeline.pictures.paper.weight_figures import evenly
 from pipeline.recipe.io import parse_recipe
 from pipeline.recipe.vocabulary import RECIPE_FILE, WeightsKind
 from pipeline.runs.evaluations import OWN_SET
@@ -67,19 +68,19 @@ def make_page(wanted: Wanted, *, limit: PixelLimit, folder: Path) -> Path:
     seen = _images(wanted, found, limit=limit, notes=notes) if isinstance(model, VisionTransformer) else None
     for note in notes:
         say(f"note: {note}")
-    made, looked = Shown(title=f"Figures of {one_line(str(wanted.model))}", notes=notes), None
+    made, attention = Shown(title=f"Figures of {one_line(str(wanted.model))}", notes=notes), None
     if seen is not None and isinstance(model, VisionTransformer):
         batch, classes = seen
-        looked = look(model, batch, meta=meta)
-        figures = figures_of_attention(looked, batch, meta=meta, classes=classes)
+        attention = look(model, batch, meta=meta)
+        figures = figures_of_attention(attention, batch, meta=meta, classes=classes)
         made.sections.append(PageSection("Where it looks", made.pictures(figures)))
     weights = made.pictures(figures_of_weights(model, meta=meta))
     made.sections.append(PageSection("What its weights have learnt", weights))
-    numbers = numbers_of(model, looked)
+    numbers = numbers_of(model, attention)
     shapes = "\n".join(f"{name:20} {'x'.join(map(str, array.shape))}" for name, array in numbers.items())
     text = PageText(shapes, kind="code", title=f"The arrays in {NUMBERS_FILE}")
     made.sections.append(PageSection("Numbers", [text]))
-    made.facts = _facts(meta, images=0 if looked is None else looked.images)
+    made.facts = _facts(meta, images=0 if attention is None else attention.images)
     content = io.BytesIO()
     np.savez(content, **numbers)  # pyright: ignore[reportArgumentType] -- its stub takes the names for flags
     made.files[NUMBERS_FILE] = content.getvalue()
@@ -115,7 +116,7 @@ def _images(
     if all(_is_image(place) for place in wanted.images):
         _refuse_of_tars(wanted, why="the images are files")
         files = image_files([Path(place) for place in wanted.images])
-        chosen = [files[number] for number in np.unique(np.linspace(0, len(files) - 1, count).round().astype(int))]
+        chosen = [files[number] for number in evenly(len(files), most=count)]
         batch, faults = images_of_files(chosen, meta=meta, limit=limit)
         notes += faults[:_FAULTS_SHOWN]
         if len(faults) > _FAULTS_SHOWN:

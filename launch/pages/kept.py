@@ -1,6 +1,6 @@
-"""The pictures and tables that a run has kept, as sections of its page, and the paper's figures of several runs.
+"""Show the pictures and tables that a run has kept on its page, and draw the paper's figures of several runs.
 
-Files are read one by one, 30 MB at the most each. Draws nothing of one run: `pipeline.pictures.drawing` does.
+Files are read one by one, 30 MB at the most each. A run's own pictures are drawn by `pipeline.pictures.drawing`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from data_shards.text import one_line
 from launch.pages.blocks import PageBlock, PageCell, PageImage, PagePicture, PageSection, PageTable
 from launch.pages.facts import set_label
 from pipeline.pictures.style import rendered
-from pipeline.runs.pictures import KeptPicture, Picture, PictureGroup, kept_pictures
+from pipeline.runs.pictures import KeptPicture, Picture, PictureGroup, kept_pictures, newest_pictures
 from pipeline.runs.read import Run, RunStage
 
 MOST_ROWS = 1200  # of a table on the page
@@ -27,8 +27,8 @@ LONG_TABLE = 25  # rows: folded
 
 
 def stage_pictures(history: Run, stage: RunStage, *, notes: list[str]) -> list[PageSection]:
-    """A fold for each held-out set of a stage, its own one first, then one for all else that was drawn; what cannot be
-    read is added to `notes`."""
+    """Make a fold for each held-out set of a stage, its own first, then one for all other pictures; what cannot be read
+    is added to `notes`."""
     pictures = _kept(stage, notes=notes)
     names = {each.picture.name for each in pictures}
     label, rest = set_label(history, stage.name), f"What the model saw and learned, {stage.name}"
@@ -55,30 +55,26 @@ def _place(picture: Picture) -> tuple[int, int]:
     return _GROUPS.index(picture.group), known
 
 
-def pictures_beside(histories: Sequence[Run], *, names: Sequence[str], notes: list[str]) -> PageSection:
-    """The evaluation's and the paper's pictures of each run, those of one kind under one another."""
-    by_kind: dict[tuple[tuple[int, int], str], list[PageBlock]] = {}
-    for name, history in zip(names, histories, strict=True):
+def pictures_beside(runs: Mapping[str, Run], *, notes: list[str]) -> PageSection:
+    """The evaluation's and the paper's pictures of each run by its name, those of one kind under one another."""
+    found: list[tuple[tuple[int, int], str, PageBlock]] = []
+    for name, history in runs.items():
         for stage in history.stages:
-            newest: dict[str, KeptPicture] = {
-                each.picture.name: each for each in _kept(stage, notes=notes) if each.table is None
-            }
-            for picture in newest.values():
-                if picture.picture.group in ("evaluation", "paper"):
-                    block = _picture_block([picture], of=f"{name}, {stage.name}", notes=notes)
-                    if block is not None:
-                        by_kind.setdefault((_place(picture.picture), picture.picture.name), []).append(block)
-    return PageSection("Pictures", [block for key in sorted(by_kind) for block in by_kind[key]], state="closed")
+            for kept in newest_pictures([each for each in _kept(stage, notes=notes) if each.table is None]):
+                if kept.picture.group in ("evaluation", "paper"):
+                    block = _picture_block([kept], of=f"{name}, {stage.name}", notes=notes)
+                    found += [(_place(kept.picture), kept.picture.name, block)] if block is not None else []
+    return PageSection("Pictures", [block for *_, block in sorted(found, key=lambda each: each[:2])], state="closed")
 
 
-def figures_across(histories: Sequence[Run], *, notes: list[str]) -> list[PageBlock]:
-    """Few-shot accuracy over size, and transfer over cost, as far as they have been measured."""
+def figures_across(runs: Mapping[str, Run], *, notes: list[str]) -> list[PageBlock]:
+    """Draw few-shot accuracy over size, and transfer over cost, as far as they have been measured."""
     from pipeline.pictures.paper.across_runs import few_shot_over_size, transfer_over_cost
 
     blocks: list[PageBlock] = []
     for draw in (few_shot_over_size, transfer_over_cost):
         try:
-            found = draw(histories)
+            found = draw(runs)
         except Exception as error:  # noqa: BLE001 - a picture is never worth the page
             notes.append(one_line(f"{draw.__name__} failed: {type(error).__name__}: {error}")[:300])
             continue
@@ -106,11 +102,10 @@ def _kept(stage: RunStage, *, notes: list[str]) -> list[KeptPicture]:
 
 
 def _picture_block(steps: Sequence[KeptPicture], *, of: str, notes: list[str]) -> PageBlock | None:
-    newest = steps[-1]
-    words = newest.picture
-    if newest.table is not None:
-        length = len(next(iter(newest.table.values()), ()))
-        return _columns(newest.table, title=words.title, caption=words.caption, folded=length > LONG_TABLE, of=of)
+    words, table = steps[-1].picture, steps[-1].table
+    if table is not None:
+        length = len(next(iter(table.values()), ()))
+        return _columns(table, title=words.title, caption=words.caption, folded=length > LONG_TABLE, of=of)
     images: list[PageImage] = []
     for kept in steps:
         try:
@@ -119,9 +114,7 @@ def _picture_block(steps: Sequence[KeptPicture], *, of: str, notes: list[str]) -
                 images.append(PageImage(png, _content(kept.svg), kept.step))
         except OSError as error:
             notes.append(one_line(f"{kept.png} cannot be read ({error.strerror})"))
-    if not images:
-        return None
-    return PagePicture(words.title, words.caption, words.alt, images, of)
+    return PagePicture(words.title, words.caption, words.alt, images, of) if images else None
 
 
 def _content(path: Path | None) -> bytes | None:
@@ -131,6 +124,6 @@ def _content(path: Path | None) -> bytes | None:
 
 
 def _cell(value: object) -> PageCell:
-    if value is None or isinstance(value, str | int | float):
-        return str(value) if isinstance(value, bool) else value
-    return str(value)
+    if value is None:
+        return None
+    return value if isinstance(value, str | int | float) and not isinstance(value, bool) else str(value)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from data_shards.durable import replaced
 from data_shards.errors import UserError
 from data_shards.text import one_line, printable
-from launch.pages.blocks import ChartBlock, PagePicture, PageSection, ShownNumber
+from launch.pages.blocks import ChartBlock, PageBlock, PagePicture, PageSection, ShownNumber
 from launch.pages.budget import Fitting, embedded
 from launch.target import PageCommand, page_mark
 from pipeline.pictures import style
@@ -36,18 +36,12 @@ _TEMPLATES = Path(__file__).with_name("templates")
 
 @dataclass(frozen=True)
 class Page:
-    """A rendered page, and what had to be left out of it."""
+    """A rendered page, and notes on what was left out of it."""
 
     html: str
     notes: tuple[str, ...] = ()
 
-    def write(
-        self,
-        file: Path,
-        *,
-        command: PageCommand,
-        beside: Mapping[str, bytes] | None = None,
-    ) -> Path:
+    def write(self, file: Path, *, command: PageCommand, beside: Mapping[str, bytes] | None = None) -> Path:
         """Write the page, and with `beside` its folder and files by name. UserError: it cannot be written."""
         contents = {file.name: (self.html + page_mark(command)).encode(), **(beside or {})}
         try:
@@ -76,7 +70,7 @@ def render_page(
 
     Args:
         title: and in the browser's tab.
-        sections: those without blocks are passed over.
+        sections: those without blocks are left out.
         lead: a sentence below the title.
         facts: (value, label) of the headline.
         notes: what could not be read, a line each.
@@ -114,24 +108,21 @@ def render_page(
 
 
 def script_json(value: object) -> str:
-    """JSON that may stand in a <script> block: ASCII, nothing that looks like markup, and null for NaN."""
+    """JSON for a <script> block: ASCII without anything that looks like markup, and null for NaN."""
     text = json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def show_number(value: float) -> str:
-    """A number for a table: thousands apart, four digits of a fraction, powers of ten where they are shorter."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    """Format a number for a table: thousands apart, four digits of a fraction, powers of ten where they are shorter."""
+    size = abs(value)
+    if isinstance(value, bool) or not math.isfinite(value):
         return str(value)
-    if isinstance(value, int) or (value == int(value) and abs(value) >= 1000):
-        return f"{int(value):,}" if abs(value) < 1e15 else f"{float(value):.4g}"
-    if value == 0:
-        return "0"
-    if abs(value) >= 1000:
-        return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.4g}"
-    if abs(value) < 1e-3:
-        return f"{value:.3g}"
-    return f"{value:.4f}" if abs(value) < 1 else f"{value:.5g}"
+    if value == int(value) and (isinstance(value, int) or size >= 1000 or not value):
+        return f"{int(value):,}" if size < 1e15 else f"{float(value):.4g}"
+    if size >= 1000:
+        return f"{value:,.0f}" if size < 1e9 else f"{value:.4g}"
+    return f"{value:.3g}" if size < 1e-3 else f"{value:.4f}" if size < 1 else f"{value:.5g}"
 
 
 def _finite(value: Any) -> Any:
@@ -144,9 +135,9 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _within(folds: Sequence[PageSection]) -> Iterator[Any]:
-    for block in (block for fold in folds for block in fold.blocks):
-        yield from _within([block]) if isinstance(block, PageSection) else [block]
+def _within(blocks: Sequence[PageBlock]) -> Iterator[PageBlock]:
+    for block in blocks:
+        yield from _within(block.blocks) if isinstance(block, PageSection) else [block]
 
 
 def _digest(text: str) -> str:
@@ -154,8 +145,8 @@ def _digest(text: str) -> str:
 
 
 def _palette() -> dict[str, object]:
-    light = {"ink": style.INK, "muted": style.MUTED, "grid": style.GRID, "paper": style.PAPER, "accent": style.ACCENT}
-    light |= {"good": style.GOOD, "bad": style.BAD}
+    names = ("ink", "muted", "grid", "paper", "accent", "good", "bad")
+    light = {name: getattr(style, name.upper()) for name in names}
     light |= {f"s{number}": colour for number, colour in enumerate(style.SERIES)}
     return {"light": light, "dark": {name: style.DARK[colour] for name, colour in light.items()}}
 

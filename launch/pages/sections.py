@@ -1,13 +1,13 @@
-"""The page of one run or of several: results, then the last stage, then the earlier ones, then what they were made of.
+"""Write the page of one run or of several: results, the last stage, the earlier ones, recipe, environment, commands.
 
-Everything is read from the run's folder as far as it can be; what cannot is a line at the head of the page.
+Everything that can be read is shown; what cannot is a line at the head of the page.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from data_shards.errors import UserError
@@ -21,11 +21,11 @@ from launch.pages.facts import (
     duration_cell,
     headline,
     held_out_fact,
+    held_out_table,
     metric_cell,
-    result_rows,
     stage_brief,
     stage_result,
-    stage_rows,
+    stage_table,
 )
 from launch.pages.kept import LONG_TABLE, MOST_ROWS, figures_across, pictures_beside, stage_pictures
 from launch.pages.page import Page, render_page
@@ -33,10 +33,10 @@ from launch.pages.timeline import event_table, time_line
 from model.formats.export import formats_of
 from pipeline.checkpoint.identity import STATE
 from pipeline.recipe.io import differences, dump_recipe, flatten
-from pipeline.recipe.vocabulary import ALL_STAGES, DIFFERENCE_FILE, PAGE_FILE, StageName
+from pipeline.recipe.vocabulary import ALL_STAGES, DIFFERENCE_FILE, PAGE_FILE, RECIPE_FILE, StageName
 from pipeline.runs.read import Run, read_run
 from pipeline.runs.run_folder import RunFolder, checkpoint_folders
-from pipeline.stage.initial_model import model_to_come
+from pipeline.stage.initial_model import stage_model
 from pipeline.transfer.results import TransferRecord, transfer_records
 
 _MOST_TEXT_BYTES = 100_000
@@ -45,14 +45,15 @@ _OVER_ONE_ANOTHER = "Pale lines are training, lines with dots held-out images; a
 
 
 def run_page(history: Run, *, beside: Sequence[Run] = (), names: Sequence[str] = ()) -> Page:
-    """The page of one run; `beside`: others that its stages are compared with in a section of it, `names`: what all are
-    called there, this one first."""
+    """Make the page of one run; `beside`: others that its stages are compared with in a section of it, `names`: of all
+    there, this one first."""
     notes = list(history.notes)
     lead, facts = headline(history)
+    everyone = dict(zip(names, [history, *beside], strict=True)) if beside else {}
     sections = [
-        _results(history, beside=beside, names=names, notes=notes),
+        _results(history, everyone, notes=notes),
         *_stages(history, notes=notes),
-        *(_beside([history, *beside], names=names, notes=notes) if beside else ()),
+        *_beside(everyone, notes=notes),
         _recipe(history),
         _environment(history),
         _commands(history),
@@ -62,28 +63,26 @@ def run_page(history: Run, *, beside: Sequence[Run] = (), names: Sequence[str] =
 
 
 def runs_page(histories: Sequence[Run], names: Sequence[str]) -> Page:
-    """The page of several runs over one another; `names`: what each is called, no two alike."""
-    notes = [f"{name}: {note}" for name, history in zip(names, histories, strict=True) for note in history.notes]
-    lines = [time_line(history, title=f"Time line of {name}") for name, history in zip(names, histories, strict=True)]
-    tables = [*_comparison_tables(histories, names), *_transfer(histories, names=names)]
+    """Make the page of several runs over one another; `names`: of each, no two alike."""
+    runs = dict(zip(names, histories, strict=True))
+    notes = [f"{name}: {note}" for name, history in runs.items() for note in history.notes]
+    lines = [time_line(history, title=f"Time line of {name}") for name, history in runs.items()]
+    tables = [*_comparison_tables(runs), *_transfer(runs)]
     sections = [
         PageSection("Results", [*tables, *(line for line in lines if line is not None)]),
-        PageSection("Recipes", [_recipe_table(histories, names)]),
+        PageSection("Recipes", [_recipe_table(runs)]),
         *(
-            PageSection(stage, curves, intro=_OVER_ONE_ANOTHER, state="open" if number == 0 else "closed")
-            for number, (stage, curves) in enumerate(_curves(histories, names=names, notes=notes))
+            PageSection(stage, curves, intro=_OVER_ONE_ANOTHER, state="closed" if number else "open")
+            for number, (stage, curves) in enumerate(_curves(runs, notes=notes))
         ),
-        PageSection("The paper's figures of these runs", figures_across(histories, notes=notes), state="closed"),
-        pictures_beside(histories, names=names, notes=notes),
+        PageSection("The paper's figures of these runs", figures_across(runs, notes=notes), state="closed"),
+        pictures_beside(runs, notes=notes),
     ]
+    scores = {name: score for name, history in runs.items() if (score := held_out_fact(history)) is not None}
     return render_page(
         " · ".join(names) if len(names) <= 3 else f"{len(names)} runs",
         lead=f"{len(names)} runs over one another.",
-        facts=[
-            (found[0], f"{name}: {found[1]}")
-            for name, history in zip(names, histories, strict=True)
-            if (found := held_out_fact(history)) is not None
-        ],
+        facts=[(score, f"{name}: {what}") for name, (score, what) in scores.items()],
         legend=names,
         sections=sections,
         notes=notes,
@@ -98,14 +97,14 @@ def write_runs(runs: Sequence[Run], *, output: Path | None = None) -> Path:
 
 
 def write_beside(folder: RunFolder, *, others: Sequence[RunFolder]) -> Path:
-    """Draw what is missing, write a run's page with its stages beside those of other runs, and return its path.
+    """Draw missing pictures, write a run's page with its stages beside those of other runs, and return its path.
     UserError: it cannot be written."""
     runs = drawn([read_run(each) for each in (folder, *others)])
     return _written(run_page(runs[0], beside=runs[1:], names=run_names(runs)), default_place(runs[:1]))
 
 
 def drawn(runs: Sequence[Run]) -> list[Run]:
-    """The runs with the pictures that their training did not draw."""
+    """Draw the pictures that training did not draw, and return the runs."""
     from pipeline.pictures.drawing import draw_missing
 
     for run in runs:
@@ -117,7 +116,7 @@ def drawn(runs: Sequence[Run]) -> list[Run]:
 
 
 def run_names(runs: Sequence[Run]) -> list[str]:
-    """The names of runs beside one another; their folders where two have one name."""
+    """Name runs beside one another, by their folders where two have one name."""
     names = [run.name for run in runs]
     return names if len(set(names)) == len(names) else [str(run.folder.path) for run in runs]
 
@@ -137,26 +136,20 @@ def _written(page: Page, file: Path) -> Path:
 # ---- results and curves ----
 
 
-def _results(history: Run, *, beside: Sequence[Run], names: Sequence[str], notes: list[str]) -> PageSection:
-    columns, rows = result_rows(history)
-    blocks: list[PageBlock] = [PageTable(columns, rows, title="Held-out sets")] if rows else []
-    if beside:
-        histories = [history, *beside]
-        blocks += _comparison_tables(histories, names, only=_shared(histories))
-    columns, rows = stage_rows(history)
-    blocks += [*_transfer([history]), PageTable(columns, rows, title="Stages")]
+def _results(history: Run, everyone: Mapping[str, Run], *, notes: list[str]) -> PageSection:
+    blocks: list[PageBlock | None] = [held_out_table(history)]
+    blocks += _comparison_tables(everyone, only=_shared(everyone))
+    blocks += [*_transfer({"": history}), stage_table(history)]
     try:
-        line, events = time_line(history, title="Time line"), event_table(history)
+        blocks += [time_line(history, title="Time line"), event_table(history)]
     except (ValueError, OverflowError, OSError) as error:  # a hostile file's times
         notes.append(one_line(f"the time line cannot be drawn ({error})"))
-        line = events = None
-    blocks += [block for block in (line, events) if block is not None]
-    return PageSection("Results", blocks)
+    return PageSection("Results", [block for block in blocks if block is not None])
 
 
 def _stages(history: Run, *, notes: list[str]) -> list[PageSection]:
-    """A fold for each stage that there is something to show of, the last one first and open."""
-    curves, sections = dict(_curves([history], notes=notes)), list[PageSection]()
+    """A fold for each stage that has anything to show, the last one first and open."""
+    curves, sections = dict(_curves({"": history}, notes=notes)), list[PageSection]()
     for stage in reversed(history.stages):
         blocks = [*curves.get(stage.name, ()), *stage_pictures(history, stage, notes=notes)]
         if blocks:
@@ -166,70 +159,59 @@ def _stages(history: Run, *, notes: list[str]) -> list[PageSection]:
 
 
 def _curves(
-    histories: Sequence[Run],
-    *,
-    names: Sequence[str] = ("",),
-    notes: list[str],
-    only: Sequence[StageName] = ALL_STAGES,
+    runs: Mapping[str, Run], *, notes: list[str], only: Sequence[StageName] = ALL_STAGES
 ) -> list[tuple[StageName, list[PageBlock]]]:
     """The curves of each stage that has any, the last one first."""
-    present = {stage.name for history in histories for stage in history.stages if stage.rows}
+    present = {stage.name for history in runs.values() for stage in history.stages if stage.rows}
     stages: list[StageName] = [name for name in reversed(only) if name in present]
     found: list[tuple[StageName, list[PageBlock]]] = []
     for name in stages:
-        of_runs = {
-            run: stage
-            for run, history in zip(names, histories, strict=True)
-            if (stage := history.stage(name)) is not None
-        }
-        key, title = f"{name}-{len(histories)}", f"Curves of {name}"
+        of_runs = {run: stage for run, history in runs.items() if (stage := history.stage(name)) is not None}
+        key, title, room = f"{name}-{len(runs)}", f"Curves of {name}", DATA_BYTES // len(stages)
         try:
-            block, zero = stage_charts(of_runs, key=key, title=title, runs=names, data_bytes=DATA_BYTES // len(stages))
+            block, zero = stage_charts(of_runs, key=key, title=title, runs=list(runs), data_bytes=room)
         except (ValueError, OverflowError) as error:  # numbers of a hostile file
             notes.append(one_line(f"the curves of {name} cannot be drawn ({error})"))
             continue
         blocks: list[PageBlock] = [] if block is None else [block]
-        if zero and len(histories) == 1:
+        if zero and len(runs) == 1:
             blocks.append(PageText(f"Always zero, and not drawn: {', '.join(each.lower() for each in zero)}.", "note"))
         found.append((name, blocks))
     return found
 
 
-def _shared(histories: Sequence[Run]) -> list[StageName]:
+def _shared(runs: Mapping[str, Run]) -> list[StageName]:
     """The stages that several of these runs have."""
-    counts = [stage.name for history in histories for stage in history.stages if stage.rows]
+    counts = [stage.name for history in runs.values() for stage in history.stages if stage.rows]
     return [name for name in ALL_STAGES if counts.count(name) > 1]
 
 
-def _beside(histories: Sequence[Run], *, names: Sequence[str], notes: list[str]) -> list[PageSection]:
+def _beside(runs: Mapping[str, Run], *, notes: list[str]) -> list[PageSection]:
     """The stages that several of these runs have, over one another."""
-    shared = _shared(histories)
-    blocks = [block for _, of_stage in _curves(histories, names=names, notes=notes, only=shared) for block in of_stage]
-    blocks += [_recipe_table(histories, names), *figures_across(histories, notes=notes)]
-    title = f"Beside {', '.join(names[1:])}"
-    return [PageSection(title, blocks, intro=_OVER_ONE_ANOTHER, state="closed")] if shared else []
+    shared, (_, *others) = _shared(runs), runs or [""]
+    if not shared:
+        return []
+    blocks = [block for _, of_stage in _curves(runs, notes=notes, only=shared) for block in of_stage]
+    blocks += [_recipe_table(runs), *figures_across(runs, notes=notes)]
+    return [PageSection(f"Beside {', '.join(others)}", blocks, intro=_OVER_ONE_ANOTHER, state="closed")]
 
 
-# ---- transfer ----
-
-
-def _transfer(histories: Sequence[Run], *, names: Sequence[str] = ("",)) -> list[PageBlock]:
+def _transfer(runs: Mapping[str, Run]) -> list[PageBlock]:
     """The model's features on data that it was not trained on."""
     rows: list[list[PageCell]] = []
     means: list[list[PageCell]] = []
-    for name, history in zip(names, histories, strict=True):
-        for record in _records(history):
-            what = [name] if len(histories) > 1 else []
-            images = {each.name: each.eval_images for each in record.data_sets}
-            for score in record.results:
-                settings = ", ".join(f"{key} {value}" for key, value in score.settings.items())
-                at = f"{record.stage or ''}{'' if record.step is None else f', step {record.step:,}'}"
-                cells = (score.data_set, score.method, settings, at, images.get(score.data_set))
-                value = metric_cell(score.value, name=f"val/{score.metric}")
-                rows.append([*what, *cells, metric_words(score.metric), value])
-            if record.mean is not None:
-                means.append([*what, record.name, len(record.data_sets), metric_cell(record.mean)])
-    first = ("run",) if len(histories) > 1 else ()
+    first = ("run",) if len(runs) > 1 else ()
+    for run, record in ((name, record) for name, history in runs.items() for record in _records(history)):
+        name = [run] if first else []
+        images = {each.name: each.eval_images for each in record.data_sets}
+        at = f"{record.stage or ''}{'' if record.step is None else f', step {record.step:,}'}"
+        for score in record.results:
+            settings = ", ".join(f"{key} {value}" for key, value in score.settings.items())
+            value = metric_cell(score.value, name=f"val/{score.metric}")
+            cells = (score.data_set, score.method, settings, at, images.get(score.data_set))
+            rows.append([*name, *cells, metric_words(score.metric), value])
+        if record.mean is not None:
+            means.append([*name, record.name, len(record.data_sets), metric_cell(record.mean)])
     title, blocks = "Transfer to other data", list[PageBlock]()
     if means:
         blocks.append(PageTable((*first, "table", "data sets", "mean"), means, title=f"{title}: tables"))
@@ -250,13 +232,13 @@ def _records(history: Run) -> list[TransferRecord]:
 # ---- several runs ----
 
 
-def _recipe_table(histories: Sequence[Run], names: Sequence[str]) -> PageBlock:
-    rows = recipe_rows(histories)
+def _recipe_table(runs: Mapping[str, Run]) -> PageBlock:
+    rows = recipe_rows(list(runs.values()))
     if rows is None:
         return PageText("A recipe cannot be read: see above.")
     if not rows:
         return PageText("None: the recipes are alike, but for names and keys that do not affect the result.")
-    return PageTable(("key", *names), rows, title="Difference of the recipes")
+    return PageTable(("key", *runs), rows, title="Difference of the recipes")
 
 
 def recipe_rows(histories: Sequence[Run]) -> list[list[str]] | None:
@@ -269,29 +251,25 @@ def recipe_rows(histories: Sequence[Run]) -> list[list[str]] | None:
     missing = {f"stages.{name}": [getattr(recipe.stages, name) is None for recipe in known] for name in ALL_STAGES}
     missing = {key: absent for key, absent in missing.items() if any(absent) and not all(absent)}
     rows = [[key, *("—" if each else "has it" for each in absent)] for key, absent in missing.items()]
-    for key in keys:  # what one has not at all is one line
-        if not any(f"{key}.".startswith(f"{stage}.") for stage in missing):
-            rows.append([key, *(each.get(key, "—") for each in leaves)])
-    return rows
+    below = tuple(f"{stage}." for stage in missing)  # a stage that one has not at all is one line
+    return rows + [[key, *(each.get(key, "—") for each in leaves)] for key in keys if not f"{key}.".startswith(below)]
 
 
-def _comparison_tables(
-    histories: Sequence[Run], names: Sequence[str], *, only: Sequence[StageName] = ALL_STAGES
-) -> list[PageBlock]:
+def _comparison_tables(runs: Mapping[str, Run], *, only: Sequence[StageName] = ALL_STAGES) -> list[PageBlock]:
     blocks: list[PageBlock] = []
-    for stage in reversed(only):
+    for name in reversed(only):
         rows: list[list[PageCell]] = []
-        for name, history in zip(names, histories, strict=True):
-            of_run = history.stage(stage)
-            if of_run is None or of_run.record.state == "new" or stage == "swap_head":
-                continue
-            result = stage_result(history, of_run)
-            reached = (*map(metric_cell, (result.score, *result.beside, result.best)), result.best_step, result.loss)
-            rows.append([name, result.state, result.images_seen, duration_cell(result.seconds), *reached])
+        for run, history in runs.items():
+            stage = history.stage(name)
+            if stage is not None and stage.record.state != "new" and name != "swap_head":
+                result = stage_result(history, stage)
+                scores = map(metric_cell, (result.score, *result.beside, result.best))
+                took = duration_cell(result.seconds)
+                rows.append([run, result.state, result.images_seen, took, *scores, result.best_step, result.loss])
         if rows:
             more = (*BESIDE_SCORE, "best", "after step", "held-out loss")
             columns = ("run", "state", "images seen", "time", "score", *more)
-            blocks.append(PageTable(columns, rows, title=f"{stage}, run by run"))
+            blocks.append(PageTable(columns, rows, title=f"{name}, run by run"))
     return blocks
 
 
@@ -322,43 +300,38 @@ def _text(file: Path) -> str:
 
 def _environment(history: Run) -> PageSection:
     """Versions, code revision and host, as the newest checkpoint of each stage says."""
-    columns: list[str] = []
-    written: list[dict[str, str]] = []
+    written: dict[str, dict[str, str]] = {}
     for stage in history.stages:
         try:
             folders = checkpoint_folders(history.folder.checkpoints(stage.name))
             state = parse_json(read_inside(folders[0] / STATE, folder=stage.folder)) if folders else {}
-            by = state.get("written_by", {})
-            if isinstance(by, dict) and by:
-                columns.append(stage.name)
+            if by := dict(state.get("written_by", {})):
                 identity = state.get("identity", {})
-                more = {key: identity[key] for key in ("processes", "backend", "zero_stage") if key in identity}
-                written.append({str(key): _short(str(key), str(value)) for key, value in {**by, **more}.items()})
+                by |= {key: identity[key] for key in ("processes", "backend", "zero_stage") if key in identity}
+                written[stage.name] = {str(key): str(value)[:200] for key, value in by.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError):
             continue
-    if not written:
-        return PageSection("Environment", [])
-    names = dict.fromkeys(name for each in written for name in each)
-    rows = [[name.replace("_", " "), *(each.get(name, "") for each in written)] for name in names]
-    return PageSection("Environment", [PageTable(("of the newest checkpoint", *columns), rows)], state="closed")
-
-
-def _short(key: str, value: str) -> str:
-    return value[:12] if key == "revision" else value[:200].replace("T", " ") if key == "time" else value[:200]
+    shown = {"revision": lambda revision: revision[:12], "time": lambda time: time.replace("T", " ")}
+    rows = [
+        [name.replace("_", " "), *(shown.get(name, str)(each.get(name, "")) for each in written.values())]
+        for name in dict.fromkeys(name for each in written.values() for name in each)
+    ]
+    blocks = [PageTable(("of the newest checkpoint", *written), rows)] if written else []
+    return PageSection("Environment", blocks, state="closed")
 
 
 def _commands(history: Run) -> PageSection:
-    folder = history.folder
-    run, recipe = shlex.quote(str(folder.path)), shlex.quote(str(folder.path / "recipe.yaml"))
-    runs = shlex.quote(str(folder.runs_root))
-    done = {each.name for each in history.stages if each.record.state == "done"}
+    folder, stages = history.folder, history.stages
+    paths = (folder.path, folder.path / RECIPE_FILE, folder.runs_root)
+    run, recipe, runs = (shlex.quote(str(path)) for path in paths)
+    done = {each.name for each in stages if each.record.state == "done"}
     lines: list[str] = []
-    if not done or len(done) < len(history.stages):
+    if not done or len(done) < len(stages):
         lines += ["# go on", f"shardvit run {recipe} --runs {runs}", "# look on", f"shardvit watch {run}"]
     trained: list[StageName] = (
         [name for name in history.recipe.stages.trained if name in done] if history.recipe else []
     )
-    formats = formats_of(model_to_come(history.recipe, stage=trained[-1]))[0] if history.recipe and trained else []
+    formats = formats_of(stage_model(history.recipe, stage=trained[-1]))[0] if history.recipe and trained else []
     if formats:  # else it knows no classes
         lines += ["# use the model", f"shardvit predict {run} IMAGE_OR_FOLDER", f"shardvit eval {run} SHARDS"]
         first, *others = sorted(formats, key=lambda each: each != "timm")

@@ -45,7 +45,7 @@ class Shown:
     facts: Facts = ()
     sections: list[PageSection] = field(default_factory=list)
     files: dict[str, bytes] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)  # what is damaged
+    notes: list[str] = field(default_factory=list)  # damage
 
     def pictures(self, drawn: Iterable[Drawn | None], *, prefix: str = "") -> list[PageBlock]:
         """Render pictures for the page, and keep their files."""

@@ -1,7 +1,7 @@
-"""`shardvit run --dry-run`: a summary, and the keys that differ from the defaults, printed as a recipe.
+"""`shardvit run --dry-run`: print a summary, and the keys that differ from the defaults, as a recipe.
 
-Everything is checked that can be; missing shards are named, and what depends on them is left open. Starts nothing and
-needs no torch: parameters are counted by formula.
+Checks all it can; names missing shards, and leaves open what depends on them. Starts nothing and needs no torch:
+parameters are counted by formula.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from pipeline.budget.length import stage_length
 from pipeline.recipe.duration import parse_duration
 from pipeline.recipe.io import dump_recipe
 from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage import MaskedPatchStage, TrainStage
 from pipeline.recipe.vocabulary import StageName
 from pipeline.runs.logs import read_metrics
 from pipeline.runs.run_folder import RunFolder
-from pipeline.stage.initial_model import model_to_come
+from pipeline.stage.initial_model import stage_model
 
 Keys = Literal["changed", "all"]
 
-_RECENT = 20  # points of an earlier attempt's curve, whose median speed counts
+_RECENT = 20  # points of an earlier attempt's curve; their median speed counts
 _WORDS = {
     "parameters": "head included",
     "": "= processes x accumulated x micro-batch",
@@ -39,43 +38,36 @@ _WORDS = {
 def summary(
     recipe: Recipe, *, folder: RunFolder, processes: int, stages: Sequence[StageName], state: Callable[[StageName], str]
 ) -> str:
-    """The summary as aligned text; `state` says how far a stage is. Raises UserError if shards are broken or sizes do
-    not fit together."""
+    """Summarise the run as aligned text; `state` says how far a stage is. UserError: shards are broken, or sizes do not
+    fit together."""
     values: list[dict[str, str]] = []
     notes: list[str] = []
     for name in stages:
-        config = getattr(recipe.stages, name)
         values.append({"state": state(name)})
-        if isinstance(config, TrainStage):
+        if name in recipe.stages.trained:
             there = look(recipe, stage=name)
             speed = _earlier_speed(folder, stage=name)
             values[-1] |= _column(recipe, stage=name, there=there, processes=processes, images_per_second=speed)
             if there.unopened:
                 unknown = "its published size is taken" if there.role else "what follows is unknown (?)"
                 notes.append(f"! {name}: {'; '.join(there.unopened)}: not checked, and {unknown}")
-    model = recipe.model
-    what = model.variant or ", ".join(
-        f"{key} {value}" for key, value in model.model_dump(exclude_none=True, exclude_defaults=True).items()
-    )
-    count = f"{processes:,} process{'es' * (processes > 1)}"
+    given = recipe.model.model_dump(exclude_none=True, exclude_defaults=True)
+    model = recipe.model.variant or ", ".join(f"{key} {value}" for key, value in given.items())
     labels = dict.fromkeys(label for each in values for label in each)
     rows = [[label, *(each.get(label, "") for each in values), _WORDS.get(label, "")] for label in labels]
     shown = columns([["", *stages, ""], *(row for row in rows if any(row[1:-1]))])
-    held, refused = formats_of(model_to_come(recipe, stage=recipe.stages.names[-1]))
+    held, refused = formats_of(stage_model(recipe, stage=recipe.stages.names[-1]))
     notes += ["", f"formats of {recipe.stages.names[-1]}/model: {', '.join(held) or 'none but its own'}"]
     notes += [f"  not {to}: {why}" for to, why in refused.items()]
-    return "\n".join(
-        [f"{recipe.name}: {what}; {count}, {engine_words(recipe.engine)}; in {folder.path}", "", shown, *notes]
-    )
+    where = f"{counted(processes, 'process')}, {engine_words(recipe.engine)}; in {folder.path}"
+    return "\n".join([f"{recipe.name}: {model}; {where}", "", shown, *notes])
 
 
 def printed(text: str, *, recipe: Recipe, keys: Keys) -> str:
-    """The summary in comments, then the recipe."""
-    what = (
-        "Every key:"
-        if keys == "all"
-        else "The keys that differ from the defaults (--all-keys shows every key, with its value):"
-    )
+    """Put the summary into comments, before the recipe."""
+    what = "Every key:"
+    if keys == "changed":
+        what = "The keys that differ from the defaults (--all-keys shows every key, with its value):"
     comments = "\n".join(f"# {line}".rstrip() for line in [*text.splitlines(), "", what])
     return f"{comments}\n{dump_recipe(recipe, keys=keys)}"
 
@@ -88,29 +80,32 @@ def _column(
     length = stage_length(recipe, stage=stage, num_images=images, processes=processes)
     if length.problem:  # sizes that do not fit together, whatever the shards will be
         raise UserError(length.problem)
-    plan = length.plan
+    plan, duration = length.plan, parse_duration(config.duration)
     total = plan.total_steps * plan.global_batch_images if length.known else None
-    duration = parse_duration(config.duration)
     cost = stage_cost(recipe.model, stage=config, engine=recipe.engine, num_classes=classes or 1)
-    needs_classes = classes is None and not isinstance(config, MaskedPatchStage)
+    needs_classes = classes is None and config.head_kind != "masked_patch"
 
     def steps(text: str, number: int) -> str:
         """A length in steps, or as the recipe has it if the training set's size is unknown."""
-        unit = parse_duration(text).unit
-        is_known = images is not None or unit in ("steps", "images") or (unit == "%" and length.known)
-        return "" if parse_duration(text).amount == 0 else counted(number, "step") if is_known else text
+        given = parse_duration(text)
+        is_known = images is not None or given.unit in ("steps", "images") or (given.unit == "%" and length.known)
+        return "" if given.amount == 0 else counted(number, "step") if is_known else text
 
+    def known(value: int | None) -> str:
+        return UNKNOWN if value is None else f"{value:,}"
+
+    also = {name: there.also_eval.get(name) for name in config.also_eval}
+    time = ""
+    if images_per_second and total is not None:
+        time = f"{show_duration(total / images_per_second)} ({short(images_per_second)} images/s)"
     epochs = f"{duration.amount:g}" if duration.unit == "epochs" else UNKNOWN
     return {
         "parameters": f"{short(cost.parameters)} + classes" if needs_classes else f"{cost.parameters:,}",
         "image size": f"{config.image_size} px",
-        "training images": UNKNOWN if images is None else f"{images:,}",
-        "held-out images": f"{there.held_out.num_samples:,}" if there.held_out else UNKNOWN,
-        "also evaluated": ", ".join(
-            f"{name} ({there.also_eval[name].num_samples:,})" if name in there.also_eval else f"{name} ({UNKNOWN})"
-            for name in config.also_eval
-        ),
-        "classes": UNKNOWN if classes is None else f"{classes:,}",
+        "training images": known(images),
+        "held-out images": known(there.held_out and there.held_out.num_samples),
+        "also evaluated": ", ".join(f"{name} ({known(one and one.num_samples)})" for name, one in also.items()),
+        "classes": known(classes),
         "epochs": f"{total / images:.3g}" if images and total is not None else epochs,
         "steps": f"{plan.total_steps:,}" if length.known else UNKNOWN,
         "of them warm-up": steps(config.schedule.warmup, plan.schedule.warmup_steps),
@@ -119,14 +114,12 @@ def _column(
         "moving average": f"{config.ema.decay:g}" if config.ema else "",
         "evaluated every": steps(config.eval_every, plan.eval_steps) or "end",
         "saved every": steps(config.save_every, plan.save_steps) or "end",
-        "time": f"{show_duration(total / images_per_second)} ({short(images_per_second)} images/s)"
-        if images_per_second and total is not None
-        else "",
+        "time": time,
     }
 
 
 def _earlier_speed(folder: RunFolder, *, stage: StageName) -> float | None:
-    """Images a second of an earlier attempt, over all processes."""
+    """Read the images per second of an earlier attempt, over all processes."""
     try:
         rows = read_metrics(folder.stage(stage) / "metrics.jsonl")
     except OSError:

@@ -1,5 +1,5 @@
-"""Turn a recipe, the facts of its shards and the user's flags into a `RecipeForecast`. Writes nothing, needs no torch
-(but for the names of frozen weights)."""
+"""Turn a recipe, its shards and the user's flags into a `RecipeForecast`. Writes nothing; needs torch only to check the
+names of frozen weights."""
 
 from __future__ import annotations
 
@@ -19,45 +19,40 @@ from pipeline.budget.length import stage_length
 from pipeline.budget.warnings import engine_warnings, stage_warnings
 from pipeline.recipe.duration import parse_duration
 from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage import MaskedPatchStage, TrainStage
+from pipeline.recipe.stage import MaskedPatchStage
 from pipeline.recipe.vocabulary import StageName
 
-DRIVER = Path("/proc/driver/nvidia/gpus")  # a folder for each GPU, with a file `information`
+DRIVER = Path("/proc/driver/nvidia/gpus")  # a folder per GPU, with a file `information`
 _ASSUMED_CLASSES = 1000
 _MOST_IMAGES = 10**12
 
 
 def make_plan(recipe: Recipe, options: PlanOptions, *, driver: Path = DRIVER) -> RecipeForecast:
-    """All stages' forecasts; raises UserError if an option is out of range or contradicts another."""
+    """Forecast all stages; UserError: an option is out of range or contradicts another."""
     options.check()
     names = recipe.stages.trained
     num_images = _by_stage(options.images, flag="images", names=names)
     num_classes = _by_stage(options.classes, flag="classes", names=names)
-
     kind = find_gpu(options.gpu) if options.gpu else _gpu_here(driver)
     if kind is None and (options.mfu, options.node_gbps) != (None, None):
         raise UserError("--mfu, --node-gbps: they mean nothing without a GPU's peak and links; give --gpu too")
     count = options.gpus or (recipe.processes if recipe.processes != "auto" else max(1, num_gpus()))
     links = links_of(kind, gpus_per_node=options.gpus_per_node, node_gbps=options.node_gbps) if kind else None
-    machine = Hardware(gpus=count, gpu=kind, links=links)
-    measured = options.images_per_second
+    machine, measured = Hardware(gpus=count, gpu=kind, links=links), options.images_per_second
     warnings = [] if kind else [_no_gpu(here=num_gpus(), timed=measured is not None, gpus=count)]
     forecasts: list[StageForecast] = []
     notes: list[str] = []
     given = GivenSpeed(mfu=options.mfu)
     for name in names:
-        if recipe.train_stage(name).optimizer.frozen_needs_model:
-            from pipeline.training.stages import check_frozen  # torch, only where names of weights matter
+        config = recipe.train_stage(name)
+        if config.optimizer.frozen_needs_model:
+            from pipeline.training.stages import check_frozen  # torch, only if names of weights matter
 
             check_frozen(recipe, stage=name)
-        shards, missing = _shards(
-            recipe, stage=name, num_images=num_images.get(name), num_classes=num_classes.get(name)
-        )
+        shards, missing = _shards(recipe, name, num_images=num_images.get(name), num_classes=num_classes.get(name))
         notes += missing
         if measured is not None and given.measured_flops is None:
-            cost = stage_cost(
-                recipe.model, stage=recipe.train_stage(name), engine=recipe.engine, num_classes=shards.num_classes
-            )
+            cost = stage_cost(recipe.model, stage=config, engine=recipe.engine, num_classes=shards.num_classes)
             given = GivenSpeed(None, measured, cost.training_flops, name)
         length = stage_length(recipe, stage=name, num_images=shards.num_images, processes=count)
         forecasts.append(forecast_stage(recipe, stage=name, length=length, shards=shards, machine=machine, given=given))
@@ -88,45 +83,43 @@ def _by_stage(text: str | None, *, flag: str, names: tuple[StageName, ...]) -> d
 
 
 def _shards(
-    recipe: Recipe, *, stage: StageName, num_images: int | None, num_classes: int | None
+    recipe: Recipe, stage: StageName, *, num_images: int | None, num_classes: int | None
 ) -> tuple[Shards, list[str]]:
     """Find out a stage's training set, with a sentence for each assumption."""
     config, problem = recipe.train_stage(stage), ""
+    takes_classes = not isinstance(config, MaskedPatchStage)
     remote = not all(is_local(each.shards) for each in config.train or ())
-    if not (remote and num_images and num_classes):  # else it would fetch what is not needed
+    if not (remote and num_images and num_classes):  # otherwise the download would be in vain
         try:
             there = look(recipe, stage=stage, at="training")
         except (UserError, OSError) as error:
             problem = f" ({error})"
         else:
+            images, classes = num_images or there.num_images, num_classes or there.num_classes
             if train := there.train:
                 stored = sum(shard.stored_samples for shard in train.shards)
                 mean_bytes = None if train.num_bytes is None else train.num_bytes / max(1, stored)
-                images, classes = num_images or train.num_samples, num_classes or train.num_classes
-                return Shards(images, classes, mean_bytes, len(train.shards)), []
+                return Shards(images, classes or _ASSUMED_CLASSES, mean_bytes, len(train.shards)), []
             if there.role and not config.train:
-                images, classes = num_images or there.role.images, num_classes or there.role.classes
-                note = _published(stage, config, images=images, classes=classes)
-                return Shards(images, classes or _ASSUMED_CLASSES), [note]
+                labels = (
+                    f" of {classes:,} classes"
+                    if classes
+                    else f" (assuming {_ASSUMED_CLASSES:,} classes: give --classes N)"
+                )
+                note = f"{stage}: planned without its shards, for {config.data}: {images:,} images"
+                return Shards(images, classes or _ASSUMED_CLASSES), [note + (labels if takes_classes else "")]
             problem = f" ({'; '.join(there.unopened)})"
     missing: list[str] = []
     if num_images is None and parse_duration(config.duration).unit == "epochs":
         missing.append(f"how many steps {config.duration} are cannot be counted: give --images N")
-    if num_classes is None and not isinstance(config, MaskedPatchStage):
+    if num_classes is None and takes_classes:
         missing.append(f"{_ASSUMED_CLASSES:,} classes are assumed: give --classes N")
     notes = [f"{stage}: planned without its shards; {'; '.join(missing)}{problem}"] if missing else []
     return Shards(num_images, num_classes or _ASSUMED_CLASSES), notes
 
 
-def _published(stage: StageName, config: TrainStage, *, images: int, classes: int | None) -> str:
-    labels = "" if isinstance(config, MaskedPatchStage) else f" of {classes:,} classes" if classes else None
-    if labels is None:
-        labels = f" (its classes are taken as {_ASSUMED_CLASSES:,}: give --classes N)"
-    return f"{stage}: planned without its shards, for {config.data}: {images:,} images{labels}"
-
-
 def _gpu_here(driver: Path) -> Gpu | None:
-    """This machine's kind of GPU, from the driver's files; None: none that is in the table."""
+    """Find this machine's kind of GPU in the driver's files; None: not in the table."""
     if not num_gpus():
         return None
     for information in sorted(driver.glob("*/information")):

@@ -1,6 +1,6 @@
-"""Find a stage's shards that exist before a run; no `pipe:` is opened, because it is a command.
+"""Open a stage's shards that exist before a run; no `pipe:`, because it is a command.
 
-Tars without a manifest are indexed, as a run would. Gives up on a silent bucket after half a minute.
+Indexes tars without a manifest, as a run would. Gives up on a silent bucket after half a minute.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class ShardsBefore:
     """A stage's shards."""
 
     unopened: tuple[str, ...]  # a sentence for each set that was not opened
-    train: ShardSet | None  # the training sets, concatenated; None: one of them was not opened
-    held_out: ShardSet | None = None  # None: it was not opened, or not asked for
-    also_eval: Mapping[str, ShardSet] = field(default_factory=dict)  # those that were opened
-    role: Role | None = None  # what is published of the set, where `train` is unknown
+    train: ShardSet | None  # the training sets, concatenated; None: one was not opened
+    held_out: ShardSet | None = None  # None: not opened, or not asked for
+    also_eval: Mapping[str, ShardSet] = field(default_factory=dict)  # those opened
+    role: Role | None = None  # published facts, if `train` is unknown
 
     @property
     def num_images(self) -> int | None:
-        """Training images: counted, or as published."""
+        """Training images: counted or published."""
         return self.train.num_samples if self.train else self.role.images if self.role else None
 
     @property
@@ -50,33 +50,33 @@ class ShardsBefore:
 
 def look(recipe: Recipe, *, stage: StageName, at: Literal["training", "all"] = "all") -> ShardsBefore:
     """Open a training stage's sets that exist, and name those that do not; `at`: "training" leaves out the held-out
-    set. Raises UserError if shards exist and are broken, and StoreError if a place cannot be reached."""
+    sets. UserError: shards exist and are broken; StoreError: a place cannot be reached."""
     config, store = recipe.train_stage(stage), Store(None, retry=RetryPolicy(give_up_seconds=GIVE_UP_SECONDS))
-    missing = [text for each in config.train or () if (text := _unopened(each, store=store))]
+    missing: list[str] = []
+
+    def opened(shards: ShardsConfig) -> ShardSet | None:
+        if text := _unopened(shards, store=store):
+            missing.append(text)
+            return None
+        return _open(shards, store=store)
+
+    missing += [text for each in config.train or () if (text := _unopened(each, store=store))]
     train = None
     if config.train and not missing:
         train = merge_shard_sets([_open(each, store=store) for each in config.train])
-    held_out = None
-    if at == "all" and config.eval:
-        if text := _unopened(config.eval, store=store):
-            missing.append(text)
-        else:
-            held_out = _open(config.eval, store=store)
-    also_eval: dict[str, ShardSet] = {}
-    for name, each in config.also_eval.items() if at == "all" else ():
-        if text := _unopened(each, store=store):
-            missing.append(text)
-        else:
-            also_eval[name] = _open(each, store=store)
-    few_shot = few_shot_of(recipe, stage=stage) if at == "all" else ()
-    missing += [text for each in few_shot for one in (each.train, each.eval) if (text := _unopened(one, store=store))]
+    held_out, also_eval = None, dict[str, ShardSet]()
+    if at == "all":
+        held_out = opened(config.eval) if config.eval else None
+        also_eval = {name: one for name, each in config.also_eval.items() if (one := opened(each))}
+        for one in (shards for each in few_shot_of(recipe, stage=stage) for shards in (each.train, each.eval)):
+            missing += [text] if (text := _unopened(one, store=store)) else []
     if text := missing_paths(recipe, stage=stage):
         missing.append(text)
     return ShardsBefore(tuple(missing), train, held_out, also_eval, role=None if train else role_of(config))
 
 
 def _unopened(shards: ShardsConfig, *, store: Store) -> str | None:
-    """Why a set is not opened; None: it exists."""
+    """Say why a set is not opened; None: it exists."""
     location = shards.shards
     if why := command_reason(location):
         return f"{redacted(location)} {why}, and none is started"

@@ -12,9 +12,9 @@ from typing import Literal
 from model.config import ModelConfig
 from model.counting.cost import VALUE_BYTES, linear
 from model.counting.flops import account
-from model.vocabulary import COLOURS, HeadKind
+from model.vocabulary import COLOURS
 from pipeline.recipe.schema import EngineConfig
-from pipeline.recipe.stage import MaskedPatchStage, PretrainStage, TrainStage
+from pipeline.recipe.stage import TrainStage
 
 # Autocast (accelerate) keeps norms' inputs in float32: 36 two-byte values for bf16's 32 (measured: 36.2 for B/16).
 _AUTOCAST = 36 / 32
@@ -43,13 +43,13 @@ class StageCost:
 
 def stage_cost(model: ModelConfig, *, stage: TrainStage, engine: EngineConfig, num_classes: int) -> StageCost:
     """Count the cost of one image in `stage`."""
-    masked, every = isinstance(stage, MaskedPatchStage), engine.checkpointed_every or 1
-    head: HeadKind = stage.head if isinstance(stage, PretrainStage) else "linear"
+    head, every = stage.head_kind, engine.checkpointed_every or 1
+    masked = head == "masked_patch"
     counted = account(
         model.model_copy(update={"pool": "gap"}) if masked and model.pool == "map" else model,
         image_size=stage.image_size,
         num_classes=len(COLOURS) if masked else num_classes,
-        head=head,
+        head="linear" if head == "masked_patch" else head,
         patch_dropout=stage.patch_dropout,
         checkpointed_every=every,
     )

@@ -136,7 +136,8 @@ def forecast_stage(
     shards_state = engine.backend == "deepspeed" and OPTIMIZERS[config.optimizer.name].takes == "pieces"
     images: dict[Activations, int] = {kind: (finish or cost).image_bytes(kind) for kind in _ACTIVATIONS}
     part = _Part(recipe, config, plan, cost, machine, _speed(recipe, cost=cost, machine=machine, given=given))
-    memory = {each: part.row(each, images=images) for each in (ZERO_STAGES if shards_state else (own,))}
+    stages = ZERO_STAGES if shards_state else (own,)
+    memory: dict[ZeroStage, MemoryRow] = {each: part.row(each, images=images) for each in stages}
     time = part.time(memory[own], zero_stage=own, finish=finish, known=length.known)
     read = ahead = None
     if time:
@@ -183,7 +184,7 @@ class _Part:
 
     @property
     def compute_seconds(self) -> float | None:
-        """Of one step, on one GPU alone."""
+        """Of a step, on one GPU alone."""
         images = self.plan.micro_batch_size * self.plan.accumulation_steps
         return images / self.speed.images_per_second if self.speed else None
 

@@ -95,7 +95,7 @@ def state_of(
     zero_stage: ZeroStage,
     ema: EmaConfig | None = None,
 ) -> State:
-    """The state under one ZeRO stage, which need not be the recipe's."""
+    """Count the state under one ZeRO stage, which need not be the recipe's."""
     each = optimizer.bytes_per_parameter + (AVERAGE_BYTES if ema else 0)
     weight, several = WEIGHT_BYTES[engine.precision], plan.world_size > 1
     accumulates = plan.accumulation_steps > 1
@@ -135,8 +135,7 @@ def state_of(
 
 
 def _offloaded(held: State, *, engine: EngineConfig, share: int) -> State:
-    """What stays on the GPU: the CPU's optimizer takes gradients in float32, and ZeRO 3 keeps its share of them where
-    it steps."""
+    """Count what stays on the GPU; the CPU's optimizer takes gradients in float32, and ZeRO 3 keeps them there."""
     if engine.offload == "none":
         return held
     host = held.optimizer + (WEIGHT_BYTES[engine.precision] + MASTER_BYTES) * share

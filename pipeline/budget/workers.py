@@ -1,4 +1,4 @@
-"""What reading and decoding cost, and the number of data workers for that.
+"""Estimate the cost of reading and decoding, and the number of data workers for it.
 
 Decoding is estimated from one benchmark (launch/bench/records/data.txt: photographs of 107 kB and 0.2 megapixels,
 cropped to 224 px, one core of a Xeon): decoding grows with an image's bytes, the rest with the pixels of the crop.

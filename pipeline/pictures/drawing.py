@@ -39,10 +39,9 @@ def drawers(moment: Moment) -> Sequence[Drawer]:
 
             return (draw_training_batch,)
         case "evaluated":
-            from pipeline.pictures.calibration import draw_reliability
+            from pipeline.pictures.accuracy import draw_per_class, draw_per_class_table, draw_reliability
             from pipeline.pictures.confusion import draw_confused_pairs, draw_confusion_matrix
             from pipeline.pictures.evaluation_grid import draw_evaluation_grid, draw_worst_mistakes
-            from pipeline.pictures.per_class import draw_per_class, draw_per_class_table
 
             return (
                 draw_evaluation_grid,

@@ -1,4 +1,4 @@
-"""What pictures of an evaluation share: the stored evaluations of a step, their sets' names, and shares as text.
+"""Load the stored evaluations of a step for their pictures; name sets, shorten classes, format shares.
 
 Reads evaluation.json and arrays.npz of each set: milliseconds, tenths of a second with 1,000 classes. No torch.
 """

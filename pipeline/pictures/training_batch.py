@@ -23,6 +23,7 @@ from data_shards.images.decode import EncodedImage, PixelLimit, read_image
 from data_shards.loading.batch import Batch
 from data_shards.loading.mixing import Mix
 from data_shards.order.randomness import uniforms
+from data_shards.order.sample_order import refs_in_set_order
 from data_shards.reading.overview import DrawnImage, reduced
 from data_shards.reading.shard_reader import ShardReader
 from data_shards.text import counted
@@ -131,13 +132,6 @@ def stage_steps(recipe: Recipe, *, stage: StageName, data: StageData, lanes: int
     """Plan the stage for one process, with the lanes of the run's order; UserError if sizes do not fit."""
     plan = plan_stage(recipe, stage=stage, samples_per_epoch=data.train.num_samples, world_size=1)
     return replace(plan, lanes=lanes) if lanes else plan
-
-
-def place_of_sample(shard_sizes: Sequence[int], sample: int) -> tuple[int, int]:
-    """The shard of a sample's number, and its row there."""
-    ends = np.cumsum(shard_sizes)
-    shard = int(np.searchsorted(ends, sample, side="right"))
-    return shard, sample - int(ends[shard]) + shard_sizes[shard]
 
 
 def draw_training_batch(request: DrawRequest) -> Sequence[Drawn]:
@@ -274,8 +268,9 @@ def _without_gpu(recipe: Recipe) -> Recipe:
 
 
 def _image(reader: ShardReader, sample: int, *, recipe: Recipe) -> EncodedImage:
-    shard, row = place_of_sample(reader.shards.shard_sizes, sample)
-    return _decoded(reader.read(shard, row=row).image, recipe=recipe)
+    starts = np.cumsum([0, *reader.shards.shard_sizes[:-1]])
+    ref = refs_in_set_order(np.array([sample]), shard_starts=starts)
+    return _decoded(reader.read(int(ref.shard[0]), row=int(ref.row[0])).image, recipe=recipe)
 
 
 def _decoded(content: bytes, *, recipe: Recipe) -> EncodedImage:

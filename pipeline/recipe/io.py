@@ -1,4 +1,4 @@
-"""Read recipes from YAML and `key=value` overrides, write them, and compare two of them.
+"""Read recipes from YAML and `key=value` overrides, write them, and compare them.
 
 Files (see `sources`), overrides and missing paths of roles (see `roles`) are merged first, then validated once.
 """
@@ -30,31 +30,15 @@ from pipeline.recipe.sources import (
 from pipeline.recipe.vocabulary import ALL_STAGES
 from pipeline.recipe.yaml_text import read_yaml, write_yaml
 
-# Keys that may change when resuming: they affect how a run executes and reports, not what it learns.
+# May change when resuming: they affect how a run executes and reports, not its result.
 FREE_KEYS = (
-    "experiment",
-    "processes",
-    "pictures",
-    *("tracking.mode", "tracking.system_metrics", "tracking.log_model", "tracking.register_as", "tracking.alias"),
-    "data.workers",
-    "data.worker_kind",
-    "data.max_corrupt_share",
-    "data.cache.folder",
-    "data.cache.limit",
-    "engine.collective_timeout_seconds",
-    "engine.zero_stage",
-    "engine.max_micro_batch_size",
-    "engine.activation_checkpointing",
-    "engine.compile",
-    "engine.attention",
-    "engine.offload",
-    "engine.overlap",
-    "engine.bucket_elements",
-    "engine.hang_seconds",
-    "engine.slow_rank",
-    "engine.slow_rank_factor",
-    "engine.slow_rank_seconds",
-    "engine.saving",
+    *("experiment", "processes", "pictures"),
+    *(f"tracking.{key}" for key in ("mode", "system_metrics", "log_model", "register_as", "alias")),
+    *(f"data.{key}" for key in ("workers", "worker_kind", "max_corrupt_share", "cache.folder", "cache.limit")),
+    *(f"engine.{key}" for key in ("zero_stage", "max_micro_batch_size", "activation_checkpointing", "compile")),
+    *(f"engine.{key}" for key in ("attention", "offload", "overlap", "bucket_elements", "saving")),
+    *(f"engine.{key}" for key in ("collective_timeout_seconds", "hang_seconds")),
+    *(f"engine.{key}" for key in ("slow_rank", "slow_rank_factor", "slow_rank_seconds")),
 )
 FREE_STAGE_KEYS = (
     *("data", "log_every", "eval_every", "eval_overlap", "metrics", "also_eval", "few_shot"),
@@ -92,8 +76,7 @@ def parse_recipe(path: Path) -> Recipe:
 
 def dump_recipe(recipe: Recipe, *, keys: Literal["all", "changed"] = "all") -> str:
     """Write the resolved recipe as YAML, with all defaults ("all") or none ("changed")."""
-    tree = recipe.model_dump(mode="json", exclude_defaults=keys == "changed")
-    return write_yaml(tree)
+    return write_yaml(recipe.model_dump(mode="json", exclude_defaults=keys == "changed"))
 
 
 def flatten(recipe: Recipe, *, keys: Literal["all", "changed"] = "all") -> dict[str, str]:
@@ -104,12 +87,7 @@ def flatten(recipe: Recipe, *, keys: Literal["all", "changed"] = "all") -> dict[
 
 def differences(old: Recipe, new: Recipe) -> dict[str, str]:
     """List the differing keys that affect the result, each as "old -> new"."""
-    before, after = without_free_keys(flatten(old)), without_free_keys(flatten(new))
-    return {
-        key: f"{before.get(key, '(absent)')} -> {after.get(key, '(absent)')}"
-        for key in [*before, *(key for key in after if key not in before)]
-        if before.get(key) != after.get(key)
-    }
+    return _changes(without_free_keys(flatten(old)), without_free_keys(flatten(new)))
 
 
 def difference_to_parent(source: str, *, overrides: Sequence[str] = ()) -> str:
@@ -121,16 +99,17 @@ def difference_to_parent(source: str, *, overrides: Sequence[str] = ()) -> str:
     if not parents:
         parents, before = [source], tree
     tree, _, changes = _with_choice(tree, overrides)
-    old, new = _leaves(before), _leaves(_overridden(tree, changes)[0])
-    keys = [key for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key) or (key in old) != (key in new)]
-    if not keys:
-        return ""
-    lines = [f"{key}: {_said(old, key)} -> {_said(new, key)}" for key in keys]
-    return "\n".join([f"parent: {', '.join(parents)}", *lines]) + "\n"
+    found = _changes(_leaves(before), _leaves(_overridden(tree, changes)[0]))
+    lines = [f"parent: {', '.join(parents)}", *(f"{key}: {change}" for key, change in found.items())]
+    return "\n".join(lines) + "\n" if found else ""
 
 
-def _said(leaves: Mapping[str, Any], key: str) -> str:
-    return one_line(str(leaves[key])) if key in leaves else "(absent)"
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+    def show(leaves: Mapping[str, Any], key: str) -> str:
+        return one_line(str(leaves[key])) if key in leaves else "(absent)"
+
+    keys = [key for key in dict.fromkeys([*old, *new]) if (key in old, old.get(key)) != (key in new, new.get(key))]
+    return {key: f"{show(old, key)} -> {show(new, key)}" for key in keys}
 
 
 def without_free_keys(leaves: Mapping[str, str]) -> dict[str, str]:
@@ -146,10 +125,8 @@ def _is_free(key: str) -> bool:
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            leaves.update(_leaves(value, f"{prefix}{key}."))
-        else:
-            leaves[prefix + key] = value
+        is_group = isinstance(value, Mapping) and value
+        leaves |= _leaves(value, f"{prefix}{key}.") if is_group else {prefix + key: value}
     return leaves
 
 
@@ -191,9 +168,7 @@ def _assign(tree: dict[str, Any], override: str, *, before: Sequence[str]) -> st
     """Change one key and return it; `before`: keys set by earlier overrides."""
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise UserError(
-            f"{override!r} is no override: write it as key=value, for instance stages.pretrain.image_size=32"
-        )
+        raise UserError(f"{override!r} is no override: write key=value, for instance stages.pretrain.image_size=32")
     key = _whole_key(key, tree=tree)
     for other in before:
         if f"{other}.".startswith(f"{key}."):
@@ -221,12 +196,11 @@ def _validate(tree: dict[str, Any], *, origin: str, overridden: Sequence[str] = 
             return recipe
     by_place: dict[str, list[str]] = {}
     for mistake in found:
+        place = origin
         if any(f"{mistake.key}.".startswith(f"{key}.") for key in overridden):
             place = "in the overrides"
         elif any(not mistake.key or f"{key}.".startswith(f"{mistake.key}.") for key in overridden):
             place = f"{origin} with the overrides"
-        else:
-            place = origin
         by_place.setdefault(place, []).append(mistake.text)
     raise UserError(redact_text("; ".join(f"{place}: {_some(texts)}" for place, texts in by_place.items())))
 

@@ -1,6 +1,6 @@
 """Turn pydantic's validation errors into sentences: the key, its value, and what to give instead.
 
-Accepted values come from pydantic's JSON schema of the recipe, so a new key needs no text here.
+Accepted values come from the recipe's JSON schema, so a new key needs no text here.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ class Mistake:
 def mistakes(error: ValidationError, *, tree: Any, root: type[BaseModel]) -> list[Mistake]:
     """List the validation errors of `tree`, each once."""
     schema, details = _schema_of(root), error.errors(include_url=False, include_context=True)
-    return list(
-        dict.fromkeys(_mistake(each, place=_find(each["loc"], tree=tree, root=schema), root=schema) for each in details)
-    )
+    return list(dict.fromkeys(_mistake(each, tree=tree, root=schema) for each in details))
 
 
 def truths(tree: Any, *, root: type[BaseModel]) -> list[Mistake]:
@@ -53,27 +51,18 @@ def _truths(tree: Any, *, group: Schema, key: str) -> Iterator[Mistake]:
         if field is None:
             continue
         place, inner = f"{key}{name}", _group(field)
-        if inner is not None and isinstance(value, list):
-            for number, each in enumerate(value):
-                yield from _truths(each, group=inner, key=f"{place}.{number}.")
-        elif inner is not None:
-            yield from _truths(value, group=inner, key=f"{place}.")
+        if inner is not None:
+            sets = {f"{place}.{number}.": each for number, each in enumerate(value)} if isinstance(value, list) else {}
+            for inside, each in (sets or {f"{place}.": value}).items():
+                yield from _truths(each, group=inner, key=inside)
         elif any(isinstance(each, bool) for each in (value if isinstance(value, list) else [value])) and not any(
             kind.get("type") == "boolean" for kind in _kinds(field)
         ):
             yield Mistake(place, f"{place} is {show(value)}: {_advice(value, field=field, name=name)}")
 
 
-@dataclass(frozen=True)
-class _Place:
-    key: str
-    name: str
-    group: Schema | None
-    field: Schema | None
-
-
-def _find(location: Sequence[int | str], *, tree: Any, root: Schema) -> _Place:
-    """Resolve pydantic's location, which also counts union branches and pair values."""
+def _find(location: Sequence[int | str], *, tree: Any, root: Schema) -> tuple[str, str, Schema | None, Schema | None]:
+    """Resolve pydantic's location, which also counts union branches and pair values: whole key, name, group, field."""
     names: list[str] = []
     group: Schema | None = root
     holder, field, last = None, None, ""
@@ -90,7 +79,7 @@ def _find(location: Sequence[int | str], *, tree: Any, root: Schema) -> _Place:
         elif group is not None and number == len(location) - 1:
             holder, field, last = group, None, str(part)
             names.append(last)
-    return _Place(one_line(".".join(names)), last, holder, field)
+    return one_line(".".join(names)), last, holder, field
 
 
 def _ending_in(name: str, *, given: str, root: Schema) -> list[str]:
@@ -108,23 +97,23 @@ def _keys(group: Schema, before: str = "") -> Iterator[str]:
             yield from _keys(kind, f"{before}{name}.") if "properties" in kind else ()
 
 
-def _mistake(detail: Any, *, place: _Place, root: Schema) -> Mistake:
-    key, value = place.key, detail["input"]
+def _mistake(detail: Any, *, tree: Any, root: Schema) -> Mistake:
+    (key, name, group, field), value = _find(detail["loc"], tree=tree, root=root), detail["input"]
     match detail["type"]:
         case "missing" if value is None or isinstance(value, Mapping | BaseModel):
             text = f"key {key} is missing"
         case "extra_forbidden" | "invalid_key":
-            known = place.group["properties"] if place.group else ()
-            meant = _ending_in(place.name, given=key, root=root) or difflib.get_close_matches(place.name, known, n=1)
+            known = group["properties"] if group else ()
+            meant = _ending_in(name, given=key, root=root) or difflib.get_close_matches(name, known, n=1)
             text = f"unknown key {key}" + (f", did you mean {' or '.join(meant)}?" if meant else "")
         case "value_error":
             message = one_line(str(detail["ctx"]["error"]))
             text = f"{key}: {message}" if key and not message.startswith(key) else message
-        case _ if place.field is None:
+        case _ if field is None:
             text = f"{key or 'it'} is {show(value)}: give keys and their values"
         case _:
             value = {} if isinstance(value, BaseModel) else value
-            text = f"{key} is {show(value)}: {_advice(value, field=place.field, name=place.name)}"
+            text = f"{key} is {show(value)}: {_advice(value, field=field, name=name)}"
     return Mistake(key, text)
 
 
@@ -153,7 +142,8 @@ def _advice(value: Any, *, field: Schema, name: str) -> str:
     if field.get("format") == "bytes":
         return "give a size with its unit, such as 100 GB"
     kinds = _kinds(field)
-    if isinstance(value, int | float) and any(each.get("type") == "string" and not _choices(each) for each in kinds):
+    takes_text = any(each.get("type") == "string" and not _choices(each) for each in kinds)
+    if isinstance(value, int | float) and takes_text:
         return f"give text, in quotes if it is a number, such as '{value}'"
     choices = [choice for each in kinds for choice in _choices(each)]
     close = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []

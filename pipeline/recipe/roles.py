@@ -1,12 +1,12 @@
-"""Data sets by role: a stage says `data: imagenet21k`, and the user says where its shards are.
+"""Data sets by role: a stage says `data: imagenet21k`, and the user names its shards.
 
 With `train=`, `eval=`, `finetune.train=`, `finetune.eval=`, or once for all recipes in a file of paths:
 
     imagenet21k: {train: /data/imagenet21k/train, eval: /data/imagenet21k/val}
     imagenet: {train: "s3://bucket/imagenet/train", eval: "s3://bucket/imagenet/val"}
 
-Any name is a role; those in `ROLES` have published sizes, so that runs can be planned before there are shards. As in a
-recipe, relative paths start at the current folder.
+Any name is a role; those in `ROLES` have published sizes, so runs can be planned before packing. Relative paths start
+at the current folder, as in a recipe.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ class Role:
     classes: int | None  # None: depends on the task
     source: str
     packed_from: str = "IMAGES"  # input of `shardvit pack`
-    held_out: str = ""  # its option for a set published without an evaluation part
+    held_out: str = ""  # its option for a set published without evaluation part
 
 
 _HELD_OUT = " --holdout-images 51200"
+_JFT_CLASSES = "classes: Big Transfer (arXiv 1912.11370)"
+_JFT3B_CLASSES = "classes: big_vision, train_vit_g.py"
 _VTAB = "VTAB-1k (arXiv 1910.04867): 800 training and 200 validation images"
 _VTAB_CLASSES = {  # Table 2 of the same paper, in its order: natural, specialised, structured
     **{"caltech101": 102, "cifar100": 100, "dtd": 47, "flowers": 102, "pets": 37, "sun397": 397, "svhn": 10},
@@ -52,20 +54,15 @@ _VTAB_CLASSES = {  # Table 2 of the same paper, in its order: natural, specialis
 
 ROLES: dict[str, Role] = {
     "imagenet21k": Role(
-        *(14_197_122, 21_841, "fall 2011 release, the paper's; winter 2021: 13,153,500"),
+        14_197_122,
+        21_841,
+        "fall 2011 release, the paper's; winter 2021: 13,153,500",
         packed_from="fall11_whole.tar",
         held_out=_HELD_OUT,
     ),
     "imagenet": Role(1_281_167, 1000, "ILSVRC 2012", "imagenet/"),
-    "jft": Role(
-        303_000_000,
-        18_291,
-        "JFT-300M: ViT paper, section 4.1; classes: Big Transfer (arXiv 1912.11370)",
-        held_out=_HELD_OUT,
-    ),
-    "jft3b": Role(
-        3_000_000_000, 29_593, "JFT-3B: arXiv 2106.04560; classes: big_vision, train_vit_g.py", held_out=_HELD_OUT
-    ),
+    "jft": Role(303_000_000, 18_291, f"JFT-300M: ViT paper, section 4.1; {_JFT_CLASSES}", held_out=_HELD_OUT),
+    "jft3b": Role(3_000_000_000, 29_593, f"JFT-3B: arXiv 2106.04560; {_JFT3B_CLASSES}", held_out=_HELD_OUT),
     "cifar10": Role(50_000, 10, "CIFAR-10", "cifar-10-python.tar.gz"),
     "cifar100": Role(50_000, 100, "CIFAR-100", "cifar-100-python.tar.gz"),
     "pets": Role(3_680, 37, "Oxford-IIIT Pet, trainval", "pets/"),
@@ -113,7 +110,7 @@ def fill_paths(tree: dict[str, Any], paths: Paths) -> dict[str, Any]:
 
 
 def role_of(config: TrainStage) -> Role | None:
-    """Get the role of the stage's data, less the images held out; None: no role, or one of the user's own."""
+    """Get the role of the stage's data, less held-out images; None: no role, or the user's own."""
     role = ROLES.get(config.data or "")
     shares = [config.hold_out, *(one.hold_out for one in config.train or () if one.part == "rest")]
     share = next((each for each in shares if each), 0.0)
@@ -121,18 +118,17 @@ def role_of(config: TrainStage) -> Role | None:
 
 
 def missing_paths(recipe: Recipe, *, stage: StageName) -> str | None:
-    """Say which paths the stage lacks, in one sentence; None: it has its shards."""
+    """Name the paths that the stage lacks, in one sentence; None: it has its shards."""
     config = recipe.train_stage(stage)
     missing = [key for key in _KEYS if getattr(config, key) is None]
     if not missing:
         return None
-    keys = " and ".join(f"{'' if stage == recipe.stages.trained[0] else f'{stage}.'}{key}=SHARDS" for key in missing)
-    role = config.data or ""
+    prefix = "" if stage == recipe.stages.trained[0] else f"{stage}."
+    keys, role = " and ".join(f"{prefix}{key}=SHARDS" for key in missing), config.data or ""
     images, held_out = (ROLES[role].packed_from, ROLES[role].held_out) if role in ROLES else ("IMAGES", "")
-    close = [] if role in ROLES else difflib.get_close_matches(role, ROLES, n=1, cutoff=0.6)
+    close = [] if role in ROLES else difflib.get_close_matches(role, ROLES, n=1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
     return (
-        f"stages.{stage} is for {role}"
-        + (f" (did you mean {close[0]}?)" if close else "")
-        + f", and where its shards are is not said: give {keys}, or --data FILE with a line "
+        f"stages.{stage} is for {role}{hint}, but its shards are not named: give {keys}, or --data FILE with a line "
         f"{role}: {{train: SHARDS, eval: SHARDS}}; `shardvit pack {images} shards/{role}{held_out}` makes them"
     )

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from model.config import ModelConfig, Regularisation
+from model.config import ModelConfig
 from pipeline.recipe.data import MOST_LANES, DataConfig
 from pipeline.recipe.duration import Strict
 from pipeline.recipe.stage import MOST_SECONDS, MaskedPatchStage, Stages, TrainStage
@@ -249,7 +249,7 @@ class Recipe(Strict):
             yield f"{key}.image_size: {error}"
             return
         try:
-            Regularisation(stage.dropout, stage.stochastic_depth, stage.patch_dropout).check(self.model)
+            stage.regularisation.check(self.model)
         except ValueError as error:
             yield f"{key}: {error}"
         if grid**2 > _MOST_PATCHES:

@@ -1,11 +1,11 @@
-"""Find and read the files of a recipe into one tree of keys, with what they extend and the fine-tuning set.
+"""Find and read a recipe's files into one tree of keys, with what they extend and the fine-tuning set.
 
     SHIPPED/NAME.yaml, SHIPPED/FAMILY/NAME.yaml    a recipe, found as NAME
-    SHIPPED/FAMILY/_SHARED.yaml                    what a family shares: not a recipe itself, only to be extended
+    SHIPPED/FAMILY/_SHARED.yaml                    keys that a family shares: no recipe, only to be extended
     SHIPPED/finetune/SET.yaml                      a fine-tuning set: the stages that `finetune: SET` gives a recipe
 
-`extends: OTHER`, or a list merged in order, names recipes in the same folder or shipped ones whose keys this one
-changes; a stage set to null is left out. The recipe's own keys win over `finetune: SET`; `finetune: null` leaves out
+`extends: OTHER`, or a list merged in order, names recipes in the same folder or shipped ones that this one changes; a
+stage set to null is left out. The recipe's own keys win over `finetune: SET`; `finetune: null` leaves out
 swap_head and finetune. Both are resolved here; no resolved recipe has them.
 """
 
@@ -75,20 +75,14 @@ def find_recipe(source: str, *, beside: Path, said_by: str = "") -> Path:
     what = one_line(source if len(source) <= _MOST_NAMED else f"{source[:_MOST_NAMED]}...")
     if os.path.isdir(path):
         inside = next((path / name for name in ("recipe.yaml", f"{path.name}.yaml") if (path / name).is_file()), None)
-        raise UserError(
-            f"{of}{what} is a folder, not a recipe: give a YAML file" + (f", such as {inside}" if inside else "")
-        )
+        such_as = f", such as {inside}" if inside else ""
+        raise UserError(f"{of}{what} is a folder, not a recipe: give a YAML file{such_as}")
     if os.path.exists(path):
         raise UserError(f"{of}{what} is no file: give the path of a YAML file")
     near = _like(source, beside=beside, shipped=list(shipped))
-    raise UserError(
-        f"{of}there is no recipe {what}"
-        + (
-            f", did you mean {near}?"
-            if near
-            else f": give the path of a YAML file, or one of the {len(shipped)} names that `shardvit recipes` lists"
-        )
-    )
+    names = f"one of the {len(shipped)} names that `shardvit recipes` lists"
+    advice = f", did you mean {near}?" if near else f": give the path of a YAML file, or {names}"
+    raise UserError(f"{of}there is no recipe {what}{advice}")
 
 
 def read_source(path: Path) -> RecipeSource:
@@ -180,15 +174,14 @@ def _find_set(name: Any, *, beside: Path, said_by: str) -> Path:
         if os.path.isfile(candidate):
             return candidate
     close = difflib.get_close_matches(name, sets, n=1)
+    what = one_line(name[:_MOST_NAMED]) + (f", did you mean {close[0]}? Else" if close else ":")
     raise UserError(
-        f"{said_by}: there is no fine-tuning set {one_line(name[:_MOST_NAMED])}"
-        + (f", did you mean {close[0]}? Else" if close else ":")
-        + f" give the path of a YAML file, or one of {', '.join(sets)}"
+        f"{said_by}: there is no fine-tuning set {what} give the path of a YAML file, or one of {', '.join(sets)}"
     )
 
 
 def _patch_size(model: Any) -> int:
-    """Pixels that an image side must be a multiple of; 1: the model is wrong, as validation will say."""
+    """Unit of image sizes in pixels; 1: the model is invalid, as validation will say."""
     with suppress(ValidationError, ValueError, AssertionError):
         config = ModelConfig.model_validate(model)
         return config.sizes.patch_size if config.kind == "vit" else 32
@@ -212,7 +205,7 @@ def _read(path: Path, *, seen: tuple[Path, ...], files: list[Path]) -> Tree:
     if path.resolve() in seen:
         raise UserError(f"{path}: 'extends' leads back to the recipe itself")
     if len(files) == _MOST_FILES:
-        raise UserError(f"{path}: with what it extends, the recipe is made from more than {_MOST_FILES} files")
+        raise UserError(f"{path}: with what it extends, the recipe consists of more than {_MOST_FILES} files")
     tree, parents = _own_keys(path)
     base: Tree = {}
     for parent in parents:
@@ -226,12 +219,10 @@ def _own_keys(path: Path) -> tuple[Tree, list[str]]:
     """Read a file's keys, and the names that it extends."""
     tree = read_yaml_file(path)
     if not isinstance(tree, dict):
-        raise UserError(
-            f"{path} holds no recipe: it {'is empty, and ' if tree is None else ''}must be a mapping of keys such as "
-            "name, model and stages"
-        )
-    parents = tree.pop("extends", None)
-    parents = [] if parents is None else parents if isinstance(parents, list) else [parents]
+        empty = "it is empty, and " if tree is None else "it "
+        raise UserError(f"{path} holds no recipe: {empty}must be a mapping of keys such as name, model and stages")
+    parents = tree.pop("extends", None) or []
+    parents = parents if isinstance(parents, list) else [parents]
     if not all(isinstance(parent, str) for parent in parents):
         raise UserError(f"{path}: extends must be the name of another recipe, or a list of names")
     return tree, parents
@@ -240,7 +231,6 @@ def _own_keys(path: Path) -> tuple[Tree, list[str]]:
 KEYS = ("command", "hardware", "time", "result", "source", "chosen")
 """chosen: what is not published, and what we chose instead."""
 
-_ENTRY = re.compile(rf"#   ({'|'.join(KEYS)}) +(\S.*)")
 _GPUS = re.compile(r"(\d[\d,]*) x ([A-Za-z0-9]+)")
 _GPU_HOURS = re.compile(r"(\d[\d,.]*) GPU-hours")
 
@@ -262,7 +252,7 @@ class RecipeHeader:
     entries: Mapping[str, tuple[str, ...]]
 
     def entry(self, key: str) -> str:
-        """Lines of a key joined; "" if it is missing."""
+        """Join the lines of a key; "": it is missing."""
         return " ".join(self.entries.get(key, ()))
 
     @property
@@ -283,34 +273,26 @@ class RecipeHeader:
 
     def text(self) -> str:
         """Format the comment as in a file."""
-        lines = ["# " + line for line in self.description.splitlines()] + ["#"]
+        lines = [*self.description.splitlines(), ""]
         for key in KEYS:
             for number, line in enumerate(self.entries.get(key, ())):
-                lines.append(f"#   {key if number == 0 else '':9} {line}")
-        return "\n".join(lines) + "\n"
+                lines.append(f"  {'' if number else key:9} {line}")
+        return "".join(f"# {line}".rstrip() + "\n" for line in lines)
 
 
 def read_header(files: Sequence[Path], *, name: str) -> RecipeHeader:
     """Read the header of a recipe made from `files`, the most general first: the last description and, per key, the
     last entry."""
-    found = [_parse(path.read_text(encoding="utf-8")) for path in files]
-    entries = {key: lines for each in found for key, lines in each.entries.items()}
-    named = {key: tuple(re.sub(r"\bNAME\b", name, line) for line in entries[key]) for key in KEYS if key in entries}
-    return RecipeHeader(found[-1].description, named)
+    description, entries = "", dict[str, tuple[str, ...]]()
+    for path in files:
+        comment = re.match(r"(#.*\n)*", path.read_text(encoding="utf-8"))
+        words, *parts = re.split(rf"^#   ({'|'.join(KEYS)})(?= +\S)", comment[0] if comment else "", flags=re.M)
+        description = "\n".join(_lines(words))
+        entries |= {
+            key: _lines(re.sub(r"\bNAME\b", name, text)) for key, text in zip(parts[::2], parts[1::2], strict=True)
+        }
+    return RecipeHeader(description, {key: entries[key] for key in KEYS if key in entries})
 
 
-def _parse(text: str) -> RecipeHeader:
-    description: list[str] = []
-    entries: dict[str, tuple[str, ...]] = {}
-    key = ""
-    for line in text.splitlines():
-        if not line.startswith("#"):
-            break
-        if match := _ENTRY.fullmatch(line.rstrip()):
-            key = match[1]
-            entries[key] = (match[2],)
-        elif key and line[1:].strip():
-            entries[key] += (line[1:].strip(),)
-        elif not key and line[1:].strip():
-            description.append(line[1:].strip())
-    return RecipeHeader("\n".join(description), entries)
+def _lines(comment: str) -> tuple[str, ...]:
+    return tuple(text for line in comment.splitlines() if (text := line.removeprefix("#").strip()))

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from data_shards.vocabulary import EvalProtocol
+from model.config import Regularisation
 from model.vocabulary import LOSSES, DropoutMasks, HeadKind, InitStyle, LossKind
 from pipeline.recipe.data import MOST_SIDE, AugmentConfig, FewShotConfig, OneSet, SomeSets, several
 from pipeline.recipe.duration import DurationText, Strict
@@ -17,6 +18,7 @@ from pipeline.recipe.vocabulary import ALL_STAGES, OF_SEVERAL_LABELS, EvalMetric
 
 MOST_SECONDS = 10**7
 _MOST_IMAGES = 2**20  # of a batch
+StageHead = HeadKind | Literal["masked_patch"]
 SetName = Annotated[str, Field(pattern="^[a-z0-9_]+$", max_length=40)]
 
 
@@ -124,6 +126,16 @@ class TrainStage(Strict):
         return {**given, "train": rest, "also_eval": also_eval, "hold_out": None}
 
     @property
+    def head_kind(self) -> StageHead:
+        """Head of the stage's model."""
+        return "linear"
+
+    @property
+    def regularisation(self) -> Regularisation:
+        """Dropout of the stage's model."""
+        return Regularisation(self.dropout, self.stochastic_depth, self.patch_dropout, masks=self.dropout_masks)
+
+    @property
     def draws_in_blocks(self) -> bool:
         """True if blocks draw from the process's generator in training."""
         return self.dropout_masks == "process" and bool(self.dropout or self.stochastic_depth)
@@ -190,6 +202,10 @@ class MaskedPatchStage(TrainStage):
     init: InitStyle = "google"
     """Initial weights as in vision_transformer (google), big_vision (other learned positions) or timm."""
 
+    @property
+    def head_kind(self) -> StageHead:
+        return "masked_patch"
+
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         why = "to masked patch prediction"
@@ -208,6 +224,10 @@ class PretrainStage(TrainStage):
     """Initial weights as in vision_transformer (google), big_vision (other learned positions) or timm."""
     few_shot: tuple[FewShotConfig, ...] = Field(default=(), max_length=100)
     """Small data sets for few-shot accuracy at evaluations."""
+
+    @property
+    def head_kind(self) -> StageHead:
+        return self.head
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()

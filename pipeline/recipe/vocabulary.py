@@ -1,6 +1,6 @@
 """Names shared by several rooms: stages, optimizers, metrics, exit codes, and the files of a run folder.
 
-Plain values without imports, so everything may import it. A new optimizer is a name and an entry here and a case in
+Imports nothing, so everything may import it. A new optimizer is a name and an entry here and a case in
 `optimizers.optim.build_optimizer`; a new metric is an entry here and the line that computes it.
 """
 
@@ -16,30 +16,30 @@ ALL_STAGES: tuple[StageName, ...] = get_args(StageName)
 # ---- exit codes, of `shardvit`, of a rank and of every launcher ----
 
 EXIT_FAILED = 1
-EXIT_USER_ERROR = 2  # the user must change something first: a mistake, a full disk, a missing folder
+EXIT_USER_ERROR = 2  # the user must act first: a mistake, a full disk, a missing folder
 EXIT_STOPPED = 75  # stopped by a signal, after saving. BSD's EX_TEMPFAIL: run the same command again
-EXIT_READER_LEFT = 141  # 128 + SIGPIPE: the program that read the output ended
+EXIT_READER_LEFT = 141  # 128 + SIGPIPE: the output's reader ended
 
 # ---- a run folder: RUNS/NAME/... ----
 
 RECIPE_FILE = "recipe.yaml"  # the resolved recipe; a copy lies in each checkpoint
-DIFFERENCE_FILE = "recipe_difference.txt"  # to what it extends, or to the recipe without the command's changes
+DIFFERENCE_FILE = "recipe_difference.txt"  # to what it extends, or to the recipe without overrides
 STAGE_FILE = "stage.json"  # STAGE/...: state, images seen, digests of what went in, results
 DATA_FILE = "data.json"  # the shards that the stage began with
 CHECKPOINTS_FOLDER = "checkpoints"
 RANKS_FOLDER = "ranks"  # heartbeats and stacks
 METRICS_FILE = "metrics.jsonl"
-EVENTS_FILE = "events.jsonl"  # what happened, over all attempts
+EVENTS_FILE = "events.jsonl"  # over all attempts
 CORRUPT_SAMPLES_FILE = "corrupt_samples.jsonl"
 MODEL_FOLDER = "model"  # the result: safetensors and config.json
-MLFLOW_FILE = "mlflow.json"  # of the run, and of each stage: which MLflow run it is, and what of it was sent
-MLFLOW_FACTS_FILE = "mlflow_facts.json"  # STAGE/...: what its MLflow run is to know, apart from the metrics
-TRACKING_FOLDER = "tracking"  # of the run: environment and changes, as MLflow keeps them
-PAGE_FILE = "report.html"  # of the run: everything about it on one page
+MLFLOW_FILE = "mlflow.json"  # of the run and of each stage: its MLflow run, and what was sent
+MLFLOW_FACTS_FILE = "mlflow_facts.json"  # STAGE/...: facts for its MLflow run, apart from the metrics
+TRACKING_FOLDER = "tracking"  # of the run: environment and code changes, as in MLflow
+PAGE_FILE = "report.html"  # the run on one page
 PICTURES_FOLDER = "pictures"  # STAGE/...: NAME/step-00000400.png, .svg, .json
-PICTURES_LOG = "pictures.log"  # what the process that draws them had to say
-COMPILED_FOLDER = "compiled"  # what torch has compiled
-REPLACED_FOLDER = "replaced"  # what --restart moved aside
+PICTURES_LOG = "pictures.log"  # output of the drawing process
+COMPILED_FOLDER = "compiled"  # torch's compiled kernels
+REPLACED_FOLDER = "replaced"  # stages that --restart moved aside
 SWEEP_FILE = "sweep.json"  # in the folder of a sweep's runs
 
 # ---- optimizers ----
@@ -53,12 +53,12 @@ _FLOAT32_BYTES, _BF16_BYTES = 4, 2
 class OptimizerState:
     """Optimizer state per parameter, and the recipe keys that belong to the optimizer."""
 
-    moments: tuple[str, ...]  # their names in torch's state; each of the parameter's shape, float32 but for `rounded`
-    keys: tuple[str, ...]  # of the recipe's optimizer group; refused for the other optimizers
-    defaults: Mapping[str, object] = field(default_factory=dict)  # of its keys, where they differ from the recipe's
+    moments: tuple[str, ...]  # names in torch's state; of the parameter's shape, float32 except `rounded`
+    keys: tuple[str, ...]  # in the recipe's optimizer group; refused for other optimizers
+    defaults: Mapping[str, object] = field(default_factory=dict)  # of its keys, if unlike the recipe's
     rounded: str | None = None  # the moment that `first_moment: bf16` keeps in bf16
-    more_bytes: float = 0.0  # of a parameter, at most, beside the moments
-    takes: Literal["pieces", "parameters"] = "pieces"  # parameters: whole ones, so that ZeRO 1 to 3 cannot cut them
+    more_bytes: float = 0.0  # per parameter, at most, beside the moments
+    takes: Literal["pieces", "parameters"] = "pieces"  # parameters: whole ones only, so no ZeRO 1 to 3
 
     def bytes_per_parameter(self, first_moment: MomentType) -> float:
         saved = _FLOAT32_BYTES - _BF16_BYTES if self.rounded and first_moment == "bf16" else 0
@@ -90,29 +90,27 @@ OPTIMIZERS: dict[OptimizerName, OptimizerState] = {
     ),
 }
 
-# ---- how products are computed ----
-
 AttentionKernel = Literal["cudnn", "flash", "efficient", "math"]
 
-# ---- the weights that are trained, and their moving average (EMA) ----
+# ---- trained weights and their moving average (EMA) ----
 
 WeightsKind = Literal["weights", "ema"]
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of a parameter in the forward pass, by precision
 MASTER_BYTES = 4  # of its float32 master copy
 AVERAGE_BYTES = 4  # of the moving average of a parameter: float32, beside the moments
 
-# ---- features before the head, for few-shot measures and their like ----
+# ---- features before the head, for few-shot accuracy, probes and kNN ----
 
 FeatureLayer = Literal["pre_logits", "pooled"]
 
-# ---- what an evaluation computes beside loss, top-1, balanced accuracy and the share of the commonest class ----
+# ---- evaluation metrics besides loss, top-1, balanced accuracy and the share of the most common class ----
 
 EvalMetric = Literal["top5", "calibration_error", "precision_at_1", "mean_average_precision"]
 OWN_SET = "val"  # the stage's own held-out set, in metrics and folders
 OF_ONE_LABEL: tuple[EvalMetric, ...] = ("top5", "calibration_error")
 OF_SEVERAL_LABELS: tuple[EvalMetric, ...] = ("precision_at_1", "mean_average_precision")
 
-# ---- metrics: what stands in metrics.jsonl and MLflow ----
+# ---- metrics in metrics.jsonl and MLflow ----
 
 
 @dataclass(frozen=True)
@@ -125,15 +123,8 @@ class Metric:
 
 METRICS: dict[str, Metric] = {
     "train/loss": Metric("nats", "mean loss of the steps since the last point, over all ranks"),
-    "train/top1": Metric(
-        "share",
-        "top-1 accuracy on augmented training images over the steps of train/loss; a mixed image counts by the share "
-        "of the predicted class in it; label smoothing is ignored",
-    ),
-    "train/accuracy": Metric(
-        "share",
-        "masked patch prediction: share of corrupted patches whose colour is right, over the steps of train/loss",
-    ),
+    "train/top1": Metric("share", "top-1 on augmented images; a mixed image counts by the predicted class's share"),
+    "train/accuracy": Metric("share", "masked patch prediction: share of patches with the right colour, as train/loss"),
     "train/epoch": Metric("epochs", "images seen over images of the training set"),
     "opt/lr": Metric("", "learning rate of the last step"),
     "opt/grad_norm": Metric("", "L2 norm of the last step's gradients, before clipping"),
@@ -141,7 +132,7 @@ METRICS: dict[str, Metric] = {
     "opt/update_ratio": Metric(
         "ratio",
         "L2 norm of the last weight update over opt/parameter_norm; 0: the step was skipped; missing with "
-        "engine.offload and where a GPU has no memory for a copy",
+        "engine.offload and if a GPU has no memory for a copy",
     ),
     "opt/loss_scale": Metric("", "fp16: loss scale after the last step"),
     "opt/skipped_steps": Metric("steps", "steps skipped so far because their gradients were not finite"),
@@ -149,14 +140,12 @@ METRICS: dict[str, Metric] = {
     "data/substituted_images": Metric("images", "damaged images so far that were replaced by another image"),
     "perf/images_per_s": Metric("images/s", "training images per second over all ranks, without evaluation and saving"),
     "perf/step_seconds_p50": Metric(
-        "s", "median step time since the last point, by rank 0's clock, without evaluation and saving"
+        "s", "median step time on rank 0 since the last point, without evaluation and saves"
     ),
     "perf/step_seconds_p95": Metric("s", "95th percentile of the step times since the last point"),
     "perf/step_seconds_max": Metric("s", "longest step time since the last point"),
     "perf/model_tflops_per_s": Metric(
-        "TFLOP/s",
-        "model FLOP/s of one process: its images/s times the FLOPs per image, forward and backward, without "
-        "recomputation",
+        "TFLOP/s", "model FLOPs per process, forward and backward, without recomputation"
     ),
     "perf/mfu": Metric(
         "share",
@@ -164,27 +153,17 @@ METRICS: dict[str, Metric] = {
         "its data sheet; missing on CPUs, on GPUs not in pipeline/budget/gpus.py, and with TF32",
     ),
     "perf/gpu_memory_peak_gib": Metric("GiB", "peak memory of rank 0's tensors on its GPU in this stage"),
-    "perf/host_memory_peak_gib": Metric(
-        "GiB", "peak resident memory of rank 0's process since its start, without data workers"
-    ),
-    "perf/gpu_hours": Metric(
-        "h", "hours of the stage times its GPUs, over all attempts (killed ones up to their last checkpoint)"
-    ),
+    "perf/host_memory_peak_gib": Metric("GiB", "peak resident memory of rank 0's process, without data workers"),
+    "perf/gpu_hours": Metric("h", "stage hours times GPUs, over all attempts (a killed one up to its last save)"),
     "perf/process_hours": Metric("h", "on CPUs: hours of the stage times its processes, over all attempts"),
-    "perf/core_wait_frac": Metric(
-        "share",
-        "on CPUs: share of runnable time that rank 0's threads spent waiting for a core",
-    ),
+    "perf/core_wait_frac": Metric("share", "on CPUs: share of runnable time that rank 0's threads waited for a core"),
     "perf/data_wait_frac": Metric("share", "share of the time behind perf/images_per_s that rank 0 waited for batches"),
     "perf/save_stall_frac": Metric("share", "share of this attempt's time that training waited for checkpoints"),
     "perf/slowest_rank_ratio": Metric("ratio", "own time per step of the slowest rank over that of the median rank"),
     "val/loss": Metric("nats", "mean loss on the held-out set, without label smoothing"),
     "val/top1": Metric("share", "top-1 accuracy on the held-out set"),
     "val/balanced_accuracy": Metric("share", "images with one label: mean of the per-class top-1"),
-    "val/commonest_class_share": Metric(
-        "share",
-        "share of held-out images in the most common class: val/top1 of a model that always predicts it",
-    ),
+    "val/commonest_class_share": Metric("share", "images in the most common class: val/top1 of always predicting it"),
     "val/accuracy": Metric("share", "masked patch prediction: share of held-out patches whose colour is right"),
     "val/ema_loss": Metric("nats", "val/loss of the moving average of the weights"),
     "val/ema_top1": Metric("share", "val/top1 of the moving average of the weights"),
@@ -192,24 +171,17 @@ METRICS: dict[str, Metric] = {
     "val/ema_accuracy": Metric("share", "val/accuracy of the moving average of the weights"),
     "val/top5": Metric("share", "top-5 accuracy on the held-out set"),
     "val/calibration_error": Metric(
-        "share",
-        "mean distance of confidence and accuracy over 15 confidence bins, weighted by images",
+        "share", "gap of confidence and accuracy over 15 confidence bins, weighted by images"
     ),
     "val/precision_at_1": Metric("share", "images with several labels: share whose top class is one of them"),
-    "val/mean_average_precision": Metric(
-        "share", "images with several labels: average precision, averaged over the classes"
-    ),
+    "val/mean_average_precision": Metric("share", "images with several labels: average precision, mean over classes"),
     "val/images": Metric("images", "held-out images that could be read"),
     "val/fewshot_NAME_Kshot": Metric(
-        "share", "top-1 on set NAME of least squares on K images per class, mean over the seeds"
+        "share", "top-1 on set NAME: least squares on K images per class, mean over seeds"
     ),
-    "val/probe_NAME_top1": Metric(
-        "share", "transfer --method probe: top-1 on set NAME of logistic regression; also _top5"
-    ),
+    "val/probe_NAME_top1": Metric("share", "transfer --method probe: logistic regression on set NAME; also _top5"),
     "val/probe_NAME_loss": Metric("nats", "mean cross-entropy of that probe"),
-    "val/knn_NAME_Knn_top1": Metric(
-        "share", "transfer --method knn: top-1 on set NAME of K nearest neighbours; also _top5"
-    ),
+    "val/knn_NAME_Knn_top1": Metric("share", "transfer --method knn: K nearest neighbours on set NAME; also _top5"),
     "val/transfer_mean": Metric("share", "shardvit transfer: mean of the first top-1 of each data set"),
     "model/parameters": Metric("parameters", "swap_head: parameters of the model"),
     "model/head_parameters_dropped": Metric("parameters", "swap_head: parameters of the dropped head"),

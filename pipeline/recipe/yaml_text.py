@@ -1,8 +1,7 @@
 """Read YAML with PyYAML's safe loader and YAML 1.2's core schema, with one sentence per error.
 
-A date is text, and so are on, off, yes and no. A number that YAML 1.1 reads differently (017, 1:30, 1_000) is
-refused, and so are duplicate keys. Depth, size, aliases and digits are bounded, so that any file is read or refused in
-a moment.
+Dates, on, off, yes and no are text. Numbers that YAML 1.1 reads differently (017, 1:30, 1_000) and duplicate keys are
+refused. Depth, size, aliases and digits are bounded, so that any file is read or refused in a moment.
 """
 
 from __future__ import annotations
@@ -52,9 +51,8 @@ def read_yaml_file(path: Path) -> Any:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from error
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path} is not valid YAML: byte {error.start:,} is no UTF-8; give a text file, saved as UTF-8"
-        ) from error
+        advice = "give a text file, saved as UTF-8"
+        raise UserError(f"{path} is not valid YAML: byte {error.start:,} is no UTF-8; {advice}") from error
     return read_yaml(text, source=str(path))
 
 
@@ -177,21 +175,21 @@ _NUMBERS: dict[str, Callable[[str], float]] = {f"{_TAG}int": _whole, f"{_TAG}flo
 
 _REASONS = (
     (
-        r"mapping values are not allowed",
-        "a colon is where none can be: indent the line as its neighbours are, or put the text into quotes",
+        "mapping values are not allowed",
+        "a colon is where none can be: indent the line as its neighbours, or quote the text",
     ),
     (r"found character '\\t'", "a tab is where only spaces may be: indent by spaces"),
-    (r"could not find expected ':'", "there is no colon behind a key: write key: value"),
-    (r"but found another document", "a second document begins: leave out the ---"),
+    ("could not find expected ':'", "there is no colon behind a key: write key: value"),
+    ("but found another document", "a second document begins: leave out the ---"),
     (r"could not determine a constructor for the tag '([^']*)'", r"a tag (\1) means nothing in a recipe: leave it out"),
     (r"found undefined alias '?([^']*)'?", r"the alias *\1 names no anchor: write &\1 where it is to come from"),
-    (r"found unhashable key", "a group or list stands where a key must be: put the text into quotes"),
+    ("found unhashable key", "a group or list stands where a key must be: quote the text"),
     (
-        r"expected <block end>, but found '(.*)'",
-        r"it is indented unlike its neighbours, or something is missing before it",
+        r"expected <block end>, but found '.*'",
+        "it is indented unlike its neighbours, or something is missing before it",
     ),
-    (r"found unexpected end of stream", "a quotation mark has no partner"),
-    (r"expected the node content, but found '<stream end>'|got '<stream end>'", "a bracket or brace has no partner"),
+    ("found unexpected end of stream", "a quotation mark has no partner"),
+    ("expected the node content, but found '<stream end>'|got '<stream end>'", "a bracket or brace has no partner"),
 )
 
 
@@ -199,10 +197,7 @@ def _reason(error: yaml.YAMLError) -> str:
     if isinstance(error, yaml.reader.ReaderError):
         return f"character {error.position:,} is none that text may have: give a text file"
     problem = str(getattr(error, "problem", None) or error)
-    for pattern, words in _REASONS:
-        match = re.search(pattern, problem)
-        if match:
-            problem = match.expand(words)
-            break
+    matches = ((re.search(pattern, problem), words) for pattern, words in _REASONS)
+    problem = next((match.expand(words) for match, words in matches if match), problem)
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     return one_line(problem) if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: {one_line(problem)}"

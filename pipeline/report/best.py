@@ -1,4 +1,4 @@
-"""A stage's best evaluation, if it was not the last: kept in its record's results under "best/..."."""
+"""A stage's best evaluation, if it was not the last: in its record's results under "best/..."."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from pipeline.runs.run_folder import FOLDER_PREFIX, RunFolder
 
 SCORES = {"val/top1": "top-1", "val/accuracy": "accuracy"}  # on the screen
 AVERAGES_SCORES = {"val/ema_top1": "top-1", "val/ema_accuracy": "accuracy"}  # of the moving average of the weights
-_NAMES = {
-    **{**SCORES, "val/loss": "loss"},
-    **{key: f"{name} of the moving average" for key, name in {**AVERAGES_SCORES, "val/ema_loss": "loss"}.items()},
-}
+_NAMES = SCORES | {"val/loss": "loss"}
+_NAMES |= {key.replace("/", "/ema_"): f"{name} of the moving average" for key, name in _NAMES.items()}
 _STEP = "best/step"
 
 
 def show_score(results: Mapping[str, float], key: str) -> str:
-    """A score, such as "val/ema_top1", and what tells whether it is worth anything: "top-1 0.6141 (balanced accuracy
-    0.5000, commonest class 0.6140)", as far as that is known."""
+    """Format the score `key` with what to compare it with, as far as known: "top-1 0.6141 (balanced accuracy 0.5000,
+    commonest class 0.6140)"."""
     group, _, metric = key.partition("/")
     beside = {
         "balanced accuracy": f"{key.removesuffix('top1')}balanced_accuracy",
@@ -33,8 +31,7 @@ def show_score(results: Mapping[str, float], key: str) -> str:
 
 
 def best_results(rows: Iterable[MetricRow], *, last: Mapping[str, float], by: str) -> dict[str, float]:
-    """The step and value of the best evaluation in metrics.jsonl's rows; empty: none was better than the last.
-    It is judged by the metric `by`; of a loss less is better."""
+    """The step and value of the best evaluation by the metric `by`; empty: none was better than the last."""
     sign = -1.0 if by.endswith("loss") else 1.0
     known = [(row.metrics[by], row.step) for row in rows if not math.isnan(row.metrics.get(by, math.nan))]
     if not known:
@@ -46,19 +43,16 @@ def best_results(rows: Iterable[MetricRow], *, last: Mapping[str, float], by: st
 
 
 def describe_best(results: Mapping[str, float], *, stage: str, checkpoints: Path) -> str:
-    """Where the best evaluation was and how to keep its weights; empty: the last one was the best."""
-    for key, name in _NAMES.items():
-        if f"best/{key}" in results and _STEP in results:
-            step = int(results[_STEP])
-            folder = checkpoints / f"{FOLDER_PREFIX}{step:08d}"
-            what = "loss" if key.endswith("loss") else "score"
-            kept = (
-                f"its checkpoint is {folder}"
-                if folder.is_dir()
-                else f"keep_best: {what} in stages.{stage} keeps its checkpoint, from --restart {stage} on"
-            )
-            return f"the best held-out {name} was {results[f'best/{key}']:.4f} after step {step:,}: {kept}"
-    return ""
+    """Say where the best evaluation was and how to keep its weights; empty: the last one was the best."""
+    key = next((key for key in _NAMES if f"best/{key}" in results), None)
+    if key is None or _STEP not in results:
+        return ""
+    step, what = int(results[_STEP]), "loss" if key.endswith("loss") else "score"
+    folder = checkpoints / f"{FOLDER_PREFIX}{step:08d}"
+    kept = f"keep_best: {what} in stages.{stage} keeps its checkpoint, from --restart {stage} on"
+    if folder.is_dir():
+        kept = f"its checkpoint is {folder}"
+    return f"the best held-out {_NAMES[key]} was {results[f'best/{key}']:.4f} after step {step:,}: {kept}"
 
 
 def describe_results(folder: RunFolder, *, stage: StageName) -> str:
@@ -66,12 +60,9 @@ def describe_results(folder: RunFolder, *, stage: StageName) -> str:
     record = folder.peek(stage)
     for key in SCORES:
         if key in record.results:
+            shown = f", held-out {show_score(record.results, key)}"
+            for other in (other for other in AVERAGES_SCORES if other in record.results):
+                shown += f", {show_score(record.results, other)} with the moving average of the weights"
             best = describe_best(record.results, stage=stage, checkpoints=folder.checkpoints(stage))
-            average = "".join(
-                f", {show_score(record.results, other)} with the moving average of the weights"
-                for other in AVERAGES_SCORES
-                if other in record.results
-            )
-            last = f", held-out {show_score(record.results, key)}{average} after {record.images_seen:,} images"
-            return f"{last}; {best}" if best else last
+            return f"{shown} after {record.images_seen:,} images" + (f"; {best}" if best else "")
     return ""

@@ -1,18 +1,18 @@
-"""Speed, arithmetic, memory and cost of a stage's training, for points of the curve; as rank 0 sees them.
+"""Measure speed, FLOPs, memory and cost of a stage's training for points of the curve, as rank 0 sees them.
 
 A step's time is the host's, from the end of one step to the end of the next, without evaluation and saving. A GPU runs
-behind its host, but the loop reads each step's numbers when the next one is queued: so a step that is slow on the GPU
-shows, one step late, and a window's sum is the GPU's. Costs a read of the clock a step; nothing waits for the device.
+behind its host, but the loop reads each step's numbers when the next one is queued: a step that is slow on the GPU
+shows one step late, and a window's sum is the GPU's. Costs a clock read a step; nothing waits for the device.
 """
 
 from __future__ import annotations
 
-import math
 import resource
 import sys
 import time
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from pipeline.budget.cost import stage_cost
@@ -23,24 +23,23 @@ from pipeline.recipe.stage_plan import StagePlan
 from pipeline.recipe.vocabulary import StageName
 
 _GIB = 2**30
-_TERA = 10**12
 
 
 @dataclass(frozen=True)
 class ImageWork:
-    """The arithmetic that one image asks for, forward and backward, recomputation not counted."""
+    """Training FLOPs of one image, forward and backward, without recomputation."""
 
     flops: int
-    last_flops: int  # from step `last_from` on, when no patches are left out any more
-    last_from: int  # steps
+    last_flops: int  # after step `last_from`, when no patches are dropped any more
+    last_from: int
 
     def of_image(self, step: int) -> int:
-        """In the step that ends at `step`."""
+        """In step `step`, from 1."""
         return self.flops if step <= self.last_from else self.last_flops
 
 
 def stage_work(recipe: Recipe, *, stage: StageName, plan: StagePlan, num_classes: int) -> ImageWork:
-    """Training FLOPs an image of a stage's model."""
+    """Count a stage's training FLOPs an image."""
     config = recipe.train_stage(stage)
 
     def flops(patch_dropout: float) -> int:
@@ -59,12 +58,12 @@ def peak_flops(engine: EngineConfig, *, gpu_name: str | None) -> float | None:
 
 
 class Gauges:
-    """Read at each point of the curve.
+    """Gauges read at each point of the curve.
 
     Args:
         peak: FLOP/s of one process's GPU; None: unknown, or a CPU.
-        on_gpu: whether the processes compute on GPUs.
-        process_seconds: of earlier attempts, all processes together.
+        on_gpu: the processes compute on GPUs.
+        process_seconds: of earlier attempts, summed over processes.
     """
 
     def __init__(
@@ -79,22 +78,20 @@ class Gauges:
 
     @property
     def process_seconds(self) -> float:
-        """Seconds of the stage in all attempts, times the processes of each."""
+        """Seconds of all attempts, each times its processes."""
         return self._earlier_seconds + (time.perf_counter() - self._start) * self._processes
 
     def step_done(self, *, aside_seconds: float) -> None:
-        """A step has ended; `aside_seconds`: spent on evaluations and checkpoints in this attempt so far."""
+        """Time the step that ended; `aside_seconds`: of this attempt so far, for evaluations and checkpoints."""
         now = time.perf_counter()
         self._step_seconds.append(max(0.0, now - self._step_ended - (aside_seconds - self._aside)))
         self._step_ended, self._aside = now, aside_seconds
 
     def read(self, *, step: int, images_per_second: float) -> dict[str, float]:
-        """Values of the window that ends now, after `step`, by metric; begins the next window."""
+        """Return the metrics of the window that ends after `step`, and begin the next."""
         rate = images_per_second / self._processes * self._work.of_image(step)
-        values = {
-            "perf/model_tflops_per_s": rate / _TERA,
-            "perf/host_memory_peak_gib": _host_peak_bytes() / _GIB,
-        }
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        values = {"perf/model_tflops_per_s": rate / 1e12, "perf/host_memory_peak_gib": peak_bytes / _GIB}
         if self._peak:
             values["perf/mfu"] = rate / self._peak
         if self._on_gpu:
@@ -104,19 +101,9 @@ class Gauges:
             values["perf/process_hours"] = self.process_seconds / 3600
             values["perf/core_wait_frac"] = self._waits.share()
         if self._step_seconds:
-            seconds, self._step_seconds = sorted(self._step_seconds), []
-            values["perf/step_seconds_p50"] = _percentile(seconds, 50)
-            values["perf/step_seconds_p95"] = _percentile(seconds, 95)
-            values["perf/step_seconds_max"] = seconds[-1]
+            marks = np.percentile(self._step_seconds, (50, 95, 100), method="inverted_cdf").tolist()  # nearest rank
+            values |= zip(
+                ("perf/step_seconds_p50", "perf/step_seconds_p95", "perf/step_seconds_max"), marks, strict=True
+            )
+            self._step_seconds.clear()
         return values
-
-
-def _percentile(ordered: list[float], percent: int) -> float:
-    """Nearest-rank percentile."""
-    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
-
-
-def _host_peak_bytes() -> int:
-    """The most memory that this process has had resident since it began."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

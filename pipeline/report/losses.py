@@ -1,13 +1,12 @@
-"""Losses and scores of single steps: kept on the device between two points of the curve; losses searched for spikes.
+"""Keep each step's loss and score on the device between two points of the curve, and search losses for spikes.
 
 No step waits for a number. Every rank's values are added in rank order in float64, so the curve does not depend on how
 many steps are reduced together: a resumed run gives the same bits.
 
-A spike is a loss far above the last ones; it is reported, and a recipe may have the run go back (`rollback`). The rule
-is OLMo-core's SkipStepOptimizer (src/olmo_core/optim/skip_step_optimizer.py): more than 6 standard deviations from the
-mean of the last 128 losses, once there are 64. Ours only counts rises, and also asks for 4.5 deviations of the losses'
-logarithms: losses near zero are skewed, and the first rule alone reports every thousandth step of a run whose losses
-scatter by half. A loss that is not finite is always a spike.
+Spikes follow OLMo-core's SkipStepOptimizer (src/olmo_core/optim/skip_step_optimizer.py): more than 6 standard
+deviations from the mean of the last 128 losses, once there are 64. Only rises count, and they must exceed 4.5
+deviations of the losses' logarithms too: losses near zero are skewed, and the first rule alone reports every thousandth
+step of a run whose losses scatter by half. A loss that is not finite is always a spike.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from pipeline.ranks.group import Ranks
 _HISTORY_STEPS, _LEAST_STEPS = 128, 64  # OLMo-core's
 SIGMAS = 6.0  # OLMo-core's
 _LOG_SIGMAS = 4.5
-_SMALLEST_SIGMA = 1e-4  # of the mean: after losses that have hardly moved not every rise is a spike
-_CUT = 4  # times these: what of a spike enters the history: one of 1e30 would hide all others for 128 steps
+_SMALLEST_SIGMA = 1e-4  # of the mean: after flat losses not every rise is a spike
+_CUT = 4  # times the limit: a spike enters the history clipped to this; 1e30 would hide all others for 128 steps
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,8 @@ class StepMeans:
 
 
 class LossWindow:
-    """Losses and scores of the steps since the last point of the curve; `losses`, `scores`: global means from a
-    checkpoint, whose scores may be missing."""
+    """Losses and scores since the last point of the curve; `losses`, `scores`: global means from a checkpoint, where
+    scores may be missing."""
 
     def __init__(self, losses: Sequence[float], scores: Sequence[float] = ()) -> None:
         missing = [math.nan] * (len(losses) - len(scores))
@@ -46,22 +45,22 @@ class LossWindow:
         self._micro: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def add(self, loss: torch.Tensor, score: torch.Tensor) -> None:
-        """Add the loss of one micro-batch, 0-dimensional on one device."""
+        """Add the loss of one micro-batch, 0-dimensional."""
         self._micro.append((loss.detach().double(), score.detach().double()))
 
     def end_step(self) -> None:
-        """The micro-batches added since the last call make up one step."""
+        """Make one step of the micro-batches added since the last call."""
         loss, score = (torch.stack(each).mean() for each in zip(*self._micro, strict=True))
         self._local.append((loss, score))
         self._micro.clear()
 
     def pass_over(self, *, device: torch.device) -> None:
-        """A step that is not done has no loss: nan stands for it."""
+        """Add NaN for a step that is not done."""
         nothing = torch.full((), math.nan, dtype=torch.float64, device=device)
         self._local.append((nothing, nothing))
 
     def reduce(self, ranks: Ranks) -> StepMeans:
-        """The global means of every step in the window; collective."""
+        """Return the global means of every step in the window; collective."""
         if self._local:
             losses, scores = zip(*self._local, strict=True)
             everyone = ranks.gather(torch.stack([*losses, *scores]))
@@ -87,7 +86,7 @@ class Spike:
 
     step: int
     loss: float
-    mean: float  # of the steps before it; nan when there was none
+    mean: float  # of the steps before it; NaN without any
     sigma: float
 
     def describe(self) -> str:
@@ -100,7 +99,7 @@ class Spike:
 
 
 class SpikeFinder:
-    """Looks at every step's loss once, in order; `recent_losses`: global means from a checkpoint."""
+    """Judges every step's loss once, in order; `recent_losses`: global means from a checkpoint."""
 
     def __init__(self, recent_losses: Sequence[float] = (), *, sigmas: float = SIGMAS) -> None:
         self._sigmas = sigmas
@@ -113,18 +112,16 @@ class SpikeFinder:
 
     def look(self, losses: Mapping[int, float]) -> list[Spike]:
         """The spikes among the next losses, by step."""
-        spikes = []
+        spikes: list[Spike] = []
         for step, loss in losses.items():
             mean, sigma = _mean_and_sigma(self._recent)
-            if not math.isfinite(loss):
-                spikes.append(Spike(step=step, loss=loss, mean=mean, sigma=sigma))
-                continue
-            entering = loss
-            if len(self._recent) >= _LEAST_STEPS:
-                if loss > mean + self._sigmas * sigma and self._stands_out_in_logarithms(loss):
-                    spikes.append(Spike(step=step, loss=loss, mean=mean, sigma=sigma))
-                entering = min(loss, mean + _CUT * self._sigmas * sigma)
-            self._recent = [*self._recent[-_HISTORY_STEPS + 1 :], entering]
+            is_judged = len(self._recent) >= _LEAST_STEPS
+            is_above = is_judged and loss > mean + self._sigmas * sigma and self._stands_out_in_logarithms(loss)
+            if is_above or not math.isfinite(loss):
+                spikes.append(Spike(step, loss, mean, sigma))
+            if math.isfinite(loss):
+                entering = min(loss, mean + _CUT * self._sigmas * sigma) if is_judged else loss
+                self._recent = [*self._recent[-_HISTORY_STEPS + 1 :], entering]
         return spikes
 
     def _stands_out_in_logarithms(self, loss: float) -> bool:

@@ -1,9 +1,9 @@
-"""How far training is: a bar on a terminal, plain lines in a file, with the same content.
+"""Show training's progress: a bar on a terminal, plain lines in a file, with the same content.
 
 A line: `pretrain step 400/1000 (40.0%) | loss 0.2513 | 512.3 images/s | ETA 1:33 min | lr 3.00e-04 | data wait 2.1% |
-25,600 images | elapsed 1:02 min`. The ETA is over the last minute: evaluations and checkpoints count, start-up and the
-first step do not. In a job whose time limit comes before that, it is `ETA 5:02 h, 3 requeues left`.
-Costs about 20 microseconds an update (a terminal at most every 0.1 s, a file every 10 s).
+25,600 images | elapsed 1:02 min`. The ETA follows the speed of the last minute, evaluations and checkpoints included;
+in a job whose time limit comes before it, it is `ETA 5:02 h, 3 requeues left`. Costs about 20 microseconds an update
+(a terminal at most every 0.1 s, a file every 10 s).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from data_shards.progress_line import open_bar
-from data_shards.text import printable, show_duration
+from data_shards.text import counted, printable, show_duration
 from pipeline.ranks.stopping import TimeLimit, requeues_needed
 
 _SPEED_WINDOW_SECONDS = 60.0
@@ -24,7 +24,7 @@ _LINE_SECONDS = 10.0
 
 
 class TrainingProgress:
-    """The display of one stage; `start_step`: resumed from, `images_per_step`: the global batch."""
+    """The display of one stage, resumed from `start_step`."""
 
     def __init__(
         self,
@@ -43,8 +43,7 @@ class TrainingProgress:
         self._stream = stream or sys.stderr  # as it is now, not as it was when this file was imported
         self._clock = clock
         self._started = clock()
-        self._limit_seconds = None if limit is None else limit.seconds
-        self._ends_at = None if limit is None else self._started + limit.ends_at - time.time()  # by `clock`
+        self._limit = limit
         self._speed = RecentSpeed(_SPEED_WINDOW_SECONDS)
         self._printed_at = -math.inf
         self._unprinted = ""
@@ -62,17 +61,10 @@ class TrainingProgress:
     def update(self, step: int, *, loss: float, lr: float, images_per_second: float, waits: str) -> None:
         now = self._clock()
         self._speed.add(step, now)
-        values = " | ".join(
-            (
-                # The most important first: a narrow terminal cuts the line off at its right end.
-                f"loss {loss:.4f}",
-                f"{images_per_second:.1f} images/s",
-                f"ETA {self._eta(now)}",
-                f"lr {lr:.2e}",
-                waits,
-                f"{step * self._images_per_step:,} images",
-                f"elapsed {show_duration(now - self._started)}",
-            )
+        # The most important first: a narrow terminal cuts the line off at its right end.
+        values = (
+            f"loss {loss:.4f} | {images_per_second:.1f} images/s | ETA {self._eta()} | lr {lr:.2e} | {waits} | "
+            f"{step * self._images_per_step:,} images | elapsed {show_duration(now - self._started)}"
         )
         if self._bar is not None:
             self._bar.set_postfix_str(values, refresh=False)
@@ -91,20 +83,21 @@ class TrainingProgress:
             self._print(text)
 
     def close(self) -> None:
-        """Print the last update, if it was not yet. Closing twice is harmless."""
+        """Print an update that still waits. Closing twice is harmless."""
         if self._bar is not None:
             self._bar.refresh()
             self._bar.close()
         else:
             self._print_waiting_line(self._clock())
 
-    def _eta(self, now: float) -> str:
+    def _eta(self) -> str:
         seconds = self._speed.seconds_left(self._total_steps)
         text = show_duration(seconds)
-        if self._ends_at is None or self._limit_seconds is None or math.isnan(seconds):
+        limit = self._limit
+        if limit is None or math.isnan(seconds):
             return text
-        requeues = requeues_needed(seconds, left_seconds=self._ends_at - now, limit_seconds=self._limit_seconds)
-        return f"{text}, {requeues} {'requeue' if requeues == 1 else 'requeues'} left" if requeues else text
+        requeues = requeues_needed(seconds, left_seconds=limit.ends_at - time.time(), limit_seconds=limit.seconds)
+        return f"{text}, {counted(requeues, 'requeue')} left" if requeues else text
 
     def _print_waiting_line(self, now: float) -> None:
         if self._unprinted:
@@ -124,7 +117,7 @@ class RecentSpeed:
         self._seen: deque[tuple[int, float]] = deque()
 
     def add(self, step: int, now: float) -> None:
-        """Step `step` was done at `now` (seconds of any clock); going back to an earlier step starts anew."""
+        """Note that `step` was done at `now`, in seconds of any clock; an earlier step starts anew."""
         if self._seen and step < self._seen[-1][0]:
             self._seen.clear()
         self._seen.append((step, now))
@@ -137,17 +130,12 @@ class RecentSpeed:
         if not self._seen:
             return math.nan
         (first, began), (last, ended) = self._seen[0], self._seen[-1]
-        left = max(total_steps - last, 0)
-        if left == 0:
+        if last >= total_steps:
             return 0.0
-        if last == first or ended <= began:
-            return math.nan
-        return left * (ended - began) / (last - first)
+        return (total_steps - last) * (ended - began) / (last - first) if last > first and ended > began else math.nan
 
 
 def format_count(step: int, total_steps: int) -> str:
     """`step 400/1000 (40.0%)`; never 100.0% before the last step."""
-    percent = 100.0 * step / total_steps if total_steps else 100.0
-    if step < total_steps:
-        percent = min(percent, 99.9)
+    percent = min(100.0 * step / total_steps, 99.9) if step < total_steps else 100.0
     return f"step {step}/{total_steps} ({percent:.1f}%)"

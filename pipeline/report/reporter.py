@@ -1,6 +1,6 @@
-"""Rank 0's report of a stage: metrics.jsonl, events.jsonl, facts for MLflow, and the progress bar.
+"""Report a stage on rank 0: metrics.jsonl, events.jsonl, facts for MLflow, and the progress bar.
 
-Only on rank 0. Also measured here: how long the loop waited for data, and images/s without evaluation and saving.
+Also measures how long the loop waited for data, and images/s without evaluation and saving.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -52,10 +54,10 @@ def stage_report(
     phases: Phases,
     tags: Mapping[str, str],
 ) -> Iterator[Report]:
-    """The report of one training stage, whose MLflow run has `tags`, too; closed as finished, killed (`Stopped`) or
-    failed."""
+    """Open the report of one training stage; `tags` go to its MLflow run."""
+    common: Any = {"phases": phases, "plan": plan, "earlier_seconds": state.training_seconds}
     if not context.ranks.place.is_main:
-        yield Report(None, None, None, None, phases=phases, plan=plan, training_seconds=state.training_seconds)
+        yield Report(None, None, None, None, **common)
         return
     progress = TrainingProgress(
         stage,
@@ -64,39 +66,33 @@ def stage_report(
         images_per_step=plan.global_batch_images,
         limit=context.time_limit,
     )
-    on_gpu = torch.cuda.is_available()
+    classes, on_gpu = data.train.num_classes, torch.cuda.is_available()
     gauges = Gauges(
-        stage_work(context.recipe, stage=stage, plan=plan, num_classes=data.train.num_classes),
+        stage_work(context.recipe, stage=stage, plan=plan, num_classes=classes),
         processes=plan.world_size,
         peak=peak_flops(context.recipe.engine, gpu_name=torch.cuda.get_device_name() if on_gpu else None),
         on_gpu=on_gpu,
         process_seconds=state.process_seconds,
     )
     with (
-        tracked_log(
+        attempt_log(
             context,
             stage=stage,
             datasets=stage_datasets(data.train, data.eval, also_eval=data.also_eval),
             resume_step=state.step or -1,
             say=progress.note,
-            params=plan_params(context.recipe, stage, plan=plan, classes=data.train.num_classes),
+            params=plan_params(context.recipe, stage, plan=plan, classes=classes),
             tags=tags,
         ) as log,
-        told_events(context, stage=stage, state=state, say=progress.note) as events,
+        attempt_events(context, stage=stage, state=state, say=progress.note) as events,
+        closing(Report(log, progress, events, gauges, step_logged=state.step, **common)) as report,
     ):
-        report = Report(
-            log, progress, events, gauges, phases=phases, plan=plan, training_seconds=state.training_seconds
-        )
-        report.at(state)
-        try:
-            yield report
-        finally:
-            report.close()
+        yield report
 
 
 @contextmanager
-def told_events(context: StageContext, *, stage: StageName, state: TrainState, say: Say) -> Iterator[EventsLog]:
-    """A stage's events.jsonl, with this attempt's start and end; `state`: where it stands."""
+def attempt_events(context: StageContext, *, stage: StageName, state: TrainState, say: Say) -> Iterator[EventsLog]:
+    """Open a stage's events.jsonl, and record this attempt's start and end; `state` is read at both."""
     place = context.ranks.place
     hosts = math.ceil(place.world_size / place.local_world_size)
     with EventsLog(context.folder.stage(stage) / EVENTS_FILE, say=say) as events:
@@ -109,20 +105,24 @@ def told_events(context: StageContext, *, stage: StageName, state: TrainState, s
         tell("start", f"from step {state.step:,}, {where}" + (f", SLURM job {job}" if job else ""))
         try:
             yield events
-        except Stopped:
-            tell("stopped", f"by {context.stop.reason or 'a signal to another process'}, after saving")
-            raise
-        except RollBack as back:
-            tell("rollback", f"{back.trouble.why}: going back to before it, and past its batches")
-            raise
         except BaseException as error:
-            tell("failed", _why(error))
+            match error:
+                case Stopped():
+                    tell("stopped", f"by {context.stop.reason or 'a signal to another process'}, after saving")
+                case RollBack():
+                    tell("rollback", f"{error.trouble.why}: going back to before it, and past its batches")
+                case UserError():
+                    tell("failed", str(error))
+                case _ if peer_is_gone(error):
+                    tell("failed", "another process is gone")
+                case _:
+                    tell("failed", f"{type(error).__name__}: {error}")
             raise
         tell("done", f"after {state.step:,} steps" if state.step else "")
 
 
 @contextmanager
-def tracked_log(
+def attempt_log(
     context: StageContext,
     *,
     stage: StageName,
@@ -132,8 +132,8 @@ def tracked_log(
     params: Mapping[str, str] = MappingProxyType({}),
     tags: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[MetricsLog]:
-    """A stage's metrics.jsonl from a step on (-1: anew), and what its MLflow run is to know of this attempt.
-    OSError: the disk is full or fails."""
+    """Open a stage's metrics.jsonl from a step on (-1: anew), and write this attempt's facts for MLflow. OSError: the
+    disk is full or fails."""
     recipe, folder = context.recipe, context.folder
     with MetricsLog(folder.stage(stage) / METRICS_FILE, resume_step=resume_step) as log:
         if log.dropped_broken_rows:
@@ -146,7 +146,7 @@ def tracked_log(
         try:
             yield log
             status = "FINISHED"
-        except (Stopped, RollBack):  # it goes on later, or at once
+        except (Stopped, RollBack):
             status = "KILLED"
             raise
         finally:
@@ -155,66 +155,48 @@ def tracked_log(
                 say(f"MLflow: offline; `shardvit sync {folder.path}` sends the run")
 
 
+@dataclass
 class Report:
-    """The training loop's reports.
+    """Takes the training loop's reports. The first four fields are None on ranks above 0."""
 
-    Args:
-        log: takes the values; None on ranks above 0.
-        progress: shows them; None: nobody.
-        events: take what happens; None on ranks above 0.
-        gauges: measure speed and cost; None on ranks above 0.
-        training_seconds: spent before this attempt.
-    """
+    log: MetricsLog | None
+    progress: TrainingProgress | None
+    events: EventsLog | None
+    gauges: Gauges | None
+    _: KW_ONLY
+    phases: Phases
+    plan: StagePlan
+    earlier_seconds: float  # spent before this attempt
+    step_logged: int = 0  # of events without a step of their own
 
-    def __init__(
-        self,
-        log: MetricsLog | None,
-        progress: TrainingProgress | None,
-        events: EventsLog | None,
-        gauges: Gauges | None,
-        *,
-        phases: Phases,
-        plan: StagePlan,
-        training_seconds: float,
-    ) -> None:
-        self.phases = phases
-        self._log = log
-        self._progress = progress
-        self._events = events
-        self._gauges = gauges
-        self._plan = plan
-        self._earlier_seconds = training_seconds
+    def __post_init__(self) -> None:
         self._start = self._window_start = time.perf_counter()
-        self._images = self._named_faults = self._step = 0
+        self._images = self._named_faults = 0
         self._skipped: list[int] = []
         self._is_crowded = False
 
     @property
     def training_seconds(self) -> float:
         """Seconds of this stage in all attempts, including evaluation and saving."""
-        return self._earlier_seconds + self.attempt_seconds
+        return self.earlier_seconds + self.attempt_seconds
 
     @property
     def process_seconds(self) -> float:
         """The same times the processes of each attempt; 0 above rank 0."""
-        return 0.0 if self._gauges is None else self._gauges.process_seconds
+        return 0.0 if self.gauges is None else self.gauges.process_seconds
 
     @property
     def attempt_seconds(self) -> float:
         return time.perf_counter() - self._start
 
-    def at(self, state: TrainState) -> None:
-        """Where training stands, for what has no step of its own."""
-        self._step = state.step
-
     def step(self, images: int) -> None:
-        """A step over so many images, on all ranks together, is done."""
+        """Count a step over `images` images of all ranks."""
         self._images += images
-        if self._gauges is not None:
-            self._gauges.step_done(aside_seconds=self.phases.aside_seconds)
+        if self.gauges is not None:
+            self.gauges.step_done(aside_seconds=self.phases.aside_seconds)
 
     def skipped(self, step: int) -> None:
-        """The gradients of `step`, from 1, were not finite."""
+        """Note that the gradients of `step`, from 1, were not finite."""
         self._skipped.append(step)
 
     def curve(
@@ -228,13 +210,14 @@ class Report:
         slowest_rank_ratio: float | None,
         stall_seconds: float,
     ) -> None:
-        """A point of the training curve, with the mean `loss` since the last one; starts a new window of times. `more`:
-        other values, by metric; `slowest_rank_ratio` None: nothing to compare; `stall_seconds`: of this attempt,
-        waiting for checkpoints."""
+        """Log a point of the training curve and start a new window. `loss`: mean since the last point; `more`: other
+        values, by metric; `slowest_rank_ratio` None: nothing to compare; `stall_seconds`: of this attempt, waiting for
+        checkpoints."""
         self._tell_skipped()
         now = time.perf_counter()
         spent = self.phases.take_seconds()
         seconds = max(1e-9, now - self._window_start - spent["evaluating"] - spent["saving"])
+        speed, data_wait = self._images / seconds, min(1.0, spent["reading"] / seconds)
         values = {
             "train/loss": loss,
             "opt/lr": lr,
@@ -243,18 +226,18 @@ class Report:
             "opt/skipped_steps": float(state.skipped_steps),
             "opt/passed_over_steps": float(sum(step < state.step for step in state.passed_over)),
             "data/substituted_images": float(state.substituted_images),
-            "train/epoch": state.images_seen / self._plan.samples_per_epoch,
-            "perf/images_per_s": self._images / seconds,
-            "perf/data_wait_frac": min(1.0, spent["reading"] / seconds),
+            "train/epoch": state.images_seen / self.plan.samples_per_epoch,
+            "perf/images_per_s": speed,
+            "perf/data_wait_frac": data_wait,
             "perf/save_stall_frac": stall_seconds / max(1e-9, self.attempt_seconds),
         }
         if slowest_rank_ratio is not None:
             values["perf/slowest_rank_ratio"] = slowest_rank_ratio
-        if self._gauges is not None:
-            values |= self._gauges.read(step=state.step, images_per_second=values["perf/images_per_s"])
+        if self.gauges is not None:
+            values |= self.gauges.read(step=state.step, images_per_second=speed)
         self._window_start, self._images = now, 0
         self._record(state, values)
-        waits = f"data wait {values['perf/data_wait_frac']:.1%}"
+        waits = f"data wait {data_wait:.1%}"
         share, threads = values.get("perf/core_wait_frac", 0.0), torch.get_num_threads()
         if threads > 1 and share > WORTH_A_WORD:  # one could not be fewer
             waits += f" | core wait {share:.0%}"
@@ -264,63 +247,55 @@ class Report:
                     "(OMP_NUM_THREADS), or fewer other programs on this machine, may be faster"
                 )
             self._is_crowded = True
-        if self._progress is not None:
-            speed = values["perf/images_per_s"]
-            self._progress.update(state.step, loss=loss, lr=lr, images_per_second=speed, waits=waits)
+        if self.progress is not None:
+            self.progress.update(state.step, loss=loss, lr=lr, images_per_second=speed, waits=waits)
 
     def evaluation(self, state: TrainState) -> None:
+        """Log the state's evaluation, and print its losses and scores."""
         found = state.evaluation
         self._record(state, found)
         own = next(key for key in found if key in SCORES)
-        average = "".join(
-            f"; moving average: loss {found['val/ema_loss']:.4f}, {show_score(found, key)}"
-            for key in found
-            if key in AVERAGES_SCORES
-        )
-        more = "".join(
-            f"; {key.removeprefix('val_').partition('/')[0]}: {show_score(found, key)}"
-            for key in found
-            if key.startswith("val_") and f"val/{key.partition('/')[2]}" in SCORES
-        )
-        held_out = (
-            f"held-out loss {found['val/loss']:.4f}, {show_score(found, own)} of {found['val/images']:,.0f} images"
-        )
-        self.note(f"step {state.step}: {held_out}{average}{more}", kind="evaluation")
+        said = f"held-out loss {found['val/loss']:.4f}, {show_score(found, own)} of {found['val/images']:,.0f} images"
+        for key in found:
+            if key in AVERAGES_SCORES:
+                said += f"; moving average: loss {found['val/ema_loss']:.4f}, {show_score(found, key)}"
+        for key in found:
+            group, _, metric = key.partition("/")
+            if group.startswith("val_") and f"val/{metric}" in SCORES:
+                said += f"; {group.removeprefix('val_')}: {show_score(found, key)}"
+        self.note(f"step {state.step}: {said}", kind="evaluation")
 
     def spikes(self, found: Sequence[Spike]) -> None:
         for spike in found:
             self.note(spike.describe(), kind="spike", step=spike.step)
 
     def faults(self, state: TrainState, new: Sequence[tuple[str, Fault]]) -> None:
-        """Newly found damaged images; the first few are named on the screen."""
+        """Record newly found damaged images; the first few are named."""
         for use, fault in new[: max(0, _NAMED_FAULTS - self._named_faults)]:
             done = "another one takes its place" if use == "train" else "it is left out"
-            self.note(
-                f"step {state.step}: image {fault.key!r} of {fault.shard} is damaged ({fault.reason}): {done}",
-                kind="damaged_image",
-                step=state.step,
-            )
+            said = f"image {fault.key!r} of {fault.shard} is damaged ({fault.reason}): {done}"
+            self.note(f"step {state.step}: {said}", kind="damaged_image", step=state.step)
         if self._named_faults < _NAMED_FAULTS <= self._named_faults + len(new):
             self.note("more damaged images are listed in corrupt_samples.jsonl, and no longer here")
         self._named_faults += len(new)
 
     def note(self, text: str, *, kind: EventKind = "note", step: int | None = None) -> None:
-        """A line on the screen and an event. Thread-safe."""
-        if self._progress is not None:
-            self._progress.note(text)
+        """Print a line and record it as an event. Thread-safe."""
+        if self.progress is not None:
+            self.progress.note(text)
         self.event(kind, text, step=step)
 
     def event(self, kind: EventKind, text: str, *, step: int | None = None) -> None:
-        """Record an event at a step, by default the last logged one; not on the screen. Thread-safe."""
-        if self._events is not None:
-            step = self._step if step is None else step
-            self._events.append(kind, text, step=step, images_seen=step * self._plan.global_batch_images)
+        """Record an event at a step, by default the last logged one, without printing it. Thread-safe."""
+        if self.events is not None:
+            step = self.step_logged if step is None else step
+            self.events.append(kind, text, step=step, images_seen=step * self.plan.global_batch_images)
 
     def close(self) -> None:
         """Write what is pending. Closing twice is harmless."""
         self._tell_skipped()
-        if self._progress is not None:
-            self._progress.close()
+        if self.progress is not None:
+            self.progress.close()
 
     def _tell_skipped(self) -> None:
         if self._skipped:
@@ -329,17 +304,9 @@ class Report:
             self._skipped.clear()
 
     def _record(self, state: TrainState, values: dict[str, float]) -> None:
-        self.at(state)
-        if self._log is not None:
-            self._log.append(step=state.step, images_seen=state.images_seen, metrics=values)
-
-
-def _why(error: BaseException) -> str:
-    if isinstance(error, UserError):
-        return str(error)
-    if peer_is_gone(error):
-        return "another process is gone"
-    return f"{type(error).__name__}: {error}"
+        self.step_logged = state.step
+        if self.log is not None:
+            self.log.append(step=state.step, images_seen=state.images_seen, metrics=values)
 
 
 def _ranges(steps: Sequence[int]) -> str:

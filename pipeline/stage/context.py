@@ -1,4 +1,4 @@
-"""Context of every stage: recipe, run folder, process group, stop flag, start time."""
+"""What every stage is given: recipe, run folder, process group, stop flag, start time."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ T = TypeVar("T")
 
 
 def draw_nothing(stage: StageName, moment: Moment, step: int) -> None:
-    """Where no pictures are wanted."""
+    """Stand in if no pictures are wanted."""
 
 
 @dataclass(frozen=True)
 class StageContext:
-    """Handed to each stage by `launch.train`."""
+    """Made by `launch.train` for each stage."""
 
     recipe: Recipe
     folder: RunFolder
@@ -37,13 +37,13 @@ class StageContext:
     stop: StopFlag
     job_tags: dict[str, str]  # facts of this attempt: host, launcher, job id
     start: StartClock = field(default_factory=StartClock)  # until the stage's first step
-    time_limit: TimeLimit | None = None  # of the job; None: none is known
-    draw: Callable[[StageName, Moment, int], None] = draw_nothing  # has a moment's pictures drawn; on rank 0
-    drawing_seconds: Callable[[], float] = lambda: 0.0  # of CPU that this has taken so far
+    time_limit: TimeLimit | None = None  # of the job; None: unknown
+    draw: Callable[[StageName, Moment, int], None] = draw_nothing  # ask for a moment's pictures; on rank 0
+    drawing_seconds: Callable[[], float] = lambda: 0.0  # CPU time of drawing so far
 
     def on_main(self, task: Callable[[], T], *, takes: Literal["a moment", "long"] = "a moment") -> T | None:
-        """`task`'s result on rank 0, None elsewhere; collective. Its `UserError` is raised on all ranks. What takes
-        "long" may take longer than a collective is allowed to."""
+        """Run `task` on rank 0; returns its result there, None elsewhere; collective. All ranks raise its `UserError`.
+        "long" tasks may exceed the timeout of collectives."""
         result: T | None = None
         problem = ""
 
@@ -64,7 +64,7 @@ class StageContext:
         return result
 
     def watch(self, stage: StageName) -> Watch:
-        """The watch over the ranks during a stage; collective."""
+        """Watch the ranks during a stage; collective."""
         return Watch(
             self.folder.ranks(stage),
             place=self.ranks.place,

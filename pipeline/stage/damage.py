@@ -1,8 +1,8 @@
-"""Damaged images: counted over all ranks, listed in the stage's folder, held against the budget.
+"""Damaged images: counted over all ranks, listed in the stage's folder, limited by data.max_corrupt_share.
 
 Each rank notes what its batches report; `settle` gathers the notes a few times a minute. Rank 0 writes
-STAGE/corrupt_samples.jsonl, one line per image, read again on resume so that an image counts only once. The loader
-picks the substitutes.
+STAGE/corrupt_samples.jsonl, a line per image, read again on resume so that an image counts once. The loader picks the
+substitutes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from data_shards.loading.batch import Batch, Fault
 from pipeline.ranks.group import Ranks
 
 Use = str  # "train", "eval", or "eval NAME" of a set of also_eval
+_Faults = dict[tuple[Use, str, str], Fault]  # by use, shard and key
 
 
 @dataclass(frozen=True)
@@ -35,39 +36,30 @@ class FaultLedger:
         max_share: share of a set that may be damaged.
 
     Attributes:
-        complaint: one sentence if more images are damaged than that; the same on every rank.
+        complaint: one sentence if more images are damaged; the same on every rank.
     """
 
     def __init__(self, file: Path, *, num_samples: dict[Use, int], max_share: float) -> None:
-        self.file = file
-        self._num_samples = num_samples
-        self._max_share = max_share
-        self._known: dict[tuple[Use, str, str], Fault] = _read(file)
-        self._mine: dict[tuple[Use, str, str], Fault] = {}
-        self._substituted = 0
+        self.file, self._num_samples, self._max_share = file, num_samples, max_share
+        self._known, self._mine, self._substituted = _read(file), _Faults(), 0
         self.complaint = self._complaint()
 
     def note(self, batch: Batch, *, use: Use, rows: int) -> None:
         """Note a batch's faults; its first `rows` rows are this rank's own."""
-        for fault in batch.faults:
-            self._mine[use, fault.shard, fault.key] = fault
+        self._mine |= {(use, fault.shard, fault.key): fault for fault in batch.faults}
         if batch.faults:
             self._substituted += int(batch.substituted[:rows].sum())
 
     def settle(self, ranks: Ranks) -> Settled:
         """Gather the notes of all ranks; collective."""
         parts = ranks.gather_objects((self._mine, self._substituted))
-        new: dict[tuple[Use, str, str], Fault] = {}
-        substituted = 0
-        for mine, count in parts:
-            new |= {key: fault for key, fault in mine.items() if key not in self._known}
-            substituted += count
+        new = {key: fault for mine, _ in parts for key, fault in mine.items() if key not in self._known}
         self._known |= new
         self._mine, self._substituted = {}, 0
         self.complaint = self._complaint()
         if new and ranks.place.is_main:
             _append(self.file, new)
-        return Settled(new=tuple((key[0], fault) for key, fault in new.items()), substituted_images=substituted)
+        return Settled(tuple((key[0], fault) for key, fault in new.items()), sum(count for _, count in parts))
 
     def __len__(self) -> int:
         """Images found damaged so far, over all attempts."""
@@ -79,7 +71,7 @@ class FaultLedger:
             if len(damaged) / num_samples > self._max_share:
                 first = damaged[0]
                 return (
-                    f"{len(damaged)} of the {num_samples:,} images of {use} are damaged, which is more than "
+                    f"{len(damaged)} of the {num_samples:,} images of {use} are damaged, more than "
                     f"data.max_corrupt_share {self._max_share:g} allows (the first: {first.key!r} of {first.shard}, "
                     f"{first.reason}); all are listed in {self.file}: bring back whole shards, or raise "
                     "data.max_corrupt_share"
@@ -87,19 +79,18 @@ class FaultLedger:
         return None
 
 
-def _read(file: Path) -> dict[tuple[Use, str, str], Fault]:
-    known: dict[tuple[Use, str, str], Fault] = {}
-    if file.exists():
-        for line in file.read_text(encoding="utf-8", errors="replace").split("\n"):
-            try:
-                row = json.loads(line)
-                known[row["set"], row["shard"], row["key"]] = Fault(row["shard"], row["key"], row["reason"])
-            except (ValueError, KeyError, TypeError):
-                continue  # torn by a kill: the image will be met again
+def _read(file: Path) -> _Faults:
+    known = _Faults()
+    for line in file.read_text(encoding="utf-8", errors="replace").split("\n") if file.exists() else ():
+        try:
+            row = json.loads(line)
+            known[row["set"], row["shard"], row["key"]] = Fault(row["shard"], row["key"], row["reason"])
+        except (ValueError, KeyError, TypeError):
+            continue  # torn by a kill: the image will be met again
     return known
 
 
-def _append(file: Path, new: dict[tuple[Use, str, str], Fault]) -> None:
+def _append(file: Path, new: _Faults) -> None:
     # ASCII: names in tars that are not UTF-8 become strings that cannot be encoded.
     lines = [json.dumps({"set": use, **asdict(fault)}) for (use, _, _), fault in new.items()]
     break_links(file)

@@ -85,7 +85,7 @@ def _sets(data: StageData) -> list[ShardSet]:
 
 def _look_at_own(context: StageContext, first: StageData, *, stage: StageName) -> _OwnDisks:
     machine, host = this_machine(), platform.node()
-    if not all(one.shards.has_manifests for one in _sets(first)):
+    if not all(source.folder for one in _sets(first) for source in one.shards.sources):  # tars without a manifest
         return _OwnDisks(machine, opens="each rank")  # they wait for one another's index without a time limit
     try:
         data = open_data(context.recipe, stage=stage, report=lambda line: None, commands="run")

@@ -1,8 +1,7 @@
-"""`data.workers` of one rank: as the recipe says, or decided at the start of a stage, and told in a line.
+"""Choose `data.workers` of one rank: as in the recipe, or at the start of a stage, with a line of reasons.
 
-auto decodes a few dozen of the stage's own first images (half a second on an idle core, and what they need of the
-shards is read anyway); the order of the samples does not depend on it. On a CPU there is nothing to decide: workers
-would take the cores that train.
+auto decodes a few dozen of the stage's first images, which are read anyway (half a second on an idle core); the order
+of samples does not depend on it. On a CPU it starts none: they would take the cores that train.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class DataWorkers:
 
 
 def expect_data_workers(recipe: Recipe) -> None:
-    """Start loading the worker processes' libraries if there will be some; returns at once."""
+    """Preload the libraries of worker processes if there will be some; returns at once."""
     count = recipe.data.workers
     if count not in ("auto", 0) and recipe.data.kind_of_workers(count) == "process":
         start_fork_server()
@@ -78,7 +77,7 @@ def choose(
     gpu_name: str,
     cores: float,
 ) -> tuple[int, str]:
-    """Choose the number, with one line of reasons; `decode_seconds`: None if the first images cannot be decoded."""
+    """Choose the number, with one line of reasons; `decode_seconds`: None: the first images cannot be decoded."""
     gpu = gpu_of_driver(gpu_name)
     needed, why = None, f"how fast {gpu_name} trains is not known"
     if decode_seconds is None:
@@ -95,7 +94,7 @@ def choose(
 
 
 def _decode_seconds(batches: TrainBatches, *, step: int) -> float | None:
-    """Decoding time of an image in one thread, as in a worker."""
+    """Measure decoding of an image in one thread, as in a worker."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -105,7 +104,7 @@ def _decode_seconds(batches: TrainBatches, *, step: int) -> float | None:
 
 
 def cores_of(ranks: Ranks) -> float:
-    """This rank's share of its host's cores; collective."""
+    """Count this rank's share of its host's cores; collective."""
     mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     everyone = ranks.gather_objects((platform.node(), mine))
     here = [cores for host, cores in everyone if host == platform.node()]

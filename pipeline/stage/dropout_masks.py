@@ -1,8 +1,8 @@
-"""The random words of dropout's masks: a function of (seed, step, place in the global batch, module's name).
+"""Random words for dropout masks: a function of (seed, step, place in the global batch, module's name).
 
-Not of the sample's number: a batch may hold a sample twice, and mixing trains on two at once. A place belongs to one
-image on any number of processes, and the order of images is the same on all, so the masks are the same as well. About
-0.1 us a word on the CPU, while a GPU is still busy with the previous micro-batch.
+Not of the sample's number: a batch may hold a sample twice, and mixing trains on two at once. Places and the order of
+images do not depend on the number of processes, so neither do the masks. Costs 0.1 us per word on the CPU, while a GPU
+is still busy with the previous micro-batch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pipeline.recipe.stage_plan import StagePlan
 
 
 def draw_masks(engine: Engine, *, plan: StagePlan, step: int, place: int) -> None:
-    """Before a forward pass in training: `place` is that of the micro-batch's first image in the global batch. Does
-    nothing to a model without such masks (rates of 0, `dropout_masks: process`)."""
+    """Draw masks before a forward pass in training, for a micro-batch from `place` in the global batch on. Does nothing
+    to a model without such masks (rates of 0, `dropout_masks: process`)."""
     shared = words_of(engine.module)
     if shared is None:
         return
@@ -33,7 +33,7 @@ def draw_masks(engine: Engine, *, plan: StagePlan, step: int, place: int) -> Non
 
 
 def sample_words(seed: int, *, step: int, sites: list[str], places: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Two random words for each site and place: int32 [sites, places, 2]."""
+    """Draw two random words for each site and place: int32 [sites, places, 2]."""
     keys = np.array([_number(site) for site in sites], dtype=np.uint64)
     words = hash_words(RandomStream.DROPOUT_BY_SAMPLE, seed, step, keys[:, None], places)
     return words.astype("<u8")[..., None].view("<i4").astype(np.int32)

@@ -1,7 +1,7 @@
-"""Describe a stage's model before there are weights, and find the model that swap_head starts from. No torch here.
+"""Describe a stage's model before there are weights, and find the model that swap_head starts from. No torch.
 
-A stage writes its model's record into stage.json when it begins, so `predict` and `export` need no data. swap_head's
-model is checked by `launch` before any process is started, and again by the stage.
+A stage writes its model's record into stage.json at its start, so `predict` and `export` need no data. `launch` checks
+swap_head's model before it starts any process, the stage again.
 """
 
 from __future__ import annotations
@@ -9,40 +9,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 from data_shards.errors import UserError
 from data_shards.vocabulary import GOOGLES, Normalisation
 from model.config import ModelConfig
 from model.saved.model_folder import WEIGHTS_FILE, SavedModelMeta
-from model.vocabulary import COLOURS, HeadKind
+from model.vocabulary import COLOURS
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.sources import record_elsewhere
-from pipeline.recipe.stage import MaskedPatchStage
 from pipeline.recipe.vocabulary import StageName
-
-StageHead = HeadKind | Literal["masked_patch"]
 
 
 @dataclass(frozen=True)
 class StageStart:
-    """A stage's model before its first step."""
+    """What a stage's model starts from."""
 
-    head: StageHead
     weights: str = "random"  # or the digest of the model it was loaded from
     normalisation: Normalisation = GOOGLES  # of its pixels
 
 
-def stage_model(recipe: Recipe, *, stage: StageName, classes: Sequence[str], start: StageStart) -> SavedModelMeta:
-    """The record of a training stage's model; `classes`: of the training set."""
+def stage_model(
+    recipe: Recipe, *, stage: StageName, classes: Sequence[str] = ("?",), start: StageStart = StageStart()
+) -> SavedModelMeta:
+    """Make the record of a training stage's model; without `classes` (of the training set) and `start`: the model to
+    come."""
     config = recipe.train_stage(stage)
-    outputs = COLOURS if start.head == "masked_patch" else classes
+    outputs = COLOURS if config.head_kind == "masked_patch" else classes
     return SavedModelMeta(
         model=recipe.model,
         image_size=config.image_size,
         num_classes=len(outputs),
         class_names=tuple(outputs),
-        head=start.head,
+        head=config.head_kind,
         mean=start.normalisation.mean,
         std=start.normalisation.std,
         loss=config.loss,
@@ -52,16 +50,9 @@ def stage_model(recipe: Recipe, *, stage: StageName, classes: Sequence[str], sta
     )
 
 
-def model_to_come(recipe: Recipe, *, stage: StageName) -> SavedModelMeta:
-    """The record that a training stage's model will have, except its classes and normalisation."""
-    config = recipe.train_stage(stage)
-    head: Any = "masked_patch" if isinstance(config, MaskedPatchStage) else getattr(config, "head", "linear")
-    return stage_model(recipe, stage=stage, classes=["?"], start=StageStart(head))
-
-
 def model_from_elsewhere(recipe: Recipe) -> Path | None:
-    """The folder named by stages.swap_head.model, relative to the working folder, if any; UserError: it holds no model,
-    or one that does not fit the recipe's."""
+    """Get the folder stages.swap_head.model, if any, relative to the working folder; UserError: it holds no model, or
+    one unlike the recipe's."""
     config = recipe.stages.swap_head
     if config is None or config.model is None:
         return None
@@ -81,14 +72,14 @@ def model_from_elsewhere(recipe: Recipe) -> Path | None:
     assert finetune is not None  # held by the recipe's validator
     if meta.model.position == "relative" and meta.image_size != finetune.image_size:
         raise UserError(
-            f"stages.finetune.image_size: relative positions are not defined at another resolution than they were "
-            f"learnt at, and {folder} is of {meta.image_size} px: take {meta.image_size}, not {finetune.image_size}"
+            f"stages.finetune.image_size: relative positions are undefined at another resolution than in training, and "
+            f"{folder} is of {meta.image_size} px: take {meta.image_size}, not {finetune.image_size}"
         )
     return folder
 
 
 def _resolved(config: ModelConfig) -> dict[str, object]:
-    """A configuration's resolved values, under the recipe's keys."""
+    """Resolve a configuration's values, under the recipe's keys."""
     match config.kind:
         case "vit":
             sizes = asdict(config.sizes)

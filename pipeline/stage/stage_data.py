@@ -70,7 +70,6 @@ class Stage:
 
     @property
     def config(self) -> TrainStage:
-        """The recipe's section for this stage."""
         return self.recipe.train_stage(self.name)
 
     @property
@@ -96,7 +95,7 @@ class Stage:
         return {name: one.digest for name, one in self.data.recorded.items()}
 
     def order(self) -> AnyOrder:
-        """The order of the training stream; UserError if sizes do not fit."""
+        """Order the training stream; UserError if sizes do not fit."""
         return training_order(self.recipe, data=self.data, plan=self.plan)
 
 

@@ -1,4 +1,4 @@
-"""Summary that rank 0 prints before a stage's first step: sizes, cost, damage, and what was restored."""
+"""Summarise a stage on rank 0 before its first step: sizes, cost, damage, and what was restored."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from pipeline.ranks.place import Place
 from pipeline.recipe.io import flatten, parse_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.runs.written_by import changed_since, written_by
-from pipeline.stage.initial_model import StageHead
 from pipeline.stage.stage_data import Stage, cache_advice
 from pipeline.stage.task import Task
 
@@ -25,27 +24,32 @@ _LAYOUT = {"processes": "processes", "zero_stage": "ZeRO stage"}
 
 
 def describe_start(
-    stage: Stage, *, place: Place, task: Task, head: StageHead, notes: Sequence[str], restored: Restored | None
+    stage: Stage, *, place: Place, task: Task, notes: Sequence[str], restored: Restored | None
 ) -> Iterator[str]:
-    """The lines, in order; `notes`: of the kernels."""
+    """Describe the stage line by line; `notes`: of the kernels."""
     recipe, config, data, plan = stage.recipe, stage.config, stage.data, stage.plan
-    yield f"{stage.name}: {config.image_size} px, {len(task.outputs)} {task.kind_of_output}; {plan.describe()}"
+    engine, head, count = recipe.engine, config.head_kind, len(task.outputs)
+    yield f"{stage.name}: {config.image_size} px, {count} {task.kind_of_output}; {plan.describe()}"
     if head != "masked_patch":
         cost = account(
             recipe.model,
             image_size=config.image_size,
-            num_classes=len(task.outputs),
+            num_classes=count,
             head=head,
             patch_dropout=config.patch_dropout,
-            checkpointed_every=recipe.engine.checkpointed_every or 1,
+            checkpointed_every=engine.checkpointed_every or 1,
         )
-        kept = "checkpointed" if recipe.engine.checkpointed_every else "all"
-        own = stage_cost(recipe.model, stage=config, engine=recipe.engine, num_classes=len(task.outputs))
-        held = (own.activation_bytes, own.checkpointed_activation_bytes)
-        cost = replace(cost, activation_bytes=held[0], checkpointed_activation_bytes=held[1])
-        yield f"{stage.name}: {cost.describe(activations=kept, precision=recipe.engine.precision)}"
+        own = stage_cost(recipe.model, stage=config, engine=engine, num_classes=count)
+        cost = replace(
+            cost,
+            activation_bytes=own.activation_bytes,
+            checkpointed_activation_bytes=own.checkpointed_activation_bytes,
+        )
+        kept = "checkpointed" if engine.checkpointed_every else "all"
+        yield f"{stage.name}: {cost.describe(activations=kept, precision=engine.precision)}"
     yield from (f"{stage.name}: {note}" for note in notes)
-    yield from (*data.train.damage, *(line for one in data.held_out.values() for line in one.damage))
+    for one in (data.train, *data.held_out.values()):
+        yield from one.damage
     if advice := cache_advice(recipe, data=data, plan=plan, processes_per_node=place.local_world_size):
         yield advice
     if restored is None:
@@ -57,7 +61,7 @@ def describe_start(
 
 
 def describe_restored(restored: Restored, *, stage: Stage) -> Iterator[str]:
-    """Damaged checkpoints that were skipped, then position and age of the restored one."""
+    """Describe damaged checkpoints that were skipped, then position and age of the restored one."""
     state, plan = restored.state, stage.plan
     age_minutes = (time.time() - restored.folder.stat().st_mtime) / 60
     position = "nothing is left to train"
@@ -78,7 +82,7 @@ def describe_restored(restored: Restored, *, stage: Stage) -> Iterator[str]:
 def describe_changes(
     restored: Restored, *, recipe: Recipe, identity: Mapping[str, Any], written_by: Mapping[str, str]
 ) -> str | None:
-    """Differences between the checkpoint and this process (the last three arguments); None: there are none."""
+    """Describe what differs between the checkpoint and this process (the last three arguments); None: nothing."""
     before = restored.identity
     layout = [
         f"{name} {before[key]} -> {identity[key]}" for key, name in _LAYOUT.items() if before[key] != identity[key]
@@ -86,18 +90,15 @@ def describe_changes(
     changes = [*layout, *changed_since(restored.written_by, written_by), *_changed_keys(restored.folder, recipe)]
     if not changes:
         return None
-    stage = recipe.train_stage(identity["stage"])
-    other_masks = ", dropout draws other masks (dropout_masks: process)" if stage.dropout_masks == "process" else ""
-    return f"changed since that checkpoint was written: {', '.join(changes)}" + (
-        " (weights and optimizer state are the same; losses may differ from an uninterrupted run's in the last digits"
-        f"{other_masks})"
-        if layout
-        else ""
-    )
+    text, masks = f"changed since that checkpoint was written: {', '.join(changes)}", ""
+    if recipe.train_stage(identity["stage"]).dropout_masks == "process":
+        masks = ", dropout draws other masks (dropout_masks: process)"
+    digits = "losses may differ from an uninterrupted run's in the last digits"
+    return f"{text} (weights and optimizer state are the same; {digits}{masks})" if layout else text
 
 
 def _changed_keys(folder: Path, recipe: Recipe) -> list[str]:
-    """Recipe keys that differ from the checkpoint's copy; forbidden changes were refused before."""
+    """List recipe keys that differ from the checkpoint's copy; forbidden changes were refused before."""
     try:
         before = flatten(parse_recipe(folder / "recipe.yaml"))
     except (OSError, UserError):  # the digests were right, so another version of this program wrote it

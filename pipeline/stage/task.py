@@ -159,14 +159,14 @@ class Corruption:
 
 
 def corruption_in_training(batch: Batch, *, seed: int, num_patches: int) -> Corruption:
-    """A function of (seed, epoch, sample), so that it does not depend on world size, workers or a resume."""
+    """Corrupt by (seed, epoch, sample), whatever the world size, workers or resumes."""
     return draw_corruption(
         RandomStream.CORRUPTION_TRAIN, seed, batch.epochs.numpy(), batch.samples.numpy(), num_patches=num_patches
     )
 
 
 def corruption_held_out(batch: Batch, *, seed: int, num_patches: int) -> Corruption:
-    """A function of (seed, sample): the same in every evaluation, so that held-out numbers compare."""
+    """Corrupt by (seed, sample): the same in every evaluation, so that results compare."""
     return draw_corruption(RandomStream.CORRUPTION_HELD_OUT, seed, batch.samples.numpy(), num_patches=num_patches)
 
 

@@ -1,7 +1,7 @@
-"""Everything that may follow an optimizer step, one decision a method: settle, log, roll back, evaluate, save, stop.
+"""What may follow an optimizer step, one decision per method: settle, log, roll back, evaluate, save, stop.
 
-A step's own numbers arrive one step late (`late_metrics`), so no step waits for them; where something reads the state
-(a log, a checkpoint, a decision to end) they are waited for, and the state is exact.
+A step's numbers arrive one step late (`late_metrics`), so no step waits for them; whatever reads the state (a log, a
+checkpoint, a decision to end) waits until it is exact.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from data_shards.errors import UserError
 from data_shards.loading.device_prefetch import Batches
 from pipeline.checkpoint.saver import CheckpointSaver
 from pipeline.checkpoint.train_state import RollBack, TrainState, Trouble
-from pipeline.engine.base import Engine, StepResult
+from pipeline.engine.base import Engine
 from pipeline.engine.late_metrics import LateMetrics, StepOutcome
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.phases import Phase
@@ -28,7 +30,7 @@ from pipeline.stage.task import Task
 
 
 class TrainingFailed(Exception):
-    """Training cannot go on, or was in vain; the message says why and what was saved."""
+    """Training cannot continue, or its result is worthless; the message says why and what was saved."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class TrainJob:
     requests: Requests  # of any rank: stop, or save
 
     def phase(self, name: Phase, step: int) -> AbstractContextManager[None]:
-        """Run a block as that phase of a step: timed, and told to the watch that looks for hangs."""
+        """Run a block as that phase of a step: timed, and reported to the watch for hangs."""
         return self.report.phases(name, step=step)
 
 
@@ -56,11 +58,11 @@ class AfterStep:
 
     Raises:
         Stopped: by a signal, after saving.
-        RollBack: the recipe says to resume from before these steps and to skip their batches.
-        TrainingFailed: too many steps in a row had gradients that were not finite, or too many rollbacks; or, after
-            saving, a rank is too slow and the recipe says to stop then.
-        UserError: more images are damaged than the recipe allows (after saving), or a checkpoint cannot be written.
-        SaveFailed: the disk failed while a checkpoint was written; retrying may help.
+        RollBack: the recipe asks to resume from before these steps and to skip their batches.
+        TrainingFailed: too many steps in a row without finite gradients, or too many rollbacks; or, after saving, a
+            rank is too slow and the recipe asks to stop.
+        UserError: more images are damaged than allowed (after saving), or a checkpoint cannot be written.
+        SaveFailed: the disk failed while writing a checkpoint; retrying may help.
 
     Attributes:
         losses: of the steps since the last point of the curve.
@@ -78,10 +80,10 @@ class AfterStep:
         self._spikes = SpikeFinder(state.recent_losses, sigmas=(rollback and rollback.spike_sigmas) or SIGMAS)
         self._late = LateMetrics(device=job.engine.device)
 
-    def __call__(self, result: StepResult, *, lr: float) -> None:
+    def __call__(self, numbers: Tensor, *, lr: float) -> None:
         job, state, plan = self._job, self._state, self._plan
         state.advance(images=plan.global_batch_images)
-        self._late.put(state.step, result)
+        self._late.put(state.step, numbers)
         if job.saver.poll():
             job.report.phases.disturbed()
 
@@ -108,7 +110,7 @@ class AfterStep:
             raise Stopped
 
     def _settle(self, outcomes: Sequence[StepOutcome]) -> None:
-        """Count steps that were applied or skipped, and hear what the ranks requested in them."""
+        """Count applied and skipped steps, and take in the ranks' requests in them."""
         for outcome in outcomes:
             if outcome.step - 1 not in self._state.passed_over:
                 self._state.settle(applied=outcome.applied)
@@ -118,7 +120,7 @@ class AfterStep:
 
     @property
     def _skips_may_be_too_many(self) -> bool:
-        """True if we would give up or roll back should all unsettled steps turn out skipped."""
+        """True if we would give up or roll back if all unsettled steps turn out skipped."""
         plan, most = self._plan, self._plan.max_skipped_steps
         if plan.rollback:
             most = min(most, plan.rollback.after_skipped_steps)
@@ -130,7 +132,7 @@ class AfterStep:
         return rollback is not None and self._state.skipped_in_a_row >= rollback.after_skipped_steps
 
     def _log(self, *, lr: float) -> list[Spike]:
-        """Report a point of the training curve and compare the ranks' pace; returns the spikes since the last point."""
+        """Report a point of the training curve and compare the ranks' pace; returns spikes since the last point."""
         job, state = self._job, self._state
         self._settle_faults()
         new, measured = self.losses.take(job.ranks), job.engine.measured()
@@ -159,8 +161,8 @@ class AfterStep:
         return spiked
 
     def _roll_back_after(self, spiked: Sequence[Spike]) -> None:
-        """Raise if the recipe says to roll back: to before the first of the steps found, so that the result does not
-        depend on how often the curve is logged."""
+        """Roll back if the recipe asks for it, to before the first trouble, so that the result does not depend on how
+        often the curve is logged."""
         state, rollback = self._state, self._plan.rollback
         if rollback is None:
             return
@@ -191,7 +193,7 @@ class AfterStep:
         job.report.evaluation(state)
 
     def _save(self) -> None:
-        """Save a checkpoint, or begin to; `saver` decides which."""
+        """Save a checkpoint, or begin to, as `saver` decides."""
         job, state = self._job, self._state
         with job.phase("saving", state.step):
             self._settle_faults()
@@ -206,7 +208,7 @@ class AfterStep:
             self._job.saver.finish()
 
     def _failure(self) -> Exception | None:
-        """Why training must stop, if it must; the damage limit may have been exceeded while saving."""
+        """Say why training must stop, if it must; saving may have found more damage."""
         job, state = self._job, self._state
         if job.faults.complaint:
             return UserError(job.faults.complaint)

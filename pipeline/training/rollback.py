@@ -1,9 +1,9 @@
-"""Restoring a stage, and rolling back: resume from before trouble and skip the batches that led to it.
+"""Restore a stage, and roll back: resume from before trouble and skip the batches that led to it.
 
 The loop raises `RollBack`; stage.json then names the steps to skip, and the stage resumes from the newest checkpoint
-that is old enough. As every step is a function of its number, training goes on exactly as if those batches had never
-been there, whichever checkpoint it was and whatever was killed in between. PaLM was trained so (arXiv 2204.02311,
-section 5.1: restart about 100 steps before a spike, skip 200 to 500 batches).
+that is old enough. As every step is a function of its number, training continues as if those batches had never existed,
+whichever checkpoint it was and whatever was killed in between. PaLM was trained so (arXiv 2204.02311, section 5.1:
+restart about 100 steps before a spike, skip 200 to 500 batches).
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from pipeline.stage.stage_data import Stage
 
 
 def restore(context: StageContext, stage: Stage, *, engine: Engine) -> tuple[Restored | None, TrainState]:
-    """Load the newest undamaged checkpoint that has trained on no skipped batch; its state, or a new one; collective.
-    UserError: checkpoints were saved and there is none to resume from."""
+    """Load the newest whole checkpoint that has trained on no skipped batch; returns it with its state, or a new state;
+    collective. UserError: checkpoints were saved, but none is left to resume from."""
     ranks = context.ranks
     abandoned = context.on_main(lambda: _abandoned_checkpoints(stage)) or []
     record: StageRecord = ranks.from_main(stage.record)
     identity = checkpoint_identity(stage.recipe, stage=stage.name, processes=ranks.place.world_size)
     restored = restore_checkpoint(stage.checkpoints, engine=engine, ranks=ranks, identity=identity, without=abandoned)
+    again = f"or begin again with --restart {stage.name}"
     if restored is None and ranks.from_main(len(abandoned)):
         raise UserError(
-            f"all checkpoints in {stage.checkpoints} have trained on batches that a rollback passes over: "
-            f"bring an older one back, or begin again with --restart {stage.name}"
+            f"all checkpoints in {stage.checkpoints} have trained on batches that a rollback passes over: bring an "
+            f"older one back, {again}"
         )
-    if restored is None and record.last_saved_step > 0:
+    if restored is None and (step := record.last_saved_step) > 0:
         raise UserError(
-            f"{stage.checkpoints} holds no checkpoint, but one was saved at step {record.last_saved_step}: "
-            f"bring it back, or begin again with --restart {stage.name}"
+            f"{stage.checkpoints} holds no checkpoint, but one was saved at step {step}: bring it back, {again}"
         )
     state = restored.state if restored else TrainState()
     ranks.barrier()  # every rank has read stage.json before it changes
@@ -48,7 +48,7 @@ def restore(context: StageContext, stage: Stage, *, engine: Engine) -> tuple[Res
 
 
 def record_rollback(context: StageContext, stage: Stage, trouble: Trouble) -> None:
-    """Write the steps to skip from now on into stage.json; collective."""
+    """Write the steps to skip into stage.json; collective."""
     config = stage.config.rollback
     assert config is not None
 
@@ -66,7 +66,7 @@ def record_rollback(context: StageContext, stage: Stage, trouble: Trouble) -> No
 
 
 def _abandoned_checkpoints(stage: Stage) -> list[Path]:
-    """Checkpoints that have trained on steps that are skipped now; damaged ones are left to `restore_checkpoint`."""
+    """List checkpoints that have trained on steps to skip; damaged ones are left to `restore_checkpoint`."""
     passed_over, found = set(stage.record.passed_over), list[Path]()
     for folder in checkpoint_folders(stage.checkpoints):
         try:

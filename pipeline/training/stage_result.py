@@ -1,4 +1,4 @@
-"""The end of a training stage: STAGE/model, the results in stage.json, and the last lines on the screen."""
+"""End a training stage: write STAGE/model and the results in stage.json, and print the last lines."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write_result(context: StageContext, stage: Stage, *, job: TrainJob, state: T
     best = best_results(rows, last=state.evaluation, by=judged_by(config, task=job.task))
     if best:
         report.note(f"{name}: {describe_best(best, stage=name, checkpoints=stage.checkpoints)}")
-    make_folders(stage.folder, below=stage.run.path)  # fails where the run folder is gone
+    make_folders(stage.folder, below=stage.run.path)  # fails if the run folder is gone
     meta = stage_model(stage.recipe, stage=name, classes=stage.data.train.classes, start=start)
     save_for_others(model, weights, meta=meta)
     stage.update(state="done", results={**state.evaluation, **best}, model_digest=weights_digest(model))

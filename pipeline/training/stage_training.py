@@ -1,6 +1,6 @@
-"""One training stage, from its model before the first step to its result.
+"""Run one training stage, from its initial model to its result.
 
-The loop is `train_loop`, its parts are made in `assembly`, the stages' differences are in `stages`.
+The loop is `train_loop`, `assembly` makes its parts, `stages` has the differences between stages.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from pipeline.training.train_loop import train
 
 
 def train_stage(context: StageContext, stage: Stage, *, model: nn.Module, start: StageStart) -> None:
-    """Train `model` to the end of the stage, from its last checkpoint if any; leave STAGE/model; collective. UserError:
-    an input or checkpoint is not one that the stage began with; Stopped: by a signal, after saving."""
+    """Train `model` to the end of the stage, from its last checkpoint if any, and write STAGE/model; collective.
+    UserError: an input or checkpoint differs from the stage's first; Stopped: by a signal, after saving."""
     recipe, plan, train_set = stage.recipe, stage.plan, stage.data.train
     inputs, record = {**stage.inputs, "weights": start.weights}, stage.record
     data_record = context.on_main(lambda: check_data(stage.run, stage=stage.name, data=stage.data))
@@ -83,7 +83,7 @@ def _attempt(
     watch: Watch,
     resumed: tuple[Restored | None, TrainState],
 ) -> None:
-    """Train from a checkpoint, or the beginning, to the end of the stage; collective. RollBack: go back to an earlier
+    """Train from a checkpoint, or the beginning, to the end of the stage; collective. RollBack: resume from an earlier
     checkpoint."""
     (restored, state), name, place = resumed, stage.name, context.ranks.place
     phases = make_phases(context, stage.recipe.engine, watch=watch, device=engine.device)
@@ -98,9 +98,7 @@ def _attempt(
         task = make_task(stage.recipe, stage=name, data=stage.data, normalisation=start.normalisation, engine=engine)
         job = make_job(context, stage, task=task, engine=engine, state=state, watch=watch, report=report)
         if place.is_main:
-            for line in describe_start(
-                stage, place=place, task=task, head=start.head, notes=kernels.notes, restored=restored
-            ):
+            for line in describe_start(stage, place=place, task=task, notes=kernels.notes, restored=restored):
                 report.note(line)
             context.draw(name, "begin", state.step)
         with closing(job.batches), closing(job.saver):

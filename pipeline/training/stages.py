@@ -1,6 +1,6 @@
-"""The paper's stages: masked_patch or pretrain, swap_head, finetune. Each function builds its stage's initial model.
+"""Run the paper's stages: masked_patch or pretrain, swap_head, finetune.
 
-A stage starts only from the last one's `STAGE/model/`: no optimizer state, learning rate or clipping is carried over.
+A stage starts only from the last one's `STAGE/model/`, without its optimizer state, learning rate or clipping.
 
     masked_patch  random weights + mask token + Linear for tokens    -> trained on the colours of corrupted patches
     pretrain      random weights + MLP head (Linear, tanh, Linear)   -> trained on the pre-training classes
@@ -19,21 +19,19 @@ from data_shards.durable import make_folders
 from data_shards.errors import UserError
 from data_shards.images.decode import require_decoder
 from data_shards.vocabulary import Normalisation
-from model.config import Regularisation
 from model.init import initialise
 from model.layers.head import replace_head
 from model.masked_patch import MaskedPatchVit, build_masked_patch, classifier_of
 from model.positions.interpolation import resize_state
 from model.saved.model_folder import build_from_saved, load_model, save_model
 from model.vit import build_model
-from model.vocabulary import HeadKind
 from pipeline.checkpoint.train_state import TrainState
 from pipeline.engine.saved_state.frozen import freeze
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import FinetuneStage, MaskedPatchStage, PretrainStage, TrainStage
 from pipeline.recipe.stage_plan import plan_stage
 from pipeline.recipe.vocabulary import StageName
-from pipeline.report.reporter import told_events, tracked_log
+from pipeline.report.reporter import attempt_events, attempt_log
 from pipeline.runs.run_folder import check_model, weights_digest
 from pipeline.stage.context import StageContext
 from pipeline.stage.data_once import open_data_once
@@ -62,64 +60,47 @@ def run_stage(context: StageContext, *, stage: StageName) -> None:
     processes = context.ranks.place.world_size
     plan = plan_stage(recipe, stage=stage, samples_per_epoch=data.train.num_samples, world_size=processes)
     context.start.set_status("building the model")
-    match config:
-        case MaskedPatchStage():
-            model, start = masked_patch(recipe, config)
-        case PretrainStage():
-            model, start = pretrain(recipe, config, num_classes=data.train.num_classes)
-        case _:
-            assert isinstance(config, FinetuneStage)
-            model, start = finetune(context, config, num_classes=data.train.num_classes)
+    model, start = initial_model(context, config, num_classes=data.train.num_classes)
     train_stage(context, Stage(recipe, stage, data, plan, run=context.folder), model=model, start=start)
 
 
-def masked_patch(recipe: Recipe, config: MaskedPatchStage) -> tuple[nn.Module, StageStart]:
-    """Self-supervised, from random weights: predicts the mean colours of corrupted patches."""
-    model = build_masked_patch(recipe.model, image_size=config.image_size, regularisation=regularisation(config))
-    initialise(model, seed=recipe.seed, style=config.init)
-    return model, StageStart(head="masked_patch", weights="random")
+def build_stage_model(recipe: Recipe, config: TrainStage, *, num_classes: int) -> nn.Module:
+    """Build a training stage's model with placeholder weights."""
+    size, regularisation = config.image_size, config.regularisation
+    if config.head_kind == "masked_patch":
+        return build_masked_patch(recipe.model, image_size=size, regularisation=regularisation)
+    return build_model(
+        recipe.model, image_size=size, num_classes=num_classes, head=config.head_kind, regularisation=regularisation
+    )
 
 
-def pretrain(recipe: Recipe, config: PretrainStage, *, num_classes: int) -> tuple[nn.Module, StageStart]:
-    """Supervised, from random weights, with a head of one hidden layer."""
-    model = _classifier(recipe, config, num_classes=num_classes, head=config.head)
-    initialise(model, seed=recipe.seed, head_bias=config.head_bias, style=config.init)
-    return model, StageStart(head=config.head, weights="random")
-
-
-def finetune(context: StageContext, config: FinetuneStage, *, num_classes: int) -> tuple[nn.Module, StageStart]:
-    """From swap_head's model, or from scratch to compare; normalised as its starting model."""
+def initial_model(context: StageContext, config: TrainStage, *, num_classes: int) -> tuple[nn.Module, StageStart]:
+    """Make a training stage's model before its first step: random, or swap_head's at another resolution."""
     recipe, folder = context.recipe, context.folder
-    model = _classifier(recipe, config, num_classes=num_classes, head="linear")
-    if config.start == "scratch":
-        initialise(model, seed=recipe.seed, style=config.init)
-        return model, StageStart(head="linear", weights="random")
+    model = build_stage_model(recipe, config, num_classes=num_classes)
+    if not isinstance(config, FinetuneStage) or config.start == "scratch":
+        assert isinstance(config, MaskedPatchStage | PretrainStage | FinetuneStage)
+        head_bias = config.head_bias if isinstance(config, PretrainStage) else 0.0
+        initialise(model, seed=recipe.seed, head_bias=head_bias, style=config.init)
+        return model, StageStart()
     meta, state = load_model(check_model(folder, stage="swap_head"))
     model.load_state_dict(
         resize_state(state, config=recipe.model, from_image_size=meta.image_size, to_image_size=config.image_size)
     )
-    return model, StageStart(
-        head="linear",
-        weights=folder.record("swap_head").model_digest,
-        normalisation=Normalisation(mean=meta.mean, std=meta.std),
-    )
+    normalisation = Normalisation(mean=meta.mean, std=meta.std)  # as the model it starts from
+    return model, StageStart(folder.record("swap_head").model_digest, normalisation)
 
 
 def check_frozen(recipe: Recipe, *, stage: StageName) -> None:
-    """UserError if `optimizer.frozen` names what the stage's model lacks, or all of it; the model is built on torch's
-    device meta."""
+    """UserError if `optimizer.frozen` names what the stage's model lacks, or all of it; allocates no weights."""
     config = recipe.train_stage(stage)
     with torch.device("meta"):
-        if isinstance(config, MaskedPatchStage):
-            model = build_masked_patch(recipe.model, image_size=config.image_size)
-        else:
-            head = config.head if isinstance(config, PretrainStage) else "linear"
-            model = build_model(recipe.model, image_size=config.image_size, num_classes=1, head=head)
+        model = build_stage_model(recipe, config, num_classes=1)
     freeze(model, config.optimizer.frozen, key=f"stages.{stage}.optimizer.frozen")
 
 
 def swap_head(context: StageContext) -> None:
-    """Replace the pre-training head by one zero Linear for fine-tuning's classes; on rank 0."""
+    """Replace the pre-training head by a zero Linear for fine-tuning's classes; on rank 0."""
     recipe, folder = context.recipe, context.folder
     classes = open_data(recipe, stage="finetune", report=context.say, commands="run").train.classes
     source = model_from_elsewhere(recipe)
@@ -127,8 +108,8 @@ def swap_head(context: StageContext) -> None:
         source = check_model(folder, stage="masked_patch" if recipe.stages.masked_patch else "pretrain")
     folder.update("swap_head", state="running", inputs={"weights": weights_digest(source)})
     with (
-        tracked_log(context, stage="swap_head") as log,
-        told_events(context, stage="swap_head", state=TrainState(), say=context.say),
+        attempt_log(context, stage="swap_head") as log,
+        attempt_events(context, stage="swap_head", state=TrainState(), say=context.say),
     ):
         try:
             old, model = build_from_saved(source)
@@ -150,28 +131,13 @@ def swap_head(context: StageContext) -> None:
         }
         log.append(step=0, images_seen=0, metrics=values)
         meta = old.model_copy(update={"num_classes": len(classes), "class_names": classes, "head": "linear"})
-        make_folders(folder.stage("swap_head"), below=folder.path)  # fails where the run folder is gone
+        make_folders(folder.stage("swap_head"), below=folder.path)  # fails if the run folder is gone
         save_model(folder.model("swap_head"), model.state_dict(), meta=meta)
         folder.update("swap_head", state="done", results=values, model_digest=weights_digest(folder.model("swap_head")))
     print(
         f"swap_head: dropped the pre-training head ({dropped:,} parameters), attached a zero-initialised linear "
         f"layer ({attached:,} parameters) for {len(classes)} classes",
         flush=True,
-    )
-
-
-def regularisation(config: TrainStage) -> Regularisation:
-    """A training stage's `Regularisation`."""
-    return Regularisation(config.dropout, config.stochastic_depth, config.patch_dropout, masks=config.dropout_masks)
-
-
-def _classifier(recipe: Recipe, config: TrainStage, *, num_classes: int, head: HeadKind) -> nn.Module:
-    return build_model(
-        recipe.model,
-        image_size=config.image_size,
-        num_classes=num_classes,
-        head=head,
-        regularisation=regularisation(config),
     )
 
 

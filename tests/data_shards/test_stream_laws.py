@@ -1,9 +1,8 @@
 """The loader's laws over random data: any shards, sets, mixtures, processes, workers, micro-batches and restarts."""
 
-import io
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,9 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
-from data_shards.errors import UserError
 from data_shards.images.transforms import EvalTransform, TrainTransform
 from data_shards.loading.assemble import Access
 from data_shards.loading.batch import Batch
@@ -25,7 +22,7 @@ from data_shards.shards.shard_set import ShardEntry, ShardSet, ShardTable, merge
 from data_shards.shards.tar_index import build_index, index_path, write_index
 from data_shards.vocabulary import WorkerKind
 from pipeline.stage.task import model_input, targets
-from tests.data_shards.external_tars import write_tar
+from tests.data_shards.external_tars import png, write_tar
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -47,9 +44,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> list[ShardEntry]:
     for tar, count in enumerate(POOL_SIZES):
         members = []
         for row in range(count):
-            stream = io.BytesIO()
-            Image.fromarray(draw.integers(0, 256, (*draw.integers(4, 9, 2), 3), dtype=np.uint8)).save(stream, "PNG")
-            data = stream.getvalue()
+            data = png(draw.integers(0, 256, (*draw.integers(4, 9, 2), 3), dtype=np.uint8))
             members.append((f"t{tar}r{row}.png", data[: len(data) // 2] if (tar, row) in SPOILT else data))
             members.append((f"t{tar}r{row}.cls", b"%d" % ((tar + row) % CLASSES)))
         path = write_tar(folder / f"{tar}.tar", members)
@@ -194,10 +189,9 @@ class Stream:
 
     rows: list[list[Row]]
     fed: list[bytes]
-    state: dict[str, int | str]  # of rank 0, afterwards
 
     def __add__(self, other: "Stream") -> "Stream":
-        return Stream(self.rows + other.rows, self.fed + other.fed, other.state)
+        return Stream(self.rows + other.rows, self.fed + other.fed)
 
 
 def read(
@@ -208,13 +202,12 @@ def read(
     seed: int,
     steps: int,
     stop_step: int,
-    state: dict[str, int | str] | None = None,
+    start_step: int = 0,
     mixup: MixupConfig | None = None,
 ) -> Stream:
-    """Read some steps from a state on, or from the start, with loaders that would go on to `stop_step`."""
+    """Read some steps from `start_step` on, with loaders that would go on to `stop_step`."""
     found: list[list[Row]] = [[] for _ in range(steps)]
     inputs = [b""] * steps
-    after: dict[str, int | str] = {}
     rows_each = order.global_batch_images // how.world_size // how.accumulation_steps
     for rank in range(how.world_size):
         loader = TrainLoader(
@@ -226,22 +219,18 @@ def read(
                 seed=seed,
                 mixup=mixup,
             ),
+            start_step=start_step,
             stop_step=stop_step,
             workers=how.workers,
             kind=how.kind,
         )
-        if state is not None:
-            loader.load_state_dict(state)
         for number in range(steps * how.accumulation_steps):
             batch = next(loader)
             found[number // how.accumulation_steps] += rows(batch, count=rows_each)
             inputs[number // how.accumulation_steps] += fed(batch)
-        if rank == 0:
-            after = loader.state_dict()
-        else:
-            assert loader.state_dict() == after
+        assert loader.step == start_step + steps
         loader.close()
-    return Stream(found, inputs, after)
+    return Stream(found, inputs)
 
 
 # ---- the laws
@@ -257,14 +246,13 @@ def test_any_reading_with_any_restarts_is_the_stream_itself(pool: list[ShardEntr
     shards, order = of.shards(pool), of.order()
     options: dict[str, Any] = {"seed": of.seed, "stop_step": steps, "mixup": mixup}
     reference = read(shards, order, how=Reading(1, 1), steps=steps, **options)
-    found = Stream([], [], {})
+    found = Stream([], [])
     while len(found.rows) < steps:
         part = draw.draw(st.integers(1, steps - len(found.rows)))
         how = draw.draw(readings(of))
-        # As another process would: nothing is handed over but the state.
-        found += read(shards, of.order(), how=how, steps=part, state=found.state or None, **options)
+        # As another process would: nothing is handed over but the step.
+        found += read(shards, of.order(), how=how, steps=part, start_step=len(found.rows), **options)
     assert found == reference
-    assert found.state["images_seen"] == steps * of.global_batch
 
 
 @law
@@ -338,21 +326,3 @@ def test_worker_processes_read_a_mixture_alike(pool: list[ShardEntry]):
     found = read(MIXED.shards(pool), MIXED.order(), how=Reading(1, 2, workers=2, kind="process"), **options)
     assert found == alone
     assert {MIXED.samples[row.sample][0] for step in alone.rows for row in step} == {0, 1, 2}
-
-
-def test_the_order_of_sets_and_shards_is_part_of_the_state(pool: list[ShardEntry]):
-    """A state is of one stream: the same tars in another order, or with other weights, are another one."""
-    state = read(MIXED.shards(pool), MIXED.order(), how=Reading(1, 1), seed=MIXED.seed, steps=1, stop_step=9).state
-    others = [
-        replace(MIXED, sets=MIXED.sets[::-1]),
-        replace(MIXED, sets=((1, 5), *MIXED.sets[1:])),
-        replace(MIXED, weights=(3.0, 1.4, 0.6)),
-        replace(MIXED, weights=None),
-        replace(MIXED, window_images=2),
-        replace(MIXED, images_per_lane=1),
-    ]
-    for other in others:
-        with pytest.raises(UserError, match="state"):
-            read(
-                other.shards(pool), other.order(), how=Reading(1, 1), seed=MIXED.seed, steps=1, stop_step=9, state=state
-            )

@@ -6,10 +6,10 @@ import subprocess
 from collections.abc import Callable
 
 import pytest
-import yaml
 
 from data_shards.packing.pack import pack
 from pipeline.runs.logs import read_metrics
+from tests.small_recipe import small_recipe, small_stage, write_recipe
 
 STEPS = 40
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -30,31 +30,24 @@ def losses(tmp_path_factory: pytest.TempPathFactory, run_preloaded: Run) -> Call
     )
 
     def run(name: str, *, processes: int, micro_batch: int, masks: str = "sample", **engine: object) -> list[float]:
-        stage = {
-            "train": str(folder / "digits" / "train"),
-            "eval": str(folder / "digits" / "val"),
-            "image_size": 8,
-            "global_batch_size": 32,
-            "duration": f"{STEPS} steps",
-            "optimizer": {"name": "adamw", "lr": 0.005},
-            "augment": {"mixup_alpha": 0.2, "crop_area": [0.8, 1.0], "flip": 0.0},
-            "dropout": 0.1,
-            "stochastic_depth": 0.2,
-            "patch_dropout": 0.5,
-            "unmasked_finish": "25%",
-            "dropout_masks": masks,
-            "log_every": "1 steps",
-            "save_every": "100%",
-        }
-        recipe = {
-            "name": name,
-            "seed": 7,
-            "processes": processes,
-            "model": {"width": 32, "depth": 2, "heads": 2, "patch_size": 2},
-            "engine": {"precision": "fp32", "max_micro_batch_size": micro_batch, **engine},
-            "stages": {"pretrain": stage},
-        }
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(recipe))
+        stage = small_stage(
+            folder / "digits",
+            global_batch_size=32,
+            duration=f"{STEPS} steps",
+            optimizer={"name": "adamw", "lr": 0.005},
+            augment={"mixup_alpha": 0.2, "crop_area": [0.8, 1.0], "flip": 0.0},
+            dropout=0.1,
+            stochastic_depth=0.2,
+            patch_dropout=0.5,
+            unmasked_finish="25%",
+            dropout_masks=masks,
+            log_every="1 steps",
+            save_every="100%",
+        )
+        model = {"width": 32, "depth": 2, "heads": 2, "patch_size": 2}
+        engine = {"precision": "fp32", "max_micro_batch_size": micro_batch, **engine}
+        tree = small_recipe(name, model=model, seed=7, processes=processes, engine=engine, pretrain_=stage)
+        write_recipe(folder / f"{name}.yaml", tree)
         done = run_preloaded("run", f"{name}.yaml", cwd=folder)
         assert done.returncode == 0, done.stdout + done.stderr
         rows = read_metrics(folder / "runs" / name / "pretrain" / "metrics.jsonl")

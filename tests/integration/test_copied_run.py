@@ -18,9 +18,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-import yaml
 
 from data_shards.packing.pack import pack
+from tests.small_recipe import small_recipe, small_stage, write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 240.0
@@ -56,20 +56,10 @@ def test_going_on_in_a_hard_linked_copy_leaves_the_original_as_it_was(
     tmp_path: Path, preloaded_environment: Mapping[str, str]
 ) -> None:
     pack("digits", tmp_path / "shards", classes=("0", "1"), holdout=0.2, report=lambda text: None)
-    stage = {
-        **{"train": "shards/train", "eval": "shards/val", "image_size": 8, "global_batch_size": 16},
-        **{"duration": "300 steps", "log_every": "5 steps", "save_every": "20 steps", "save_every_minutes": 0},
-        "optimizer": {"name": "adamw", "lr": 0.003},
-    }
-    recipe = {
-        "name": "law",
-        "processes": 1,
-        "model": {"width": 16, "depth": 1, "heads": 2, "patch_size": 4},
-        "engine": {"backend": "accelerate", "precision": "fp32"},
-        "tracking": {"log_model": False},
-        "stages": {"pretrain": stage},
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    stage = small_stage(duration="300 steps", log_every="5 steps", save_every="20 steps")
+    engine = {"backend": "accelerate", "precision": "fp32"}
+    recipe = small_recipe("law", processes=1, engine=engine, tracking={"log_model": False}, pretrain_=stage)
+    write_recipe(tmp_path / "recipe.yaml", recipe)
     first = start(tmp_path, "runs", preloaded_environment)
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not list(tmp_path.glob("runs/law/pretrain/checkpoints/step-*")):

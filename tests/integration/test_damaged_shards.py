@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
 
 from data_shards.packing.pack import pack
 from data_shards.shards.tar_index import open_index
 from pipeline.runs.logs import read_metrics
+from tests.small_recipe import SMALL, small_recipe, small_stage, write_recipe
 
 Damaged = tuple[Path, set[tuple[str, str]]]
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -34,25 +34,12 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> Damaged:
             if number == 5:
                 stream.truncate(int(index.image_offset[-20]) + 7)
                 lost |= {(tar.name, key) for key in list(index.keys)[-20:]}
-    recipe = {
-        "name": "damaged",
-        "processes": 2,
-        "model": {"width": 16, "depth": 2, "heads": 2, "patch_size": 4},
-        "engine": {"backend": "accelerate", "precision": "fp32"},
-        "stages": {
-            "finetune": {
-                "start": "scratch",
-                "train": str(folder / "digits" / "train"),
-                "eval": str(folder / "digits" / "val"),
-                "image_size": 8,
-                "global_batch_size": 32,
-                "duration": "1.1 epochs",
-                "optimizer": {"name": "adamw", "lr": 0.002},
-                "log_every": "5 steps",
-            },
-        },
-    }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    keys = {"global_batch_size": 32, "duration": "1.1 epochs", "log_every": "5 steps"}
+    engine, model = {"backend": "accelerate", "precision": "fp32"}, SMALL | {"depth": 2}
+    stage = small_stage(folder / "digits", start="scratch", **keys)
+    write_recipe(
+        folder / "recipe.yaml", small_recipe("damaged", model=model, processes=2, engine=engine, finetune_=stage)
+    )
     return folder, lost
 
 

@@ -8,39 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from data_shards.packing.pack import pack
 from pipeline.runs.logs import read_metrics
 from pipeline.runs.run_folder import RunFolder
+from tests.small_recipe import small_recipe, small_stage, write_recipe
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def recipe(name: str, **stage: Any) -> dict[str, Any]:
-    return {
-        "name": name,
-        "processes": 2,
-        "model": {"width": 16, "depth": 1, "heads": 2, "patch_size": 4},
-        "engine": {"zero_stage": 3, "precision": "fp32"},
-        "stages": {
-            "pretrain": {
-                "train": "many/train",
-                "eval": "many/val",
-                "image_size": 8,
-                "global_batch_size": 32,
-                "duration": "12 steps",
-                "optimizer": {"name": "adamw", "lr": 0.003},
-                "dropout": 0.2,
-                "dropout_masks": "process",  # drawn from the process's generator
-                "ema": {"decay": 0.5},
-                "log_every": "3 steps",
-                "eval_every": "3 steps",
-                "save_every": "4 steps",
-                **stage,
-            }
-        },
-    }
+    keys = small_stage(
+        "many",
+        global_batch_size=32,
+        duration="12 steps",
+        dropout=0.2,
+        dropout_masks="process",  # drawn from the process's generator
+        ema={"decay": 0.5},
+        log_every="3 steps",
+        eval_every="3 steps",
+        save_every="4 steps",
+        **stage,
+    )
+    return small_recipe(name, processes=2, engine={"zero_stage": 3, "precision": "fp32"}, pretrain_=keys)
 
 
 FEW_SHOT = [
@@ -53,7 +43,7 @@ def test_training_is_the_same_bit_for_bit_with_and_without(tmp_path: Path, run_p
     for name, classes in (("many", "01456"), ("few", "238")):
         pack("digits", tmp_path / name, classes=tuple(classes), holdout=0.3, report=lambda line: None)
     for name, stage in (("without", {}), ("with", {"few_shot": FEW_SHOT})):
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(recipe(name, **stage)))
+        write_recipe(tmp_path / f"{name}.yaml", recipe(name, **stage))
         done = run_preloaded("run", f"{name}.yaml", cwd=tmp_path, timeout_seconds=500)
         assert done.returncode == 0, done.stdout + done.stderr
     plain, measured = (RunFolder(tmp_path / "runs", name) for name in ("without", "with"))
@@ -98,6 +88,6 @@ def test_mistakes_are_said_before_anything_starts(
 ) -> None:
     for name, classes in (("many", "01"), ("few", "238")):
         pack("digits", tmp_path / name, classes=tuple(classes), holdout=0.3, report=lambda line: None)
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe("r", few_shot=[FEW_SHOT[0] | change])))
+    write_recipe(tmp_path / "r.yaml", recipe("r", few_shot=[FEW_SHOT[0] | change]))
     done = run_preloaded("run", "r.yaml", cwd=tmp_path, timeout_seconds=500)
     assert done.returncode == 2 and words in done.stderr and "starting" not in done.stdout

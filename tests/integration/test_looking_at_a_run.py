@@ -9,11 +9,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-import yaml
 
 from data_shards.packing.pack import pack
 from pipeline.runs.pictures import kept_pictures
 from tests.left_behind import surprises
+from tests.small_recipe import SMALL, small_recipe, small_stage, write_recipe
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -23,23 +23,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, run_cli: Run) -> Path:
     """Two runs of one recipe, with pictures and without."""
     folder = tmp_path_factory.mktemp("looking")
     pack("digits", folder / "shards", classes=("0", "1", "2"), holdout=0.2, report=lambda text: None)
-    stage = {
-        "train": "shards/train",
-        "eval": "shards/val",
-        "image_size": 8,
-        "global_batch_size": 16,
-        "duration": "8 steps",
-        "optimizer": {"name": "adamw", "lr": 0.002},
-        "log_every": "4 steps",
-        "eval_every": "50%",
-    }
-    recipe = {
-        "name": "drawn",
-        "processes": 1,
-        "model": {"width": 16, "depth": 2, "heads": 2, "patch_size": 4},
-        "stages": {"pretrain": stage},
-    }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    stage = small_stage(duration="8 steps", log_every="4 steps", eval_every="50%")
+    recipe = small_recipe("drawn", model=SMALL | {"depth": 2}, processes=1, pretrain_=stage)
+    write_recipe(folder / "recipe.yaml", recipe)
     for overrides in ([], ["name=plain", "pictures=off", "seed=0"]):
         done = run_cli("run", "recipe.yaml", *overrides, cwd=folder, env={"SHARDVIT_PICTURES": "auto"})
         assert done.returncode == 0, done.stdout + done.stderr

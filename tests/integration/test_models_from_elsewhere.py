@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import timm
 import torch
-import yaml
 from PIL import Image
 from sklearn.datasets import load_digits
 from torch import nn
@@ -22,6 +21,7 @@ from data_shards.packing.pack import pack
 from launch.cli import app
 from model.formats.detect import import_file
 from model.saved.model_folder import build_from_saved, load_model, read_meta
+from tests.small_recipe import small_stage, write_recipe
 
 RunCli = Callable[..., subprocess.CompletedProcess[str]]
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -69,22 +69,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory, run_cli: RunCli) -> Path:
         "engine": {"zero_stage": 2, "precision": "bf16"},
         "stages": {
             "swap_head": {"model": "imported"},
-            "finetune": {
-                "train": "digits/train",
-                "eval": "digits/val",
-                "image_size": 16,
-                "global_batch_size": 16,
-                "duration": "8 steps",
-                "optimizer": {"name": "adamw", "lr": 0.002},
-                "stochastic_depth": 0.1,
-                "patch_dropout": 0.5,
-                "unmasked_finish": "2 steps",
-                "save_every": "4 steps",
-                "log_every": "2 steps",
-            },
+            "finetune": small_stage(
+                "digits",
+                image_size=16,
+                duration="8 steps",
+                stochastic_depth=0.1,
+                patch_dropout=0.5,
+                unmasked_finish="2 steps",
+                save_every="4 steps",
+                log_every="2 steps",
+            ),
         },
     }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    write_recipe(folder / "recipe.yaml", recipe)
     said = (*SIZES, "--layer-norm-eps", str(EPSILON))
     assert command("import", folder / "theirs.pth", folder / "imported", *said) == 0
     done = run_cli("run", "recipe.yaml", cwd=folder, timeout_seconds=500)

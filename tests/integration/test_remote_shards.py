@@ -8,11 +8,10 @@ from itertools import cycle
 from pathlib import Path
 
 import pytest
-import yaml
 
 from data_shards.packing.pack import pack
-from pipeline.runs.logs import read_metrics
 from tests.data_shards.http_server import FaultServer, serve
+from tests.small_recipe import SMALL, curve, small_recipe, small_stage, write_recipe
 
 CACHE_BYTES = 1_000_000
 KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
@@ -26,38 +25,19 @@ def run(
     run_preloaded: RunCli, name: str, *overrides: str, folder: Path, train: str, held_out: str, **environment: str
 ) -> Path:
     """Run a small recipe to its end; the folder of its stage."""
-    recipe = {
-        "name": name,
-        "processes": 2,
-        "model": {"width": 16, "depth": 2, "heads": 2, "patch_size": 4},
-        "engine": {"backend": "accelerate", "precision": "fp32"},
-        "data": {"workers": 1, "shuffle_window_images": 30, "lanes": 2},
-        "stages": {
-            "finetune": {
-                "start": "scratch",
-                "train": train,
-                "eval": held_out,
-                "image_size": 8,
-                "global_batch_size": 32,
-                "duration": "3 epochs",
-                "optimizer": {"name": "adamw", "lr": 0.002},
-                "log_every": "1 steps",
-                "eval_every": "50%",
-            },
-        },
-    }
-    (folder / f"{name}.yaml").write_text(yaml.safe_dump(recipe))
+    keys = {"duration": "3 epochs", "log_every": "1 steps", "eval_every": "50%", "global_batch_size": 32}
+    recipe = small_recipe(
+        name,
+        model=SMALL | {"depth": 2},
+        processes=2,
+        engine={"backend": "accelerate", "precision": "fp32"},
+        data={"workers": 1, "shuffle_window_images": 30, "lanes": 2},
+        finetune_=small_stage(start="scratch", **keys) | {"train": train, "eval": held_out},
+    )
+    write_recipe(folder / f"{name}.yaml", recipe)
     done = run_preloaded("run", f"{name}.yaml", *overrides, cwd=folder, env=environment, timeout_seconds=400)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "runs" / name / "finetune"
-
-
-def curve(stage: Path) -> list[tuple[int, dict[str, float]]]:
-    """Everything logged but speeds and times."""
-    return [
-        (row.step, {name: value for name, value in row.metrics.items() if not name.startswith("perf/")})
-        for row in read_metrics(stage / "metrics.jsonl")
-    ]
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 
 from data_shards.packing.pack import pack
 from pipeline.runs.logs import read_metrics
 from pipeline.runs.run_folder import RunFolder
+from tests.small_recipe import small_recipe, small_stage, write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 900.0
@@ -29,20 +29,16 @@ def work(tmp_path: Path) -> Path:
     """A working folder with shards and a recipe of two stages."""
     shards = tmp_path / "shards"
     pack("digits", shards, classes=("0", "1"), holdout=0.2, samples_per_shard=100, report=lambda text: None)
-    common = {"train": "shards/train", "eval": "shards/val", "image_size": 8, "global_batch_size": 16}
-    pretrain = {**common, "duration": "6 steps", "optimizer": {"name": "adamw", "lr": 0.003}, "save_every": "2 steps"}
-    finetune = {
-        **{**common, "duration": "40 steps", "optimizer": {"name": "sgd", "lr": 0.1}, "dropout": 0.1},
-        **{"log_every": "1 step", "save_every": "5 steps"},
-    }
-    recipe = {
-        "name": "law",
-        "processes": 1,
-        "model": {"width": 16, "depth": 1, "heads": 2, "patch_size": 4},
-        "engine": {"precision": "fp32"},
-        "stages": {"pretrain": pretrain, "swap_head": {}, "finetune": {**finetune, "eval_every": "0 steps"}},
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    keys = {"optimizer": {"name": "sgd", "lr": 0.1}, "dropout": 0.1, "log_every": "1 step", "save_every": "5 steps"}
+    recipe = small_recipe(
+        "law",
+        processes=1,
+        engine={"precision": "fp32"},
+        pretrain_=small_stage(duration="6 steps", save_every="2 steps"),
+        swap_head_={},
+        finetune_=small_stage(duration="40 steps", eval_every="0 steps", **keys),
+    )
+    write_recipe(tmp_path / "recipe.yaml", recipe)
     return tmp_path
 
 

@@ -9,10 +9,10 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
 from data_shards.packing.pack import pack
 from tests.conftest import RunCli
+from tests.small_recipe import small_recipe, small_stage, write_recipe
 
 STEPS = 8
 
@@ -21,24 +21,18 @@ STEPS = 8
 def work(tmp_path: Path) -> Path:
     """A working folder with shards of three classes and a recipe of three stages."""
     pack("digits", tmp_path / "shards", classes=("0", "1", "2"), holdout=0.2, report=lambda text: None)
-    common = {
-        **{"train": "shards/train", "eval": "shards/val", "image_size": 8, "global_batch_size": 16},
-        **{"duration": f"{STEPS} steps", "log_every": "2 steps"},
-    }
-    content = {
-        "name": "law",
-        "processes": 1,
-        "pictures": "off",
-        "tracking": {"mode": "offline"},
-        "model": {"width": 16, "depth": 1, "heads": 2, "patch_size": 4},
-        "engine": {"precision": "fp32"},
-        "stages": {
-            "pretrain": {**common, "optimizer": {"name": "adamw", "lr": 0.003}},
-            "swap_head": {},
-            "finetune": {**common, "optimizer": {"name": "sgd", "lr": 0.01}},
-        },
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
+    common = {"duration": f"{STEPS} steps", "log_every": "2 steps"}
+    recipe = small_recipe(
+        "law",
+        processes=1,
+        pictures="off",
+        tracking={"mode": "offline"},
+        engine={"precision": "fp32"},
+        pretrain_=small_stage(**common),
+        swap_head_={},
+        finetune_=small_stage(**common, optimizer={"name": "sgd", "lr": 0.01}),
+    )
+    write_recipe(tmp_path / "recipe.yaml", recipe)
     return tmp_path
 
 

@@ -5,7 +5,7 @@ Each comes with a table of all numbers, also those that the figure has no room f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, log10
 from typing import TYPE_CHECKING
@@ -43,13 +43,13 @@ class FigureOfRuns:
     table: dict[str, list[Cell]]
 
 
-def few_shot_over_size(runs: Sequence[Run]) -> FigureOfRuns | None:
-    """Few-shot accuracy over the size of pre-training; None: no run has measured any.
+def few_shot_over_size(runs: Mapping[str, Run]) -> FigureOfRuns | None:
+    """Draw few-shot accuracy over the size of pre-training, of runs by name; None: no run has measured any.
 
     Where runs of one model were pre-trained on sets of different sizes, a line is a model over these sizes, each run at
     its end: the paper's Figure 4. Otherwise a line is a run over the images that it had seen.
     """
-    points = [point for name, run in _named(runs) for point in few_shot_points(run, name=name)]
+    points = [point for name, run in runs.items() for point in few_shot_points(run, name=name)]
     if not points:
         return None
     by_end = {(each.run, each.measure): each for each in sorted(points, key=lambda each: each.images_seen)}
@@ -87,12 +87,12 @@ def few_shot_over_size(runs: Sequence[Run]) -> FigureOfRuns | None:
     return FigureOfRuns(picture, figure, _table(points))
 
 
-def transfer_over_cost(runs: Sequence[Run]) -> FigureOfRuns | None:
-    """Accuracy after transfer over the FLOPs of pre-training; None: no run has both.
+def transfer_over_cost(runs: Mapping[str, Run]) -> FigureOfRuns | None:
+    """Draw accuracy after transfer over the FLOPs of pre-training, of runs by name; None: no run has both.
 
     A run without pre-training is a dashed line; one that was pre-trained elsewhere is in the table alone.
     """
-    points = [point for name, run in _named(runs) for point in cost_points(run, name=name)]
+    points = [point for name, run in runs.items() for point in cost_points(run, name=name)]
     priced = [(point.exaflops, point) for point in points if point.exaflops]
     if not priced:
         return None
@@ -133,12 +133,6 @@ def _table(points: Sequence[FewShotPoint] | Sequence[CostPoint]) -> dict[str, li
     names = {head: _ATTRIBUTES.get(head, head.replace(" ", "_")) for head in _HEADS[type(points[0])]}
     columns = {head: [getattr(each, name) for each in points] for head, name in names.items()}
     return {**columns, "top-1, %": [round(100 * each.top1, 2) for each in points]}
-
-
-def _named(runs: Sequence[Run]) -> list[tuple[str, Run]]:
-    """Each run with its name, or with its path where two have one name."""
-    names = [run.name for run in runs]
-    return [(str(run.folder.path) if names.count(run.name) > 1 else run.name, run) for run in runs]
 
 
 def _most_frequent(measures: Sequence[str]) -> list[str]:

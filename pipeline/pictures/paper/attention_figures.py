@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from data_shards.loading.batch import Batch
 from model.saved.model_folder import SavedModelMeta
 from pipeline.pictures.grid import Cell, Mark, image_grid
-from pipeline.pictures.paper.attention_inputs import SHOWN_IMAGES, LookedAt
-from pipeline.pictures.paper.tiles import evenly, show_tiles, tiled
+from pipeline.pictures.paper.attention_inputs import SHOWN_IMAGES, SeenAttention
+from pipeline.pictures.paper.weight_figures import evenly, show_tiles, tiled
 from pipeline.pictures.style import ACCENT, INK, Drawn, draw_level, new_figure, sequential
 from pipeline.runs.pictures import Picture
 
@@ -20,20 +20,20 @@ _INPUT_INCHES = 1.3
 _MOST_BLOCKS, _MOST_HEADS = 12, 16  # in the figure of all maps
 
 
-def draw_rollout(looked: LookedAt, batch: Batch, *, meta: SavedModelMeta, classes: Sequence[str]) -> Drawn:
+def draw_rollout(attention: SeenAttention, batch: Batch, *, meta: SavedModelMeta, classes: Sequence[str]) -> Drawn:
     """Draw the first images of `batch` beside themselves lit by their rollout; `classes`: of the images' labels; none:
     the labels mean nothing here."""
     cells: list[Cell] = []
     strongest: list[float] = []
     for number in range(min(SHOWN_IMAGES, len(batch.images))):
-        shares = looked.rollout[number].double().numpy()
+        shares = attention.rollout[number].double().numpy()
         image = _enlarged(batch.images[number].numpy())
         labels: list[int] = batch.labels[number].reshape(-1).tolist()
         truths = [classes[label] for label in labels if classes and label >= 0]
         guess: tuple[str, ...] = ()
         mark: Mark = "none"
-        if number < len(looked.guesses):
-            best, probability = looked.guesses[number]
+        if number < len(attention.guesses):
+            best, probability = attention.guesses[number]
             guess = (f"{100 * probability:.0f} % {meta.class_names[best]}",)
             if truths and set(truths) <= set(meta.class_names):
                 mark = "right" if meta.class_names[best] in truths else "wrong"
@@ -82,22 +82,17 @@ def _enlarged(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return image.repeat(times, axis=0).repeat(times, axis=1)
 
 
-def draw_maps(looked: LookedAt, batch: Batch, *, meta: SavedModelMeta) -> Drawn:
+def draw_maps(attention: SeenAttention, batch: Batch, *, meta: SavedModelMeta) -> Drawn:
     """Draw the attention of each head of each block for the first image; of large models some blocks and heads."""
-    blocks = evenly(len(looked.maps), most=_MOST_BLOCKS)
-    heads = evenly(looked.maps.shape[1], most=_MOST_HEADS)
-    maps = looked.maps.numpy()[np.ix_(blocks, heads)]
+    blocks = evenly(len(attention.maps), most=_MOST_BLOCKS)
+    heads = evenly(attention.maps.shape[1], most=_MOST_HEADS)
+    maps = attention.maps.numpy()[np.ix_(blocks, heads)]
     tiles = tiled(maps / np.maximum(maps.max(axis=(2, 3), keepdims=True), np.finfo(np.float32).tiny))
     across = min(5.2, 0.8 * len(heads))  # inches
     down = across * tiles.raster.shape[0] / tiles.raster.shape[1]
     width, height = 0.8 + _INPUT_INCHES + across, 0.75 + max(down, _INPUT_INCHES)
-    figure, [[image, shown]] = new_figure(width=width, height=height, columns=2)
-    figure.set_layout_engine("none")
-    for axes, left, wide, tall in (
-        (image, 0.1, _INPUT_INCHES, _INPUT_INCHES),
-        (shown, 0.7 + _INPUT_INCHES, across, down),
-    ):
-        axes.set_position((left / width, (height - 0.3 - tall) / height, wide / width, tall / height))
+    figure, [[image, shown]] = new_figure(width=width, height=height, columns=2, width_ratios=(_INPUT_INCHES, across))
+    image.set_anchor("N")
     image.imshow(_enlarged(batch.images[0].numpy()), interpolation="none")
     image.set_title("input")
     image.set_axis_off()
@@ -106,23 +101,24 @@ def draw_maps(looked: LookedAt, batch: Batch, *, meta: SavedModelMeta) -> Drawn:
     shown.set_yticks(*tiles.ticks("rows", names=[str(block + 1) for block in blocks]))
     shown.set(xlabel="head", ylabel="block")
     whose = "the class token" if meta.model.pool == "cls" and meta.head != "masked_patch" else "all patches in the mean"
-    peaks = looked.maps.flatten(2).max(dim=2).values.mean(dim=1) * looked.maps[0, 0].numel()
-    left_out = "" if maps.shape[:2] == looked.maps.shape[:2] else " Of a large model evenly spaced ones are shown."
+    peaks = attention.maps.flatten(2).max(dim=2).values.mean(dim=1) * attention.maps[0, 0].numel()
+    is_whole = maps.shape[:2] == attention.maps.shape[:2]
+    left_out = "" if is_whole else " Of a large model evenly spaced ones are shown."
     picture = Picture(
         name="attention_maps",
         title="Attention of each block and head",
         caption=f"What {whose} attends to in one image: a row for each block, the first at the top, a column "
         f"for each head. In each map the darkest patch gets most; maps are scaled one by one.{left_out}",
-        alt=f"{len(looked.maps)} blocks of {looked.maps.shape[1]} heads. The patch that gets most has, in the mean "
-        f"over heads, {peaks[0]:.1f} times an even share in the first block and {peaks[-1]:.1f} times in the last.",
+        alt=f"{len(attention.maps)} blocks of {len(attention.maps[0])} heads. The patch that gets most has, in the "
+        f"mean over heads, {peaks[0]:.1f} times an even share in the first block, {peaks[-1]:.1f} times in the last.",
         group="model",
     )
     return picture, figure
 
 
-def draw_distance(looked: LookedAt, *, meta: SavedModelMeta) -> Drawn:
+def draw_distance(attention: SeenAttention, *, meta: SavedModelMeta) -> Drawn:
     """Draw the mean attention distance of each head over depth."""
-    distances, even = looked.distances.numpy(), looked.uniform_distance
+    distances, even = attention.distances.numpy(), attention.uniform_distance
     depth, heads = distances.shape
     numbers, means = np.arange(1, depth + 1), distances.mean(axis=1)
     figure, [[axes]] = new_figure(width=6.4, height=3.8)
@@ -144,7 +140,7 @@ def draw_distance(looked: LookedAt, *, meta: SavedModelMeta) -> Drawn:
         name="attention_distance",
         title="How far attention reaches",
         caption="Each dot is a head: the mean distance in pixels from a query patch to the patches it attends to, "
-        f"weighted by attention, over all queries of {looked.images} images of {meta.image_size} px (ViT "
+        f"weighted by attention, over all queries of {attention.images} images of {meta.image_size} px (ViT "
         f"paper, Figure 7, right). Low: local, as a convolution; dashed: attention spread evenly.{class_token}",
         alt=f"{depth} blocks of {heads} heads. In the first block heads reach {first}; in the last {last}. Even "
         f"attention would reach {_pixels(even)}.",

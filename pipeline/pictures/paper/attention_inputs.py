@@ -25,10 +25,11 @@ from data_shards.loading.batch import Batch, batch_of
 from data_shards.text import one_line
 from data_shards.vocabulary import Normalisation
 from model.counting.flops import account
-from model.inspection import AttentionDistance, Rollout, look_at_attention, weights_of_tokens
+from model.inspection import AttentionDistance, Rollout, look_at_attention
 from model.loss import probabilities as of_logits
 from model.saved.model_folder import SavedModelMeta
 from pipeline.pictures.held_out_images import read_samples
+from pipeline.pictures.paper.weight_figures import evenly
 from pipeline.stage.task import model_input
 
 PAPERS_IMAGES = 128  # of attention distance: ViT paper, appendix D
@@ -38,7 +39,7 @@ _MOST_BYTES = 64 << 20  # of probabilities held at once
 
 
 @dataclass(frozen=True)
-class LookedAt:
+class SeenAttention:
     """Attention over `images` images; `rollout` and `guesses` have rows for the first `SHOWN_IMAGES`."""
 
     images: int
@@ -59,7 +60,7 @@ def images_to_look_at(meta: SavedModelMeta) -> int:
 def images_of_shards(access: Access, *, meta: SavedModelMeta, count: int, fetch: Literal["never", "missing"]) -> Batch:
     """Read at most `count` whole images, evenly spread over the set; `fetch` as in `read_samples`. UserError: none can
     be read, or none is here."""
-    samples = np.unique(np.linspace(0, access.shards.num_samples - 1, count).round().astype(np.int64)).tolist()
+    samples = evenly(access.shards.num_samples, most=count)
     batch = read_samples(access, samples=samples, transform=_transform(meta), fetch=fetch)
     if not batch.keys:
         raise UserError(f"{access.shards.source}: of its images none can be read on this machine")
@@ -89,13 +90,14 @@ def _transform(meta: SavedModelMeta) -> EvalTransform:
 
 
 @torch.inference_mode()
-def look(model: VisionTransformer, batch: Batch, *, meta: SavedModelMeta) -> LookedAt:
+def look(model: VisionTransformer, batch: Batch, *, meta: SavedModelMeta) -> SeenAttention:
     """Run all images of `batch`, at least one, through the model, on the model's device."""
     device = next(model.parameters()).device
     grid = meta.model.grid_size(meta.image_size)
     distance = AttentionDistance(grid, patch_size=meta.model.sizes.patch_size)
-    heads, tokens = meta.model.sizes.heads, grid**2 + model.num_prefix_tokens
-    at_once = max(1, min(32, _MOST_BYTES // (heads * tokens**2 * 4)))
+    heads, prefix = meta.model.sizes.heads, model.num_prefix_tokens
+    at_once = max(1, min(32, _MOST_BYTES // (4 * heads * (grid**2 + prefix) ** 2)))
+    reads_class_token = meta.model.pool == "cls" and meta.head != "masked_patch"
     normalisation = Normalisation(mean=meta.mean, std=meta.std)
     images = model_input(batch, device=device, dtype=torch.float32, normalisation=normalisation)
     rollouts, logits, maps = list[Tensor](), list[Tensor](), list[Tensor]()
@@ -107,7 +109,9 @@ def look(model: VisionTransformer, batch: Batch, *, meta: SavedModelMeta) -> Loo
             if first < SHOWN_IMAGES:
                 rollout.add(block, probabilities)
             if first == 0:
-                maps.append(_to_patches(model, probabilities[0], grid=grid).cpu())
+                own = probabilities[0]  # [heads, T, T]
+                rows = own[:, 0] if reads_class_token else own[:, prefix:].mean(dim=1)
+                maps.append(rows[:, prefix:].unflatten(1, (grid, grid)).cpu())
 
         seen = look_at_attention(model, images[first : first + at_once], see=see)
         if first < SHOWN_IMAGES:
@@ -118,7 +122,7 @@ def look(model: VisionTransformer, batch: Batch, *, meta: SavedModelMeta) -> Loo
     if logits:
         best = of_logits(torch.cat(logits)[:SHOWN_IMAGES], meta.loss).max(dim=1)
         guesses = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-    return LookedAt(
+    return SeenAttention(
         images=len(images),
         rollout=torch.cat(rollouts)[:SHOWN_IMAGES],
         guesses=guesses,
@@ -126,17 +130,3 @@ def look(model: VisionTransformer, batch: Batch, *, meta: SavedModelMeta) -> Loo
         distances=distance.means(),
         uniform_distance=distance.of_uniform_attention,
     )
-
-
-def _to_patches(model: VisionTransformer, probabilities: Tensor, *, grid: int) -> Tensor:
-    """Attention to patches from the class token, or the mean over all patches: [heads, T, T] to [heads, grid, grid]."""
-    prefix = model.num_prefix_tokens
-    rows = probabilities[:, 0] if reads_class_token(model) else probabilities[:, prefix:].mean(dim=1)
-    return rows[:, prefix:].unflatten(1, (grid, grid))
-
-
-def reads_class_token(model: VisionTransformer) -> bool:
-    """True if the head sees only the class token."""
-    with torch.no_grad():
-        tokens = next(model.parameters()).new_zeros(1, 1 + model.num_prefix_tokens, model.embed_dim)
-        return model.num_prefix_tokens > 0 and bool(weights_of_tokens(model, tokens)[0, 0] == 1)

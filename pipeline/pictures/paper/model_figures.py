@@ -15,7 +15,7 @@ from model.resnet import BitResnet
 from model.saved.model_folder import SavedModelMeta, build_described
 from pipeline.pictures.held_out_images import held_out_access
 from pipeline.pictures.paper.attention_figures import draw_distance, draw_maps, draw_rollout
-from pipeline.pictures.paper.attention_inputs import LookedAt, images_of_shards, images_to_look_at, look
+from pipeline.pictures.paper.attention_inputs import SeenAttention, images_of_shards, images_to_look_at, look
 from pipeline.pictures.paper.weight_figures import draw_filters, draw_positions
 from pipeline.pictures.style import Drawn
 from pipeline.recipe.vocabulary import OWN_SET
@@ -40,24 +40,24 @@ def figures_of_weights(model: VisionTransformer | BitResnet, *, meta: SavedModel
 
 
 def figures_of_attention(
-    looked: LookedAt, batch: Batch, *, meta: SavedModelMeta, classes: Sequence[str] = ()
+    attention: SeenAttention, batch: Batch, *, meta: SavedModelMeta, classes: Sequence[str] = ()
 ) -> Iterator[Drawn]:
     """Draw what `look` saw in the images of `batch`; `classes`: of its labels, if it has any."""
-    yield draw_rollout(looked, batch, meta=meta, classes=classes)
-    yield draw_maps(looked, batch, meta=meta)
-    yield draw_distance(looked, meta=meta)
+    yield draw_rollout(attention, batch, meta=meta, classes=classes)
+    yield draw_maps(attention, batch, meta=meta)
+    yield draw_distance(attention, meta=meta)
 
 
-def numbers_of(model: VisionTransformer | BitResnet, looked: LookedAt | None) -> dict[str, NDArray[Any]]:
+def numbers_of(model: VisionTransformer | BitResnet, attention: SeenAttention | None) -> dict[str, NDArray[Any]]:
     """The figures' data, arrays by figure name."""
     numbers: dict[str, NDArray[Any]] = {"embedding_filters": first_filters(model).filters.numpy()}
     if isinstance(model, VisionTransformer) and (positions := patch_positions(model)) is not None:
         numbers["position_similarity"] = position_similarity(positions).numpy()
-    if looked is not None:
+    if attention is not None:
         numbers |= {
-            "attention_rollout": looked.rollout.numpy(),
-            "attention_maps": looked.maps.numpy(),
-            "attention_distance": looked.distances.numpy(),
+            "attention_rollout": attention.rollout.numpy(),
+            "attention_maps": attention.maps.numpy(),
+            "attention_distance": attention.distances.numpy(),
         }
     return numbers
 
@@ -85,5 +85,5 @@ def draw_paper_figures(request: DrawRequest) -> Iterator[Drawn]:
     if isinstance(model, VisionTransformer):
         held_out = held_out_access(request, set_name=OWN_SET)
         batch = images_of_shards(held_out, meta=meta, count=images_to_look_at(meta), fetch="never")
-        looked = look(model, batch, meta=meta)
-        yield from figures_of_attention(looked, batch, meta=meta, classes=held_out.shards.classes)
+        attention = look(model, batch, meta=meta)
+        yield from figures_of_attention(attention, batch, meta=meta, classes=held_out.shards.classes)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from PIL import Image
 
-from data_shards.errors import UserError
 from data_shards.images.crops import DRAWS_PER_SAMPLE
 from data_shards.images.decode import read_image
 from data_shards.images.rand_augment import RandAugment
@@ -20,7 +19,6 @@ from data_shards.loading import loader
 from data_shards.loading.assemble import Access
 from data_shards.loading.loader import EvalBatches, TrainLoader, eval_batches
 from data_shards.order.randomness import uniforms
-from data_shards.order.sample_order import Order
 from data_shards.reading.shard_reader import ShardReader
 from data_shards.shards.shard_set import ShardSet
 from tests.data_shards.streams import (
@@ -160,38 +158,6 @@ def test_evaluation_shows_the_whole_image_and_workers_change_nothing(shards: Sha
         if shards.shards[shard].num_samples == 9 and reader.read(shard, row=row).image[:2] != b"\xff\xd8":
             assert np.array(Image.open(io.BytesIO(reader.read(shard, row=row).image))).shape[2] == 3
             assert EvalTransform(SIZE)(read_image(reader.read(shard, row=row).image)).tobytes() == one.pixels
-
-
-# ---- state
-
-
-def test_a_state_can_be_loaded_in_mid_stream_and_backwards(shards: ShardSet, reference: list[list[Seen]]):
-    loader = TrainLoader(train_batches(shards), stop_step=STEPS)
-    begin = loader.state_dict()
-    for step in range(5):
-        assert seen(next(loader)) == reference[step]
-    loader.load_state_dict(begin)
-    assert [seen(batch) for batch in loader] == reference
-
-
-def test_the_state_of_another_stream_is_refused(shards: ShardSet):
-    loader = TrainLoader(train_batches(shards), stop_step=STEPS)
-    assert {name: value for name, value in loader.state_dict().items() if name != "order"} == {
-        "images_seen": 0,
-        "global_batch_images": GLOBAL_BATCH,
-        "lanes": 4,
-        "seed": SEED,
-        "shards": shards.digest,
-    }
-    for name, value in {"seed": 12, "shards": "another", "lanes": 2, "global_batch_images": 4}.items():
-        with pytest.raises(UserError, match=name):
-            loader.load_state_dict({**loader.state_dict(), name: value})
-    other = train_batches(shards)
-    other.order = Order(shards.shard_sizes, seed=SEED, lanes=4, global_batch_images=GLOBAL_BATCH, window_images=11)
-    with pytest.raises(UserError, match="order"):
-        TrainLoader(other, stop_step=STEPS).load_state_dict(loader.state_dict())
-    with pytest.raises(UserError, match="no multiple of the batch 8"):
-        loader.load_state_dict({**loader.state_dict(), "images_seen": 12})
 
 
 @pytest.mark.parametrize("workers", [0, 1])

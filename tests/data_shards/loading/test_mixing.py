@@ -16,7 +16,7 @@ from data_shards.errors import UserError
 from data_shards.loading import mixing
 from data_shards.loading.mixing import Mix, MixupConfig, draw_mix
 
-law = settings(max_examples=200, deadline=None)  # a deadline measures how busy the machine is
+law = settings(max_examples=50, deadline=None)  # a deadline measures how busy the machine is
 
 ALPHAS = [0.2, 1.0, 4.0]
 

@@ -191,7 +191,10 @@ def test_damaged_or_interrupted_indexes_are_made_again(tmp_path: Path):
     first = opened(folder, index_folder=kept)
     (place,) = kept.iterdir()
     assert all(shard.index is not None and shard.index.parent == place for shard in first.shards)
-    for content in ("", "{", "[]", '{"tars": 3}', "\x00"):
+    one = (place / "set.json").read_text()
+    wrong = one.replace('"num_samples":5', '"num_samples":"5"').replace('"num_samples": 5', '"num_samples": "5"')
+    assert wrong != one
+    for content in ("", "{", "[]", '{"tars": 3}', "\x00", "[" * 3000, wrong):
         (place / "set.json").write_text(content)
         assert opened(folder, index_folder=kept) == first
     (place / "set.json").unlink()  # killed before the end, in the middle of a file

@@ -7,7 +7,6 @@ console, and every breach of a page's policy, is kept.
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import itertools
 import os
@@ -139,14 +138,6 @@ class Browser:
         """A real movement or press; kind: mouseMoved, mousePressed, mouseReleased."""
         button = "none" if kind == "mouseMoved" and not count else "left"
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, clickCount=count)
-
-    def screenshot(self, path: Path, *, whole: bool = True) -> None:
-        """The page as a PNG."""
-        params: dict[str, Any] = {"format": "png"}
-        if whole:
-            size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-            params |= {"captureBeyondViewport": True, "clip": {**size, "scale": 1}}
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", **params)["data"]))
 
 
 @contextlib.contextmanager

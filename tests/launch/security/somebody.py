@@ -168,7 +168,7 @@ def make_world(top: Path) -> World:
     world.stage.mkdir(parents=True)
     (world.run / "recipe.yaml").write_text(dump_recipe(recipe))
     classes = load_manifest(top / "shards/train").classes
-    meta = stage_model(recipe, stage="pretrain", classes=classes, start=StageStart("mlp"))
+    meta = stage_model(recipe, stage="pretrain", classes=classes, start=StageStart())
     model = build_model(recipe.model, image_size=8, num_classes=len(classes), head="mlp")
     folder = RunFolder(runs_root=world.run.parent, name="theirs")
     described = meta.model_dump(mode="json", exclude_none=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +13,9 @@ from PIL import Image
 
 from data_shards.packing.pack import pack
 from data_shards.shards.manifest import read_manifest
+from tests.launch.conftest import Call
+from tests.launch.pages.test_page import Elements
 
-# `main` reads sys.argv, which is what these tests set.
-pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
-
-Call = Callable[..., tuple[int, str, str]]
 HOSTILE = ("<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "$\\alpha$\x1b[2J")
 
 
@@ -61,31 +57,6 @@ def recipe_file(tmp_path: Path, packed: Path, **augment: object) -> Path:
     return path
 
 
-class Seen(HTMLParser):
-    """The tags of a page, its text, and what its images are called."""
-
-    def __init__(self, page: Path) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.text = ""
-        self.alternatives: list[str] = []
-        self.handlers: list[str] = []
-        self._inside = ""
-        self.feed(page.read_text())
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self._inside = tag
-        self.handlers += [name for name, _ in attrs if name.startswith("on")]
-        if tag == "img":
-            self.alternatives.append(dict(attrs).get("alt") or "")
-            assert (dict(attrs).get("src") or "").startswith("data:image/")
-
-    def handle_data(self, data: str) -> None:
-        if self._inside not in ("script", "style"):
-            self.text += data
-
-
 def files(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
@@ -98,8 +69,9 @@ def test_a_folder_of_splits_gives_a_page_with_each(call: Call, packed: Path, tmp
     names |= {f"{split}_image_sizes" for split in ("train", "val")}
     assert files(page.parent) == {"index.html"} | {f"{name}.{end}" for name in names for end in ("png", "svg")}
     assert files(tmp_path) == {f"show/shards/{name}" for name in files(page.parent)}
-    seen = Seen(page)
-    assert len(seen.alternatives) == 6 and all(seen.alternatives)
+    seen = Elements(page.read_text())
+    alternatives = [attributes["alt"] for tag, attributes in seen.tags if tag == "img"]
+    assert len(alternatives) == 6 and all(alternatives)
     for split in ("train", "val"):
         manifest = read_manifest(packed / split)
         assert f"{manifest.num_samples} images of 3 classes in {len(manifest.shards)} shards" in seen.text
@@ -116,14 +88,14 @@ def test_a_recipe_gives_what_the_model_will_see(call: Call, packed: Path, tmp_pa
     pictures |= {f"{which}_{name}" for which in ("train", "eval") for name in ("contact_sheet", "label_histogram")}
     pictures |= {"train_image_sizes", "eval_image_sizes"}
     assert {name.removesuffix(".svg") for name in files(tmp_path / "look") if name.endswith(".svg")} == pictures
-    seen = Seen(tmp_path / "look" / "index.html")
+    seen = Elements((tmp_path / "look" / "index.html").read_text())
     assert "after 3 steps" in seen.text and "mixup" in seen.text
     shares = re.findall(r">(\d+) % ", (tmp_path / "look" / "training_batch.svg").read_text())
     assert len(set(shares)) == 2 and sum(map(int, set(shares))) == 100
 
     # Names are text on the page and in the pictures.
-    assert seen.tags.count("script") == 2  # the page's own, and its data
-    assert not seen.handlers
+    assert [tag for tag, _ in seen.tags].count("script") == 2  # the page's own, and its data
+    assert not any(name.startswith("on") for _, attributes in seen.tags for name in attributes)
     assert "<script>alert(1)</script>" in seen.text and "$\\alpha$\\x1b[2J" in seen.text
     for svg in (tmp_path / "look").glob("*.svg"):
         assert "<script" not in svg.read_text() and "onerror=" not in re.sub(r">[^<]*<", "><", svg.read_text())

@@ -19,7 +19,6 @@ from pipeline.kernels.compiled_blocks import CompiledBlocks, compile_blocks, why
 from pipeline.kernels.settle import settled_kernels
 from pipeline.recipe.schema import Recipe
 from pipeline.stage.dropout_masks import sample_words
-from pipeline.training.stages import regularisation
 from tests.model.comparing import randomise
 
 # Dynamo looks at it, and hides the warning from what prints it, not from what makes it an error.
@@ -51,7 +50,7 @@ def _model(recipe: Recipe) -> Any:
         image_size=SIZE,
         num_classes=5,
         head="linear",
-        regularisation=regularisation(recipe.train_stage("pretrain")),
+        regularisation=recipe.train_stage("pretrain").regularisation,
     )
     return randomise(built).train()
 
@@ -166,7 +165,7 @@ def test_one_graph_for_all_blocks_of_a_length_and_use(
 @pytest.mark.usefixtures("traced")
 def test_masked_patches_share_a_graph_too() -> None:
     recipe = _recipe(**RATES)
-    by = regularisation(recipe.train_stage("pretrain"))
+    by = recipe.train_stage("pretrain").regularisation
     model = randomise(build_masked_patch(recipe.model, image_size=SIZE, regularisation=by)).train()
     compiled = compile_blocks(model, device=CPU)
     words = words_of(model)

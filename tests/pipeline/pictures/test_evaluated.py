@@ -16,7 +16,13 @@ from sklearn.calibration import calibration_curve
 from torchmetrics.functional.classification import multiclass_calibration_error
 
 from pipeline.evaluation.scores import calibration_error
-from pipeline.pictures.calibration import draw_reliability, wilson_interval
+from pipeline.pictures.accuracy import (
+    class_scores,
+    draw_per_class,
+    draw_per_class_table,
+    draw_reliability,
+    wilson_interval,
+)
 from pipeline.pictures.confusion import (
     confused_pairs,
     draw_confused_pairs,
@@ -26,7 +32,6 @@ from pipeline.pictures.confusion import (
     similar_order,
 )
 from pipeline.pictures.drawing import Drawer, draw, drawers
-from pipeline.pictures.per_class import class_scores, draw_per_class, draw_per_class_table
 from pipeline.pictures.style import keep_drawn
 from pipeline.recipe.io import load_recipe
 from pipeline.runs import pictures as picture_module
@@ -102,11 +107,6 @@ def test_neighbours_are_summed_into_cells_and_nothing_is_lost(classes: int, most
         for row in range(0, classes, by)
     ]
     np.testing.assert_array_equal(blocks, expected)
-
-
-def test_rows_sum_to_one_unless_they_have_no_images() -> None:
-    shares = row_shares(np.array([[3, 1], [0, 0]]))
-    np.testing.assert_array_equal(shares, [[0.75, 0.25], [np.nan, np.nan]])
 
 
 def test_the_calibration_error_is_that_of_torchmetrics_and_the_points_are_scikit_learns() -> None:

@@ -217,7 +217,7 @@ def masked(shards: Path, tmp_path: Path) -> DrawRequest:
     model = build_masked_patch(request.recipe.model, image_size=16)
     initialise(model, seed=1)
     torch.nn.init.normal_(model.head.weight)
-    meta = stage_model(request.recipe, stage="masked_patch", classes=(), start=StageStart("masked_patch"))
+    meta = stage_model(request.recipe, stage="masked_patch", classes=(), start=StageStart())
     save_model(request.folder.model("masked_patch"), model.state_dict(), meta=meta)
     return request
 

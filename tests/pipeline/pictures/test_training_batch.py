@@ -19,14 +19,7 @@ from data_shards.shards.tar_index import index_path, read_index
 from data_shards.vocabulary import GOOGLES, Normalisation
 from pipeline.checkpoint.train_state import TrainState
 from pipeline.pictures.drawing import draw
-from pipeline.pictures.style import keep_drawn
-from pipeline.pictures.training_batch import (
-    SHOWN_EPOCHS,
-    draw_training_batch,
-    place_of_sample,
-    seen_batch,
-    seen_in_epochs,
-)
+from pipeline.pictures.training_batch import seen_batch, seen_in_epochs
 from pipeline.ranks.place import Place
 from pipeline.recipe.io import dump_recipe
 from pipeline.recipe.schema import Recipe
@@ -202,23 +195,24 @@ def test_the_lanes_of_a_run_of_many_processes_give_its_order(shards: Path) -> No
     assert few != many == [image.sample for image in seen_batch(fixed, stage="pretrain", data=data).images]
 
 
-@pytest.mark.parametrize(("sample", "place"), [(0, (0, 0)), (2, (0, 2)), (3, (2, 0)), (6, (2, 3)), (7, (3, 0))])
-def test_the_place_of_a_sample_skips_empty_shards(sample: int, place: tuple[int, int]) -> None:
-    assert place_of_sample((3, 0, 4, 1), sample) == place
-
-
-def test_a_run_s_pictures_are_drawn_with_names_as_text(shards: Path, tmp_path: Path) -> None:
-    recipe = recipe_of(shards, augment="both")
-    folder = RunFolder(runs_root=tmp_path, name="r")
+def begun(runs: Path, recipe: Recipe, **record: Any) -> RunFolder:
+    folder = RunFolder(runs_root=runs, name="r")
     folder.path.mkdir()
     (folder.path / "recipe.yaml").write_text(dump_recipe(recipe))
-    folder.write("pretrain", StageRecord(state="running", total_steps=12, lanes=4))
+    folder.write("pretrain", StageRecord(total_steps=12, **record))
+    return folder
+
+
+def test_a_run_s_pictures_are_drawn_once_with_names_as_text(shards: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(shards, augment="both")
+    folder = begun(tmp_path, recipe, state="running", lanes=4)
     said: list[str] = []
     for step in (0, 7):  # it goes on after step 7
         draw(DrawRequest(folder, recipe, "pretrain", step), moment="begin", say=said.append)
     assert not [line for line in said if "failed" in line]
     kept = {(each.picture.name, each.step): each for each in kept_pictures(folder.stage("pretrain"))}
     assert set(kept) == {("training_batch", 0), ("augmentation", 0)}
+    assert kept["augmentation", 0].picture.title == "One image in 3 epochs"  # 12 steps of 16 of the 80 images
     text = kept["training_batch", 0].svg.read_text()
     assert "<script>alert" not in text and "&lt;script" in text
     assert "\x1b" not in text
@@ -226,22 +220,7 @@ def test_a_run_s_pictures_are_drawn_with_names_as_text(shards: Path, tmp_path: P
 
 def test_after_the_last_step_its_batch_is_drawn(shards: Path, tmp_path: Path) -> None:
     recipe = recipe_of(shards)
-    folder = RunFolder(runs_root=tmp_path, name="r")
-    folder.path.mkdir()
-    folder.write("pretrain", StageRecord(state="done", total_steps=12))
-    keep_drawn(request := DrawRequest(folder, recipe, "pretrain", 12), draw_training_batch(request))
+    folder = begun(tmp_path, recipe, state="done")
+    draw(DrawRequest(folder, recipe, "pretrain", 12), moment="begin", say=print)
     (kept,) = (each for each in kept_pictures(folder.stage("pretrain")) if each.picture.name == "training_batch")
     assert kept.step == 11 and "after 11 steps," in kept.picture.title  # the page shows both
-
-
-def test_an_image_is_shown_in_the_epochs_that_the_stage_has(shards: Path, tmp_path: Path) -> None:
-    recipe = recipe_of(shards)  # 12 steps
-    data = open_data(recipe, stage="pretrain", report=lambda line: None)
-    epochs = -(-12 * recipe.train_stage("pretrain").global_batch_size // data.train.num_samples)
-    assert 1 < epochs < SHOWN_EPOCHS
-    folder = RunFolder(runs_root=tmp_path, name="r")
-    folder.path.mkdir()
-    folder.write("pretrain", StageRecord(state="running", total_steps=12))
-    keep_drawn(request := DrawRequest(folder, recipe, "pretrain", 0), draw_training_batch(request))
-    (kept,) = (each for each in kept_pictures(folder.stage("pretrain")) if each.picture.name == "augmentation")
-    assert kept.picture.title == f"One image in {epochs} epochs"

@@ -11,29 +11,17 @@ from pipeline.recipe.data import ShardsConfig
 from pipeline.recipe.io import differences, dump_recipe, load_recipe, parse_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.stage.batches import eval_transform, mixup, train_transform
+from tests.small_recipe import small_recipe, small_stage, write_recipe
 
 
 def recipe(
     folder: Path, *, train: Any = "a", data: Any = None, overrides: tuple[str, ...] = (), **stage: Any
 ) -> Recipe:
-    tree = {
-        "name": "r",
-        "model": {"width": 16, "depth": 1, "heads": 2, "patch_size": 4},
-        **({} if data is None else {"data": data}),
-        "stages": {
-            "pretrain": {
-                "train": train,
-                "eval": "b",
-                "image_size": 8,
-                "global_batch_size": 8,
-                "duration": "10 steps",
-                "optimizer": {"name": "adamw", "lr": 0.001},
-                **stage,
-            }
-        },
+    keys = {"global_batch_size": 8, **stage, "train": train, "eval": "b"} | {
+        k: stage[k] for k in ("eval",) if k in stage
     }
-    (folder / "r.yaml").write_text(yaml.safe_dump(tree))
-    return load_recipe(str(folder / "r.yaml"), overrides=overrides)
+    file = write_recipe(folder / "r.yaml", small_recipe(data=data or {}, pretrain_=small_stage(**keys)))
+    return load_recipe(str(file), overrides=overrides)
 
 
 TWO = [{"shards": "a", "weight": 0.7}, {"shards": "s3://bucket/b", "weight": 0.3}]

@@ -61,15 +61,6 @@ def test_every_shipped_recipe_loads_by_its_name_and_has_a_header(name: str):
     assert "shardvit" in header.entry("command") or "make demo" in header.entry("command")
 
 
-def test_the_scratch_recipe_differs_in_its_start_alone():
-    transferred, scratch = load_recipe("digits"), load_recipe("digits_scratch")
-    assert scratch.stages.names == ("finetune",)
-    assert transferred.stages.finetune and scratch.stages.finetune
-    same = {"start": "scratch"}
-    assert transferred.stages.finetune.model_copy(update=same) == scratch.stages.finetune
-    assert (transferred.model, transferred.seed, transferred.engine) == (scratch.model, scratch.seed, scratch.engine)
-
-
 def test_numbers_that_yaml_takes_for_text_are_numbers(file: Path):
     assert load_recipe(str(file)).train_stage("pretrain").optimizer.lr == 3e-4  # YAML 1.1 reads 3e-4 as a string
     changed = load_recipe(str(file), overrides=["stages.pretrain.optimizer.lr=1e-5"])
@@ -89,7 +80,6 @@ def test_round_trip(file: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("stages.pretrain.optimiser={}", "unknown key stages.pretrain.optimiser, did you mean optimizer?"),
         ("stages.pretrain.optimizer.weight_decy=0.1", "did you mean weight_decay?"),
         ("stages.finetun={}", "unknown key stages.finetun, did you mean finetune?"),
         ("model.varient=B/16", "unknown key model.varient, did you mean variant?"),
@@ -99,18 +89,12 @@ def test_round_trip(file: Path, tmp_path: Path):
         ("finetune.lr=1", "unknown key stages.finetune.lr, did you mean stages.finetune.optimizer.lr?"),
         ("optimizer.lr=1", "unknown key optimizer, did you mean stages.*.optimizer?"),
         ("variant=B/16", "unknown key variant, did you mean model.variant?"),
-        ("stages.pretrain.image_size=large", "stages.pretrain.image_size"),
-        ("stages.pretrain.image_size=[1]", "stages.pretrain.image_size"),
-        ("engine.precision=fp8", "engine.precision"),
-        ("stages.pretrain.duration=10", "stages.pretrain.duration"),
-        ("processes=many", "processes"),
-        ("processes=0", "processes"),
         ("stages.pretrain.image_size=18", "take 16 or 20"),
         ("stages.pretrain=3", "stages.pretrain"),
         ("stages.pretrain.augment.flip.x=3", "flip"),
         ("name.x=3", "'name' is a value, not a group of keys"),
-        ("seed", "write it as key=value"),
-        ("=3", "write it as key=value"),
+        ("seed", "write key=value"),
+        ("=3", "write key=value"),
         ("seed={", "override seed={ is not valid YAML"),
     ],
 )
@@ -129,8 +113,6 @@ def test_a_wrong_override_is_one_sentence_that_names_the_key(file: Path, overrid
         (("name: mine", "nmae: mine"), "unknown key nmae, did you mean name?"),
         (("name: mine", "name: [}"), "is not valid YAML"),
         (("name: mine", "extends: nowhere\nname: mine"), "there is no recipe nowhere"),
-        ((TEXT, "just words"), "holds no recipe"),
-        ((TEXT, ""), "holds no recipe"),
         ((TEXT, "- 1"), "holds no recipe"),
     ],
 )
@@ -139,17 +121,6 @@ def test_a_wrong_file_is_one_sentence_that_names_the_file(file: Path, change: tu
     text = refusal(file)
     assert expected in text
     assert "mine.yaml" in text or "nowhere" in text
-
-
-def test_a_binary_file_is_no_recipe(file: Path):
-    file.write_bytes(b"\xff\xfe\x00")
-    assert "not valid YAML" in refusal(file)
-
-
-def test_a_recipe_that_is_not_there_names_the_command_that_lists_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"there is no recipe pictures: .*`shardvit recipes`"):
-        load_recipe("pictures")
 
 
 def test_a_file_beside_us_comes_before_a_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

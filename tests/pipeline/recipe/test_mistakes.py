@@ -288,14 +288,6 @@ def test_a_recipe_that_is_like_no_other_is_answered_with_the_command_that_lists_
     assert "`shardvit recipes` lists" in text
 
 
-def test_what_extends_a_misspelt_recipe_is_named(file: Path):
-    child = file.parent / "child.yaml"
-    child.write_text("extends: mnie\nname: child\n")
-    assert refusal(child) == f"{child}, extends: there is no recipe mnie, did you mean mine.yaml?"
-    child.write_text("extends: [mine, 3]\n")
-    assert "extends must be the name" in refusal(child)
-
-
 @pytest.mark.parametrize("name", ["x" * 300, "x" * 5000, "a/" * 3000, "\0", "nul\0.yaml", "tty\x1b[31m"])
 def test_a_name_that_no_disk_holds_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch, name: str):
     monkeypatch.chdir(file.parent)

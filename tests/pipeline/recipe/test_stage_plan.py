@@ -1,7 +1,6 @@
 """The arithmetic of a stage: what the batch is made of, and that each bad size is refused with values that fit."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,33 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_shards.errors import UserError
-from data_shards.shards.manifest import Manifest, Shard, write_manifest
 from pipeline.recipe.optimizer import Schedule
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import StagePlan, plan_stage
-from pipeline.stage.stage_data import open_data
+from tests.small_recipe import small_recipe, small_stage
 
 
 def recipe(*, most: int = 256, lanes: int | str = "auto", stage: dict[str, Any] | None = None) -> Recipe:
-    return Recipe.model_validate(
-        {
-            "name": "r",
-            "model": {"width": 8, "depth": 1, "heads": 2, "patch_size": 4},
-            "data": {"lanes": lanes},
-            "engine": {"max_micro_batch_size": most},
-            "stages": {
-                "pretrain": {
-                    "train": "train",
-                    "eval": "val",
-                    "image_size": 16,
-                    "global_batch_size": 64,
-                    "duration": "100 steps",
-                    "optimizer": {"name": "sgd", "lr": 0.1},
-                    **(stage or {}),
-                }
-            },
-        }
+    keys = {"image_size": 16, "global_batch_size": 64, "duration": "100 steps", "optimizer": {"name": "sgd", "lr": 0.1}}
+    tree = small_recipe(
+        data={"lanes": lanes}, engine={"max_micro_batch_size": most}, pretrain_=small_stage(**keys | (stage or {}))
     )
+    return Recipe.model_validate(tree)
 
 
 def plan(*, world_size: int = 1, samples: int = 1000, **settings: Any) -> StagePlan:
@@ -165,31 +149,6 @@ def test_more_lanes_than_images_names_a_number_of_lanes_that_fits():
 )
 def test_lengths_that_do_not_fit_name_their_key(stage: dict[str, Any], message: str):
     assert re.search(message, refusal(stage=stage))
-
-
-def make_shards(folder: Path, classes: tuple[str, ...]) -> None:
-    folder.mkdir()
-    (folder / "a.tar").write_bytes(b"12345")
-    shards = (Shard("a.tar", num_samples=3, num_bytes=5, sha256=folder.name),)
-    write_manifest(Manifest(folder, name="a", split=folder.name, classes=classes, shards=shards, source="here"))
-
-
-def test_train_and_held_out_classes_must_be_the_same_in_the_same_order(tmp_path: Path):
-    digits = tuple("0123456789")
-    make_shards(tmp_path / "train", digits)
-    for number, (classes, fits) in enumerate([(digits, True), (digits[::-1], False), (digits[:9], False)]):
-        make_shards(tmp_path / f"val{number}", classes)
-        ours = recipe(stage={"train": str(tmp_path / "train"), "eval": str(tmp_path / f"val{number}")})
-        if fits:
-            assert open_data(ours, stage="pretrain").eval.classes == digits
-        else:
-            with pytest.raises(UserError, match=r"stages.pretrain: the classes .*0, 1, 2, 3, 4 and 5 more.*differ"):
-                open_data(ours, stage="pretrain")
-
-
-def test_missing_shards_name_the_folder(tmp_path: Path):
-    with pytest.raises(UserError, match=str(tmp_path / "nowhere")):
-        open_data(recipe(stage={"train": str(tmp_path / "nowhere")}), stage="pretrain")
 
 
 @pytest.mark.parametrize(

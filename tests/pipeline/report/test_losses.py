@@ -61,20 +61,22 @@ def test_a_recipe_may_ask_for_another_number_of_standard_deviations(sigmas: floa
         assert len(finder.look({500: 2.0 + times * sigmas * sigma})) == found
 
 
-def test_older_losses_than_128_steps_do_not_count():
-    draw = random.Random(1)
-    recent = [1 + 0.01 * draw.random() for _ in range(128)]
-    assert len(spikes_of([*[50.0, 1.0] * 300, *recent, 2.0])) == 1
+CASES = {
+    "losses older than 128 steps do not count": ([*[50.0, 1.0] * 300, *[1.0, 1.01] * 64, 2.0], 1),
+    "64 losses are enough": ([*[1.0, 1.1] * 32, 100.0], 1),
+    "63 are too few": ([*[1.0, 1.1] * 31, 1.0, 100.0], 0),
+    "the first": ([100.0], 0),
+    "a fall": ([*curve(500, scatter=0.01), 1e-6], 0),
+    "losses that did not move and hardly do": ([*[2.0] * 200, 2.0001], 0),
+    "losses that did not move and do": ([*[2.0] * 200, 2.1], 1),
+    "zeros": ([0.0] * 200, 0),
+}
 
 
-def test_a_short_history_raises_no_alarm():
-    for steps in range(64):
-        assert spikes_of([*curve(steps, scatter=0.01), 100.0]) == []
-    assert len(spikes_of([*[1.0, 1.1] * 32, 100.0])) == 1
-
-
-def test_a_fall_is_no_spike():
-    assert spikes_of([*curve(500, scatter=0.01), 1e-6]) == []
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_a_spike_depends_on_the_history(case: str):
+    losses, found = CASES[case]
+    assert len(spikes_of(losses)) == found
 
 
 @pytest.mark.parametrize("loss", [math.inf, math.nan, -math.inf])
@@ -120,12 +122,6 @@ def test_looking_in_pieces_and_carrying_the_history_over_changes_nothing():
         assert len(recent) <= 128 and all(map(math.isfinite, recent))
     assert [spike.step for spike in whole] == [401, 402, 651]
     assert str(found) == str(whole)
-
-
-def test_losses_that_do_not_move_at_all_are_no_alarm_when_they_do():
-    assert spikes_of([*[2.0] * 200, 2.0001]) == []
-    assert len(spikes_of([*[2.0] * 200, 2.1])) == 1
-    assert spikes_of([0.0] * 200) == []
 
 
 class Chorus:

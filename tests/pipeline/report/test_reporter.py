@@ -18,7 +18,7 @@ from pipeline.ranks.place import Place
 from pipeline.ranks.stopping import Stopped
 from pipeline.report import reporter
 from pipeline.report.losses import Spike
-from pipeline.report.reporter import Report, told_events
+from pipeline.report.reporter import Report, attempt_events
 from pipeline.runs.logs import EventsLog, read_events
 from pipeline.runs.run_folder import RunFolder
 
@@ -51,7 +51,7 @@ def report_to(
     watch: Any = SimpleNamespace(progress=lambda step, *, status: None)
     parts = Phases(watch=watch, device=torch.device("cpu"), factor=2.0, least_seconds=1.0)
     plan: Any = SimpleNamespace(samples_per_epoch=128, global_batch_images=64)
-    return Report(kept, kept, events, gauges, phases=parts, plan=plan, training_seconds=training_seconds)
+    return Report(kept, kept, events, gauges, phases=parts, plan=plan, earlier_seconds=training_seconds)
 
 
 class Clock:
@@ -162,15 +162,6 @@ def test_beside_each_top1_stand_balanced_accuracy_and_the_share_of_the_commonest
     assert note.endswith("new: top-1 0.7000 (balanced accuracy 0.5100)")
 
 
-@pytest.mark.parametrize("score", ["top1", "accuracy"])
-def test_of_a_moving_average_the_same_line_says_both(score: str) -> None:
-    kept = Notebook()
-    values: dict[str, Any] = {"val/loss": 0.5, f"val/{score}": 0.75, "val/images": 9.0}
-    report_to(kept).evaluation(TrainState(step=7, evaluation={**values, "val/ema_loss": 0.25, f"val/ema_{score}": 0.8}))
-    (note,) = kept.notes
-    assert "0.5000" in note and "0.7500" in note and note.endswith("0.8000") and "loss 0.2500" in note
-
-
 def test_steps_that_were_skipped_are_told_as_ranges_at_the_next_point_and_at_the_end(
     clock: Clock, tmp_path: Path
 ) -> None:
@@ -218,7 +209,7 @@ def test_an_attempts_start_and_end_are_events_whatever_ends_it(
     state = TrainState(step=20, images_seen=160)
     with (
         contextlib.suppress(Exception, KeyboardInterrupt),
-        told_events(context, stage="pretrain", state=state, say=lambda text: None),
+        attempt_events(context, stage="pretrain", state=state, say=lambda text: None),
     ):
         state.step, state.images_seen = 40, 320
         if error is not None:

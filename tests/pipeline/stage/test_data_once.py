@@ -23,6 +23,7 @@ from pipeline.stage.context import StageContext
 from pipeline.stage.data_once import open_data_once
 from pipeline.stage.stage_data import StageData, open_data
 from tests.saving import ThreadRanks
+from tests.small_recipe import small_recipe, small_stage
 
 HOSTS, PER_HOST = 2, 2
 of_thread = threading.local()
@@ -51,17 +52,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def recipe_of(train: str, held_out: str, *, share: float = 0.0) -> Recipe:
-    stage = {"train": train, "eval": held_out, "eval_overlap": "allow", "image_size": 8, "global_batch_size": 8}
-    stage["duration"] = "4 steps"
-    model = {"width": 8, "depth": 1, "heads": 2, "patch_size": 4}
-    return Recipe.model_validate(
-        {
-            "name": "r",
-            "model": model,
-            "data": {"max_corrupt_share": share},
-            "stages": {"pretrain": {**stage, "optimizer": {"name": "adamw", "lr": 0.001}}},
-        }
-    )
+    keys = {"train": train, "eval": held_out, "eval_overlap": "allow", "global_batch_size": 8, "duration": "4 steps"}
+    return Recipe.model_validate(small_recipe(data={"max_corrupt_share": share}, pretrain_=small_stage(**keys)))
 
 
 def on_all_ranks(recipes: list[Recipe], folder: Path) -> list[Any]:

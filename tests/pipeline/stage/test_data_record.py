@@ -23,6 +23,7 @@ from pipeline.recipe.schema import Recipe
 from pipeline.runs.run_folder import RunFolder
 from pipeline.stage.data_record import check_data, has_record, keep_data
 from pipeline.stage.stage_data import open_data
+from tests.small_recipe import small_recipe, small_stage
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +50,8 @@ class Run:
 
     def attempt(self, train: object = None, *, eval_set: str = "") -> tuple[str, ...]:
         """Begin the stage, or go on with it; what was said."""
-        stage = {
-            "train": train or str(self.shards / "train"),
-            "eval": eval_set or str(self.shards / "val"),
-            "image_size": 8,
-            "global_batch_size": 8,
-            "duration": "1 steps",
-            "optimizer": {"name": "adamw", "lr": 0.001},
-        }
-        model = {"width": 16, "depth": 1, "heads": 2, "patch_size": 4}
-        recipe = Recipe.model_validate({"name": "r", "model": model, "stages": {"pretrain": stage}})
+        sets = {"train": train or f"{self.shards}/train", "eval": eval_set or f"{self.shards}/val"}
+        recipe = Recipe.model_validate(small_recipe(pretrain_=small_stage(global_batch_size=8, **sets)))
         data = open_data(recipe, stage="pretrain", report=lambda line: None)
         record = check_data(self.folder, stage="pretrain", data=data)
         keep_data(self.folder, record, stage="pretrain")

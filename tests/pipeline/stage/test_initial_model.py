@@ -14,6 +14,7 @@ from model.vit import build_model
 from pipeline.recipe.io import load_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.stage.initial_model import model_from_elsewhere
+from tests.small_recipe import small_recipe, small_stage
 
 SMALL = {"width": 16, "depth": 2, "heads": 2, "patch_size": 4}
 
@@ -29,16 +30,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def recipe(model: dict[str, Any], start: str | None, *, image_size: int = 16) -> Recipe:
-    stage = {
-        "train": "a/train",
-        "eval": "a/val",
-        "image_size": image_size,
-        "global_batch_size": 8,
-        "duration": "10 steps",
-        "optimizer": {"name": "sgd", "lr": 0.1},
-    }
-    stages = {"swap_head": {"model": start}, "finetune": stage} if start else {"pretrain": stage}
-    return Recipe.model_validate({"name": "r", "model": model, "stages": stages})
+    stage = small_stage(image_size=image_size)
+    stages = {"swap_head_": {"model": start}, "finetune_": stage} if start else {"pretrain_": stage}
+    return Recipe.model_validate(small_recipe(model=model, **stages))
 
 
 def test_the_same_trunk_is_accepted_however_it_is_written(folder: Path):

@@ -16,27 +16,12 @@ from data_shards.packing.pack import pack
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import plan_stage
 from pipeline.stage.stage_data import StageData, cache_advice, open_data, training_order
+from tests.small_recipe import small_recipe, small_stage
 
 
 def recipe(train: Any, held_out: Any, *, data: dict[str, Any] | None = None, **stage: Any) -> Recipe:
-    return Recipe.model_validate(
-        {
-            "name": "r",
-            "model": {"width": 16, "depth": 1, "heads": 2, "patch_size": 4},
-            "data": data or {},
-            "stages": {
-                "pretrain": {
-                    "train": train,
-                    "eval": held_out,
-                    "image_size": 8,
-                    "global_batch_size": 8,
-                    "duration": "10 steps",
-                    "optimizer": {"name": "adamw", "lr": 0.001},
-                    **stage,
-                }
-            },
-        }
-    )
+    keys = {"global_batch_size": 8, **stage, "train": train, "eval": held_out}
+    return Recipe.model_validate(small_recipe(data=data or {}, pretrain_=small_stage(**keys)))
 
 
 def opened(ours: Recipe) -> StageData:

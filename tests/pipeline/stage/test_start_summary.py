@@ -40,7 +40,6 @@ def test_activations_are_those_of_the_run_s_precision(
             Stage(recipe, "pretrain", data, plan, run=RunFolder(Path(), name="r")),
             place=Place(),
             task=task,
-            head="mlp",
             notes=(),
             restored=None,
         )

@@ -38,6 +38,7 @@ from pipeline.training.assembly import make_job
 from pipeline.training.stage_training import train_stage
 from tests.data_shards.small_set import touch_up
 from tests.saving import Gate, TinyEngine, one_rank, state_at, steps
+from tests.small_recipe import SMALL, small_recipe, small_stage
 
 TOTAL_STEPS = 40
 
@@ -74,24 +75,9 @@ class OwnStage:
         return self.folder.checkpoints("pretrain")
 
     def context(self, *, engine: dict[str, Any], **stage: Any) -> StageContext:
-        recipe = Recipe.model_validate(
-            {
-                "name": "r",
-                "model": {"width": 8, "depth": 1, "heads": 2, "patch_size": 4},
-                "engine": engine,
-                "stages": {
-                    "pretrain": {
-                        "train": str(self.shards / "train"),
-                        "eval": str(self.shards / "val"),
-                        "image_size": 8,
-                        "global_batch_size": 8,
-                        "duration": f"{TOTAL_STEPS} steps",
-                        "optimizer": {"name": "adamw", "lr": 0.001},
-                        **stage,
-                    }
-                },
-            }
-        )
+        keys = small_stage(self.shards, global_batch_size=8, duration=f"{TOTAL_STEPS} steps", **stage)
+        model = SMALL | {"width": 8}
+        recipe = Recipe.model_validate(small_recipe(model=model, engine=engine, pretrain_=keys))
         ranks: Any = one_rank()
         return StageContext(recipe, self.folder, ranks, StopFlag(), {})
 
@@ -118,7 +104,7 @@ class OwnStage:
     def train(self, *, engine: dict[str, Any] | None = None, **stage: Any) -> None:
         """The whole stage."""
         context = self.context(engine=engine or {}, **stage)
-        train_stage(context, self.of(context), model=torch.nn.Linear(10, 100), start=StageStart("linear"))
+        train_stage(context, self.of(context), model=torch.nn.Linear(10, 100), start=StageStart())
 
 
 @pytest.fixture
@@ -134,28 +120,21 @@ def kept(job: TrainJob, stage: OwnStage, losses: dict[int, float] | None = None,
     return steps(stage.checkpoints)
 
 
-def test_so_many_of_the_newest_checkpoints_stay_as_the_recipe_says(stage: OwnStage) -> None:
-    assert kept(stage.job(keep_checkpoints=3), stage) == [20, 30, 40]
-
-
-def test_those_within_reach_of_a_rollback_stay_with_the_one_before_them(stage: OwnStage) -> None:
-    """After three skipped steps, 12 steps before these: to step 25 or earlier."""
-    assert kept(stage.job(keep_checkpoints=1, rollback={"steps_before": 12}), stage) == [20, 30, 40]
-
-
-def test_those_at_multiples_of_keep_every_stay_for_good(stage: OwnStage) -> None:
-    job = stage.job(keep_checkpoints=1, keep_every="50%")
-    assert (job.plan.keep_steps, job.plan.save_after_evaluations) == (20, False)
-    assert kept(job, stage) == [20, 40]
-
-
-@pytest.mark.parametrize(("keep_best", "best"), [("loss", 10), ("score", 30)])
-def test_the_best_by_loss_or_score_stays_and_evaluations_are_followed_by_a_checkpoint(
-    stage: OwnStage, keep_best: str, best: int
-) -> None:
-    job = stage.job(keep_checkpoints=1, keep_best=keep_best)
-    assert job.plan.save_after_evaluations
-    assert kept(job, stage, losses={10: 0.1}, scores={30: 0.9}) == [best, 40]
+@pytest.mark.parametrize(
+    ("keys", "stay"),
+    [
+        ({"keep_checkpoints": 3}, [20, 30, 40]),
+        ({"keep_checkpoints": 1, "rollback": {"steps_before": 12}}, [20, 30, 40]),  # three skipped steps, 12 before
+        ({"keep_checkpoints": 1, "keep_every": "50%"}, [20, 40]),
+        ({"keep_checkpoints": 1, "keep_best": "loss"}, [10, 40]),
+        ({"keep_checkpoints": 1, "keep_best": "score"}, [30, 40]),
+    ],
+    ids=str,
+)
+def test_the_checkpoints_that_the_recipe_keeps_stay(stage: OwnStage, keys: dict[str, Any], stay: list[int]) -> None:
+    job = stage.job(**keys)
+    assert job.plan.save_after_evaluations == ("keep_best" in keys)
+    assert kept(job, stage, losses={10: 0.1}, scores={30: 0.9}) == stay
 
 
 @pytest.mark.parametrize(("model", "best"), [("ema", 20), ("weights", 30)])
@@ -231,10 +210,6 @@ def test_a_save_that_takes_long_is_no_hang_to_the_watch(stage: OwnStage, monkeyp
     monkeypatch.setattr("pipeline.checkpoint.saver._PROGRESS_SECONDS", 0.01)
     stage.job(watch=SimpleNamespace(progress=progress)).saver.save(state_at(4))
     assert told == {(4, "saving a checkpoint")}
-
-
-def test_what_happens_to_a_slow_rank_is_the_recipes_wish(stage: OwnStage) -> None:
-    assert [stage.job(engine={"slow_rank": wish}).plan.slow_rank for wish in ("report", "stop")] == ["report", "stop"]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from data_shards.errors import UserError
 from launch.commands.results.report import compare, report
 from launch.pages.blocks import ShownNumber
 from launch.pages.compare import WIDTH
-from launch.pages.facts import held_out_fact, result_rows
+from launch.pages.facts import held_out_fact, held_out_table
 from launch.pages.sections import run_names, runs_page, write_beside
 from pipeline.recipe.io import dump_recipe, load_recipe
 from pipeline.runs.logs import EventsLog
@@ -53,8 +53,9 @@ def test_beside_the_score_stands_what_it_is_to_be_compared_with(runs: list[RunFo
         "61.41 %",
         "held-out top-1 after finetune; balanced accuracy 50.02 %; commonest class 61.40 %",
     )
-    columns, rows = result_rows(history)
-    last, pretrain = (dict(zip(columns, row, strict=True)) for row in (rows[0], rows[-1]))
+    table = held_out_table(history)
+    assert table is not None
+    last, pretrain = (dict(zip(table.columns, row, strict=True)) for row in (table.rows[0], table.rows[-1]))
     beside = ("top-1", "balanced accuracy", "commonest class share")
     assert [last[each] for each in beside] == [
         ShownNumber("61.41 %", 0.6141),

@@ -48,7 +48,7 @@ def test_the_recipe_that_one_is_told_to_copy_makes_models_that_every_program_loa
     for text in (page, next_commands(CHOICES["digits"], runs_root=Path("runs"))):
         (file,) = set(re.findall(r"(?:cp|copy) (pipeline/recipes/\w+\.yaml)", text))
         recipe = load_recipe(str(ROOT / file))
-        meta = stage_model(recipe, stage="finetune", classes=["a"], start=StageStart("linear"))
+        meta = stage_model(recipe, stage="finetune", classes=["a"], start=StageStart())
         assert formats_of(meta) == (list(get_args(ExportFormat)), {})
 
 

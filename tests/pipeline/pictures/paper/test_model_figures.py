@@ -19,7 +19,7 @@ from model.saved.model_folder import SavedModelMeta, build_described
 from pipeline.pictures.paper.attention_figures import in_the_light_of
 from pipeline.pictures.paper.attention_inputs import images_of_files, images_to_look_at, look
 from pipeline.pictures.paper.model_figures import built, figures_of_attention, figures_of_weights, left_out
-from pipeline.pictures.paper.tiles import evenly, tiled
+from pipeline.pictures.paper.weight_figures import evenly, tiled
 from pipeline.pictures.style import keep_picture
 from pipeline.runs.pictures import kept_pictures
 from pipeline.stage.task import model_input
@@ -76,8 +76,8 @@ def test_each_kind_of_model_has_its_figures(kind: str, tmp_path: Path) -> None:
     drawn = list(figures_of_weights(model, meta=found.meta))
     if isinstance(model, VisionTransformer):
         batch = _batch(found.meta)
-        looked = look(model, batch, meta=found.meta)
-        drawn += figures_of_attention(looked, batch, meta=found.meta, classes=CLASSES)
+        attention = look(model, batch, meta=found.meta)
+        drawn += figures_of_attention(attention, batch, meta=found.meta, classes=CLASSES)
     for picture, figure in drawn:
         keep_picture(tmp_path, picture, figure=figure, step=3)
     kept = kept_pictures(tmp_path)
@@ -106,7 +106,7 @@ def test_what_is_kept_of_a_look_is_that_of_the_model_shown_all_at_once() -> None
     model = built(found, device=torch.device("cpu"))
     assert isinstance(model, VisionTransformer)
     batch = _batch(found.meta, number=40)  # several passes
-    looked = look(model, batch, meta=found.meta)
+    attention = look(model, batch, meta=found.meta)
     rollout, maps = Rollout(), list[torch.Tensor]()
 
     def see(block: int, probabilities: torch.Tensor) -> None:
@@ -115,13 +115,13 @@ def test_what_is_kept_of_a_look_is_that_of_the_model_shown_all_at_once() -> None
 
     images = model_input(batch, device=torch.device("cpu"), dtype=torch.float32)
     tokens = look_at_attention(model, images, see=see)
-    assert looked.images == 40
-    torch.testing.assert_close(looked.rollout, rollout.to_patches(model, tokens)[:8])
-    torch.testing.assert_close(looked.maps.flatten(2), torch.stack(maps))
+    assert attention.images == 40
+    torch.testing.assert_close(attention.rollout, rollout.to_patches(model, tokens)[:8])
+    torch.testing.assert_close(attention.maps.flatten(2), torch.stack(maps))
     with torch.no_grad():
         best = model(images)[:8].softmax(dim=1).max(dim=1)
-    assert [index for index, _ in looked.guesses] == best.indices.tolist()
-    assert [share for _, share in looked.guesses] == pytest.approx(best.values.tolist(), rel=1e-4)
+    assert [index for index, _ in attention.guesses] == best.indices.tolist()
+    assert [share for _, share in attention.guesses] == pytest.approx(best.values.tolist(), rel=1e-4)
 
 
 def test_the_number_of_images_follows_from_the_model() -> None:
@@ -178,8 +178,8 @@ def test_words_are_json_whatever_a_class_is_called(tmp_path: Path) -> None:
     assert isinstance(model, VisionTransformer)
     classes = ("\x1b[31mred", "\ud800", "</svg><script>alert(1)</script>")
     batch = _batch(found.meta)
-    looked = look(model, batch, meta=found.meta)
-    for picture, figure in figures_of_attention(looked, batch, meta=found.meta, classes=classes):
+    attention = look(model, batch, meta=found.meta)
+    for picture, figure in figures_of_attention(attention, batch, meta=found.meta, classes=classes):
         words = keep_picture(tmp_path, picture, figure=figure, step=0)
         json.loads(words.read_text(encoding="utf-8"))
         svg = words.with_suffix(".svg").read_text(encoding="utf-8")
