@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from data_shards.checking.findings import MOST_PLACES, SEVERITIES, Finding, FoundAt, finding
 from data_shards.checking.fitness import Fitness, assess
 from data_shards.checking.judge import SplitScan, SplitSummary, findings_across, split_findings
-from data_shards.checking.near_duplicates.collection import ShardImages
+from data_shards.checking.near_duplicates.fingerprint import ShardImages
 from data_shards.checking.near_duplicates.matches import MATCH_KINDS, Match, Matches, MatchKind, find_matches
 from data_shards.checking.scan import CheckOptions, PartScan, ScanRequest, ShardPart, scan_part
 from data_shards.errors import UserError
@@ -117,7 +117,7 @@ def check(
 
 
 def _open_splits(spec: ShardsSpec, *, store: Store, report: Report) -> Iterator[tuple[str, ShardSet | str]]:
-    """(split, set) for each split, train first; an error message in place of a set too damaged to open."""
+    """Yield (split, set) for each split, train first; an error message in place of a set too damaged to open."""
     splits = splits_below(spec.location, store=store)
     is_plain = spec == ShardsSpec(spec.location)
     if not splits:
@@ -146,11 +146,7 @@ def _has_manifest(location: str) -> bool:
 
 
 def _scan_set(request: ScanRequest, *, processes: int | None, report: Report) -> list[PartScan]:
-    """Scan all parts of all shards, in order; `processes` None: one per core, or none for a small set.
-
-    Processes, not threads: on small images most of the time is Python, and a decoder that crashes ends one process
-    instead of the check, which then finds out which shard it was.
-    """
+    """Scan all parts of all shards, in order; in processes, so that a crash is pinned to its shard."""
     shards = request.shards
     if processes is None:
         seconds = shards.num_samples * _SECONDS_PER_SAMPLE + (shards.num_bytes or 0) * _SECONDS_PER_BYTE

@@ -17,7 +17,7 @@ MOST_PLACES = 1000  # of one finding that are named; the rest is only counted
 
 
 class FoundAt(NamedTuple):
-    """Where something was found; `key` is "" for a shard as a whole, `shard` is "" for the set as a whole."""
+    """Place of a finding; `key` is "" for a whole shard, `shard` is "" for the whole set."""
 
     shard: str
     key: str

@@ -20,13 +20,13 @@ DEFAULT_LANES = 256  # what `data.lanes: auto` comes to for batches that are mul
 WINDOW_IMAGES = 16384  # the recipe's default, data.shuffle_window_images
 _MOST_PLACES = 4_000_000  # that are resolved; of larger sets every so many, at least one of nearly every shard
 _GOOD_SHARDS_PER_NODE = 32  # the one or two that a node shares with its neighbours are then a few percent
-_FEWEST_SAMPLES = 50  # in a shard that is worth its file
+_FEWEST_SAMPLES = 50  # below it, a shard costs more than it holds
 _LARGE_SHARE = 1.5  # times its fair share that the busiest node reads: locality is being lost
 
 
 @dataclass(frozen=True)
 class Fitness:
-    """How the samples are spread over processes and nodes; shares and bytes count whole shards."""
+    """Spread of the samples over processes and nodes; shares and bytes count whole shards."""
 
     world_size: int  # processes
     nodes: int  # machines, `processes_per_node` on each
@@ -52,10 +52,7 @@ def assess(
     processes_per_node: int,
     window_images: int = WINDOW_IMAGES,
 ) -> tuple[Fitness | None, list[Finding]]:
-    """Assess the shards for `world_size` processes; None if they do not fit at all.
-
-    `shard_sizes` are in samples. `lanes` None is the default, or a number near it that `world_size` divides.
-    """
+    """Assess shards for `world_size` processes; None if they do not fit. `lanes` None: a number near the default."""
     findings: list[Finding] = []
     if lanes is None:
         lanes = DEFAULT_LANES if DEFAULT_LANES % world_size == 0 else max(1, DEFAULT_LANES // world_size) * world_size
@@ -135,7 +132,7 @@ def _fitness(
 
 
 def describe(fitness: Fitness) -> list[tuple[str, str]]:
-    """(label, text) lines for people."""
+    """Format as (label, text) lines."""
     shards, images = _range(fitness.shards_per_process, "shard"), _range(fitness.images_per_process, "image")
     rows = [
         ("lanes", f"{fitness.lanes}: fit for {_listed(fitness.fitting_world_sizes)} processes"),

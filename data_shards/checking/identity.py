@@ -17,7 +17,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import PurePath
 from types import UnionType
@@ -39,17 +39,21 @@ MOST_SUSPECT_BYTES = 1 << 30
 _THREADS = 16  # they wait for the disk, or are in SHA-256, which needs no GIL
 _PIXELS_BYTES = 1 << 20  # that `pixels_digest` reads of a tar
 _MOST_NAMED = 3  # shards in a message
-_COLUMNS = [("names", "name"), ("num_bytes", "num_bytes"), ("num_samples", "num_samples"), ("sha256", "sha256")]
-_COLUMNS += [("indexes", "index_digest"), ("pixels", "pixels_digest"), ("stamps", "stamp")]  # ours, a ShardEntry's
+_COLUMNS: dict[str, tuple[str, type | UnionType]] = {  # ours: that of a ShardEntry, kind of its values
+    "names": ("name", str),
+    "num_bytes": ("num_bytes", int | None),
+    "num_samples": ("num_samples", int),
+    "sha256": ("sha256", str),
+    "indexes": ("index_digest", str),
+    "pixels": ("pixels_digest", str),
+    "stamps": ("stamp", str),
+}
 _FREE = ("names", "stamps", "pixels")  # columns in which a copy may differ, or that came later
 
 
 @dataclass(frozen=True)
 class SetIdentity:
-    """A set of shards; every column has an entry per shard, "" or None where unknown.
-
-    `spots`: shard number -> digest of each sample that was read, "" for one that could not be.
-    """
+    """A set of shards; every column has an entry per shard, "" or None where unknown."""
 
     digest: str  # of the set as a whole (the manifest's own, with the classes)
     names: tuple[str, ...]  # of the shards, as messages show them
@@ -59,39 +63,37 @@ class SetIdentity:
     indexes: tuple[str, ...]  # digest of keys, image sizes and labels, of a tar without a manifest
     pixels: tuple[str, ...]  # digest of the first bytes of a few images, of a tar without a manifest
     stamps: tuple[str, ...]  # change when the file is written: see `ShardEntry.stamp`
-    spots: Mapping[int, tuple[str, ...]]
+    spots: Mapping[int, tuple[str, ...]]  # shard -> digests of the samples that were read, "" for damaged ones
 
     @classmethod
     def of(cls, shards: ShardSet, *, spots: Mapping[int, Sequence[str]]) -> SetIdentity:
-        pick = attrgetter(*(name_there for _, name_there in _COLUMNS))
+        pick = attrgetter(*(theirs for theirs, _ in _COLUMNS.values()))
         rows = list(map(pick, shards.shards))  # in one go: entries may be made as they are asked for
-        columns = {name: tuple(row[at] for row in rows) for at, (name, _) in enumerate(_COLUMNS)}
+        columns = {name: tuple(row[at] for row in rows) for at, name in enumerate(_COLUMNS)}
         return cls(shards.digest, spots={shard: tuple(digests) for shard, digests in spots.items()}, **columns)
 
     @classmethod
     def from_json(cls, content: Any) -> SetIdentity:
-        """From the JSON of `vars` (pydantic refuses names that are not UTF-8); ValueError for anything else."""
-        if not isinstance(content, dict) or set(content) != {field.name for field in fields(cls)}:
+        """Read the JSON of `vars` (pydantic refuses names that are not UTF-8); ValueError for anything else."""
+        if not isinstance(content, dict) or set(content) != {"digest", "spots", *_COLUMNS}:
             raise ValueError("not the columns of a set of shards")
-        columns = {key: value for key, value in content.items() if key not in ("digest", "spots")}
         digest, spots = content["digest"], content["spots"]
-        kinds = {"num_bytes": int | None, "num_samples": int}
         good = isinstance(digest, str) and isinstance(spots, dict) and all(map(str.isdecimal, spots))
-        good = good and all(_is_list(column, of=kinds.get(key, str)) for key, column in columns.items())
+        good = good and all(_is_list(content[name], of=kind) for name, (_, kind) in _COLUMNS.items())
         good = good and all(_is_list(row, of=str) for row in spots.values())
-        if not good or len({len(column) for column in columns.values()}) != 1:
+        if not good or len({len(content[name]) for name in _COLUMNS}) != 1:
             raise ValueError("the columns of a set of shards hold something else")
         spots = {int(number): tuple(row) for number, row in spots.items()}
-        return cls(digest=digest, spots=spots, **{key: tuple(column) for key, column in columns.items()})
+        return cls(digest=digest, spots=spots, **{name: tuple(content[name]) for name in _COLUMNS})
 
     @property
     def content_digest(self) -> str:
-        """32 hex digits of everything that decides."""
+        """Digest everything that decides, as 32 hex digits."""
         content = {key: value for key, value in vars(self).items() if key not in _FREE}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
     def seen_as(self, other: SetIdentity, *, unseen: Sequence[int] = ()) -> SetIdentity:
-        """The same set with the names and stamps of `other`, except that the shards `unseen` keep their stamps."""
+        """Take the names and stamps of `other`, except for the stamps of the shards `unseen`."""
         pairs = enumerate(zip(self.stamps, other.stamps, strict=True))
         stamps = [old if shard in unseen else new for shard, (old, new) in pairs]
         pixels = tuple(old or new for old, new in zip(self.pixels, other.pixels, strict=True))
@@ -103,13 +105,13 @@ def _is_list(column: Any, *, of: type | UnionType) -> bool:
 
 
 def suspects(before: SetIdentity, now: SetIdentity) -> list[int]:
-    """The shards whose file was written, copied or touched since, where stamps are known."""
+    """List shards whose file was written, copied or touched since, where stamps are known."""
     pairs = zip(before.stamps, now.stamps, strict=True)
     return [shard for shard, (old, new) in enumerate(pairs) if old and new and old != new]
 
 
 def differences(before: SetIdentity, now: SetIdentity) -> list[str]:
-    """Differences in content, as phrases that name shards."""
+    """Describe differences in content, as phrases that name shards."""
     count, old_count = len(now.names), len(before.names)
     old, new = _contents(before), _contents(now)
     if old != new and sorted(old) == sorted(new):

@@ -9,6 +9,7 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations
 from typing import Any
 
@@ -61,18 +62,14 @@ class SplitSummary:
 
 
 class SplitScan:
-    """Put the parts of one split together; samples are numbered across parts.
-
-    `samples` is an array of `SAMPLE`, `sizes` the samples found in each shard, `shard_bytes` None for a missing tar,
-    and `class_counts` the samples of each class.
-    """
+    """Put the parts of one split together; samples are numbered across parts."""
 
     def __init__(self, shards: ShardSet, parts: Sequence[PartScan]) -> None:
         self.shards = shards
         self.parts = parts
         self.samples = np.concatenate([np.empty(0, SAMPLE), *(part.samples for part in parts)])
-        self.sizes = [0] * len(shards.shards)
-        self.shard_bytes: list[int | None] = [None] * len(shards.shards)
+        self.sizes = [0] * len(shards.shards)  # samples found in each shard
+        self.shard_bytes: list[int | None] = [None] * len(shards.shards)  # None: the tar is missing
         counts: Counter[int] = Counter()
         for part in parts:
             counts.update(part.class_counts)
@@ -81,21 +78,17 @@ class SplitScan:
                 self.shard_bytes[part.part.shard] = part.num_bytes
         self.class_counts = [counts[number] for number in range(shards.num_classes)]
         self._first_sample = np.cumsum([0, *(len(part.samples) for part in parts)])
-        self._keys: dict[int, list[str]] = {}  # of the parts that were asked for last
+        self._keys = lru_cache(_MOST_UNPACKED)(lambda number: parts[number].keys)
         folders = {shard.name.rpartition("/")[0] for shard in shards.shards}
         self._common = folders.pop() if len(folders) == 1 else shards.source
 
     def shard_name(self, shard: int) -> str:
-        """Short, if all shards are in one folder or below the set's."""
+        """Shorten a shard's name if all shards are in one folder or below the set's."""
         return self.shards.shards[shard].name.removeprefix(f"{self._common.rstrip('/')}/")
 
     def place(self, sample: int, detail: str = "") -> FoundAt:
         number = int(np.searchsorted(self._first_sample, sample, side="right")) - 1
-        if number not in self._keys:
-            if len(self._keys) == _MOST_UNPACKED:
-                self._keys.clear()
-            self._keys[number] = self.parts[number].keys
-        key = self._keys[number][sample - int(self._first_sample[number])]
+        key = self._keys(number)[sample - int(self._first_sample[number])]
         return FoundAt(self.shard_name(self.parts[number].part.shard), key, detail)
 
     def summary(self) -> SplitSummary:
@@ -126,7 +119,7 @@ class SplitScan:
 
 
 def spread(numbers: Sequence[int] | NDArray[Any]) -> Spread | None:
-    """None for no numbers."""
+    """Summarise numbers; None if there are none."""
     if not len(numbers):
         return None
     median = float(np.median(numbers))
@@ -173,7 +166,7 @@ def split_findings(scan: SplitScan, *, digests: bool) -> list[Finding]:
 
 
 def findings_across(scans: Sequence[SplitScan]) -> list[Finding]:
-    """Judge what needs several splits."""
+    """Judge splits against each other."""
     findings: list[Finding] = []
     for one, other in combinations(scans, 2):
         splits = f"{one.shards.split} and {other.shards.split}"
@@ -199,16 +192,13 @@ class Groups:
         return self.members[self.starts[number] : self.starts[number + 1]]
 
     def differ(self, values: Int64s) -> NDArray[np.bool_]:
-        """bool [groups]: the group's samples differ in `values`, which has one for every sample."""
+        """Tell which groups differ within themselves in `values`, one per sample: bool [groups]."""
         own = values[self.members]
         return np.minimum.reduceat(own, self.starts[:-1]) != np.maximum.reduceat(own, self.starts[:-1])
 
 
 def equal_groups(hashes: NDArray[np.uint64], *, among: NDArray[np.bool_] | None = None) -> Groups:
-    """Groups of two or more samples with equal hashes, [samples] or [samples, words], ordered by first sample.
-
-    `among`, bool [samples], restricts the samples that are compared.
-    """
+    """Group samples (those `among`) with equal hashes, [samples] or [samples, words]; ordered by first sample."""
     words = hashes if hashes.ndim == 2 else hashes[:, None]
     samples = np.arange(len(words)) if among is None else np.flatnonzero(among)
     words = words[samples]
@@ -279,7 +269,7 @@ def _leaks(one: SplitScan, other: SplitScan) -> tuple[int, list[FoundAt]]:
 
 
 def _extra_tars(shards: ShardSet) -> list[str]:
-    """Tars in the folder of a packed local set that its manifest does not name."""
+    """List tars in the folder of a packed local set that its manifest does not name."""
     if not shards.source or not is_local(shards.source):
         return []
     folder = local_path(shards.source)

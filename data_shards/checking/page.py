@@ -16,7 +16,7 @@ from data_shards.checking.check import CheckResult
 from data_shards.checking.findings import Finding
 from data_shards.checking.fitness import describe
 from data_shards.checking.judge import SplitSummary, Spread
-from data_shards.checking.near_duplicates.collection import Collection, ShardImages
+from data_shards.checking.near_duplicates.fingerprint import Collection, ShardImages
 from data_shards.checking.near_duplicates.matches import MATCH_KINDS, Matches
 from data_shards.shards.shard_set import ShardSet
 from data_shards.text import counted, one_line, printable, show_bytes, show_duration, table
@@ -31,7 +31,7 @@ _RATE = 1000  # images/s that the cores are given for
 
 
 def as_json(result: CheckResult) -> dict[str, Any]:
-    """The result with plain types: counts of findings, seconds, and lists of splits, matched sets and findings."""
+    """Convert to plain types: counts of findings, seconds, and lists of splits, matched sets and findings."""
     return {
         "version": _VERSION,
         "location": result.location,
@@ -65,7 +65,7 @@ def _shards(collection: Collection) -> ShardSet:
 
 
 def as_text(result: CheckResult) -> str:
-    """The result for people: figures, findings with remedies, and the verdict as the last line."""
+    """Format for people: figures, findings with remedies, and the verdict as the last line."""
     blocks = [_split_text(split) for split in result.splits]
     if result.fitness is not None:
         fitness = result.fitness

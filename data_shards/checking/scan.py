@@ -58,7 +58,7 @@ SAMPLE = np.dtype(
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """How thoroughly to check, and the training whose size the shards should suit."""
+    """Depth of the check, and the size of the training that the shards should suit."""
 
     decode: bool = False  # every image in full, unless it has more pixels than `pixel_limit`
     digests: bool = True  # compare every shard's SHA-256 with the manifest
@@ -69,7 +69,7 @@ class CheckOptions:
 
 
 class ScanRequest(NamedTuple):
-    """What all parts share; sent to every worker once."""
+    """Common to all parts; sent to every worker once."""
 
     shards: ShardSet
     store: Store
@@ -167,7 +167,7 @@ def _check_whole(
 
 
 def _usable_index(entry: ShardEntry, readable: ReadableIndex, *, tar_bytes: int) -> tuple[ShardIndex, str]:
-    """The headers' index, or the stored one if it lists samples behind the damage; and the fault of the latter."""
+    """Take the headers' index, or the stored one if it lists samples behind the damage; with the latter's fault."""
     headers = readable.index
     if entry.index is not None or not is_local(entry.url):  # made from the tar on this machine
         return headers, ""
@@ -224,7 +224,7 @@ def _scan_samples(
 
 
 def _scan_image(data: bytes, *, options: CheckOptions, key: str, sample: Any, scan: PartScan) -> bool:
-    """True for a readable image, as far as can be told; decoded only on request."""
+    """True if the image looks readable; only `decode` makes sure."""
     image_format = next((name for name, magic in _MAGIC.items() if magic.match(data)), None)
     if not data or (image_format is None and not options.decode):
         scan.add_fault("image", "it is of no known format" if data else "it is empty", key=key)
@@ -264,7 +264,7 @@ def _hash(data: bytes) -> bytes:
 
 
 def _code(labels: tuple[int, ...]) -> int:
-    """The label itself where there is one; else a number that is equal for equal sets."""
+    """Encode labels: the label itself if there is one, else a number that is equal for equal sets."""
     if len(labels) == 1:
         return labels[0]
     return int.from_bytes(_hash(repr(sorted(labels)).encode())[:8], "little") >> 1 | 1 << 62

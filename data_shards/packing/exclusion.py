@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from data_shards.checking.near_duplicates.collection import ImagePlace, ShardImages, UnreadNow
+import numpy as np
+
+from data_shards.checking.near_duplicates.fingerprint import ImagePlace, ShardImages, UnreadNow
 from data_shards.checking.near_duplicates.matches import Match, Matches, find_matches
 from data_shards.durable import replace_lines
 from data_shards.packing.found import EXCLUDED_FILE, UNSURE_FILE
 from data_shards.packing.request import PackRequest
-from data_shards.packing.shard_plan import Line, Marks, PackPlan, ShardPlan, marks_of
+from data_shards.packing.shard_plan import Line, Marks, PackPlan, ShardPlan
 from data_shards.packing.sources.base import Source
 from data_shards.shards.shard_set import Report
 
@@ -41,20 +43,19 @@ class PlannedImages:
         return self._digests[part]
 
     def read(self, part: int, row: int) -> bytes:
-        plan = self._plans[part]
         try:
-            return plan.images.read(int(plan.indices[row]))
+            return self._plans[part].images.read(row)
         except OSError as error:
             raise UnreadNow(error.strerror or str(error)) from None
 
     def place(self, part: int, row: int) -> ImagePlace:
-        return ImagePlace(self.name, self._plans[part].trace(row))
+        return ImagePlace(self.name, self._plans[part].images.trace(row))
 
 
 def _digest(plan: ShardPlan) -> str:
     digest = hashlib.sha256()
-    for index in plan.indices.tolist():
-        stamp = plan.images.stamp(index)
+    for position in range(len(plan)):
+        stamp = plan.images.stamp(position)
         digest.update(f"{len(stamp)}\0".encode())
         digest.update(stamp)
     return digest.hexdigest()
@@ -62,41 +63,27 @@ def _digest(plan: ShardPlan) -> str:
 
 @dataclass(frozen=True)
 class Excluded:
-    """Matches of training images; train comes first in `plan`, so its numbers are those of `plan.locate`."""
+    """Training images that are also in other sets."""
 
-    plan: PackPlan
     matches: Matches
     marks: Marks  # images to leave out
+    lines: dict[str, list[Line]]  # of each list
 
-    def counts(self) -> tuple[int, int]:
-        """Images left out, and images packed that may be in another set."""
-        out, unsure = ({match.image for match in each} for each in self._sorted_out())
-        return len(out), len(unsure)
+    def count(self, file: str) -> int:
+        return len({line["path"] for line in self.lines[file]})
 
     def write(self, folder: Path, request: PackRequest) -> None:
         """Write the lists and the page into `folder`, if there is anything to list."""
-        for name, matches in zip((EXCLUDED_FILE, UNSURE_FILE), self._sorted_out(), strict=True):
-            if matches:
-                replace_lines(folder / name, map(self._line, matches))
+        for file, lines in self.lines.items():
+            if lines:
+                replace_lines(folder / file, lines)
         show = request.exclusion and request.exclusion.show
         if self.matches.matches and show:
             show(folder / EXCLUDED_PAGE, [self.matches], request.pixel_limit)
 
-    def _sorted_out(self) -> tuple[list[Match], list[Match]]:
-        """The matches of images that are left out, and the others."""
-        out = _certain(self.matches)
-        images = {match.image for match in out}
-        return out, [match for match in self.matches.matches if match.image not in images]
-
-    def _line(self, match: Match) -> Line:
-        ((shard, position),) = self.plan.locate([match.image])
-        how = {"kind": match.kind, "likeness": match.likeness, "mirrored": match.mirrored}
-        against, other = self.matches.others[match.collection].name, self.matches.other_place(match)._asdict()
-        return {**shard.line(position), **how, "against": against, "other": other}
-
 
 def find_excluded(plan: PackPlan, source: Source, request: PackRequest, *, report: Report) -> Excluded | None:
-    """None if nothing is to be excluded. Raises UserError if one of the other sets cannot be read."""
+    """Find training images that are also in other sets; None if none were named. UserError: a set cannot be read."""
     if request.exclusion is None:
         return None
     images = PlannedImages(plan.splits["train"], name=source.spec)
@@ -105,8 +92,18 @@ def find_excluded(plan: PackPlan, source: Source, request: PackRequest, *, repor
     for other in others:
         if bad := found.undecoded.get(other.name):
             report(f"{bad:,} images of {other.name} cannot be decoded: they are compared by their bytes alone")
-    return Excluded(plan, found, marks_of(source, plan.locate([match.image for match in _certain(found)])))
+    certain = [match for match in found.matches if match.kind != "unsure"]
+    left_out = {match.image for match in certain}
+    unsure = [match for match in found.matches if match.image not in left_out]
+    lists = {EXCLUDED_FILE: certain, UNSURE_FILE: unsure}
+    lines = {file: [_line(plan, found, match) for match in matches] for file, matches in lists.items()}
+    marks = np.zeros(source.num_images, dtype=np.bool_)
+    marks[plan.numbers[sorted(left_out)]] = True
+    return Excluded(found, marks, lines)
 
 
-def _certain(found: Matches) -> list[Match]:
-    return [match for match in found.matches if match.kind != "unsure"]
+def _line(plan: PackPlan, found: Matches, match: Match) -> Line:
+    ((shard, position),) = plan.locate([match.image])  # train comes first in the plan, so its numbers are the same
+    how = {"kind": match.kind, "likeness": match.likeness, "mirrored": match.mirrored}
+    against, other = found.others[match.collection].name, found.other_place(match)._asdict()
+    return {**shard.line(position), **how, "against": against, "other": other}

@@ -65,7 +65,7 @@ class PackReport:
         return sum(manifest.num_samples for manifest in self.manifests)
 
     def lines(self, *, dropped: bool) -> list[str]:
-        """The lines to print; `dropped`: duplicates were left out."""
+        """Format the lines to print; `dropped`: duplicates were left out."""
         verb = "was packed before, with" if self.compared else f"packed in {show_duration(self.seconds)}:"
         classes = counted(self.train.num_classes, "class")
         lines = [f"{self.out}: {verb} {counted(self.num_images, 'image')} of {classes}"]

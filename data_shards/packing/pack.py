@@ -37,15 +37,7 @@ from data_shards.packing.exclusion import Excluded, find_excluded
 from data_shards.packing.found import Counts, PackReport
 from data_shards.packing.request import HoldoutList, PackRequest, read_holdout_list
 from data_shards.packing.seen import compare_seen, write_seen
-from data_shards.packing.shard_plan import (
-    LABEL_SPECS,
-    PackPlan,
-    ShardPlan,
-    class_numbers,
-    make_plan,
-    marks_of,
-    needed_bytes,
-)
+from data_shards.packing.shard_plan import LABEL_SPECS, PackPlan, ShardPlan, class_numbers, make_plan, needed_bytes
 from data_shards.packing.shard_writer import (
     ShardRecord,
     WorkFolder,
@@ -79,9 +71,8 @@ def pack(
     """Pack a source (see `open_source`) into OUT/train and, where it has them, OUT/val and OUT/test.
 
     Equal source, options (see `PackRequest`) and library versions give byte-identical tars, on any number of cores and
-    through any number of interruptions. `holdout_list` is a file with the paths of the images that become split val.
-    Raises UserError for bad input, an OUT that is not the result of this very request, a source that has changed since,
-    unreadable images, and a full disk.
+    through any number of interruptions. Raises UserError for bad input, an OUT that is not the result of this very
+    request, a source that has changed since, unreadable images, and a full disk.
     """
     start = time.monotonic()
     out = Path(out)
@@ -108,8 +99,8 @@ def _pack(source_spec: str, out: Path, request: PackRequest, report: Report) -> 
         unpacking=Unpacking(unpacked_path(out), report),
         unfit=request.unreadable,
     )
-    num_images, classes = sum(map(len, source.splits.values())), counted(len(source.classes), "class")
-    report(f"{source.spec}: {counted(num_images, 'image')} of {classes} found")
+    classes = counted(len(source.classes), "class")
+    report(f"{source.spec}: {counted(source.num_images, 'image')} of {classes} found")
     if Path(source.spec).is_dir() and out.resolve().is_relative_to(source.spec):  # a name like "digits" is no parent
         raise UserError(f"{out}: it lies inside {source.spec}, whose images are packed; choose an OUT outside of it")
     content = {"version": PACK_VERSION, "request": request.as_json(source), "fingerprint": source.fingerprint()}
@@ -144,10 +135,12 @@ class _Packing:
         digests = None
         if request.duplicates == "drop":
             with Progress(plan.num_images, self.report, status="looking for duplicates") as progress:
-                parts = [(shard.images, shard.indices) for shard in plan.shards]
+                parts = [shard.images for shard in plan.shards]
                 digests = read_digests(parts, num_threads=num_cores(), progress=progress)
+            marks = np.zeros(source.num_images, dtype=np.bool_) if without is None else without.copy()
             repeated = [number for group in found.equal_digests(digests) for number in group[1:]]
-            plan = make_plan(source, request, without=marks_of(source, plan.locate(repeated), others=without))
+            marks[plan.numbers[repeated]] = True
+            plan = make_plan(source, request, without=marks)
         for note in (*source.notes, *plan.notes):
             self.report(note)
         with open_work(self.out) as work:
@@ -229,15 +222,15 @@ class _Packing:
         reason = "it is not in a class folder, so it has no label"
         loose = self.source.left_out
         unreadable[:0] = [{"path": path, "split": split, "label": None, "reason": reason} for split, path in loose]
-        num_excluded, num_unsure = (0, 0) if excluded is None else excluded.counts()
+        excluded_counts: dict[str, int] = {}
         if excluded is not None:
             excluded.write(result, self.request)
+            files = {"excluded": found.EXCLUDED_FILE, "unsure": found.UNSURE_FILE}
+            excluded_counts = {name: excluded.count(file) for name, file in files.items()}
         for lines, file in ((groups, found.DUPLICATES_FILE), (unreadable, found.UNREADABLE_FILE)):
             if lines:
                 replace_lines(result / file, lines)
-        return Counts(
-            unreadable=len(unreadable), excluded=num_excluded, unsure=num_unsure, **found.count_groups(groups)
-        )
+        return Counts(unreadable=len(unreadable), **excluded_counts, **found.count_groups(groups))
 
     def _write_manifest(
         self, split: SplitName, plan: PackPlan, records: Mapping[str, ShardRecord], result: Path
@@ -273,7 +266,7 @@ class _Packing:
 
 
 def _demand_same(out: Path, *, version: int, request: Mapping[str, object], fingerprint: str) -> Counts:
-    """The counts of that packing. Raises UserError unless OUT is the result of this request on this very source."""
+    """Return that packing's counts; UserError unless OUT is the result of this request on this very source."""
     remedy = "choose another folder or delete it"
     try:
         packed = parse_json((out / PACK_FILE).read_bytes())

@@ -90,12 +90,13 @@ class PackRequest:
             object.__setattr__(self, "samples_per_shard", DEFAULT_SAMPLES_PER_SHARD)
         for name in ("holdout_images", "samples_per_shard", "shard_size_bytes"):
             if (number := getattr(self, name)) is not None and number < 1:
-                raise UserError(f"{name.removesuffix('_bytes')}: must be at least 1, not {number}")
+                flag = f"--{name.removesuffix('_bytes').replace('_', '-')}"
+                raise UserError(f"{flag}: must be at least 1, not {number}")
         if self.resize is not None and self.shard_size_bytes is not None:
             raise UserError("shard_size: the size of reduced images is not known yet; give samples_per_shard instead")
 
     def as_json(self, source: Source) -> dict[str, object]:
-        """For pack.json. Defaults are left out, so that a new option changes no existing request."""
+        """Format for pack.json, without defaults, so that a new option changes no existing request."""
         val, val_labels, cifar_labels = vars(self.published).values()
         given: dict[str, object] = {
             "name": self.name,

@@ -32,8 +32,7 @@ _PIECE = 1000  # images that a thread reads in turn
 def write_seen(folder: Path, source: Source, plan: PackPlan, digests: bytes) -> None:
     """Write the file; `digests` are those of the plan's images, in its order."""
     seen = _seen_now(source)
-    rows = np.concatenate([shard.first_number + shard.indices for shard in plan.shards])
-    seen["digest"][rows] = np.frombuffer(digests, _SEEN["digest"])
+    seen["digest"][plan.numbers] = np.frombuffer(digests, _SEEN["digest"])
     seen.tofile(folder / SEEN_FILE)
     flush(folder / SEEN_FILE)
 
@@ -44,9 +43,7 @@ def compare_seen(out: Path, source: Source, request: PackRequest, *, report: Rep
     before = np.fromfile(file, _SEEN) if file.is_file() else now[:0]
     if len(before) != len(now):
         if request.reread == "all":
-            raise UserError(
-                f"{out / SEEN_FILE} is missing or broken, so nothing can be verified: delete {out} and pack again"
-            )
+            raise UserError(f"{file} is missing or broken, so nothing can be verified: delete {out} and pack again")
         return f"names and sizes of {counted(len(now), 'image')}, not times: {SEEN_FILE} is missing or broken"
     differs = before["stamp"] != now["stamp"]
     is_read = (differs | (request.reread == "all")) & (before["digest"] != now["digest"])  # zeros: it was not read
@@ -54,7 +51,7 @@ def compare_seen(out: Path, source: Source, request: PackRequest, *, report: Rep
         first = 0
         for images in source.splits.values():
             rows = np.flatnonzero(is_read[first : first + len(images)])
-            pieces = [(images, rows[at : at + _PIECE]) for at in range(0, len(rows), _PIECE)]
+            pieces = [images.take(rows[at : at + _PIECE]) for at in range(0, len(rows), _PIECE)]
             digests = read_digests(pieces, num_threads=num_cores(), progress=progress)
             changed = rows[before["digest"][first + rows] != np.frombuffer(digests, _SEEN["digest"])].tolist()
             if changed:

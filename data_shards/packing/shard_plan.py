@@ -26,7 +26,7 @@ from data_shards.shards.labels import LabelSpec, similar_names
 from data_shards.text import named
 from data_shards.vocabulary import LabelKind
 
-Marks = dict[SplitName, NDArray[np.bool_]]  # per split of the source: bool [images]
+Marks = NDArray[np.bool_]  # [images], through all splits of the source
 Line = dict[str, Any]  # an entry of a list of images
 
 LABEL_SPECS: Mapping[LabelKind, LabelSpec] = {
@@ -40,35 +40,30 @@ _TAR_END_BYTES = 1024 + 10_240  # two blocks of zeros, and more up to a multiple
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """One planned tar: images `indices` of `images` (of `source_split`), in this order.
-
-    `labels` is [num_samples], or [num_samples, most labels] padded with -1.
-    """
+    """One planned tar: these images in this order, with labels that index `classes`."""
 
     file: str
     images: ImageSet
-    indices: Int64s
-    labels: Int64s
+    numbers: Int64s  # of the images, counted through all splits of the source
     classes: tuple[str, ...]
-    first_number: int
     split: SplitName = "train"
-    source_split: SplitName = "train"
 
     def __len__(self) -> int:
-        return len(self.indices)
+        return len(self.numbers)
 
-    def trace(self, position: int) -> str:
-        return self.images.trace(int(self.indices[position]))
+    @property
+    def labels(self) -> Int64s:
+        return self.images.labels
 
     def key(self, position: int) -> str:
         name = self.classes[self.labels[position]] if self.labels.ndim == 1 else None
-        return sample_key(name, self.trace(position), self.first_number + int(self.indices[position]))
+        return sample_key(name, self.images.trace(position), int(self.numbers[position]))
 
     def line(self, position: int) -> Line:
-        """An image as an entry of a list; `label` is its class, or a list where images have several."""
+        """Format an image as an entry of a list; `label` is its class, or a list where images have several."""
         names = [self.classes[number] for number in class_numbers(self.labels[position])]
         label = names[0] if self.labels.ndim == 1 else names
-        return {"path": self.trace(position), "split": self.split, "label": label}
+        return {"path": self.images.trace(position), "split": self.split, "label": label}
 
     def label_member(self, position: int) -> tuple[str, bytes]:
         """Extension and content of the member that holds the label: ASCII in .cls, or a list in .json."""
@@ -95,30 +90,24 @@ class PackPlan:
     def num_images(self) -> int:
         return sum(map(len, self.shards))
 
+    @property
+    def numbers(self) -> Int64s:
+        """Numbers of the images in the source."""
+        return np.concatenate([shard.numbers for shard in self.shards])
+
     def locate(self, numbers: Sequence[int]) -> list[tuple[ShardPlan, int]]:
-        """Shard and position of the images with these numbers, counted through `shards`."""
+        """Find shard and position of the images with these numbers, counted through `shards`."""
         shards = self.shards
         starts = np.cumsum([0, *map(len, shards)])
         found = np.searchsorted(starts, numbers, side="right") - 1
         return [(shards[at], number - int(starts[at])) for at, number in zip(found, numbers, strict=True)]
 
 
-def marks_of(source: Source, places: Sequence[tuple[ShardPlan, int]], *, others: Marks | None = None) -> Marks:
-    """Mark the images at these places, and those that are marked in `others`, per split of the source."""
-    marks: Marks = {split: np.zeros(len(images), dtype=np.bool_) for split, images in source.splits.items()}
-    for split, mark in (others or {}).items():
-        marks[split] |= mark
-    for shard, position in places:
-        marks[shard.source_split][shard.indices[position]] = True
-    return marks
-
-
 def make_plan(source: Source, request: PackRequest, *, without: Marks | None = None) -> PackPlan:
-    """Choose classes, hold out, shuffle, cut into shards.
+    """Choose classes, hold out, leave out images marked in `without`, shuffle, cut into shards.
 
-    Shards of a split differ by at most one sample (cut by bytes: two images), so no worker gets a tiny one. Images
-    marked in `without` are left out after the held-out images are chosen. Raises UserError for unknown, repeated or
-    doubtful classes, an unfit holdout, a split without images, and a class without images where the source refuses it.
+    Shards of a split differ by at most one sample (cut by bytes: two images), so no worker gets a tiny one. Raises
+    UserError for classes or a holdout that do not fit the source, and splits or classes that are left without images.
     """
     chosen = _choose_classes(source, request.classes)
     new_label = np.full(len(source.classes) + 1, -1, dtype=np.int64)  # the last one for -1: no label
@@ -139,37 +128,25 @@ def make_plan(source: Source, request: PackRequest, *, without: Marks | None = N
     plans: dict[SplitName, list[ShardPlan]] = {}
     notes = _doubts(source, request)
     for split, indices in parts.items():
-        of_split: SplitName = "train" if is_held else split
-        images = source.splits[of_split]
+        source_split: SplitName = "train" if is_held else split
+        images, first = source.splits[source_split], first_numbers[source_split]
         if without is not None:
-            indices = indices[~without[of_split][indices]]
+            indices = indices[~without[first + indices]]
         labels = new_label[images.labels[indices]]
         notes += _check_counts(source, split, labels, chosen, may_be_empty=may_be_empty)
         # Neighbours in a source are of one class; a shard, and so a shuffle window, should hold all of them.
         order = _hash_order(images, indices, f"shuffle-{split}", request.seed)
-        pieces = _cut(order, tar_bytes(images.num_bytes[indices[order]]), request)
         name = f"{file_name(request.name or '')}-{split}"
-        plans[split] = [
-            ShardPlan(
-                f"{name}-{at:06d}.tar",
-                images,
-                indices[piece],
-                labels[piece],
-                chosen,
-                first_numbers[of_split],
-                split,
-                of_split,
-            )
-            for at, piece in enumerate(pieces)
-        ]
+        plans[split] = []
+        for piece in _cut(order, tar_bytes(images.num_bytes[indices[order]]), request):
+            taken = images.take(indices[piece], labels[piece])
+            file = f"{name}-{len(plans[split]):06d}.tar"
+            plans[split].append(ShardPlan(file, taken, first + indices[piece], chosen, split))
     return PackPlan(chosen, source.kind, plans, tuple(notes))
 
 
 def hold_out(source: Source, indices: Int64s, request: PackRequest) -> dict[SplitName, Int64s]:
-    """Divide the images `indices` of split train into train and val.
-
-    Raises UserError if there is a val split, or for a fraction outside (0, 1), a class of one image, or unknown paths.
-    """
+    """Divide the images `indices` of split train into train and val; UserError if the request does not fit them."""
     if "val" in source.splits:
         raise UserError(f"holdout: {source.spec} has a held-out split already; leave holdout out")
     images = source.splits["train"]
@@ -178,8 +155,7 @@ def hold_out(source: Source, indices: Int64s, request: PackRequest) -> dict[Spli
     elif (count := request.holdout_images) is not None:
         if count >= len(indices):
             raise UserError(
-                f"holdout_images: {source.spec} has {len(indices):,} images, so {count:,} cannot be held out; give a "
-                "smaller number"
+                f"--holdout-images: {source.spec} has {len(indices):,} images; give fewer than that, not {count:,}"
             )
         val = np.sort(indices[_hash_order(images, indices, "holdout", request.seed)[:count]])
     else:
@@ -223,7 +199,7 @@ def _listed(source: Source, indices: Int64s, holdout: HoldoutList) -> Int64s:
 
 
 def _hash_order(images: ImageSet, indices: Int64s, purpose: str, seed: int) -> Int64s:
-    """A permutation of range(len(indices)), in the order of their hashes."""
+    """Order range(len(indices)) by the hashes of the images."""
     prefix = f"{seed}\0{purpose}\0".encode()
     hashes = [
         hashlib.blake2b(prefix + images.trace(int(i)).encode(errors="surrogateescape"), digest_size=16).digest()
@@ -233,7 +209,7 @@ def _hash_order(images: ImageSet, indices: Int64s, purpose: str, seed: int) -> I
 
 
 def tar_bytes(image_bytes: Int64s) -> Int64s:
-    """Bytes in a tar of samples with images of these sizes: two headers, the image in whole blocks, the label."""
+    """Size samples of such images in a tar, in bytes: two headers, the image in whole blocks, the label."""
     return (-(-np.maximum(image_bytes, 0) // _BLOCK_BYTES) + 3) * _BLOCK_BYTES
 
 
@@ -241,14 +217,14 @@ def needed_bytes(shards: Sequence[ShardPlan], *, most_image_bytes: int | None) -
     """Estimate the bytes of the tars and indexes, with images of at most `most_image_bytes`."""
     total = 0
     for shard in shards:
-        sizes = shard.images.num_bytes[shard.indices]
+        sizes = shard.images.num_bytes
         sizes = sizes if most_image_bytes is None else np.minimum(sizes, most_image_bytes)
         total += int(tar_bytes(sizes).sum()) + _TAR_END_BYTES + len(shard) * _INDEX_BYTES
     return total
 
 
 def class_numbers(labels: Int64s) -> tuple[int, ...]:
-    """One row of a label array -> its labels, ascending."""
+    """Convert one row of a label array to its labels, ascending."""
     return tuple(sorted(label for label in np.atleast_1d(labels).tolist() if label >= 0))
 
 
@@ -290,11 +266,7 @@ def _choose_classes(source: Source, classes: Sequence[str] | None) -> tuple[str,
 
 
 def _doubts(source: Source, request: PackRequest) -> list[str]:
-    """Notes on classes whose images lie in several folders each.
-
-    Raises UserError if such a class is the only one, and for names that differ only by case or blanks, unless the
-    request names its classes or keeps doubtful ones.
-    """
+    """Note classes of several folders each; UserError if it is the only class, or names differ by case or blanks."""
     if request.classes is not None or request.doubtful_classes == "keep":
         return []
     for names in similar_names(source.classes):
@@ -315,8 +287,7 @@ def _doubts(source: Source, request: PackRequest) -> list[str]:
             return [f"{source.spec}: {len(spread):,} of {count:,} classes have several folders each: {which}"]
         above = os.path.join(source.spec, os.path.commonpath(its))
         raise UserError(
-            f"{source.spec}: it has one class alone, as {which}: give {above} if these are classes, or add "
-            "--keep-classes if one is meant"
+            f"{source.spec}: one class alone, as {which}: give {above}, or add --keep-classes if one is meant"
         )
     return []
 
@@ -324,7 +295,7 @@ def _doubts(source: Source, request: PackRequest) -> list[str]:
 def _check_counts(
     source: Source, split: SplitName, labels: Int64s, classes: tuple[str, ...], *, may_be_empty: bool
 ) -> list[str]:
-    """Notes on classes without images in this split, where that is allowed."""
+    """Note classes without images in this split, where that is allowed."""
     if not len(labels):
         raise UserError(f"{source.spec}: no image is left for split {split}; correct classes or the held-out choice")
     counts = np.bincount(labels[labels >= 0], minlength=len(classes))
@@ -332,14 +303,12 @@ def _check_counts(
         return []
     first = classes[int(counts.argmin())]
     if not may_be_empty:
-        raise UserError(
-            f"{source.spec}: the class {first!r} has no image in split {split}; leave it out with `classes`"
-        )
+        raise UserError(f"{source.spec}: no image of class {first!r} is in split {split}; leave it out with `classes`")
     return [f"{int((counts == 0).sum()):,} of {len(classes):,} classes have no image in split {split} (first: {first})"]
 
 
 def _cut(order: Int64s, sample_bytes: Int64s, request: PackRequest) -> list[Int64s]:
-    """Even pieces of `order`: in images, or in bytes."""
+    """Cut `order` into even pieces, by images or bytes."""
     if request.samples_per_shard is not None:
         return np.array_split(order, -(-len(order) // request.samples_per_shard))
     ends = np.cumsum(sample_bytes)

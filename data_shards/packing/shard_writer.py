@@ -25,9 +25,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from data_shards.durable import flush
 from data_shards.errors import UnreadableImage, UserError
 from data_shards.packing.image import prepare_image
@@ -88,10 +85,7 @@ class WorkFolder:
         write_json(self._records / f"{record.shard.file}.json", content)
 
     def recover(self, marks: Mapping[str, tuple[str, str]]) -> tuple[dict[str, ShardRecord], int]:
-        """Keep the finished shards that match `marks`, {file: (split, mark)}, and delete the rest.
-
-        Returns the finished shards by file, and the number of records that do not match.
-        """
+        """Keep the finished shards that match `marks`, by file; delete the rest, and count its records."""
         found: dict[str, ShardRecord] = {}
         kept: set[Path] = set()
         records = list(self._records.glob("*.json"))
@@ -155,7 +149,7 @@ def unpacked_path(out: Path) -> Path:
 
 
 def _read_record(path: Path) -> ShardRecord | None:
-    """None for a record that is not readable: its shard is made again."""
+    """Read a record; None if it is damaged, and its shard is made again."""
     try:
         content: dict[str, Any] = parse_json(path.read_bytes())
         content |= {"shard": Shard(**content["shard"]), "image_digests": bytes.fromhex(content["image_digests"])}
@@ -179,10 +173,7 @@ def write_shards(
     progress: Progress,
     save: Callable[[ShardRecord], None],
 ) -> dict[str, ShardRecord]:
-    """Write each plan to its path with the index beside it, then `save` its record; return the records by file.
-
-    OSError in writing (a full disk) passes through, and leaves no unfinished tar.
-    """
+    """Write each plan to its path, then `save` its record; OSError (a full disk) leaves no unfinished tar."""
     stop = threading.Event()
 
     def write(path: Path, plan: ShardPlan) -> ShardRecord | None:
@@ -212,34 +203,34 @@ def plan_mark(plan: ShardPlan, request: PackRequest) -> str:
     options = (plan.file, request.resize, request.pixel_limit, version("pillow"), version("simplejpeg"))
     digest = hashlib.sha256(repr(options).encode())
     digest.update(plan.labels.tobytes())
-    for position, index in enumerate(plan.indices.tolist()):
-        stamp = plan.images.stamp(index)
+    for position in range(len(plan)):
+        stamp = plan.images.stamp(position)
         digest.update(f"\0{plan.key(position)}\0{len(stamp)}\0".encode())
         digest.update(stamp)
     return digest.hexdigest()
 
 
 def image_digest(data: bytes | None) -> bytes:
-    """Equal for images with the same bytes; zeros for one that could not be read."""
+    """Digest the bytes of an image; zeros if it could not be read."""
     return bytes(DIGEST_BYTES) if data is None else hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
-def read_digests(parts: Sequence[tuple[ImageSet, NDArray[np.int64]]], *, num_threads: int, progress: Progress) -> bytes:
-    """Digests of the images with these indices, in this order; zeros for one that cannot be read."""
+def read_digests(parts: Sequence[ImageSet], *, num_threads: int, progress: Progress) -> bytes:
+    """Digest all images of the parts, in order; zeros for one that cannot be read."""
     stop = threading.Event()
 
-    def of_image(images: ImageSet, index: int) -> bytes:
+    def digest_image(images: ImageSet, index: int) -> bytes:
         try:
             return image_digest(images.read(index))
         except OSError:
             return image_digest(None)
 
-    def of_part(images: ImageSet, indices: NDArray[np.int64]) -> bytes:
-        digests = b"".join(of_image(images, index) for index in indices.tolist() if not stop.is_set())
-        progress.add(len(indices))
+    def digest_part(images: ImageSet) -> bytes:
+        digests = b"".join(digest_image(images, index) for index in range(len(images)) if not stop.is_set())
+        progress.add(len(images))
         return digests
 
-    return b"".join(run_threads(of_part, parts, threads=num_threads, stop=stop))
+    return b"".join(run_threads(digest_part, zip(parts), threads=num_threads, stop=stop))
 
 
 def _write(
@@ -248,12 +239,12 @@ def _write(
     digests: list[bytes] = []
     refused: list[RefusedImage] = []
     with open(path, "wb", buffering=_BUFFER_BYTES) as stream, tar_writer(tar := _Digested(stream)) as writer:
-        for position, index in enumerate(plan.indices.tolist()):
+        for position in range(len(plan)):
             if stop.is_set():
                 return None
             data = None
             try:
-                data = plan.images.read(index)
+                data = plan.images.read(position)
                 image = prepare_image(data, resize=request.resize, limit=request.pixel_limit)
             except (UnreadableImage, OSError) as error:
                 reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

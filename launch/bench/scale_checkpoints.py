@@ -12,7 +12,7 @@ import os
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,10 +28,8 @@ from pipeline.checkpoint.saver import CheckpointSaver, Origin, SaveHooks
 from pipeline.checkpoint.store import Retention, beside_of, commit_checkpoint, open_beside, shared_out
 from pipeline.checkpoint.train_state import TrainState
 from pipeline.engine.base import Hold
-from pipeline.engine.saved_state.portable import WEIGHT
-from pipeline.engine.saved_state.shared import open_shared
+from pipeline.engine.saved_state.portable import WEIGHT, open_shared
 from pipeline.engine.saved_state.state_files import Seal, StateFile, digest_of, piece_sizes
-from pipeline.ranks.group import Agreement
 from pipeline.ranks.place import Place
 
 _FOLDER = "deepspeed"
@@ -111,8 +109,8 @@ class _OneRank:
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]
 
-    def start_any(self, *flags: bool) -> Agreement:
-        return Agreement(torch.tensor(flags), None)
+    def start_any(self, *flags: bool) -> Callable[[], tuple[bool, ...]]:
+        return lambda: flags
 
 
 @dataclass
@@ -194,9 +192,7 @@ def load(*, ranks: int) -> Loading:
             with watched() as seen, patch.object(torch, "load", noted):
                 saved = open_shared(
                     folder,
-                    backend="deepspeed",
-                    zero_stage=1,
-                    processes=ranks,
+                    written={"backend": "deepspeed", "zero_stage": 1, "processes": ranks},
                     model=model,
                     ranks=_OneRank(Place(rank, ranks), told),  # pyright: ignore[reportArgumentType]
                     keeps="shard",

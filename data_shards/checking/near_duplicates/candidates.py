@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -65,10 +64,7 @@ def find_candidates(
     done: Callable[[int], None],
     block_images: int = BLOCK_IMAGES,
 ) -> Pairs:
-    """Candidates, the nearest of each image first; of a collection with itself, each pair once, the later image first.
-
-    `done` is told how many images were looked up in a block.
-    """
+    """Find candidates, the nearest of each image first; within one collection each pair once, the later image first."""
     within = images.collection.digest == others.collection.digest
     is_swapped = sum(images.collection.sizes) < sum(others.collection.sizes)
     indexed, streamed = (images, others) if is_swapped else (others, images)
@@ -77,7 +73,7 @@ def find_candidates(
     for block in _blocks(indexed, block_images, is_swapped=is_swapped):
 
         def look_up(part: int, block: _Block = block) -> Pairs:
-            return block.look_up(streamed.load(part), first=int(starts[part]), is_swapped=is_swapped, within=within)
+            return block.look_up(streamed.load(part), first=int(starts[part]), within=within)
 
         with ThreadPoolExecutor(threads) as pool:
             waiting: list[Pairs] = [found]
@@ -90,19 +86,25 @@ def find_candidates(
     return found
 
 
-@dataclass(frozen=True)
 class _Block:
     """Some images of the indexed side; `first` is the number of the first."""
 
-    first: int
-    parts: HashIndex
-    wholes: HashIndex
-    hashed: Int64s  # rows that have a hash
-    thumbnails: NDArray[np.uint8]  # of all rows
-    by_bytes: _Digests
-    by_pixels: _Digests
+    def __init__(self, parts: list[Fingerprints], first: int, *, is_swapped: bool) -> None:
+        rows, thumbnails = (np.concatenate(each) for each in zip(*parts, strict=True))
+        self.first, self.is_swapped, self.thumbnails = first, is_swapped, thumbnails
+        hashed = np.flatnonzero(rows["kind"] == Kind.HASH)
+        self.hashed = hashed if is_swapped else _different(rows["words"], hashed)  # rows that have a hash
+        self.parts, self.wholes = self._index(PARTS), self._index(WHOLE)
+        self.by_bytes = _Digests(rows["bytes_digest"], np.flatnonzero(rows["kind"] != Kind.UNREAD))
+        self.by_pixels = _Digests(rows["words"], np.flatnonzero(rows["kind"] == Kind.PIXELS))
 
-    def look_up(self, part: Fingerprints, *, first: int, is_swapped: bool, within: bool) -> Pairs:
+    def _index(self, windows: Windows) -> HashIndex:
+        chunks = (self.hashed[at : at + _AT_ONCE] for at in range(0, max(1, len(self.hashed)), _AT_ONCE))
+        hashes = [hash_windows(self.thumbnails[chunk], windows).reshape(-1, NUM_WORDS) for chunk in chunks]
+        return HashIndex(np.concatenate(hashes))
+
+    def look_up(self, part: Fingerprints, *, first: int, within: bool) -> Pairs:
+        is_swapped = self.is_swapped
         rows, kinds = part.rows, part.rows["kind"]
         read, plain, hashed = map(np.flatnonzero, (kinds != Kind.UNREAD, kinds == Kind.PIXELS, kinds == Kind.HASH))
         equal = [
@@ -121,14 +123,14 @@ class _Block:
             hashed = _different(rows["words"], hashed)
         for at in range(0, len(hashed), _AT_ONCE):
             chosen = hashed[at : at + _AT_ONCE]
-            found = (_earlier(each) if within else each for each in self._near(part, chosen, first, is_swapped))
+            found = (_earlier(each) if within else each for each in self._near(part, chosen, first))
             near = _nearest(np.concatenate([_nearest(each, _MOST_NEAR) for each in found]), _MOST_NEAR)
             for start in range(0, len(near), _PAIRS_AT_ONCE):
-                pairs.append(self._laid(near[start : start + _PAIRS_AT_ONCE], part, first, is_swapped))
+                pairs.append(self._laid(near[start : start + _PAIRS_AT_ONCE], part, first))
         found = np.concatenate(pairs)
         return _nearest(_earlier(found) if within else found, MOST_CANDIDATES)
 
-    def _near(self, part: Fingerprints, rows: Int64s, first: int, is_swapped: bool) -> Iterator[Pairs]:
+    def _near(self, part: Fingerprints, rows: Int64s, first: int) -> Iterator[Pairs]:
         """Pairs whose hashes are near each other."""
         for own, index, theirs in ((WHOLE, self.parts, PARTS), (PARTS, self.wholes, WHOLE)):
             hashes = hash_windows(part.thumbnails[rows], own).reshape(-1, NUM_WORDS)
@@ -137,17 +139,17 @@ class _Block:
                 row, window = np.divmod(near.queries, len(own))
                 there, their_window = np.divmod(near.hashes, len(theirs))
                 streamed, indexed = rows[row] + first, self.hashed[there] + self.first
-                pairs = _pairs(streamed, indexed, near.distances, is_swapped=is_swapped)
+                pairs = _pairs(streamed, indexed, near.distances, is_swapped=self.is_swapped)
                 pairs["mirrored"] = is_mirrored
                 windows = own[window], theirs[their_window]
-                pairs["here"], pairs["there"] = windows[::-1] if is_swapped else windows
+                pairs["here"], pairs["there"] = windows[::-1] if self.is_swapped else windows
                 if is_mirrored:  # the hashed window of the image, as its mirror image has it
                     pairs["here"][:, 1::2] = 1 - pairs["here"][:, 3::-2]
                 yield pairs
 
-    def _laid(self, pairs: Pairs, part: Fingerprints, first: int, is_swapped: bool) -> Pairs:
+    def _laid(self, pairs: Pairs, part: Fingerprints, first: int) -> Pairs:
         """Lay pairs over each other; keep those that fit."""
-        streamed, indexed = ("other", "image") if is_swapped else ("image", "other")
+        streamed, indexed = ("other", "image") if self.is_swapped else ("image", "other")
         thumbnails = {
             streamed: part.thumbnails[pairs[streamed] - first],
             indexed: self.thumbnails[pairs[indexed] - self.first],
@@ -167,18 +169,12 @@ class _Block:
         return pairs[pairs["distance"] <= _MOST_DISTANCE]
 
 
-@dataclass(frozen=True)
 class _Digests:
-    """Digests in order of their first word, and the row of each."""
+    """Digests of some rows, in order of their first word."""
 
-    words: Words
-    rows: Int64s
-
-    @classmethod
-    def of(cls, digests: Words, rows: Int64s) -> _Digests:
-        digests = digests[rows]
-        order = np.argsort(digests[:, 0], kind="stable")
-        return cls(digests[order], rows[order])
+    def __init__(self, digests: Words, rows: Int64s) -> None:
+        order = rows[np.argsort(digests[rows, 0], kind="stable")]
+        self.words, self.rows = digests[order], order
 
     def equal(self, digests: Words, *, is_swapped: bool) -> tuple[Int64s, Int64s]:
         """Pairs of equal ones: positions in `digests`, and rows.
@@ -202,29 +198,8 @@ def _blocks(request: FingerprintRequest, most_images: int, *, is_swapped: bool) 
         waiting.append(request.load(part))
         number += size
         if number - first >= most_images or part == len(request.collection.sizes) - 1:
-            yield _block(waiting, first, is_swapped=is_swapped)
+            yield _Block(waiting, first, is_swapped=is_swapped)
             waiting, first = [], number
-
-
-def _block(parts: list[Fingerprints], first: int, *, is_swapped: bool) -> _Block:
-    rows, thumbnails = (np.concatenate(each) for each in zip(*parts, strict=True))
-    hashed = np.flatnonzero(rows["kind"] == Kind.HASH)
-    hashed = hashed if is_swapped else _different(rows["words"], hashed)
-
-    def index(windows: Windows) -> HashIndex:
-        chunks = (hashed[at : at + _AT_ONCE] for at in range(0, max(1, len(hashed)), _AT_ONCE))
-        hashes = [hash_windows(thumbnails[chunk], windows).reshape(-1, NUM_WORDS) for chunk in chunks]
-        return HashIndex(np.concatenate(hashes))
-
-    return _Block(
-        first=first,
-        parts=index(PARTS),
-        wholes=index(WHOLE),
-        hashed=hashed,
-        thumbnails=thumbnails,
-        by_bytes=_Digests.of(rows["bytes_digest"], np.flatnonzero(rows["kind"] != Kind.UNREAD)),
-        by_pixels=_Digests.of(rows["words"], np.flatnonzero(rows["kind"] == Kind.PIXELS)),
-    )
 
 
 def _different(hashes: Words, rows: Int64s) -> Int64s:
@@ -247,7 +222,7 @@ def _earlier(pairs: Pairs) -> Pairs:
 
 
 def _nearest(pairs: Pairs, most: int) -> Pairs:
-    """Each pair once, with its least distance, and at most so many of an image, the nearest first."""
+    """Keep each pair once, with its least distance, and the `most` nearest of an image, the nearest first."""
     pairs = pairs[np.lexsort((pairs["distance"], pairs["other"], pairs["image"]))]
     if len(pairs):
         again = (pairs["image"][1:] == pairs["image"][:-1]) & (pairs["other"][1:] == pairs["other"][:-1])
@@ -258,6 +233,6 @@ def _nearest(pairs: Pairs, most: int) -> Pairs:
 
 
 def _ranks(is_first: NDArray[np.bool_]) -> Int64s:
-    """Distance of each from the first of its group."""
+    """Rank each element within its group."""
     starts = np.flatnonzero(is_first)
     return np.arange(len(is_first)) - np.repeat(starts, np.diff(np.append(starts, len(is_first))))

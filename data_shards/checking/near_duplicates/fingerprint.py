@@ -1,4 +1,4 @@
-"""Fingerprints: what is kept of each image to find its duplicates; computed once, in parallel, and kept on the disk.
+"""Collections to compare, and their fingerprints: what is kept of each image to find its duplicates, on the disk.
 
 A row has 40 bytes: 16 of SHA-256 of the image as stored; two words, which are the perceptual hash of the whole (see
 `perceptual_hash`) or, of an image that has none, 16 bytes of SHA-256 of its pixels; and which of them it is. Without a
@@ -19,16 +19,15 @@ import os
 import threading
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.checking.near_duplicates.collection import Collection, UnreadablePart, UnreadNow
 from data_shards.checking.near_duplicates.perceptual_hash import (
     NUM_WORDS,
     THUMBNAIL_PIXELS,
@@ -37,9 +36,12 @@ from data_shards.checking.near_duplicates.perceptual_hash import (
     thumbnail,
 )
 from data_shards.durable import replaced
-from data_shards.errors import UnreadableImage
+from data_shards.errors import CorruptSample, SampleError, UnreadableImage
 from data_shards.images.decode import PixelLimit, read_image, read_reduced
 from data_shards.processes import run_parts, run_threads
+from data_shards.reading.shard_reader import ShardReader
+from data_shards.shards.shard_set import Damaged, ShardSet
+from data_shards.store.store import Store
 
 _VERSION = 2  # raised when a file means something else
 _LEAST_PIXELS = 2 * THUMBNAIL_PIXELS  # of each side, that decoding leaves
@@ -65,6 +67,87 @@ class Fingerprints(NamedTuple):
     thumbnails: NDArray[np.uint8]
 
 
+class UnreadNow(UnreadableImage):
+    """An image that cannot be read now; a retry may help, so nothing is kept of its part."""
+
+
+class UnreadablePart(UnreadNow):
+    """A whole part that cannot be read, where that is tolerated."""
+
+
+class ImagePlace(NamedTuple):
+    """An image: the name of its part as messages show it, and its key in it."""
+
+    part: str
+    key: str
+
+
+class Collection(Protocol):
+    """Images in parts of `sizes`; `name` is for messages. A collection that is read by processes is pickled.
+
+    `digest` changes with the images and with where they are: collections with the same one are the same.
+    `part_digest` changes with a part's images, "" where that is not known. `read` returns an image as stored, or
+    raises UnreadableImage; for a part that is missing UnreadablePart or UserError.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def digest(self) -> str: ...
+    @property
+    def sizes(self) -> Sequence[int]: ...
+    @property
+    def read_by(self) -> Literal["processes", "threads"]: ...
+    def part_digest(self, part: int) -> str: ...
+    def read(self, part: int, row: int) -> bytes: ...
+    def place(self, part: int, row: int) -> ImagePlace: ...
+
+
+class ShardImages:
+    """The images of an open set; unreadable shards are refused (UserError) or tolerated."""
+
+    read_by: Literal["processes", "threads"] = "processes"
+
+    def __init__(self, shards: ShardSet, store: Store, *, damaged: Damaged = "refuse") -> None:
+        self.shards, self._damaged = shards, damaged
+        self.name, self.sizes = shards.source, shards.shard_sizes
+        places = [shards.digest, *(entry.url for entry in shards.shards)]  # a copy elsewhere is not the set itself
+        self.digest = hashlib.sha256("\0".join(places).encode("utf-8", "surrogateescape")).hexdigest()
+        self._reader = ShardReader(shards, store=store)
+        self._lock = threading.Lock()  # of the reader
+
+    def __getstate__(self) -> dict[str, object]:
+        return {key: value for key, value in vars(self).items() if key != "_lock"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
+
+    def part_digest(self, part: int) -> str:
+        entry = self.shards.shards[part]
+        if entry.state == "damaged":
+            return ""
+        if entry.sha256:  # with the stamp: the digest is the manifest's, and the file may be damaged, and then mended
+            return hashlib.sha256(repr((entry.sha256, entry.stamp, entry.subset)).encode()).hexdigest()
+        known = (entry.url, entry.index_digest, entry.pixels_digest, entry.stamp)
+        return hashlib.sha256(repr((*known, entry.subset)).encode()).hexdigest() if all(known) else ""
+
+    def read(self, part: int, row: int) -> bytes:
+        try:
+            with self._lock:
+                return self._reader.read(part, row=row).image
+        except CorruptSample as error:
+            raise UnreadableImage(error.reason) from None
+        except SampleError as error:
+            if self._damaged == "refuse":
+                raise
+            raise UnreadablePart(str(error)) from None
+
+    def place(self, part: int, row: int) -> ImagePlace:
+        with self._lock:
+            key = self._reader.key(part, row=row)
+        return ImagePlace(self.shards.shards[part].name, key)
+
+
 @dataclass(frozen=True)
 class FingerprintRequest:
     """Options that all parts share."""
@@ -84,20 +167,17 @@ class FingerprintRequest:
         return self.scratch / f"{self.collection.digest}-{part}.npz"
 
     def load(self, part: int) -> Fingerprints:
-        """A part's fingerprints; those of a part whose process crashed are of kind `UNREAD`."""
+        """Load a part; of a part whose process crashed all rows are of kind `UNREAD`."""
         return _read(self, part) or _nothing(self.collection.sizes[part])
 
 
 def default_fingerprint_folder() -> Path:
-    """In the user's cache folder (freedesktop.org's base directories)."""
+    """Locate it in the user's cache folder (freedesktop.org's base directories)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardvit" / "fingerprints"
 
 
 def make_fingerprints(request: FingerprintRequest, *, processes: int, done: Callable[[int], None]) -> None:
-    """Write the files of all parts that lack one; `done` is told how many images are dealt with, as they are.
-
-    Raises UserError if a part of the collection cannot be read.
-    """
+    """Write the files of all parts that lack one; UserError if a part of the collection cannot be read."""
     missing: list[int] = []
     for part, size in enumerate(request.collection.sizes):
         if _read(request, part) is None:

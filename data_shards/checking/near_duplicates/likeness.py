@@ -55,10 +55,7 @@ _LEAST_GAIN = 0.2  # of the greys; below it there is nothing to go by
 
 
 def align(ones: Floats, others: Floats, fixed: Windows, windows: Windows) -> tuple[Windows, NDArray[np.float32]]:
-    """Fit `windows` of `others` to the `fixed` ones of `ones`: grey thumbnails [pairs, 32, 32], windows [pairs, 4].
-
-    Returns the windows that fit, and how well: correlations, [pairs].
-    """
+    """Fit `windows` of `others` to the `fixed` ones of `ones` ([pairs, 32, 32] and [pairs, 4]); with correlations."""
     wanted = shown = np.empty(0)
     for times in _THUMBNAIL_SMOOTHED:
         one, other = (smooth(each.astype(np.float32), times=times) for each in (ones, others))
@@ -70,7 +67,7 @@ def align(ones: Floats, others: Floats, fixed: Windows, windows: Windows) -> tup
 
 
 def stepped(wanted: Floats, shown: Floats, windows: Windows) -> Windows:
-    """One step nearer: what is wanted and what the windows show, [pairs, side, side], -> windows [pairs, 4]."""
+    """Move windows [pairs, 4] one step nearer: what they show, [pairs, side, side], towards what is wanted."""
     side = shown.shape[-1]
     place = (np.arange(side, dtype=np.float32) + 0.5) / side - 0.5
     down, across = (side * np.gradient(shown, axis=axis) for axis in (-2, -1))
@@ -91,14 +88,14 @@ def stepped(wanted: Floats, shown: Floats, windows: Windows) -> Windows:
 
 
 def correlations(one: Floats, other: Floats) -> NDArray[np.float32]:
-    """Correlation of each pair, [pairs, side, side, ...], over all channels, each without its mean."""
+    """Correlate each pair, [pairs, side, side, ...], over all channels, each without its mean."""
     one, other = (each - each.mean(axis=(1, 2), keepdims=True) for each in (one, other))
     one, other = (each.reshape(len(each), -1) for each in (one, other))
     return (one * other).sum(axis=1) / np.sqrt((one**2).sum(axis=1) * (other**2).sum(axis=1) + 1e-9)
 
 
 def smooth(greys: Floats, *, times: int) -> Floats:
-    """[..., height, width], by 1/4, 1/2, 1/4 on each axis, so many times."""
+    """Smooth [..., height, width] by 1/4, 1/2, 1/4 on each axis, `times` times."""
     down, across = (_smoothing(side, times) for side in greys.shape[-2:])
     return down @ greys @ across.T
 
@@ -171,7 +168,7 @@ def compare(one: Pixels, other: Pixels, *, here: Windows, there: Windows) -> Lik
 
 
 def _common(here: Windows, there: Windows, margin: float) -> tuple[Windows, Windows]:
-    """The same windows, extended to all that both images show, but for a margin."""
+    """Extend the windows to all that both images show, but for a margin."""
     starts, sides = here[:2], here[2:] - here[:2]
     their_starts, their_sides = there[:2], there[2:] - there[:2]
     low = np.maximum(-starts / sides, -their_starts / their_sides)  # in sides of the windows
@@ -206,7 +203,7 @@ def _colour(pixels: Floats) -> float:
 
 
 def _shown(pixels: Pixels, window: Windows, side: int) -> Floats:
-    """A window, float [side, side, 3], a little smoothed, so that the grid of pixels does not matter."""
+    """Cut out a window, float [side, side, 3], slightly smoothed, so that the grid of pixels does not matter."""
     from PIL import Image
 
     height, width = pixels.shape[:2]

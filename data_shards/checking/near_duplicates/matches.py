@@ -22,9 +22,10 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from data_shards.checking.near_duplicates.candidates import EQUAL_BYTES, EQUAL_PIXELS, PAIR, Pairs, find_candidates
-from data_shards.checking.near_duplicates.collection import Collection, ImagePlace
 from data_shards.checking.near_duplicates.fingerprint import (
+    Collection,
     FingerprintRequest,
+    ImagePlace,
     Kind,
     default_fingerprint_folder,
     make_fingerprints,
@@ -58,18 +59,15 @@ class Match(NamedTuple):
 
 @dataclass(frozen=True)
 class Matches:
-    """All matches, kind by kind, the most alike first.
-
-    `undecoded` counts the images of each collection that could not be decoded or crashed the comparing process.
-    """
+    """All matches, kind by kind, the most alike first."""
 
     images: Collection
     others: tuple[Collection, ...]
     matches: tuple[Match, ...]
-    undecoded: dict[str, int]
+    undecoded: dict[str, int]  # images of each collection that could not be decoded, or crashed the process
 
     def line(self, match: Match) -> dict[str, object]:
-        """A match as an entry of matches.jsonl."""
+        """Format a match as an entry of matches.jsonl."""
         return {
             "image": self.place(match)._asdict(),
             "other": self.other_place(match)._asdict(),
@@ -95,10 +93,9 @@ def find_matches(
     processes: int | None = None,
     report: Callable[[str], None] = print,
 ) -> Matches:
-    """Find the images that are also in `others`; of a collection with itself, those that are like an earlier one.
+    """Find the images that are also in `others`; within one collection, those that are like an earlier one.
 
-    Fingerprints are kept in `folder`, by default in the user's cache. With 1 for `processes`, none is started. Raises
-    UserError if a part of a collection cannot be read.
+    Fingerprints are kept in `folder`, by default in the user's cache. Raises UserError if a part cannot be read.
     """
     processes = processes or num_cores()
     found: list[Match] = []
@@ -131,12 +128,12 @@ def find_matches(
 
 
 def place(collection: Collection, number: int) -> ImagePlace:
-    """Where an image is; `number` counts through all parts."""
+    """Locate an image; `number` counts through all parts."""
     return collection.place(*_located(collection, number))
 
 
 def read(collection: Collection, number: int) -> bytes:
-    """An image as stored. Raises UnreadableImage."""
+    """Read an image as stored. Raises UnreadableImage."""
     return collection.read(*_located(collection, number))
 
 
@@ -164,7 +161,7 @@ class _Comparing:
 def _compared(
     request: _Comparing, pairs: Pairs, *, processes: int, report: Callable[[str], None]
 ) -> tuple[list[Match], int]:
-    """The matches, and the number of images that were to be compared by a process that crashed."""
+    """Compare candidates; return matches, and the number of images lost to a crashed process."""
     starts = np.unique(pairs["image"], return_index=True)[1]  # where the nearest of each image stands
     is_equal = pairs["distance"][starts] < 0
     matches = [
@@ -192,7 +189,7 @@ def _compare_chunk(request: _Comparing, chunk: bytes) -> list[Match | None]:
 
 
 def _best(request: _Comparing, near: Pairs) -> Match | None:
-    """Take the nearest candidate that is the same picture, or else the likest unsure one."""
+    """Take the nearest candidate that is the same picture, or else the most alike unsure one."""
     unsure: list[Match] = []
     image = int(near["image"][0])
     data = pixels = None

@@ -53,7 +53,7 @@ _MOST_AT_ONCE = 1 << 22  # comparisons
 
 
 def thumbnail(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Greys, uint8 [height, width], squeezed to 32 x 32 pixels."""
+    """Squeeze greys, uint8 [height, width], to 32 x 32 pixels."""
     from PIL import Image
 
     # Pillow's bilinear filter averages where it reduces; to enlarge, bicubic comes nearer to what was reduced.
@@ -75,7 +75,7 @@ def sampling(low: Any, high: Any, samples: int) -> NDArray[np.float32]:
 
 
 def hash_windows(thumbnails: NDArray[Any], windows: Windows) -> Words:
-    """The hash of each window of each grey thumbnail: [images, 32, 32], [windows, 4] -> uint64 [images, windows, 2]."""
+    """Hash each window of each grey thumbnail: [images, 32, 32], [windows, 4] -> uint64 [images, windows, 2]."""
     greys = thumbnails.astype(np.float32)
     axes = [tuple(map(tuple, window.reshape(2, 2).T.tolist())) for window in windows]  # (rows, columns) of each
     rows = {vertical: _transform(*vertical) @ greys for vertical in {vertical for vertical, _ in axes}}
@@ -83,17 +83,17 @@ def hash_windows(thumbnails: NDArray[Any], windows: Windows) -> Words:
 
 
 def mirrored(hashes: Words) -> Words:
-    """The hashes of the mirror images: uint64 [..., 2]."""
+    """Hash the mirror images from their hashes: uint64 [..., 2]."""
     return hashes ^ _mirror_mask()
 
 
 def distances(one: Words, other: Words) -> NDArray[np.uint8]:
-    """The number of bits that differ: uint64 [..., words] each, broadcast -> uint8 [...]."""
+    """Count the bits that differ: uint64 [..., words] each, broadcast -> uint8 [...]."""
     return np.bitwise_count(one ^ other).sum(axis=-1, dtype=np.uint8)
 
 
 def _axis_places(share: float) -> list[float]:
-    """Where the crops of a share of one side begin, so that some window is within 3 % of the side of any crop."""
+    """Start the crops of a share of one side so that some window is within 3 % of the side of any crop."""
     step, room = share * _OFF_CENTRE, 1 - share
     number = max(1, int(np.ceil((room + 2 * step) / (4 * step) - 1e-6)))
     return np.linspace(step, max(step, room - step), number).tolist()
@@ -179,7 +179,7 @@ class HashIndex:
             self._starts.append(np.append(0, np.cumsum(np.bincount(band, minlength=_VALUES))))
 
     def near(self, queries: Words) -> Near:
-        """The hashes within `MOST_FIRST` and `MOST_BITS` of each of `queries`, uint64 [queries, 2]."""
+        """Find hashes within `MOST_FIRST` and `MOST_BITS` of each of `queries`, uint64 [queries, 2]."""
         found = [self._near_in_band(queries, band, probe) for band in range(_BANDS) for probe in range(len(_PROBES))]
         return Near(*(np.concatenate(column) for column in zip(*found, strict=True)))
 
@@ -209,7 +209,7 @@ class HashIndex:
 
 
 def expand(starts: Int64s, counts: Int64s) -> Int64s:
-    """The numbers starts[i], starts[i] + 1, ..., `counts[i]` of them, for each i in turn."""
+    """List starts[i], starts[i] + 1, ..., `counts[i]` of them, for each i in turn."""
     before = np.cumsum(counts) - counts
     return np.arange(int(counts.sum())) + np.repeat(starts - before, counts)
 

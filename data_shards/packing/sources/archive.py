@@ -48,7 +48,7 @@ _DECOMPRESSING = threading.Lock()
 
 @dataclass(frozen=True)
 class Unpacking:
-    """Where gzipped archives are decompressed (None: nowhere, they are refused), and who is told of it."""
+    """Folder for decompressed archives (None: refuse gzipped ones), and the reporter of progress."""
 
     folder: Path | None = None
     report: Report = print
@@ -67,7 +67,7 @@ class Archive:
 
     @cached_property
     def key(self) -> str:
-        """Differs for every other file, and after every change that its size or time shows."""
+        """Identify the file; changes whenever its size or time does."""
         text = f"{_VERSION}\0{os.path.realpath(self.path)}\0{self.num_bytes}\0{self.stat.st_mtime_ns}"
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
@@ -79,7 +79,7 @@ class Archive:
             raise UserError(f"{self.path}: the archive cannot be read ({error.strerror})") from None
 
     def open(self) -> int:
-        """A descriptor of the plain tar, to be closed by the caller; a gzipped one is decompressed if it is not yet."""
+        """Return a descriptor of the plain tar, to be closed by the caller; a gzipped one is decompressed first."""
         path = self.path
         if path.name.lower().endswith(GZIPPED):
             with _DECOMPRESSING:
@@ -107,7 +107,7 @@ class Listing:
         return f"{self.names[row]}\0{place}".encode(errors="surrogateescape")
 
     def read(self, row: int) -> bytes:
-        """One file. Raises OSError if it cannot be read, or the archive is another one than when it was listed."""
+        """Read one file. Raises OSError if it cannot be read, or the archive changed since it was listed."""
         offset, size = int(self.offset[row]), int(self.sizes[row])
         with open(self.archives[int(self.archive[row])].open(), "rb", buffering=0) as tar:
             data = os.pread(tar.fileno(), BLOCK_BYTES + size, offset - BLOCK_BYTES)
@@ -174,14 +174,14 @@ def read_small(files: Files, row: int) -> bytes:
 
 
 def rows_by_name(files: Files, wanted: Iterable[str] | None = None) -> dict[str, int]:
-    """File name without folders -> row, of the wanted ones or all; hidden files are passed over."""
+    """Map file names without folders to rows, the wanted ones or all; hidden files are skipped."""
     names = None if wanted is None else set(wanted)
     last = ((path.rpartition("/")[2], row) for row, path in enumerate(files.names))
     return {name: row for name, row in last if not name.startswith(".") and (names is None or name in names)}
 
 
 def inner_name(name: str, *, archive: Path) -> str:
-    """A member's name as paths are spelt: `./a//b.jpg` -> `a/b.jpg`. Raises UserError if it leads outside."""
+    """Spell a member's name as paths are: `./a//b.jpg` -> `a/b.jpg`. Raises UserError if it leads outside."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if name.startswith("/") or ".." in parts or not parts or "\0" in name:
         raise UserError(f"{archive}: it holds a file named {name!a}, which leads outside of it; fetch another copy")
@@ -227,8 +227,7 @@ def _refuse_shared(pieces: Sequence[_Piece], path: Path) -> None:
     )
     if twice := sorted(name for name, count in found.items() if count > 1):
         raise UserError(
-            f"{path}: it holds {named(twice, most=3)} twice, in a tar inside it and elsewhere; remove one of the two, "
-            "or rename that tar"
+            f"{path}: it holds {named(twice, most=3)} twice, inside a tar in it and elsewhere; rename that tar"
         )
 
 
@@ -263,7 +262,7 @@ def _piece(members: Sequence[Member]) -> _Piece:
 
 
 def _decompressed(archive: Archive) -> Path:
-    """The plain tar of a gzipped archive, made unless it is there."""
+    """Decompress a gzipped archive, unless that was done already."""
     folder = archive.unpacking.folder
     if folder is None:
         raise UserError(f"{archive.path}: it is compressed; decompress it (`gunzip`) and give the plain tar")
@@ -320,7 +319,7 @@ def _save(listing: Listing, path: Path) -> None:
 
 
 def _load(file: Path, path: Path, archives: tuple[Archive, ...]) -> Listing:
-    """Raises ValueError for anything that no listing of these archives can be."""
+    """Read a kept listing; ValueError if it cannot be one of these archives."""
     names, ends, *arrays = read_arrays(file, ["names", "ends", *_ARRAYS]).values()
     if any(each.dtype != np.int64 or each.shape != ends.shape or each.ndim != 1 for each in (ends, *arrays)):
         raise ValueError("its arrays do not fit together")

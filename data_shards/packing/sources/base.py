@@ -63,11 +63,15 @@ class ImageSet:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def take(self, indices: Int64s, labels: Int64s | None = None) -> ImageSet:
+        """Select images by index, in this order, with other labels if given."""
+        return ImageSet(self.files, self.rows[indices], self.labels[indices] if labels is None else labels)
+
     def read(self, index: int) -> bytes:
         return self.files.read(int(self.rows[index]))
 
     def trace(self, index: int) -> str:
-        """Where an image is from, unique in the source: `train/cat/0338.jpg`."""
+        """Name an image's place, unique in the source: `train/cat/0338.jpg`."""
         return self.files.names[int(self.rows[index])]
 
     def stamp(self, index: int) -> bytes:
@@ -80,22 +84,22 @@ class ImageSet:
 
 @dataclass(frozen=True)
 class Source:
-    """Named classes and the images of each split.
-
-    `left_out` has (split, trace) of images without a label, which are in none of `splits`. A class without images is a
-    mistake in folders, but usual in lists (`empty_classes`).
-    """
+    """Named classes and the images of each split."""
 
     spec: str  # finds the source again
     classes: tuple[str, ...]  # names of the labels
     splits: Mapping[SplitName, ImageSet]  # train, then val and test if the source has them
     notes: tuple[str, ...] = ()  # what was left out and why
-    left_out: tuple[tuple[SplitName, str], ...] = ()
+    left_out: tuple[tuple[SplitName, str], ...] = ()  # images without a label (split, trace), in none of `splits`
     kind: LabelKind = "single"  # one label for each image, or any number
-    empty_classes: Literal["refuse", "report"] = "refuse"
+    empty_classes: Literal["refuse", "report"] = "refuse"  # a mistake in folders, but usual in lists
+
+    @property
+    def num_images(self) -> int:
+        return sum(map(len, self.splits.values()))
 
     def fingerprint(self) -> str:
-        """Changes when classes, images, names or (of files) sizes change; files' bytes are not read."""
+        """Digest classes, labels, names and sizes (of arrays: pixels); reads no file."""
         digest = hashlib.sha256(repr(self.classes).encode())
         for split, images in self.splits.items():
             digest.update(f"{split} {len(images)}".encode())
@@ -132,7 +136,7 @@ class ArrayFiles:
 
 
 def array_images(origin: str, pixels: NDArray[np.uint8], labels: Int64s) -> ImageSet:
-    """All images of an array; `origin` is the folder in their traces."""
+    """Take all images of an array; `origin` is the folder in their traces."""
     names = [f"{origin}/{row}" for row in range(len(pixels))]
     sizes = np.full(len(pixels), pixels[0].nbytes, dtype=np.int64)
     return ImageSet(ArrayFiles(Path(origin), names, sizes, pixels), np.arange(len(pixels)), labels)
@@ -176,18 +180,20 @@ class FolderFiles:
 
 
 def file_images(root: Path, names: list[str], labels: Iterable[int] | Int64s) -> ImageSet:
-    """Image files below `root`."""
+    """Take image files below `root`."""
     return ImageSet(FolderFiles(root, names, root), np.arange(len(names)), np.asarray(labels, dtype=np.int64))
 
 
 def class_images(files: Files, by_class: Mapping[str, Sequence[int]], classes: Sequence[str]) -> ImageSet:
-    """The rows of each class, labelled by its place in `classes`."""
+    """Take the rows of each class, labelled by its place in `classes`."""
     rows = [np.array(by_class.get(name, ()), dtype=np.int64) for name in classes]
-    return ImageSet(files, np.concatenate(rows), np.repeat(np.arange(len(classes)), [*map(len, rows)]))
+    return ImageSet(
+        files, np.concatenate([np.empty(0, np.int64), *rows]), np.repeat(np.arange(len(classes)), [*map(len, rows)])
+    )
 
 
 def scan_folder(folder: Path) -> tuple[list[str], list[str], list[str]]:
-    """Names of sub-folders, images and other files directly in `folder`, sorted, without hidden ones."""
+    """List sub-folders, images and other files directly in `folder`, sorted, without hidden ones."""
     try:
         with os.scandir(folder) as entries:
             is_folder = {entry.name: entry.is_dir() for entry in entries if not entry.name.startswith(".")}
@@ -199,7 +205,7 @@ def scan_folder(folder: Path) -> tuple[list[str], list[str], list[str]]:
 
 
 def walk_folder(root: Path, start: str = "") -> tuple[list[str], list[str]]:
-    """Images and other files below ROOT/start, relative to `root`: depth first, each folder in code-point order.
+    """List images and other files below ROOT/start, relative to `root`: depth first, in code-point order.
 
     Hidden files and folders are skipped; symbolic links are followed, once per folder.
     """
@@ -238,7 +244,7 @@ def refuse_all(problems: Sequence[str]) -> None:
 
 
 def left_out_notes(place: Path, others: Sequence[str]) -> list[str]:
-    """Notes on files that are not images."""
+    """Note files that are not images."""
     if not others:
         return []
     tars = [name for name in others if name.lower().endswith(SUFFIXES)]

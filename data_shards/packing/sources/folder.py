@@ -27,7 +27,7 @@ from data_shards.vocabulary import SPLIT_FOLDERS
 
 @dataclass
 class _Listing:
-    """What is found below `root`, and the mistakes in it."""
+    """Files below `root`, with the notes and mistakes of listing it."""
 
     root: Path
     unfit: Literal["refuse", "skip"]
@@ -55,7 +55,7 @@ class _Listing:
             self.left_out.extend((split, path) for path in paths)
 
     def read_split(self, folder: str, *, split: SplitName) -> dict[str, range]:
-        """Class -> rows of the images of ROOT[/FOLDER]/CLASS."""
+        """Map class to rows of the images of ROOT[/FOLDER]/CLASS."""
         base = self.root / folder
         above = f"{folder}/" if folder else ""
         folders, images, skipped = scan_folder(base)
@@ -81,11 +81,7 @@ class _Listing:
 
 
 def folder_source(root: Path, *, unfit: Literal["refuse", "skip"] = "refuse") -> Source:
-    """Recognise the layout below `root`.
-
-    Raises UserError, with all mistakes at once, for mixed layouts, a class folder without images or images beside class
-    folders (unless `unfit` is skip), no class folder at all, val without train, and different classes in train and val.
-    """
+    """Recognise the layout below `root`; UserError with all mistakes but those that `unfit` skip leaves out."""
     found = _Listing(root, unfit)
     used = _splits(found)
     by_class: dict[SplitName, dict[str, range]] = {
@@ -118,7 +114,7 @@ def folder_source(root: Path, *, unfit: Literal["refuse", "skip"] = "refuse") ->
 
 
 def _splits(found: _Listing) -> dict[SplitName, str]:
-    """{split: folder}, train among them; "" is the root itself. Raises UserError if no layout is recognised."""
+    """Map split to folder ("": the root), train among them; UserError if no layout is recognised."""
     root, problems = found.root, found.problems
     folders, images, _ = scan_folder(root)
     with_classes = [name for name in SPLIT_FOLDERS if name in folders and scan_folder(root / name)[0]]
@@ -158,10 +154,7 @@ def _splits(found: _Listing) -> dict[SplitName, str]:
 
 
 def image_files(paths: Sequence[Path]) -> list[Path]:
-    """The files, and all images below the folders, sorted, without hidden ones.
-
-    Raises UserError if a file does not exist or a folder has no image in it.
-    """
+    """List the files, and all images below the folders, sorted; UserError for what is missing or has no image."""
     files: list[Path] = []
     for path in paths:
         if path.is_dir():

@@ -33,15 +33,7 @@ from data_shards.packing.sources.archive import (
     read_small,
     rows_by_name,
 )
-from data_shards.packing.sources.base import (
-    Files,
-    ImageSet,
-    Source,
-    SplitName,
-    class_images,
-    is_image,
-    left_out_notes,
-)
+from data_shards.packing.sources.base import Files, ImageSet, Source, SplitName, class_images, is_image, left_out_notes
 from data_shards.packing.sources.label_list import read_lines
 from data_shards.text import counted, named
 
@@ -64,7 +56,7 @@ Unfit = Literal["refuse", "skip"]
 
 
 class Parts(NamedTuple):
-    """Where the parts of a set are."""
+    """Paths of the parts of a set."""
 
     train: Path
     val: Path | None = None
@@ -96,7 +88,7 @@ def find_parts(root: Path, *, labelled: bool = False) -> Parts | None:
 
 
 def class_source(parts: Parts, *, spec: Path, unpacking: Unpacking, unfit: Unfit = "refuse") -> Source:
-    """Raises UserError for a missing part, images without a class, and classes of val that train does not have."""
+    """Open the parts; UserError if one is missing, an image has no class, or val has classes that train has not."""
     found = _by_class(_open(parts.train, unpacking), unfit=unfit)
     if "train" not in found.splits:
         raise UserError(f"{parts.train}: it holds {', '.join(found.splits)} without train; give the training part")
@@ -150,9 +142,7 @@ def _open(path: Path, unpacking: Unpacking) -> Files:
         return open_files(path, unpacking=unpacking)
     names = sorted(os.listdir(path))
     if any(map(_WORDNET_ID.fullmatch, names)):
-        raise UserError(
-            f"{path}: class tars and class folders lie side by side, as when unpacking was stopped; keep one kind"
-        )
+        raise UserError(f"{path}: class tars and class folders lie side by side (half unpacked?); keep one kind")
     tars = [Archive(path / name, unpacking) for name in names if _WORDNET_TAR.fullmatch(name)]
     return list_archives(tars, folder=path)
 
@@ -173,7 +163,7 @@ class _ClassFolders(NamedTuple):
 
 
 def _by_class(files: Files, *, unfit: Unfit) -> _ClassFolders:
-    """Images of [SPLIT/]CLASS/**, below the folders that all of them share."""
+    """Sort images of [SPLIT/]CLASS/** below the folders that all of them share."""
     path = files.path
     by_folder: dict[str, list[int]] = defaultdict(list)
     others: list[str] = []
@@ -204,11 +194,9 @@ def _by_class(files: Files, *, unfit: Unfit) -> _ClassFolders:
     splits, more = _splits(by_folder)
     loose += more
     if loose and unfit == "refuse":
-        raise UserError(
-            f"{path}: {files.names[loose[0]]} lies beside the class folders"
-            f"{f' (and {len(loose) - 1:,} more images)' if len(loose) > 1 else ''}; leave them out with "
-            "--skip-unreadable, or give another archive"
-        )
+        more = f" (and {len(loose) - 1:,} more images)" if len(loose) > 1 else ""
+        where = f"{files.names[loose[0]]} lies beside the class folders{more}"
+        raise UserError(f"{path}: {where}; leave them out with --skip-unreadable, or give another archive")
     if unfit_names := [name for by_class in splits.values() for name in by_class if not name.isprintable()]:
         raise UserError(f"{path}: the class folder {unfit_names[0]!a} has a name that cannot be written")
     notes += _drop_replaced(files, splits)
@@ -216,7 +204,7 @@ def _by_class(files: Files, *, unfit: Unfit) -> _ClassFolders:
 
 
 def _splits(by_folder: dict[str, list[int]]) -> tuple[dict[SplitName, dict[str, list[int]]], list[int]]:
-    """Rows by split, train first, and class; and those beside class folders."""
+    """Sort rows by split, train first, and class; and those beside class folders."""
     folders = [folder.split("/") for folder in by_folder]
     # leading folders that all images share; one folder alone is a class
     shared = len([*takewhile(lambda column: len({*column}) == 1, zip(*folders, strict=False))])
@@ -278,11 +266,7 @@ def _val(parts: Parts, path: Path, classes: tuple[str, ...], *, unpacking: Unpac
 
 
 def read_val_labels(path: Path, names: list[str], *, unpacking: Unpacking) -> list[str]:
-    """Find the class of each image of `names` (paths in order of their file names).
-
-    Raises UserError, naming file and line, for a list that cannot be read, an image that it does not name or names with
-    two classes, and a list without names that has another number of lines than there are images.
-    """
+    """Find the class of each image of `names`, in order of file names; UserError names the list and its line."""
     if path.is_dir() or is_archive(path):
         classes = _devkit_classes(path, unpacking=unpacking)
     elif not path.is_file():
@@ -308,7 +292,7 @@ def read_val_labels(path: Path, names: list[str], *, unpacking: Unpacking) -> li
 
 
 def _entries(path: Path) -> Iterator[tuple[int, str | None, str]]:
-    """Line, file name without folders and ending (None where the list has none), class."""
+    """Yield line, file name without folders and ending (None if the list has none), class."""
     for line, text in read_lines(path):
         fields = re.split(r"[,\s]+", text.strip())
         if fields[0].lower() == _KAGGLE_HEADER:
@@ -335,7 +319,7 @@ def _by_name(path: Path, table: list[tuple[int, str | None, str]], names: list[s
 
 
 def _devkit_classes(path: Path, *, unpacking: Unpacking) -> list[str]:
-    """Synsets of the validation images, in their order: the kit has numbers, and meta.mat what they stand for."""
+    """List synsets of the validation images, in order; meta.mat translates the numbers of the kit."""
     files = open_files(path, unpacking=unpacking)
     rows = rows_by_name(files, (_TRUTH, _META))
     if missing := [name for name in (_TRUTH, _META) if name not in rows]:

@@ -69,11 +69,7 @@ class _Row(NamedTuple):
 
 
 def label_list_source(root: Path, labels: LabelList) -> Source:
-    """Open the images that `labels` names below `root`, all as split train.
-
-    Raises UserError, naming file and lines, for a list that cannot be read, a path that leads outside, is missing or is
-    named twice, and a label that is not a class.
-    """
+    """Open the images that `labels` names below `root`, all as split train; UserError names file and lines."""
     problems: list[str] = []
     is_multi, rows = _read_rows(labels, root=root, problems=problems)
     lines: dict[str, tuple[Path, int]] = {}
@@ -92,11 +88,7 @@ def label_list_source(root: Path, labels: LabelList) -> Source:
 
 
 def path_lists_source(train: Path, val: Path | None, *, spec: Path) -> Source:
-    """Open one or two lists of "PATH NUMBER" in one folder.
-
-    Raises UserError, naming list and line, for a line that is not as published, a path that leads outside of the
-    folder, is not there or comes twice, and a list that names no image.
-    """
+    """Open one or two lists of "PATH NUMBER" in one folder; UserError names list and line."""
     lists: dict[SplitName, Path] = {"train": train} if val is None else {"train": train, "val": val}
     root = train.parent
     seen: dict[str, tuple[Path, int]] = {}
@@ -121,7 +113,7 @@ def path_lists_source(train: Path, val: Path | None, *, spec: Path) -> Source:
 
 
 def clean_path(text: str, *, root: Path) -> str:
-    """A path below `root` as listings spell it: `./a//b.jpg` -> `a/b.jpg`, `ROOT/a/b.jpg` -> `a/b.jpg`.
+    """Spell a path below `root` as listings do: `./a//b.jpg` -> `a/b.jpg`, `ROOT/a/b.jpg` -> `a/b.jpg`.
 
     Raises ValueError if it leads outside. An absolute path may spell `root` as given or resolved; others are resolved.
     """
@@ -139,7 +131,7 @@ def clean_path(text: str, *, root: Path) -> str:
 
 
 def read_lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Number and text of each non-blank line. Raises UserError if the file is missing or not UTF-8."""
+    """Yield number and text of each non-blank line. Raises UserError if the file is missing or not UTF-8."""
     with _reading(file), open(file, encoding="utf-8-sig") as stream:
         for line, text in enumerate(stream, start=1):
             if text.strip():
@@ -181,7 +173,7 @@ def _images(file: Path, rows: Sequence[_Row], labels: Int64s, *, root: Path) -> 
 
 
 def _repeats(file: Path, rows: Sequence[_Row], seen: dict[str, tuple[Path, int]]) -> list[str]:
-    """Problems with images that are named twice; `seen` gets the first place of each."""
+    """Report images that are named twice; `seen` gets the first place of each."""
     problems: list[str] = []
     for row in rows:
         before, line = seen.setdefault(row.path, (file, row.line))
@@ -203,7 +195,7 @@ def _numbered_row(file: Path, line: int, text: str, *, root: Path) -> _Row:
 
 
 def _read_rows(labels: LabelList, *, root: Path, problems: list[str]) -> tuple[bool, list[_Row]]:
-    """(is_multi, rows with labels as in the file); bad rows go to `problems` instead."""
+    """Read (is_multi, rows with labels as in the file); bad rows go to `problems` instead."""
     match labels.file.suffix.lower():
         case ".csv":
             found = list(_csv_rows(labels))
@@ -258,11 +250,9 @@ def _csv_rows(labels: LabelList) -> Iterator[tuple[int, str, str]]:
             )
         path, label = map(header.index, columns)
         for fields in filter(None, reader):
-            if len(fields) != len(header):
-                raise UserError(
-                    f"{labels.file}, line {reader.line_num}: {len(fields)} fields where the first line has "
-                    f"{len(header)}; correct that line"
-                )
+            with at_line(labels.file, reader.line_num):
+                if len(fields) != len(header):
+                    raise ValueError(f"{len(fields)} fields where the first line has {len(header)}")
             yield reader.line_num, fields[path], fields[label]
 
 
@@ -273,7 +263,7 @@ def _jsonl_rows(labels: LabelList) -> Iterator[tuple[int, Any, Any]]:
         for key in (labels.path_column, labels.label_column):
             if not isinstance(entry, dict) or key not in entry:
                 raise UserError(
-                    f"{labels.file}, line {line}: there is no key {key!r}; choose with --path-column and --label-column"
+                    f"{labels.file}, line {line}: no key {key!r}; choose with --path-column and --label-column"
                 )
         yield line, entry[labels.path_column], entry[labels.label_column]
 
@@ -302,8 +292,7 @@ def _number_labels(rows: list[_Row], labels: LabelList) -> tuple[list[list[int]]
         highest, line = max((int(label), row.line) for row in rows for label in row.labels)
         if highest >= _MOST_CLASS_NUMBERS:
             raise UserError(
-                f"{labels.file}, line {line}: the number {highest} would make {highest + 1:,} classes; "
-                f"use names of classes, or give them with --class-names"
+                f"{labels.file}, line {line}: {highest} would make {highest + 1:,} classes; give --class-names"
             )
         classes = tuple(map(str, range(highest + 1)))
     else:

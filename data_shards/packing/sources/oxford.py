@@ -41,7 +41,7 @@ def find_flowers(root: Path) -> Path | None:
 
 
 def pets_source(root: Path, *, unpacking: Unpacking) -> Source:
-    """Raises UserError for a missing part, a list that is not as published, and a listed image that is not there."""
+    """Read the set; UserError for a missing part or image, and for a list that is not as published."""
     images = _open_part(root, PETS_IMAGES, "Oxford-IIIT Pets", unpacking)
     lists = _open_part(root, PETS_LISTS, "Oxford-IIIT Pets", unpacking)
     rows = {name: row for name, row in rows_by_name(images).items() if is_image(name)}
@@ -99,7 +99,7 @@ def is_pet(name: str) -> bool:
 
 
 def _pets(lists: Files, file: str, breeds: dict[int, str]) -> Iterator[tuple[str, int]]:
-    """Name and number of the breed of each line of a list; `breeds` gets their names."""
+    """Yield name and breed's number of each line of a list; `breeds` gets their names."""
     rows = rows_by_name(lists, (file,))
     if not rows:
         raise UserError(f"{lists.path}: there is no {file} in it; fetch annotations.tar.gz again")

@@ -8,9 +8,8 @@ from itertools import islice
 from pathlib import Path
 
 from data_shards.errors import UserError
-from data_shards.packing.sources import cifar, imagenet, oxford
+from data_shards.packing.sources import arrays, imagenet, oxford
 from data_shards.packing.sources.archive import Unpacking, is_archive, open_files
-from data_shards.packing.sources.arrays import IDX_NAMES, digits_source, fashion_mnist_source, idx_source
 from data_shards.packing.sources.base import SUFFIXES, Source
 from data_shards.packing.sources.folder import folder_source
 from data_shards.packing.sources.label_list import (
@@ -21,7 +20,7 @@ from data_shards.packing.sources.label_list import (
     path_lists_source,
 )
 
-_NAMED = {"digits": digits_source, "fashion-mnist": fashion_mnist_source}
+_NAMED = {"digits": arrays.digits_source, "fashion-mnist": arrays.fashion_mnist_source}
 _LAYOUT = (
     "ROOT/CLASS/*.jpg, ROOT/train/CLASS/*.jpg with ROOT/val/CLASS/*.jpg (and ROOT/test), MNIST's four IDX files, or "
     "the files of ImageNet, CIFAR, Pets, Flowers or VTAB under their published names"
@@ -31,11 +30,11 @@ _PEEKED_FILES = 100
 
 @dataclass(frozen=True)
 class Published:
-    """Where the other parts of a published set are."""
+    """Options for published sets, most of them paths of their other parts."""
 
     val: Path | None = None  # held-out images, unless they lie beside the training images
     val_labels: Path | None = None
-    cifar_labels: cifar.CifarLabels = "fine"
+    cifar_labels: arrays.CifarLabels = "fine"
 
     def refuse(self, *flags: str, because: str) -> None:
         """Raise UserError if one of `flags` (none named: any) was given."""
@@ -70,9 +69,7 @@ def open_source(
         raise UserError(f"{spec}: there is no such folder, and no source of that name (names: {', '.join(_NAMED)})")
     if not root.is_dir():
         if labels is not None:
-            raise UserError(
-                f"{spec}: --labels names files in a folder, and this is a file; unpack it and give the folder"
-            )
+            raise UserError(f"{spec}: --labels names files in a folder, and this is a file; give the folder")
         if source := _published_file(root, published, unpacking=unpacking, unfit=unfit):
             return source
         raise UserError(
@@ -87,10 +84,10 @@ def open_source(
         raise UserError(f"{spec}: the folder is empty; expected is {_LAYOUT}")
     if labels is not None:
         return label_list_source(root, labels)
-    is_idx = any(name.removesuffix(".gz") in IDX_NAMES for name in names)
+    is_idx = any(name.removesuffix(".gz") in arrays.IDX_NAMES for name in names)
     if not is_idx and (source := _published_folder(root, published, unpacking=unpacking, unfit=unfit)):
         return source
-    source = idx_source(root) if is_idx else folder_source(root, unfit=unfit)
+    source = arrays.idx_source(root) if is_idx else folder_source(root, unfit=unfit)
     published.refuse(because=f"{source.spec} is no published set that it is for")
     return source
 
@@ -111,17 +108,14 @@ def _published_file(path: Path, options: Published, *, unpacking: Unpacking, unf
     if path.name in oxford.PETS_IMAGES and any(map(oxford.is_pet, first)):
         options.refuse(because=own)
         return oxford.pets_source(path.parent, unpacking=unpacking)
-    if any(part in cifar.FOLDERS for name in first for part in name.split("/")[:-1]):
+    if any(part in arrays.CIFAR_FOLDERS for name in first for part in name.split("/")[:-1]):
         options.refuse("--val", "--val-labels", because=own)
-        return cifar.cifar_source(files, labels=options.cifar_labels)
+        return arrays.cifar_source(files, labels=options.cifar_labels)
     return _class_source(path, imagenet.Parts(path), options, unpacking=unpacking, unfit=unfit)
 
 
 def _published_folder(path: Path, options: Published, *, unpacking: Unpacking, unfit: imagenet.Unfit) -> Source | None:
-    """Open the published set in a folder, or any with `--val`; None for others.
-
-    Raises UserError for a missing part, and an option that means nothing for the set.
-    """
+    """Open the published set in a folder, or any with `--val`; None for others."""
     train, test = path / VTAB_TRAIN, path / VTAB_TEST
     if train.is_file():
         options.refuse(because=f"{path} has its test images in {test.name}")
@@ -132,9 +126,9 @@ def _published_folder(path: Path, options: Published, *, unpacking: Unpacking, u
         if (folder := find(path)) is not None:
             options.refuse(because=f"{path} has held-out images of its own")
             return read(folder, unpacking=unpacking)
-    if (held := cifar.find_cifar(path)) is not None:
+    if (held := arrays.find_cifar(path)) is not None:
         options.refuse("--val", "--val-labels", because=f"{held} has held-out images of its own")
-        return cifar.cifar_source(open_files(held, unpacking=unpacking), labels=options.cifar_labels)
+        return arrays.cifar_source(open_files(held, unpacking=unpacking), labels=options.cifar_labels)
     parts = imagenet.find_parts(path, labelled=options.val_labels is not None)
     if parts is None and options.val is None:
         return None

@@ -98,9 +98,7 @@ class PackOptions:
             columns = self.path_column or "path", self.label_column or "label"
             return LabelList(self.labels, *columns, self.class_names)
         if (self.path_column, self.label_column, self.class_names) != (None, None, None):
-            raise UserError(
-                "--path-column, --label-column, --class-names: they describe the file of --labels; give that too"
-            )
+            raise UserError("--path-column, --label-column, --class-names: they describe --labels; give that too")
         return None
 
     def _exclusion(self) -> Exclusion | None:
@@ -115,9 +113,7 @@ class PackOptions:
         if sets is None:
             return None
         if not sets:
-            raise UserError(
-                "--exclude-matches-of: it is followed by no shards; name the sets whose images are left out"
-            )
+            raise UserError("--exclude-matches-of: no shards follow it; name the sets whose images are left out")
         # as the user typed them, so commands run
         store = Store(None if all(map(is_local, sets)) else CacheConfig(), commands="run")
         opened = tuple(open_all_splits(sets, store=store, report=_say))

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import tarfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +82,17 @@ def exchange(tar: Path, content: list[tuple[str, bytes]]) -> None:
     path.write_text(json.dumps(manifest))
 
 
-def part_of(content: list[tuple[str, bytes]], key: str, *, is_label: bool) -> int:
-    (number,) = (
-        i for i, (name, _) in enumerate(content) if name.startswith(f"{key}.") and name.endswith(".cls") == is_label
-    )
-    return number
-
-
-# A sound set.
+def put(
+    tar: Path, *, images: Mapping[int, bytes | None] | None = None, labels: Mapping[int, bytes] | None = None
+) -> list[str]:
+    """Exchange (None: remove) images and labels of samples; returns all keys."""
+    keys = list(open_index(tar).keys)
+    new = {(keys[row], False): ("png", data) for row, data in (images or {}).items()}
+    new |= {(keys[row], True): ("cls", data) for row, data in (labels or {}).items()}
+    content = []
+    for name, data in members(tar):
+        key, _, extension = name.partition(".")
+        extension, data = new.get((key, extension == "cls"), (extension, data))
+        content += [] if data is None else [(f"{key}.{extension}", data)]
+    exchange(tar, content)
+    return keys

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -122,13 +123,6 @@ def test_swapped_and_spoilt_indexes(shards: Path):
     assert result.splits[0].samples == 36  # and all were looked at meanwhile
 
 
-def test_an_index_with_a_sample_less(shards: Path):
-    path = index_path(tars(shards / "train")[0])
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join(["v1.2 8", *lines[1:-1]]) + "\n")
-    assert "lists 8 samples, the tar's headers 9" in only(looked_at(shards), "index").places[0].detail
-
-
 def test_missing_and_extra_tars(shards: Path):
     first, second, *_ = tars(shards / "train")
     shutil.copy(second, second.with_name("backup.tar"))
@@ -147,25 +141,33 @@ def test_all_tars_missing(shards: Path):
     assert "4 shards of the manifest missing" in as_text(result) and as_json(result)["splits"][0]["samples"] == 0
 
 
-def test_a_tar_that_cannot_be_opened_does_not_stop_the_others(shards: Path):
-    tar = tars(shards / "train")[0]
+def a_sample_less(tar: Path) -> None:
+    lines = index_path(tar).read_text().splitlines()
+    index_path(tar).write_text("\n".join(["v1.2 8", *lines[1:-1]]) + "\n")
+
+
+def a_folder(tar: Path) -> None:
     tar.unlink()
     tar.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind", "reason", "samples"),
+    [
+        (a_sample_less, "index", "lists 8 samples, the tar's headers 9", 36),
+        (a_folder, "damaged-shard", "Is a directory", 27),
+        (lambda tar: tar.write_bytes(b"<html>503</html>".ljust(tar.stat().st_size)), "damaged-shard", "byte 0", 27),
+        (lambda tar: exchange(tar, members(tar)[:-2]), "sample-count", "8 where 9 are stated", 35),
+    ],
+)
+def test_a_damaged_shard_is_told_once_and_the_others_are_checked(
+    shards: Path, damage: Callable[[Path], object], kind: str, reason: str, samples: int
+):
+    tar = tars(shards / "train")[0]
+    damage(tar)
     result = looked_at(shards)
-    (found,) = (each for each in result.findings if each.places[0].shard == tar.name)
-    assert found.severity == "problem" and result.splits[0].samples == 27
-
-
-def test_a_tar_that_is_none(shards: Path):
-    tar = tars(shards / "train")[0]
-    tar.write_bytes(b"<html>503</html>".ljust(tar.stat().st_size))
-    assert "no tar header at byte 0" in only(looked_at(shards), "damaged-shard").places[0].detail
-
-
-def test_another_tar_than_the_manifest_counts(shards: Path):
-    tar = tars(shards / "train")[0]
-    exchange(tar, members(tar)[:-2])
-    assert only(looked_at(shards), "sample-count").places[0].detail == "8 where 9 are stated"
+    (place,) = only(result, kind).places
+    assert place.shard == tar.name and reason in place.detail and result.splits[0].samples == samples
 
 
 def test_a_broken_manifest_does_not_keep_the_other_split_from_being_checked(shards: Path):
@@ -206,6 +208,3 @@ def test_where_no_process_can_be_started_it_is_done_without(shards: Path, monkey
     monkeypatch.setattr(ProcessPoolExecutor, "submit", broken)
     result = looked_at(shards, decode=True, processes=2)
     assert result.findings == () and result.splits[0].samples == 36
-
-
-# Damaged samples.

@@ -1,4 +1,4 @@
-"""What the doctor finds in the samples: images, labels, duplicates; and how it tells."""
+"""Findings in samples (images, labels, duplicates), and their report."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -30,21 +31,14 @@ from tests.data_shards.checking.doctored import (
     members,
     only,
     overwrite,
-    part_of,
+    put,
     tars,
 )
 from tests.data_shards.external_tars import write_tar
 
 
 def test_images_that_are_none(shards: Path):
-    tar = tars(shards / "train")[0]
-    content = members(tar)
-    keys = list(open_index(tar).keys)
-    bad = {keys[0]: b"", keys[1]: b"<html>", keys[2]: encoded(1000)[:-300]}
-    for key, data in bad.items():
-        at = part_of(content, key, is_label=False)
-        content[at] = (f"{key}.jpg", data)
-    exchange(tar, content)
+    keys = put(tars(shards / "train")[0], images={0: b"", 1: b"<html>", 2: encoded(1000)[:-300]})
     plain, decoded = (only(looked_at(shards, decode=decode), "image") for decode in (False, True))
     assert [place.key for place in plain.places] == keys[:2]  # that it is cut shows only
     assert [place.key for place in decoded.places] == keys[:3]  # when it is decoded
@@ -52,49 +46,35 @@ def test_images_that_are_none(shards: Path):
     assert "truncated" in decoded.places[2].detail
 
 
-def test_a_decompression_bomb_is_named(shards: Path):
-    tar = tars(shards / "train")[0]
-    content = members(tar)
-    key = open_index(tar).keys[3]
+def bomb() -> bytes:
     stream = io.BytesIO()
     Image.new("1", (20_000, 20_000)).save(stream, "PNG")
-    content[part_of(content, key, is_label=False)] = (f"{key}.png", stream.getvalue())
-    exchange(tar, content)
-    found = only(looked_at(shards, decode=True), "image")
-    assert found.places[0].key == key and "bomb" in found.places[0].detail
+    return stream.getvalue()
 
 
-def test_what_a_decoder_mends_is_a_warning(shards: Path):
-    """Coded data that ends early, though the end marker is there: libjpeg fills the rest with grey."""
+# libjpeg fills with grey what is missing of coded data that ends early, though the end marker is there
+CUT = encoded(2000, side=64)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "reason"),
+    [
+        ({"images": {3: bomb()}}, "image", "bomb"),
+        ({"images": {3: CUT[: len(CUT) * 2 // 3] + b"\xff\xd9"}}, "mended-image", ""),
+        ({"images": {3: None}}, "incomplete-sample", ""),
+        ({"labels": {3: b"3"}}, "label", "3 classes"),
+        ({"labels": {3: b"-1"}}, "label", "-1"),
+        ({"labels": {3: b"dog"}}, "label", "'dog'"),
+        ({"labels": {3: b""}}, "label", "empty"),
+    ],
+)
+def test_a_damaged_sample_is_named_with_the_reason(shards: Path, change: dict[str, Any], kind: str, reason: str):
     tar = tars(shards / "train")[0]
-    content = members(tar)
-    key = open_index(tar).keys[3]
-    data = encoded(2000, side=64)
-    content[part_of(content, key, is_label=False)] = (f"{key}.jpg", data[: len(data) * 2 // 3] + b"\xff\xd9")
-    exchange(tar, content)
+    key = put(tar, **change)[3]
     result = looked_at(shards, decode=True)
-    found = only(result, "mended-image")
-    assert (found.places[0].shard, found.places[0].key) == (tar.name, key) and result.exit_code == 0
-
-
-@pytest.mark.parametrize(("label", "reason"), [(b"3", "3 classes"), (b"-1", "-1"), (b"dog", "'dog'"), (b"", "empty")])
-def test_labels_that_are_none(shards: Path, label: bytes, reason: str):
-    tar = tars(shards / "train")[0]
-    content = members(tar)
-    key = open_index(tar).keys[7]
-    content[part_of(content, key, is_label=True)] = (f"{key}.cls", label)
-    exchange(tar, content)
-    found = only(looked_at(shards), "label")
-    assert (found.places[0].key, found.count) == (key, 1) and reason in found.places[0].detail
-
-
-def test_a_sample_without_its_image(shards: Path):
-    tar = tars(shards / "train")[0]
-    content = members(tar)
-    key = open_index(tar).keys[2]
-    del content[part_of(content, key, is_label=False)]
-    exchange(tar, content)
-    assert only(looked_at(shards), "incomplete-sample").places[0].key == key
+    (place,) = only(result, kind).places
+    assert (place.shard, place.key) == (tar.name, key) and reason in place.detail
+    assert result.exit_code == (kind != "mended-image")
 
 
 # Duplicates.
@@ -104,13 +84,8 @@ def copy_image(source: Path, row: int, target: Path, target_row: int, *, label: 
     """The image, and as its label the same or another one; returns both keys."""
     key, offset, size = image_place(source, row)
     data = source.read_bytes()[offset : offset + size]
-    content = members(target)
-    other = open_index(target).keys[target_row]
     own_label = label or dict(members(source))[f"{key}.cls"]
-    content[part_of(content, other, is_label=False)] = (f"{other}.png", data)
-    content[part_of(content, other, is_label=True)] = (f"{other}.cls", own_label)
-    exchange(target, content)
-    return key, other
+    return key, put(target, images={target_row: data}, labels={target_row: own_label})[target_row]
 
 
 def test_the_same_image_twice(shards: Path):
@@ -154,44 +129,36 @@ def test_a_key_twice(shards: Path):
 # Classes and sizes.
 
 
+def rename_classes(shards: Path, classes: list[str], *splits: str) -> None:
+    for split in splits:
+        path = shards / split / "manifest.json"
+        names = {"classes": classes, "label_map": {name: number for number, name in enumerate(classes)}}
+        path.write_text(json.dumps(json.loads(path.read_text()) | names))
+
+
 def test_classes_in_another_order(shards: Path):
-    path = shards / "val" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["classes"] = ["ant", "cow", "bee"]
-    manifest["label_map"] = {"ant": 0, "cow": 1, "bee": 2}
-    path.write_text(json.dumps(manifest))
+    rename_classes(shards, ["ant", "cow", "bee"], "val")
     found = only(looked_at(shards), "class-list")
     assert found.places[0].detail == "class 1 is 'bee' in train and 'cow' in val"
 
 
-def test_classes_that_differ_only_by_case_or_blanks(shards: Path):
-    for split in ("train", "val"):
-        path = shards / split / "manifest.json"
-        path.write_text(path.read_text().replace('"bee"', '"Ant "'))
-    result = looked_at(shards)
-    found = [finding for finding in result.findings if finding.kind == "alike-classes"]
-    assert [finding.split for finding in found] == ["train", "val"] and result.findings == tuple(found)
-    assert found[0].places[0].detail == "'ant', 'Ant '" and result.exit_code == 0
+@pytest.mark.parametrize(
+    ("classes", "kind", "detail"),
+    [
+        (["ant", "Ant ", "cow"], "alike-classes", "'ant', 'Ant '"),
+        (["ant", "bee", "cow", "dodo"], "empty-class", "dodo"),
+    ],
+)
+def test_doubtful_classes_are_a_warning(shards: Path, classes: list[str], kind: str, detail: str):
+    rename_classes(shards, classes, "train", "val")
+    found = [(each.kind, each.split, each.places[0].detail, each.severity) for each in looked_at(shards).findings]
+    assert found == [(kind, split, detail, "warning") for split in ("train", "val")]
 
 
 def test_all_images_of_one_class(tmp_path: Path):
     pack("digits", tmp_path / "one", classes=["3"], report=lambda line: None)
     found = only(looked_at(tmp_path / "one"), "one-class")
     assert (found.severity, found.places[0].detail) == ("warning", "3")
-
-
-def test_a_class_without_samples(shards: Path):
-    for split in ("train", "val"):
-        path = shards / split / "manifest.json"
-        manifest = json.loads(path.read_text())
-        manifest["classes"].append("dodo")
-        manifest["label_map"]["dodo"] = 3
-        path.write_text(json.dumps(manifest))
-    found = [finding for finding in looked_at(shards).findings if finding.kind == "empty-class"]
-    assert [(each.split, each.places[0].detail, each.severity) for each in found] == [
-        ("train", "dodo", "warning"),
-        ("val", "dodo", "warning"),
-    ]
 
 
 def test_tars_of_another_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

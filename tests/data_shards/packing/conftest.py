@@ -1,4 +1,4 @@
-"""What the tests of packing share."""
+"""Fixtures of the tests of packing."""
 
 import pytest
 

@@ -65,6 +65,16 @@ def tree(root: Path) -> dict[str, str]:
     return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
+def packed_images(manifest: Manifest) -> list[bytes]:
+    return [image for _, image, _ in by_index(manifest)]
+
+
+def spoken(*args, **kwargs) -> tuple[PackReport, str]:
+    """Pack under a fixed name, so that results in different folders can be compared; returns the printed text too."""
+    lines: list[str] = []
+    result = pack(*args, report=lines.append, **{"name": "in", **kwargs})
+    return result, "\n".join(lines)
+
+
 def quiet(*args, **kwargs) -> PackReport:
-    """Whatever OUT is, the set has the name of the folders here, so that two can be compared."""
-    return pack(*args, report=lambda line: None, **{"name": "in", **kwargs})
+    return spoken(*args, **kwargs)[0]

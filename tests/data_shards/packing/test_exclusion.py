@@ -7,13 +7,12 @@ import pytest
 
 from data_shards import open_shards
 from data_shards.errors import UserError
-from data_shards.packing import pack as pack_module
 from data_shards.packing.request import Exclusion
 from data_shards.shards.manifest import load_manifest
 from data_shards.store.store import Store
 from launch.pages.duplicates_page import write_duplicates
 from tests.data_shards.checking.near_duplicates.planted import edited, jpeg, photographs
-from tests.data_shards.packing.folders import quiet, tree
+from tests.data_shards.packing.folders import quiet
 
 
 def write(root: Path, images: list[bytes]) -> Path:
@@ -89,30 +88,6 @@ def test_held_out_images_stay_and_duplicates_are_dropped_beside(sets: tuple[Path
     assert [manifest.num_samples for manifest in report.manifests] == [19, 2]
     assert (report.counts.excluded, report.counts.duplicates) == (1, 1)
     assert load_manifest(tmp_path / "out" / "val").without_matches_of == ()
-
-
-def test_the_same_after_an_interruption_and_on_any_number_of_threads(
-    sets: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    source, test = sets
-    options = dict(exclusion=exclusion(test), samples_per_shard=4)
-    quiet(str(source), tmp_path / "whole", **options)
-    saved = []
-
-    def interrupted(self, record):
-        if len(saved) == 2:
-            raise KeyboardInterrupt
-        saved.append(record)
-        original(self, record)
-
-    original = pack_module.WorkFolder.save
-    monkeypatch.setattr(pack_module.WorkFolder, "save", interrupted)
-    monkeypatch.setattr("data_shards.checking.near_duplicates.matches.num_cores", lambda: 3)
-    with pytest.raises(KeyboardInterrupt):
-        quiet(str(source), tmp_path / "out", **options)
-    monkeypatch.setattr(pack_module.WorkFolder, "save", original)
-    quiet(str(source), tmp_path / "out", **options)
-    assert len(saved) == 2 and tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
 def test_a_damaged_other_set_is_refused_rather_than_half_excluded(sets: tuple[Path, Path], tmp_path: Path):

@@ -1,29 +1,19 @@
 """Duplicates and unreadable files: found, listed, and never silently dropped."""
 
-import io
 import json
 import os
-from collections import defaultdict
 from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from PIL import Image
 
 from data_shards.errors import UserError
-from data_shards.packing.found import PackReport, equal_digests
-from data_shards.packing.pack import pack
 from data_shards.shards.manifest import Manifest
 from data_shards.shards.tar_index import open_index
+from tests.data_shards.packing.folders import encoded, packed_images, quiet, spoken
 
 
 def jpeg(seed: int) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 256, (9, 11, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, format="JPEG")
-    return buffer.getvalue()
+    return encoded(seed, "JPEG")
 
 
 def write(root: Path, files: dict[str, bytes | int]) -> Path:
@@ -33,22 +23,8 @@ def write(root: Path, files: dict[str, bytes | int]) -> Path:
     return root
 
 
-def spoken(*args, **kwargs) -> tuple[PackReport, str]:
-    lines: list[str] = []
-    result = pack(*args, report=lines.append, **kwargs)
-    return result, "\n".join(lines)
-
-
 def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def packed_images(manifest: Manifest) -> list[bytes]:
-    found = []
-    for path in manifest.shard_paths:
-        index, data = open_index(path), path.read_bytes()
-        found += [data[index.image_offset[i] :][: index.image_size[i]] for i in range(len(index))]
-    return found
 
 
 # ---- what is not in class folders
@@ -59,20 +35,23 @@ def test_loose_images_and_empty_classes_are_left_out_and_listed(tmp_path: Path):
     dirty = write(tmp_path / "in", {"a/1.jpg": 1, "a/2.jpg": 2, "b/3.jpg": 3, "b/4.jpg": 4, "loose.jpg": 5})
     (dirty / "c").mkdir()
     with pytest.raises(UserError, match=r"2 problems: .*loose\.jpg.*/c: "):
-        pack(str(dirty), tmp_path / "out")
+        quiet(str(dirty), tmp_path / "out")
     result, text = spoken(str(dirty), tmp_path / "out", unreadable="skip")
     assert "loose.jpg" in text and f"{dirty / 'c'}: " in text and "1 image left out" in text
     (entry,) = read_lines(tmp_path / "out/unreadable.jsonl")
     assert (entry["path"], entry["split"], entry["label"]) == ("loose.jpg", "train", None)
-    plain = pack(str(clean), tmp_path / "plain", report=lambda line: None)
+    plain = quiet(str(clean), tmp_path / "plain")
     same = zip(result.train.shard_paths, plain.train.shard_paths, strict=True)
     assert all(ours.read_bytes() == theirs.read_bytes() for ours, theirs in same)
-    assert pack(str(dirty), tmp_path / "out", unreadable="skip", report=lambda line: None).compared
+    assert quiet(str(dirty), tmp_path / "out", unreadable="skip").compared
+    (tmp_path / "none/c").mkdir(parents=True)
+    with pytest.raises(UserError, match="no image is left"):
+        quiet(str(tmp_path / "none"), tmp_path / "out3", unreadable="skip")
 
 
 def test_a_third_split_is_packed_and_found_again(tmp_path: Path):
     two = {"train/a/1.jpg": 1, "train/a/2.jpg": 2, "val/a/3.jpg": 3}
-    alone = pack(str(write(tmp_path / "two/in", two)), tmp_path / "before", report=lambda line: None)
+    alone = quiet(str(write(tmp_path / "two/in", two)), tmp_path / "before")
     root = str(write(tmp_path / "in", two | {"test/a/4.jpg": 4, "test/a/5.jpg": 1}))
     result, text = spoken(root, tmp_path / "out")
     assert [(manifest.split, manifest.num_samples) for manifest in result.manifests] == [
@@ -85,7 +64,7 @@ def test_a_third_split_is_packed_and_found_again(tmp_path: Path):
     assert "1 group in several of train, val, test" in text
     for ours, theirs in zip(result.manifests[:2], alone.manifests, strict=True):  # the others are as they were
         assert [path.read_bytes() for path in ours.shard_paths] == [path.read_bytes() for path in theirs.shard_paths]
-    assert len(pack(root, tmp_path / "out", report=lambda line: None).manifests) == 3
+    assert len(quiet(root, tmp_path / "out").manifests) == 3
 
 
 # ---- equal bytes
@@ -162,16 +141,6 @@ def test_a_class_that_only_had_duplicates_is_refused(tmp_path: Path):
     root = write(tmp_path / "in", {"train/a/1.jpg": 1, "val/a/2.jpg": 1})
     with pytest.raises(UserError, match="no image is left for split val"):
         spoken(str(root), tmp_path / "out", duplicates="drop")
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from([bytes(16), b"a" * 16, b"a" * 15 + b"b", b"b" + b"a" * 15, b"\0" * 15 + b"a"])))
-def test_groups_are_those_of_equal_digests(digests: list[bytes]):
-    expected = defaultdict(list)
-    for number, digest in enumerate(digests):
-        if digest != bytes(16):  # unknown
-            expected[digest].append(number)
-    assert equal_digests(b"".join(digests)) == sorted(group for group in expected.values() if len(group) > 1)
 
 
 # ---- unreadable

@@ -50,7 +50,7 @@ def test_of_images_with_several_labels_it_is_a_fraction_of_all(count: int, fract
 def test_a_number_of_images_whatever_their_classes(count: int, number: int, seed: int, multi: bool):
     held = partial(hold_out, source(count, multi=multi), np.arange(count))
     if number >= count:
-        with pytest.raises(UserError, match="cannot be held out"):
+        with pytest.raises(UserError, match="give fewer than that"):
             held(PackRequest(holdout_images=number, seed=seed))
         return
     parts = held(PackRequest(holdout_images=number, seed=seed))

@@ -1,4 +1,4 @@
-"""What goes into a tar: the same bytes, or a reduced JPEG whose pixels training then sees."""
+"""Images in tars: the same bytes, or a reduced JPEG whose pixels training then sees."""
 
 import io
 

@@ -3,17 +3,15 @@
 import hashlib
 import re
 import tarfile
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from data_shards.errors import UnreadableImage, UserError
+from data_shards.errors import UnreadableImage
 from data_shards.packing import pack as pack_module
 from data_shards.packing.image import prepare_image
 from data_shards.packing.pack import pack
 from data_shards.shards.manifest import read_manifest
-from data_shards.shards.tar_index import open_index
 from tests.data_shards.packing.folders import by_index, by_webdataset, encoded, quiet, tree, write_folder
 
 
@@ -76,19 +74,6 @@ def test_number_of_threads_does_not_change_the_bytes(tmp_path: Path, monkeypatch
     assert trees[0] == trees[1]
 
 
-def test_imagenet_layout_gives_two_splits(tmp_path: Path):
-    train = write_folder(tmp_path / "in/train", {"a": 4, "b": 4})
-    val = write_folder(tmp_path / "in/val", {"a": 2, "b": 3})
-    result = quiet(str(tmp_path / "in"), tmp_path / "out")
-    assert result.val is not None
-    for manifest, owner in ((result.train, train), (result.val, val)):
-        assert {image: manifest.classes[label] for _, image, label in by_index(manifest)} == owner
-    keys = [key for manifest in result.manifests for key, _, _ in by_index(manifest)]
-    assert len(set(keys)) == 13
-    with pytest.raises(UserError, match="held-out split already"):
-        quiet(str(tmp_path / "in"), tmp_path / "out2", holdout=0.1)
-
-
 def test_classes_choose_and_number_and_keep_keys_and_holdout(tmp_path: Path):
     owner = write_folder(tmp_path / "in", {"a": 8, "b": 8, "c": 8})
     spec = str(tmp_path / "in")
@@ -101,17 +86,6 @@ def test_classes_choose_and_number_and_keep_keys_and_holdout(tmp_path: Path):
         assert all(some.classes[label] == owner[image] for _, image, label in samples)
         expected = {(key, image) for key, image, label in by_index(all_) if all_.classes[label] != "b"}
         assert {(key, image) for key, image, _ in samples} == expected
-
-
-def test_digits_as_the_demo_packs_them(tmp_path: Path):
-    seven = quiet("digits", tmp_path / "seven", classes=list("0123456"), holdout=0.15)
-    three = quiet("digits", tmp_path / "three", classes=list("789"), holdout=0.15)
-    assert three.train.classes == ("7", "8", "9")
-    assert seven.num_images + three.num_images == 1797
-    for result in (seven, three):
-        assert result.val is not None
-        train, val = (Counter(label for _, _, label in by_index(manifest)) for manifest in result.manifests)
-        assert all(abs(val[label] - 0.15 * (train[label] + val[label])) <= 0.5 for label in val)
 
 
 # ---- images
@@ -139,10 +113,3 @@ def test_the_bytes_decide_the_extension(format: str, mode: str, extension: str):
 def test_broken_images_are_noticed(data: bytes):
     with pytest.raises(UnreadableImage):
         prepare_image(data)
-
-
-def test_a_png_called_jpeg_is_packed_as_png(tmp_path: Path):
-    (tmp_path / "in/a").mkdir(parents=True)
-    (tmp_path / "in/a/1.JPEG").write_bytes(encoded(1))
-    result = quiet(str(tmp_path / "in"), tmp_path / "out")
-    assert open_index(result.train.shard_paths[0]).image_extension[0] == "png"

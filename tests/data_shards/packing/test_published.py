@@ -1,32 +1,18 @@
-"""Published sets packed: the shards of the unpacked images, through kills, and nothing of an archive is left."""
+"""Gzipped archives packed: through an interruption, and nothing of their copy is left."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 
 import pytest
 
 from data_shards.errors import UserError
-from data_shards.packing import pack as packing
 from data_shards.packing.sources import archive
-from data_shards.packing.sources.recognise import Published
-from tests.data_shards.packing.folders import by_webdataset, quiet, tree
-from tests.data_shards.packing.sources.layouts import (
-    binary,
-    cifar10,
-    class_tars,
-    imagenet_train,
-    imagenet_val,
-    jpeg,
-    kaggle_csv,
-    write_files,
-    write_tar,
-)
+from tests.data_shards.packing.folders import quiet, tree
+from tests.data_shards.packing.sources.layouts import class_tars, imagenet_train, jpeg, write_tar
 
 TRAIN = imagenet_train()
-VAL, VAL_SYNSETS = imagenet_val()
 
 
 @pytest.fixture(autouse=True)
@@ -34,44 +20,8 @@ def _listings_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def contents(out: Path, split: str) -> list[tuple[bytes, int]]:
-    from data_shards.shards.manifest import read_manifest
-
-    return sorted((data, label) for _, data, label in by_webdataset(read_manifest(out / split)))
-
-
 def leftovers(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name.startswith("."))
-
-
-def test_the_tars_give_the_shards_of_the_unpacked_folder(tmp_path: Path):
-    train = write_tar(tmp_path / "ILSVRC2012_img_train.tar", class_tars(TRAIN))
-    val = write_tar(tmp_path / "ILSVRC2012_img_val.tar", VAL)
-    labels = tmp_path / "LOC_val_solution.csv"
-    labels.write_bytes(kaggle_csv([*VAL], VAL_SYNSETS))
-    folder = write_files(tmp_path / "folder/train", TRAIN).parent
-    write_files(folder / "val", {f"{s}/{name}": VAL[name] for name, s in zip(VAL, VAL_SYNSETS, strict=True)})
-    quiet(str(train), tmp_path / "a", published=Published(val, labels))
-    quiet(str(folder), tmp_path / "b")
-    for split in ("train", "val"):
-        assert contents(tmp_path / "a", split) == contents(tmp_path / "b", split)
-    asked = json.loads((tmp_path / "a/pack.json").read_text())["request"]
-    assert (asked["val"], asked["val_labels"]) == (str(val), str(labels))
-    extensions = {name.rpartition(".")[2] for name in members(tmp_path / "a/train")}
-    assert extensions == {"jpg", "png", "cls"}  # by the bytes: one of the .JPEG is a PNG
-    assert quiet(str(train), tmp_path / "a", published=Published(val, labels)).compared
-    with pytest.raises(UserError, match="val_labels"):
-        quiet(str(train), tmp_path / "a", published=Published(val))
-
-
-def members(folder: Path) -> list[str]:
-    import tarfile
-
-    names = []
-    for path in folder.glob("*.tar"):
-        with tarfile.open(path) as tar:
-            names += tar.getnames()
-    return names
 
 
 def test_a_gzipped_archive_leaves_nothing_and_is_not_decompressed_to_see_that_it_is_done(
@@ -109,55 +59,8 @@ def test_a_packing_that_ended_goes_on_with_the_same_copy_to_the_same_bytes(
     assert sum(whole[shard] == digest for shard, digest in same.items()) == len(same) - 1 > 3
 
 
-def test_killed_between_two_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    source = write_tar(tmp_path / "cifar-10-binary.tar.gz", binary(cifar10(8)))
-    quiet(str(source), tmp_path / "whole", samples_per_shard=8)
-    saved = []
-    save = packing.WorkFolder.save
-
-    def killed(self: packing.WorkFolder, record: packing.ShardRecord) -> None:
-        if len(saved) >= 2:
-            raise KeyboardInterrupt
-        save(self, record)
-        saved.append(record)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(packing.WorkFolder, "save", killed)
-        with pytest.raises(KeyboardInterrupt):
-            quiet(str(source), tmp_path / "out", samples_per_shard=8)
-    assert leftovers(tmp_path) == [".out.packing", ".out.unpacked"]
-    quiet(str(source), tmp_path / "out", samples_per_shard=8)
-    assert tree(tmp_path / "out") == tree(tmp_path / "whole") and leftovers(tmp_path) == []
-
-
 def test_a_mistake_leaves_no_copy(tmp_path: Path):
     source = write_tar(tmp_path / "a.tar.gz", {"readme.txt": b"no image"})
     with pytest.raises(UserError, match="no image"):
         quiet(str(source), tmp_path / "out")
     assert leftovers(tmp_path) == []
-
-
-def test_duplicates_between_the_tars(tmp_path: Path):
-    val = {**VAL, "ILSVRC2012_val_00000001.JPEG": TRAIN["n01440764/n01440764_7.JPEG"]}
-    root = tmp_path / "imagenet"
-    write_tar(root / "ILSVRC2012_img_train.tar", class_tars(TRAIN))
-    write_tar(root / "ILSVRC2012_img_val.tar", val)
-    (root / "LOC_val_solution.csv").write_bytes(kaggle_csv([*val], VAL_SYNSETS))
-    report = quiet(str(root), tmp_path / "out", duplicates="drop")
-    assert report.counts.straddling_groups == 1 and report.counts.contradicting_groups == 1
-    assert report.val is not None and report.val.num_samples == len(val) - 1
-    (group,) = map(json.loads, (tmp_path / "out/duplicates.jsonl").read_text().splitlines())
-    assert [image["path"] for image in group["images"]] == [
-        "n01440764/n01440764_7.JPEG",
-        "ILSVRC2012_val_00000001.JPEG",
-    ]
-
-
-def test_the_same_set_twice_gives_the_same_bytes_wherever_it_lies(tmp_path: Path):
-    digests = set()
-    for name in ("one", "two"):
-        source = write_tar(tmp_path / name / "cifar-10-binary.tar.gz", binary(cifar10()))
-        quiet(str(source), tmp_path / name / "out")
-        shards = {each: digest for each, digest in tree(tmp_path / name / "out").items() if each.endswith("tar")}
-        digests.add(hashlib.sha256(repr(sorted(shards.items())).encode()).hexdigest())
-    assert len(digests) == 1

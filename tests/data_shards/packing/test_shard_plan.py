@@ -26,7 +26,7 @@ def array_source(labels: list[int]) -> Source:
 
 def planned(plan: PackPlan, split: str) -> list[tuple[int, int]]:
     shards = plan.splits.get(split, [])  # type: ignore[call-overload]
-    return [pair for shard in shards for pair in zip(shard.indices.tolist(), shard.labels.tolist(), strict=True)]
+    return [pair for shard in shards for pair in zip(shard.numbers.tolist(), shard.labels.tolist(), strict=True)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -91,7 +91,7 @@ def test_shards_by_bytes_hold_each_image_once_and_no_more_than_an_image_too_much
     assert sorted(index for index, _ in planned(plan, "train")) == list(range(len(sizes)))
     largest = int(tar_bytes(sizes).max())
     end = 10_240 + 1024  # what a tar ends with, at most
-    tars = [int(tar_bytes(sizes[shard.indices]).sum()) for shard in plan.splits["train"]]
+    tars = [int(tar_bytes(sizes[shard.numbers]).sum()) for shard in plan.splits["train"]]
     assert max(tars) <= max(size - end, 1) + largest
     if size > end + largest:
         assert max(tars) - min(tars) <= 2 * largest
@@ -122,7 +122,7 @@ def test_several_labels_are_numbered_anew_and_images_without_a_chosen_class_left
     plan = make_plan(source, PackRequest(classes=chosen, samples_per_shard=7))
     found = {}
     for shard in plan.splits["train"]:
-        for position, index in enumerate(shard.indices.tolist()):
+        for position, index in enumerate(shard.numbers.tolist()):
             extension, content = shard.label_member(position)
             assert extension == "json"
             found[index] = json.loads(content)["label"]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.engine.ddp_engine import DdpEngine
+from pipeline.engine.replicated import DdpEngine
 from pipeline.engine.saved_state.state_files import write_file
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.place import Place
@@ -79,7 +79,7 @@ def train(engine: DdpEngine, *, steps: int = 1, value: float = 1.0) -> list[bool
     for step in range(steps):
         images = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)) * value
         engine.backward(engine.forward(images.to(engine.input_dtype)).float().square().mean())
-        applied.append(bool(engine.step(lr=0.01, flags=(False, False)).numbers[1]))
+        applied.append(bool(engine.step(lr=0.01, flags=(False, False))[1]))
     return applied
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from model.config import ModelConfig
 from model.counting.flops import account
-from pipeline.recipe.schema import EngineConfig, Recipe
+from pipeline.recipe.io import load_recipe
+from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage_plan import plan_stage
 from pipeline.report import gauges
 from pipeline.report.gauges import Gauges, ImageWork, peak_flops, stage_work
@@ -17,20 +17,14 @@ from pipeline.report.gauges import Gauges, ImageWork, peak_flops, stage_work
 WORK = ImageWork(flops=2 * 10**12, last_flops=3 * 10**12, last_from=10)
 
 
-class Clock:
-    """Stands where it is put."""
-
-    now = 100.0
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now=100.0)  # stands where it is put
     monkeypatch.setattr(gauges, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     return clock
 
 
-def test_the_times_of_steps_leave_out_what_is_aside_and_begin_anew_at_each_point(clock: Clock) -> None:
+def test_the_times_of_steps_leave_out_what_is_aside_and_begin_anew_at_each_point(clock: SimpleNamespace) -> None:
     one = Gauges(WORK, processes=1, peak=None, on_gpu=False)
     aside = 0.0
     for seconds in range(1, 101):  # of the steps, in any order
@@ -48,7 +42,7 @@ def test_the_times_of_steps_leave_out_what_is_aside_and_begin_anew_at_each_point
     assert not any("step_seconds" in name for name in one.read(step=101, images_per_second=1.0))
 
 
-def test_arithmetic_is_of_one_process_and_utilisation_only_where_the_peak_is_known(clock: Clock) -> None:
+def test_arithmetic_is_of_one_process_and_utilisation_only_where_the_peak_is_known(clock: SimpleNamespace) -> None:
     known = Gauges(WORK, processes=4, peak=5 * 10**12, on_gpu=False).read(step=10, images_per_second=4.0)
     assert known["perf/model_tflops_per_s"] == 2.0 and known["perf/mfu"] == 0.4
     later = Gauges(WORK, processes=4, peak=5 * 10**12, on_gpu=False).read(step=11, images_per_second=4.0)
@@ -58,7 +52,7 @@ def test_arithmetic_is_of_one_process_and_utilisation_only_where_the_peak_is_kno
 
 
 def test_hours_are_of_all_attempts_and_processes_and_named_for_what_they_are(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
+    clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gauges.torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
     cpu, gpu = (Gauges(WORK, processes=8, peak=None, on_gpu=on_gpu, process_seconds=7200.0) for on_gpu in (False, True))
@@ -87,37 +81,13 @@ def test_a_peak_is_that_of_the_precision(precision: Any, more: Any, name: str | 
 
 
 def test_work_follows_the_patches_that_are_left_out() -> None:
-    recipe = Recipe.model_validate(
-        {
-            "name": "r",
-            "model": {"width": 32, "depth": 2, "heads": 2, "patch_size": 4},
-            "stages": {
-                "pretrain": {
-                    "train": "unused",
-                    "eval": "unused",
-                    "image_size": 16,
-                    "global_batch_size": 8,
-                    "duration": "40 steps",
-                    "optimizer": {"name": "adamw", "lr": 0.001},
-                    "head": "linear",
-                    "patch_dropout": 0.5,
-                    "unmasked_finish": "25%",
-                }
-            },
-        }
-    )
+    recipe = load_recipe("digits", overrides=["pretrain.patch_dropout=0.5", "pretrain.unmasked_finish=25%"])
     plan = plan_stage(recipe, stage="pretrain", samples_per_epoch=64, world_size=1)
     work = stage_work(recipe, stage="pretrain", plan=plan, num_classes=10)
     half, whole = (
-        account(
-            ModelConfig(width=32, depth=2, heads=2, patch_size=4),
-            image_size=16,
-            num_classes=10,
-            head="linear",
-            patch_dropout=share,
-        ).training_flops
+        account(recipe.model, image_size=16, num_classes=10, head="mlp", patch_dropout=share).training_flops
         for share in (0.5, 0.0)
     )
-    assert 0 < plan.patch_dropout_steps < 40
+    assert 0 < plan.patch_dropout_steps < plan.total_steps
     assert work.of_image(plan.patch_dropout_steps) == half
     assert work.of_image(plan.patch_dropout_steps + 1) == whole > half

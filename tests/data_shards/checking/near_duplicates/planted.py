@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from PIL import Image, ImageOps
 
-from data_shards.checking.near_duplicates.collection import ImagePlace
+from data_shards.checking.near_duplicates.fingerprint import ImagePlace
 from data_shards.checking.near_duplicates.matches import Matches, find_matches
 from data_shards.errors import UnreadableImage
 

@@ -10,7 +10,7 @@ from PIL import Image
 
 from data_shards.checking.near_duplicates import matches as matches_module
 from data_shards.checking.near_duplicates.candidates import find_candidates
-from data_shards.checking.near_duplicates.collection import ShardImages
+from data_shards.checking.near_duplicates.fingerprint import ShardImages
 from data_shards.checking.near_duplicates.matches import find_matches
 from data_shards.packing.pack import pack
 from data_shards.reading.opening import open_shards
@@ -102,14 +102,6 @@ def test_what_was_changed_in_one_place_is_unsure_and_comes_after_what_is_the_sam
     assert likeness == sorted(likeness, reverse=True)
 
 
-def test_several_edits_at_once(tmp_path: Path):
-    images = photographs(30)
-    copies = [edited(edited(edited(image, "cropped", seed=n), "mirrored"), "x 0.7") for n, image in enumerate(images)]
-    found = matches(InMemory(jpeg(image, quality=50) for image in copies), InMemory(map(jpeg, images)), folder=tmp_path)
-    assert all(match.image == match.other and match.mirrored for match in found.matches)
-    assert len(found.matches) >= 28
-
-
 def test_equal_bytes_and_equal_pixels_are_told_apart(tmp_path: Path):
     images = photographs(3)
     here = InMemory([png(images[0]), png(images[1]), jpeg(images[2])])
@@ -159,7 +151,7 @@ def test_within_a_collection_the_later_copy_is_named(tmp_path: Path):
     assert found == {20: (4, "equal-bytes"), 21: (7, "near-duplicate")}
 
 
-@pytest.mark.parametrize(("part_size", "block"), [(3, 1), (7, 10), (200, 1 << 17)])
+@pytest.mark.parametrize(("part_size", "block"), [(3, 1), (7, 10)])
 def test_parts_and_blocks_change_nothing(part_size: int, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def in_blocks(*args, **options):
         return find_candidates(*args, **options, block_images=block)

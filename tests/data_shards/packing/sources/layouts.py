@@ -170,18 +170,7 @@ def python2_pickle(value: Any) -> bytes:
     return writer.done()
 
 
-def python3_pickle(value: dict[bytes, Any]) -> bytes:
-    """The same made again by Python 3, with text in place of byte strings."""
-
-    def as_text(each: Any) -> Any:
-        if isinstance(each, list):
-            return [as_text(one) for one in each]
-        return each.decode() if isinstance(each, bytes) else each
-
-    return pickle.dumps({as_text(key): as_text(each) for key, each in value.items()}, protocol=2)
-
-
-def cifar10(images: int = 4, *, dump: Any = python2_pickle) -> dict[str, bytes]:
+def cifar10(images: int = 4) -> dict[str, bytes]:
     """cifar-10-batches-py/, `images` in each batch."""
     draw = np.random.default_rng(0)
     files = {}
@@ -192,13 +181,17 @@ def cifar10(images: int = 4, *, dump: Any = python2_pickle) -> dict[str, bytes]:
             b"data": draw.integers(0, 256, (images, 3072), dtype=np.uint8),
             b"filenames": [f"{batch}_{i}.png".encode() for i in range(images)],
         }
-        files[f"cifar-10-batches-py/{batch}"] = dump(content)
+        files[f"cifar-10-batches-py/{batch}"] = python2_pickle(content)
     names = b"airplane automobile bird cat deer dog frog horse ship truck".split()
     meta = {b"num_cases_per_batch": images, b"label_names": names, b"num_vis": 3072}
-    return {"cifar-10-batches-py/batches.meta": dump(meta), **files, "cifar-10-batches-py/readme.html": b"<html>"}
+    return {
+        "cifar-10-batches-py/batches.meta": python2_pickle(meta),
+        **files,
+        "cifar-10-batches-py/readme.html": b"<html>",
+    }
 
 
-def cifar100(images: int = 12, *, dump: Any = python2_pickle) -> dict[str, bytes]:
+def cifar100(images: int = 12) -> dict[str, bytes]:
     draw = np.random.default_rng(1)
     files = {}
     for part in ("train", "test"):
@@ -209,12 +202,12 @@ def cifar100(images: int = 12, *, dump: Any = python2_pickle) -> dict[str, bytes
             b"filenames": [f"{part}_{i}.png".encode() for i in range(images)],
             b"batch_label": part.encode(),
         }
-        files[f"cifar-100-python/{part}"] = dump(content)
+        files[f"cifar-100-python/{part}"] = python2_pickle(content)
     meta = {
         b"fine_label_names": [f"fine{i}".encode() for i in range(100)],
         b"coarse_label_names": [f"coarse{i}".encode() for i in range(20)],
     }
-    return {"cifar-100-python/meta": dump(meta), **files}
+    return {"cifar-100-python/meta": python2_pickle(meta), **files}
 
 
 def binary(files: Mapping[str, bytes]) -> dict[str, bytes]:

@@ -11,6 +11,14 @@ from data_shards.packing.sources.base import Source
 from data_shards.packing.sources.recognise import Published, open_source
 
 
+def touch(root: Path, *files: str) -> Path:
+    """Write files whose content is their name."""
+    for file in files:
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).write_bytes(file.encode())
+    return root
+
+
 def opened(path: Path, *, unfit: Literal["refuse", "skip"] = "refuse", **options: Any) -> Source:
     """`options` are those of `Published`; archives are decompressed beside."""
     unpacking = Unpacking(path.parent / "unpacked", report=lambda line: None)

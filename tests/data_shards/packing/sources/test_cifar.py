@@ -1,13 +1,10 @@
 """CIFAR: the images, labels and order of torchvision, from both versions; only the published pickles are opened."""
 
-import gzip
 import hashlib
 import io
 import os
 import pickle
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,19 +12,10 @@ from PIL import Image
 from torchvision.datasets import CIFAR10, CIFAR100, cifar
 
 from data_shards.errors import UserError
-from data_shards.packing.sources import cifar as ours
-from tests.data_shards.packing.sources.layouts import (
-    binary,
-    cifar10,
-    cifar100,
-    python2_pickle,
-    python3_pickle,
-    write_files,
-    write_tar,
-)
+from data_shards.packing.sources import arrays as ours
+from tests.data_shards.packing.sources.layouts import binary, cifar10, cifar100, write_files, write_tar
 from tests.data_shards.packing.sources.opening import opened
 
-Dump = Callable[[Any], bytes]
 SETS = {"cifar-10": (cifar10, CIFAR10), "cifar-100": (cifar100, CIFAR100)}
 
 
@@ -48,11 +36,10 @@ def test_the_published_digests_are_known():
 
 
 @pytest.mark.usefixtures("known")
-@pytest.mark.parametrize("dump", [python2_pickle, python3_pickle])
 @pytest.mark.parametrize("version", SETS)
-def test_as_torchvision_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, dump: Dump):
+def test_as_torchvision_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str):
     make, theirs = SETS[version]
-    files = make(dump=dump)
+    files = make()
     write_files(tmp_path, files)
     monkeypatch.setattr(cifar, "check_integrity", lambda *_: True)
     source = opened(write_tar(tmp_path / f"{version}-python.tar.gz", files))
@@ -114,13 +101,6 @@ def test_two_sets_in_one_folder_are_not_guessed(tmp_path: Path):
         opened(tmp_path)
 
 
-def test_options_that_mean_nothing_here(tmp_path: Path):
-    path = write_tar(tmp_path / "cifar-10-python.tar.gz", cifar10())
-    for flag, options in {"--val": {"val": tmp_path}, "--val-labels": {"val_labels": tmp_path}}.items():
-        with pytest.raises(UserError, match=f"^{flag}:"):
-            opened(path, **options)
-
-
 class Evil:
     def __init__(self, marker: str) -> None:
         self.marker = marker
@@ -146,16 +126,8 @@ def test_a_pickle_that_is_not_published_is_not_opened(tmp_path: Path, monkeypatc
 def test_a_binary_file_that_is_cut_short(tmp_path: Path):
     files = binary(cifar10())
     files["cifar-10-batches-bin/data_batch_1.bin"] = files["cifar-10-batches-bin/data_batch_1.bin"][:-1]
-    with pytest.raises(UserError, match=r"data_batch_1\.bin.*no whole number of images"):
+    with pytest.raises(UserError, match=r"data_batch_1\.bin.*not a whole number of images"):
         opened(write_tar(tmp_path / "cifar-10-binary.tar.gz", files))
-
-
-def test_a_damaged_archive(tmp_path: Path):
-    path = write_tar(tmp_path / "cifar-10-python.tar.gz", cifar10())
-    data = gzip.decompress(path.read_bytes())
-    path.write_bytes(gzip.compress(data[: len(data) // 2]))
-    with pytest.raises(UserError, match="fetch it again"):
-        opened(path)
 
 
 def test_folders_with_the_names_of_its_files_are_not_it(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,9 @@ from data_shards.errors import UserError
 from data_shards.packing.sources.base import Source
 from data_shards.packing.sources.label_list import LabelList
 from data_shards.packing.sources.recognise import open_source
-
-
-def touch(root: Path, *files: str) -> Path:
-    for file in files:
-        (root / file).parent.mkdir(parents=True, exist_ok=True)
-        (root / file).write_bytes(file.encode())
-    return root
+from tests.data_shards.packing.sources.layouts import cifar10, flowers, jpeg, pets, write_files, write_tar
+from tests.data_shards.packing.sources.opening import opened as published
+from tests.data_shards.packing.sources.opening import refused, touch
 
 
 def images_of(source: Source) -> dict[str, list[str]]:
@@ -38,12 +35,38 @@ def opened(root: Path, content: str | bytes, *, file: str = "labels.csv", **opti
     return open_source(str(root), labels=LabelList(path, **options))  # type: ignore[arg-type]
 
 
-def test_one_name_each(root: Path):
-    source = opened(root, "path,label\na/2.jpg,dog\na/1.jpg,cat\n3.png,dog\n")
-    assert source.kind == "single" and source.classes == ("cat", "dog")
-    assert images_of(source) == {"a/2.jpg": ["dog"], "a/1.jpg": ["cat"], "3.png": ["dog"]}
-    assert source.splits["train"].read(0) == b"a/2.jpg"
-    assert not source.notes
+@pytest.mark.parametrize(
+    ("content", "classes", "expected"),
+    [
+        ("a/2.jpg,dog\na/1.jpg,cat\n3.png,dog", "cat dog", {"a/1.jpg": "cat", "a/2.jpg": "dog", "3.png": "dog"}),
+        ("a/1.jpg,3\na/2.jpg,0\n3.png,03", "0 1 2 3", {"a/1.jpg": "3", "a/2.jpg": "0", "3.png": "3"}),
+        # one name among numbers makes them names
+        ("a/1.jpg,10\na/2.jpg,9\n3.png,x", "10 9 x", {"a/1.jpg": "10", "a/2.jpg": "9", "3.png": "x"}),
+        (
+            "a/1.jpg,dog | cat|dog\na/2.jpg,\n3.png,owl",
+            "cat dog owl",
+            {"a/1.jpg": ["cat", "dog"], "a/2.jpg": [], "3.png": ["owl"]},
+        ),
+        (
+            {"a/1.jpg": [2, 0], "a/2.jpg": [], "3.png": 1},
+            "0 1 2",
+            {"a/1.jpg": ["0", "2"], "a/2.jpg": [], "3.png": ["1"]},
+        ),
+        ({"a/1.jpg": "7", "a/2.jpg": "3", "3.png": "3"}, "3 7", {"a/1.jpg": "7", "a/2.jpg": "3", "3.png": "3"}),
+    ],
+)
+def test_names_and_numbers_one_or_several(root: Path, content: str | dict, classes: str, expected: dict):
+    if isinstance(content, str):
+        source = opened(root, f"path,label\n{content}\n")
+    else:
+        lines = [json.dumps({"path": path, "more": {"no": 1}, "label": label}) for path, label in content.items()]
+        source = opened(root, "\n\n".join(lines), file="x.JSONL")
+    is_multi = any(isinstance(label, list) for label in expected.values())
+    assert source.kind == ("multi" if is_multi else "single") and list(source.classes) == classes.split()
+    assert images_of(source) == {path: label if is_multi else [label] for path, label in expected.items()}
+    images = source.splits["train"]
+    assert [images.read(i) for i in range(3)] == [images.trace(i).encode() for i in range(3)] and not source.notes
+    assert images.labels.ndim == 1 + is_multi
 
 
 def test_absolute_paths_inside_the_folder_are_the_relative_ones(root: Path):
@@ -71,41 +94,6 @@ def test_other_columns_a_mark_of_byte_order_and_windows_lines(root: Path):
     source = opened(root, text, path_column="file", label_column="species name")
     assert images_of(source) == {"a/1.jpg": ["cat, grey"], "a/2.jpg": ["dog"]}
     assert len(source.notes) == 1 and "does not name 1 images" in source.notes[0] and "3.png" in source.notes[0]
-
-
-def test_numbers(root: Path):
-    source = opened(root, "path,label\na/1.jpg,3\na/2.jpg,0\n3.png,03\n")
-    assert source.classes == ("0", "1", "2", "3")
-    assert images_of(source) == {"a/1.jpg": ["3"], "a/2.jpg": ["0"], "3.png": ["3"]}
-
-
-def test_one_name_among_numbers_makes_them_names_in_csv(root: Path):
-    assert opened(root, "path,label\na/1.jpg,10\na/2.jpg,9\n3.png,x\n").classes == ("10", "9", "x")
-
-
-def test_several_labels_in_csv(root: Path):
-    source = opened(root, "path,label\na/1.jpg,dog | cat|dog\na/2.jpg,\n3.png,owl\n")
-    assert source.kind == "multi" and source.classes == ("cat", "dog", "owl")
-    assert images_of(source) == {"a/1.jpg": ["cat", "dog"], "a/2.jpg": [], "3.png": ["owl"]}
-    assert source.splits["train"].labels.tolist() == [[0, 1], [-1, -1], [2, -1]]
-
-
-def test_several_labels_in_jsonl(root: Path):
-    lines = [
-        {"path": "a/1.jpg", "label": [2, 0]},
-        {"label": [], "path": "a/2.jpg", "x": 1},
-        {"path": "3.png", "label": 1},
-    ]
-    source = opened(root, "\n".join(map(json.dumps, lines)), file="labels.jsonl")
-    assert source.kind == "multi" and source.classes == ("0", "1", "2")
-    assert images_of(source) == {"a/1.jpg": ["0", "2"], "a/2.jpg": [], "3.png": ["1"]}
-
-
-def test_jsonl_tells_numbers_from_names(root: Path):
-    lines = [{"img": "a/1.jpg", "y": {"no": 1}, "k": "7"}, {"img": "a/2.jpg", "k": "3"}]
-    text = "\n\n".join(map(json.dumps, lines)) + "\n"
-    source = opened(root, text, file="x.JSONL", path_column="img", label_column="k")
-    assert source.kind == "single" and source.classes == ("3", "7")
 
 
 @pytest.mark.parametrize(
@@ -192,8 +180,8 @@ def test_csv_files_that_are_refused(root: Path, content: str | bytes, message: s
         ("", "names no image"),
         ("{", "line 1: not readable as JSON"),
         ('{"path": "a/1.jpg", "label": ' + "9" * 5000 + "}", "line 1: not readable as JSON"),
-        ("[]", "line 1: there is no key 'path'"),
-        ('{"path": "a/1.jpg"}', "line 1: there is no key 'label'"),
+        ("[]", "line 1: no key 'path'"),
+        ('{"path": "a/1.jpg"}', "line 1: no key 'label'"),
         ('{"path": 3, "label": 1}', "line 1: the path 3 is not text"),
         ('{"path": "a/1.jpg", "label": true}', "the label true is neither a class name"),
         ('{"path": "a/1.jpg", "label": 1.5}', "the label 1.5 is neither a class name"),
@@ -250,3 +238,120 @@ def test_the_fingerprint_sees_labels(root: Path):
         "a/1.jpg,x",
     ]
     assert len({opened(root, f"path,label\n{text}\n").fingerprint() for text in texts}) == len(texts)
+
+
+# ---- VTAB's lists, and what is common to published sets
+
+
+def task(root: Path) -> Path:
+    """As the 1000-image splits are published, with fewer images."""
+    labels = {"train800": [3, 0, 1, 1], "val200": [2, 0], "test": [1, 3, 3]}
+    files: dict[str, bytes] = {}
+    rows = {
+        part: [f"images/{part}/{i:06d}.jpg {label}" for i, label in enumerate(numbers)]
+        for part, numbers in labels.items()
+    }
+    for part, numbers in labels.items():
+        files |= {f"images/{part}/{i:06d}.jpg": jpeg(100 * len(part) + i) for i in range(len(numbers))}
+    rows["train800val200"] = rows["train800"] + rows["val200"]
+    return write_files(
+        root, {**files, **{f"{part}.txt": "\n".join([*each, ""]).encode() for part, each in rows.items()}}
+    )
+
+
+def found_in(source: Source, split: str) -> list[tuple[str, int]]:
+    images = source.splits[split]  # type: ignore[index]
+    return [(images.trace(i), int(images.labels[i])) for i in range(len(images))]
+
+
+def stated(path: Path) -> list[tuple[str, int]]:
+    return [(line.split()[0], int(line.split()[1])) for line in path.read_text().splitlines()]
+
+
+def test_a_task(tmp_path: Path):
+    root = task(tmp_path / "caltech101")
+    source = published(root)
+    assert source.classes == ("0", "1", "2", "3")
+    assert list(source.splits) == ["train", "val"]
+    assert found_in(source, "train") == stated(root / "train800val200.txt")
+    assert found_in(source, "val") == stated(root / "test.txt")
+    assert source.splits["val"].read(1) == (root / "images/test/000001.jpg").read_bytes()
+
+
+def test_its_parts_for_choosing(tmp_path: Path):
+    root = task(tmp_path)
+    source = published(root / "train800.txt", val=root / "val200.txt")
+    assert found_in(source, "train") == stated(root / "train800.txt")
+    assert found_in(source, "val") == stated(root / "val200.txt")
+    assert list(published(root / "train800.txt").splits) == ["train"]
+
+
+def replaced(name: str, old: str, new: str) -> Callable[[Path], None]:
+    def change(root: Path) -> None:
+        text = (root / name).read_text()
+        assert old in text
+        (root / name).write_text(text.replace(old, new, 1))
+
+    return change
+
+
+LAST = "images/test/000002.jpg 3"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda root: (root / "test.txt").unlink(), r"test\.txt is missing"),
+        (lambda root: (root / "test.txt").write_text(""), r"test\.txt: it names no image"),
+        (replaced("test.txt", LAST, "images/test/000002.jpg"), r"test\.txt, line 3"),
+        (replaced("test.txt", LAST, "images/test/000002.jpg cat"), r"test\.txt, line 3"),
+        (replaced("test.txt", LAST, "images/test/000002.jpg -1"), r"test\.txt, line 3"),
+        (replaced("test.txt", LAST, "images/test/000002.jpg 999999999"), r"test\.txt, line 3"),
+        (replaced("test.txt", LAST, "../x.jpg 3"), r"test\.txt, line 3: .*inside"),
+        (replaced("test.txt", LAST, "/etc/passwd 3"), r"test\.txt, line 3: .*inside"),
+        (
+            replaced("test.txt", LAST, "images/test/9.jpg 3"),
+            r"test\.txt, line 3: images/test/9\.jpg is not a file below",
+        ),
+        (replaced("test.txt", LAST, "images/train800/000000.jpg 3"), r"line 1 of train800val200\.txt already"),
+    ],
+)
+def test_lists_that_are_refused(tmp_path: Path, change: Callable[[Path], object], message: str):
+    change(task(tmp_path))
+    refused(tmp_path, message)
+
+
+def test_lists_of_two_folders_and_an_option_of_other_lists(tmp_path: Path):
+    one, two = task(tmp_path / "one"), task(tmp_path / "two")
+    with pytest.raises(UserError, match="one folder"):
+        published(one / "train800.txt", val=two / "val200.txt")
+    with pytest.raises(UserError, match=r"^--val-labels:"):
+        published(one / "train800.txt", val_labels=one)
+
+
+def cifar(root: Path) -> Path:
+    return write_tar(root / "cifar-10-python.tar.gz", cifar10())
+
+
+def oxford(root: Path, files: tuple[dict[str, bytes], dict[str, bytes]]) -> Path:
+    write_files(root, files[0])
+    return write_files(root, files[1])
+
+
+@pytest.mark.parametrize(
+    ("make", "flags"),
+    [
+        (task, ("val", "val_labels", "cifar_labels")),
+        (cifar, ("val", "val_labels")),
+        (lambda root: oxford(root, pets()), ("val", "cifar_labels")),
+        (lambda root: oxford(root, flowers()), ("val", "cifar_labels")),
+    ],
+)
+def test_options_that_mean_nothing_to_a_published_set(
+    tmp_path: Path, make: Callable[[Path], Path], flags: tuple[str, ...]
+):
+    path = make(tmp_path / "set")
+    for name in flags:
+        flag = {"cifar_labels": "--superclasses"}.get(name, f"--{name.replace('_', '-')}")
+        with pytest.raises(UserError, match=f"^{flag}:"):
+            published(path, **{name: "coarse" if name == "cifar_labels" else path})

@@ -147,10 +147,3 @@ def test_flowers_without_their_images(tmp_path: Path):
     write_files(tmp_path, flowers()[1])
     with pytest.raises(UserError, match=r"102flowers\.tgz .*has to lie there"):
         opened(tmp_path)
-
-
-def test_options_that_mean_nothing_here(tmp_path: Path):
-    for root in (pets_folders(tmp_path / "pets"), flowers_folder(tmp_path / "flowers")):
-        for flag, options in {"--val": {"val": root}, "--superclasses": {"cifar_labels": "coarse"}}.items():
-            with pytest.raises(UserError, match=f"^{flag}:"):
-                opened(root, **options)

@@ -8,23 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 from sklearn.datasets import load_digits
 
 from data_shards.errors import UserError
 from data_shards.packing.sources import arrays
 from data_shards.packing.sources.arrays import DEBIAN_FOLDER, FASHION_CLASSES
-from data_shards.packing.sources.base import Source, array_images
+from data_shards.packing.sources.base import Source
 from data_shards.packing.sources.recognise import open_source
-
-
-def touch(root: Path, *files: str) -> Path:
-    for file in files:
-        (root / file).parent.mkdir(parents=True, exist_ok=True)
-        (root / file).write_bytes(file.encode())
-    return root
+from tests.data_shards.packing.sources.opening import touch
 
 
 def files_of(source: Source, split: str) -> list[tuple[str, str]]:
@@ -46,16 +38,7 @@ def test_the_folder_above_a_data_set_is_not_taken_for_one_class(tmp_path: Path):
 
 
 def test_class_folders(tmp_path: Path):
-    touch(
-        tmp_path,
-        "b/2.JPG",
-        "b/1.png",
-        "a/x/deep/3.jpeg",
-        "a/y.webp",
-        "a/.hidden.jpg",
-        ".git/z.jpg",
-        "a/notes.txt",
-    )
+    touch(tmp_path, "b/2.JPG", "b/1.png", "a/x/deep/3.jpeg", "a/y.webp", "a/.hidden.jpg", ".git/z.jpg", "a/notes.txt")
     source = open_source(str(tmp_path))
     assert source.classes == ("a", "b")
     assert files_of(source, "train") == [
@@ -69,30 +52,25 @@ def test_class_folders(tmp_path: Path):
     assert len(source.notes) == 1 and "1 file left out" in source.notes[0] and "a/notes.txt" in source.notes[0]
 
 
-@pytest.mark.parametrize("val", ["val", "validation", "test"])
-def test_imagenet_layout(tmp_path: Path, val: str):
-    touch(tmp_path, "train/a/1.jpg", "train/b/2.jpg", f"{val}/a/3.jpg", f"{val}/b/4.jpg")
+@pytest.mark.parametrize(
+    ("folders", "splits"),
+    [
+        ("train val", "train val"),
+        ("train validation", "train val"),
+        ("train test", "train val"),
+        ("train val test", "train val test"),
+        ("train validation test", "train val test"),
+        ("train val validation", "train val -"),  # left out, and that is said
+    ],
+)
+def test_splits_by_the_names_of_folders(tmp_path: Path, folders: str, splits: str):
+    touch(tmp_path, *(f"{folder}/{name}/{name}.jpg" for folder in folders.split() for name in "ab"))
     source = open_source(str(tmp_path))
-    assert source.classes == ("a", "b")
-    assert files_of(source, "train") == [("train/a/1.jpg", "a"), ("train/b/2.jpg", "b")]
-    assert files_of(source, "val") == [(f"{val}/a/3.jpg", "a"), (f"{val}/b/4.jpg", "b")]
-
-
-@pytest.mark.parametrize("val", ["val", "validation"])
-def test_a_third_split_stays_one(tmp_path: Path, val: str):
-    touch(tmp_path, "train/a/1.jpg", f"{val}/a/2.jpg", "test/a/3.jpg")
-    source = open_source(str(tmp_path))
-    assert list(source.splits) == ["train", "val", "test"]
-    assert files_of(source, "val") == [(f"{val}/a/2.jpg", "a")]
-    assert files_of(source, "test") == [("test/a/3.jpg", "a")]
-    assert not source.notes
-
-
-def test_val_is_preferred_to_validation_and_that_is_said(tmp_path: Path):
-    touch(tmp_path, "train/a/1.jpg", "val/a/2.jpg", "validation/a/3.jpg")
-    source = open_source(str(tmp_path))
-    assert files_of(source, "val") == [("val/a/2.jpg", "a")] and len(source.splits) == 2
-    assert any("validation was left out" in note for note in source.notes)
+    used = {split: folder for folder, split in zip(folders.split(), splits.split(), strict=True) if split != "-"}
+    assert source.classes == ("a", "b") and list(source.splits) == list(used)
+    for split, folder in used.items():
+        assert files_of(source, split) == [(f"{folder}/a/a.jpg", "a"), (f"{folder}/b/b.jpg", "b")]
+    assert len(source.notes) == splits.count("-") and all("validation was left out" in note for note in source.notes)
 
 
 def test_all_mistakes_are_told_at_once_and_what_can_be_left_out_is(tmp_path: Path):
@@ -130,10 +108,7 @@ def test_symbolic_links_are_followed_and_end(tmp_path: Path):
     touch(tmp_path, "store/1.jpg", "root/a/2.jpg")
     (tmp_path / "root/b").symlink_to(tmp_path / "store")
     (tmp_path / "root/a/back").symlink_to(tmp_path / "root/a")
-    assert [file for file, _ in files_of(open_source(str(tmp_path / "root")), "train")] == [
-        "a/2.jpg",
-        "b/1.jpg",
-    ]
+    assert [file for file, _ in files_of(open_source(str(tmp_path / "root")), "train")] == ["a/2.jpg", "b/1.jpg"]
 
 
 @pytest.mark.parametrize(
@@ -148,10 +123,7 @@ def test_symbolic_links_are_followed_and_end(tmp_path: Path):
         (["train/a/1.jpg", "val/1.jpg"], "/val: there are no class folders"),
         (["train/1.jpg", "val/1.jpg"], "images lie in it without class folders"),
         (["val/a/1.jpg"], "val is there without train"),
-        (
-            ["train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg"],
-            r"1 class folders of train are missing in val.*b",
-        ),
+        (["train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg"], r"1 class folders of train are missing in val.*b"),
         (["train/a/1.jpg", "val/a/1.jpg", "val/c/1.jpg"], r"1 class folders of val are missing in train.*c"),
         (["train/a/1.jpg", "val/a/x.txt"], "/val/a: there is no image"),
     ],
@@ -204,13 +176,6 @@ def test_without_scikit_learn_the_digits_say_what_is_missing(monkeypatch: pytest
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install scikit-learn"):
         open_source("digits")
-
-
-@given(st.integers(1, 9), st.integers(1, 9), st.randoms())
-def test_arrays_survive_encoding(height: int, width: int, random):
-    pixels = np.array([[random.randrange(256) for _ in range(width)] for _ in range(height)], dtype=np.uint8)
-    images = array_images("x", pixels[None], np.zeros(1, dtype=np.int64))
-    assert np.array_equal(decode(images.read(0)), pixels)
 
 
 # ---- IDX files

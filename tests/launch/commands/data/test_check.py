@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -15,11 +15,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-# `main` reads sys.argv, which is what these tests set.
-pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
+from tests.launch.conftest import Call
 
 ROOT = Path(__file__).resolve().parents[4]
-Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -70,12 +68,6 @@ def test_damage_is_exit_code_1_and_the_text_names_it(call: Call, packed: Path):
     tar.write_bytes(tar.read_bytes()[:-3000])
     code, output, _ = call("check", packed / "train")
     assert code == 1 and tar.name in output and "check: 1 problem (" in output
-
-
-def test_a_warning_is_exit_code_0(call: Call, packed: Path):
-    (packed / "train" / "more.tar").write_bytes(b"")
-    code, output, _ = call("check", packed)
-    assert code == 0 and "check: 1 warning (" in output
 
 
 def test_json(call: Call, packed: Path):
@@ -156,13 +148,6 @@ def test_mistakes_of_the_user(
     assert error.startswith("shardvit: ") and error.count("\n") == 1
     for word in words:
         assert word.lower() in error.lower(), word
-
-
-def test_help(call: Call):
-    code, output, error = call("check", "--help")
-    assert code == 0 and error == ""
-    for word in ("SHARDS", "--decode", "--world-size", "--lanes", "--json", "--no-digests", "--cache", "xamples:"):
-        assert word in output, word
 
 
 def test_a_real_process_with_workers_of_its_own(packed: Path):

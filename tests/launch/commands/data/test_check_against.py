@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from data_shards.packing.pack import pack
 from data_shards.shards.manifest import load_manifest
-from tests.data_shards.checking.near_duplicates.drawn_scenes import drawn_floors, scenes
 from tests.data_shards.checking.near_duplicates.planted import edited, jpeg, photographs
-
-pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
-Call = Callable[..., tuple[int, str, str]]
+from tests.launch.conftest import Call
 
 
 def packed(root: Path, name: str, images: list[bytes]) -> Path:
@@ -84,14 +79,6 @@ def test_what_is_unsure_is_listed_and_no_problem(call: Call, sets: tuple[Path, P
     lines = [json.loads(line) for line in (tmp_path / "report" / "matches.jsonl").read_text().splitlines()]
     assert [line["kind"] for line in lines] == ["unsure"] * 3
     assert (tmp_path / "report" / "matches.html").read_text().count("<img") == 3
-
-
-def test_other_garments_on_the_same_floor_are_no_problem(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    floors = drawn_floors(np.random.default_rng(1), 1, size=(180, 240))
-    train, test = (packed(tmp_path, str(seed), list(map(jpeg, scenes(floors, 20, seed=seed)))) for seed in (0, 1))
-    code, output, _ = call("check", train, "--against", test)
-    assert code == 0 and "all is well" in output
 
 
 def test_the_pairs_come_most_alike_first(call: Call, tmp_path: Path, sets: tuple[Path, Path, Path]):
