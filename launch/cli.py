@@ -38,24 +38,18 @@ app = App(
     "75 stopped by a signal: run it again.",
     version="0.1.0.dev0",
     help_format="plaintext",
-    suppress_keyboard_interrupt=False,  # main() says what an interruption means
+    suppress_keyboard_interrupt=False,  # `_run_command` handles it
 )
 
-
-_GONE_COMMANDS = {
-    **{
-        name: f"`shardvit transfer MODEL TRAIN_SHARDS EVAL_SHARDS --method {name}`"
-        for name in ("fewshot", "probe", "knn")
-    },
+_GONE_COMMANDS = {  # and what to type instead
+    **{n: f"`shardvit transfer MODEL TRAIN_SHARDS EVAL_SHARDS --method {n}`" for n in ("fewshot", "probe", "knn")},
     "table8": "`shardvit sweep digits_positions model.position=none,learned_1d,learned_2d,relative,sincos_2d "
     "--hold-out 30%` (docs/recipes.md)",
 }
-"""Former commands, and what to type instead."""
-_GONE_FLAGS = {
+_GONE_FLAGS = {  # of a command, and what to do instead
     ("run", "--launcher"): "hosts are reached over ssh: leave it out",
     ("doctor", "--cache"): "the cache's disk is checked when shards are downloaded: leave it out",
 }
-"""Former flags of a command, and what to do instead."""
 
 
 def main() -> None:

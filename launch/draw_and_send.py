@@ -1,12 +1,11 @@
-"""The process beside rank 0, which draws pictures, writes the run's page and sends everything to MLflow.
+"""The process beside rank 0 that draws pictures, writes the run's page and sends everything to MLflow.
 
     DrawAndSend.ask("pretrain", "begin", step=0)   ->   one line of JSON to its standard input   ->   `drawing.draw`
 
-It takes no GPU and no lock, and runs at a low priority; drawing, in a thread, at the lowest. The sender, in another
-thread, follows the run's files, so training does nothing for it. A request that the process cannot take at
-once is dropped, since `shardvit report` draws what is missing; of several evaluations that wait only the last is drawn,
-and of several stages that end one page is written. It ends with rank 0, whatever that dies of. What it has to say goes
-to RUN/pictures.log, and of MLflow to standard error.
+It takes no GPU and no lock, runs at a low priority (drawing, in a thread, at the lowest), and ends with rank 0
+whatever that dies of. The sender, in another thread, follows the run's files. A request that does not fit into the pipe
+is dropped, as `shardvit report` draws what is missing; of several waiting evaluations only the last is drawn. Messages
+go to RUN/pictures.log, those about MLflow to standard error.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ from pipeline.runs.run_folder import RunFolder
 if TYPE_CHECKING:
     from pipeline.tracking.sender import Sender
 
-_SILENT_SECONDS = 2.0  # of the wait at the end pass before it is said
+_SILENT_SECONDS = 2.0  # a longer wait at the end is announced
 _POLL_SECONDS = 0.1
-_SLACK_SECONDS = 5.0  # beyond what the process is given for its end
-_HURRIED_SECONDS = 30.0  # for sending, when a run was stopped or has failed
-_OF_A_SLOW_SERVICE = 1 / 3  # of the time is waited for a service that is not answering
+_SLACK_SECONDS = 5.0  # beyond the time that the process gets for its end
+_HURRIED_SECONDS = 30.0  # for sending when a run was stopped or has failed
+_SHARE_OF_SLOW_SERVICE = 1 / 3  # of the time at the end, for a service that does not answer
 _LOW_PRIORITY, _LOWEST_PRIORITY = 10, 19
 _PARENT_SECONDS = 2.0
 
@@ -53,14 +52,8 @@ Pictures = Literal["draw", "off"]
 
 
 class DrawAndSend(AbstractContextManager["DrawAndSend"]):
-    """Rank 0's side; the process is started at the first request.
-
-    Args:
-        folder: of the run.
-        environ: the process's environment, without a launcher's ranks.
-        pictures: off: it only sends.
-        say: prints a line.
-    """
+    """Rank 0's side; starts the process at the first request. `environ`: without a launcher's ranks; `pictures` off:
+    only send; `say` prints a line."""
 
     def __init__(
         self, folder: RunFolder, *, environ: Mapping[str, str], pictures: Pictures, say: Callable[[str], None]
@@ -70,7 +63,7 @@ class DrawAndSend(AbstractContextManager["DrawAndSend"]):
         self._failed = self._is_closed = False
 
     def ask(self, stage: StageName, moment: Moment, step: int) -> None:
-        """Have that moment of a stage drawn; returns at once, whatever becomes of it."""
+        """Request the pictures of a moment of a stage; returns at once and raises nothing."""
         try:
             self._write({"stage": stage, "moment": moment, "step": step})
         except OSError as error:  # no memory for a process, it ended, or its pipe is full
@@ -81,29 +74,28 @@ class DrawAndSend(AbstractContextManager["DrawAndSend"]):
 
     def cpu_seconds(self) -> float:
         """CPU time of the process so far; 0 before it starts and after it ends."""
-        try:
+        with suppress(psutil.Error):  # it has ended
             return 0.0 if self._child is None else sum(psutil.Process(self._child.pid).cpu_times()[:2])
-        except psutil.Error:  # it has ended
-            return 0.0
+        return 0.0
 
     def close(self, *, patience_seconds: float, hurry: Callable[[], bool] = lambda: False, draw: bool = True) -> None:
-        """Wait so long, or until `hurry`, for what is to be drawn (with `draw`) and sent, then end the process. Closing
-        twice is harmless."""
+        """Wait so long, or until `hurry`, for sending and (with `draw`) pictures, then end the process. Closing twice
+        is harmless."""
         if self._is_closed or (self._child is None and not draw):
             return
         self._is_closed = True
-        with suppress(OSError):  # swap_head alone asks for no picture, and is sent now
+        with suppress(OSError):  # swap_head alone requests no picture, and is sent now
             self._write({"end": patience_seconds, "draw": draw})
         if (child := self._child) is None:
             return
         assert child.stdin is not None
         with suppress(OSError):
             child.stdin.close()
-        begun, told = time.monotonic(), False
+        begun, is_announced = time.monotonic(), False
         patience = patience_seconds + _SLACK_SECONDS
         while child.poll() is None and not hurry() and (spent := time.monotonic() - begun) < patience:
-            if spent > _SILENT_SECONDS and not told:
-                told = True
+            if spent > _SILENT_SECONDS and not is_announced:
+                is_announced = True
                 self._say(f"waiting for pictures and MLflow, {patience_seconds:g} s at most")
             time.sleep(_POLL_SECONDS)
         if child.poll() is None:
@@ -124,22 +116,11 @@ class DrawAndSend(AbstractContextManager["DrawAndSend"]):
             raise BlockingIOError(errno.EAGAIN, "too many requests wait")
 
     def _start(self) -> subprocess.Popen[bytes]:
-        break_links(self._folder.path / PICTURES_LOG)
-        with open(self._folder.path / PICTURES_LOG, "ab") as log:
-            child = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "launch.draw_and_send",
-                    str(self._folder.runs_root),
-                    self._folder.name,
-                    self._pictures,
-                ],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                bufsize=0,
-                env={**self._environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-            )
+        folder, environ = self._folder, {**self._environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "launch.draw_and_send", str(folder.runs_root), folder.name, self._pictures]
+        break_links(folder.path / PICTURES_LOG)
+        with open(folder.path / PICTURES_LOG, "ab") as log:
+            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, bufsize=0, env=environ)
         assert child.stdin is not None
         os.set_blocking(child.stdin.fileno(), False)
         return child
@@ -149,12 +130,12 @@ class DrawAndSend(AbstractContextManager["DrawAndSend"]):
 
 
 def main(runs_root: str, name: str, pictures: str) -> None:
-    """Draw what is asked for on standard input, and send, until that ends."""
+    """Draw the requests on standard input, and send, until that ends."""
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(each, signal.SIG_IGN)  # they are rank 0's to answer, whose end ends this
+        signal.signal(each, signal.SIG_IGN)  # rank 0 handles them, and its end ends this process
     os.nice(_LOW_PRIORITY)
     screen = os.dup(2)
-    os.dup2(1, 2)  # what libraries say goes to the log
+    os.dup2(1, 2)  # output of libraries goes to the log
     folder = RunFolder(runs_root=Path(runs_root), name=name)
     sender = _open_sender(folder, say=partial(_say_on_screen, screen))
     asked: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
@@ -171,7 +152,7 @@ def main(runs_root: str, name: str, pictures: str) -> None:
         drawing.join(max(0.0, deadline - time.monotonic()))
     patience_seconds = deadline - time.monotonic()
     if sender is not None and sender.is_slow:
-        patience_seconds = min(patience_seconds, end["end"] * _OF_A_SLOW_SERVICE)
+        patience_seconds = min(patience_seconds, end["end"] * _SHARE_OF_SLOW_SERVICE)
     over.set()
     sending.join(max(0.0, patience_seconds))
     if end["draw"] and drawing.is_alive():
@@ -184,7 +165,7 @@ def main(runs_root: str, name: str, pictures: str) -> None:
 
 
 def _open_sender(folder: RunFolder, *, say: Callable[[str], None]) -> Sender | None:
-    """None: the recipe says that nothing is sent now."""
+    """None: the recipe sends nothing now."""
     from pipeline.tracking.mlflow_sink import sink_of
     from pipeline.tracking.sender import Sender
 
@@ -196,7 +177,7 @@ def _open_sender(folder: RunFolder, *, say: Callable[[str], None]) -> Sender | N
 
 
 def _listen(asked: SimpleQueue[dict[str, Any] | None], ended: SimpleQueue[dict[str, Any]]) -> None:
-    """Hand on what rank 0 says; end this process with it."""
+    """Pass on rank 0's requests; end this process with it."""
     parent, rest = os.getppid(), b""
     while True:
         if select.select([0], [], [], _PARENT_SECONDS)[0]:
@@ -229,7 +210,7 @@ def _send_all(folder: RunFolder, sender: Sender | None, over: threading.Event) -
 def _draw_all(
     folder: RunFolder, lines: SimpleQueue[dict[str, Any] | None], sender: Sender | None, pictures: Pictures
 ) -> None:
-    """Draw what is asked for, and write the run's page after stages that ended."""
+    """Draw the requests, and write the run's page after stages that ended."""
     os.nice(_LOWEST_PRIORITY - _LOW_PRIORITY)  # on Linux, of this thread alone
     while pending := _pending(lines):
         if pictures == "off":
@@ -254,7 +235,7 @@ def _draw_all(
 
 
 def _pending(lines: SimpleQueue[dict[str, Any] | None]) -> list[dict[str, Any]]:
-    """Wait for a request, and return all queued ones, without evaluations replaced by later ones; empty: the end."""
+    """Wait for requests, and return them without evaluations replaced by later ones; empty: the end."""
     found = [lines.get()]
     while not lines.empty():
         found.append(lines.get())

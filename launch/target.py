@@ -1,7 +1,7 @@
 """Check output files and folders by one rule, before any work.
 
-What is there is replaced if the same command wrote it, or with --force. What lies in a run is that run's, but for the
-command's own place in it. A device, FIFO, socket or symbolic link is never written to.
+An existing one is replaced if the same command wrote it, or with --force. Nothing is written into a run but a command's
+own place in it, and never to a device, FIFO, socket or symbolic link.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ JsonFile = Annotated[
 ]
 PageCommand = Literal["report", "show", "figures", "check", "pack"]
 INDEX_FILE = "index.html"  # of a folder that is a page
-_MOST_BYTES = 2**26  # of a file that is looked into: no result is as large
+_MOST_BYTES = 2**26  # no result of ours is as large
 _STDOUT = Path("-")
 
 
 def demand_target(
     path: Path | None, *, flag: str, force: bool, mark: str = "", file: str = "", own_place: Path | None = None
 ) -> None:
-    """Raise UserError, which names `flag`, if `path` is not to be written. `mark`: text in whatever the same command
-    wrote (of a folder, in its `file`); empty: replacing anything needs --force. `own_place`: the command's in a run."""
+    """Raise UserError, which names `flag`, if `path` must not be written. `mark`: text in every output of the same
+    command (for a folder, in its `file`); empty: replacing needs --force. `own_place`: the command's in a run."""
     if path in (None, _STDOUT):
         return
     if path.is_symlink() or (path.exists() and not (path.is_file() or path.is_dir())):
@@ -57,12 +57,12 @@ def demand_target(
 
 
 def page_mark(command: PageCommand) -> str:
-    """The end of a page that the command wrote."""
+    """Return the end of a page that the command wrote."""
     return f"<!-- written by shardvit {command} -->\n"
 
 
 def tell_result(shown: str, *, as_json: str, json_file: Path | None) -> None:
-    """Print a result, or its JSON alone, and write that where it was asked for. UserError: it cannot be written."""
+    """Print a result, or only its JSON, and write that to `json_file`. UserError: it cannot be written."""
     print(as_json if json_file == _STDOUT else shown, flush=True)
     if json_file not in (None, _STDOUT):
         try:

@@ -1,6 +1,6 @@
-"""Read the environment, here alone: rank and world size from any launcher, visible GPUs, where to track. No torch.
+"""Read the environment, and only here: rank and world size from any launcher, visible GPUs, tracking. No torch.
 
-srun: only inside a step is a process one of several; the batch script also has SLURM_PROCID and SLURM_NTASKS, but not
+srun: only inside a step is a process one of several; a batch script also has SLURM_PROCID and SLURM_NTASKS, but not
 SLURM_STEP_NUM_TASKS. Tasks meet on the step's first node, on a port from job and step number (20000 to 29999, below
 Linux's ephemeral ports).
 """
@@ -54,16 +54,16 @@ class Step:
 
 @dataclass(frozen=True)
 class NodeShare:
-    """One process for each GPU, started by an srun task with a whole node. All nodes need equally many."""
+    """One process per GPU, started by an srun task with a whole node. All nodes need equally many GPUs."""
 
-    node: int  # its number among the step's
+    node: int  # its number in the step
     nodes: int
     processes: int  # on each node
     address: str  # of the first node
     port: int
 
-    def names_of(self, local_rank: int) -> dict[str, str]:
-        """Name the variables that a launcher sets for one process."""
+    def environ_of(self, local_rank: int) -> dict[str, str]:
+        """Variables that a launcher sets for one process."""
         return {
             "RANK": str(self.node * self.processes + local_rank),
             "WORLD_SIZE": str(self.nodes * self.processes),
@@ -75,16 +75,16 @@ class NodeShare:
 
 
 def paths_file(given: Path | None, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The file with the shards of each role: as given by --data, or by SHARDVIT_DATA; None: neither."""
+    """The file with the shards of each role, as given by --data or else SHARDVIT_DATA, if any."""
     named = environ.get(PATHS_FILE, "")
     return given or (Path(named) if named else None)
 
 
 def read_place(environ: Mapping[str, str] = os.environ, *, gpus: int | None = None) -> Place:
-    """Find the place that the launcher (deepspeed, torchrun, accelerate, srun, or none) gave this process.
+    """Find this process's place by its launcher: deepspeed, torchrun, accelerate, srun, or none.
 
     A launcher inside srun wins over srun, and srun over variables exported by hand. `gpus`: visible to this process,
-    counted by default. Raises UserError if the variables are contradictory or incomplete.
+    counted by default. UserError: contradictory or incomplete variables.
     """
     step = None if _has_launcher(environ) else read_step(environ)
     if step is not None and step.tasks > 1:
@@ -107,10 +107,9 @@ def read_place(environ: Mapping[str, str] = os.environ, *, gpus: int | None = No
         return Place()
     if place.world_size == 1:  # nobody to meet
         return place
-    if RUN_MARK in environ or "SLURM_STEP_NUM_TASKS" in environ:  # srun's output, or what `shardvit run` prints
+    if RUN_MARK in environ or "SLURM_STEP_NUM_TASKS" in environ:  # srun's output, or that of `shardvit run`
         place = replace(place, log="of the run")
-    meeting = rendezvous_folder(environ)
-    if meeting is not None:
+    if (meeting := rendezvous_folder(environ)) is not None:
         return replace(place, rendezvous=meeting)
     address, port = _meeting_place(environ, step=step)
     return replace(place, master_addr=address, master_port=port)
@@ -119,10 +118,8 @@ def read_place(environ: Mapping[str, str] = os.environ, *, gpus: int | None = No
 def node_share(
     environ: Mapping[str, str] = os.environ, *, processes: int | Literal["auto"], gpus: int | None = None
 ) -> NodeShare | None:
-    """Plan a node's processes if srun gave each node one task that sees several GPUs; None: this is a rank itself.
-
-    `processes` is the recipe's: if it equals the number of tasks, each task is a rank.
-    """
+    """Plan a node's processes if srun gave each node one task that sees several GPUs; None: this process is a rank, as
+    also if the recipe's `processes` equals the number of tasks."""
     step = None if _has_launcher(environ) or "RANK" in environ else read_step(environ)
     if step is None or step.tasks_here != 1 or processes == step.tasks:
         return None
@@ -134,7 +131,7 @@ def node_share(
 
 
 def says_mistakes(environ: Mapping[str, str] = os.environ) -> bool:
-    """True if this process reports a mistake that all ranks find, even if `read_place` refuses."""
+    """True if this process reports the mistakes that all ranks find, even if `read_place` fails."""
     by_srun = "SLURM_STEP_NUM_TASKS" in environ and not _has_launcher(environ)
     return environ.get("SLURM_PROCID" if by_srun else "RANK", "0") == "0"
 
@@ -172,12 +169,12 @@ def _launchers_place(environ: Mapping[str, str]) -> Place:
 
 
 def without_place(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment without a launcher's or batch script's ranks, for processes that get their own."""
+    """The environment without ranks of a launcher or batch script, for processes that get their own."""
     return {name: value for name, value in environ.items() if name not in _PLACE_NAMES}
 
 
 def num_gpus(environ: Mapping[str, str] = os.environ, *, devices: Path = Path("/dev")) -> int:
-    """NVIDIA GPUs visible to a process here, without asking the driver."""
+    """Count the NVIDIA GPUs visible here without asking the driver."""
     there = len([path for path in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and there:
@@ -188,17 +185,16 @@ def num_gpus(environ: Mapping[str, str] = os.environ, *, devices: Path = Path("/
 def tracking_uri(
     environ: Mapping[str, str] = os.environ, *, form: Literal["an address", "any"] = "an address"
 ) -> str | None:
-    """MLflow's server or database, if the user named one. UserError: it is no address, and MLflow would take it for a
-    folder."""
+    """MLflow's server or database, if the user named one. UserError: MLflow would take it for a folder."""
     uri = environ.get("MLFLOW_TRACKING_URI") or None
     if form != "any" and uri is not None and "://" not in uri and not uri.startswith(("databricks", "uc", "file:")):
-        told = one_line(uri.rpartition("@")[2])
-        raise UserError(f"MLFLOW_TRACKING_URI is {told!r}: give an address, http://HOST:PORT or sqlite:///FILE")
+        shown = one_line(uri.rpartition("@")[2])
+        raise UserError(f"MLFLOW_TRACKING_URI is {shown!r}: give an address, http://HOST:PORT or sqlite:///FILE")
     return uri
 
 
 def omp_num_threads(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Threads that the user, or a launcher, asks of each process; None: nobody does."""
+    """Threads per process that the user or a launcher asks for, if any."""
     text = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(text) if text.isdecimal() and int(text) else None
 
@@ -217,7 +213,7 @@ def pictures_wanted(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def job_tags(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Facts of this attempt, as MLflow tags."""
+    """MLflow tags of this attempt."""
     tags = {"shardvit.host": platform.node(), "mlflow.user": user_name()}
     if "SLURM_JOB_ID" in environ:
         tags["shardvit.slurm_job_id"] = environ["SLURM_JOB_ID"]
@@ -225,8 +221,7 @@ def job_tags(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def time_limit(environ: Mapping[str, str] = os.environ, *, now: float | None = None) -> TimeLimit | None:
-    """The limit of the SLURM job that this process runs in; `now`: unix seconds, by default the clock's. None: SLURM
-    does not say, or it is over."""
+    """Time limit of this process's SLURM job; None: unknown or over. `now`: unix seconds, by default the clock's."""
     end, start = environ.get("SLURM_JOB_END_TIME", ""), environ.get("SLURM_JOB_START_TIME", "")
     now = time.time() if now is None else now
     if not end.isdecimal() or not 0 < int(end) - now < _LONGEST_JOB_SECONDS:
@@ -236,18 +231,18 @@ def time_limit(environ: Mapping[str, str] = os.environ, *, now: float | None = N
 
 
 def supervisor_pid(environ: Mapping[str, str] = os.environ) -> int | None:
-    """The `shardvit run` that started this process, if one did."""
+    """PID of the `shardvit run` that started this process, if one did."""
     text = environ.get(SUPERVISOR_PID, "")
     return int(text) if text.isdigit() else None
 
 
 def rendezvous_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The folder where the ranks meet, if their launcher made one."""
+    """Folder where the ranks meet, if their launcher made one."""
     return Path(environ[RENDEZVOUS]) if environ.get(RENDEZVOUS) else None
 
 
 def read_step(environ: Mapping[str, str]) -> Step | None:
-    """This task's step; None: not started by srun. Raises UserError if a number is missing."""
+    """Read this task's step; None: not started by srun. UserError: a number is missing."""
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
     if not tasks.isdigit():
         return None
@@ -267,16 +262,14 @@ def read_step(environ: Mapping[str, str]) -> Step | None:
 
 
 def gpu_of_task(step: Step, *, visible_gpus: int) -> int | None:
-    """Choose this task's GPU among the visible ones; None: there is none, or the one with the task's local number.
+    """Choose this task's GPU among the visible ones; None: there is none, or use the task's local number.
 
-    A single one is taken as the task's own (--gpus-per-task, --gpu-bind): NCCL reports it if it is shared. Raises
-    UserError if the tasks of a node would have to share GPUs.
+    A single visible one is the task's own (--gpus-per-task, --gpu-bind); NCCL reports it if it is shared. UserError:
+    the tasks of a node would share GPUs.
     """
-    if visible_gpus == 0:
-        return None
     if visible_gpus == 1 and step.tasks_here > 1:
         return 0
-    if visible_gpus < step.tasks_here:
+    if 0 < visible_gpus < step.tasks_here:
         raise UserError(
             f"srun started {step.tasks_here} tasks on a node, which see {visible_gpus} GPUs: give --ntasks-per-node "
             f"{visible_gpus}, or more GPUs"
@@ -285,17 +278,17 @@ def gpu_of_task(step: Step, *, visible_gpus: int) -> int | None:
 
 
 def first_host(nodes: str) -> str:
-    """The first of a list such as "gpu[03-05,7],login1"; "" of an empty one."""
+    """Return the first host of a list such as "gpu[03-05,7],login1", "" for an empty one."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     assert first is not None  # it matches nothing, too
     return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0])
 
 
 def most_tasks(per_node: str) -> int:
-    """The most tasks on any node, of "8(x63),4"; 0 if nothing is said."""
-    return max((int(count) for count in re.findall(r"(?:^|,)(\d+)", per_node)), default=0)
+    """Return the most tasks on any node from a text such as "8(x63),4"; 0 for ""."""
+    return max(map(int, re.findall(r"(?:^|,)(\d+)", per_node)), default=0)
 
 
 def meeting_port(*, job: int, step: int) -> int:
-    """The port where a step's tasks meet on its first node."""
+    """Port where a step's tasks meet on its first node."""
     return FIRST_PORT + (job * _STEPS_OF_A_JOB + step) % PORTS

@@ -1,8 +1,8 @@
-"""Standard output and error that may fail: a reader that leaves (`| head`), a closed terminal, a full disk.
+"""Survive standard output and error that fail: a reader that leaves (`| head`), a closed terminal, a full disk.
 
-`guard` comes first in each of our processes. It opens closed streams on /dev/null, for children and C libraries too:
-else the next opened file would get their number, and the prints. A failed write to stdout ends a command whose product
-is its output (`OutputLost`); after `go_on` it is dropped, as it always is to stderr. Python itself ignores SIGPIPE.
+`guard` comes first in each of our processes. It opens closed streams on /dev/null, also for children and C libraries,
+or the next opened file would get their number and the prints. A failed write to stdout ends a command whose product is
+its output (`OutputLost`); after `go_on` it is dropped, as on stderr always. Python itself ignores SIGPIPE.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _PATIENCE_SECONDS = 1.0  # for a non-blocking terminal or pipe
 
 
 def say(text: str) -> None:
-    """Tell the user a sentence on standard error."""
+    """Print a sentence for the user on standard error."""
     print(f"shardvit: {printable(text)}", file=sys.stderr, flush=True)
 
 
 class OutputLost(Exception):
-    """Standard output cannot be written. `why` is the system's reason; empty: its reader has left, as `| head` does."""
+    """Standard output cannot be written. `why`: the system's reason; empty: its reader has left, as `| head` does."""
 
     def __init__(self, error: OSError) -> None:
         self.why = "" if error.errno == errno.EPIPE else (error.strerror or str(error))

@@ -1,11 +1,11 @@
-"""`shardvit run` on one machine: start the ranks of one stage, or of several that follow, and wait for their end.
+"""`shardvit run` on one machine: start the ranks of one or several stages, and wait for their end.
 
-Each rank has its own session, so Ctrl-C reaches this process alone, which asks the ranks to finish their step and save;
-a second Ctrl-C kills everything, which harms nothing on disk. Whether the stage is done is read from its record.
+Each rank has its own session, so Ctrl-C reaches this process alone, which makes the ranks finish their step and save; a
+second Ctrl-C kills everything, which harms nothing on disk. The stage's record says whether it is done.
 
 No launcher in between: `deepspeed` and torchrun would import torch once or twice more before the first rank does (9 CPU
-seconds a stage), and have exit codes of their own. The ranks meet through a folder inside the run folder that lives as
-long as they do (`pipeline.ranks.group`), so two runs never compete for a port.
+seconds a stage), and have exit codes of their own. The ranks meet through a folder in the run folder that lives as long
+as they do (`pipeline.ranks.group`), so two runs never compete for a port.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Launch:
     """The stages to start, and with what."""
 
     recipe: Recipe  # resolved
-    recipe_file: Path  # the same in the run folder; later edits of the user's file are for the next run
+    recipe_file: Path  # in the run folder; later edits of the user's file are for the next run
     runs_root: Path
     stage: StageName
     processes: int  # of a training stage
@@ -50,16 +50,16 @@ class Launch:
 
 
 def rank_arguments(launch: Launch) -> list[str]:
-    """The arguments of `launch.train`, the same on every rank."""
+    """Arguments of `launch.train`, the same on every rank."""
     stages = [word for stage in launch.stages for word in ("--stage", stage)]
     return [str(launch.recipe_file), *stages, "--runs", str(launch.runs_root)]
 
 
 def run_stage_locally(launch: Launch) -> int:
-    """Run the stages to their end; returns the exit code of the rank that tells most (negative: killed by a signal).
+    """Run the stages to their end; returns the most telling exit code (negative: killed by a signal).
 
-    The caller holds the run folder's lock. Raises KeyboardInterrupt if the user stopped it and no rank has saved, and
-    OSError if nothing can be written to the run folder.
+    The caller holds the run folder's lock. Raises KeyboardInterrupt if the user stopped it before any rank saved, and
+    OSError if the run folder cannot be written.
     """
     more = {} if num_gpus() else {"DS_ACCELERATOR": "cpu"}  # else DeepSpeed warns in every process
     with _rendezvous(launch.runs_root / launch.recipe.name) as folder:
@@ -68,15 +68,15 @@ def run_stage_locally(launch: Launch) -> int:
             [rank_environment(rank, ranks=launch.ranks, rendezvous=folder) | more for rank in range(launch.ranks)],
             on_stop=lambda: print(f"\n{STOPPING}", file=sys.stderr, flush=True),
         )
-    # A rank that is still importing dies of the SIGTERM.
+    # A rank that is still importing dies of SIGTERM.
     if stop_was_asked and (code == 0 or signal_of(code) in STOP_SIGNALS):
         raise KeyboardInterrupt
     return code
 
 
 def run_node(share: NodeShare, arguments: Sequence[str]) -> int:
-    """Run Python processes on one node of a step; returns the exit code (of a signal: 128 + n)."""
-    environments = [without_place() | share.names_of(rank) for rank in range(share.processes)]
+    """Run Python processes on one node of a step; returns the exit code (for a signal 128 + n)."""
+    environments = [without_place() | share.environ_of(rank) for rank in range(share.processes)]
     try:
         code, stop_was_asked = run_ranks(arguments, environments)
     except KeyboardInterrupt:

@@ -1,8 +1,8 @@
-"""Name a disk that is full or read-only, or lost the run folder (deleted or renamed), in one sentence.
+"""Explain a full or read-only disk, or a run folder that was deleted or renamed, in one sentence.
 
-The error for a full disk often has no path, as a write fails long after the file was opened: then the full one among
-the stage's places is named. A renamed folder takes its open files along, and another may have its name by now: so the
-folder itself is held open and compared, for one stat. It is never created again (`data_shards.durable.make_folders`).
+The error of a full disk often has no path, as a write fails long after the file was opened: then the full one among the
+stage's places is named. A renamed folder takes its open files along, and another may have its name by now, so the
+folder is held open and compared (one stat). It is never made again (`data_shards.durable.make_folders`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import errno
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from data_shards.errors import UserError
@@ -23,13 +23,13 @@ _ADVICE = {
     errno.EACCES: "permission denied: change its owner or mode, or choose another folder with --runs",
     errno.EPERM: "the system does not permit it: change its owner or mode, or choose another folder with --runs",
 }
-_SHARED_MEMORY = Path("/dev/shm")  # where data workers pass on what they read
+_SHARED_MEMORY = Path("/dev/shm")  # where data workers hand over what they read
 _SHM_ADVICE = "it is full: give it more room (docker run --shm-size), or read with threads (data.worker_kind=thread)"
 _FULL_BYTES = 2**20
 
 
 def disk_problem(error: BaseException, *, folder: Path) -> str | None:
-    """The sentence, if `error` or one of its causes is such an error; `folder` is the run's."""
+    """Return the sentence if `error` or one of its causes is such an error; `folder`: the run's."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno in _ADVICE:
@@ -44,19 +44,17 @@ def disk_problem(error: BaseException, *, folder: Path) -> str | None:
 
 
 def _full_place(places: Sequence[Path]) -> Path:
-    """The first whose disk is full; if none is any more, the first."""
+    """Return the first place on a full disk, else the first."""
     for place in places:
-        try:
-            room = os.statvfs(place)
-        except OSError:
-            continue
-        if room.f_bavail * room.f_frsize < _FULL_BYTES:
-            return place
+        with suppress(OSError):
+            disk = os.statvfs(place)
+            if disk.f_bavail * disk.f_frsize < _FULL_BYTES:
+                return place
     return places[0]
 
 
 def gone(folder: Path) -> str:
-    """The sentence for a lost run folder."""
+    """Return the sentence for a lost run folder."""
     return (
         f"the run folder {folder} is gone: it was deleted or renamed during the run, and nothing was written in its "
         "place; restore it under this name, and the same command goes on"
@@ -64,7 +62,7 @@ def gone(folder: Path) -> str:
 
 
 class Presence:
-    """A run folder that is held open; raises UserError if it does not exist."""
+    """A run folder, held open; UserError if it does not exist."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -86,7 +84,7 @@ class Presence:
 
     @contextmanager
     def demanded(self) -> Iterator[None]:
-        """Turns an error within into a UserError if the folder is gone, for that is then its cause."""
+        """Turn an error within into a UserError if the folder is gone, which is then the cause."""
         try:
             yield
         except Exception as error:

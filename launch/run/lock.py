@@ -1,19 +1,19 @@
-"""Lock a run folder for one process among all machines; the lock is free again when its owner dies.
+"""Lock a run folder for one process among all machines; a dead owner's lock is free again.
 
-The kernel's lock (flock) comes first: it excludes the processes of one machine, and of all machines if the file system
+The kernel's lock (flock) comes first: it excludes processes of one machine, and of all machines if the file system
 passes it on (NFS by default, Lustre with `-o flock`). Some have none, or one per machine, so the owner also writes a
-claim with a heartbeat. A claim that its process never released is
-- of this machine: alive or dead at once (by flock, or else by PID and start time);
-- of another machine: watched; if the heartbeat stops for the watch, the owner is dead.
-A kill at any moment leaves nothing locked; after one on another machine the next start takes half a minute longer.
+claim with a heartbeat. A claim that was never released is
+- of this machine: alive or dead at once (by flock, else by PID and start time);
+- of another machine: watched; if the heartbeat stops for that time, the owner is dead.
+A kill leaves nothing locked; after one on another machine the next start takes half a minute longer.
 
-Claims lie beside the lock file PATH: PATH.1, PATH.2, ... The highest names the owner, or says that the lock is free.
-A taker creates the next one, which only one process can (O_EXCL, also on NFS), and removes those below; the highest is
-never removed, so two newcomers can never both be the highest. (filelock's SoftFileLease takes over by renameat2's
-exchange, which NFS refuses: a dead owner would lock for ever.)
+Claims lie beside the lock file PATH: PATH.1, PATH.2, ... The highest names the owner or says "free". A taker creates
+the next one, which only one process can (O_EXCL, also on NFS), and removes those below. The highest is never removed,
+so two newcomers can never both be the highest. (filelock's SoftFileLease takes over by renameat2's exchange, which NFS
+refuses: a dead owner would lock for ever.)
 
 Costs a small write and fsync every few seconds in a thread. An owner suspended for longer than the watch may lose the
-lock: its process then ends within seconds, without another save.
+lock: its process then ends within seconds without saving.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pipeline.recipe.vocabulary import EXIT_FAILED, EXIT_USER_ERROR
 
 _BEAT_SECONDS = 5.0
 _WATCH_SECONDS = 30.0  # file servers pause, too
-_BEGIN_SECONDS = 5.0  # for the owner of a new claim to fill it; a slower one finds that it lost
+_BEGIN_SECONDS = 5.0  # to fill a new claim; a slower owner loses it
 _POLL_SECONDS = 0.2
 _NO_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
 _FREE = "free"
@@ -58,7 +58,7 @@ class Owner:
     machine: str  # `pipeline.ranks.process.this_machine`
     pid: int
     started: float  # a later process with the same PID has another
-    token: str  # of this claim alone
+    token: str  # unique to this claim
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -68,7 +68,7 @@ class Claim(NamedTuple):
     """The highest claim."""
 
     number: int  # 0: there is none yet
-    text: str  # compared to see whether the heartbeat goes on
+    text: str  # changes with each heartbeat
     owner: Owner | None = None  # None: nobody, or half written
     is_free: bool = True
 
@@ -83,12 +83,12 @@ def locked(
     gone_seconds: float = 0.0,
     end_others: Callable[[], object] = lambda: None,
 ) -> Iterator[Presence]:
-    """Hold the lock file `path`; yields its folder's presence. When that is gone, this process ends within seconds.
+    """Hold the lock file `path`, and yield its folder's presence.
 
-    `path` is made when missing, never removed (removing it would let two owners in). `what` is locked, for the message;
-    `say` is told when the owner on another machine is watched, and taken over from. When the folder is gone, this
-    process has `gone_seconds` to end by itself; `end_others` is called before it is ended then.
-    Raises UserError if another process holds it, and OSError if nothing can be written there.
+    `path` is made if missing, and never removed, which would let two owners in. `what`: what is locked, for messages;
+    `say` reports the watch of an owner on another machine, and the takeover. If the folder is gone, this process has
+    `gone_seconds` to end by itself; then `end_others` is called and it is ended. Raises UserError if another process
+    holds the lock, and OSError if nothing can be written there.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -118,7 +118,7 @@ def locked(
 
 
 def _is_own(path: Path, descriptor: int) -> bool:
-    """Check that `descriptor` is `path`, which a hard-linked copy shares with its original; else reopen it."""
+    """Check that `descriptor` is `path` and not a hard-linked copy's original; else reopen it."""
     break_links(path)
     own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     is_own = os.path.samestat(os.fstat(descriptor), os.fstat(own))
@@ -129,7 +129,7 @@ def _is_own(path: Path, descriptor: int) -> bool:
 
 
 def _flock(descriptor: int) -> bool | None:
-    """Take the kernel's lock; False: another process has it; None: this file system has none."""
+    """Take the kernel's lock; False: another process has it; None: this file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -142,7 +142,7 @@ def _flock(descriptor: int) -> bool | None:
 
 
 def _acquire(path: Path, *, has_flock: bool | None, what: str, say: Callable[[str], None]) -> OwnClaim:
-    """Make the highest claim, once the present one has no living owner; raises _InUse if it has."""
+    """Make the highest claim once the present one has no living owner; _InUse if it has."""
     while True:
         found = highest_claim(path)
         if has_flock is False:
@@ -184,13 +184,13 @@ def _make_sure_it_is_dead(
 def _heartbeat(
     claim: OwnClaim, *, what: str, there: Presence, gone_seconds: float, end_others: Callable[[], object]
 ) -> Iterator[None]:
-    """Beat as long as this is entered, and release the claim at the end."""
+    """Write heartbeats within the block, and release the claim at its end."""
     over = threading.Event()
 
     def beat() -> None:
         while not over.wait(_BEAT_SECONDS):
             with suppress(OSError):  # the file server is away, or the disk is full: retried
-                if there.is_gone() or claim.is_deleted():  # the latter: it is being deleted
+                if there.is_gone() or not claim.numbers():  # the latter: it is being deleted
                     if over.wait(gone_seconds):
                         return
                     try:
@@ -209,7 +209,7 @@ def _heartbeat(
         yield
     finally:
         over.set()
-        thread.join()  # a beat that a slow disk delays must not come after the release, nor into a closed file
+        thread.join()  # a delayed heartbeat must not come after the release, nor into a closed file
         with suppress(OSError):
             claim.release()
 
@@ -221,7 +221,7 @@ def this_process() -> Owner:
 
 
 def highest_claim(path: Path) -> Claim:
-    """The highest claim, read from the file server rather than from a cache."""
+    """Read the highest claim, from the file server rather than a cache."""
     while True:
         number = max(_numbers(path), default=0)
         if number == 0:
@@ -242,7 +242,7 @@ def highest_claim(path: Path) -> Claim:
 
 
 class OwnClaim:
-    """A claim of this process; `holds`: it is the highest. Raises FileExistsError if another process was faster."""
+    """A claim of this process; FileExistsError if another process was faster."""
 
     def __init__(self, path: Path, *, number: int, owner: Owner) -> None:
         self._path, self._number, self._owner = path, number, owner
@@ -251,7 +251,7 @@ class OwnClaim:
         self._beats = 0
         try:
             self.beat()
-        except OSError:  # a full disk; the empty claim stays, for a number must not be used twice
+        except OSError:  # a full disk; the empty claim stays, as a number must not be used twice
             os.close(self._descriptor)
             raise
 
@@ -259,14 +259,15 @@ class OwnClaim:
         self._write(json.dumps({**asdict(self._owner), "beat": f"{self._beats:012d}"}))  # always of one length
         self._beats += 1
 
-    def holds(self) -> bool:
-        return max(_numbers(self._path), default=0) == self._number
+    def numbers(self) -> list[int]:
+        return _numbers(self._path)
 
-    def is_deleted(self) -> bool:
-        return not _numbers(self._path)
+    def holds(self) -> bool:
+        """True if it is the highest."""
+        return max(self.numbers(), default=0) == self._number
 
     def remove_lower(self) -> None:
-        for number in _numbers(self._path):
+        for number in self.numbers():
             if number < self._number:
                 _claim_path(self._path, number).unlink(missing_ok=True)
 
@@ -283,7 +284,7 @@ class OwnClaim:
         _claim_path(self._path, self._number).unlink(missing_ok=True)
 
     def _write(self, line: str) -> None:
-        """Overwrite the line; it is on the server when this returns."""
+        """Overwrite the line, on the server too."""
         os.pwrite(self._descriptor, f"{line}\n".encode(), 0)
         os.fsync(self._descriptor)
 

@@ -1,4 +1,4 @@
-"""Restart a failed stage as long as it makes progress, saving a later step than before. Pure.
+"""Restart a failed stage as long as it saves later steps than before. Pure.
 
 One restart without progress may be a transient fault (memory of a dead process, an unreachable file server); two in a
 row mean that the stage fails at the same place.
@@ -22,7 +22,7 @@ class Restarts:
     _fruitless: int = 0
 
     def after_failure(self, stage: str, *, last_saved_step: int) -> str | None:
-        """Why the failed stage is not restarted; None: it is, and that is counted."""
+        """Count a restart and return None, or return why the failed stage is not restarted."""
         failed_before, self._failed_before = self._failed_before, (stage, last_saved_step)
         stuck = failed_before is not None and failed_before[0] == stage and last_saved_step <= failed_before[1]
         self._fruitless = self._fruitless + 1 if stuck else 0

@@ -1,8 +1,7 @@
 """Collect a run's current state for `watch`: its files, its processes' heartbeats, and SLURM's queue.
 
-All that is read may be half written, damaged or hostile: what cannot be read is left out and named in `notes`. Costs,
-per look, what is new of curves and events, a heartbeat file of each rank, and for a run on SLURM one squeue every 30
-seconds, in a thread of its own.
+Files may be half written, damaged or hostile: what cannot be read is left out and named in `notes`. A look reads what
+is new of curves and events, and a heartbeat file of each rank; on SLURM, a thread asks squeue every 30 seconds.
 """
 
 from __future__ import annotations
@@ -49,13 +48,10 @@ RankState = Literal["runs", "dead", "silent", "failed", "left"]
 class RankView:
     """A process, by its heartbeat."""
 
-    name: str
+    beat: Heartbeat
     state: RankState
-    step: int
-    status: str
     idle_seconds: float  # without progress
     silent_seconds: float  # without a heartbeat
-    note: str
 
 
 @dataclass(frozen=True)
@@ -65,11 +61,11 @@ class StageView:
     on_disk: RunStage
     state: StageState
     step: int
-    total_steps: int  # 0: not known, or it has none
+    total_steps: int  # 0: unknown, or none
     eta_seconds: float  # nan: unknown
     ranks: Sequence[RankView]
     job: str  # SLURM's number
-    queued: Queued | None  # what SLURM says of it
+    queued: Queued | None  # its state in SLURM
     requeues: int | None  # until it is done; None: unknown
     last_end: str
 
@@ -79,11 +75,9 @@ class StageView:
 
     @property
     def score(self) -> tuple[str, list[tuple[int, float]]]:
-        """The first score that has a curve, else a point; "": none has."""
-        curves = {name: self.on_disk.points(name) for name in _SCORES}
-        return next(
-            ((name, curves[name]) for least in (2, 1) for name in _SCORES if len(curves[name]) >= least), ("", [])
-        )
+        """The first score that has a curve, else a point; ("", []) if none has."""
+        curves = [(name, self.on_disk.points(name)) for name in _SCORES]
+        return next(((name, points) for least in (2, 1) for name, points in curves if len(points) >= least), ("", []))
 
     def as_tree(self) -> dict[str, Any]:
         """For `--json`; None: unknown."""
@@ -109,7 +103,7 @@ class StageView:
 
 @dataclass(frozen=True)
 class RunView:
-    """A run; `current`: the stage that is looked at closely. `log`: its last lines, `log_file`: of what."""
+    """A run; `current`: the stage to show in detail; `log`: the last lines of its `log_file`."""
 
     path: Path
     stages: tuple[StageView, ...]
@@ -124,7 +118,7 @@ class RunView:
 
 
 class Watcher:
-    """Looks at the run in the folder `run`; UserError: it is none."""
+    """Looks at the run in the folder `run` again and again; UserError if it is none."""
 
     def __init__(self, run: Path, *, slurm: Slurm, monotonic: Callable[[], float] = time.monotonic) -> None:
         if (run / SWEEP_FILE).is_file():
@@ -138,7 +132,7 @@ class Watcher:
         self._monotonic = monotonic
 
     def look(self, *, queue: Literal["wait for it", "as known"] = "as known") -> RunView:
-        """The run as it is now; UserError: it is gone."""
+        """Read the run as it is now; UserError if it is gone."""
         if not self._is_there():
             raise UserError(f"{self._folder.path} is gone: the run was deleted, moved or renamed")
         run = self._reader.read()
@@ -190,7 +184,7 @@ class Watcher:
         )
 
     def _ranks(self, stage: RunStage) -> tuple[RankView, ...]:
-        """Ranks of the last attempt: consecutive files from rank 0 on."""
+        """Ranks of the last attempt, from consecutive files from rank 0 on."""
         folder, now = stage.folder / "ranks", self._monotonic()
         sightings = self._sightings.setdefault(stage.name, Sightings())
         beats: list[Heartbeat] = []
@@ -201,8 +195,8 @@ class Watcher:
                 break
             beat = read_heartbeat(folder, rank)
             if beat is None or not _is_sound(beat, rank=rank):
-                continue  # torn, or damaged
-            if sightings.of(rank) is None:  # seen for the first time: as old as its file
+                continue  # torn or damaged
+            if sightings.of(rank) is None:  # the first time: as old as its file
                 sightings.note(beat, now=now - max(0.0, age))
             sightings.note(beat, now=now)
             beats.append(beat)
@@ -216,17 +210,16 @@ class Watcher:
                     state = "left" if beat.state == "left" else "failed"
                 elif beat.is_gone:
                     state = "dead"
-                idle = sightings.idle_seconds(beat.rank, now=now)
-                found.append(RankView(beat.name, state, beat.step, beat.status, idle, silent, beat.note))
+                found.append(RankView(beat, state, sightings.idle_seconds(beat.rank, now=now), silent))
         return tuple(found)
 
 
 def _current(stages: Sequence[StageView]) -> StageView | None:
-    """The first one that is begun and not done, else the last that has a curve."""
+    """The first stage that has begun and is not done, else the last one with a curve."""
     begun = [stage for stage in stages if stage.state != "waits"]
     not_done = [stage for stage in begun if stage.state != "done"]
-    drawn = [stage for stage in reversed(begun) if "train/loss" in stage.on_disk.latest]
-    return next(iter([*not_done, *drawn, *begun, *stages]), None)
+    with_curve = [stage for stage in reversed(begun) if "train/loss" in stage.on_disk.latest]
+    return next(iter([*not_done, *with_curve, *begun, *stages]), None)
 
 
 def _or_none(read: Callable[[], Found], notes: list[str]) -> Found | None:
@@ -238,16 +231,11 @@ def _or_none(read: Callable[[], Found], notes: list[str]) -> Found | None:
 
 
 def _is_sound(beat: Heartbeat, *, rank: int) -> bool:
-    """True for this rank's heartbeat with fields of the right types: the file may be anybody's."""
+    """True for this rank's heartbeat with fields of the right types: the file may be a stranger's."""
     texts = (beat.attempt, beat.host, beat.machine, beat.status, beat.state, beat.note)
-    numbers = (beat.pid, beat.sequence, beat.step, beat.turn)
-    return (
-        beat.rank == rank
-        and all(isinstance(each, str) for each in texts)
-        and all(isinstance(each, int) for each in numbers)
-        and isinstance(beat.idle_seconds, int | float)
-        and math.isfinite(beat.idle_seconds)
-    )
+    numbers, idle = (beat.pid, beat.sequence, beat.step, beat.turn), beat.idle_seconds
+    has_types = all(isinstance(each, str) for each in texts) and all(isinstance(each, int) for each in numbers)
+    return beat.rank == rank and has_types and isinstance(idle, int | float) and math.isfinite(idle)
 
 
 def _state(record: StageRecord, *, ranks: Sequence[RankView], events: Sequence[Event]) -> StageState:
@@ -264,7 +252,7 @@ def _state(record: StageRecord, *, ranks: Sequence[RankView], events: Sequence[E
 
 
 class _Queue:
-    """SLURM's queue, asked in a thread, so that a silent cluster stops no page."""
+    """SLURM's queue, asked in a thread, so that a silent cluster does not block the page."""
 
     def __init__(self, slurm: Slurm, *, monotonic: Callable[[], float]) -> None:
         self._slurm, self._monotonic = slurm, monotonic
@@ -274,7 +262,7 @@ class _Queue:
         self.problem = ""
 
     def of(self, jobs: Iterable[str], *, wait: bool) -> dict[str, Queued]:
-        """The jobs as they were when last asked for, or with `wait` as they are."""
+        """Return the jobs' states, with `wait` as of now, else as last known."""
         asked = list(jobs)
         busy = self._thread is not None and self._thread.is_alive()
         if asked and not busy and self._monotonic() - self._asked_at >= _QUEUE_SECONDS:
@@ -288,14 +276,14 @@ class _Queue:
     def _ask(self, jobs: list[str]) -> None:
         try:
             known = self._slurm.queue(jobs)
-            forgotten = self._slurm.history(set(jobs) - set(known))  # as those that ended some minutes ago
-            self._known, self.problem = known | {job: Queued(state) for job, state in forgotten.items()}, ""
+            ended = self._slurm.history(set(jobs) - set(known))  # squeue forgets jobs after some minutes
+            self._known, self.problem = known | {job: Queued(state) for job, state in ended.items()}, ""
         except UserError as error:
             self.problem = str(error)
 
 
 def last_lines(path: Path, *, most: int = 50) -> tuple[str, ...]:
-    """The last lines of RUN/slurm/NAME, of a line drawn over and over its last state; none if it cannot be read."""
+    """Read the last lines of RUN/slurm/NAME, of a progress bar its last state; none if it cannot be read."""
     try:
         with open_inside(path, folder=path.parent.parent) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))

@@ -1,7 +1,7 @@
-"""A run's page: stages, speed, checkpoint, processes, two curves, what happened, the log's last lines.
+"""Render a run's page: stages, speed, checkpoint, processes, two curves, events, the log's last lines.
 
-Readable in 80 columns, without colours and from a pipe; what comes from files is shown as text. Where a terminal is
-low, curves, events and log give way, in this order: log, events, curves.
+Readable in 80 columns, without colours and from a pipe; text from files is escaped. On a low terminal the log gives way
+first, then events, then curves.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BAR = 20
 
 
 def page(run: RunView, *, width: int, height: int | None, glyphs: Glyphs, now: float | None = None) -> RenderableType:
-    """`height` None: as long as it takes; `now`: unix seconds, by default the clock's."""
+    """Render the page; `height` None: as long as it takes; `now`: unix seconds, by default the clock's."""
     now = time.time() if now is None else now
     stamp = time.strftime("%H:%M:%S", time.localtime(now))
     parts: list[list[Text]] = [[_between(Text(one_line(str(run.path)), style="bold"), Text(stamp), width=width)]]
@@ -140,9 +140,9 @@ def _rank_lines(ranks: Sequence[RankView]) -> Iterator[Text]:
         return
     running = [rank for rank in ranks if rank.state == "runs"]
     if running:
-        steps = sorted({rank.step for rank in running})
+        steps = sorted({rank.beat.step for rank in running})
         where = f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
-        statuses = Counter(one_line(rank.status).removeprefix("the ") for rank in running).most_common(3)
+        statuses = Counter(one_line(rank.beat.status).removeprefix("the ") for rank in running).most_common(3)
         yield Text(
             f"{len(running)} of {len(ranks)} processes run, after {where}: {', '.join(what for what, _ in statuses)}"
         )
@@ -152,9 +152,9 @@ def _rank_lines(ranks: Sequence[RankView]) -> Iterator[Text]:
         yield Text(f"{len(ranks)} processes: {', '.join(f'{count} {words[state]}' for state, count in states.items())}")
     trouble = [rank for rank in ranks if _problem(rank)]
     for rank in trouble[:_MOST_RANKS_NAMED]:
-        yield Text(f"  {one_line(rank.name)}: {_problem(rank)}", style="red")
-        if rank.note:
-            yield Text(f"    {one_line(rank.note)}", style="red")
+        yield Text(f"  {one_line(rank.beat.name)}: {_problem(rank)}", style="red")
+        if rank.beat.note:
+            yield Text(f"    {one_line(rank.beat.note)}", style="red")
     if len(trouble) > _MOST_RANKS_NAMED:
         yield Text(f"  and {len(trouble) - _MOST_RANKS_NAMED} more", style="red")
 
@@ -162,19 +162,19 @@ def _rank_lines(ranks: Sequence[RankView]) -> Iterator[Text]:
 def _problem(rank: RankView) -> str:
     match rank.state:
         case "dead":
-            return f"is dead, after step {rank.step:,}, in {one_line(rank.status)}"
+            return f"is dead, after step {rank.beat.step:,}, in {one_line(rank.beat.status)}"
         case "silent":
-            return f"no sign of life for {show_duration(rank.silent_seconds)}, after step {rank.step:,}"
+            return f"no sign of life for {show_duration(rank.silent_seconds)}, after step {rank.beat.step:,}"
         case "failed":
-            return f"failed after step {rank.step:,}"
+            return f"failed after step {rank.beat.step:,}"
         case "runs" if rank.idle_seconds > _STUCK_SECONDS:
-            return f"no progress for {show_duration(rank.idle_seconds)}, in {one_line(rank.status)}"
+            return f"no progress for {show_duration(rank.idle_seconds)}, in {one_line(rank.beat.status)}"
         case _:
             return ""
 
 
 def _curves(stage: StageView, *, width: int, lines: int, glyphs: Glyphs) -> list[Text]:
-    """Loss and score side by side; one alone where there is no place for two."""
+    """Loss and score side by side, or the loss alone in a narrow terminal."""
     loss = stage.on_disk.points("train/loss")
     if lines < _LEAST_CHART_LINES or not loss:
         return []
@@ -183,29 +183,22 @@ def _curves(stage: StageView, *, width: int, lines: int, glyphs: Glyphs) -> list
         shown = shown[:1]
     each = (width - 2 * (len(shown) - 1)) // len(shown)
     mark = "" if glyphs == "braille" else "*"
-    columns = [
-        [
-            f"{name} {points[-1][1]:.4f}",
-            *draw_curves([_columns(points)], width=each, height=lines - 1, marks=[mark]),
-        ]
-        for name, points in shown
-    ]
+    columns: list[list[str]] = []
+    for name, points in shown:
+        steps, values = zip(*points, strict=True)
+        curve = draw_curves([(steps, values)], width=each, height=lines - 1, marks=[mark])
+        columns.append([f"{name} {values[-1]:.4f}", *curve])
     return [Text("  ".join(cell.ljust(each) for cell in row).rstrip()) for row in zip(*columns, strict=True)]
-
-
-def _columns(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
-    return [step for step, _ in points], [value for _, value in points]
 
 
 def _events(events: Sequence[Event], *, width: int, lines: int, now: float) -> list[Text]:
     if lines < 2 or not events:
         return []
     found = [Text("what happened", style="bold")]
-    told = [event for event in events[:-1] if event.kind != "checkpoint"]  # of checkpoints the last one is enough
-    for event in [*told, events[-1]][-(lines - 1) :]:
-        text = one_line(event.text)
+    shown = [event for event in events[:-1] if event.kind != "checkpoint"]  # the last checkpoint is enough
+    for event in [*shown, events[-1]][-(lines - 1) :]:
         line = Text(f"{_clock(event.time, now=now)}  {event.kind:<13} ", style=_KINDS.get(event.kind, ""))
-        found.append(_cut(line.append(text), width))
+        found.append(_cut(line.append(one_line(event.text)), width))
     return found
 
 
@@ -231,7 +224,7 @@ def _short(seconds: float | None) -> str:
 
 
 def _lines(texts: Iterable[Text], *, width: int, height: int | None) -> list[Text]:
-    """A line each; wrapped instead of cut where there is room for all."""
+    """One line each, cut to the terminal; wrapped if the page has no height."""
     if height is not None:
         return [_cut(text, width) for text in texts]
     return [Text(line, style=text.style) for text in texts for line in textwrap.wrap(text.plain, max(width, 20))]
@@ -244,7 +237,6 @@ def _cut(text: Text, width: int) -> Text:
 
 
 def _between(left: Text, right: Text, *, width: int) -> Text:
-    """The one at the left edge, the other at the right."""
     left.truncate(max(1, width - cell_len(right.plain) - 2), overflow="ellipsis")
     gap = max(1, width - cell_len(left.plain) - cell_len(right.plain))
     return left.append(" " * gap).append_text(right)

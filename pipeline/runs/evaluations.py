@@ -1,8 +1,8 @@
-"""An evaluation as it is kept: STAGE/evaluations/SET/step-00000400/evaluation.json, and arrays.npz beside it.
+"""Write and read evaluations: STAGE/evaluations/SET/step-00000400/evaluation.json, and arrays.npz beside it.
 
-The newest two of a set are kept: 8 MB each at most with a confusion matrix of 1,000 classes, which packs to a few
-hundred kB. Numbers are exact: floats are written so that they read back to the same bits. Nothing that is read is run
-(no pickles), and what does not fit together is refused, as a run folder may be from elsewhere.
+Keeps the newest two of a set: 8 MB each at most with a confusion matrix of 1,000 classes, which packs to a few hundred
+kB. Floats read back to the same bits. A run folder may be a stranger's: no pickles are loaded, and what does not fit
+together is refused.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class PerClass:
     """Counts and scores of each class; arrays [C]."""
 
     images: Counts  # that have the class
-    right: Counts  # of these, those whose best class is theirs (with several labels: is one of theirs)
+    right: Counts  # of these, those predicted right (with several labels: as one of theirs)
     accuracy: Floats  # right / images; NaN without images
     average_precision: Floats | None = None  # with several labels; NaN without images
-    answers: Counts | None = None  # images to which the model gives the class; None: of an older evaluation
+    answers: Counts | None = None  # images predicted as the class; None: an older evaluation
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The predictions by the probability of their best class, in bins (lower, upper]."""
+    """Predictions binned by the probability of their best class, (lower, upper]."""
 
     edges: Floats  # [16], from 0 to 1
     confidence: Floats  # [15], the mean probability; NaN in an empty bin
@@ -64,7 +64,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Judged:
-    """One sample and what the model says of it; classes by their number."""
+    """One sample and its prediction; classes by number."""
 
     sample: int  # its index in the shard set
     key: str  # its name there
@@ -77,24 +77,24 @@ class Judged:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All that is known of one evaluation of a classifier; C classes."""
+    """One evaluation of a classifier with C classes."""
 
     set_name: str  # "val", or a name of the recipe's also_eval
     classes: tuple[str, ...]
     label_kind: LabelKind
-    images: int  # those that could be read
+    images: int  # the readable ones
     metrics: Mapping[str, float]  # by their names in metrics.jsonl
     per_class: PerClass
     confusion: Counts | None  # [C, C], row: true, column: predicted; None: several labels, or more than 1,000 classes
     calibration: Calibration | None  # None: several labels, or not asked for
     mistakes: tuple[Judged, ...]  # at most 64, the most confident first
     examples: tuple[Judged, ...]  # the set's first 64
-    weights: WeightsKind = "weights"  # or of the moving average
+    weights: WeightsKind = "weights"  # or the moving average
 
 
 def save_evaluation(stage_folder: Path, evaluation: Evaluation, *, step: int) -> Path:
-    """Keep it as that of `step`, and of its set only the newest before; what a later step left is of training that was
-    gone back from. OSError: the disk is full or fails, or the stage's folder is gone."""
+    """Save the evaluation of `step`; delete all but the newest one before it, and later ones, which a rollback
+    undid. OSError: the disk is full or fails, or the stage's folder is gone."""
     of_set = stage_folder / EVALUATIONS_FOLDER / evaluation.set_name
     make_folders(of_set, below=stage_folder)
     folder = of_set / f"step-{step:08d}"
@@ -113,7 +113,7 @@ def save_evaluation(stage_folder: Path, evaluation: Evaluation, *, step: int) ->
 
 
 def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
-    """Write the two files into `folder`, which is made if its parent is there."""
+    """Write the two files into `folder`, which is made if its parent exists."""
     folder.mkdir(exist_ok=True)
     plain = {name: value for name, value in vars(evaluation).items() if name not in _PARTS}
     samples = {name: [asdict(each) for each in getattr(evaluation, name)] for name in ("mistakes", "examples")}
@@ -124,8 +124,7 @@ def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
 
 
 def load_evaluation(folder: Path) -> Evaluation:
-    """Load an evaluation that `save_evaluation` or `write_evaluation` wrote. ValueError: missing, damaged, or no
-    evaluation."""
+    """Load an evaluation; ValueError if it is missing or damaged."""
     try:
         record = json.loads(read_inside(folder / _RECORD, folder=folder))
         if record["format"] != _FORMAT:
@@ -139,7 +138,7 @@ def load_evaluation(folder: Path) -> Evaluation:
 
 
 def evaluations(stage_folder: Path) -> dict[str, list[Path]]:
-    """The folders of each set that is there, oldest first; only those that were written to their end."""
+    """List the complete evaluations' folders by set, oldest first."""
     found: dict[str, list[Path]] = {}
     root = stage_folder / EVALUATIONS_FOLDER
     for of_set in sorted(root.iterdir()) if root.is_dir() else ():
@@ -152,7 +151,7 @@ def evaluations(stage_folder: Path) -> dict[str, list[Path]]:
 
 
 def evaluated_step(folder: Path) -> int:
-    """The step of one of these folders; ValueError: it is none."""
+    """Return the step of such a folder; ValueError if it is none."""
     match = _STEP.fullmatch(folder.name)
     if match is None:
         raise ValueError(f"{folder} is no folder step-... of an evaluation")
@@ -193,15 +192,9 @@ def _read_arrays(file: Path, *, num_classes: int) -> dict[str, NDArray[Any]]:
 
 def _evaluation(record: dict[str, Any], *, classes: tuple[str, ...], arrays: dict[str, NDArray[Any]]) -> Evaluation:
     def judged(row: dict[str, Any]) -> Judged:
-        one = Judged(
-            sample=int(row["sample"]),
-            key=str(row["key"]),
-            true=tuple(map(int, row["true"])),
-            predicted=int(row["predicted"]),
-            probability=float(row["probability"]),
-            probability_of_true=float(row["probability_of_true"]),
-            top=tuple((int(number), float(probability)) for number, probability in row["top"]),
-        )
+        top = tuple((int(number), float(probability)) for number, probability in row["top"])
+        true, best, right = tuple(map(int, row["true"])), float(row["probability"]), float(row["probability_of_true"])
+        one = Judged(int(row["sample"]), str(row["key"]), true, int(row["predicted"]), best, right, top)
         if not all(0 <= each < len(classes) for each in (*one.true, one.predicted, *(number for number, _ in one.top))):
             raise ValueError(f"sample {one.sample} names a class that there is not")
         return one

@@ -1,7 +1,7 @@
-"""A picture and its files in a stage's folder: STAGE/pictures/NAME/step-00000400.png, .svg and .json.
+"""Write and read pictures of a stage: STAGE/pictures/NAME/step-00000400.png, .svg and .json.
 
-The .json comes last and has the words: a picture without it is not there. A table has its rows in the .json and no
-image. All steps stay; the report shows the newest. No torch and no matplotlib here.
+The .json has the texts and comes last: without it there is no picture. A table has its rows in the .json and no image.
+All steps are kept; the report shows the newest. No torch and no matplotlib here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FILE = re.compile(r"step-(\d{8,18})\.json")
 
 @dataclass(frozen=True)
 class DrawRequest:
-    """A drawing request: a stage of a run, after `step` optimizer steps."""
+    """A stage of a run to draw, after `step` optimizer steps."""
 
     folder: RunFolder
     recipe: Recipe
@@ -45,19 +45,12 @@ class DrawRequest:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture's name and texts.
+    """A picture's name and texts."""
 
-    Attributes:
-        name: of its folder, [a-z0-9_]+.
-        title: a few words.
-        caption: how to read it, with units.
-        alt: the same for people who cannot see it, with the numbers that matter.
-    """
-
-    name: str
-    title: str
-    caption: str
-    alt: str
+    name: str  # of its folder, [a-z0-9_]+
+    title: str  # a few words
+    caption: str  # how to read it, with units
+    alt: str  # for people who cannot see it, with the numbers that matter
     group: PictureGroup
 
     def __post_init__(self) -> None:
@@ -83,8 +76,8 @@ class KeptPicture:
 
 
 def keep_image(stage_folder: Path, picture: Picture, *, png: bytes, svg: bytes, step: int) -> Path:
-    """Write a picture's two files, then its words; returns these. FileNotFoundError: the stage's folder is gone;
-    other OSError: the disk is full or fails."""
+    """Write a picture's two files, then its .json, which is returned. OSError: the stage's folder is gone, the disk is
+    full or fails."""
     words = _words_file(stage_folder, picture, step=step)
     for ending, content in ((".png", png), (".svg", svg)):
         with replaced(words.with_suffix(ending), sync="none", writers="several") as beside:
@@ -93,7 +86,7 @@ def keep_image(stage_folder: Path, picture: Picture, *, png: bytes, svg: bytes, 
 
 
 def keep_table(stage_folder: Path, picture: Picture, *, columns: Mapping[str, Sequence[Cell]], step: int) -> Path:
-    """Write a table, columns of one length by their headings, with its words; returns the file. Raises as above."""
+    """Write a table as its .json, which is returned: columns of equal length by heading. OSError as `keep_image`."""
     if len({len(each) for each in columns.values()}) != 1:
         raise ValueError(f"{picture.name}: the columns are of different lengths")
     more = {"table": {name: list(values) for name, values in columns.items()}}
@@ -101,16 +94,14 @@ def keep_table(stage_folder: Path, picture: Picture, *, columns: Mapping[str, Se
 
 
 def kept_pictures(stage_folder: Path) -> list[KeptPicture]:
-    """All that are whole, by name and step; damaged ones are left out."""
-    found: list[KeptPicture] = []
-    for words in (stage_folder / PICTURES_FOLDER).glob("*/step-*.json"):
-        if _FILE.fullmatch(words.name) and (picture := _read(words)) is not None:
-            found.append(picture)
+    """List the complete pictures and tables by name and step; damaged ones are left out."""
+    files = (stage_folder / PICTURES_FOLDER).glob("*/step-*.json")
+    found = [picture for words in files if _FILE.fullmatch(words.name) and (picture := _read(words)) is not None]
     return sorted(found, key=lambda each: (each.picture.name, each.step))
 
 
 def newest_pictures(kept: Sequence[KeptPicture]) -> list[KeptPicture]:
-    """The last step's picture of each name, in the order of `kept_pictures`."""
+    """Return the last step's picture of each name, in the order of `kept_pictures`."""
     return list({each.picture.name: each for each in kept}.values())
 
 

@@ -1,8 +1,7 @@
-"""Versions, revision and host of this process: kept in checkpoints, compared on restore; and MLflow's source tags.
+"""Versions, revision and host of this process, which checkpoints compare on restore; and MLflow's source tags.
 
-A difference is reported and never refused: whether a version matters is the reader's to judge. MLflow itself finds the
-commit for `python -m` only. Costs four calls of git (some 20 ms) and reads of packages' metadata, once a stage; git may
-be missing.
+A difference is reported, never refused. MLflow itself finds the commit for `python -m` only. Costs four calls of git
+(some 20 ms) and reads of packages' metadata, once a stage; git may be missing.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _NOT_COMPARED = ("host", "time")
 
 
 def written_by() -> dict[str, str]:
-    """Facts of this process, as a checkpoint keeps them."""
+    """Facts of this process for a checkpoint."""
     tags = git_tags(Path(__file__))
     revision = tags.get("mlflow.source.git.commit", "unknown")
     return {
@@ -36,7 +35,7 @@ def written_by() -> dict[str, str]:
 
 
 def changed_since(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Differences between the writer and this process, as "torch 2.14.0 -> 2.15.0"."""
+    """List differences between the writer and this process, as "torch 2.14.0 -> 2.15.0"."""
     return [
         f"{name} {before[name]} -> {now[name]}"
         for name in now
@@ -55,8 +54,8 @@ def source_tags() -> dict[str, str]:
 
 
 def git_tags(source_file: Path) -> dict[str, str]:
-    """Commit, branch and dirty state of the repository that tracks `source_file`; else {}.
-    A package installed inside another repository is not tracked by it: that commit is not ours."""
+    """Commit, branch and dirty state of the repository that tracks `source_file`; {} if none does, as for a package
+    installed inside another repository."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(source_file.parent), *arguments]

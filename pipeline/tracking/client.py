@@ -1,8 +1,7 @@
 """MLflow's client: imported late and quietly, on a store that is made whole or not at all, in a shared experiment.
 
-Costs 2 to 4 s of import, and 2 to 6 s where an SQLite store has to be made. A folder of all runs that was moved or
-copied has a database that names the artifacts where they lay; it is made to name those beside it, or whoever goes on in
-a copy would write into the original's folder.
+Costs 2 to 4 s of import, and 2 to 6 s to make an SQLite store. The database in a folder of runs that was moved or
+copied names artifacts in the old place; it is changed to those beside it, or a copy would write into the original.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from data_shards.errors import UserError
 from pipeline.runs.run_folder import RunFolder
 
 SQLITE = "sqlite:///"
-MODEL_TRAINING = "workflowType=machine_learning"  # of a page's address: MLflow 3 opens on GenAI's else
+MODEL_TRAINING = "workflowType=machine_learning"  # of a page's address; MLflow 3 shows GenAI otherwise
 _EXPERIMENT_TAGS = {
-    "mlflow.experimentKind": "custom_model_development",  # read by MLflow up to 3.6; later ones ask the address
+    "mlflow.experimentKind": "custom_model_development",  # for MLflow up to 3.6; later ones read the address
     "mlflow.note.content": "A run for each pipeline of shardvit; its stages, with curves and pictures, are child runs.",
 }
 ARTIFACTS_FOLDER = "mlartifacts"  # of a folder of runs, beside its database
@@ -34,8 +33,8 @@ _PLACES = (  # in MLflow's tables
     ("logged_models", "artifact_location"),
     ("model_versions", "storage_location"),
 )
-_PATIENCE_SECONDS = 60.0  # with others that write to it
-_STALE_SECONDS = 3600.0  # after which an unfinished database is a killed process's
+_PATIENCE_SECONDS = 60.0  # with other writers
+_STALE_SECONDS = 3600.0  # an older unfinished database is a killed process's
 
 
 def store_uri(uri: str | None, *, home: Path) -> str:
@@ -50,7 +49,7 @@ def home_of(folder: RunFolder) -> Path:
 
 
 def client_of(uri: str, *, home: Path) -> Any:
-    """A client of a store that is there; `home` is the folder of all runs, and may have been moved or copied."""
+    """A client of an existing store; `home`, the folder of all runs, may have been moved or copied."""
     _import_mlflow()
     from mlflow.tracking import MlflowClient
 
@@ -61,7 +60,7 @@ def client_of(uri: str, *, home: Path) -> Any:
 
 
 def open_client(uri: str, *, home: Path, experiment: str) -> tuple[Any, str]:
-    """A client of the store at `uri`, and the experiment's id; store and experiment are made if they are missing."""
+    """A client of the store at `uri`, and the experiment's id; makes both if they are missing."""
     _import_mlflow()
     from mlflow.tracking import MlflowClient
 
@@ -82,11 +81,11 @@ def open_client(uri: str, *, home: Path, experiment: str) -> tuple[Any, str]:
 
 
 def make_database(uri: str, *, create: Callable[[str], object]) -> None:
-    """Atomically create a store's SQLite file if it is missing; several processes may.
+    """Create a store's SQLite file atomically if it is missing; several processes may.
 
-    MLflow creates some fifty tables in several seconds, and never repairs a database left half-way by a kill: every
-    later attempt fails in the same migration. So `create` fills another file, which gets the name when complete.
-    Does nothing unless `uri` is sqlite:///FILE. OSError: the disk is full or fails.
+    MLflow creates some fifty tables in several seconds, and never repairs a database that a kill left half-way. So
+    `create` fills another file, which gets the name when complete. Does nothing unless `uri` is sqlite:///FILE.
+    OSError: the disk is full or fails.
     """
     name = uri.removeprefix(SQLITE)
     if not uri.startswith(SQLITE) or not name or name.startswith((":", "file:")) or "?" in name or Path(name).exists():
@@ -117,7 +116,7 @@ def make_database(uri: str, *, create: Callable[[str], object]) -> None:
 def _import_mlflow() -> None:
     import logging
 
-    # MLflow reads these from the environment only; the user's values stand. Its seven retries would hold one call for
+    # MLflow reads these from the environment only; the user's values win. Its seven retries would block one call for
     # 246 s, and the sender has its own back-off. A training job reports to nobody but its user.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
@@ -125,20 +124,21 @@ def _import_mlflow() -> None:
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     import mlflow.tracking  # noqa: F401
 
-    # Lines on schema steps and retries would break the progress bar; the sender reports failures.
+    # Lines on schemas and retries would break the progress bar; the sender reports failures.
     for name in ("mlflow", "alembic", "urllib3.connectionpool"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def follow_move(database: Path, *, home: Path) -> None:
-    """Make `database`, the one of the folder `home`, name that folder's artifacts. What a hard-linked copy (`cp -rl`)
-    shares with its original and MLflow writes in place becomes the copy's own. Raises OSError, sqlite3.Error."""
+    """Make `database`, that of the folder `home`, name the artifacts of `home`. Files that a hard-linked copy
+    (`cp -rl`) shares with its original and MLflow writes in place become the copy's own. Raises OSError,
+    sqlite3.Error."""
     moved = _elsewhere(database, home=home)
     if not moved:
         return
     with database.open("rb") as shared:
         with suppress(OSError):  # a file system without locks
-            fcntl.flock(shared, fcntl.LOCK_EX)  # of several processes that come this far, one at a time
+            fcntl.flock(shared, fcntl.LOCK_EX)  # one process at a time
         if database.stat().st_nlink > 1:
             own_file = replaced(database, sync="none", writers="several")
             with own_file as beside, _open(beside) as copy, _open(database) as original:
@@ -160,7 +160,7 @@ def _open(database: Path) -> closing[sqlite3.Connection]:
 
 
 def _elsewhere(database: Path, *, home: Path) -> list[str]:
-    """The places of artifacts that are those of another folder of runs; by another path the same folder is none."""
+    """List places of artifacts in another folder of runs; the same folder by another path is none."""
     with _open(database) as known:
         places = [str(place) for (place,) in known.execute("select distinct artifact_location from experiments")]
     folders = {place: Path(unquote(urlsplit(place).path)) for place in places if place.startswith("file:")}

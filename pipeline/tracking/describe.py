@@ -1,7 +1,7 @@
-"""Name, describe and parametrise the MLflow runs of a pipeline and its stages; write the facts of an attempt.
+"""Names, descriptions and params of the MLflow runs of a pipeline and its stages; the facts of an attempt.
 
-A stage has its own keys and those that all stages share, without the prefix of its stage, so that pre-training and
-fine-tuning can be compared column by column; the pipeline has all keys. Keys without a value are left out.
+A stage's params are its own keys, without the stage's prefix, and those that all stages share, so that pre-training and
+fine-tuning can be compared column by column; a pipeline's are all keys. Keys without a value are left out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _KINDS = {"masked_patch": "Masked patch prediction", "pretrain": "Pre-training",
 
 
 def model_slug(config: ModelConfig) -> str:
-    """`vitb16` of B/16, `r50b16` of R50+B/16, `vit64x6p4` of sizes: width, depth, patch size."""
+    """`vitb16` for B/16, `r50b16` for R50+B/16, `vit64x6p4` for sizes: width, depth, patch size."""
     if config.variant is not None:
         text = re.sub("[^a-z0-9]", "", config.variant.lower())
         return text if config.variant.startswith("R") else f"vit{text}"
@@ -48,21 +48,17 @@ def model_slug(config: ModelConfig) -> str:
 
 
 def stage_name(recipe: Recipe, stage: StageName, *, folder: RunFolder, datasets: Iterable[DatasetInput]) -> str:
-    """`pretrain-vitb16-224-imagenet21k-20251122`; a sweep's runs end in their point, as `-lr-0.01`, and a stage that
-    was begun again in `-restart1`."""
+    """`pretrain-vitb16-224-imagenet21k-20251122`, with `-POINT` in a sweep, and `-restart1` after a `--restart`."""
     config = getattr(recipe.stages, stage)
     size = [str(config.image_size)] if isinstance(config, TrainStage) else []
-    data = [_slug(one.name.removesuffix("-train")) for one in datasets if one.context == "train"] or [
-        _slug(recipe.name)
-    ]
-    date = time.strftime("%Y%m%d")
+    data = next((one.name.removesuffix("-train") for one in datasets if one.context == "train"), recipe.name)
     point = [recipe.name] if folder.sweep is not None else []
     again = [f"restart{count}"] if (count := restarts(folder, stage)) else []
-    return "-".join([stage, model_slug(recipe.model), *size, data[0], date, *point, *again])
+    return "-".join([stage, model_slug(recipe.model), *size, _slug(data), time.strftime("%Y%m%d"), *point, *again])
 
 
 def restarts(folder: RunFolder, stage: StageName) -> int:
-    """How often a stage was begun again: what `--restart` moved aside."""
+    """Count how often `--restart` moved a stage aside."""
     return len([path for path in (folder.path / REPLACED_FOLDER).glob(f"{stage}-*") if path.is_dir()])
 
 
@@ -72,7 +68,7 @@ def pipeline_params(recipe: Recipe) -> dict[str, str]:
 
 
 def stage_params(recipe: Recipe, stage: StageName) -> dict[str, str]:
-    """Keys of this stage, and those that all share."""
+    """Keys of this stage, and those that all stages share."""
     own = f"{_STAGES}{stage}."
     params: dict[str, str] = {}
     for key, value in pipeline_params(recipe).items():
@@ -86,13 +82,14 @@ def stage_params(recipe: Recipe, stage: StageName) -> dict[str, str]:
 def stage_datasets(
     train: ShardSet, held_out: ShardSet, *, also_eval: Mapping[str, ShardSet] | None = None
 ) -> tuple[DatasetInput, ...]:
-    """The sets by names of their own: the set's and its split's; those of `also_eval` by the recipe's names, too."""
+    """Name the sets by set and split, those of `also_eval` also by their names in the recipe."""
     more = also_eval or {}
     sets = (train, held_out, *more.values())
     names = [one.name if one.split in ("", "all") else f"{one.name}-{one.split}" for one in sets]
     if names[0] == names[1]:
         names[1] += "-held-out"
     names[2:] = [f"{name}-{key}" for name, key in zip(names[2:], more, strict=True)]
+    uses = ("train", "eval", *(f"eval {key}" for key in more))
     return tuple(
         DatasetInput(
             name=name,
@@ -102,12 +99,12 @@ def stage_datasets(
             images=one.num_samples,
             classes=one.num_classes,
         )
-        for one, name, use in zip(sets, names, ("train", "eval", *(f"eval {key}" for key in more)), strict=True)
+        for one, name, use in zip(sets, names, uses, strict=True)
     )
 
 
 def plan_params(recipe: Recipe, stage: StageName, *, plan: StagePlan, classes: int) -> dict[str, str]:
-    """Derived quantities: steps, batches, and the model's cost (not for masked patches, whose head is not counted)."""
+    """Steps, batches, and the model's cost (but for masked patches, whose head is not counted)."""
     config = recipe.train_stage(stage)
     images = plan.total_steps * plan.global_batch_images
     params = {
@@ -141,63 +138,45 @@ def stage_description(recipe: Recipe, folder: RunFolder, *, stage: StageName, pa
     """Markdown."""
     model = recipe.model.variant or model_slug(recipe.model)
     if stage == "swap_head":
-        first = f"The pre-training head of {model} replaced by one of zeros for the new classes."
+        text = f"The pre-training head of {model} replaced by one of zeros for the new classes."
     else:
         config = recipe.train_stage(stage)
         train = "" if config.train is None else " + ".join(_code(each.shards) for each in config.train)
-        first = f"{_KINDS[stage]} of **{model}** at {config.image_size} px on {train}."
-    lines = [first]
+        text = f"{_KINDS[stage]} of **{model}** at {config.image_size} px on {train}."
     if "plan.steps" in params:
         steps, images, epochs = (params[f"plan.{key}"] for key in ("steps", "images", "epochs"))
-        lines.append(f"{int(steps):,} steps, {int(images):,} images, {epochs} epochs.")
+        text += f" {int(steps):,} steps, {int(images):,} images, {epochs} epochs."
     if "cost.parameters" in params:
         parameters, flops = int(params["cost.parameters"]), int(params["cost.forward_flops_per_image"])
         tokens = f", {params['cost.tokens_per_image']} tokens" if params["cost.tokens_per_image"] != "0" else ""
-        lines.append(f"{parameters:,} parameters, {flops / 1e9:.4g} GFLOPs an image forward{tokens}.")
-    return "\n\n".join([" ".join(lines), _commands(folder)])
-
-
-def pipeline_description(recipe: Recipe, folder: RunFolder) -> str:
-    """Markdown."""
-    model = recipe.model.variant or model_slug(recipe.model)
-    stages = " → ".join(recipe.stages.names)
-    first = f"**{model}**: {stages}. Results of the stages are metrics of this run; their curves are in its child runs."
-    return f"{first}\n\n{_commands(folder)}"
+        text += f" {parameters:,} parameters, {flops / 1e9:.4g} GFLOPs an image forward{tokens}."
+    return f"{text}\n\n{_commands(folder)}"
 
 
 def pipeline_facts(recipe: Recipe, folder: RunFolder) -> RunFacts:
-    """Facts for the pipeline's MLflow run so far: results of finished stages as `finetune/val/top1`, the last's also as
-    `val/top1`."""
-    found: dict[StageName, RunFacts | None] = {name: load_facts(folder.stage(name)) for name in recipe.stages.names}
-    stages: dict[StageName, RunFacts] = {name: facts for name, facts in found.items() if facts is not None}
+    """Facts for the pipeline's MLflow run so far; results of finished stages as `finetune/val/top1`, those of the last
+    stage also as `val/top1`."""
+    names = recipe.stages.names
+    records = {name: folder.peek(name) for name in names}
+    stages = {name: facts for name in names if (facts := load_facts(folder.stage(name))) is not None}
+    tags, params = {"shardvit.kind": "pipeline"}, pipeline_params(recipe)
     results: dict[str, tuple[float, int]] = {}
     for name, facts in stages.items():
-        record = folder.peek(name)
-        if record.state == "done" and facts.ended_ms:
-            values = {metric: (value, facts.ended_ms) for metric, value in record.results.items()}
+        tags |= {tag: text for tag, text in facts.tags.items() if tag.startswith(("mlflow.", "shardvit.git."))}
+        params |= {f"{name}.{key}": text for key, text in facts.params.items() if key.startswith(("plan.", "cost."))}
+        if records[name].state == "done" and facts.ended_ms:
+            values = {metric: (value, facts.ended_ms) for metric, value in records[name].results.items()}
             results |= {f"{name}/{metric}": value for metric, value in values.items()}
-            results |= values if name == recipe.stages.names[-1] else {}
-    source = {
-        tag: text
-        for facts in stages.values()
-        for tag, text in facts.tags.items()
-        if tag.startswith(("mlflow.", "shardvit.git."))
-    }
-    derived = {
-        f"{name}.{key}": value
-        for name, facts in stages.items()
-        for key, value in facts.params.items()
-        if key.startswith(("plan.", "cost."))
-    }
+            results |= values if name == names[-1] else {}
     unfinished: list[RunStatus] = [facts.status for facts in stages.values() if facts.status != "FINISHED"]
-    done: RunStatus = (
-        "FINISHED" if all(folder.peek(name).state == "done" for name in recipe.stages.names) else "RUNNING"
-    )
+    done: RunStatus = "FINISHED" if all(record.state == "done" for record in records.values()) else "RUNNING"
+    model = recipe.model.variant or model_slug(recipe.model)
+    text = f"**{model}**: {' → '.join(names)}. Results of the stages are metrics of this run; their curves are in its "
     return RunFacts(
         name=recipe.name,
-        description=pipeline_description(recipe, folder),
-        tags={**source, "shardvit.kind": "pipeline"},
-        params={**pipeline_params(recipe), **derived},
+        description=f"{text}child runs.\n\n{_commands(folder)}",
+        tags=tags,
+        params=params,
         datasets=tuple(dict.fromkeys(one for facts in stages.values() for one in facts.datasets)),
         results=results,
         status=unfinished[0] if unfinished else done,
@@ -208,18 +187,17 @@ def pipeline_facts(recipe: Recipe, folder: RunFolder) -> RunFacts:
 
 def _commands(folder: RunFolder) -> str:
     run, root = str(folder.path), str(folder.runs_root)
-    return "\n".join(
-        (
-            f"- command: {_code(shlex.join(['shardvit', 'run', f'{run}/{RECIPE_FILE}', '--runs', root]))}",
-            f"- recipe: `{RECIPE_FILE}` among the artifacts",
-            f"- report: {_code(shlex.join(['shardvit', 'report', run]))}",
-            f"- model: {_code(shlex.join(['shardvit', 'predict', run, 'IMAGE...']))}",
-        )
+    lines = (
+        f"- command: {_code(shlex.join(['shardvit', 'run', f'{run}/{RECIPE_FILE}', '--runs', root]))}",
+        f"- recipe: `{RECIPE_FILE}` among the artifacts",
+        f"- report: {_code(shlex.join(['shardvit', 'report', run]))}",
+        f"- model: {_code(shlex.join(['shardvit', 'predict', run, 'IMAGE...']))}",
     )
+    return "\n".join(lines)
 
 
 def _code(text: str) -> str:
-    """Quote as Markdown code, whatever backticks it has."""
+    """Quote as Markdown code, without backticks."""
     return f"`{one_line(text).replace('`', chr(39))}`"
 
 
@@ -238,7 +216,7 @@ def begin_attempt(
     datasets: Sequence[DatasetInput] = (),
     tags: Mapping[str, str],
 ) -> RunFacts:
-    """Write down what a stage's run is to know of a new attempt; `tags`: its job, host, processes. Raises OSError."""
+    """Write the facts of a new attempt at a stage; `tags`: its job, host, processes. Raises OSError."""
     before = load_facts(folder.stage(stage))
     kept = (*(before.kept_rows if before else ()), kept_rows)
     short = {"shardvit.world_size": "processes", "shardvit.host": "host", "shardvit.slurm_job_id": "job"}
@@ -265,7 +243,7 @@ def begin_attempt(
 
 
 def end_attempt(folder: RunFolder, stage: StageName, status: FinalStatus) -> None:
-    """Write down how an attempt ended. Raises OSError."""
+    """Write how an attempt ended. Raises OSError."""
     if facts := load_facts(folder.stage(stage)):
         ended = replace(facts, status=status, ended_ms=now_ms())
         ended.save(folder.stage(stage) / MLFLOW_FACTS_FILE)

@@ -1,6 +1,6 @@
 """Record a run's environment as files for MLflow: packages, GPUs, driver, and this checkout's changes.
 
-Written once an attempt, beside training; takes some tenths of a second of one core. No environment variables: they may
+Written once an attempt, beside training; takes some tenths of a second of one core. No environment variables, which may
 hold secrets.
 """
 
@@ -26,13 +26,12 @@ DIFF_FILE = "git.diff"
 TRACKED_FILES = (ENVIRONMENT_FILE, DIFF_FILE)
 _MOST_DIFF_BYTES = 1_000_000
 _GIT_SECONDS = 20.0
-_DRIVER = Path("/proc/driver/nvidia/version")  # asks nobody: nvidia-smi hangs where the driver does
+_DRIVER = Path("/proc/driver/nvidia/version")  # nvidia-smi hangs where the driver does
 _SECRET = re.compile(r"(?i)((?:password|passwd|secret|token|api_?key|credential)s?['\"]?\s*[:=]\s*)(\S+)")
 
 
 def write_environment(folder: Path, *, gpus: str = "") -> None:
-    """Write environment.txt and, where this checkout has changes, git.diff. `gpus`: as `gpu_tag` has them. Raises
-    OSError."""
+    """Write environment.txt and, if this checkout has changes, git.diff; `gpus`: from `gpu_tag`. Raises OSError."""
     folder.mkdir(exist_ok=True)
     write_if_changed(folder / ENVIRONMENT_FILE, environment(gpus))
     if diff := git_diff(Path(written_by.__file__)):
@@ -40,7 +39,7 @@ def write_environment(folder: Path, *, gpus: str = "") -> None:
 
 
 def environment(gpus: str = "") -> str:
-    """A line for each fact, then one for each installed package."""
+    """A line per fact, then one per installed package."""
     lines = [
         f"python {platform.python_version()}",
         f"platform {platform.platform()}",
@@ -50,18 +49,15 @@ def environment(gpus: str = "") -> str:
         *(f"{name} {value}" for name, value in source_tags().items() if ".git." in name),
         "",
     ]
-    packages = {
-        str(each.metadata["Name"]): each.version
-        for each in metadata.distributions()
-        if each.metadata["Name"] is not None
-    }
+    named = ((each.metadata["Name"], each.version) for each in metadata.distributions())
+    packages = {str(name): version for name, version in named if name is not None}
     lines += [f"{name}=={packages[name]}" for name in sorted(packages, key=str.casefold)]
     return "\n".join(lines) + "\n"
 
 
 def git_diff(source_file: Path) -> str:
-    """Uncommitted changes of the checkout that tracks `source_file`, without likely secrets, cut after a megabyte; ""
-    if there are none, or no checkout."""
+    """Uncommitted changes of the checkout that tracks `source_file`, without likely secrets, cut at a megabyte; "" if
+    there are none, or no checkout."""
     if git_tags(source_file).get("shardvit.git.dirty") != "true":
         return ""
     command = ["git", "-C", str(source_file.parent), "diff", "--no-color", "--no-ext-diff", "HEAD"]
@@ -76,12 +72,12 @@ def git_diff(source_file: Path) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """The text without passwords of URLs, and without what follows words such as `token =`."""
+    """Hide passwords of URLs, and what follows words such as `token =`."""
     return _SECRET.sub(r"\1***", without_credentials(text))
 
 
 def write_if_changed(path: Path, text: str) -> None:
-    """Replace a file; an equal one keeps its time, and is not sent again."""
+    """Replace a file; an equal one keeps its time, so that it is not sent again."""
     with suppress(OSError):
         if path.read_text(encoding="utf-8") == text:
             return
@@ -89,8 +85,8 @@ def write_if_changed(path: Path, text: str) -> None:
 
 
 def gpu_tag() -> dict[str, str]:
-    """The GPUs that this process, a rank, sees, and torch's CUDA; nothing without any."""
-    torch = sys.modules.get("torch")  # a process that has not imported it has no GPU to tell of
+    """A tag with the GPUs that this rank sees and torch's CUDA, if any."""
+    torch = sys.modules.get("torch")  # a process that has not imported it uses no GPU
     if torch is None or not torch.cuda.is_available():
         return {}
     every = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]

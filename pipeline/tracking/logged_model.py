@@ -1,10 +1,10 @@
-"""A stage's result as a model of MLflow: a graph of torch's operators (.pt2), which loads without any code of ours.
+"""Log a stage's result as an MLflow model: a graph of torch operators (.pt2) that loads without any code of ours.
 
     mlflow.pyfunc.load_model("models:/ID").predict(pixels)     numpy, uint8 [N, S, S, 3] -> float32 [N, classes]
     mlflow.pytorch.load_model("models:/ID")(pixels)            the same with tensors
 
-Costs one copy of the weights in memory, two on disk and one sent, and some seconds of a core; a pause of training no.
-The model's curves stay with its run; its last evaluation is also the model's.
+Costs one copy of the weights in memory, two on disk and one sent, and some seconds of a core beside training. The
+model's curves stay with its run; its last evaluation is also the model's.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _REGISTER_SECONDS = 60
 
 
 def log_result_model(client: Any, *, uri: str, result: ResultModel) -> str:
-    """Make a stage's model one of MLflow's, of the stage's run and the pipeline's, and register it if the recipe says
-    so; returns its id, and its version if it was registered. Raises whatever torch and MLflow do."""
+    """Log a stage's model as an output of the stage's run and the pipeline's, and register it if the recipe says so;
+    returns its id, and the version if registered. Raises whatever torch and MLflow do."""
     import mlflow
     from mlflow.entities import LoggedModelOutput, Metric
 
@@ -115,10 +115,10 @@ def _save(
 
 
 def _last_values(folder: RunFolder, *, stage: StageName) -> dict[str, tuple[float, int, int]]:
-    """The last point of each held-out metric: value, unix milliseconds, step, as its run has it."""
-    last: dict[str, tuple[float, int, int]] = {}
-    for row in iter_metrics(folder.stage(stage) / METRICS_FILE):
-        for name, value in row.metrics.items():
-            if name.startswith("val"):
-                last[name] = (value, int(row.time * 1000), row.step)
-    return last
+    """The last point of each held-out metric: value, unix milliseconds, step."""
+    return {
+        name: (value, int(row.time * 1000), row.step)
+        for row in iter_metrics(folder.stage(stage) / METRICS_FILE)
+        for name, value in row.metrics.items()
+        if name.startswith("val")
+    }

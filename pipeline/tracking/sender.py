@@ -82,6 +82,10 @@ class _Followed:
     curve: MetricsFollower | None = None
     is_open: bool = False
 
+    @property
+    def of(self) -> str:
+        return f"of {self.stage or 'the pipeline'}"
+
 
 @dataclass(frozen=True)
 class _Item:
@@ -182,70 +186,68 @@ class Sender:
         return (row for row in each.curve.new_rows() if each.curve.count > state.sent_rows)
 
     def _due(self, *, pictures: bool) -> list[_Item]:
-        """Everything but rows: the pipeline's, then each stage's, every status last."""
-        items, statuses = self._due_of(self._pipeline, pipeline_facts(self._recipe, self._folder))
+        """Everything but rows that was not sent: the pipeline's, then each stage's, every status last."""
+        sink, folder, recipe = self._sink, self._folder, self._recipe
+        known = [(self._pipeline, pipeline_facts(recipe, folder))]
         for each in self._begun():
             assert each.stage is not None
-            if (facts := load_facts(self._folder.stage(each.stage))) is not None:
-                text = stage_description(self._recipe, self._folder, stage=each.stage, params=facts.params)
-                more, status = self._due_of(each, replace(facts, description=text))
-                items += [*more, *(self._due_pictures(each) if pictures else []), *self._due_model(each)]
-                statuses = [*status, *statuses]
-        return [item for item in [*items, *statuses] if self._refusals.get(item.name, 0) < _TRIES]
+            if (facts := load_facts(folder.stage(each.stage))) is not None:
+                text = stage_description(recipe, folder, stage=each.stage, params=facts.params)
+                known.append((each, replace(facts, description=text)))
+        items: list[_Item] = []
+        for each, facts in known:
+            name = f"tags, params, data sets and results {each.of}"
+            items.append(_Item(name, each, "facts", facts.digest, partial(sink.params, facts=facts)))
+            items += self._files(each, facts)
+            if each.stage is not None:
+                items += [*(self._pictures(each) if pictures else []), *self._model(each, each.stage)]
+        items += [
+            _Item(f"status {each.of}", each, "status", facts.status, partial(sink.close, facts=facts))
+            for each, facts in reversed(known)
+        ]
+        return [
+            item
+            for item in items
+            if item.run.state.sent.get(item.key) != item.mark and self._refusals.get(item.name, 0) < _TRIES
+        ]
 
-    def _due_of(self, each: _Followed, facts: RunFacts) -> tuple[list[_Item], list[_Item]]:
-        """Facts and files; status."""
-        sink, sent, items = self._sink, each.state.sent, list[_Item]()
-        of = f"of {each.stage or 'the pipeline'}"
-        if sent.get("facts") != facts.digest:
-            name = f"tags, params, data sets and results {of}"
-            items.append(_Item(name, each, "facts", facts.digest, lambda run_id: sink.params(run_id, facts)))
+    def _files(self, each: _Followed, facts: RunFacts) -> Iterator[_Item]:
         if each.stage is None:
-            tracked = [f"{TRACKING_FOLDER}/{name}" for name in TRACKED_FILES]
-            files = [RECIPE_FILE, DIFFERENCE_FILE, *tracked, PAGE_FILE]
+            names = [RECIPE_FILE, DIFFERENCE_FILE, *(f"{TRACKING_FOLDER}/{name}" for name in TRACKED_FILES), PAGE_FILE]
         else:
             ended = () if facts.status == "RUNNING" else (CORRUPT_SAMPLES_FILE, EVENTS_FILE)
-            files = [RECIPE_FILE, *(f"{each.stage}/{name}" for name in ended)]
-        for name in files:
+            names = [RECIPE_FILE, *(f"{each.stage}/{name}" for name in ended)]
+        for name in names:
             path = self._folder.path / name
             if path.is_file() and is_inside(path, folder=self._folder.path):  # a link may lead to a stranger's
                 mark = f"{path.stat().st_size} {path.stat().st_mtime_ns}"
-                shown = "the page" if name == PAGE_FILE else f"artifact {path.name} {of}"
-                if sent.get(name) != mark:
-                    items.append(_Item(shown, each, name, mark, lambda run_id, path=path: sink.file(run_id, path)))
-        status = _Item(f"status {of}", each, "status", facts.status, lambda run_id: sink.close(run_id, facts))
-        return items, [status] if sent.get("status") != facts.status else []
+                shown = "the page" if name == PAGE_FILE else f"artifact {path.name} {each.of}"
+                yield _Item(shown, each, name, mark, partial(self._sink.file, path=path))
 
-    def _due_pictures(self, each: _Followed) -> list[_Item]:
-        kept = kept_pictures(each.state.file.parent)
-        new = {one.key: one for one in kept if one.key not in each.state.sent}
-        newest = {one.key for one in newest_pictures(list(new.values()))}
+    def _pictures(self, each: _Followed) -> Iterator[_Item]:
+        kept = {one.key: one for one in kept_pictures(each.state.file.parent)}
+        newest = {one.key for one in newest_pictures(list(kept.values()))}
 
-        def send(name: str, run_id: str) -> None:
-            self._sink.picture(run_id, new[name], is_newest=name in newest)
-            each.sent.tables += new[name].table is not None
-            each.sent.pictures += new[name].table is None
+        def send(run_id: str, key: str) -> None:
+            self._sink.picture(run_id, kept[key], is_newest=key in newest)
+            each.sent.tables += kept[key].table is not None
+            each.sent.pictures += kept[key].table is None
 
-        return [
-            _Item(f"{'table' if one.table else 'picture'} {name}", each, name, "sent", partial(send, name))
-            for name, one in new.items()
-        ]
+        for key, one in kept.items():
+            yield _Item(f"{'table' if one.table else 'picture'} {key}", each, key, "sent", partial(send, key=key))
 
-    def _due_model(self, each: _Followed) -> list[_Item]:
+    def _model(self, each: _Followed, stage: StageName) -> Iterator[_Item]:
         """The model of the last stage, if that leaves one and is done."""
-        stage, folder, recipe = each.stage, self._folder, self._recipe
+        folder, recipe = self._folder, self._recipe
         is_last = stage == recipe.stages.names[-1] and stage not in ("masked_patch", "swap_head")
-        if stage is None or not (recipe.tracking.log_model and is_last):
-            return []
         record = folder.peek(stage)
-        if record.state != "done" or not record.model_digest or each.state.sent.get("model") == record.model_digest:
-            return []
 
         def send(run_id: str) -> None:
             result = ResultModel(folder, recipe, stage, run_id, str(self._pipeline.state.run_id))
             each.sent.model = self._sink.model(result)
 
-        return [_Item("model", each, "model", record.model_digest, send)]
+        if recipe.tracking.log_model and is_last and record.state == "done" and record.model_digest:
+            yield _Item("model", each, "model", record.model_digest, send)
 
     def _send_due(self, send: Callable[[_Item], bool], *, pictures: bool) -> int:
         self._open()

@@ -2,8 +2,8 @@
 `mlflow_sink.sink_of`. A run has one sink, whose ids and progress are in its mlflow.json; `shardvit eval`, `transfer`
 and `sweep` write to MLflow alone (`command_runs`).
 
-Every method may raise anything: the sender asks `answers`, waits for a dead service, and gives up what a living one
-refuses again and again.
+Methods may raise anything: the sender asks `answers`, waits for a dead service, and drops what a living one refuses
+three times.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Sink(Protocol):
         """Reach the service; called again after an outage."""
 
     def open(self, known: RunState, *, name: str, parent_id: str | None, begun_ms: int | None) -> str:
-        """Find a run by its id, else by its key, or create it; returns its id."""
+        """Find a run by its id or key, or create it; returns its id."""
         ...
 
     def address(self, run_id: str) -> str | None:
@@ -66,8 +66,8 @@ class Sink(Protocol):
         """Send a picture or a table, unless it is there."""
 
     def model(self, result: ResultModel) -> str:
-        """Send a stage's model; returns what it is called there."""
+        """Send a stage's model; returns its name there."""
         ...
 
     def close(self, run_id: str, facts: RunFacts) -> None:
-        """Write down the status: still or again running, or how and when it ended."""
+        """Set the status: still or again running, or how and when it ended."""

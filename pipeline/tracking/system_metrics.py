@@ -1,7 +1,7 @@
 """CPU, memory, network, disk and GPU of each node in the stage's MLflow run, where the recipe says so.
 
-MLflow's own monitor, every ten seconds, in a process beside the first rank of each node: it takes nothing from training
-but some seconds of one core for importing mlflow, and ends when its rank does. What an outage swallows is lost.
+MLflow's own monitor, every ten seconds, in a process beside the first rank of each node that ends with its rank. Costs
+training nothing but some seconds of one core for importing mlflow. Values during an outage are lost.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _LONGEST_REASON = 300
 
 @contextmanager
 def node_metrics(folder: RunFolder, *, node: str, environ: Mapping[str, str]) -> Iterator[None]:
-    """Have this node watched while the run trains; `node`: its name among several, or empty."""
+    """Monitor this node while the run trains; `node`: its name among several, or empty."""
     command = [sys.executable, "-W", "ignore", "-m", __name__, str(folder.runs_root), folder.name, node]
     try:
         child = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,  # MLflow's lines; what goes wrong is said once, on standard error
+            stdout=subprocess.DEVNULL,  # MLflow's lines; problems go to standard error, once
             env={**environ, "CUDA_VISIBLE_DEVICES": ""},
         )
     except OSError as error:
@@ -47,11 +47,8 @@ def node_metrics(folder: RunFolder, *, node: str, environ: Mapping[str, str]) ->
     try:
         yield
     finally:
-        assert child.stdin is not None
-        with suppress(OSError):
-            child.stdin.close()
         try:
-            child.wait(timeout=_END_SECONDS)
+            child.communicate(timeout=_END_SECONDS)  # which closes its standard input
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
@@ -61,7 +58,7 @@ def node_metrics(folder: RunFolder, *, node: str, environ: Mapping[str, str]) ->
 
 
 def main(runs_root: str, name: str, node: str) -> None:
-    """Watch this node, for one stage after another, until standard input ends."""
+    """Monitor this node for one stage after another, until standard input ends."""
     os.nice(_LOWEST_PRIORITY)
     over = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.buffer.read(), over.set()), daemon=True).start()
@@ -75,7 +72,7 @@ def main(runs_root: str, name: str, node: str) -> None:
 
 
 def running(folder: RunFolder) -> str | None:
-    """The MLflow run of the stage that is training, once it has one."""
+    """Return the MLflow run of the stage that is training, once it has one."""
     for stage in ALL_STAGES:
         facts = load_facts(folder.stage(stage))
         if facts is not None and facts.status == "RUNNING":
@@ -84,29 +81,31 @@ def running(folder: RunFolder) -> str | None:
 
 
 def watch(run_id: str, *, uri: str, home: Path, node: str, over: Callable[[], bool]) -> None:
-    """Watch this node for a run until `over`; a monitor that an outage has ended is started again."""
+    """Monitor this node for a run until `over`; restarts a monitor that an outage has ended."""
     client_of(uri, home=home)  # quietly, and with short time-outs
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
     logging.disable(logging.WARNING)
-    told, pause = False, threading.Event()
+    has_failed, pause = False, threading.Event()
+
+    def wait_while(is_on: Callable[[], bool]) -> None:
+        while is_on() and not over():
+            pause.wait(_POLL_SECONDS)
+
     while not over():
         try:
             monitor: Any = SystemMetricsMonitor(run_id, node_id=node or None, resume_logging=True, tracking_uri=uri)
             monitor.start()
-            while monitor._process.is_alive() and not over():
-                pause.wait(_POLL_SECONDS)
+            wait_while(monitor._process.is_alive)
             if over():
                 return monitor.finish()
-        except Exception as error:  # noqa: BLE001 - it is tried again, and training knows nothing of it
-            if not told:
-                told = True
+        except Exception as error:  # noqa: BLE001 - it is tried again, and training does not notice
+            if not has_failed:
+                has_failed = True
                 why = without_credentials(f"{type(error).__name__}: {str(error)[:_LONGEST_REASON]}")
                 print(f"MLflow: no system metrics of {platform.node()} for now: {why}", file=sys.stderr, flush=True)
-        for _ in range(int(_AGAIN_SECONDS / _POLL_SECONDS)):
-            if over():
-                return None
-            pause.wait(_POLL_SECONDS)
+        polls = iter(range(int(_AGAIN_SECONDS / _POLL_SECONDS)))
+        wait_while(lambda polls=polls: next(polls, None) is not None)
     return None
 
 

@@ -157,23 +157,7 @@ finally:
 HEAVY = {"torch", "torchvision", "timm", "deepspeed", "accelerate", "mlflow", "transformers", "jax"}
 
 
-@pytest.mark.parametrize("args", [["--help"], ["demo", "--help"], ["run", "digits", "--dry-run"], ["run", "nothing"]])
-def test_no_heavy_library_before_training(packed: Path, args: list[str]):
-    """Neither for help nor for checking a recipe and its shards: a mistake is found at once."""
-    done = subprocess.run(
-        [sys.executable, "-c", MODULES, *args],
-        cwd=packed,
-        env={"PYTHONPATH": str(ROOT), "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    modules = set(json.loads(done.stdout.partition("MODULES ")[2]))
-    assert "launch" in modules and not HEAVY & modules
-
-
-NOT_FOR_A_MISTAKE = HEAVY | {"numpy", "PIL", "fsspec", "aiohttp", "jinja2", "psutil", "ssl", "asyncio", "braceexpand"}
+NOT_FOR_A_MISTAKE = {"numpy", "PIL", "fsspec", "aiohttp", "jinja2", "psutil", "ssl", "asyncio", "braceexpand"}
 SUBMIT = ["--nodes", "1", "--time", "1:00:00", "--tasks-per-node", "1"]
 
 
@@ -186,12 +170,12 @@ SUBMIT = ["--nodes", "1", "--time", "1:00:00", "--tasks-per-node", "1"]
         ["run", "images/cat/0.png"],
         ["plan", "mine.yaml", "stages.pretrain.duration=10"],
         ["submit", "mine.yaml", "engine.precision=fp8", *SUBMIT],
-        ["--help"],
+        *(["--help"], ["demo", "--help"], ["run", "digits", "--dry-run"]),
     ],
     ids=" ".join,
 )
-def test_a_mistake_in_the_recipe_is_said_before_anything_slow_is_imported(packed: Path, args: list[str]):
-    """Modules are counted, not seconds: what reading a recipe needs is pydantic and YAML."""
+def test_help_and_mistakes_come_before_anything_slow_is_imported(packed: Path, args: list[str]):
+    """Modules are counted, not seconds: reading a recipe needs pydantic and YAML; checking shards is without torch."""
     done = subprocess.run(
         [sys.executable, "-c", MODULES, *args],
         cwd=packed,
@@ -201,9 +185,9 @@ def test_a_mistake_in_the_recipe_is_said_before_anything_slow_is_imported(packed
         timeout=240,
         check=False,
     )
-    assert done.returncode == (0 if args == ["--help"] else 2), done.stderr
+    assert done.returncode == (0 if "--help" in args or "digits" in args else 2), done.stderr
     modules = set(json.loads(done.stdout.partition("MODULES ")[2]))
-    assert "launch" in modules and not NOT_FOR_A_MISTAKE & modules
+    assert "launch" in modules and not (HEAVY if "digits" in args else HEAVY | NOT_FOR_A_MISTAKE) & modules
 
 
 # Mistakes on the command line itself.
@@ -238,16 +222,10 @@ def test_a_wrong_command(refused: Callable[..., str], args: list[str], named: st
 # Bad input to `pack`.
 
 
-def test_pack_a_missing_folder(refused: Callable[..., str]):
+def test_pack_a_missing_or_empty_folder(refused: Callable[..., str], work: Path):
     assert "photos" in refused("pack", "photos", "out")
-
-
-def test_pack_an_empty_folder(refused: Callable[..., str], work: Path):
     (work / "photos").mkdir()
     assert "photos: the folder is empty" in refused("pack", "photos", "out")
-
-
-def test_pack_a_class_folder_without_images(refused: Callable[..., str], work: Path):
     (work / "images" / "emu").mkdir()
     assert "images/emu" in refused("pack", "images", "out")
 
@@ -373,14 +351,6 @@ def test_run_with_a_changed_recipe_shows_the_difference(call: Call, work: Path):
 def test_restart_with_a_mistake_moves_nothing(refused: Callable[..., str], work: Path):
     begin(work)
     assert "image_size" in refused("run", "mine.yaml", "--restart", "pretrain", "stages.pretrain.image_size=7")
-
-
-def test_a_restart_of_finetune_may_not_change_what_pretrain_was_made_from(call: Call, work: Path):
-    begin(work)
-    before = tree(work)
-    code, _, error = call("run", "mine.yaml", "--restart", "finetune", "seed=3", "stages.finetune.dropout=0.1")
-    assert code == 2 and "seed: 0 -> 3" in error and "dropout" not in error
-    assert tree(work) == before
 
 
 def test_a_good_recipe_passes_every_check(call: Call, work: Path):

@@ -93,6 +93,7 @@ def test_a_pipe_that_is_full_stops_nobody(folder: RunFolder) -> None:
         os.kill(beside._child.pid, signal.SIGSTOP)
         for step in range(5_000):
             beside.ask("finetune", "evaluated", step)
+        beside._child.kill()  # else its end is waited for
     assert len([line for line in said if "no pictures for now" in line]) == 1
 
 

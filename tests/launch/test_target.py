@@ -22,8 +22,6 @@ COMMANDS: dict[str, Callable[[object], Sequence[object]]] = {  # each with the p
     "compare": lambda place: ("compare", "runs/law", "runs/other", "--no-draw", "--output", place),
     "eval --json": lambda place: ("eval", "runs/law", "shards", "--json", place),
     "eval --output": lambda place: ("eval", "runs/law", "shards", "--output", place),
-    "fewshot": lambda place: ("transfer", "runs/law", *SETS, "--method", "fewshot", "--json", place),
-    "probe": lambda place: ("transfer", "runs/law", *SETS, "--method", "probe", "--json", place),
     "knn": lambda place: ("transfer", "runs/law", *SETS, "--method", "knn", "--json", place),
     "transfer": lambda place: ("transfer", "runs/law", "table.yaml", "--json", place),
     "figures": lambda place: ("figures", "runs/law", "--output", place),

@@ -27,7 +27,6 @@ from launch.flags import (
 )
 from launch.local.env import experiment_name, num_gpus, tracking_uri
 from launch.local.output import say
-from launch.local.processes import reason
 from launch.target import Force, JsonFile, demand_target, tell_result
 from pipeline.evaluation.truth import Among, EvalRequest, LabelSet, Matching, open_set, what_is_asked
 from pipeline.recipe.vocabulary import EXIT_USER_ERROR, EvalMetric
@@ -149,7 +148,7 @@ def evaluate(model: Path, shards: str, /, *, options: EvalOptions = EvalOptions(
 
 def _by_processes(request: EvalRequest, *, processes: int, on_gpus: bool) -> ModelEvaluated | int:
     """The result, or the exit code if there is none."""
-    from launch.local.processes import rank_environment, run_ranks
+    from launch.local.processes import rank_environment, reason, run_ranks
 
     with tempfile.TemporaryDirectory(prefix="shardvit-eval-") as name:
         folder = Path(name)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import select
+import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +26,7 @@ if TYPE_CHECKING:
     from launch.watch.look import Watcher
 
 _LEAST_SECONDS = 0.2
+_STDIN = 0
 
 
 def watch(
@@ -114,11 +120,10 @@ def follow(watcher: Watcher, *, console: Console, interval_seconds: float) -> No
     from rich.live import Live
     from rich.text import Text
 
-    from launch.watch.keys import leaving_by_q
     from launch.watch.screen import page
 
     try:
-        with leaving_by_q() as typed, Live(console=console, auto_refresh=False, screen=True) as live:
+        with _leaving_by_q() as typed, Live(console=console, auto_refresh=False, screen=True) as live:
             footer = Text(f"{'q' if typed else 'Ctrl-C'} leaves, the run goes on", style="dim", no_wrap=True)
             while True:
                 view = watcher.look()
@@ -133,3 +138,40 @@ def follow(watcher: Watcher, *, console: Console, interval_seconds: float) -> No
 
 def _glyphs(console: Console) -> Glyphs:
     return "braille" if console.encoding.startswith("utf") else "ascii"
+
+
+@contextmanager
+def _leaving_by_q() -> Iterator[Callable[[float], bool] | None]:
+    """Yield a function that waits so many seconds for `q` and returns whether it was typed; None: no terminal of ours.
+    Keys come one by one and unseen; SIGTERM and SIGHUP become KeyboardInterrupt, so that the terminal is put back."""
+    from launch.local.processes import handled
+
+    with handled((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler):
+        if not _is_ours():
+            yield None
+            return
+        import termios
+        import tty
+
+        before = termios.tcgetattr(_STDIN)
+        try:
+            tty.setcbreak(_STDIN)
+            yield _typed
+        finally:
+            with suppress(termios.error):  # the terminal is gone
+                termios.tcsetattr(_STDIN, termios.TCSADRAIN, before)
+
+
+def _is_ours() -> bool:
+    try:
+        return os.tcgetpgrp(_STDIN) == os.getpgrp()
+    except OSError:  # closed, no terminal, or another session's
+        return False
+
+
+def _typed(seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while select.select([_STDIN], [], [], max(0.0, until - time.monotonic()))[0]:
+        if (keys := os.read(_STDIN, 1024).lower()) == b"" or b"q" in keys:
+            return True
+    return False

@@ -1,12 +1,10 @@
 """A set of shards opens from wherever it lies, cheaply, and says what is wrong with it."""
 
 import builtins
-import io
 import json
 import os
 import subprocess
 import sys
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from data_shards.shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets
 from data_shards.shards.tar_index import build_index, index_path, write_index
 from data_shards.store.cache import CacheConfig
 from data_shards.store.store import RetryPolicy, Store
+from tests.data_shards.external_tars import write_tar
 from tests.data_shards.http_server import FaultServer
 
 
@@ -31,14 +30,12 @@ def pack_by_hand(root: Path, *, shards: int = 3, labels: LabelSpec | None = None
     entries = []
     for number in range(shards):
         path = root / f"x-{number:06d}.tar"
-        with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
-            for row in range(2):
-                label = {"cls": b"%d" % row, "json": json.dumps({"label": list(range(row))}).encode()}
-                part = labels.part if labels else "cls"
-                for name, data in ((f"k{number}{row}.{part}", label[part]), (f"k{number}{row}.jpg", b"x" * 100)):
-                    member = tarfile.TarInfo(name)
-                    member.size = len(data)
-                    tar.addfile(member, io.BytesIO(data))
+        parts: list[tuple[str, bytes]] = []
+        for row in range(2):
+            label = {"cls": b"%d" % row, "json": json.dumps({"label": list(range(row))}).encode()}
+            part = labels.part if labels else "cls"
+            parts += [(f"k{number}{row}.{part}", label[part]), (f"k{number}{row}.jpg", b"x" * 100)]
+        write_tar(path, parts)
         entries.append(Shard(path.name, 2, path.stat().st_size, ""))
     manifest = Manifest(root, f"x{suffix}", "train", ("cat", "dog"), tuple(entries), "./x", labels or LabelSpec())
     write_manifest(manifest)

@@ -39,39 +39,9 @@ def test_all_stages_in_order_then_nothing(machine: Machine, capsys: pytest.Captu
     assert "pretrain: done already" in capsys.readouterr().out
 
 
-def test_with_a_moving_average_both_scores_are_told(machine: Machine, capsys: pytest.CaptureFixture[str]):
-    def outcome(launch: Launch) -> int:
-        results = {"val/top1": 0.5, "val/ema_top1": 0.625, "val/balanced_accuracy": 0.25}
-        results |= {"val/ema_balanced_accuracy": 0.375, "val/commonest_class_share": 0.4375}
-        machine.folder.update(launch.stage, state="done", images_seen=64, results=results)
-        return 0
-
-    machine.outcome = outcome
-    assert machine.open().execute(only="pretrain") == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert "0.5000 (balanced accuracy 0.2500, commonest class 0.4375)" in last
-    assert "0.6250 (balanced accuracy 0.3750, commonest class 0.4375)" in last and last.endswith("after 64 images")
-
-
-def test_a_run_that_was_better_before_its_end_says_so(machine: Machine, capsys: pytest.CaptureFixture[str]):
-    results = {"val/top1": 0.529, "best/step": 400.0, "best/val/top1": 0.627}
-
-    def outcome(launch: Launch) -> int:
-        machine.folder.update(launch.stage, state="done", images_seen=64, results=results)
-        return 0
-
-    machine.outcome = outcome
-    assert machine.open().execute(only="pretrain") == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("pretrain: done, held-out top-1 0.5290") and "0.6270" in last and "step 400" in last
-    assert "keep_best: score" in last
-
-
 def test_one_stage(machine: Machine):
     assert machine.open().execute(only="pretrain") == 0
     assert machine.started == ["pretrain"]
-    with pytest.raises(UserError, match=r"--stage finetune: in .*digits, swap_head must be done first"):
-        machine.open().execute(only="finetune")
     assert machine.open().execute() == 0
     assert machine.started == ["pretrain", "swap_head", "finetune"]
 
@@ -338,36 +308,21 @@ def test_the_last_stage_that_came_to_its_end_is_done_though_somebody_wished_to_s
     assert machine.open().execute() == 0
 
 
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [
-        (errno.EROFS, "read-only file system"),
-        (errno.ENOSPC, "the disk is full"),
-        (errno.EDQUOT, "quota"),
-        (errno.EACCES, "permission denied"),
-    ],
-)
 def test_a_run_folder_that_cannot_be_written_is_named_before_anything_starts(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, number: int, words: str
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
 ):
     def refuse(path: Path, *args: object, **more: object) -> int:
         raise OSError(number, os.strerror(number), os.fspath(path))
 
     run = machine.open()
     monkeypatch.setattr("launch.run.lock.os.open", refuse)
-    with pytest.raises(UserError, match=rf"{machine.folder.path}\S* cannot be written: .*{words}"):
+    number = errno.EROFS
+    with pytest.raises(UserError, match=rf"{machine.folder.path}\S* cannot be written: .*read-only file system"):
         run.execute()
-    assert machine.started == []
-
-
-def test_other_errors_of_the_system_keep_their_traceback(machine: Machine, monkeypatch: pytest.MonkeyPatch):
-    def refuse(*args: object, **more: object) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
-    run = machine.open()
-    monkeypatch.setattr("launch.run.lock.os.open", refuse)
+    number = errno.EIO  # any other error keeps its traceback
     with pytest.raises(OSError, match="Input/output"):
         run.execute()
+    assert machine.started == []
 
 
 def test_a_frozen_part_that_the_model_lacks_is_refused_before_anything_starts(machine: Machine):

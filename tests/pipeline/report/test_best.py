@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.report.best import best_results, describe_best
+from pipeline.report.best import best_results, describe_best, describe_results
 from pipeline.runs.logs import MetricRow
+from pipeline.runs.run_folder import RunFolder
 
 VALUES = st.one_of(st.floats(0, 1), st.just(math.nan))
 
@@ -58,3 +59,29 @@ def test_the_sentence_has_step_and_value_and_where_it_is_or_how_to_keep_it(tmp_p
     (tmp_path / "step-00001400").mkdir()
     text = describe_best(results, stage="finetune", checkpoints=tmp_path)
     assert str(tmp_path / "step-00001400") in text and "keep_best" not in text
+
+
+@pytest.mark.parametrize(
+    ("results", "parts"),
+    [
+        ({"val/top1": 0.75}, ["held-out top-1 0.7500 after 64 images"]),
+        (
+            {"val/top1": 0.5, "val/ema_top1": 0.625, "val/balanced_accuracy": 0.25}
+            | {"val/ema_balanced_accuracy": 0.375, "val/commonest_class_share": 0.4375},
+            [
+                "0.5000 (balanced accuracy 0.2500, commonest class 0.4375)",
+                "0.6250 (balanced accuracy 0.3750, commonest class 0.4375) with the moving average",
+            ],
+        ),
+        ({"val/top1": 0.529, "best/step": 400.0, "best/val/top1": 0.627}, ["0.5290", "0.6270", "step 400"]),
+        ({}, [""]),
+    ],
+)
+def test_a_finished_stage_has_its_score_its_averages_and_a_better_one(
+    tmp_path: Path, results: dict[str, float], parts: list[str]
+) -> None:
+    folder = RunFolder(runs_root=tmp_path, name="a")
+    folder.path.mkdir()
+    folder.update("pretrain", state="done", images_seen=64, results=results)
+    text = describe_results(folder, stage="pretrain")
+    assert all(part in text for part in parts) and bool(text) == bool(results)

@@ -1,13 +1,17 @@
+"""metrics.jsonl and events.jsonl: exact, whole after kills and damage, and never a reason to stop training."""
+
+import json
 import math
 import struct
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.runs.logs import MetricsLog, iter_metrics, read_metrics
+from pipeline.runs.logs import EVENT_KINDS, Event, EventsLog, MetricsLog, iter_metrics, read_events, read_metrics
 
 VALUES = st.dictionaries(st.text(max_size=5), st.floats(allow_subnormal=True), max_size=4)
 STEPS = st.lists(st.integers(0, 20), max_size=8).map(sorted)
@@ -91,12 +95,84 @@ def test_a_damaged_line_is_dropped_and_counted_on_opening_and_refused_on_reading
     assert [row.step for row in read_metrics(path)] == [1, 2]
 
 
-def test_rows_are_in_the_file_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "stage" / "metrics.jsonl"
-    with MetricsLog(path, resume_step=-1) as log:
-        row = log.append(step=1, images_seen=2, metrics={"a": 0.1})
-        assert read_metrics(path) == [row]
+TEXTS = st.text(st.characters(), max_size=30)
 
 
-def test_a_missing_file_has_no_rows(tmp_path: Path) -> None:
-    assert read_metrics(tmp_path / "none.jsonl") == []
+def told(path: Path, *texts: str) -> list[Event]:
+    with EventsLog(path) as log:
+        for step, text in enumerate(texts):
+            log.append("note", text, step=step, images_seen=8 * step)
+    return read_events(path)
+
+
+@given(st.lists(st.tuples(st.sampled_from(EVENT_KINDS), TEXTS), max_size=6))
+def test_what_is_written_is_read_back_whatever_the_text(
+    tmp_path_factory: pytest.TempPathFactory, said: list[tuple]
+) -> None:
+    path = tmp_path_factory.mktemp("stage") / "events.jsonl"
+    with EventsLog(path) as log:
+        for step, (kind, text) in enumerate(said):
+            log.append(kind, text, step=step, images_seen=8 * step)
+    found = read_events(path)
+    assert [(each.kind, each.text, each.step, each.images_seen) for each in found] == [
+        (kind, text, step, 8 * step) for step, (kind, text) in enumerate(said)
+    ]
+    assert [each.time for each in found] == sorted(each.time for each in found)
+
+
+@given(cut=st.floats(0, 1))
+def test_cut_anywhere_it_loses_the_torn_line_alone(tmp_path_factory: pytest.TempPathFactory, cut: float) -> None:
+    path = tmp_path_factory.mktemp("stage") / "events.jsonl"
+    whole = told(path, "a", "b", "c")
+    content = path.read_bytes()
+    path.write_bytes(content[: round(cut * len(content))])
+    left = read_events(path)
+    assert left == whole[: len(left)] and len(left) >= path.read_bytes().count(b"\n")
+    assert told(path, "new")[: len(left)] == left
+    assert [each.text for each in read_events(path)] == [*(each.text for each in left), "new"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\xff\x00",
+        b"[1]",
+        b"[" * 100_000,
+        json.dumps({"time": 1.0, "step": 1, "images_seen": 8, "kind": "party", "text": ""}).encode(),
+        json.dumps({"time": float("nan"), "step": 1, "images_seen": 8, "kind": "note", "text": ""}).encode(),
+        json.dumps({"time": 1.0, "step": 1e400, "images_seen": 8, "kind": "note", "text": ""}).encode(),
+        json.dumps({"time": 1.0, "step": 1, "images_seen": 8, "kind": ["note"], "text": ""}).encode(),
+        json.dumps({"time": 1.0, "step": 1, "images_seen": 8, "kind": "note", "text": {}}).encode(),
+    ],
+)
+def test_lines_that_are_no_events_are_left_out(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "events.jsonl"
+    (first,) = told(path, "a")
+    path.write_bytes(path.read_bytes() + line + b"\n")
+    assert read_events(path) == [first]
+
+
+def test_many_threads_write_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with EventsLog(path) as log:
+        threads = [
+            threading.Thread(target=lambda: [log.append("note", "x" * 500, step=n, images_seen=0) for n in range(50)])
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(read_events(path)) == 200 == path.read_bytes().count(b"\n")
+
+
+def test_a_file_that_cannot_be_written_is_told_once_and_stops_nothing(tmp_path: Path) -> None:
+    said: list[str] = []
+    with EventsLog(Path("/dev/full"), say=said.append) as log:
+        log.append("note", "a", step=1, images_seen=8)
+        log.append("note", "b", step=2, images_seen=16)
+    assert len(said) == 1 and "/dev/full" in said[0]
+    with EventsLog(tmp_path / "no folder" / "events.jsonl", say=said.append) as log:
+        log.append("note", "a", step=1, images_seen=8)
+    assert len(said) == 2
+    assert read_events(tmp_path / "no folder" / "events.jsonl") == []

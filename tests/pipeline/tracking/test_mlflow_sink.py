@@ -1,7 +1,6 @@
 """Real MLflow on SQLite. One store for the module, since MLflow makes its schema in some seconds."""
 
 import math
-import socket
 import subprocess
 import sys
 import time
@@ -12,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.tracking import sender
 from pipeline.tracking.facts import DatasetInput, load_facts, load_run_state
 from pipeline.tracking.mlflow_sink import log_datasets
-from tests.pipeline.tracking.attempts import Attempt, Settings, begun, curve, run_of
-from tests.pipeline.tracking.trickling import trickling_server
+from tests.pipeline.tracking.attempts import Attempt, Settings, curve, run_of
 
 # MLflow's and SQLAlchemy's own: they are not for us to mend.
 pytestmark = [
@@ -178,52 +175,6 @@ def test_a_long_curve_goes_over_mlflows_limits_per_call(client: Any, settings: S
     attempt.close("FINISHED")
     assert len(curve(client, settings, "m8")) == 300
     assert len([key for key in run_of(client, settings).data.params if key[1:].isdigit()]) == 250
-
-
-def test_points_of_an_outage_in_the_middle_arrive_when_it_is_over(
-    client: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from mlflow.tracking import MlflowClient
-
-    attempt = Attempt(settings)
-    attempt.log(1, 2)
-    until(lambda: begun(settings) and len(curve(client, settings)) == 2)
-
-    def dead(*_: object, **__: object) -> None:
-        raise ConnectionError("the server is gone")
-
-    with monkeypatch.context() as patch:
-        for name in ("log_batch", "get_run", "log_artifact", "set_terminated"):
-            patch.setattr(MlflowClient, name, dead)
-        attempt.log(3, 4)
-        until(lambda: attempt.said)
-    attempt.log(5)
-    attempt.close("FINISHED")
-    assert curve(client, settings) == [(step, 1 / step) for step in range(1, 6)]
-    assert len(attempt.said) == 1
-
-
-def test_what_a_dead_server_missed_is_sent_at_the_next_opening(client: Any, settings: Settings) -> None:
-    dead = Attempt(replace(settings, uri="http://127.0.0.1:9"))
-    dead.log(*range(1, 101))
-    assert "100 points" in dead.close("KILLED") and not begun(settings)
-    second = Attempt(settings, resume_step=100)
-    second.log(101)
-    second.close("FINISHED")
-    assert curve(client, settings) == [(step, 1 / step) for step in range(1, 102)]
-
-
-def test_a_server_that_never_answers_or_byte_by_byte_is_known_to_be_slow(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sender, "_SLOW_CALL_SECONDS", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as silent, trickling_server() as trickling:
-        for port in (silent.getsockname()[1], trickling.server_address[1]):
-            attempt = Attempt(replace(settings, uri=f"http://me:secret@127.0.0.1:{port}"))
-            attempt.log(1, 2, 3)
-            until(lambda attempt=attempt: attempt.sender.is_slow)
-            assert "points" in attempt.close("FINISHED", wait_seconds=0.5)
-            assert not any("secret" in line for line in attempt.said)
 
 
 def test_a_run_that_the_store_does_not_know_is_begun_anew_and_filled(client: Any, settings: Settings) -> None:

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -257,23 +256,3 @@ def check_model(uri: str, *, model_id: str, version: str, folder: RunFolder, wor
         ours = model(((images - mean) / std).float()).softmax(dim=1).numpy()
     for answer in answers:
         np.testing.assert_allclose(np.array(answer), ours[: len(answer)], atol=1e-5)
-
-
-def test_a_run_that_was_killed_offline_is_sent_whole_and_as_killed(server: Server, run: RunFolder) -> None:
-    settings = settings_of(run, server)
-    said: list[str] = []
-    attempt = Attempt(settings, resume_step=-1, sends=False)
-    for step in range(1, 251):
-        attempt.file.append(step=step, images_seen=64 * step, metrics={"train/loss": 1 / step})
-    other = RunFolder(runs_root=run.runs_root, name="other")
-    with pytest.raises(UserError, match="nothing to send"):
-        sync(replace(settings, folder=other), said.append)
-    server.start()
-    (sent,) = sync(replace(settings, experiment="elsewhere"), said.append)
-    child = load_run_state(run.stage("pretrain") / "mlflow.json").run_id
-    assert child and sent.points == 500 and server.rows(child) == expected(run)
-    with client_of(server.uri) as client:
-        found = client.get_run(child)
-        assert client.get_experiment(found.info.experiment_id).name == "elsewhere"
-        assert (found.info.status, found.data.params["plan.lanes"]) == ("KILLED", "4")
-        assert client.get_run(found.data.tags["mlflow.parentRunId"]).info.status == "KILLED"
