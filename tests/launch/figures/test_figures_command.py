@@ -17,8 +17,6 @@ from pipeline.runs.run_folder import RunFolder
 from tests.launch.conftest import Call
 from tests.model.comparing import randomise
 
-pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
-
 CLASSES = ("0", "1")
 ATTENTION = {"attention_rollout", "attention_maps", "attention_distance"}
 WEIGHTS = {"embedding_filters", "position_similarity"}

@@ -82,22 +82,30 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: write_runs(histories, output=root / f"{name}.html") for name, histories in made.items()}
 
 
+def is_dark(browser: Browser) -> bool:
+    paper = browser.run("getComputedStyle(document.documentElement).backgroundColor")
+    return max(map(int, paper[4:-1].split(","))) < 60
+
+
 @pytest.mark.parametrize("name", ["one", "hostile", "three"])
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_page_is_whole(
-    browser_with_fonts: Browser, pages: dict[str, Path], name: str, width: int, scheme: str
-) -> None:
+def test_a_page_is_whole(browser_with_fonts: Browser, pages: dict[str, Path], name: str, width: int) -> None:
     browser = browser_with_fonts
-    browser.open(pages[name], width=width, scheme=scheme)
+    browser.open(pages[name], width=width)
     browser.run(OPEN_ALL)
     assert browser.run("document.querySelectorAll('svg.plot').length") >= 10
     assert browser.run("document.images.length") >= 4
     assert browser.run(PROBLEMS) == []
     assert browser.said == []
     assert browser.run("window.hit") is None
-    paper = browser.run("getComputedStyle(document.documentElement).backgroundColor")
-    assert (max(map(int, paper[4:-1].split(","))) < 60) == (scheme == "dark")
+    assert not is_dark(browser)
+
+
+@pytest.mark.parametrize("name", ["one", "hostile"])
+def test_in_the_dark_scheme_a_page_is_dark_and_whole(browser: Browser, pages: dict[str, Path], name: str) -> None:
+    browser.open(pages[name], width=390, scheme="dark")
+    browser.run(OPEN_ALL)
+    assert is_dark(browser) and browser.run(PROBLEMS) == browser.said == []
 
 
 def test_nothing_of_a_hostile_run_runs_or_leaves_the_page(browser: Browser, pages: dict[str, Path]) -> None:
@@ -117,9 +125,8 @@ def test_nothing_of_a_hostile_run_runs_or_leaves_the_page(browser: Browser, page
     assert any("Content Security Policy" in each for each in browser.said)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_without_its_script_a_page_shows_the_same_curves(browser: Browser, pages: dict[str, Path], width: int) -> None:
-    browser.open(pages["one"], width=width, script=False)
+def test_without_its_script_a_page_shows_the_same_curves(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.open(pages["one"], width=390, script=False)
     root = browser.call("DOM.getDocument")["root"]["nodeId"]
     paths = browser.call("DOM.querySelectorAll", nodeId=root, selector="svg.plot path.line")["nodeIds"]
     assert len(paths) >= 10

@@ -19,10 +19,9 @@ from launch.sweep.points import Sweep, open_point, plan_sweep
 from pipeline.recipe.io import load_recipe, parse_recipe
 from pipeline.recipe.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR
 from pipeline.runs.run_folder import RunFolder, recipe_digest
-from tests.launch.machine import Machine, each_once
+from tests.launch.machine import Machine, each_once, on_shards
 
 # `main` reads sys.argv, which is what `call` sets.
-pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
 
 LR = "stages.finetune.optimizer.lr"
 Told = list[tuple[str, str | None]]
@@ -58,14 +57,8 @@ def end_by_rate(launch: Launch) -> int:
 
 
 def plan(machine: Machine, *overrides: str, hold_out: float | None = 0.1, **options: object) -> Sweep:
-    shards = [
-        f"stages.{stage}.{key}={machine.root / 'shards' / split}"
-        for stage in ("pretrain", "finetune")
-        for key, split in (("train", "train"), ("eval", "val"))
-    ]
-    return plan_sweep(
-        "digits", each_once(*shards, *overrides), runs_root=machine.root / "runs", hold_out=hold_out, **options
-    )  # pyright: ignore[reportArgumentType]
+    changes = each_once(*on_shards(machine.root / "shards"), *overrides)
+    return plan_sweep("digits", changes, runs_root=machine.root / "runs", hold_out=hold_out, **options)  # pyright: ignore[reportArgumentType]
 
 
 def started(machine: Machine) -> list[tuple[str, str]]:
