@@ -12,16 +12,18 @@ from data_shards.errors import UserError
 from data_shards.vocabulary import USUAL_MOST_PIXELS
 from launch.flags import (
     Device,
+    Force,
+    JsonFile,
     MaxImagePixels,
     TarClasses,
     TarLabel,
     WhichWeights,
     demand_counts,
+    demand_target,
     flag_mistake,
     pixel_limit,
 )
 from launch.local.env import tracking_uri
-from launch.target import Force, JsonFile, demand_target
 
 if TYPE_CHECKING:
     from pipeline.transfer.settings import Settings
