@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -9,15 +10,10 @@ if TYPE_CHECKING:
     from data_shards.reading.streaming import as_webdataset
 
 __all__ = ["as_webdataset", "open_shards"]
+_MODULES = {"as_webdataset": "data_shards.reading.streaming", "open_shards": "data_shards.reading.opening"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "as_webdataset":
-        from data_shards.reading.streaming import as_webdataset
-
-        return as_webdataset
-    if name == "open_shards":
-        from data_shards.reading.opening import open_shards
-
-        return open_shards
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

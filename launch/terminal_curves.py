@@ -42,8 +42,8 @@ def draw_curves(
     low, high = min(y.min() for *_, y in known), max(y.max() for *_, y in known)
     canvas = Canvas(cells, rows, 0, 0, cells * _BRAILLE[0], rows * _BRAILLE[1])
     for mark, x, y in reversed(known):
-        column = np.floor(_share(x, first, last) * (cells * across - 1)).astype(int)
-        share = _share(y, low, high)
+        column = np.floor(scaled(x, first, last) * (cells * across - 1)).astype(int)
+        share = scaled(y, low, high)
         found = np.unique(column)
         means = np.bincount(column, share)[found] / np.bincount(column)[found]
         columns = np.arange(found[0], found[-1] + 1)
@@ -75,7 +75,8 @@ def _arrays(curve: tuple[ArrayLike, ArrayLike]) -> tuple[NDArray[np.float64], ND
     return np.asarray(curve[0], dtype=np.float64), np.asarray(curve[1], dtype=np.float64)
 
 
-def _share(values: NDArray[np.float64], low: float, high: float) -> NDArray[np.float64]:
-    """Scale values to 0 at `low` and 1 at `high`; in halves, so that the largest floats do not overflow."""
-    span = high / 2 - low / 2
-    return np.full(len(values), 0.5) if span <= 0 else np.clip((values / 2 - low / 2) / span, 0.0, 1.0)
+def scaled(values: ArrayLike, low: float, high: float) -> NDArray[np.float64]:
+    """Scale values to 0 at `low` and 1 at `high`, all to 0.5 where these are equal; NaN stays. In halves, so that the
+    largest floats do not overflow."""
+    halves, span = np.asarray(values, dtype=np.float64) / 2, high / 2 - low / 2
+    return np.clip((halves - low / 2) / span, 0.0, 1.0) if span > 0 else 0.5 + 0 * halves

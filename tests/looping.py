@@ -12,7 +12,7 @@ import torch
 
 from model.config import ModelConfig, Regularisation
 from model.vit import build_model
-from pipeline.engine.base import Flags, StepResult
+from pipeline.engine.base import Flags, step_numbers
 from pipeline.evaluation.evaluate import evaluate
 from pipeline.ranks.phases import Phases
 from pipeline.ranks.place import Place
@@ -31,15 +31,13 @@ def quiet(*names: str) -> dict[str, Any]:
     return dict.fromkeys(names, lambda *args, **more: None)
 
 
-def stepping(*, applied: bool, noted: list[float] | None = None) -> Callable[..., StepResult]:
+def stepping(*, applied: bool, noted: list[float] | None = None) -> Callable[..., torch.Tensor]:
     """An engine's `step` of a single rank."""
 
-    def step(*, lr: float, flags: Flags, measure: bool) -> StepResult:
+    def step(*, lr: float, flags: Flags, measure: bool) -> torch.Tensor:
         if noted is not None:
             noted.append(lr)
-        return StepResult.known(
-            grad_norm=1.0 if applied else math.nan, applied=applied, flags=torch.tensor(flags).float()
-        )
+        return step_numbers(grad_norm=1.0 if applied else math.nan, applied=applied, flags=torch.tensor(flags).float())
 
     return step
 
@@ -65,7 +63,7 @@ def job(*, patch_dropout: float, first_step: int) -> tuple[Any, list[tuple[str, 
         backward=lambda loss: loss.backward(),
         step=stepping(applied=True),
         measured=dict,
-        pass_over=lambda flags: StepResult.known(grad_norm=math.nan, applied=False, flags=torch.tensor(flags).float()),
+        pass_over=lambda flags: step_numbers(grad_norm=math.nan, applied=False, flags=torch.tensor(flags).float()),
     )
     ranks: Any = SimpleNamespace(
         place=Place(),

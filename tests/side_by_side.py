@@ -27,7 +27,6 @@ FIRST = (
     "model/formats/test_programs.py",
     "distributed/test_elastic.py",
     "oracles/test_google_training.py",
-    "distributed/test_average.py",
     "oracles/test_flax_hybrid.py",
     "distributed/test_watch_processes.py",
     "pipeline/budget/test_memory_tracker.py",

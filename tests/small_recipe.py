@@ -1,4 +1,4 @@
-"""The smallest recipe that trains, as a tree of keys: a test adds what matters to it."""
+"""The smallest recipe that trains, as a tree of keys, to which a test adds; and the curve of a run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from pipeline.runs.logs import read_metrics
 
 SMALL = {"width": 16, "depth": 1, "heads": 2, "patch_size": 4}
 
@@ -32,3 +34,11 @@ def small_recipe(name: str = "r", *, model: dict[str, Any] = SMALL, **keys: Any)
 def write_recipe(file: Path, tree: dict[str, Any]) -> Path:
     file.write_text(yaml.safe_dump(tree), encoding="utf-8")
     return file
+
+
+def curve(stage: Path) -> list[tuple[int, dict[str, float]]]:
+    """All that a stage's folder has logged but speeds and times."""
+    return [
+        (row.step, {name: value for name, value in row.metrics.items() if not name.startswith("perf/")})
+        for row in read_metrics(stage / "metrics.jsonl")
+    ]

@@ -26,13 +26,7 @@ def first(name):
 
 
 class Session:
-    """One `pytest --once-more` in a folder of made-up tests.
-
-    Attributes:
-        code: its exit status.
-        output: all that it printed.
-        closing: its last line, without the frame and the time.
-    """
+    """One `pytest --once-more` in a folder of made-up tests; `closing` is its last line without frame and time."""
 
     def __init__(self, folder: Path, test_file: str, *options: str, plugins: tuple[str, ...] = ()) -> None:
         (folder / "pytest.ini").write_text("[pytest]\nmarkers = slow: takes long\n")
@@ -62,26 +56,7 @@ class Session:
 
 
 def test_what_passes_the_second_time_fails_nothing_and_is_shown(tmp_path: Path) -> None:
-    session = Session(
-        tmp_path,
-        """
-def test_good():
-    pass
-def test_shaky():
-    print("process", os.getpid())
-    assert not first("shaky"), "the reason " + "of the first failure"
-""",
-    )
-    assert session.code == 0, session.output
-    assert session.closing == "1 passed, 1 unstable"
-    assert "the reason of the first failure" in session.block
-    assert "UNSTABLE test_made_up.py::test_shaky" in session.block
-    assert re.search(r"1 unstable\b", session.block)
-    assert f"process {os.getpid()}" not in session.block and re.search(r"^process \d+$", session.block, re.MULTILINE)
-    assert "FAILED" not in session.output
-
-
-def test_it_runs_after_all_others_and_in_another_process(tmp_path: Path) -> None:
+    """It runs after all others, in another process."""
     session = Session(
         tmp_path,
         """
@@ -90,17 +65,18 @@ def note(name):
         file.write(f"{name} {os.getpid()}\\n")
 def test_shaky():
     note("shaky")
-    assert not first("shaky")
+    print("process", os.getpid())
+    assert not first("shaky"), "the reason " + "of the first failure"
 def test_second():
     note("second")
-def test_third():
-    note("third")
 """,
     )
-    assert session.code == 0, session.output
+    assert (session.code, session.closing) == (0, "1 passed, 1 unstable"), session.output
     names, pids = zip(*(line.split() for line in (tmp_path / "order").read_text().splitlines()), strict=True)
-    assert names == ("shaky", "second", "third", "shaky")
-    assert len(set(pids[:3])) == 1 and pids[3] not in pids[:3]
+    assert names == ("shaky", "second", "shaky") and pids[0] == pids[1] != pids[2]
+    assert "the reason of the first failure" in session.block and f"process {pids[0]}\n" in session.block
+    assert "UNSTABLE test_made_up.py::test_shaky" in session.block
+    assert re.search(r"1 unstable\b", session.block) and "FAILED" not in session.output
 
 
 def test_what_fails_twice_fails(tmp_path: Path) -> None:
@@ -141,7 +117,7 @@ def test_shaky(number):
     assert (" UNSTABLE " in session.output) == (code == 0)
 
 
-def test_an_error_in_a_fixture_is_a_failure_of_its_test(tmp_path: Path) -> None:
+def test_an_error_in_a_fixture_is_a_failure_of_its_test_and_two_errors_are_one_failure(tmp_path: Path) -> None:
     session = Session(
         tmp_path,
         """
@@ -156,34 +132,17 @@ def test_one(shared):
     pass
 def test_other(shared):
     pass
-def test_teardown(left):
-    print("the call has passed")
+def test_both(left):
+    assert not first("call"), "in the call"
 def test_good():
     pass
 """,
     )
-    assert session.code == 0, session.output
-    assert session.closing == "1 passed, 3 unstable"
-    assert "in the setup of the module" in session.block and "in the teardown" in session.block
+    assert (session.code, session.closing) == (0, "1 passed, 3 unstable"), session.output
+    assert all(text in session.block for text in ("in the setup of the module", "in the call", "in the teardown"))
     assert {line for line in session.block.splitlines() if line.startswith("UNSTABLE")} == {
-        f"UNSTABLE test_made_up.py::test_{name}" for name in ("one", "other", "teardown")
+        f"UNSTABLE test_made_up.py::test_{name}" for name in ("one", "other", "both")
     }
-
-
-def test_a_test_that_fails_in_its_call_and_its_teardown_is_one(tmp_path: Path) -> None:
-    session = Session(
-        tmp_path,
-        """
-@pytest.fixture
-def left():
-    yield
-    assert not first("teardown"), "in the teardown"
-def test_shaky(left):
-    assert not first("call"), "in the call"
-""",
-    )
-    assert (session.code, session.closing) == (0, "1 unstable"), session.output
-    assert "in the call" in session.block and "in the teardown" in session.block
 
 
 def test_odd_ids_are_found_again(tmp_path: Path) -> None:

@@ -61,8 +61,8 @@ def iterate(
 ) -> Generator[Item]:
     """Yield the items of `numbers`, in order; with 0 workers the calling thread makes them.
 
-    The data set must be picklable for processes, thread-safe for threads. Raises the data set's UserError wherever it
-    occurs, and WorkerDied if a worker process crashed or was killed.
+    The data set must be picklable for processes, thread-safe for threads. Its UserErrors pass through; WorkerDied is
+    raised if a worker process crashed or was killed.
     """
     if not workers:
         return (dataset[number] for number in numbers)
@@ -215,11 +215,11 @@ def _death_report(dataset: NamedItems[Item], processes: list[Any], notes: Any) -
 
 
 def start_fork_server() -> None:
-    """Start it, with torch loaded: a worker then takes 0.03 s and 25 MB of its own instead of 1 s and 310 MB.
+    """Start it with torch loaded: a worker then takes 0.03 s and 25 MB of its own instead of 1 s and 310 MB.
 
-    Returns at once, and does nothing if it runs. Called early, it loads torch while this process does other things. It
-    blocks the signals that stop a job (a block passes through fork and exec): Slurm signals every process, and without
-    their server the workers die.
+    Returns at once, also if it runs; called early, it loads torch while this process does other things. It blocks the
+    signals that stop a job (a block passes through fork and exec): Slurm signals every process, and without their
+    server the workers die.
     """
     atexit.unregister(_kill_workers)
     atexit.register(_kill_workers)

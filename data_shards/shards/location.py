@@ -19,7 +19,7 @@ from data_shards.shards.webdataset_parts import expand_urls
 
 PIPE = "pipe:"
 Commands = Literal["run", "refuse"]
-# Those that only move bytes. fsspec's others may start programs (git, dvc) or execute what a server sends (dask).
+# Schemes that only move bytes; fsspec's others may start programs (git, dvc) or execute what a server sends (dask).
 _PLAIN = {
     *("file", "local", "memory", "data", "http", "https", "ftp", "sftp", "ssh", "smb", "webdav", "webhdfs", "hdfs"),
     *("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "hf", "oci", "oss", "tos", "github", "gist"),

@@ -64,7 +64,7 @@ class ShardsSpec:
 
 @dataclass(frozen=True)
 class ShardRows:
-    """The samples of a tar that are in one part of its set; see `holdout.rows_of`."""
+    """A tar's samples that are in one part of its set; see `holdout.rows_of`."""
 
     number: int  # of the shard in the whole set
     stored: int  # samples in the tar

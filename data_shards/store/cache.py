@@ -59,7 +59,7 @@ class CacheConfig:
 
 
 class CacheFull(Exception):
-    """Nothing can be evicted now."""
+    """Nothing can be evicted at present."""
 
 
 def is_evicted(descriptor: int) -> bool:
@@ -68,7 +68,7 @@ def is_evicted(descriptor: int) -> bool:
 
 
 def touch(descriptor: int) -> None:
-    """Mark an open shard as in use now; a microsecond or two."""
+    """Mark an open shard as in use (1 to 2 µs)."""
     with contextlib.suppress(PermissionError):  # a cache that another user has filled
         os.utime(descriptor)
 
@@ -105,14 +105,14 @@ class Cache:
         return descriptor
 
     def begin(self, name: str, *, evict: Evict, stop: Stop = lambda: False) -> PartialShard | None:
-        """Become the writer of a shard; None while another process, or thread, is."""
+        """Take the lock to write a shard; None while another process or thread has it."""
         path = self._path(name + _PART)
         try:
             self.config.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise self.unusable(error) from None
-        # Check after locking: the file may have been renamed or removed between opening and locking.
+        # The file may have been renamed or removed before it was locked.
         if _try_lock(descriptor) and _is_at(descriptor, path):
             return PartialShard(self, descriptor, name=name, evict=evict, stop=stop)
         os.close(descriptor)
@@ -142,7 +142,7 @@ class Cache:
         path.unlink(missing_ok=True)
 
     def evict_to(self, most_bytes: int, files: list[_CachedFile], *, evict: Evict) -> bool:
-        """Remove shards until the files are no larger; False if they cannot be. Needs the folder's lock."""
+        """Evict shards until `files` have at most `most_bytes`; False if impossible. Needs the folder's lock."""
         total_bytes = sum(file.num_bytes for file in files)
         for victim in _victims(files, evict=evict):
             if total_bytes <= most_bytes:
@@ -208,7 +208,7 @@ class PartialShard:
             os.close(self._descriptor)
 
     def begin(self, *, num_bytes: int | None) -> None:
-        """Start from the first byte, with room for all (None: unknown, then for as many as failed last time)."""
+        """Start at the first byte, with room for `num_bytes` (None: unknown, as many as were wanted last time)."""
         self._done = self._reserved = 0
         os.ftruncate(self._descriptor, 0)
         self._reserve(self._wanted if num_bytes is None else num_bytes, may_wait=self._evict == "any")
@@ -236,7 +236,7 @@ class PartialShard:
             view = view[written:]
 
     def finish(self) -> None:
-        """Truncate to what came; afterwards `path` has the whole shard, not yet visible to others."""
+        """Truncate to the bytes that came; `path` then holds the whole shard, still invisible to others."""
         os.ftruncate(self._descriptor, self._done)
 
     def publish(self) -> int:
@@ -250,7 +250,7 @@ class PartialShard:
         return descriptor
 
     def _reserve(self, upto_bytes: int, *, may_wait: bool) -> None:
-        """Make the file so long, with the space for it on the disk, within the limit."""
+        """Grow the file to `upto_bytes`, within the limit and with its space reserved on the disk."""
         if upto_bytes > self._limit_bytes:
             raise UserError(
                 f"data.cache.limit is {show_bytes(self._limit_bytes)}, but one shard alone needs "
@@ -274,7 +274,7 @@ class PartialShard:
                 time.sleep(_POLL_SECONDS)  # for downloads of others, which can be evicted when they are done
 
     def _claim(self, upto_bytes: int) -> bool:
-        """If there is room, lengthen the file, which is how other processes learn of the claim."""
+        """Lengthen the file if there is room: other processes count its length."""
         with self._cache.locked():
             if not self._cache.evict_to(self._limit_bytes - upto_bytes, self._others(), evict=self._evict):
                 return False

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import IO, Any
 
 from data_shards.shards.location import PIPE, protocol, redact_text
@@ -43,13 +43,12 @@ def pipe_pieces(url: str, *, stall_seconds: float, stop: Stop) -> Generator[byte
             stderr=errors,
             start_new_session=True,  # a group of its own, so that all of it can be killed
         )
-        try:
-            yield from _output(process, stall_seconds=stall_seconds, stop=stop)
-        finally:
-            # SIGKILL, because data workers ignore SIGTERM and a child inherits that.
+
+        def kill() -> None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            _reap(process)
+                os.killpg(process.pid, signal.SIGKILL)  # data workers ignore SIGTERM, and a child inherits that
+
+        yield from _output(process, kill=kill, stall_seconds=stall_seconds, stop=stop)
         if process.returncode:
             reason = f"the command ended with exit status {process.returncode}{_last_line(errors, url)}"
             raise Refused(reason) if process.returncode in _SHELL_CANNOT_RUN else Wrong(reason)
@@ -75,40 +74,36 @@ def gopen_pieces(url: str, *, stall_seconds: float, stop: Stop) -> Generator[byt
                 if not piece:
                     return
                 yield piece
-    try:
-        yield from _output(process, stall_seconds=stall_seconds, stop=stop)
-    finally:
-        process.kill()
-        _reap(process)
+    yield from _output(process, kill=process.kill, stall_seconds=stall_seconds, stop=stop)
     if process.returncode:
         raise Wrong(f"the program of {protocol(url)}:// ended with exit status {process.returncode}")
 
 
-def _output(process: subprocess.Popen[bytes], *, stall_seconds: float, stop: Stop) -> Generator[bytes, None, None]:
-    """Read until the program has closed its output and ended."""
+def _output(
+    process: subprocess.Popen[bytes], *, kill: Callable[[], None], stall_seconds: float, stop: Stop
+) -> Generator[bytes, None, None]:
+    """Read until the program has closed its output and ended; what is left of it in the end is killed."""
     assert process.stdout is not None
     last = time.monotonic()
-    while True:
-        if stop():
-            raise DownloadStopped
-        if select.select([process.stdout], [], [], _POLL_SECONDS)[0]:
-            piece = os.read(process.stdout.fileno(), _PIECE_BYTES)
-            if not piece:
-                break
-            yield piece
-            last = time.monotonic()
-        elif time.monotonic() - last > stall_seconds:
-            raise Transient(f"the command wrote nothing for {stall_seconds:g} s")
     try:
+        while True:
+            if stop():
+                raise DownloadStopped
+            if select.select([process.stdout], [], [], _POLL_SECONDS)[0]:
+                piece = os.read(process.stdout.fileno(), _PIECE_BYTES)
+                if not piece:
+                    break
+                yield piece
+                last = time.monotonic()
+            elif time.monotonic() - last > stall_seconds:
+                raise Transient(f"the command wrote nothing for {stall_seconds:g} s")
         process.wait(timeout=stall_seconds)
     except subprocess.TimeoutExpired:
         raise Transient(f"the command closed its output but did not end for {stall_seconds:g} s") from None
-
-
-def _reap(process: subprocess.Popen[bytes]) -> None:
-    assert process.stdout is not None
-    process.stdout.close()
-    process.wait()
+    finally:
+        kill()
+        process.stdout.close()
+        process.wait()
 
 
 def _last_line(errors: IO[bytes], url: str) -> str:

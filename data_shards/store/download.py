@@ -46,7 +46,7 @@ class RetryPolicy:
 
 
 class ByteSink(Protocol):
-    """Takes the bytes; `begin` discards what came so far, and `num_bytes` will come (None: unknown)."""
+    """Receives the bytes; `begin` discards those received so far, and announces `num_bytes` (None: unknown)."""
 
     def begin(self, *, num_bytes: int | None) -> None: ...
 
@@ -68,7 +68,7 @@ class Backoff:
         self.progress()
 
     def progress(self) -> None:
-        """Restart the count: the task got further than before."""
+        """Start counting anew: the task got further than before."""
         self._failures, self._spent_seconds = 0, 0.0
         self._limit_seconds = self._policy.first_delay_seconds
 

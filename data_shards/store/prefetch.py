@@ -35,7 +35,7 @@ def start_prefetch(
 
 
 class Prefetcher:
-    """Makes upcoming shards local, in a thread that lives until `close`.
+    """Fetches upcoming shards in a thread that lives until `close`.
 
     `upcoming` has (step, numbers of the shards that it needs first), in ascending order, maybe endless; only the thread
     iterates. `lookahead_bytes` limits the shards ahead of training; one is always allowed.
@@ -85,7 +85,7 @@ class Prefetcher:
             self.error = error
 
     def _fetch(self, shard: int, *, step: int) -> None:
-        """Wait for this shard's turn, and fetch it, unless training needs it first."""
+        """Wait for this shard's turn and fetch it, unless training gets there first."""
         self._wait_while(lambda: self._step <= step and not self._has_room(shard))
         delay = _FIRST_DELAY_SECONDS
         while self._step <= step:
@@ -107,25 +107,22 @@ class Prefetcher:
         ahead_bytes = sum(size for _, size in self._ahead.values())
         return not self._ahead or ahead_bytes + (self._entries[shard].num_bytes or 0) <= self._lookahead_bytes
 
-    def _wait_while(self, condition: Callable[[], bool]) -> None:
+    def _wait_while(self, condition: Callable[[], bool], *, poll_seconds: float = TOUCH_SECONDS) -> None:
         """Raises DownloadStopped on `close`."""
         while condition():
             with self._changed:
                 if not self._closed.is_set():
-                    self._changed.wait(TOUCH_SECONDS)
+                    self._changed.wait(poll_seconds)
             if self._pulse():
                 raise DownloadStopped
 
     def _pause(self, seconds: float) -> None:
         """Wait, even if training gets there; raises DownloadStopped on `close`."""
         end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            self._closed.wait(min(left, TOUCH_SECONDS))
-            if self._pulse():
-                raise DownloadStopped
+        self._wait_while(lambda: time.monotonic() < end, poll_seconds=min(seconds, TOUCH_SECONDS))
 
     def _pulse(self) -> bool:
-        """True to stop; now and then marks the shards ahead as still wanted. Called several times a second."""
+        """True to stop; every few seconds marks the shards ahead as still wanted. Called several times a second."""
         if not self._closed.is_set() and time.monotonic() - self._touched_at > TOUCH_SECONDS:
             self._touched_at = time.monotonic()
             for shard, (step, _) in list(self._ahead.items()):

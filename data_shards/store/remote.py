@@ -67,7 +67,7 @@ class About:
 
 
 class Remotes:
-    """All remote places, by URL; picklable. `stall_seconds` without a byte count as a lost transfer."""
+    """Opens remote objects by URL; picklable. A transfer without a byte for `stall_seconds` is lost."""
 
     def __init__(self, connect_seconds: float, stall_seconds: float, commands: Commands) -> None:
         self._connect_seconds, self._stall_seconds = connect_seconds, stall_seconds
@@ -137,7 +137,7 @@ def _needs_gopen(kind: str) -> bool:
 
 
 class Output:
-    """A program's output, a `Stored` of unknown size."""
+    """A program's output: an object of unknown size."""
 
     def __init__(self, start: partial[Pieces]) -> None:
         self._start = start
@@ -288,7 +288,7 @@ class _Page(Stored):
 
 
 async def read(response: Any, most_bytes: int) -> bytes:
-    """Read so many bytes of a body, or fewer before its end or a fault, which is raised only if no bytes came."""
+    """Read `most_bytes` of a body, or fewer before its end or a fault, which is raised only if no bytes came."""
     content = bytearray()
     while len(content) < most_bytes:
         try:

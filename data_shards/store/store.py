@@ -37,7 +37,7 @@ class OpenShard:
 
 @dataclass(frozen=True)
 class _Fetch:
-    """How to get one shard into the cache."""
+    """A shard to get into the cache, and how."""
 
     entry: ShardEntry
     evict: Evict = "any"
@@ -46,10 +46,10 @@ class _Fetch:
 
 
 class Store:
-    """All shards, by their entries; one per process. Picklable: a copy has no descriptors and no connections.
+    """Opens shards wherever they are; one per process. Picklable: a copy has no descriptors and no connections.
 
-    Without a `cache`, shards that are not local are refused. `commands` is "run" only where the user has typed the
-    locations, or the recipe that contains them; "refuse" does not open what may run a program.
+    Without a `cache`, remote shards are refused. `commands` is "run" only where the user has typed the locations, or
+    the recipe that contains them; "refuse" opens nothing that may run a program.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Store:
         return _open_local(entry.url) if is_local(entry.url) else self._cached(_Fetch(entry, wants_index=False))[0]
 
     def prefetch(self, entry: ShardEntry, *, stop: Stop = lambda: False) -> None:
-        """Make a shard local, or mark it as still wanted; one attempt, which evicts nothing in use.
+        """Fetch a shard, or mark it as still wanted, in one attempt that evicts nothing in use.
 
         Raises StoreError and UserError as `open`, CacheFull, and DownloadStopped if `stop` returned True.
         """
@@ -116,7 +116,7 @@ class Store:
             os.close(self._cached(_Fetch(entry, "idle", stop))[0])
 
     def keep(self, entry: ShardEntry) -> int | None:
-        """Mark a cached shard as still wanted; returns its bytes, or None if it is gone."""
+        """Mark a cached shard as still wanted; return its bytes, or None if it is gone."""
         assert self._cache is not None
         descriptor = self._cache.open(self._name(_Fetch(entry, "idle")), num_bytes=entry.num_bytes)
         if descriptor is None:

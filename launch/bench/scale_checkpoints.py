@@ -28,8 +28,7 @@ from pipeline.checkpoint.saver import CheckpointSaver, Origin, SaveHooks
 from pipeline.checkpoint.store import Retention, beside_of, commit_checkpoint, open_beside, shared_out
 from pipeline.checkpoint.train_state import TrainState
 from pipeline.engine.base import Hold
-from pipeline.engine.saved_state.portable import WEIGHT
-from pipeline.engine.saved_state.shared import open_shared
+from pipeline.engine.saved_state.portable import WEIGHT, open_shared
 from pipeline.engine.saved_state.state_files import Seal, StateFile, digest_of, piece_sizes
 from pipeline.ranks.group import Agreement
 from pipeline.ranks.place import Place
@@ -194,9 +193,7 @@ def load(*, ranks: int) -> Loading:
             with watched() as seen, patch.object(torch, "load", noted):
                 saved = open_shared(
                     folder,
-                    backend="deepspeed",
-                    zero_stage=1,
-                    processes=ranks,
+                    written={"backend": "deepspeed", "zero_stage": 1, "processes": ranks},
                     model=model,
                     ranks=_OneRank(Place(rank, ranks), told),  # pyright: ignore[reportArgumentType]
                     keeps="shard",

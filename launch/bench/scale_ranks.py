@@ -28,7 +28,7 @@ from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo
 from launch.bench.scale import HOSTS, RANKS, Row
 from pipeline.ranks import dead_ranks as gone
 from pipeline.ranks import heartbeat
-from pipeline.ranks.dead_ranks import NEWS_FILE, report_gone
+from pipeline.ranks.dead_ranks import report_gone
 from pipeline.ranks.group import gather_rows, rounds
 from pipeline.ranks.heartbeat import Heartbeat, read_heartbeat, write_heartbeat
 from pipeline.ranks.place import Log, Place
@@ -119,7 +119,7 @@ def simulate_death(*, hosts: int, per_host: int, victim: int, log: Log) -> Death
         ended.communicate()
         for rank in range(hosts * per_host):
             write_heartbeat(folder, beat_of(rank, per_host=per_host, **(dead if rank == victim else {})))
-        (folder / NEWS_FILE).touch()
+        (folder / "news.json").touch()
         begin = threading.Barrier(hosts * per_host - 1)
 
         def live(rank: int) -> None:

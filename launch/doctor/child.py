@@ -1,6 +1,6 @@
-"""Child processes for what may crash, hang or be missing; all of that is an answer.
+"""Run programs that may crash, hang or be missing in child processes; each of these is an answer.
 
-Each has its own session, which is killed at the end. Output goes to files, so that no child blocks on a full pipe.
+Each child has its own session, killed at the end. Output goes to files, so no child blocks on a full pipe.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 
 from launch.local.processes import signal_name
 
-MARK = "@doctor "  # begins the lines of a child's output that are ours; libraries print what they like
+MARK = "@doctor "  # begins our lines of a child's output; libraries print other lines
 _ASK_SECONDS = 5.0
 _POLL_SECONDS = 0.02
-_FOLLOW_SECONDS = 5.0  # after one of several has failed, the others may still say why they did
+_FOLLOW_SECONDS = 5.0  # after one of several has failed, so that the others may say why
 _MOST_CHARACTERS = 300
 
 
@@ -37,13 +37,13 @@ class Answer:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """Its lines of JSON after `MARK`, without an incomplete last one."""
+        """Lines of JSON after `MARK`, without an incomplete last one."""
         lines = [line for line in self.output.splitlines(keepends=True) if line.startswith(MARK)]
         return [json.loads(line.removeprefix(MARK)) for line in lines if line.endswith("}\n")]
 
     @property
     def ending(self) -> str:
-        """Put the end into words, with the last line on standard error if that is of the part it had begun."""
+        """Describe the end, with the last line on standard error if it belongs to the part that had begun."""
         if self.code is None:
             return f"did not end within {self.limit_seconds:.0f} seconds and was killed"
         lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
@@ -65,8 +65,8 @@ def run_children(
     limit_seconds: float,
     told: Callable[[str], None] = lambda output: None,
 ) -> list[Answer]:
-    """Run commands in parallel until all have ended; once one fails, the others have a few seconds left. `told` gets
-    what the first has printed so far, again and again."""
+    """Run commands in parallel until all have ended; once one fails, the others get a few more seconds. `told` gets the
+    first one's output so far, again and again."""
     with tempfile.TemporaryDirectory(prefix="shardvit-doctor-") as folder:
         files = [
             (Path(folder, f"{number}.output"), Path(folder, f"{number}.errors")) for number in range(len(commands))
@@ -80,7 +80,7 @@ def run_children(
         finally:
             for child in filter(None, children):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(child.pid, signal.SIGKILL)  # and what it has started itself
+                    os.killpg(child.pid, signal.SIGKILL)  # and its own children
                 child.wait()
         return [
             Answer(code, _read(output), _read(errors), limit_seconds)

@@ -41,7 +41,7 @@ class Check:
 
 
 def judge(name: str, found: str, *cases: tuple[bool, Verdict, str]) -> Check:
-    """A check with the verdict and remedy of the first case that holds; "fine" if none does."""
+    """Make a check with the verdict and remedy of the first case that holds; "fine" if none does."""
     for holds, verdict, remedy in cases:
         if holds:
             return Check(name, verdict, found, remedy)

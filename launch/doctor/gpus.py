@@ -25,8 +25,8 @@ _HEAD_WIDTH = 64
 
 
 def check_gpus(*, devices: int, visible: int, run: Callable[..., Answer] = ask) -> Check:
-    """The GPUs and driver by nvidia-smi, which hangs if the driver does. `devices`: GPUs in /dev; `visible`: those that
-    CUDA_VISIBLE_DEVICES leaves."""
+    """Ask nvidia-smi, which hangs if the driver does. `devices`: GPUs in /dev; `visible`: those left by
+    CUDA_VISIBLE_DEVICES."""
     answer = run(_SMI, limit_seconds=_SMI_SECONDS)
     cells = [tuple(cell.strip() for cell in line.split(",")) for line in answer.output.splitlines()]
     rows = [row for row in cells if len(row) == 4] if answer.code == 0 else []
@@ -89,7 +89,7 @@ def try_torch() -> list[Check]:
 
 
 def judge_torch(build: str, *, complaint: str, has_cuda: bool, devices: int, visible: int) -> Check:
-    """The verdict on torch and the driver; `complaint` is CUDA's where it cannot be used."""
+    """The verdict on torch and the driver; `complaint` says why CUDA cannot be used."""
     name = "torch and CUDA"
     if has_cuda:
         return Check(name, "fine", build)

@@ -21,17 +21,17 @@ from data_shards.text import show_bytes
 from launch.doctor.findings import Check, judge
 from pipeline.checkpoint.disk_space import free_bytes
 
-_DEMO_BYTES = 3 * 10**9  # `make demo` takes 2.5 GiB
+_DEMO_BYTES = 3 * 10**9  # `make demo` needs 2.5 GiB
 _ONE_CHECKPOINT_BYTES = 5 * 10**9  # of ViT-L/16 in bf16 (14 bytes a parameter)
-_SHM_BYTES = 2**30  # docker's 64 MB is what goes wrong; a batch of 256 images at 224 pixels in uint8 is 39 MB
+_SHM_BYTES = 2**30  # docker's 64 MB is too little; a batch of 256 images at 224 pixels in uint8 is 39 MB
 _CORES_PER_GPU = 4  # 1,500 images/s, a GPU's pace with ViT-L/16, at 400 to 520 images/s a core
-_OPEN_FILES = 4096  # a process may hold a shard of each of 256 lanes open, several workers' connections beside them
+_OPEN_FILES = 4096  # a process may have a shard of each of 256 lanes open, and connections of several workers
 _LOOK_SECONDS = 0.3
 _NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p"}
 
 
 def machine_checks(*, runs: Path, gpus: int, pythons: str) -> list[Check]:
-    """All verdicts; `pythons` is pyproject.toml's range."""
+    """Check everything; `pythons` is pyproject.toml's range."""
     cores, memory = psutil.cpu_count() or 1, psutil.virtual_memory()
     usable, busy = min(num_cores(), core_quota() or cores), psutil.cpu_percent(_LOOK_SECONDS) / 100
     shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
@@ -52,7 +52,7 @@ def check_python(version: str, *, pythons: str) -> Check:
 
 
 def check_cores(cores: int, *, usable: float, free: float, gpus: int) -> Check:
-    """Compare the cores that this process may use with what decoding takes, and with those that are free now."""
+    """Compare the cores that this process may use with those that decoding needs, and those that are free now."""
     found = f"{cores}" if usable >= cores else f"{usable:g} of {cores} (affinity or control group)"
     decoding = (
         f"decoding for one GPU takes some {_CORES_PER_GPU} cores: ask the batch system for more (--cpus-per-task), "
@@ -68,7 +68,7 @@ def check_cores(cores: int, *, usable: float, free: float, gpus: int) -> Check:
 
 
 def check_memory(total: int, *, available: int, limit: int | None) -> Check:
-    """Compare the memory that may be taken with what the demo takes."""
+    """Compare the memory that this process may use with the demo's."""
     bound = total if limit is None else min(limit, total)
     allowed = f", of which this process may use {show_bytes(bound)} (control group)" if bound < total else ""
     remedy = (

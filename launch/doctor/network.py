@@ -21,7 +21,7 @@ _MLFLOW_SECONDS = 5.0
 
 
 def all_reduce(backend: str) -> list[Check]:
-    """One of the two processes. Rank 0 reports the time for one number and the bandwidth of a bucket."""
+    """Run one of the two processes: the time for one number, and the bandwidth of a bucket."""
     import torch
     from torch import distributed
 

@@ -1,7 +1,7 @@
 """Try parts in child processes, `python -m launch.doctor.trials PART...`, and collect the results in the parent.
 
-The child tells when a part begins, so that a crash or hang has a name. All parts take some 20 seconds on 2 idle cores,
-nearly all of it imports.
+The child announces each part, so a crash or hang has a name. All parts take some 20 seconds on 2 idle cores, nearly all
+of it imports.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from launch.doctor.child import MARK, Answer, run_children
 from launch.doctor.findings import Check, judge
@@ -44,7 +44,7 @@ class Part:
 
 
 def try_import(library: str) -> Sequence[Check]:
-    """Import it, and call a compiled operator of torchvision, which is where a wrong build shows."""
+    """Import a library; for torchvision also call a compiled operator, which fails in a wrong build."""
     module = importlib.import_module(library)
     if library == "torchvision":
         import torch
@@ -90,8 +90,6 @@ PARTS = {
         )
         for name in _LIBRARIES
     },
-}
-_ALL_REDUCE: dict[str, Part] = {
     "gloo": Part(
         f"{_WORLD} processes, gloo",
         partial(all_reduce, "gloo"),
@@ -104,17 +102,17 @@ _ALL_REDUCE: dict[str, Part] = {
         "set NCCL_DEBUG=INFO and read its log; give a container more /dev/shm",
     ),
 }
+ALONE = tuple(name for name in PARTS if name not in get_args(Backend))  # these need one process
 
 
 def main(parts: Sequence[str]) -> int:
-    """The child: try the parts. Exit code 1 if one raised; its error is printed."""
+    """The child: try the parts. Exit code 1 if one raised; prints its error."""
     code = 0
     for name in parts:
         _tell(name)
-        print(f"{MARK}{name}", file=sys.stderr, flush=True)  # what follows on standard error is this part's
-        part = PARTS[name] if name in PARTS else _ALL_REDUCE[name]
+        print(f"{MARK}{name}", file=sys.stderr, flush=True)  # from here on, standard error is this part's
         try:
-            checks = part.run()
+            checks = PARTS[name].run()
         except Exception as error:  # noqa: BLE001 - whatever a library raises is the finding
             lines = str(error).strip().splitlines()
             _tell(name, error=f"{type(error).__name__}: {lines[0] if lines else ''}")
@@ -132,7 +130,7 @@ def try_parts(
     limit_seconds: float = _LIMIT_SECONDS,
     clock: StartClock | None = None,
 ) -> dict[str, list[Check]]:
-    """The parent: each part's checks. After a part that crashes or hangs, a new child tries the others. `clock` is told
+    """The parent: each part's checks. After a part that crashes or hangs, a new child tries the others. `clock` shows
     which part is tried."""
     found: dict[str, list[Check]] = {}
 
@@ -143,7 +141,7 @@ def try_parts(
 
     while left := [name for name in parts if name not in found]:
         [answer] = run_children([[*command, *left]], environments=[environment], limit_seconds=limit_seconds, told=told)
-        # If not one part began, none of the others would.
+        # If no part began, no other would.
         found |= _results(answer) or {name: PARTS[name].failed(answer.ending) for name in left}
     return found
 
@@ -165,7 +163,7 @@ def try_all_reduce(
     # Name the one that crashed, not the one that was killed waiting for it.
     rank, answer = min(failed, key=lambda each: sys.maxsize if each[1].code is None else each[1].code)
     said = next((message["error"] for message in answer.messages if "error" in message), answer.ending)
-    return _ALL_REDUCE[backend].failed(f"all-reduce: process {rank}: {said}")
+    return PARTS[backend].failed(f"all-reduce: process {rank}: {said}")
 
 
 def full_reports(*, environment: Mapping[str, str]) -> dict[str, str]:
@@ -185,10 +183,9 @@ def _tell(part: str, **more: object) -> None:
 def _results(answer: Answer) -> dict[str, list[Check]]:
     found: dict[str, list[Check]] = {}
     for message in answer.messages:
-        part = PARTS.get(message["part"]) or _ALL_REDUCE[message["part"]]
-        checks = message.get("checks")
-        failed = part.failed(message.get("error", answer.ending))
-        found[message["part"]] = failed if checks is None else [Check(**each) for each in checks]
+        part, checks = message["part"], message.get("checks")
+        failed = PARTS[part].failed(message.get("error", answer.ending))
+        found[part] = failed if checks is None else [Check(**each) for each in checks]
     return found
 
 

@@ -24,6 +24,7 @@ from launch.flags import (
     pixel_limit,
 )
 from launch.local.env import tracking_uri
+from pipeline.recipe.vocabulary import FeatureLayer
 
 if TYPE_CHECKING:
     from pipeline.transfer.settings import Settings
@@ -32,38 +33,27 @@ Method = Literal["fewshot", "probe", "knn"]
 _FLAGS = {"fewshot": ("shots", "seeds", "l2"), "probe": ("c", "hold_out"), "knn": ("k", "temperature")}
 
 
+def _several(words: str) -> Parameter:
+    return Parameter(consume_multiple=True, negative="", help=words)
+
+
+Ints = tuple[int, ...] | None
+Floats = tuple[float, ...] | None
+
+
 @Parameter(name="*")
 @dataclass(frozen=True)
 class MethodOptions:
     """Options of the methods; None: the method's default."""
 
-    shots: Annotated[
-        tuple[int, ...] | None,
-        Parameter(consume_multiple=True, negative="", help="fewshot: images of each class; default: 5 10 25."),
-    ] = None
+    shots: Annotated[Ints, _several("fewshot: images of each class; default: 5 10 25.")] = None
     seeds: Annotated[int | None, Parameter(help="fewshot: draws to average over; default: 3.")] = None
-    l2: Annotated[
-        tuple[float, ...] | None,
-        Parameter(
-            consume_multiple=True,
-            negative="",
-            help="fewshot: regularisation; of several, the best; default: 1024.",
-        ),
-    ] = None
-    c: Annotated[
-        tuple[float, ...] | None,
-        Parameter(
-            consume_multiple=True,
-            negative="",
-            help="probe: scikit-learn's C; of several, the best; default: 1e-5 to 10.",
-        ),
-    ] = None
+    l2: Annotated[Floats, _several("fewshot: regularisation; of several, the best; default: 1024.")] = None
+    c: Annotated[Floats, _several("probe: scikit-learn's C; of several, the best; default: 1e-5 to 10.")] = None
     hold_out: Annotated[float | None, Parameter(help="probe: share of TRAIN_SHARDS to choose C by; default: 0.2.")] = (
         None
     )
-    k: Annotated[
-        tuple[int, ...] | None, Parameter(consume_multiple=True, negative="", help="knn: neighbours; default: 20.")
-    ] = None
+    k: Annotated[Ints, _several("knn: neighbours; default: 20.")] = None
     temperature: Annotated[
         float | None, Parameter(help="knn: a vote weighs exp(cosine / temperature); default: 0.07.")
     ] = None
@@ -95,10 +85,7 @@ class TransferOptions:
     name: Annotated[str | None, Parameter(help="Data set's name in the result; default: the shards'.")] = None
     label: TarLabel = None
     classes: TarClasses = None
-    layer: Annotated[
-        Literal["pre_logits", "pooled"],
-        Parameter(help="Feature layer."),
-    ] = "pre_logits"
+    layer: Annotated[FeatureLayer, Parameter(help="Feature layer.")] = "pre_logits"
     weights: WhichWeights = None
     device: Device = "auto"
     batch_size: Annotated[int, Parameter(help="Images of a forward pass.")] = 64

@@ -1,15 +1,15 @@
-"""Start the ranks of one host, pass requests on to them, leave none behind. `shardvit run` starts it over ssh.
+"""Start the ranks of one host, pass requests on to them, and leave none behind. `shardvit run` starts it over ssh.
 
 The first line of standard input is an `AgentOrder`, each further one a message: `alive` (heartbeat), `address HOST
 PORT` (where rank 0 listens), `stop` (save and leave), `kill`. Standard output has what the ranks print, and
 lines that begin with the order's word: `ready`, `address PORT`, `ended CODE`.
 
-Why through ssh: DeepSpeed's launcher leaves orphans on a signal, network file systems show a file late, and the PID in
-a heartbeat file may be reused. A lost connection tells something too: `silence_seconds` after the last message, or when
-the other side closes, the ranks are asked to save and leave, and killed `grace_seconds` later.
+Why through ssh: DeepSpeed's launcher leaves orphans on a signal, network file systems show files late, and the PID in a
+heartbeat file may be reused. A lost connection is a message too: `silence_seconds` after the last line, or when the
+other side closes, the agent asks the ranks to save and leave, and kills them `grace_seconds` later.
 
-Processes with the run folder in their environment when an agent starts are left from a killed attempt and are killed:
-the caller holds the run folder's lock. Costs one small process per host.
+An agent first kills processes with this run folder in their environment: they are left from a killed attempt, as the
+caller holds the run folder's lock. Costs one small process per host.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _ADDRESS_FILE = "address"  # as pipeline.ranks.group, which a process without to
 class AgentOrder:
     """The task of an agent."""
 
-    word: str  # begins the lines that are no rank's
-    run_folder: str  # the mark of the processes
+    word: str  # begins the agent's own lines
+    run_folder: str  # marks the processes
     command: list[str]  # starts the ranks of this host
-    environment: dict[str, str]  # for them, over that of the login
+    environment: dict[str, str]  # for them, over the login's
     rendezvous: str  # folder to make here for rank 0's address; empty: MASTER_ADDR and MASTER_PORT name it
     is_first: bool  # whether rank 0 is here
     silence_seconds: float  # without a message, until the connection counts as lost
@@ -135,7 +135,7 @@ class Agent:
         return 128 + signal.SIGTERM if stopped_early else code if code >= 0 else 128 - code
 
     def _obey(self, message: str) -> bool:
-        """Carry out a message; True: it was a stop before there were ranks, which killed their launcher."""
+        """Carry out a message; True: a stop came before there were ranks, and killed their launcher."""
         word, _, rest = message.partition(" ")
         match word:
             case "address" if self._folder is not None and not self._has_address:
@@ -184,7 +184,7 @@ class Agent:
         self._messages.put("lost")
 
     def _pump(self, child: subprocess.Popen[bytes]) -> None:
-        """The ranks write to our pipe: a lost connection must not end them by a failed print."""
+        """Ranks write to our pipe, so that a lost connection does not end them by a failed print."""
         assert child.stdout is not None
         for line in child.stdout:
             whole = line if line.endswith(b"\n") else line + b"\n"
@@ -202,7 +202,7 @@ class Agent:
         return True
 
     def _write_lines(self) -> None:
-        """Runs in its own thread: a write to a cut cable may block for ever."""
+        """Needs its own thread: a write to a cut cable may block forever."""
         while (line := self._lines.get()) is not None:
             with suppress(OSError):
                 os.write(1, line)

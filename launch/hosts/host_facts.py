@@ -1,8 +1,8 @@
 """Collect a host's facts before a run. Sent as text and run by the host's Python: standard library only.
 
 shardvit may be missing there, or have another version. Each line of JSON is answered by a line: first `answer`, then
-`connect` (at which addresses it reaches the first host) or `interface` (by which it was reached). Costs reading the
-four packages' sources and the manifests.
+on all hosts but the first `connect` (at which addresses they reach it). Costs reading the four packages' sources and
+the manifests.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def answer(questions):  # noqa: ANN001, ANN201 - runs under any Python, as it is
         "files": {path: _file_digest(path) for path in questions["files"]},
         "gpus": len([1 for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)]),
         "free_bytes": _free(questions["folder"]),
-        "addresses": _addresses(),
+        "addresses": {address: name for address, name in _interfaces().items() if not address.startswith("127.")},
         "port": door.getsockname()[1] if door is not None else 0,
         "clock": time.time(),
     }
@@ -61,15 +61,10 @@ def connect(addresses, *, port, text):  # noqa: ANN001, ANN201
             with socket.create_connection((address, port), timeout=_CONNECT_SECONDS) as line:
                 line.settimeout(_GREETING_SECONDS)
                 if line.makefile("r").readline().strip() == text:
-                    reached[address] = [line.getpeername()[0], interface(line.getsockname()[0])]
+                    reached[address] = [line.getpeername()[0], _interfaces().get(line.getsockname()[0], "")]
         except OSError:
             continue
     return reached
-
-
-def interface(address):  # noqa: ANN001, ANN201
-    """The network interface with an IPv4 address; empty: unknown."""
-    return next((name for name, own in _interfaces() if own == address), "")
 
 
 def _greet(door, text):  # noqa: ANN001, ANN202
@@ -166,32 +161,25 @@ def _free(folder):  # noqa: ANN001, ANN202
 
 
 def _interfaces():  # noqa: ANN202
-    found = []
+    found = {}  # IPv4 address -> name
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             try:
                 request = struct.pack("256s", name.encode()[:15])
                 reply = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
-                found.append((name, socket.inet_ntoa(reply[20:24])))
+                found[socket.inet_ntoa(reply[20:24])] = name
             except OSError:
                 continue  # it has none
     return found
 
 
-def _addresses():  # noqa: ANN202
-    return [address for _, address in _interfaces() if not address.startswith("127.")]
-
-
 def _serve():  # noqa: ANN202
     for line in sys.stdin:
         question = json.loads(line)
-        match question["ask"]:
-            case "facts":
-                reply = answer(question)
-            case "connect":
-                reply = connect(question["addresses"], port=question["port"], text=question["text"])
-            case _:
-                reply = interface(question["address"])
+        if question["ask"] == "facts":
+            reply = answer(question)
+        else:
+            reply = connect(question["addresses"], port=question["port"], text=question["text"])
         print("\n" + question["word"] + json.dumps(reply), flush=True)  # a login script may print, too
 
 

@@ -16,6 +16,9 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from data_shards.errors import UserError
 
@@ -26,7 +29,7 @@ _MOST_SLOTS = 1024  # of a machine; the largest have some tens of GPUs
 
 @dataclass(frozen=True)
 class Host:
-    """A machine and those of its GPUs to use."""
+    """A machine, and which of its GPUs to use."""
 
     name: str  # as ssh takes it: a name or an address
     slots: tuple[int, ...]  # numbers of GPUs, from 0
@@ -46,31 +49,46 @@ class Fleet:
         return sum(len(host.slots) for host in self.hosts)
 
 
-def open_fleet(
-    hostfile: Path,
-    *,
-    include: str = "",
-    exclude: str = "",
-    master_addr: str = "",
-    master_port: int = 0,
-) -> Fleet:
-    """Read the hostfile; raises UserError if it or an option is wrong, or ssh is not installed here."""
-    try:
-        text = hostfile.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise UserError(f"--hostfile {hostfile} cannot be read ({why}): name a file of lines HOST slots=8") from None
-    hosts = select(parse_hostfile(text, source=str(hostfile)), include=include, exclude=exclude, source=str(hostfile))
-    if shutil.which("ssh") is None:
-        raise UserError("--hostfile: there is no ssh on this machine: install OpenSSH's client")
-    if not 0 <= master_port < 65536:
-        raise UserError(f"--master-port: it is {master_port}; give 1 to 65535, or leave it out")
-    return Fleet(hosts, hostfile, master_addr=master_addr, master_port=master_port)
+@Parameter(name="*")
+@dataclass(frozen=True)
+class HostOptions:
+    """Flags of `shardvit run` for several machines."""
+
+    hostfile: Annotated[
+        Path | None, Parameter(help="Run on several machines: a file of lines HOST slots=8, as deepspeed's.")
+    ] = None
+    include: Annotated[str, Parameter(help="Only these of --hostfile, such as host0@host1:0,1.")] = ""
+    exclude: Annotated[str, Parameter(help="Not these of --hostfile, in the same form.")] = ""
+    master_addr: Annotated[
+        str, Parameter(help="With --hostfile: address under which the other hosts reach the first one.")
+    ] = ""
+    master_port: Annotated[
+        int, Parameter(help="With --hostfile: port that rank 0 listens on; 0: the system chooses.")
+    ] = 0
+
+    def fleet(self) -> Fleet | None:
+        """The hosts; None: this machine alone. UserError if the hostfile or a flag is wrong, or ssh is missing."""
+        if self.hostfile is None:
+            if self != HostOptions():
+                raise UserError("--include, --exclude, --master-addr and --master-port need --hostfile: give it, too")
+            return None
+        file = str(self.hostfile)
+        try:
+            text = self.hostfile.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise UserError(f"--hostfile {file} cannot be read ({why}): name a file of lines HOST slots=8") from None
+        hosts = select(parse_hostfile(text, source=file), include=self.include, exclude=self.exclude, source=file)
+        if shutil.which("ssh") is None:
+            raise UserError("--hostfile: there is no ssh on this machine: install OpenSSH's client")
+        if not 0 <= self.master_port < 65536:
+            raise UserError(f"--master-port: it is {self.master_port}; give 1 to 65535, or leave it out")
+        return Fleet(hosts, self.hostfile, master_addr=self.master_addr, master_port=self.master_port)
 
 
 def parse_hostfile(text: str, *, source: str) -> tuple[Host, ...]:
-    """The hosts in file order; `source` is its name for messages. Raises UserError if a line cannot be read, a host is
-    listed twice, or there is none."""
+    """Parse the hosts, in file order; `source` is the file's name for messages. Raises UserError if a line cannot be
+    read, a host is listed twice, or there is none."""
     hosts: dict[str, Host] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         content = line.partition("#")[0].strip()

@@ -1,7 +1,7 @@
-"""Before any GPU time is spent: is every host reachable, with the same software, files and clock? Prints a table.
+"""Check every host before any GPU time is spent: reachable, with the same software, files and clock. Prints a table.
 
-Asks all hosts at once (`probe`) and compares them with this one; then the others try to connect to the first. Costs a
-few seconds for any number of hosts, and a marker file beside the runs. Tests neither GPUs nor network speed.
+Asks all hosts at once (`host_facts`) and compares them with this one; then the others try to connect to the first.
+Costs a few seconds for any number of hosts, and a marker file beside the runs. Tests neither GPUs nor network speed.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from data_shards.errors import UserError
 from data_shards.text import show_bytes, table
-from launch.hosts import host_facts as probe
+from launch.hosts import host_facts
 from launch.hosts.hostfile import Fleet, Host
 from launch.hosts.remote import Connection
 
@@ -32,7 +32,7 @@ _PYTHON = ["-u", "-c", "import sys; exec(sys.stdin.read(int(sys.stdin.readline()
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of one host (`probe.answer`)."""
+    """Facts of one host, as `host_facts.answer` collects them."""
 
     machine: str
     python: str
@@ -44,14 +44,14 @@ class Facts:
     files: dict[str, str]  # path -> digest, size, or "! why not"
     gpus: int
     free_bytes: int
-    addresses: list[str]
+    addresses: dict[str, str]  # -> its network interface
     port: int
     clock_offset_seconds: float = 0.0  # ahead of this host
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The address and interfaces by which ready hosts meet."""
+    """How ready hosts meet."""
 
     address: str  # at which all reach the first host
     interfaces: dict[str, str]  # host -> its network interface to the others, where it is known
@@ -60,7 +60,7 @@ class Ready:
 def find_problems(
     hosts: Sequence[Host], facts: Mapping[str, Facts | str], *, here: Facts, folder: Path
 ) -> dict[str, list[str]]:
-    """Host -> its problems, a sentence each. Pure. `facts` has a sentence for a host that gave none."""
+    """Each host's problems, a sentence each. Pure. `facts` has a sentence for a host that gave none."""
     found: dict[str, list[str]] = {}
     seen: dict[str, str] = {}
     has_gpus = any(isinstance(each, Facts) and each.gpus for each in facts.values())
@@ -170,8 +170,8 @@ def preflight(
     }
     marker.write_text(text, encoding="utf-8")
     try:
-        asked = time.time()
-        here = _facts(_Reply(probe.answer(question), asked=asked, told=time.time()))
+        own = host_facts.answer(question)
+        here = Facts(**{name: value for name, value in own.items() if name != "clock"})
         with _Inquiry(fleet, python_path=python_path) as inquiry:
             several = len(fleet.hosts) > 1
             facts = inquiry.ask_all(question, first={**question, "listen": several})
@@ -205,19 +205,12 @@ def folded(problems: Mapping[str, Sequence[str]]) -> list[str]:
     return found
 
 
-class _Reply(NamedTuple):
-    """A host's answer, and when by this host's clock it was asked and had answered."""
-
-    content: Any
-    asked: float
-    told: float
-
-
 class _Inquiry:
     def __init__(self, fleet: Fleet, *, python_path: str) -> None:
         self._word = f"probe-{secrets.token_hex(8)} "
-        self._replies: queue.SimpleQueue[tuple[str, Any, float]] = queue.SimpleQueue()
-        script = Path(probe.__file__).read_text(encoding="utf-8")
+        self._replies: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._asked = 0.0  # when, by this host's clock
+        script = Path(host_facts.__file__).read_text(encoding="utf-8")
         self._connections: dict[str, Connection] = {}
         for host in fleet.hosts:
             note = functools.partial(self._note, host.name)
@@ -232,23 +225,23 @@ class _Inquiry:
             connection.close()
 
     def ask_all(self, question: Mapping[str, Any], *, first: Mapping[str, Any]) -> dict[str, Facts | str]:
-        """Every host's facts, or why there are none; the first host may be asked something else."""
+        """Every host's facts, or why there are none; the first host may get another question."""
         names = list(self._connections)
         replies = self._ask({name: first if name == names[0] else question for name in names})
-        return {name: _facts(replies[name]) if name in replies else self._connections[name].failure() for name in names}
+        return {
+            name: Facts(**replies[name]) if name in replies else self._connections[name].failure() for name in names
+        }
 
     def meet(
         self, fleet: Fleet, facts: Mapping[str, Facts | str], *, text: str, problems: dict[str, list[str]]
     ) -> tuple[str, dict[str, str]]:
-        """The address at which all others reach the first host, and each interface; adds to `problems`."""
+        """Find the address at which all others reach the first host, and each interface; adds to `problems`."""
         first, *others = [host.name for host in fleet.hosts]
         told = facts[first]
         assert isinstance(told, Facts)
         candidates = [fleet.master_addr] if fleet.master_addr else [first, *told.addresses]
         question = {"ask": "connect", "addresses": candidates, "port": told.port, "text": text}
-        reached: dict[str, dict[str, list[str]]] = {
-            name: reply.content for name, reply in self._ask(dict.fromkeys(others, question)).items()
-        }
+        reached: dict[str, dict[str, list[str]]] = self._ask(dict.fromkeys(others, question))
         chosen = next((each for each in candidates if all(each in reached.get(name, {}) for name in others)), None)
         if chosen is None:
             for name in others:
@@ -265,21 +258,19 @@ class _Inquiry:
                 )
             return candidates[0], {}
         number = reached[others[0]][chosen][0]
-        interfaces = {name: reached[name][chosen][1] for name in others}
-        own = self._ask({first: {"ask": "interface", "address": number}})
-        interfaces[first] = own[first].content if first in own else ""
+        interfaces = {first: told.addresses.get(number, ""), **{name: reached[name][chosen][1] for name in others}}
         return number, {name: interface for name, interface in interfaces.items() if interface}
 
-    def _ask(self, questions: Mapping[str, Mapping[str, Any]]) -> dict[str, _Reply]:
-        asked = time.time()
+    def _ask(self, questions: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        self._asked = time.time()
         for name, question in questions.items():
             self._connections[name].send(json.dumps({**question, "word": self._word}) + "\n")
-        replies: dict[str, _Reply] = {}
+        replies: dict[str, Any] = {}
         deadline = time.monotonic() + _ANSWER_SECONDS
         while time.monotonic() < deadline:
             while not self._replies.empty():
-                name, content, told = self._replies.get()
-                replies[name] = _Reply(content, asked=asked, told=told)
+                name, content = self._replies.get()
+                replies[name] = content
             over = all(name in replies or self._connections[name].code() is not None for name in questions)
             if over and self._replies.empty():
                 break
@@ -289,18 +280,16 @@ class _Inquiry:
     def _note(self, name: str, line: str) -> None:
         now = time.time()
         if line.startswith(self._word):
-            self._replies.put((name, json.loads(line.removeprefix(self._word)), now))
+            content = json.loads(line.removeprefix(self._word))
+            if isinstance(clock := content.get("clock"), float):  # facts; else addresses, with lists
+                del content["clock"]
+                content["clock_offset_seconds"] = clock_offset(clock, asked=self._asked, told=now)
+            self._replies.put((name, content))
 
 
 def clock_offset(clock: float, *, asked: float, told: float) -> float:
-    """At least how many seconds a host's clock is ahead of ours. Pure.
+    """The least number of seconds that a host's clock is ahead of ours. Pure.
 
-    `clock` was read between our question (`asked`) and the reply (`told`); a busy host's delay must not count.
+    The host read `clock` between our question (`asked`) and the reply (`told`); a busy host's delay must not count.
     """
     return min(0.0, clock - asked) + max(0.0, clock - told)
-
-
-def _facts(reply: _Reply) -> Facts:
-    facts = {name: value for name, value in reply.content.items() if name != "clock"}
-    offset = clock_offset(reply.content["clock"], asked=reply.asked, told=reply.told)
-    return Facts(**facts, clock_offset_seconds=offset)

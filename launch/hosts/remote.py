@@ -64,21 +64,21 @@ class Connection:
         self._reader.start()
 
     def send(self, text: str) -> None:
-        """Write to it; what cannot be delivered is dropped."""
+        """Write to its standard input; a lost connection drops the text."""
         assert self._process.stdin is not None
         with self._sending, suppress(OSError, ValueError):
             self._process.stdin.write(text.encode())
             self._process.stdin.flush()
 
     def code(self) -> int | None:
-        """The exit code, once it has ended and all its lines were passed on."""
+        """The exit code, once it has ended and `on_line` had all its lines."""
         code = self._process.poll()
         if code is not None:
             join_thread(self._reader, seconds=_DRAIN_SECONDS)
         return code
 
     def failure(self) -> str:
-        """Why ssh or the Python there failed to start, or was lost."""
+        """Say why ssh or the Python there failed to start, or was lost."""
         code, said = self.code(), f" ({self._last_line})" if self._last_line else ""
         return {
             None: f"{self.host} does not answer",
@@ -88,7 +88,7 @@ class Connection:
         }.get(code, f"{self.host}: what was started there ended with exit code {code}{said}")
 
     def close(self) -> None:
-        """End it, and the other side's standard input with it."""
+        """End ssh, and with it the other side's standard input."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):

@@ -35,7 +35,7 @@ from launch.local.start import STOPPING, Launch, rank_arguments, run_stage_local
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import EXIT_STOPPED, StageName
 from pipeline.stage.stage_data import open_data
-from pipeline.transfer.data_sets import open_few_shot
+from pipeline.transfer.settings import open_few_shot
 
 _HEARTBEAT_SECONDS = 5.0  # to the agents
 _SILENCE_SECONDS = 45.0  # longer than ssh's own timeout: both sides notice
@@ -78,8 +78,8 @@ def prepare(
     `commands`: run a `pipe:` or refuse. Raises UserError if hosts are not ready, and OSError if nothing can be written
     to `runs_root`.
     """
-    variables = travelling(without_place(), folders=(Path.home(), Path()))
-    say(variables.describe())
+    variables, names = travelling(without_place(), folders=(Path.home(), Path()))
+    say(names)
     files: list[Path] = []
     for stage in recipe.stages.trained:
         if stages is None or stage in stages:
@@ -91,14 +91,14 @@ def prepare(
         fleet,
         folder=runs_root,
         files=list(dict.fromkeys(files)),
-        python_path=variables.all.get("PYTHONPATH", ""),
+        python_path=variables.get("PYTHONPATH", ""),
         say=say,
     )
 
     def start(launch: Launch) -> int:
         if launch.stages == ("swap_head",):
             return run_stage_locally(launch)
-        return run_stage_on_hosts(launch, fleet, ready, variables=variables.all)
+        return run_stage_on_hosts(launch, fleet, ready, variables=variables)
 
     return start
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from data_shards.errors import UserError
@@ -21,30 +20,14 @@ _FILE = ".deepspeed_env"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-@dataclass(frozen=True)
-class Variables:
-    """The variables for the other hosts."""
+def travelling(environ: Mapping[str, str], *, folders: tuple[Path, ...]) -> tuple[dict[str, str], str]:
+    """The variables for the other hosts, and a sentence with their names alone, since values may be secret.
 
-    inherited: dict[str, str]  # from the environment
-    from_files: dict[str, str]
-    files: tuple[str, ...]
-
-    @property
-    def all(self) -> dict[str, str]:
-        return {**self.inherited, **self.from_files}
-
-    def describe(self) -> str:
-        """Names only: values may be secret."""
-        inherited = ", ".join(sorted(name for name in self.inherited if name not in self.from_files)) or "none"
-        files = f"; from {' and '.join(self.files)}: {', '.join(sorted(self.from_files))}" if self.files else ""
-        return f"variables that go to the hosts: {inherited}{files}"
-
-
-def travelling(environ: Mapping[str, str], *, folders: tuple[Path, ...]) -> Variables:
-    """The variables for the other hosts, from this process, then from `.deepspeed_env` in `folders`; later ones win.
-    Raises UserError if a line of such a file cannot be read."""
+    They come from this process, then from `.deepspeed_env` in `folders`; later ones win. Raises UserError if a line of
+    such a file cannot be read.
+    """
     name = environ.get("DS_ENV_FILE", _FILE)
-    found: dict[str, str] = {}
+    from_files: dict[str, str] = {}
     files = []
     for path in dict.fromkeys(folder / name for folder in folders):
         try:
@@ -53,16 +36,19 @@ def travelling(environ: Mapping[str, str], *, folders: tuple[Path, ...]) -> Vari
             continue
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path} cannot be read ({error}): mend it, or remove it") from None
-        found.update(parse_environment(text, source=str(path)))
+        from_files.update(parse_environment(text, source=str(path)))
         files.append(str(path))
     inherited = {
         name: value for name, value in environ.items() if name.startswith(PREFIXES) and name not in _OF_THIS_HOST
     }
-    return Variables(inherited, found, tuple(files))
+    sentence = f"variables that go to the hosts: {', '.join(sorted(inherited.keys() - from_files.keys())) or 'none'}"
+    if files:
+        sentence += f"; from {' and '.join(files)}: {', '.join(sorted(from_files))}"
+    return {**inherited, **from_files}, sentence
 
 
 def parse_environment(text: str, *, source: str) -> dict[str, str]:
-    """NAME=VALUE lines, read as DeepSpeed does, but skipping empty lines and comments; UserError: any other line."""
+    """Read NAME=VALUE lines as DeepSpeed does, but skip empty lines and comments; UserError for any other line."""
     found = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith("#"):

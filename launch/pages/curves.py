@@ -18,6 +18,7 @@ import numpy as np
 
 from data_shards.text import printable
 from launch.pages.blocks import ChartBlock, DrawnChart, Legend
+from launch.terminal_curves import scaled
 from pipeline.recipe.vocabulary import METRICS
 from pipeline.runs.logs import EventKind
 from pipeline.runs.read import RunStage
@@ -72,7 +73,7 @@ class Curve:
     steps: Counts
     images: Counts
     seconds: Floats  # of training, without pauses between attempts
-    values: Floats
+    values: Floats  # finite, or NaN
 
     def at(self, indexes: NDArray[np.int64]) -> Curve:
         """Keep these points."""
@@ -134,7 +135,8 @@ def stage_charts(
             for number in range(len(kind.metrics))
         )
         curves = [curve for curve in styled if curve is not None]
-        if curves and _is_idle(kind, curves):
+        is_trouble = not any(metric.startswith(("train/", "val")) for metric, _ in kind.metrics)
+        if is_trouble and curves and not any(np.nan_to_num(curve.values).any() for curve in curves):
             zero.append(kind.title)
         elif curves:
             drawn.append((kind, curves))
@@ -145,13 +147,16 @@ def stage_charts(
     charts: list[DrawnChart] = []
     data: list[dict[str, Any]] = []
     for number, (kind, curves) in enumerate(drawn):
-        is_log = _is_log(kind, curves)
+        values = np.concatenate([curve.values for curve in curves])
+        low, high = float(np.nanmin(values)), float(np.nanmax(values))
+        is_log = kind.scale == "log" and low > 0 and high / low > _LOG_RATIO
         unit = ", ".join(filter(None, ("" if kind.unit == "share" else kind.unit, "logarithmic" if is_log else "")))
         known = METRICS.get(kind.metrics[0][0])
         legend: Legend = ()
         if len(runs) == 1 and len(curves) > 1:
             legend = tuple((f"{each.style}{' dots' * each.has_dots}", each.label) for each in curves)
-        svg, caption = _static_svg(kind, curves, is_log=is_log), "" if known is None else known.meaning
+        svg = _static_svg(kind, curves, ends=(low, high), is_log=is_log)
+        caption = "" if known is None else known.meaning
         charts.append(DrawnChart(f"{number}", kind.title, unit, caption, svg, legend, kind.rank))
         series = [_for_script(thinned(curve, columns=columns)) for curve in curves]
         data.append({"key": f"{number}", "percent": kind.unit == "share", "log": is_log, "series": series})
@@ -291,18 +296,6 @@ def _styled(stage: RunStage, kind: ChartKind, number: int, *, run: str, runs: Se
     return read_curve(stage, metric, label=label, style=style, has_dots=metric.startswith("val"))
 
 
-def _is_idle(kind: ChartKind, curves: Sequence[Curve]) -> bool:
-    """True for counts or shares of trouble that never came."""
-    if any(metric.startswith(("train/", "val")) for metric, _ in kind.metrics):
-        return False
-    return all(not np.nan_to_num(curve.values).any() for curve in curves)
-
-
-def _is_log(kind: ChartKind, curves: Sequence[Curve]) -> bool:
-    values = np.concatenate([curve.values[np.isfinite(curve.values)] for curve in curves])
-    return kind.scale == "log" and bool(values.min() > 0 and values.max() / values.min() > _LOG_RATIO)
-
-
 def _marks(stages: Mapping[str, RunStage], *, is_named: bool) -> list[dict[str, Any]]:
     """List restarts and trouble, which explain a curve; not the first start."""
     marks: list[dict[str, Any]] = []
@@ -318,16 +311,13 @@ def _marks(stages: Mapping[str, RunStage], *, is_named: bool) -> list[dict[str, 
     return marks[:_MOST_MARKS]
 
 
-def _static_svg(kind: ChartKind, curves: Sequence[Curve], *, is_log: bool) -> str:
-    """Draw curves between their lowest and highest value, over images seen."""
-    x0, x1 = (float(end(each.images[at] for each in curves)) for end, at in ((min, 0), (max, -1)))
-    finite = np.concatenate([curve.values[np.isfinite(curve.values)] for curve in curves])
-    low, high = float(finite.min()), float(finite.max())
+def _static_svg(kind: ChartKind, curves: Sequence[Curve], *, ends: tuple[float, float], is_log: bool) -> str:
+    """Draw curves between `ends`, their lowest and highest value, over images seen."""
+    first, last = min(each.images[0] for each in curves), max(each.images[-1] for each in curves)
     parts: list[str] = []
     for curve in (thinned(curve, columns=_STATIC_COLUMNS) for curve in curves):
-        values, ends = (np.log(curve.values), np.log([low, high])) if is_log else (curve.values, [low, high])
-        xs = (curve.images - x0) / (x1 - x0) if x1 > x0 else np.full(len(values), 0.5)
-        ys = (values - ends[0]) / (ends[1] - ends[0]) if high > low else np.where(np.isnan(values), values, 0.5)
+        ys = scaled(np.log(curve.values), *np.log(ends)) if is_log else scaled(curve.values, *ends)
+        xs = scaled(curve.images, first, last)
         places = [f"{4 + 392 * x:.1f} {196 - 176 * y:.1f}" for x, y in zip(xs.tolist(), ys.tolist(), strict=True)]
         path = "".join(
             f"M{place}h.1" if number == 0 or "nan" in places[number - 1] else f"L{place}"  # h: a lone point is seen
@@ -335,22 +325,19 @@ def _static_svg(kind: ChartKind, curves: Sequence[Curve], *, is_log: bool) -> st
             if "nan" not in place
         )
         parts.append(f'<path class="line {curve.style}" d="{path}"/>')
-    for x, y, anchor, said in (
-        *((4, 12, "start", kind.show(high)), (4, 210, "start", kind.show(low))),
-        (396, 210, "end", f"{short(x1)} images seen"),
+    for place, anchor, said in (
+        ('x="4" y="12"', "start", kind.show(ends[1])),
+        ('x="4" y="210"', "start", kind.show(ends[0])),
+        ('x="396" y="210"', "end", f"{short(float(last))} images seen"),
     ):
-        parts.append(f'<text x="{x}" y="{y}" text-anchor="{anchor}">{said}</text>')
-    alt = text(_alt(kind, curves))
-    return f'<svg class="plot" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{alt}">{"".join(parts)}</svg>'
-
-
-def _alt(kind: ChartKind, curves: Sequence[Curve]) -> str:
-    parts: list[str] = []
+        parts.append(f'<text {place} text-anchor="{anchor}">{said}</text>')
+    words: list[str] = []
     for curve in curves[:8]:
-        finite = curve.values[np.isfinite(curve.values)]
-        said = (kind.show(float(each)) for each in (finite[0], finite[-1], finite.min(), finite.max()))
-        parts.append("{} from {} to {}, between {} and {}".format(curve.label, *said))
-    return f"{kind.title} over images seen: {'; '.join(parts)}"
+        known = curve.values[~np.isnan(curve.values)].tolist()
+        said = map(kind.show, (known[0], known[-1], min(known), max(known)))
+        words.append("{} from {} to {}, between {} and {}".format(curve.label, *said))
+    alt = text(f"{kind.title} over images seen: {'; '.join(words)}")
+    return f'<svg class="plot" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{alt}">{"".join(parts)}</svg>'
 
 
 def _for_script(curve: Curve) -> dict[str, Any]:

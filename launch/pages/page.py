@@ -21,7 +21,7 @@ from data_shards.durable import replaced
 from data_shards.errors import UserError
 from data_shards.text import one_line, printable
 from launch.flags import PageCommand, page_mark
-from launch.pages.blocks import ChartBlock, PagePicture, PageSection, ShownNumber
+from launch.pages.blocks import ChartBlock, PageBlock, PagePicture, PageSection, ShownNumber
 from launch.pages.budget import Fitting, embedded
 from pipeline.pictures import style
 
@@ -135,9 +135,9 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _within(folds: Sequence[PageSection]) -> Iterator[Any]:
-    for block in (block for fold in folds for block in fold.blocks):
-        yield from _within([block]) if isinstance(block, PageSection) else [block]
+def _within(blocks: Sequence[PageBlock]) -> Iterator[PageBlock]:
+    for block in blocks:
+        yield from _within(block.blocks) if isinstance(block, PageSection) else [block]
 
 
 def _digest(text: str) -> str:

@@ -42,7 +42,7 @@ class Ending:
 
     @property
     def ended_by_slurm(self) -> bool:
-        """True if SLURM takes the job away, other than for its time limit alone."""
+        """True if SLURM takes the job away for another reason than its time limit."""
         state, _, why = self.queue.partition("/")
         return state not in ("RUNNING", "") and why != _TIME_LIMIT
 
@@ -67,7 +67,7 @@ class Verdict(NamedTuple):
 def decide(
     ending: Ending, *, record: StageRecord, earlier: Sequence[End], max_restarts: int, cancelled: bool
 ) -> Verdict:
-    """Decide about the job. Pure. `earlier`: the stage's ends since it was submitted; `cancelled`: by a user."""
+    """Decide about the job. Pure. `earlier`: the stage's ends since its submission; `cancelled`: by a user."""
     if record.state == "done":
         return Verdict(0, "done")
     saved = f"step {record.last_saved_step:,}" if record.last_saved_step else "its beginning"
@@ -95,7 +95,7 @@ def _refusal(ending: Ending, *, record: StageRecord, earlier: Sequence[End], max
 
 
 def _replay(steps: Sequence[int], *, allowed: int) -> str | None:
-    """The rule of `launch.run.restarts`, for the last of these failures."""
+    """Apply the rule of `launch.run.restarts` to the last of these failures."""
     restarts, refusal = Restarts(allowed), None
     for step in steps:
         refusal = restarts.after_failure("", last_saved_step=step)
@@ -103,7 +103,7 @@ def _replay(steps: Sequence[int], *, allowed: int) -> str | None:
 
 
 def judge(run: Path, *, stage: StageName, ending: Ending, max_restarts: int) -> Verdict:
-    """Decide from what the run folder holds, and record the end there; raises UserError if a record is damaged."""
+    """Decide from the run folder, and record the end there; UserError if a record is damaged."""
     slurm, record = run / "slurm", RunFolder(runs_root=run.parent, name=run.name).record(stage)
     # A task of a sweep's array, such as 12_3, is cancelled with the array, in the sweep's folder.
     listed = read_cancelled(slurm) | read_cancelled(run.parent / "slurm")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from data_shards.errors import UserError
+from launch.slurm.job_options import parse_time
 
 _TIMEOUT_SECONDS = 60.0
 _FORMAT = "%i|%T|%r|%L|%N"
@@ -17,7 +17,6 @@ After = Literal["afterok", "aftercorr", "afterany"]  # SLURM's: aftercorr: each 
 FINISHED = frozenset(  # a job in any other state is still in the queue, or will be again
     ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "REVOKED", "TIMEOUT")
 )
-_LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Queued:
 
 
 class Slurm:
-    """The cluster of this machine. All but `history` raise UserError if SLURM refuses or is silent."""
+    """This machine's cluster. All but `history` raise UserError if SLURM refuses or is silent."""
 
     def submit(self, script: Path, *, after: str | None, how: After = "afterok") -> str:
         """Submit a script; returns the job's number. Where `how` is not "afterany" and the job `after` fails, SLURM
@@ -43,11 +42,11 @@ class Slurm:
         return self._call(submit_command(script, after=after, how=how)).strip().partition(";")[0]
 
     def queue(self, jobs: Iterable[str]) -> dict[str, Queued]:
-        """The jobs that SLURM still knows; those that ended are forgotten after some minutes."""
+        """The jobs that SLURM still knows; it forgets those that ended some minutes ago."""
         try:
             text = self._ask(["squeue", "--noheader", "--array", "--states=all", f"--format={_FORMAT}"], jobs)
         except UserError as error:
-            if "Invalid job id" in str(error):  # it knows none of them
+            if "Invalid job id" in str(error):  # SLURM knows none of them
                 return {}
             raise
         return parse_queue(text)
@@ -62,15 +61,15 @@ class Slurm:
         self._call(["scancel", *jobs])
 
     def cancel_waiting(self, job: str) -> None:
-        """Remove what waits of an array; does nothing to what runs."""
+        """Remove an array's pending tasks; running ones stay."""
         self._call(["scancel", "--state=PENDING", job])
 
     def signal(self, job: str) -> None:
-        """Send USR1 to a job's batch script (of an array: to each task's), as before the time limit."""
+        """Send USR1 to the batch script of a job, or of each task of an array, as before the time limit."""
         self._call(["scancel", "--signal=USR1", "--batch", job])
 
     def history(self, jobs: Iterable[str]) -> dict[str, str]:
-        """Final states of jobs that the queue has forgotten, if the cluster keeps accounts; else none."""
+        """Final states of jobs that left the queue, if the cluster keeps accounts; else none."""
         try:
             text = self._ask(["sacct", "--noheader", "--parsable2", "--allocations", "--format=JobIDRaw,State"], jobs)
         except UserError:  # no accounting here
@@ -79,7 +78,7 @@ class Slurm:
         return {number: state.split()[0] for number, state in rows if state}
 
     def _ask(self, command: Sequence[str], jobs: Iterable[str]) -> str:
-        """Ask a command about these jobs; of no jobs nothing."""
+        """Run a command for these jobs; without any, nothing."""
         numbers = sorted(set(jobs))
         return self._call([*command, f"--jobs={','.join(numbers)}"]) if numbers else ""
 
@@ -105,12 +104,11 @@ def submit_command(script: Path, *, after: str | None, how: After = "afterok") -
 
 
 def parse_queue(text: str) -> dict[str, Queued]:
-    """squeue's lines in `_FORMAT`, by job number: of an array each task, such as 12_3, and as 12 the one that has most
-    before it."""
+    """Parse squeue's lines in `_FORMAT`, by job number: an array's tasks as 12_3, and the most alive of them as 12."""
     found: dict[str, Queued] = {}
     for line in text.splitlines():
         number, state, why, left, nodes = line.split("|")
-        left_seconds = parse_left(left) if state == "RUNNING" else None
+        left_seconds = parse_time(left) if state == "RUNNING" else None
         queued = Queued(state, "" if why == "None" else why, left_seconds, nodes)
         found[number] = queued
         array, is_task, _ = number.partition("_")
@@ -121,12 +119,3 @@ def parse_queue(text: str) -> dict[str, Queued]:
 
 def _aliveness(queued: Queued) -> int:
     return 0 if queued.is_finished else 1 if queued.state == "PENDING" else 2
-
-
-def parse_left(text: str) -> int | None:
-    """Seconds of "1-02:03:04", "2:03:04" or "3:04"; None for "UNLIMITED", "INVALID" and the like."""
-    match = _LEFT.fullmatch(text.strip())
-    if match is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -1,7 +1,6 @@
-"""The table of `shardvit submit`'s options. To add one that has a value, add a field to `JobOptions`, and nothing else.
+"""The options of `shardvit submit`: to add one that has a value, add a field to `JobOptions` and nothing else.
 
-The command line, the checks, the [sbatch] keys of a site file and the #SBATCH lines are made from it. Imports nothing
-heavy: --help reads it.
+The command line, checks, [sbatch] keys of a site file and #SBATCH lines come from it. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -20,28 +19,34 @@ _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(
 _FROM_SITE = Parameter(help="As sbatch's; default: the site file's.")
 
 
-def limit_seconds(text: str) -> int:
-    """Seconds of SLURM's time limit: "90" and "90:00" are minutes, "24:00:00", "2-12", "2-12:30", "2-12:30:00". Raises
-    UserError if it is no time, or zero."""
+def parse_time(text: str) -> int | None:
+    """Seconds of SLURM's times: "90" and "90:00" are minutes, "24:00:00", "2-12", "2-12:30", "2-12:30:00"; None for
+    others, such as UNLIMITED."""
     found = _TIME.fullmatch(text.strip())
     if found is None:
+        return None
+    first, second, third = (int(found[name] or 0) for name in ("first", "second", "third"))
+    if found["days"] is not None:  # days-hours[:minutes[:seconds]]
+        return ((int(found["days"]) * 24 + first) * 60 + second) * 60 + third
+    if found["third"] is not None:
+        return (first * 60 + second) * 60 + third
+    return first * 60 + second  # minutes[:seconds]
+
+
+def limit_seconds(text: str) -> int:
+    """Seconds of a time limit; UserError if it is no time, or zero."""
+    seconds = parse_time(text)
+    if seconds is None:
         raise UserError(
             f"--time: {text!r} is not a time limit; write 24:00:00, 2-12:00:00 (two and a half days) or minutes"
         )
-    first, second, third = (int(found[name] or 0) for name in ("first", "second", "third"))
-    if found["days"] is not None:  # days-hours[:minutes[:seconds]]
-        seconds = ((int(found["days"]) * 24 + first) * 60 + second) * 60 + third
-    elif found["third"] is not None:
-        seconds = (first * 60 + second) * 60 + third
-    else:  # minutes[:seconds]
-        seconds = first * 60 + second
     if seconds == 0:
         raise UserError(f"--time: {text!r} is zero; write 24:00:00, for instance")
     return seconds
 
 
 def format_limit(seconds: int) -> str:
-    """The inverse, for `#SBATCH --time`."""
+    """Write seconds for `#SBATCH --time`."""
     days, rest = divmod(seconds, 86_400)
     clock = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
     return f"{days}-{clock}" if days else clock
@@ -49,13 +54,13 @@ def format_limit(seconds: int) -> str:
 
 @dataclass(frozen=True)
 class Sbatch:
-    """The meaning of one option to SLURM."""
+    """How one option reaches SLURM."""
 
-    flag: str = ""  # of sbatch; empty: sbatch is not told. None and 0 are not passed on
+    flag: str = ""  # of sbatch, for values other than None and 0; empty: sbatch does not get it
     least: int | None = None  # the smallest number allowed
-    swap_head: int | None = None  # the most that stage swap_head asks for; it is one process, and takes seconds
+    swap_head: int | None = None  # the most for stage swap_head, which is one process and takes seconds
     in_site: bool = False  # a site file's [sbatch] may set the default
-    srun: bool = False  # srun needs it as well
+    srun: bool = False  # srun needs it too
     read: Callable[[Any], Any] | None = None  # the option's text -> a number
     show: Callable[[Any], str] = str  # the number -> sbatch's text
 
@@ -100,7 +105,7 @@ class JobOptions:
     max_restarts: Annotated[int, Parameter(help="How often a crashed stage is restarted."), Sbatch(least=0)] = 20
 
     def check(self) -> None:
-        """Raises UserError if a number is too small, or a text is empty or has several lines."""
+        """Check each value; UserError if a number is too small, or a text is empty or has several lines."""
         for name, entry in table().items():
             value: Any = getattr(self, name)
             option = "--" + name.replace("_", "-")
@@ -113,7 +118,7 @@ class JobOptions:
                 raise UserError(f"{option}: it is {value}; give {entry.least} or more")
 
     def flags(self, *, stage: str) -> Iterator[tuple[Sbatch, str]]:
-        """The entries that sbatch is told for a stage, each with its text."""
+        """The entries that sbatch gets for a stage, each with its text."""
         for name, entry in table().items():
             value = getattr(self, name)
             if entry.read is not None:
@@ -126,6 +131,6 @@ class JobOptions:
 
 @cache
 def table() -> dict[str, Sbatch]:
-    """Field of `JobOptions` -> its entry, in order."""
+    """The entries by field of `JobOptions`, in order."""
     hints = get_type_hints(JobOptions, include_extras=True)
     return {name: next(part for part in hint.__metadata__ if isinstance(part, Sbatch)) for name, hint in hints.items()}

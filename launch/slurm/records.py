@@ -51,7 +51,7 @@ _Value = TypeVar("_Value")
 
 
 def read_submission(slurm: Path) -> Submission | None:
-    """The last submission; None: the run was never submitted."""
+    """Read the last submission; None: the run was never submitted."""
     return _read(slurm / "jobs.json", TypeAdapter(Submission | None), missing=None)
 
 
@@ -61,7 +61,7 @@ def write_submission(slurm: Path, submission: Submission) -> None:
 
 
 def read_ends(slurm: Path, stage: StageName) -> list[End]:
-    """The ends of a stage's attempts, oldest first."""
+    """Read the ends of a stage's attempts, oldest first."""
     return _read(slurm / f"{stage}.ends.json", TypeAdapter(list[End]), missing=[])
 
 
@@ -71,7 +71,7 @@ def write_ends(slurm: Path, stage: StageName, ends: Sequence[End]) -> None:
 
 
 def read_cancelled(slurm: Path) -> set[str]:
-    """Jobs that must not be requeued."""
+    """Read the jobs that must not be requeued."""
     return _read(slurm / "cancelled.json", TypeAdapter(set[str]), missing=set())
 
 
@@ -81,7 +81,7 @@ def write_cancelled(slurm: Path, jobs: set[str]) -> None:
 
 
 def begin_jobs(slurm: Path) -> None:
-    """Before jobs are submitted: none is cancelled, and the logs, to which SLURM appends, are this folder's alone."""
+    """Prepare for new jobs: none is cancelled, and the logs, to which SLURM appends, have no other hard links."""
     write_cancelled(slurm, set())
     for log in slurm.glob("*.log"):
         break_links(log)

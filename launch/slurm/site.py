@@ -18,7 +18,7 @@
     mounts = ["/data:/data"]                    # in addition to the folder of the runs and the current one
     runtime = "pyxis"                           # or apptainer
 
-Everything is optional, unknown keys are errors. `setup` is the only place for shell code; all else is quoted.
+Everything is optional, unknown keys are errors. Only `setup` holds shell code; all else is quoted.
 `job_of` completes `shardvit submit`'s options with it.
 """
 
@@ -95,7 +95,7 @@ class Site(Strict):
 
 
 def read_site(path: Path | None) -> Site:
-    """The site file; None: the defaults. Raises UserError if it is unreadable or has an unknown key or wrong value."""
+    """Read the site file; None: the defaults. UserError if it is unreadable or has an unknown key or wrong value."""
     if path is None:
         return Site()
     try:

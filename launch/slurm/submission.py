@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,22 +42,22 @@ class Job:
 
 @dataclass(frozen=True)
 class SubmissionPlan:
-    """The jobs of a run, before they are submitted."""
+    """The jobs of a run or a sweep, before they are submitted."""
 
-    recipe: Recipe  # resolved, with the jobs' number of processes
     paths: Paths
     job: SlurmJob
-    scripts: dict[StageName, str]  # of the stages that are not done, in order
+    jobs: tuple[Job, ...]
+    begin: Callable[[], dict[StageName, int]]  # writes what the jobs read; the run's steps by stage
+    end: Callable[[Submission], None] = lambda submission: None  # when all are submitted
     notes: tuple[str, ...] = ()  # what was not checked
-
-    @property
-    def jobs(self) -> list[Job]:
-        return [Job(stage, self.paths.script(stage), text) for stage, text in self.scripts.items()]
+    closing: str = ""  # printed when all are submitted
 
 
 def plan_submission(recipe: Recipe, *, runs_root: Path, job: SlurmJob, commands: Commands = "run") -> SubmissionPlan:
-    """Check everything and render the scripts; changes nothing on disk. `commands`: run a `pipe:` or refuse. Raises
-    UserError for anything that would keep a stage from running."""
+    """Check everything and render the scripts of the stages that are not done; changes nothing on disk.
+
+    `commands`: run a `pipe:` or refuse. Raises UserError for anything that would keep a stage from running.
+    """
     if recipe.processes not in ("auto", job.processes):
         raise UserError(
             f"processes is {recipe.processes}, but {job.options.nodes} nodes with {job.tasks_per_node} processes each "
@@ -67,33 +67,59 @@ def plan_submission(recipe: Recipe, *, runs_root: Path, job: SlurmJob, commands:
         raise UserError("engine.precision fp16 needs a GPU: use bf16 or fp32 with --gpus-per-node 0")
     folder = RunFolder(runs_root=runs_root.absolute(), name=recipe.name)
     folder.check_recipe(recipe)
-    run = PipelineRun(recipe, folder, processes=job.processes, restart=None, commands=commands)
-    notes = run.check_stages()
+    notes = PipelineRun(recipe, folder, processes=job.processes, restart=None, commands=commands).check_stages()
     paths = Paths(run=folder.path, work=Path.cwd(), package=package_folder())
-    open_stages: list[StageName] = [name for name in recipe.stages.names if folder.peek(name).state != "done"]
-    return SubmissionPlan(
-        recipe=recipe.model_copy(update={"processes": job.processes}),
-        paths=paths,
-        job=job,
-        scripts={stage: stage_script(stage, job=job, paths=paths) for stage in open_stages},
-        notes=tuple(notes),
-    )
+    resolved = recipe.model_copy(update={"processes": job.processes})
+    jobs = [
+        Job(stage, paths.script(stage), stage_script(stage, job=job, paths=paths))
+        for stage in recipe.stages.names
+        if folder.peek(stage).state != "done"
+    ]
+
+    def begin() -> dict[StageName, int]:
+        replace_text(paths.recipe, dump_recipe(resolved))
+        for stage in recipe.stages.names:
+            write_ends(paths.slurm, stage, [])
+        return total_steps(resolved, processes=job.processes, commands="run")
+
+    return SubmissionPlan(paths, job, tuple(jobs), begin, notes=tuple(notes))
 
 
 def submit_plan(plan: SubmissionPlan, *, slurm: Slurm) -> Submission:
-    """Write the scripts and submit them, chained. Raises UserError if jobs of this run are still queued, or SLURM
-    refuses one (then none is left)."""
-    demand_no_jobs(plan.paths, slurm=slurm)
+    """Write the scripts and submit them, chained. Raises UserError if jobs of the last submission are still queued, or
+    SLURM refuses one (then none is left)."""
+    previous = read_submission(plan.paths.slurm)
+    if previous is not None and (alive := slurm.alive(previous.jobs.values())):
+        raise UserError(
+            f"{plan.paths.run} has jobs in the queue ({', '.join(alive)}): wait for them, or run shardvit cancel"
+        )
     begin_jobs(plan.paths.slurm)
-    replace_text(plan.paths.recipe, dump_recipe(plan.recipe))
-    steps = total_steps(plan.recipe, processes=plan.job.processes, commands="run")
-    for stage in plan.scripts:
-        write_ends(plan.paths.slurm, stage, [])
-    return submit_jobs(plan.jobs, paths=plan.paths, job=plan.job, slurm=slurm, total_steps=steps)
+    submission = Submission(
+        time=time.time(),
+        processes=plan.job.processes,
+        limit_seconds=plan.job.limit_seconds,
+        max_restarts=plan.job.options.max_restarts,
+        total_steps=plan.begin(),
+    )
+    for each in plan.jobs:
+        each.script.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(each.script, each.text)
+    before = None
+    try:
+        for each in plan.jobs:
+            before = slurm.submit(each.script, after=before, how=each.how)
+            submission = replace(submission, jobs={**submission.jobs, each.name: before})
+            write_submission(plan.paths.slurm, submission)  # at once: an unknown job could not be cancelled
+    except UserError:
+        if submission.jobs:
+            slurm.cancel(list(submission.jobs.values()))
+        raise
+    plan.end(submission)
+    return submission
 
 
 def render(jobs: Sequence[Job]) -> str:
-    """The commands and scripts exactly as they would be submitted."""
+    """The commands and scripts as they would be submitted."""
     parts, before = [], None
     for each in jobs:
         command = submit_command(each.script, after=before and f"JOB_OF_{before}", how=each.how)
@@ -102,44 +128,8 @@ def render(jobs: Sequence[Job]) -> str:
     return "\n".join(parts)
 
 
-def demand_no_jobs(paths: Paths, *, slurm: Slurm) -> None:
-    """UserError if jobs of the last submission are still queued."""
-    previous = read_submission(paths.slurm)
-    if previous is not None and (alive := slurm.alive(previous.jobs.values())):
-        raise UserError(
-            f"{paths.run} has jobs in the queue ({', '.join(alive)}): wait for them, or run shardvit cancel"
-        )
-
-
-def submit_jobs(
-    jobs: Sequence[Job], *, paths: Paths, job: SlurmJob, slurm: Slurm, total_steps: dict[StageName, int] | None = None
-) -> Submission:
-    """Write the scripts, submit them, and record each; UserError: SLURM refuses one (then none is left)."""
-    for each in jobs:
-        each.script.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(each.script, each.text)
-    submission = Submission(
-        time=time.time(),
-        processes=job.processes,
-        limit_seconds=job.limit_seconds,
-        max_restarts=job.options.max_restarts,
-        total_steps=total_steps or {},
-    )
-    before = None
-    try:
-        for each in jobs:
-            before = slurm.submit(each.script, after=before, how=each.how)
-            submission = replace(submission, jobs={**submission.jobs, each.name: before})
-            write_submission(paths.slurm, submission)  # at once: a job that nobody knows of could not be cancelled
-    except UserError:
-        if submission.jobs:
-            slurm.cancel(list(submission.jobs.values()))
-        raise
-    return submission
-
-
 def total_steps(recipe: Recipe, *, processes: int, commands: Commands = "refuse") -> dict[StageName, int]:
-    """Steps of each training stage, from the manifests; raises UserError if shards are missing or sizes do not fit."""
+    """Count each training stage's steps from the manifests; UserError if shards are missing or sizes do not fit."""
     steps: dict[StageName, int] = {}
     for stage in recipe.stages.trained:
         images = open_data(recipe, stage=stage, commands=commands).train.num_samples

@@ -14,17 +14,18 @@ RUNS/NAME-sweep/slurm. Typed again, what is not done is submitted.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from data_shards.durable import replace_text
 from data_shards.errors import UserError
 from launch.run.pipeline_run import PipelineRun
-from launch.slurm.commands import After, Slurm
+from launch.slurm.commands import After
 from launch.slurm.records import Submission, begin_jobs, write_ends, write_submission
 from launch.slurm.script import Paths, Tasks, stage_script, step_script
 from launch.slurm.site import SlurmJob
-from launch.slurm.submission import Job, demand_no_jobs, package_folder, submit_jobs, total_steps
+from launch.slurm.submission import Job, SubmissionPlan, package_folder, total_steps
 from launch.sweep.points import FINAL, Point, Sweep, open_point
 from launch.sweep.record import make_record
 from launch.sweep.step import store_finals
@@ -34,18 +35,7 @@ from pipeline.recipe.vocabulary import RECIPE_FILE, StageName
 from pipeline.runs.run_folder import RunFolder
 
 
-@dataclass(frozen=True)
-class SweepSubmission:
-    """The jobs of a sweep, before they are submitted."""
-
-    sweep: Sweep
-    paths: Paths  # whose run is the sweep's folder
-    job: SlurmJob
-    open_points: tuple[Point, ...]  # that are not done
-    jobs: tuple[Job, ...]
-
-
-def plan_sweep_jobs(sweep: Sweep, *, job: SlurmJob, at_once: int | None) -> SweepSubmission:
+def plan_sweep_jobs(sweep: Sweep, *, job: SlurmJob, at_once: int | None) -> SubmissionPlan:
     """Check every run and render the scripts; changes nothing on disk. `at_once`: the most tasks that run at a time.
     Raises UserError for anything that would keep a run from running."""
     if at_once is not None and at_once < 1:
@@ -63,25 +53,23 @@ def plan_sweep_jobs(sweep: Sweep, *, job: SlurmJob, at_once: int | None) -> Swee
     paths = Paths(run=sweep.root, work=Path.cwd(), package=package_folder())
     open_points = tuple(point for point in sweep.points if sweep.folder(point.name).peek(sweep.stage).state != "done")
     jobs = tuple(_jobs(sweep, open_points, job=job, paths=paths, at_once=at_once))
-    return SweepSubmission(sweep, paths, job, open_points, jobs)
+    where = f"logs in {paths.slurm}, the table at the end in sum-up.log there"
+    return SubmissionPlan(
+        paths,
+        job,
+        jobs,
+        begin=partial(_prepare, sweep),
+        end=partial(_record_tasks, sweep, open_points),
+        closing=f"{len(open_points)} points to train; {where}",
+    )
 
 
-def submit_sweep(plan: SweepSubmission, *, slurm: Slurm) -> Submission:
-    """Write folders and scripts, and submit them. Raises UserError if jobs of this sweep are still queued, or SLURM
-    refuses one (then none is left)."""
-    sweep = plan.sweep
-    demand_no_jobs(plan.paths, slurm=slurm)
-    begin_jobs(plan.paths.slurm)
-    make_record(sweep, failed={}).write(sweep.root)
-    store_finals(sweep)
-    _prepare(plan)
-    submission = submit_jobs(plan.jobs, paths=plan.paths, job=plan.job, slurm=slurm)
-    for number, point in enumerate(plan.open_points):
-        folder = sweep.folder(point.name)
-        own = {stage: f"{submission.jobs[stage]}_{number}" for stage in _own_stages(point)}
-        steps = total_steps(point.recipe, processes=plan.job.processes, commands="run")
-        write_submission(folder.path / "slurm", replace(submission, jobs={**own}, total_steps=steps))
-    return submission
+def _record_tasks(sweep: Sweep, open_points: tuple[Point, ...], submission: Submission) -> None:
+    """Write each point's own tasks into its folder."""
+    for number, point in enumerate(open_points):
+        own = {str(stage): f"{submission.jobs[stage]}_{number}" for stage in _own_stages(point)}
+        steps = total_steps(point.recipe, processes=submission.processes, commands="run")
+        write_submission(sweep.folder(point.name).path / "slurm", replace(submission, jobs=own, total_steps=steps))
 
 
 def _jobs(
@@ -112,9 +100,10 @@ def _jobs(
     yield Job("sum-up", paths.slurm / "sum-up.sbatch", text, "afterany")
 
 
-def _prepare(plan: SweepSubmission) -> None:
-    """The folders of the runs that are submitted, with the recipe that their jobs read."""
-    sweep = plan.sweep
+def _prepare(sweep: Sweep) -> dict[StageName, int]:
+    """Make the folders of the runs, with the recipes that their jobs read; the sweep itself has no steps."""
+    make_record(sweep, failed={}).write(sweep.root)
+    store_finals(sweep)
     for shared in sweep.shared_stages:
         if shared.folder.runs_root == sweep.root:
             _write_recipe(shared.folder, shared.recipe)
@@ -122,6 +111,7 @@ def _prepare(plan: SweepSubmission) -> None:
         open_point(sweep.folder(point.name), point.recipe, shared=point.shared)
         _write_recipe(sweep.folder(point.name), point.recipe)
     _forget_ends(sweep.folder(FINAL), sweep.points[0].final)  # `choose` writes its recipe
+    return {}
 
 
 def _write_recipe(folder: RunFolder, recipe: Recipe) -> None:

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from model.config import ModelConfig
-from model.formats.external_model import ExternalModel, Semantics, config_of, of_shapes
-from model.formats.library import add_qkv_biases
+from model.formats.external_model import ExternalModel, Semantics, add_qkv_biases, config_of, of_shapes
 from model.formats.weights_file import load_folder_weights
 from model.saved.state_shapes import describe_differences, read_sizes, shapes_of
 from model.vocabulary import EvalProtocol, Gelu, Pool

@@ -12,8 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from model.config import ModelConfig
-from model.formats.external_model import IMAGENET_MEAN, IMAGENET_STD, ExternalModel, Semantics, of_shapes
-from model.formats.library import Names, plain_vit_objection, with_all_positions
+from model.formats.external_model import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    ExternalModel,
+    Names,
+    Semantics,
+    of_shapes,
+    plain_vit_objection,
+    with_all_positions,
+)
 from model.saved.model_folder import SavedModelMeta
 
 if TYPE_CHECKING:

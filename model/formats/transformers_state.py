@@ -14,8 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from model.config import ModelConfig
-from model.formats.external_model import GOOGLE_MEAN, GOOGLE_STD, ExternalModel, Semantics, of_shapes
-from model.formats.library import Names, add_qkv_biases, plain_vit_objection, with_all_positions
+from model.formats.external_model import (
+    GOOGLE_MEAN,
+    GOOGLE_STD,
+    ExternalModel,
+    Names,
+    Semantics,
+    add_qkv_biases,
+    of_shapes,
+    plain_vit_objection,
+    with_all_positions,
+)
 from model.formats.weights_file import load_folder_weights
 from model.saved.atomic import replaced_file
 from model.saved.model_folder import (
@@ -150,8 +159,8 @@ def write_transformers_folder(
     """Write the three files into `folder`, with more keys for `config.json`; `transformers_objection(meta)` is None."""
     write_safetensors(folder / weights, _to_transformers(with_all_positions(state, meta=meta)))
     write_json(folder / PREPROCESSOR_FILE, _preprocessor_json(meta))
-    with replaced_file(folder / CONFIG_FILE) as beside:
-        write_json(beside, {**_config_json(meta), **more})
+    with replaced_file(folder / CONFIG_FILE) as new:
+        write_json(new, {**_config_json(meta), **more})
 
 
 def _read(

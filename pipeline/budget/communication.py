@@ -8,7 +8,7 @@ Bytes that each GPU sends in one step, for n GPUs, N weights of w bytes each; ti
 
     ZeRO 0 and accelerate   2wN   all-reduce of the gradients (DDP)
     ZeRO 1 and 2            3wN   all-reduce (DeepSpeed 0.19 copies its part out of it), then all-gather of weights
-    ZeRO 1, at once         2wN   reduce-scatter after the backward pass (`engine.flat_step`), all-gather of weights
+    ZeRO 1, at once         2wN   reduce-scatter after the backward pass (`deepspeed_engine`), all-gather of weights
     ZeRO 3                  3wN   two all-gathers of weights and a reduce-scatter; 2wN while all weights stay gathered
 
 ZeRO 2 averages after every micro-batch, the others after the last one. ZeRO 3 has three collectives per block, each

@@ -1,4 +1,4 @@
-"""Room for checkpoints: on the disk, and in host memory for the copies of a background save.
+"""Check the room for checkpoints: on the disk, and in host memory for the copies of a background save.
 
 A disk's free space does not show quotas; the write then fails, and the saver says why. Memory limits of this process's
 control groups (version 2, Linux) are read as well, as batch systems and containers often allow less than the machine
@@ -26,8 +26,7 @@ _RESERVE_SHARE = 0.05  # of the memory; left for what training itself may still 
 def estimate_bytes(
     num_parameters: int, *, engine: EngineConfig, optimizer: OptimizerConfig, ema: EmaConfig | None = None
 ) -> int:
-    """Size of one checkpoint of all processes together, estimated from the bytes of each parameter.
-    For bf16 and ZeRO 1 that is what DeepSpeed writes, to 1 %.
+    """Estimate one checkpoint of all processes together, to 1 % of what DeepSpeed writes in bf16 under ZeRO 1;
     `accelerate` and ZeRO 0 write float32 weights alone."""
     optimizer_bytes = optimizer.bytes_per_parameter + (AVERAGE_BYTES if ema else 0)
     if engine.backend == "accelerate" or engine.zero_stage == 0:
@@ -52,7 +51,7 @@ def check_free_space(root: Path, *, needed_bytes: int) -> None:
 
 
 def spare_host_bytes(*, cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Bytes that processes on this machine may take before they are killed, less a reserve; 0: none."""
+    """Bytes that processes of this machine can still take before they are killed, less a reserve."""
     memory = psutil.virtual_memory()
     room = min([memory.available, *_rooms_in_groups(cgroups, own)])
     return max(0, room - max(_RESERVE_BYTES, round(_RESERVE_SHARE * memory.total)))

@@ -1,4 +1,4 @@
-"""Rebuilds an unreadable stage.json from the newest undamaged checkpoint, so that no training is repeated.
+"""Rebuild an unreadable stage.json from the newest undamaged checkpoint, so that no training is repeated.
 
 A checkpoint shows how far the stage was, not that STAGE/model is its result; so the stage is never called done: it
 resumes from there, with nothing left to train after the last step, and writes the same model again. Called only by what

@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -286,7 +286,7 @@ class CheckpointSaver:
     def _our_files(self, state: TrainState) -> tuple[StateFile, ...]:
         origin = self._origin
         content = {"identity": origin.identity, "written_by": origin.written_by, "inputs": dict(origin.inputs)}
-        content["state"] = state.to_json()
+        content["state"] = asdict(state)
         return text_file(STATE, json.dumps(content, indent=1) + "\n"), text_file(RECIPE_FILE, origin.recipe_text)
 
     def _memory_holds(self, needs: Sequence[_Needs]) -> bool:

@@ -1,4 +1,4 @@
-"""Checkpoints on the disk, complete or absent: layout, commit, retention, restore. `saver` writes them.
+"""Commit, prune and restore checkpoints, each complete or absent. `saver` writes them.
 
 A checkpoint is a folder `step-00000400`: the engine's sharded state, our `state.json`, the resolved recipe, and
 `manifest.json` with every file's size and digest. It is written beside (`.writing-step-...`), the manifest last,
@@ -7,9 +7,9 @@ pruned after that, each renamed first (`.removing-...`). There is no pointer to 
 the highest number.
 
 Restoring checks every digest and falls back to the next older checkpoint if one is damaged; if none is good, that is an
-error, never a silent start from step 0. It reads the state twice: for digests (half a GiB/s and core, in equal shares
-of bytes for all ranks), and to load it. A commit takes nine operations on the file server, whatever the number of
-files; names, manifest and state are read by rank 0 and told to the others.
+error, never a silent start from step 0. It reads the state twice: for digests (half a GiB/s a core, each rank an
+equal share), and to load it. A commit takes nine operations on the file server, whatever the number of
+files; rank 0 reads names, manifest and state for all.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Restored:
 
 
 def beside_of(root: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is written."""
+    """The folder in which the checkpoint of `step` is written."""
     return root / f"{_WRITING}{FOLDER_PREFIX}{step:08d}"
 
 
@@ -163,8 +163,8 @@ def collect_leftovers(root: Path) -> None:
 def restore_checkpoint(
     root: Path, *, engine: Engine, ranks: Ranks, identity: dict[str, Any], without: Collection[Path] = ()
 ) -> Restored | None:
-    """Load the newest undamaged checkpoint but those `without`, as rank 0 names them; None if there is none at all;
-    collective. UserError: every one is damaged, or the newest good one belongs to another recipe."""
+    """Load the newest undamaged checkpoint but those `without`, as rank 0 sees them; None if there is none; collective.
+    UserError: every one is damaged, or the newest good one belongs to another recipe."""
     notes: list[str] = []
     names: list[str] = []
     if ranks.place.is_main:
@@ -184,7 +184,7 @@ def restore_checkpoint(
         engine.load(folder, written=content["identity"])
         return Restored(
             folder=folder,
-            state=TrainState.from_json(content["state"]),
+            state=TrainState(**content["state"]),
             notes=tuple(notes),
             identity=content["identity"],
             written_by=content["written_by"],
@@ -199,7 +199,7 @@ def restore_checkpoint(
 
 
 def damage_of(folder: Path) -> str:
-    """Describe the damage of a checkpoint's files; empty: none."""
+    """Describe the first damage of a checkpoint's files; "": none."""
     seals = _listed(folder)
     return f"no readable {MANIFEST}" if seals is None else _damage(folder, seals, share=(0, 1))
 
@@ -216,7 +216,7 @@ def _listed(folder: Path) -> dict[str, Seal] | None:
 
 
 def _damage(folder: Path, seals: Mapping[str, Seal], *, share: tuple[int, int]) -> str:
-    """Describe the first damage in a share (number, of how many) of the files; empty: none."""
+    """Describe the first damage in a share (number, of how many) of the files; "": none."""
     for name, run in shared_out(seals, share=share).items():
         path, seal = folder / name, seals[name]
         expected = seal.blake2b.split(" ")
@@ -237,7 +237,7 @@ def _damage(folder: Path, seals: Mapping[str, Seal], *, share: tuple[int, int]) 
 
 
 def shared_out(seals: Mapping[str, Seal], *, share: tuple[int, int]) -> dict[str, range]:
-    """Pieces of files that one rank (number, of how many) verifies: about as many bytes for each."""
+    """Choose the pieces that one rank (number, of how many) verifies: about as many bytes for each."""
     number, of = share
     total = sum(seal.num_bytes for seal in seals.values())
     mine: dict[str, range] = {}
@@ -254,12 +254,12 @@ def shared_out(seals: Mapping[str, Seal], *, share: tuple[int, int]) -> dict[str
 
 
 def _folders(names: Collection[str]) -> list[str]:
-    """The folders of files, relative to the checkpoint, as they are."""
+    """The folders that hold these files, relative to the checkpoint."""
     return sorted({above.as_posix() for name in names for above in PurePosixPath(name).parents})
 
 
 def _names(top: Path, *, folders: Collection[str]) -> set[str]:
-    """Files there, relative to `top`, by listing each folder once."""
+    """List the files below `top`, each folder once."""
     found: set[str] = set()
     for folder in folders:
         with contextlib.suppress(FileNotFoundError), os.scandir(top / folder) as entries:

@@ -1,13 +1,13 @@
-"""The training state: carried from step to step by the loop, and from attempt to attempt by checkpoints.
+"""The training state that the loop carries from step to step, and checkpoints from attempt to attempt.
 
-Weights and optimizer are the engine's; the position in the data is `step`. No random generator is saved: every step is
-seeded from (seed, step, rank), and dropout's masks depend on the place in the global batch (`dropout_masks`).
+Plain values, which survive JSON to the last bit. Weights and optimizer are the engine's; the position in the data is
+`step`. No random generator is saved: every step is seeded from (seed, step, rank), and dropout's masks depend on the
+place in the global batch (`dropout_masks`).
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,13 +17,13 @@ from data_shards.vocabulary import RandomStream
 
 @dataclass
 class TrainState:
-    """The position in training. `step` counts attempted optimizer steps, including skipped ones."""
+    """`step` counts attempted optimizer steps, including skipped ones."""
 
     step: int = 0
     images_seen: int = 0
     skipped_steps: int = 0  # in all
     skipped_in_a_row: int = 0
-    substituted_images: int = 0  # damaged ones in whose place another image was trained on
+    substituted_images: int = 0  # damaged ones that another image took the place of
     training_seconds: float = 0.0  # spent in this stage, over all attempts that were saved
     process_seconds: float = 0.0  # the same times the processes of each attempt
     losses_since_log: list[float] = field(default_factory=list)  # global means of steps not yet in the curve
@@ -31,26 +31,18 @@ class TrainState:
     evaluation: dict[str, float] = field(default_factory=dict)  # the last one
     evaluation_step: int = 0  # when that was
     recent_losses: list[float] = field(default_factory=list)  # of the last steps, to tell a spike by
-    passed_over: list[int] = field(default_factory=list)  # steps, from 0, whose batches a rollback does without
+    passed_over: list[int] = field(default_factory=list)  # steps, from 0, that a rollback skips
     rollbacks: int = 0
 
     def advance(self, *, images: int) -> None:
-        """After one optimizer step, or one whose batch a rollback does without."""
+        """Count an optimizer step, or one that a rollback skips."""
         self.step += 1
         self.images_seen += images
 
     def settle(self, *, applied: bool) -> None:
-        """Record the next step's outcome; not `applied`: its gradients were not finite."""
+        """Count the next step's outcome; not `applied`: its gradients were not finite."""
         self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
         self.skipped_steps += not applied
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values; floats survive JSON to the last bit."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> TrainState:
-        return cls(**content)
 
 
 @dataclass(frozen=True)

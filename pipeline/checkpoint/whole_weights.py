@@ -1,12 +1,14 @@
-"""A checkpoint's complete float32 weights, without the processes that wrote it: 4 bytes a parameter, seconds for ViT-L.
+"""Assemble a checkpoint's float32 weights without the processes that wrote it: 4 bytes a parameter, seconds for ViT-L.
 
-`engine.portable` reads it on the CPU: the same bits as the engine's `weights` at that step. Does not import DeepSpeed,
-run code from a file (`engine.reading`), look for damage (`store.damage_of` does) or restore an optimizer.
+The same bits as the engine's `weights` at that step, read on the CPU. Does not import DeepSpeed, run code from a file
+(`saved_state.reading`), look for damage (`store.damage_of` does) or restore an optimizer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +25,10 @@ def checkpoint_weights(folder: Path, *, model: nn.Module, of: WeightsKind = "wei
     on the CPU. `model`, perhaps on the meta device, gives names, order and shapes. Does not look for damage.
 
     Raises:
-        UserError: the checkpoint is of another model, or no engine wrote it.
+        UserError: the checkpoint is of another model, no engine wrote it, or it has no moving average.
     """
     try:
-        identity = read_state_file(folder)["identity"]
-        layout = {key: identity[key] for key in ("backend", "zero_stage", "processes")}
-        return assemble(folder, **layout, model=model, of=of)
+        return assemble(folder, written=read_state_file(folder)["identity"], model=model, of=of)
     except UserError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:  # well-formed, but not ours
@@ -37,21 +37,12 @@ def checkpoint_weights(folder: Path, *, model: nn.Module, of: WeightsKind = "wei
 
 
 def assemble(
-    folder: Path,
-    *,
-    backend: str,
-    zero_stage: int,
-    processes: int,
-    model: nn.Module,
-    of: WeightsKind = "weights",
+    folder: Path, *, written: Mapping[str, Any], model: nn.Module, of: WeightsKind = "weights"
 ) -> dict[str, Tensor]:
-    """The weights that so many processes' engines wrote; float32 on the CPU; UserError if they are another model's, or
-    have no moving average and that is wanted."""
-    saved = open_state(folder, backend=backend, zero_stage=zero_stage, processes=processes, model=model)
-    # Copies: the checkpoint may be removed while they are in use.
+    """The weights of a checkpoint with the identity `written`."""
+    saved = open_state(folder, written=written, model=model)
     if of == "ema" and saved.average_updates is None:
         raise UserError(f"checkpoint {folder} has no moving average of the weights: its stage was trained without ema")
-    tensors = {"weights": WEIGHT, "ema": AVERAGE}[of]
-    state = {name: saved.whole(name, of=tensors).clone() for name in saved.shapes}
-    state.update({name: buffer.detach().to(torch.float32) for name, buffer in saved.buffers.items()})
-    return state
+    tensors = AVERAGE if of == "ema" else WEIGHT
+    state = {name: saved.whole(name, of=tensors).clone() for name in saved.shapes}  # the checkpoint may be removed
+    return state | {name: buffer.detach().to(torch.float32) for name, buffer in saved.buffers.items()}

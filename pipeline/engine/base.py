@@ -11,7 +11,6 @@ import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -20,11 +19,9 @@ from torch import Tensor, distributed, nn
 
 from pipeline.engine.saved_state.average import WeightAverage
 from pipeline.engine.saved_state.masters import Slot, put_average, put_state
-from pipeline.engine.saved_state.portable import PortableState
-from pipeline.engine.saved_state.shared import open_shared
+from pipeline.engine.saved_state.portable import PortableState, open_shared
 from pipeline.engine.saved_state.state_files import StateFile
 from pipeline.engine.weight_norms import WeightNorms
-from pipeline.optimizers.optim import set_lr
 from pipeline.ranks.group import Ranks
 from pipeline.recipe.stage import TrainStage
 from pipeline.recipe.stage_plan import StagePlan
@@ -34,24 +31,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32} 
 Flags = tuple[bool, ...]  # one rank's, or of any rank; the engine reduces them and need not know what they mean
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """The outcome of an optimizer step, the same on all ranks.
-
-    Attributes:
-        numbers: float32 [2 + flags], still on the engine's device: the global gradient norm before clipping (not finite
-            when the step was not applied); 1 if it was applied, 0 if the gradient was not finite and nothing moved;
-            for each flag, not 0 if any rank raised it. Reading them waits for the device, so the loop does that a step
-            later (`late_metrics`).
-    """
-
-    numbers: Tensor
-
-    @classmethod
-    def known(cls, *, grad_norm: float, applied: bool, flags: Tensor) -> StepResult:
-        """The result of a step that the host knows already; `flags`: from `reduce_flags`."""
-        known = torch.tensor([grad_norm, applied], dtype=torch.float32, device=flags.device)
-        return cls(torch.cat([known, flags]))
+def step_numbers(*, grad_norm: float, applied: bool, flags: Tensor) -> Tensor:
+    """The numbers of a step (`Engine.step`) that the host knows already; `flags`: from `reduce_flags`."""
+    known = torch.tensor([grad_norm, applied], dtype=torch.float32, device=flags.device)
+    return torch.cat([known, flags])
 
 
 def reduce_flags(flags: Flags, *, device: torch.device) -> Tensor:
@@ -139,25 +122,31 @@ class Engine(ABC):
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a micro-batch's mean loss, divided by the accumulation steps."""
 
-    def step(self, *, lr: float, flags: Flags, measure: bool = False) -> StepResult:
+    def step(self, *, lr: float, flags: Flags, measure: bool = False) -> Tensor:
         """Average over the ranks, clip, and move the weights, unless the gradient is not finite; reduce `flags` over
-        the ranks; collective. `measure`: `measured` will be asked about this step; the same on all ranks."""
+        the ranks; collective. `measure`: `measured` will be asked about this step; the same on all ranks.
+
+        Returns float32 [2 + flags], the same on all ranks, still on the device: the global gradient norm before
+        clipping (not finite when nothing moved); 1 if the step was applied, else 0; for each flag, not 0 if any rank
+        raised it. Reading them waits for the device, so the loop does that a step later (`late_metrics`).
+        """
         assert self._micro_step == self._accumulation_steps, "step() before all micro-batches"
         self._micro_step, self._measures = 0, measure
         self.hold.release()
-        set_lr(self.optimizer.param_groups, lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group["lr_scale"]
         with self._norms.around(device=self.device) if measure else contextlib.nullcontext():
-            result = self._move(flags)
+            numbers = self._move(flags)
         if self._average:
-            self._average.update(applied=result.numbers[1])
-        return result
+            self._average.update(applied=numbers[1])
+        return numbers
 
     @abstractmethod
-    def _move(self, flags: Flags) -> StepResult: ...
+    def _move(self, flags: Flags) -> Tensor: ...
 
-    def pass_over(self, *, flags: Flags) -> StepResult:
+    def pass_over(self, *, flags: Flags) -> Tensor:
         """Skip this step after a rollback: only reduce `flags`; collective. The norm is nan."""
-        return StepResult.known(grad_norm=math.nan, applied=False, flags=reduce_flags(flags, device=self.device))
+        return step_numbers(grad_norm=math.nan, applied=False, flags=reduce_flags(flags, device=self.device))
 
     def measured(self) -> dict[str, float]:
         """The last step's `opt/` metrics where they are known; waits for the device; collective."""
@@ -178,15 +167,9 @@ class Engine(ABC):
         read it; backend and precision are this engine's. UserError: it is of another model.
         """
         self.hold.release()
-        layout = {key: written[key] for key in ("zero_stage", "processes")}
+        written = {**written, "backend": self.backend}
         saved = open_shared(
-            folder,
-            **layout,
-            backend=self.backend,
-            model=self.module,
-            ranks=self._ranks,
-            keeps=self.kept,
-            takes=self._takes,
+            folder, written=written, model=self.module, ranks=self._ranks, keeps=self.kept, takes=self._takes
         )
         rank, masters = self._ranks.place.rank, list(self._masters.values())
         put_state(

@@ -3,7 +3,7 @@
 DeepSpeed owns sharded state, precision, accumulation and, under ZeRO 3 and in fp16, clipping and the search for what
 is not finite. Where DeepSpeed 0.19 falls short, this file adds:
 - ZeRO 1 and 2 look at their gradients tensor by tensor and wait for the GPU several times a step: in bf16 and float32
-  we judge, clip and move the flat gradients on the device (`flat_step`, `optimizers.flat`).
+  we judge, clip and move the flat gradients on the device (`optimizers.flat`).
 - Its checkpoints are pickles, which it executes, and load only at the world size and ZeRO stage that wrote them: `load`
   reads any of them as data (`portable`) and puts them in place (`masters`).
 - Master weights are made from rounded half-precision ones: they get their exact values back.
@@ -23,10 +23,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch._utils import _flatten_dense_tensors
 
-from pipeline.engine.base import DTYPES, Engine, Flags, StepResult, reduce_flags
-from pipeline.engine.flat_step import GradientJudge, reduce_at_once
+from pipeline.engine.base import DTYPES, Engine, Flags, reduce_flags, step_numbers
 from pipeline.engine.saved_state.average import average_file
 from pipeline.engine.saved_state.frozen import FILE as FROZEN_FILE
 from pipeline.engine.saved_state.frozen import frozen_weights
@@ -34,7 +34,7 @@ from pipeline.engine.saved_state.masters import masters_of, put_loss_scale, roun
 from pipeline.engine.saved_state.portable import DEEPSPEED_FOLDER, PortableState
 from pipeline.engine.saved_state.state_files import StateFile, state_file
 from pipeline.engine.zero_config import deepspeed_config, reduces_at_once, takes_flat_step
-from pipeline.optimizers.flat import FlatOptimizer
+from pipeline.optimizers.flat import FlatOptimizer, GradientJudge
 from pipeline.optimizers.optim import build_optimizer
 from pipeline.optimizers.parameter_groups import parameter_groups
 from pipeline.ranks.group import Ranks
@@ -104,7 +104,7 @@ class DeepSpeedEngine(Engine):
             # It would make anew the views of its flat weights that the parameters are, after each step.
             engine.optimizer._update_model_bit16_weights = lambda group_index: None
             if reduces_at_once(config, world_size=plan.world_size):
-                reduce_at_once(engine.optimizer)
+                _reduce_at_once(engine.optimizer)
         if config.precision != "fp32":
             for name, slot in slots.items():  # as before rounding
                 slot.piece(slot.master).copy_(exact[name].flatten()[slot.first : slot.first + slot.count])
@@ -138,14 +138,14 @@ class DeepSpeedEngine(Engine):
         if self._micro_step < self._accumulation_steps:
             self._engine.step()  # not a boundary: DeepSpeed only counts
 
-    def _move(self, flags: Flags) -> StepResult:
+    def _move(self, flags: Flags) -> Tensor:
         if self._judge:
             self._judge.flags = flags
             self._engine.step()
-            return StepResult(self._judge.numbers)
+            return self._judge.numbers
         self._engine.step()
         applied, grad_norm = bool(self._engine.was_step_applied()), float(self._engine.get_global_grad_norm())
-        return StepResult.known(grad_norm=grad_norm, applied=applied, flags=reduce_flags(flags, device=self.device))
+        return step_numbers(grad_norm=grad_norm, applied=applied, flags=reduce_flags(flags, device=self.device))
 
     def _loss_scale(self) -> float | None:
         return float(self._engine.optimizer.loss_scaler.cur_scale) if self._scales_loss else None
@@ -189,12 +189,11 @@ class DeepSpeedEngine(Engine):
     def _finish_load(self, saved: PortableState) -> None:
         self._rounding_is_due = True
         self._round_if_due()
-        counters = saved.counters
-        self._engine.global_steps = counters.global_steps
-        self._engine.global_samples = counters.global_samples
-        self._engine.skipped_steps = counters.skipped_steps
-        if counters.loss_scale is not None:
-            put_loss_scale(self._engine.optimizer, counters.loss_scale)
+        self._engine.global_steps = saved.global_steps
+        self._engine.global_samples = saved.global_samples
+        self._engine.skipped_steps = saved.skipped_steps
+        if saved.loss_scale is not None:
+            put_loss_scale(self._engine.optimizer, saved.loss_scale)
 
     def _masters_changed(self) -> None:
         # Not here, as it is collective: an exception of this rank alone would wait for the others.
@@ -230,3 +229,24 @@ class DeepSpeedEngine(Engine):
             vars(part).clear()
         # ZeRO 3's sums up a bias's gradient in another order: what comes after would differ in the last bits.
         nn.functional.linear = _LINEAR
+
+
+def _reduce_at_once(optimizer: Any) -> None:
+    """Average the gradients of a ZeRO 1 optimizer of a single group after the backward pass: one concatenation and one
+    reduce-scatter of half the bytes, where DeepSpeed's hooks copy each gradient twice and all-reduce."""
+    (parameters,), (size,) = optimizer.bit16_groups, optimizer.partition_size
+    world_size = distributed.get_world_size()
+    padding = parameters[0].new_zeros(size * world_size - sum(each.numel() for each in parameters))
+
+    def reduce_gradients(pipeline_parallel: bool = False) -> None:
+        mine = flat = _flatten_dense_tensors(
+            [*(torch.zeros_like(each) if each.grad is None else each.grad for each in parameters), padding]
+        )
+        for each in parameters:
+            each.grad = None
+        if world_size > 1:
+            mine = flat.new_empty(size)
+            distributed.reduce_scatter_tensor(mine, flat.div_(world_size))
+        optimizer.averaged_gradients[0] = SimpleNamespace(flat_partition=mine)  # what it takes of DeepCompile, too
+
+    optimizer.reduce_gradients = reduce_gradients

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeline.engine.base import Flags, StepResult
+from pipeline.engine.base import Flags
 
 _SLOTS = 4  # two are in use
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """A step's numbers on the host, see `StepResult`."""
+    """A step's numbers on the host, see `Engine.step`."""
 
     step: int  # from 1
     grad_norm: float
@@ -29,10 +29,10 @@ class StepOutcome:
 
 
 class LateMetrics:
-    """A ring of numbers on their way; `device`: the engine's.
+    """A ring of numbers on their way to the host.
 
     Attributes:
-        grad_norm: of the last outcome handed out; nan: none was, or it was of a step that was passed over.
+        grad_norm: of the last outcome handed out; nan: there was none, or its step was skipped by a rollback.
     """
 
     def __init__(self, *, device: torch.device) -> None:
@@ -42,35 +42,33 @@ class LateMetrics:
         self._events = [torch.cuda.Event() for _ in range(_SLOTS)] if on_gpu else None
         self._pending: deque[int] = deque()
 
-    def put(self, step: int, result: StepResult) -> None:
-        """Send for the numbers of `step`, higher than the last."""
+    def put(self, step: int, numbers: torch.Tensor) -> None:
+        """Start copying the numbers of `step`, higher than the last."""
         assert len(self._pending) < _SLOTS, "put() without ready() or drain()"
         if not self._slots:
             pinned = self._events is not None
-            self._slots = [torch.zeros(len(result.numbers), pin_memory=pinned) for _ in range(_SLOTS)]
+            self._slots = [torch.zeros(len(numbers), pin_memory=pinned) for _ in range(_SLOTS)]
         slot = step % _SLOTS
-        self._slots[slot].copy_(result.numbers, non_blocking=True)
+        self._slots[slot].copy_(numbers, non_blocking=True)
         if self._events is not None:
             self._events[slot].record()
         self._pending.append(step)
 
     def ready(self) -> Sequence[StepOutcome]:
-        """The outcomes, in order, of the steps before the last one put; each is handed out once."""
-        return self._take(len(self._pending) - 1)
+        """Hand out, once, the outcomes of the steps before the last one put."""
+        return [self._outcome() for _ in range(len(self._pending) - 1)]
 
     def drain(self) -> Sequence[StepOutcome]:
-        """The same of all steps put; waits for the device to finish the last one."""
-        return self._take(len(self._pending))
+        """Hand out those of all steps put; waits for the device to finish the last one."""
+        return [self._outcome() for _ in range(len(self._pending))]
 
     @property
     def pending(self) -> int:
         """Number of outcomes not handed out yet."""
         return len(self._pending)
 
-    def _take(self, count: int) -> Sequence[StepOutcome]:
-        return [self._outcome(self._pending.popleft()) for _ in range(count)]
-
-    def _outcome(self, step: int) -> StepOutcome:
+    def _outcome(self) -> StepOutcome:
+        step = self._pending.popleft()
         slot = step % _SLOTS
         if self._events is not None:
             self._events[slot].synchronize()

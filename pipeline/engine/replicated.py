@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
-from pipeline.engine.base import Engine, Flags, StepResult, reduce_flags
+from pipeline.engine.base import Engine, Flags, reduce_flags
 from pipeline.engine.saved_state.average import average_file
 from pipeline.engine.saved_state.frozen import frozen_weights
 from pipeline.engine.saved_state.masters import Slot
@@ -110,7 +110,7 @@ class ReplicatedEngine(Engine):
         loss = loss / self._accumulation_steps
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
 
-    def _move(self, flags: Flags) -> StepResult:
+    def _move(self, flags: Flags) -> Tensor:
         raised = reduce_flags(flags, device=self.device)
         gradients, optimizer = self._float_gradients(), self.optimizer
         if self._scaler is not None:
@@ -131,15 +131,15 @@ class ReplicatedEngine(Engine):
                 master.grad = None
         self._masters_changed()
         self._clear_gradients()
-        return StepResult(torch.cat([torch.stack([norm, finite.float()]), raised]))
+        return torch.cat([torch.stack([norm, finite.float()]), raised])
 
     def _loss_scale(self) -> float | None:
         return float(self._scaler.get_scale()) if self._scaler is not None and self._scaler.is_enabled() else None
 
     def _clear_gradients(self) -> None:
-        """Accumulated gradients are added up where they are sent from; a single one is copied there, which takes one
-        operation of a parameter less than adding it to zeros. The same way from the first step on: the two divide by
-        the number of ranks in different ways, of which three or more tell the last bits."""
+        """Zero accumulated gradients in place, where DDP sends them from; drop a single micro-batch's: DDP copies it
+        there, which saves an operation a parameter. The same way from the first step on: the two divide by the
+        number of ranks differently, which shows in the last bits with three or more."""
         if self._ddp is not None and self._accumulation_steps > 1:
             torch._foreach_zero_([each.grad for each in self._parameters if each.grad is not None])
             return
@@ -148,7 +148,7 @@ class ReplicatedEngine(Engine):
 
     @torch.no_grad()
     def _float_gradients(self) -> list[Tensor]:
-        """Gradients of the float32 weights, where the optimizer reads them."""
+        """Put the gradients of the float32 weights where the optimizer reads them, and return them."""
         gradients = [parameter.grad for parameter in self._parameters]
         assert all(each is not None for each in gradients), "a trained parameter has no part in the loss"
         found: list[Tensor] = gradients  # pyright: ignore[reportAssignmentType]
@@ -169,7 +169,7 @@ class ReplicatedEngine(Engine):
             torch._foreach_copy_(self._parameters, list(self._masters.values()))
 
     def _whole(self) -> dict[str, Tensor]:
-        """The model's state with its exact weights."""
+        """The model's state dict with its exact weights."""
         return {**self.module.state_dict(), **self._masters, **self._frozen}
 
     def weights(self) -> dict[str, Tensor]:
@@ -189,7 +189,7 @@ class ReplicatedEngine(Engine):
 
     def _finish_load(self, saved: PortableState) -> None:
         self._masters_changed()
-        scale = saved.counters.loss_scale
+        scale = saved.loss_scale
         if self._scaler is not None and scale is not None:
             steps_since = (scale.iteration - scale.last_overflow - 1) % self._scaler.get_growth_interval()
             state = {**self._scaler.state_dict(), "scale": scale.scale, "_growth_tracker": steps_since}

@@ -1,6 +1,6 @@
-"""Recipe -> DeepSpeed's configuration dictionary (ZeRO 1 to 3). Pure; there is no JSON file, no second source of truth.
+"""Make DeepSpeed's configuration from the recipe (ZeRO 1 to 3). Pure; there is no JSON file.
 
-DeepSpeed's defaults that cost speed or safety are overridden, each with its reason.
+Overrides those of DeepSpeed's defaults that cost speed or safety, each with its reason.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pipeline.recipe.stage_plan import StagePlan
 
 
 def takes_flat_step(engine: EngineConfig) -> bool:
-    """True if we judge, clip and move the flat gradients on the device (`flat_step`, `optimizers.flat`), without
+    """True if we judge, clip and move the flat gradients on the device (`optimizers.flat`), without
     DeepSpeed's check and norm. fp16 needs its loss scale, ZeRO 3 moves parameters in pieces of its own, and what is
     offloaded is not on the device."""
     return engine.zero_stage in {1, 2} and engine.precision != "fp16" and engine.offload == "none"
@@ -21,13 +21,7 @@ def takes_flat_step(engine: EngineConfig) -> bool:
 
 def overlaps(engine: EngineConfig, *, world_size: int) -> bool:
     """True if gradients are averaged during the backward pass."""
-    match engine.overlap:
-        case "auto":
-            return world_size > 1
-        case "on":
-            return True
-        case "off":
-            return False
+    return world_size > 1 if engine.overlap == "auto" else engine.overlap == "on"
 
 
 def reduces_at_once(engine: EngineConfig, *, world_size: int) -> bool:
@@ -48,7 +42,7 @@ def deepspeed_config(engine: EngineConfig, *, optimizer: OptimizerConfig, plan: 
             # DeepSpeed's default of 5e8 exceeds a whole ViT-L: one bucket, reduced only after the backward pass.
             "reduce_bucket_size": engine.bucket_elements,
             "allgather_bucket_size": engine.bucket_elements,
-            # It costs a synchronisation of the device after each backward pass, so not without anybody to send to.
+            # Costs a synchronisation of the device after each backward pass, so not in a single process.
             "overlap_comm": overlaps(engine, world_size=plan.world_size),
             "contiguous_gradients": not reduces_at_once(engine, world_size=plan.world_size),  # False: no hooks
             **_offload(engine),
@@ -64,13 +58,10 @@ def deepspeed_config(engine: EngineConfig, *, optimizer: OptimizerConfig, plan: 
     }
     if flat:
         config["zero_optimization"]["compute_grad_norm"] = False
-    match engine.precision:
-        case "bf16":
-            config["bf16"] = {"enabled": True, "check_grad_overflow": not flat}  # with float32 master weights
-        case "fp16":
-            config["fp16"] = {"enabled": True, "loss_scale": 0}  # 0: dynamic
-        case "fp32":
-            pass
+    if engine.precision == "bf16":
+        config["bf16"] = {"enabled": True, "check_grad_overflow": not flat}  # with float32 master weights
+    if engine.precision == "fp16":
+        config["fp16"] = {"enabled": True, "loss_scale": 0}  # 0: dynamic
     return config
 
 

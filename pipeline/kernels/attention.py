@@ -1,9 +1,9 @@
 """Choose the attention kernel for device, precision and shape, try it at the start, and name it.
 
-torch has four: cuDNN's, FlashAttention 2, the memory-efficient one of xFormers, and `math`, which keeps all T x T
-logits. It silently takes the first in order that can do the shape. Here the order is set for the whole stage, and a
-forward and backward pass of two images of the real shape shows what ran. Kernels below the chosen one stay allowed:
-attention pooling has one query, and evaluation no gradient.
+torch has four: cuDNN's, FlashAttention 2, xFormers' memory-efficient one, and `math`, which keeps all T x T logits. It
+silently takes the first in order that can do the shape. Here the order is set for the whole stage, and a forward and
+backward pass of two images of the real shape shows what ran. Kernels below the chosen one stay allowed: attention
+pooling has one query, and evaluation no gradient.
 
 The rules, where torch's sources are `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` and `sdp_utils_cpp.h`:
 - cuDNN first on compute capability 9 and 10, with a cuDNN above 9.15.0 (the first that is right for lengths which 128
@@ -85,9 +85,8 @@ def order_of(case: AttentionCase) -> tuple[tuple[AttentionKernel, ...], str]:
         return ("flash", *efficient, "math"), ""
     if case.capability[0] in (9, 10) and case.cudnn >= _FIRST_CUDNN:
         return ("cudnn", "flash", *efficient, "math"), ""
-    reason = ""
-    if case.capability[0] in (9, 10):
-        reason = f"cuDNN {case.cudnn} is loaded, and its kernel is right for all lengths from 9.15.1 on"
+    is_new = case.capability[0] in (9, 10)
+    reason = f"cuDNN {case.cudnn} is loaded, and its kernel is right for all lengths from 9.15.1 on" if is_new else ""
     return ("flash", "cudnn", *efficient, "math"), reason
 
 
@@ -170,13 +169,9 @@ def _objections(case: AttentionCase, kernel: AttentionKernel) -> list[str]:
         return [] if kernel in ("flash", "math") else ["it needs a GPU"]
     from torch.backends import cuda
 
-    can_use = {
-        "cudnn": cuda.can_use_cudnn_attention,
-        "flash": cuda.can_use_flash_attention,
-        "efficient": cuda.can_use_efficient_attention,
-    }.get(kernel)
-    if can_use is None:
+    if kernel == "math":
         return []
+    can_use = getattr(cuda, f"can_use_{kernel}_attention")
     shape = 2, case.heads, case.tokens, case.head_size
     query = torch.zeros(shape, device=case.device, dtype=case.dtype, requires_grad=True)
     with warnings.catch_warnings(record=True) as caught:

@@ -1,15 +1,23 @@
 """Set up a stage's kernels before its engine is opened: what the recipe asks for, or what suits the device.
 
 Each choice is a note, with the reason where it is not the fastest. Nothing here is kept in a checkpoint.
+
+A step's arithmetic repeats its bits on the same GPU, with two exceptions that need torch's deterministic algorithms:
+- Attention's backward pass adds up the queries' gradient over tiles of keys in any order. On an H100 cuDNN repeats its
+  bits for 197 tokens and not for 257 (`launch/bench/records/gpu_first_runs.txt`), as tiles of 128 would: two addends
+  have one order. Other kernels never do.
+- cuDNN may choose convolutions that add in any order (hybrids and ResNets).
+That costs nothing up to 256 tokens in half precision on compute capability 9 and 10; else a slower attention.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
@@ -17,12 +25,22 @@ from torch import nn
 
 from data_shards.errors import UserError
 from model.positions.embedding import RelativeAttention
-from pipeline.kernels.attention import AttentionCase, attention_kernels
+from pipeline.kernels.attention import AttentionCase, attention_kernels, order_of
 from pipeline.kernels.cache import keep_compiled_code
 from pipeline.kernels.compiled_blocks import CompiledBlocks, compile_blocks, why_not_compiled
-from pipeline.kernels.determinism import deterministic_algorithms, repeats_bits
 from pipeline.recipe.schema import EngineConfig, Recipe
-from pipeline.recipe.vocabulary import StageName
+from pipeline.recipe.vocabulary import AttentionKernel, StageName
+
+_TWO_TILES = 256  # tokens
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS's; torch demands one of two values
+_REPEATING_WORKSPACES = (":4096:8", ":16:8")  # the first is torch's own size on compute capability 9
+_FP32_NOTES = {  # by engine.fp32_matmul, and if this is a GPU
+    ("ieee", False): "",
+    ("tf32", False): "float32 products are IEEE's, TF32 being for GPUs",
+    ("ieee", True): "float32 products are IEEE's; engine.fp32_matmul: tf32 has tensor cores compute them, with 10 bits "
+    "of mantissa",
+    ("tf32", True): "float32 products are computed in TF32, with 10 bits of mantissa",
+}
 
 
 @dataclass(frozen=True)
@@ -31,23 +49,25 @@ class Kernels:
 
     notes: tuple[str, ...]  # for the screen, in order
     tags: Mapping[str, str]  # for MLflow
-    compiled: CompiledBlocks | None  # tells what it compiles; None: nothing is
+    compiled: CompiledBlocks | None  # reports what it compiles; None: nothing is
 
 
 @contextlib.contextmanager
 def settled_kernels(
     recipe: Recipe, *, stage: StageName, model: nn.Module, run: Path | None = None, device: torch.device | None = None
 ) -> Iterator[Kernels]:
-    """Make the stage's `model` (changed in place) compute as its recipe says, on this process's device; compiled code
-    is kept in the folder `run`, if one is given.
+    """Make the stage's `model` (changed in place) compute as its recipe says, by default on this process's device;
+    compiled code is kept in the folder `run`, if one is given.
 
     UserError: the device cannot do what the recipe asks for."""
-    device = device or _device()
+    if device is None:
+        on_gpu = torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     engine, notes, tags = recipe.engine, list[str](), {"shardvit.compile": "off"}
     with contextlib.ExitStack() as settings:
         settings.enter_context(fp32_products(engine.fp32_matmul))
-        if engine.precision == "fp32" and (device.type == "cuda" or engine.fp32_matmul == "tf32"):
-            notes.append(_describe_fp32(engine.fp32_matmul, device=device))
+        if engine.precision == "fp32":
+            notes += [note for note in [_FP32_NOTES[engine.fp32_matmul, device.type == "cuda"]] if note]
         cases: list[AttentionCase] = []
         if isinstance(model, VisionTransformer):
             patch_dropout = recipe.train_stage(stage).patch_dropout
@@ -82,33 +102,46 @@ def fp32_products(kind: Literal["ieee", "tf32"]) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+def repeats_bits(cases: Sequence[AttentionCase], *, asked: AttentionKernel | Literal["auto"], convolves: bool) -> bool:
+    """True if a model with these attention cases is bit-reproducible without torch's deterministic mode."""
+    if convolves:
+        return False
+    kernels = {order_of(case)[0][0] if asked == "auto" else asked for case in cases}
+    return kernels == {"cudnn"} and all(case.tokens <= _TWO_TILES for case in cases)
 
 
-def _describe_fp32(kind: Literal["ieee", "tf32"], *, device: torch.device) -> str:
-    if device.type != "cuda":
-        return "float32 products are IEEE's, TF32 being for GPUs"
-    if kind == "tf32":
-        return "float32 products are computed in TF32, with 10 bits of mantissa"
-    return (
-        "float32 products are IEEE's; engine.fp32_matmul: tf32 has tensor cores compute them, with 10 bits of mantissa"
-    )
+@contextlib.contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """Use torch's deterministic algorithms alone. UserError: the environment says otherwise."""
+    if os.environ.setdefault(_WORKSPACE, _REPEATING_WORKSPACES[0]) not in _REPEATING_WORKSPACES:
+        raise UserError(
+            f"{_WORKSPACE} is {os.environ[_WORKSPACE]}, with which matrix products need not repeat their bits: unset "
+            f"it, set it to {_REPEATING_WORKSPACES[0]}, or set engine.deterministic: off"
+        )
+    memory: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False  # else each new tensor is written once more
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        memory.fill_uninitialized_memory = before[1]
 
 
 def _attention_cases(
     model: VisionTransformer, engine: EngineConfig, *, patch_dropout: float, device: torch.device
 ) -> list[AttentionCase]:
-    """Of the blocks: the sequence of a training step, and the whole one, if they differ."""
-    attention = model.get_submodule("blocks.0.attn")
+    """Those of the blocks: the sequence of a training step, and the whole one, if they differ."""
+    attention: Any = model.get_submodule("blocks.0.attn")
     on_gpu = device.type == "cuda"
     lengths = [tokens(model, patch_dropout=patch_dropout), tokens(model, patch_dropout=0.0)]
     return [
         AttentionCase(
             device="cuda" if on_gpu else "cpu",
             precision=engine.precision,
-            heads=attention.num_heads,  # pyright: ignore[reportArgumentType]
-            head_size=attention.head_dim,  # pyright: ignore[reportArgumentType]
+            heads=attention.num_heads,
+            head_size=attention.head_dim,
             tokens=length,
             has_learnt_bias=isinstance(attention, RelativeAttention),
             capability=torch.cuda.get_device_capability(device) if on_gpu else (0, 0),
@@ -128,6 +161,7 @@ def tokens(model: VisionTransformer, *, patch_dropout: float) -> int:
 def _compiled(
     recipe: Recipe, *, stage: StageName, model: nn.Module, run: Path | None, device: torch.device
 ) -> tuple[CompiledBlocks | None, str]:
+    """The compiled blocks, or why there are none."""
     if recipe.engine.compile == "off":
         return None, ""
     asked = recipe.engine.compile == "blocks"

@@ -6,7 +6,6 @@ The engine clips gradients, and sets each group's learning rate before a step: t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -39,9 +38,9 @@ def optimizer_over(groups: list[dict[str, Any]], config: OptimizerConfig) -> tor
             moment_type = torch.bfloat16 if bf16 else torch.float32
             return BigVisionAdafactor(groups, lr=lr, momentum=momentum, moment_type=moment_type)
         case "lamb":
-            from pipeline.optimizers.lamb import CountingLamb
+            from timm.optim import Lamb
 
-            return CountingLamb(groups, lr=lr, betas=betas, eps=config.eps, weight_decay=0.0, max_grad_norm=None)
+            return Lamb(groups, lr=lr, betas=betas, eps=config.eps, weight_decay=0.0, max_grad_norm=None)
         case "muon":
             from timm.optim import Muon
 
@@ -53,12 +52,6 @@ def optimizer_over(groups: list[dict[str, Any]], config: OptimizerConfig) -> tor
                 ns_coefficients="original",
                 adjust_lr_fn="match_rms_adamw",  # one learning rate and decay for both halves (arXiv 2502.16982)
             )
-
-
-def set_lr(groups: Iterable[dict[str, Any]], lr: float) -> None:
-    """Set each group's learning rate: the schedule's times its factor."""
-    for group in groups:
-        group["lr"] = lr * group["lr_scale"]
 
 
 class DecoupledSgd(torch.optim.SGD):

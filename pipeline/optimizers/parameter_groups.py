@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipeline.recipe.optimizer import OptimizerConfig
-from pipeline.recipe.vocabulary import OptimizerName
 
 _EMBEDDED = ("pos_embed", "position.", "cls_token", "mask_token")  # timm: no decay; the first layer
 _EMBEDDING = ("patch_embed.", "stem.")  # what sees the pixels: not Muon's
@@ -29,7 +28,7 @@ class _Rule:
 
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """The groups for a torch optimizer: `params` with names, `weight_decay`, `lr_scale`, keys of the optimizer's own.
+    """Make a torch optimizer's groups: `params` with names, `weight_decay`, `lr_scale`, the optimizer's own keys.
 
     Kernels come first, then the rest; the engine multiplies the schedule's learning rate by `lr_scale`.
     """
@@ -58,34 +57,27 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
             "params": members,
             "weight_decay": rule.weight_decay,
             "lr_scale": rule.lr_scale,
-            **_own_keys(config.name, rule=rule, eps=config.eps, members=members, shapes=shapes),
+            **_own_keys(config, rule, [shapes.get(name, tuple(parameter.shape)) for name, parameter in members]),
         }
         for rule, members in sorted(groups.items(), key=lambda each: not each[0].decays)
     ]
 
 
-def _own_keys(
-    optimizer: OptimizerName,
-    *,
-    rule: _Rule,
-    eps: float,
-    members: list[tuple[str, nn.Parameter]],
-    shapes: dict[str, tuple[int, ...]],
-) -> dict[str, Any]:
-    match optimizer:
+def _own_keys(config: OptimizerConfig, rule: _Rule, shapes: list[tuple[int, ...]]) -> dict[str, Any]:
+    match config.name:
         case "lamb":
             return {"always_adapt": rule.decays}  # norms and biases move as Adam moves them (LAMB's own code)
         case "muon":
             # timm's eps is that of the orthogonalisation or Adam's; its `nesterov` would make Adam NAdam.
-            return {"nesterov": True, "eps": 1e-7} if rule.hidden else {"use_fallback": True, "eps": eps}
+            return {"nesterov": True, "eps": 1e-7} if rule.hidden else {"use_fallback": True, "eps": config.eps}
         case "adafactor":
-            return {"shapes": [shapes.get(name, tuple(parameter.shape)) for name, parameter in members]}
+            return {"shapes": shapes}
         case "adamw" | "sgd":
             return {}
 
 
 def kernel_names(model: nn.Module) -> set[str]:
-    """The weights of linear and convolution layers, which flax calls `kernel`."""
+    """Name the weights of linear and convolution layers, which flax calls `kernel`."""
     return {
         f"{prefix}.weight".removeprefix(".")
         for prefix, module in model.named_modules()

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Literal
 
 import numpy as np
+import torch
 
 from data_shards.images.decode import PixelLimit
 from data_shards.images.transforms import EvalTransform
@@ -64,12 +65,9 @@ def read_samples(
         refs = SampleRefs(**{name: values[np.isin(refs.shard, here)] for name, values in vars(refs).items()})
     everything = np.ones(len(refs.sample), dtype=np.bool_)
     batch = Assembler(access).evaluate(refs, counted=everything, transform=transform)
-    rows = {name: getattr(batch, name)[batch.counted] for name in _ROWS}
+    rows = {name: value[batch.counted] for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
     keys = tuple(key for key, is_whole in zip(batch.keys, batch.counted.tolist(), strict=True) if is_whole)
     return replace(batch, **rows, keys=keys, faults=())
-
-
-_ROWS = ("images", "mirrored", "labels", "counted", "substituted", "samples", "epochs")
 
 
 def _is_here(access: Access, number: int) -> bool:

@@ -108,7 +108,7 @@ def _cells(filled: FilledIn, row: int) -> list[Cell]:
     image, source, corrupted = filled.images[row], filled.source[row], filled.corrupted[row]
     grid = round(len(source) ** 0.5)
     scale = max(1, -(-_PATCH_PIXELS * grid // len(image)))
-    patches = _to_patches(np.repeat(np.repeat(image, scale, axis=0), scale, axis=1), grid)
+    patches = _to_patches(image.repeat(scale, axis=0).repeat(scale, axis=1), grid)
     seen, predicted, true = (patches.copy() for _ in range(3))
     for patch in corrupted.tolist():
         if source[patch] == len(source):
@@ -141,9 +141,5 @@ def _hatched(side: int) -> Pixels:
 
 
 def _framed(patch: Pixels) -> Pixels:
-    framed = patch.copy()
-    for lines, grey in ((0, _FRAME), (1, 0xFF)):
-        end = len(patch) - 1 - lines
-        framed[[lines, end], lines : end + 1] = grey
-        framed[lines : end + 1, [lines, end]] = grey
-    return framed
+    sides = ((1, 1), (1, 1), (0, 0))
+    return np.pad(np.pad(patch[2:-2, 2:-2], sides, constant_values=0xFF), sides, constant_values=_FRAME)

@@ -43,16 +43,10 @@ DARK = {
     ACCENT: "#6fb4f0",
     GOOD: "#4cc9a4",
     BAD: "#f08a52",
-    SERIES[1]: "#f29a58",
-    SERIES[2]: "#55cbb0",
-    SERIES[3]: "#c98ac1",
-    SERIES[4]: "#8fcdf3",
-    SERIES[5]: "#ecc452",
-    SERIES[6]: "#9ba1ad",
+    **dict(zip(SERIES[1:], ("#f29a58", "#55cbb0", "#c98ac1", "#8fcdf3", "#ecc452", "#9ba1ad"), strict=True)),
 }
 
 PNG_DOTS_PER_INCH = 160
-_SMALLEST_POINTS = 8.0
 _EMBEDDED = re.compile(r"data:image/png;base64,([A-Za-z0-9+/=\s]+)")
 _WORTH_JPEG_BYTES, _MOST_COLOURS, _JPEG_QUALITY = 8_000, 4096, 85
 
@@ -166,43 +160,39 @@ def _use_style() -> None:
     import matplotlib
     from matplotlib.rcsetup import cycler
 
-    matplotlib.rcParams.update(
-        {
-            "text.parse_math": False,  # a class may be called $x^2$
-            "font.family": ["DejaVu Sans"],  # matplotlib brings it
-            "font.size": 9.5,
-            "axes.titlesize": 10.5,
-            "axes.titleweight": "bold",
-            "axes.titlelocation": "left",
-            "axes.titlecolor": INK,
-            "axes.labelsize": 9.5,
-            "axes.labelcolor": MUTED,
-            "axes.edgecolor": MUTED,
-            "axes.facecolor": PAPER,
-            "axes.linewidth": 0.7,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.axisbelow": True,
-            "axes.prop_cycle": cycler(color=list(SERIES)),
-            "figure.facecolor": PAPER,
-            "figure.titlesize": 11.5,
-            "figure.titleweight": "bold",
-            "grid.color": GRID,
-            "grid.linewidth": 0.7,
-            "legend.frameon": False,
-            "legend.labelcolor": INK,
-            "lines.linewidth": 1.6,
-            "patch.edgecolor": PAPER,
-            "text.color": INK,
-            "xtick.color": MUTED,
-            "ytick.color": MUTED,
-            "xtick.labelcolor": INK,
-            "ytick.labelcolor": INK,
-            "xtick.labelsize": _SMALLEST_POINTS,
-            "ytick.labelsize": _SMALLEST_POINTS,
-            "image.interpolation": "nearest",
-            "savefig.dpi": PNG_DOTS_PER_INCH,
-            "svg.fonttype": "none",  # text stays text
-            "svg.hashsalt": "shardvit",  # the same figure is the same file
-        }
-    )
+    settings: dict[Any, Any] = {
+        "text.parse_math": False,  # a class may be called $x^2$
+        "font.family": ["DejaVu Sans"],  # matplotlib brings it
+        "font.size": 9.5,
+        "axes.titlesize": 10.5,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "axes.titlecolor": INK,
+        "axes.labelsize": 9.5,
+        "axes.labelcolor": MUTED,
+        "axes.edgecolor": MUTED,
+        "axes.facecolor": PAPER,
+        "axes.linewidth": 0.7,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+        "axes.prop_cycle": cycler(color=list(SERIES)),
+        "figure.facecolor": PAPER,
+        "figure.titlesize": 11.5,
+        "figure.titleweight": "bold",
+        "grid.color": GRID,
+        "grid.linewidth": 0.7,
+        "legend.frameon": False,
+        "legend.labelcolor": INK,
+        "lines.linewidth": 1.6,
+        "patch.edgecolor": PAPER,
+        "text.color": INK,
+        **{f"{axis}tick.color": MUTED for axis in "xy"},
+        **{f"{axis}tick.labelcolor": INK for axis in "xy"},
+        **{f"{axis}tick.labelsize": 8.0 for axis in "xy"},
+        "image.interpolation": "nearest",
+        "savefig.dpi": PNG_DOTS_PER_INCH,
+        "svg.fonttype": "none",  # text stays text
+        "svg.hashsalt": "shardvit",  # the same figure is the same file
+    }
+    matplotlib.rcParams.update(settings)

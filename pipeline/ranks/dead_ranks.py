@@ -1,10 +1,10 @@
-"""After a failed exchange: find the dead rank, say it once per log, and tell the other hosts in one small file.
+"""After a failed exchange: find the dead rank, name it once per log, and tell the other hosts in one small file.
 
-A rank that fails by an exception, or whose host's process died or hangs, overwrites `NEWS_FILE` in place. The lowest
-living rank of each host reads its host's heartbeats once and then that file, ever more seldom; the other ranks read the
-lowest one's heartbeat: some 9 file operations a rank for a death. Processes of this host are asked of the kernel.
+A rank that fails by an exception, or finds a process of its host dead or hanging, overwrites the news in place. The
+lowest living rank of each host reads its host's heartbeats once and then the news, ever more seldom; the other ranks
+read the lowest one's heartbeat: some 9 file operations a rank for a death. The kernel knows this host's processes.
 
-Where all hosts write to one log (SLURM, `shardvit run` over ssh), the first to create a certain file says it. If it is
+Where all hosts write to one log (SLURM, `shardvit run` over ssh), the first to create a certain file speaks. If it is
 killed between the two, only its launcher tells.
 """
 
@@ -21,24 +21,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from pipeline.ranks.heartbeat import (
-    Heartbeat,
-    read_heartbeat,
-    read_heartbeat_file,
-    write_heartbeat,
-    write_heartbeat_file,
-)
+from pipeline.ranks.heartbeat import Heartbeat, read_heartbeat, write_heartbeat
 from pipeline.ranks.place import Place
 from pipeline.ranks.process import process_started, this_machine
 
 About = Literal["a rank", "nobody known", "a mistake"]
 
-NEWS_FILE = "news.json"  # beside the heartbeats, in the same form
 LEAVE_SECONDS = 3.0  # for the main thread to fail by itself; and the launcher sees the dead rank's exit code first
 _FIRST_PAUSE_SECONDS = 0.2  # between two looks; each one is twice as long as the one before
 _PEER_GONE = re.compile(r"Connection closed by peer|onnection reset|Broken pipe|remote process exited")  # gloo, NCCL
 
-first_word = threading.Lock()  # taken for good by the thread of this process that reports another rank's end
+first_word = threading.Lock()  # taken for good by this process's thread that reports another rank's end
 
 
 def peer_is_gone(error: BaseException) -> bool:
@@ -49,51 +42,44 @@ def peer_is_gone(error: BaseException) -> bool:
 def tell_all_hosts(folder: Path, beat: Heartbeat) -> None:
     """Tell the other hosts that a rank failed or ended the run. The first news stays, but "ended" replaces "failed".
     OSError as for a heartbeat."""
-    known = read_heartbeat_file(folder / NEWS_FILE, attempt=beat.attempt)
+    known = read_heartbeat(folder, "news", attempt=beat.attempt)
     if known is None or (known.state, beat.state) == ("failed", "ended"):
-        write_heartbeat_file(folder / NEWS_FILE, beat)
-
-
-def who_is_gone(folder: Path, *, place: Place) -> str:
-    """Name the rank that died, and its host, after a failed exchange; "" if unknown."""
-    mine = _own_heartbeat(folder, place=place)
-    if mine is None:
-        return ""
-    news = read_heartbeat_file(folder / NEWS_FILE, attempt=mine.attempt)
-    return _sentence(_Host(folder, place=place, attempt=mine.attempt), news)[0]
+        write_heartbeat(folder, beat, to="news")
 
 
 def report_gone(folder: Path, *, place: Place, say: Callable[[str], None]) -> None:
-    """Say `who_is_gone`, once per log, after waiting a moment until it is known."""
+    """Name the rank that died, and its host, once per log, after waiting a moment until it is known."""
     mine = _own_heartbeat(folder, place=place)
     host = _Host(folder, place=place, attempt=mine.attempt) if mine else None
     deadline, pause_seconds = time.monotonic() + LEAVE_SECONDS, _FIRST_PAUSE_SECONDS
-    sentence, is_first_hand = "", False
+    sentence, is_first_hand, speaker = "", False, None
     while True:
-        speaker = host.speaker() if host else None
-        if speaker is not None and speaker.state == "ended":
-            return
-        if host and mine and speaker is None:
-            news = read_heartbeat_file(folder / NEWS_FILE, attempt=mine.attempt)
-            if host.has_said() or (news and news.state == "ended" and news.is_here and news.rank != mine.rank):
+        if host and mine:
+            speaker = host.speaker()
+            if speaker is not None and speaker.state == "ended":
                 return
-            sentence, is_first_hand = _sentence(host, news)
+            if speaker is None:
+                news = read_heartbeat(folder, "news", attempt=mine.attempt)
+                if host.has_said() or (news and news.state == "ended" and news.is_here and news.rank != mine.rank):
+                    return
+                sentence, is_first_hand = _sentence(host, news)
         left_seconds = deadline - time.monotonic()
         if sentence or left_seconds <= 0:
             break
         time.sleep(min(pause_seconds, left_seconds))
         pause_seconds *= 2
-    if speaker is None and first_word.acquire(blocking=False):
-        about: About = "a rank" if sentence else "nobody known"
-        sentence = sentence or "another process of the run died; which one is not known on this host"
-        if mine is not None:
-            ended = replace(mine, state="ended", note=sentence)
-            with suppress(OSError):
-                write_heartbeat(folder, ended)
-                if is_first_hand:
-                    tell_all_hosts(folder, ended)
-        if mine is None or is_to_say(folder, place=place, attempt=mine.attempt, about=about):
-            say(sentence)
+    if speaker is not None or not first_word.acquire(blocking=False):
+        return
+    about: About = "a rank" if sentence else "nobody known"
+    sentence = sentence or "another process of the run died; which one is not known on this host"
+    if mine is not None:
+        ended = replace(mine, state="ended", note=sentence)
+        with suppress(OSError):
+            write_heartbeat(folder, ended)
+            if is_first_hand:
+                tell_all_hosts(folder, ended)
+    if mine is None or is_to_say(folder, place=place, attempt=mine.attempt, about=about):
+        say(sentence)
 
 
 def is_to_say_mistake(folder: Path, *, place: Place) -> bool:
@@ -126,7 +112,7 @@ def said_file(attempt: str) -> str:
 
 
 class _Host:
-    """The heartbeats of this host's other ranks: each is read once, and again when its process has ended."""
+    """The heartbeats of this host's other ranks: each read once, and again when its process has ended."""
 
     def __init__(self, folder: Path, *, place: Place, attempt: str) -> None:
         self._folder, self._place, self._attempt = folder, place, attempt
@@ -134,7 +120,7 @@ class _Host:
         self._is_final: set[int] = set()
 
     def speaker(self) -> Heartbeat | None:
-        """The lowest living rank of this host below this one, as its file has it now; None: it is this one's turn."""
+        """Read again the lowest living rank of this host below this one; None: this one is to speak."""
         for rank in ranks_of_host(self._place):
             if rank >= self._place.rank:
                 return None
@@ -151,7 +137,7 @@ class _Host:
         return any(beat.state == "ended" and beat.is_here for beat in self._beats())
 
     def gone(self) -> str:
-        """Describe a dead rank of this host; "" if all are alive or exited cleanly."""
+        """A sentence about a dead rank of this host; "" if all are alive or exited cleanly."""
         beats = self._beats()
         ended = [beat.note for beat in beats if beat.state == "ended"]
         dead = [gone(beat) for beat in beats if beat.state == "running" and beat.is_gone]
@@ -193,7 +179,7 @@ def failure(beat: Heartbeat) -> str:
 
 
 def _sentence(host: _Host, news: Heartbeat | None) -> tuple[str, bool]:
-    """Say what is known, and if this host found it out. An ended run takes precedence over a failed rank."""
+    """What is known, and if this host found it out. An ended run takes precedence over a failed rank."""
     if news is not None and news.state == "ended":
         return news.note, False
     if sentence := host.gone():

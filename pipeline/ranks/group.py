@@ -1,4 +1,4 @@
-"""The process group: how ranks meet, and small exchanges between them (losses, flags, digests).
+"""Join the process group, and exchange small things between ranks (losses, flags, digests).
 
 Big tensors are the engine's; these exchanges use gloo on the host and never wait in a GPU's stream. Every method is
 collective, called by all ranks in the same order, and takes about log2(ranks) messages in turn. Above `_MOST_MESHED`
@@ -19,12 +19,12 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import distributed
@@ -34,26 +34,13 @@ from data_shards.errors import UserError
 from pipeline.ranks.place import Place
 
 
-class _Pending(Protocol):
-    def wait(self) -> object: ...
-
-
-class Messages(Protocol):
-    """The part of a process group that is used: point-to-point messages on the host."""
-
-    def rank(self) -> int: ...
-    def size(self) -> int: ...
-    def send(self, tensors: list[torch.Tensor], dst: int, tag: int, /) -> _Pending: ...
-    def recv(self, tensors: list[torch.Tensor], src: int, tag: int, /) -> _Pending: ...
-
-
 def rounds(ranks: int) -> int:
     """Rounds of one exchange between so many ranks."""
     return (ranks - 1).bit_length()
 
 
-def gather_rows(group: Messages, mine: torch.Tensor, *, tag: int) -> torch.Tensor:
-    """Every rank's [k] (the same k and type, on the CPU) in rank order: [ranks, k]."""
+def gather_rows(group: distributed.ProcessGroup, mine: torch.Tensor, *, tag: int) -> torch.Tensor:
+    """Gather every rank's [k] (the same k and type, on the CPU) in rank order: [ranks, k]."""
     size, rank = group.size(), group.rank()
     width = mine.numel()
     blocks = torch.empty(size * width, dtype=mine.dtype)
@@ -62,8 +49,8 @@ def gather_rows(group: Messages, mine: torch.Tensor, *, tag: int) -> torch.Tenso
     return blocks.view(size, width).roll(rank, dims=0)  # ours came first
 
 
-def gather_bytes(group: Messages, mine: bytes, *, tag: int) -> list[bytes]:
-    """Every rank's bytes, of any length, in rank order. Two exchanges: the lengths come first."""
+def gather_bytes(group: distributed.ProcessGroup, mine: bytes, *, tag: int) -> list[bytes]:
+    """Gather every rank's bytes, of any length, in rank order. Two exchanges: the lengths come first."""
     size, rank = group.size(), group.rank()
     lengths = gather_rows(group, torch.tensor([len(mine)], dtype=torch.int64), tag=tag).flatten().roll(-rank).tolist()
     ends = [0, *accumulate(lengths)]
@@ -75,13 +62,13 @@ def gather_bytes(group: Messages, mine: bytes, *, tag: int) -> list[bytes]:
     return [content[ends[at] : ends[at + 1]] for at in ((other - rank) % size for other in range(size))]
 
 
-def _exchange(group: Messages, blocks: torch.Tensor, *, ends: Sequence[int], tag: int) -> None:
-    """Fill `blocks`: block i, from `ends[i]` to `ends[i + 1]`, is that of the rank i above this one; ours is there."""
+def _exchange(group: distributed.ProcessGroup, blocks: torch.Tensor, *, ends: Sequence[int], tag: int) -> None:
+    """Fill `blocks`: block i, from `ends[i]` to `ends[i + 1]`, belongs to the rank i above this one; ours is there."""
     size, rank = group.size(), group.rank()
     have = 1
     while have < size:
         count = min(have, size - have)
-        pending: list[_Pending] = []
+        pending: list[distributed.Work] = []
         # The sum over the same blocks on both sides, so either both send and receive nothing or neither does.
         if ends[count]:
             pending.append(group.send([blocks[: ends[count]]], (rank - have) % size, tag))
@@ -130,8 +117,14 @@ class Ranks:
             torch.cuda.set_device(device)
         gpu = torch.device("cuda", device) if cuda else None
         join_group(place, backend="nccl" if cuda else "gloo", timeout_seconds=timeout_seconds, gpu=gpu)
-        with _connecting("when needed" if place.world_size > _MOST_MESHED else "at once"):
+        lazily = place.world_size > _MOST_MESHED and _LAZY not in os.environ  # the user may have said so
+        if lazily:
+            os.environ[_LAZY] = "1"
+        try:
             group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        finally:
+            if lazily:
+                del os.environ[_LAZY]
         assert isinstance(group, distributed.ProcessGroup)  # a number would mean "not a member"
         self._host_group = group
         self._exchanges = 0
@@ -141,15 +134,15 @@ class Ranks:
             self.barrier()
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Every rank's [k] in rank order: float64 [ranks, k] on the CPU, the same bits on all ranks."""
+        """Gather every rank's [k] in rank order: float64 [ranks, k] on the CPU, the same bits on all ranks."""
         return gather_rows(self._host_group, values.detach().to("cpu", torch.float64), tag=self._tag())
 
     def gather_objects(self, value: Value) -> list[Value]:
-        """Every rank's picklable value, in rank order."""
+        """Gather every rank's picklable value, in rank order."""
         return [pickle.loads(each) for each in gather_bytes(self._host_group, pickle.dumps(value), tag=self._tag())]
 
     def from_main(self, value: Value) -> Value:
-        """Rank 0's picklable value, on every rank; what the others give does not count. Over a tree."""
+        """Broadcast rank 0's picklable value over a tree; the others' values are ignored."""
         if self.place.world_size == 1:
             return value
         content = bytearray(pickle.dumps(value, protocol=5) if self.place.is_main else b"")
@@ -160,7 +153,7 @@ class Ranks:
         return value if self.place.is_main else pickle.loads(sent.numpy().data)
 
     def start_any(self, *flags: bool) -> Agreement:
-        """Start to find out, asynchronously, which flags are set on any rank."""
+        """Start to find out which flags are set on any rank."""
         raised = torch.tensor([int(flag) for flag in flags], dtype=torch.int32)
         work = distributed.all_reduce(raised, op=distributed.ReduceOp.MAX, group=self._host_group, async_op=True)
         return Agreement(raised, work)
@@ -172,35 +165,20 @@ class Ranks:
         distributed.destroy_process_group()
 
     def _tag(self) -> int:
-        """Tag of the next exchange: equal on all ranks, which make their exchanges in the same order."""
+        """Tag of the next exchange: equal on all ranks, which exchange in the same order."""
         self._exchanges = (self._exchanges + 1) % _TAGS
         return self._exchanges
-
-
-@contextmanager
-def _connecting(when: Literal["at once", "when needed"]) -> Iterator[None]:
-    """How gloo's groups that are made in here connect their ranks, unless the user's environment says it."""
-    if when == "at once" or _LAZY in os.environ:
-        yield
-        return
-    os.environ[_LAZY] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[_LAZY]
 
 
 class Agreement:
     """The pending answer of `Ranks.start_any`."""
 
-    def __init__(self, flags: torch.Tensor, work: distributed.Work | None) -> None:
-        self._flags = flags
-        self._work = work
+    def __init__(self, flags: torch.Tensor, work: distributed.Work) -> None:
+        self._flags, self._work = flags, work
 
     def result(self) -> tuple[bool, ...]:
         """Wait for the answer: for each flag, whether any rank had it set; the same on every rank."""
-        if self._work is not None:
-            self._work.wait()
+        self._work.wait()
         return tuple(bool(flag) for flag in self._flags.tolist())
 
 
@@ -236,7 +214,7 @@ def join_group(place: Place, *, backend: str, timeout_seconds: float, gpu: torch
 
 
 def _loopback() -> str:
-    """This machine's address for itself. UserError: it has none; torch would try for minutes, or know no interface."""
+    """Find this machine's address for itself. UserError: it has none, which torch would take minutes to see."""
     for address, family in _LOOPBACKS:
         with suppress(OSError), socket.create_server((address, 0), family=family) as server:
             socket.create_connection(server.getsockname()[:2], timeout=5.0).close()  # a firewall may swallow it

@@ -1,7 +1,7 @@
 """Heartbeats: one small file per rank, read by the others to find out who hangs. 4 KiB a write; no torch.
 
 Files are overwritten in place at the same size, so that readers on a network file system need no new listing; a torn
-file, or one of an earlier attempt, counts as none. They hold no wall-clock time: readers use their own clock.
+file, or one of an earlier attempt, counts as none. They hold no time: readers use their own clock.
 """
 
 from __future__ import annotations
@@ -71,20 +71,16 @@ class Heartbeat:
         return self.state == "running" and self.is_here and not self.is_gone
 
 
-def heartbeat_file(folder: Path, rank: int) -> Path:
-    """Where a rank's heartbeat is."""
-    return folder / f"rank-{rank}.json"
+def heartbeat_file(folder: Path, name: int | Literal["news"]) -> Path:
+    """Where a rank's heartbeat is, or the one that all hosts are told of (`dead_ranks`)."""
+    return folder / (f"rank-{name}.json" if name != "news" else "news.json")
 
 
-def write_heartbeat(folder: Path, beat: Heartbeat) -> None:
-    """Write a rank's file in place; OSError if the disk is full or the folder is gone."""
-    write_heartbeat_file(heartbeat_file(folder, beat.rank), beat)
-
-
-def write_heartbeat_file(file: Path, beat: Heartbeat) -> None:
-    """Write a heartbeat into any file."""
+def write_heartbeat(folder: Path, beat: Heartbeat, *, to: Literal["its own", "news"] = "its own") -> None:
+    """Write a file in place; OSError if the disk is full or the folder is gone."""
     content = asdict(beat) | {"status": beat.status[:_LONGEST_STATUS], "note": beat.note[:_LONGEST_NOTE]}
     line = json.dumps(content).encode().ljust(_FILE_BYTES - 1) + b"\n"
+    file = heartbeat_file(folder, "news" if to == "news" else beat.rank)
     break_links(file)
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -93,15 +89,10 @@ def write_heartbeat_file(file: Path, beat: Heartbeat) -> None:
         os.close(descriptor)  # on NFS this is what sends it
 
 
-def read_heartbeat(folder: Path, rank: int, *, attempt: str | None = None) -> Heartbeat | None:
-    """A rank's file, if it is complete and (given `attempt`) of this attempt."""
-    return read_heartbeat_file(heartbeat_file(folder, rank), attempt=attempt)
-
-
-def read_heartbeat_file(file: Path, *, attempt: str | None = None) -> Heartbeat | None:
-    """Read a heartbeat from any file STAGE/ranks/NAME."""
+def read_heartbeat(folder: Path, name: int | Literal["news"], *, attempt: str | None = None) -> Heartbeat | None:
+    """Read a file of STAGE/ranks; None if it is not complete, or (given `attempt`) of another attempt."""
     try:
-        beat = Heartbeat(**json.loads(read_inside(file, folder=file.parent.parent)))
+        beat = Heartbeat(**json.loads(read_inside(heartbeat_file(folder, name), folder=folder.parent)))
     except (OSError, ValueError, TypeError, RecursionError):
         return None
     return beat if attempt in (None, beat.attempt) else None

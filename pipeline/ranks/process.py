@@ -1,4 +1,4 @@
-"""This process: its identity for locks and ranks, its limit of open files, its threads, its reset between stages."""
+"""Identify this process for locks and ranks; set its open files and threads; reset it between stages."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _START_FIELD = 19  # of /proc/PID/stat, counted from the state: clock ticks sinc
 
 @cache
 def this_machine() -> str:
-    """Equal for two processes that can see each other's PIDs: same kernel, same PID namespace. Host names would not do,
-    as containers may share the host's name and not its PIDs."""
+    """Identify kernel and PID namespace: equal for processes that see each other's PIDs. Host names would not do, as
+    containers may share the host's name and not its PIDs."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -40,7 +40,7 @@ def process_started(pid: int) -> float | None:
 
 
 def describe_process(pid: int) -> str:
-    """The kernel's state of a process in words; empty for ordinary ones."""
+    """Describe a process's unusual kernel state; "": it has none."""
     fields = _stat(pid)
     return {
         "T": "it is stopped by a signal (SIGSTOP or Ctrl-Z)",
@@ -51,7 +51,7 @@ def describe_process(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """/proc/PID/stat from the state on; the process name before it may contain anything."""
+    """Fields of /proc/PID/stat from the state on; the process name before it may contain anything."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -65,7 +65,7 @@ _OF_A_PEER = 2  # connections to each other rank at the most: two process groups
 
 
 def needed_open_files(*, world_size: int, reading_threads: int) -> int:
-    """An upper bound for one rank; 0 `reading_threads`: its own thread reads, or worker processes do."""
+    """Bound one rank's open files; 0 `reading_threads`: its own thread reads, or worker processes do."""
     return _OWN + _OF_A_PEER * world_size + _SHARDS_OPEN * max(1, reading_threads)
 
 
@@ -106,14 +106,14 @@ def settle_threads(*, cores: float, asked: int | None) -> str:
 
 
 class CoreWaits:
-    """How long this process's threads wait for a core, by Linux's scheduler; 0 where it does not say."""
+    """Measures how long this process's threads wait for a core, by Linux's scheduler; 0 elsewhere."""
 
     def __init__(self, tasks: Path = Path("/proc/self/task")) -> None:
         self._tasks = tasks
         self._ran, self._waited = self._read()
 
     def share(self) -> float:
-        """The share of the threads' runnable time since the last call that they spent waiting for a core."""
+        """Share of the threads' runnable time since the last call that they waited for a core."""
         ran, waited = self._ran, self._waited
         self._ran, self._waited = self._read()
         ran, waited = max(0, self._ran - ran), max(0, self._waited - waited)  # less: threads have ended
@@ -130,7 +130,7 @@ class CoreWaits:
 
 
 class ProcessState:
-    """Random state at the start of the process, restored before each later stage."""
+    """The random state at the start of the process, restored before each later stage."""
 
     def __init__(self) -> None:
         import torch

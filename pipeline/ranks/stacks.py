@@ -1,4 +1,4 @@
-"""Stack dumps: on SIGUSR2 a rank appends the stacks of all its threads to a file, and goes on.
+"""Dump stacks: on SIGUSR2 a rank appends the stacks of all its threads to a file, and goes on.
 
 faulthandler dumps in a C signal handler, so it works even while the main thread waits or holds the GIL in a C call.
 """
@@ -64,12 +64,12 @@ class StackDumps:
 
 
 def stack_file(folder: Path, rank: int) -> Path:
-    """Where a rank's dumps go."""
+    """Name a rank's file of dumps."""
     return folder / f"stack-rank-{rank}.txt"
 
 
 def stack_excerpt(text: str, *, thread: int) -> list[str]:
-    """One thread's innermost line and those in this project, innermost first."""
+    """Pick one thread's innermost lines and those in this project, innermost first."""
     lines = _lines_of(thread, text)
     own = [
         line for line in lines[_INNERMOST_FRAMES:] if any(f"{_ROOT}/{package}/" in line for package in _OWN_PACKAGES)

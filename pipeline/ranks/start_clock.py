@@ -1,11 +1,11 @@
-"""Shows where the seconds before a stage's first step go, and what slow commands are waiting for.
+"""Show where the seconds before a stage's first step go, and what slow commands wait for.
 
-    pretrain: opening the engine ...                                          (only what takes longer than a second)
-    probe: fitting, C 0.1, 5 of 8: 300 iterations ...                         (again while it lasts, with how far it is)
+    pretrain: opening the engine ...                            (only what takes longer than a second)
+    probe: fitting, C 0.1, 5 of 8: 300 iterations ...           (again while it lasts, with its progress)
     pretrain: first step after 3.4 s (2.9 s of CPU): libraries 1.9, shards 0.2, the engine 0.6, ...
 
-Cost: a few reads of clocks, and a thread that ends with the first step. On a GPU the first step is told when it is
-submitted, not when the device has done it. No torch here: it is used while torch is imported.
+Costs a few reads of clocks, and a thread that ends with the first step. On a GPU the first step counts when it is
+submitted, not when the device has done it. No torch here: it runs while torch is imported.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class StartClock:
 
     Args:
         what: is being started: a stage's name.
-        say: shows a line, also called from a thread; None: nothing is said (ranks above 0).
-        part: the one that is going on.
-        earlier_seconds, earlier_cpu_seconds: that it took already.
+        say: shows a line, also called from a thread; None: silent (ranks above 0).
+        part: the present one.
+        earlier_seconds, earlier_cpu_seconds: spent already.
     """
 
     def __init__(
@@ -58,30 +58,33 @@ class StartClock:
             threading.Thread(target=self._tell_what_lasts, daemon=True, name="start-clock").start()
 
     def set_status(self, part: str, far: str = "") -> None:
-        """Begin a part, or say how far (`far`) it is; free once the first step is done."""
+        """Begin a part, or update its progress (`far`); free once the first step is done."""
         self._far = far
         if self._over.is_set() or part == self._part:
             return
+        self._part_began, self._tell_after = self._add_part(), _TOLD_SECONDS
+        self._part = part
+
+    def _add_part(self) -> float:
         now = time.monotonic()
         self._seconds[self._part] = self._seconds.get(self._part, 0.0) + now - self._part_began
-        self._part, self._part_began, self._tell_after = part, now, _TOLD_SECONDS
+        return now
 
     def first_step_done(self) -> None:
-        """Say once how long it took, and where."""
+        """Say once how long the start took, and where."""
         if self._over.is_set():
             return
-        last, self._seconds[self._part] = self._part_began, self._seconds.get(self._part, 0.0)
-        self._seconds[self._part] += time.monotonic() - last
+        self._add_part()
         self.close()
         if self.say is not None:
             self.say(self.describe())
 
     def close(self) -> None:
-        """Stop counting and telling."""
+        """Stop the clock."""
         self._over.set()
 
     def describe(self) -> str:
-        """One line: the sum, and the parts that count in the order of their beginning."""
+        """One line: the sum, and its larger parts in the order of their beginning."""
         cpu_seconds = time.process_time() - self._cpu_began + self._earlier_cpu_seconds
         parts = ", ".join(
             f"{part} {seconds:.1f}" for part, seconds in self._seconds.items() if seconds > _LEAST_SECONDS

@@ -1,8 +1,8 @@
-"""One rank's requests that all ranks carry out after the same step: stop cleanly, or save.
+"""Turn one rank's request to stop or save into all ranks' after the same step.
 
-A signal on any rank makes all ranks finish the step, save and exit; rank 0's clock requests checkpoints. What is
-requested before the optimizer moves in step s travels with the gradient's norm, and is carried out after step s+1. A
-second Ctrl-C ends the process at once; what is on disk is always complete.
+A signal on any rank makes all ranks finish the step, save and exit; rank 0's clock requests checkpoints. A request
+made before the optimizer moves in step s travels with the gradient's norm and takes effect after step s+1. A second
+Ctrl-C ends the process at once; what is on disk is always complete.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StopOrSave(NamedTuple):
 
 
 class Requests:
-    """Requests of any rank to all ranks, exchanged by the engine in each step.
+    """The ranks' requests, exchanged by the engine in each step.
 
     Args:
         stop: this rank's signals.
@@ -51,11 +51,11 @@ class Requests:
         )
 
     def heard(self, step: int, requested: StopOrSave) -> None:
-        """Record what any rank requested in `step`, the same on all ranks; may be called before it is due."""
+        """Record what any rank requested in `step`, the same on all ranks."""
         self._heard[step] = requested
 
     def agreed(self, step: int) -> StopOrSave:
-        """Requests that all ranks follow after `step`; they were made in the step before."""
+        """What all ranks do after `step`: requests made in the step before."""
         requested = self._heard.pop(step - 1, StopOrSave())
         # What the clock requested a step ago is done if that step saved.
         return StopOrSave(stop=requested.stop, save=requested.save and self.saved_step < step - 1)
@@ -89,7 +89,7 @@ class StopFlag:
 
 @dataclass(frozen=True)
 class TimeLimit:
-    """Time limit of the job that this process runs in."""
+    """Time limit of this process's job."""
 
     ends_at: float  # unix seconds
     seconds: float  # of one job; more than zero

@@ -28,7 +28,6 @@ from types import TracebackType
 from data_shards.durable import make_folders
 from pipeline.ranks.dead_ranks import (
     LEAVE_SECONDS,
-    NEWS_FILE,
     failure,
     first_word,
     gone,
@@ -46,6 +45,7 @@ from pipeline.ranks.heartbeat import (
     Suspect,
     WakingClock,
     find_suspects,
+    heartbeat_file,
     read_heartbeat,
     write_heartbeat,
 )
@@ -106,7 +106,7 @@ class Watch:
             if self._place.is_main:
                 _forget(self._folder, ranks_from=self._place.world_size, said_but=said_file(self._attempt))
                 # A file that was not there is not looked for again at once on NFS.
-                (self._folder / NEWS_FILE).open("ab").close()
+                heartbeat_file(self._folder, "news").open("ab").close()
         self._stacks.open()  # before the first heartbeat, after which the others may ask for a stack
         self._write("running")
         self._thread.start()
@@ -229,24 +229,18 @@ class Watch:
             with suppress(ProcessLookupError):
                 os.kill(beat.pid, DUMP_SIGNAL)
                 os.kill(beat.pid, signal.SIGCONT)  # a stopped process cannot answer
-        deadline = time.monotonic() + _STACK_SECONDS
-        dumps = self._read_dumps(beats, before=before)
-        while time.monotonic() < deadline and not all(
-            is_whole(dumps.get(beat.rank, ""), main_thread=beat.main_thread) for beat in beats
-        ):
-            time.sleep(0.1)
-            dumps = self._read_dumps(beats, before=before)
-        return {
-            beat.rank: stack_excerpt(dumps[beat.rank], thread=beat.main_thread) for beat in beats if beat.rank in dumps
-        }
-
-    def _read_dumps(self, beats: list[Heartbeat], *, before: dict[int, int]) -> dict[int, str]:
-        dumps = {}
-        for beat in beats:
-            with suppress(OSError), stack_file(self._folder, beat.rank).open("rb") as file:
-                file.seek(before[beat.rank])
-                dumps[beat.rank] = file.read().decode(errors="replace")
-        return dumps
+        deadline, dumps, missing = time.monotonic() + _STACK_SECONDS, dict[int, str](), beats
+        while missing:
+            for beat in missing:
+                with suppress(OSError), stack_file(self._folder, beat.rank).open("rb") as file:
+                    file.seek(before[beat.rank])
+                    dumps[beat.rank] = file.read().decode(errors="replace")
+            missing = [beat for beat in missing if not is_whole(dumps.get(beat.rank, ""), main_thread=beat.main_thread)]
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.1 if missing else 0.0)
+        threads = {beat.rank: beat.main_thread for beat in beats}
+        return {rank: stack_excerpt(dump, thread=threads[rank]) for rank, dump in dumps.items()}
 
     def _describe(self, suspect: Suspect, *, kernel: dict[int, str], stacks: dict[int, list[str]]) -> str:
         beat = suspect.beat
@@ -337,7 +331,6 @@ def _forget(folder: Path, *, ranks_from: int, said_but: str) -> None:
 
 
 def _size(path: Path) -> int:
-    try:
+    with suppress(OSError):
         return path.stat().st_size
-    except OSError:
-        return 0
+    return 0

@@ -43,8 +43,7 @@ class TrainingProgress:
         self._stream = stream or sys.stderr  # as it is now, not as it was when this file was imported
         self._clock = clock
         self._started = clock()
-        self._limit_seconds = None if limit is None else limit.seconds
-        self._ends_at = None if limit is None else self._started + limit.ends_at - time.time()  # by `clock`
+        self._limit = limit
         self._speed = RecentSpeed(_SPEED_WINDOW_SECONDS)
         self._printed_at = -math.inf
         self._unprinted = ""
@@ -64,7 +63,7 @@ class TrainingProgress:
         self._speed.add(step, now)
         # The most important first: a narrow terminal cuts the line off at its right end.
         values = (
-            f"loss {loss:.4f} | {images_per_second:.1f} images/s | ETA {self._eta(now)} | lr {lr:.2e} | {waits} | "
+            f"loss {loss:.4f} | {images_per_second:.1f} images/s | ETA {self._eta()} | lr {lr:.2e} | {waits} | "
             f"{step * self._images_per_step:,} images | elapsed {show_duration(now - self._started)}"
         )
         if self._bar is not None:
@@ -91,12 +90,13 @@ class TrainingProgress:
         else:
             self._print_waiting_line(self._clock())
 
-    def _eta(self, now: float) -> str:
+    def _eta(self) -> str:
         seconds = self._speed.seconds_left(self._total_steps)
         text = show_duration(seconds)
-        if self._ends_at is None or self._limit_seconds is None or math.isnan(seconds):
+        limit = self._limit
+        if limit is None or math.isnan(seconds):
             return text
-        requeues = requeues_needed(seconds, left_seconds=self._ends_at - now, limit_seconds=self._limit_seconds)
+        requeues = requeues_needed(seconds, left_seconds=limit.ends_at - time.time(), limit_seconds=limit.seconds)
         return f"{text}, {counted(requeues, 'requeue')} left" if requeues else text
 
     def _print_waiting_line(self, now: float) -> None:

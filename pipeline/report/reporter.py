@@ -9,10 +9,11 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -54,8 +55,9 @@ def stage_report(
     tags: Mapping[str, str],
 ) -> Iterator[Report]:
     """Open the report of one training stage; `tags` go to its MLflow run."""
+    common: Any = {"phases": phases, "plan": plan, "earlier_seconds": state.training_seconds}
     if not context.ranks.place.is_main:
-        yield Report(None, None, None, None, phases=phases, plan=plan, earlier_seconds=state.training_seconds)
+        yield Report(None, None, None, None, **common)
         return
     progress = TrainingProgress(
         stage,
@@ -83,13 +85,9 @@ def stage_report(
             tags=tags,
         ) as log,
         attempt_events(context, stage=stage, state=state, say=progress.note) as events,
+        closing(Report(log, progress, events, gauges, step_logged=state.step, **common)) as report,
     ):
-        report = Report(log, progress, events, gauges, phases=phases, plan=plan, earlier_seconds=state.training_seconds)
-        report.step_logged = state.step
-        try:
-            yield report
-        finally:
-            report.close()
+        yield report
 
 
 @contextmanager

@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from data_shards.errors import UserError
 from data_shards.loading.device_prefetch import Batches
 from pipeline.checkpoint.saver import CheckpointSaver
 from pipeline.checkpoint.train_state import RollBack, TrainState, Trouble
-from pipeline.engine.base import Engine, StepResult
+from pipeline.engine.base import Engine
 from pipeline.engine.late_metrics import LateMetrics, StepOutcome
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.phases import Phase
@@ -78,10 +80,10 @@ class AfterStep:
         self._spikes = SpikeFinder(state.recent_losses, sigmas=(rollback and rollback.spike_sigmas) or SIGMAS)
         self._late = LateMetrics(device=job.engine.device)
 
-    def __call__(self, result: StepResult, *, lr: float) -> None:
+    def __call__(self, numbers: Tensor, *, lr: float) -> None:
         job, state, plan = self._job, self._state, self._plan
         state.advance(images=plan.global_batch_images)
-        self._late.put(state.step, result)
+        self._late.put(state.step, numbers)
         if job.saver.poll():
             job.report.phases.disturbed()
 

@@ -9,7 +9,7 @@ from contextlib import closing
 
 from torch import nn
 
-from model.layers.activation_checkpointing import checkpoint_blocks
+from model.vit import checkpoint_blocks
 from pipeline.checkpoint.store import Restored
 from pipeline.checkpoint.train_state import RollBack, TrainState
 from pipeline.engine.base import Engine

@@ -27,7 +27,7 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
 
         if step in passed_over:  # by a rollback; the batches come without it
             losses.pass_over(device=engine.device)
-            result = engine.pass_over(flags=job.requests.mine)
+            numbers = engine.pass_over(flags=job.requests.mine)
         else:
             for micro_step in range(plan.accumulation_steps):
                 with job.phase("reading", step):
@@ -42,8 +42,8 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
                     engine.backward(loss)
                 losses.add(loss, task.train_score(outputs, example.targets))
             with job.phase("step", step):
-                result = engine.step(lr=lr, flags=job.requests.mine, measure=plan.logs_after(step + 1))
+                numbers = engine.step(lr=lr, flags=job.requests.mine, measure=plan.logs_after(step + 1))
             losses.end_step()
             job.report.step(plan.global_batch_images)
-        after_step(result, lr=lr)
+        after_step(numbers, lr=lr)
     return state

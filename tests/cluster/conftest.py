@@ -17,7 +17,7 @@ from launch.slurm.records import End, read_ends
 from pipeline.recipe.vocabulary import StageName
 from pipeline.runs.run_folder import RunFolder, StageRecord
 from tests.cluster.slurm_cluster import Done, SlurmCluster, missing
-from tests.launch.machine import make_shards
+from tests.launch.machine import make_shards, on_shards
 
 ROOT = Path(__file__).resolve().parents[2]
 GO_ON = "go on"  # the order "until" of a stand-in that must not have ended before the test has done what it does
@@ -42,27 +42,17 @@ def slurm(_slurm: SlurmCluster) -> Iterator[SlurmCluster]:
 
 @dataclass
 class SubmittedRun:
-    """A run folder that is handed to the cluster.
-
-    Attributes:
-        slurm: the cluster.
-        folder: for everything of the test.
-        python: that the jobs call.
-        recipe: what is submitted.
-        overrides: of it.
-        name: of the run.
-    """
+    """A run folder that is handed to the cluster."""
 
     slurm: SlurmCluster
-    folder: Path
-    python: Path
+    folder: Path  # for everything of the test
+    python: Path  # that the jobs call
     recipe: str
     overrides: list[str]
     name: str
 
     @property
     def run(self) -> Path:
-        """The run folder."""
         return self.folder / "runs" / self.name
 
     def record(self, stage: StageName) -> StageRecord:
@@ -176,9 +166,5 @@ def stand_in_run(slurm: SlurmCluster, tmp_path: Path) -> SubmittedRun:
         f'exec {sys.executable} "$@"\n'
     )
     python.chmod(0o755)
-    shards = [
-        f"stages.{stage}.{key}={tmp_path / 'shards' / split}"
-        for stage in ("pretrain", "finetune")
-        for key, split in (("train", "train"), ("eval", "val"))
-    ]
-    return SubmittedRun(slurm, tmp_path, python, "digits", [*shards, "processes=auto"], "digits")
+    overrides = [*on_shards(tmp_path / "shards"), "processes=auto"]
+    return SubmittedRun(slurm, tmp_path, python, "digits", overrides, "digits")

@@ -100,18 +100,12 @@ class Done:
 
 
 class SlurmCluster:
-    """The daemons; as a context manager they run inside of it.
+    """The daemons; as a context manager they run inside of it, with all their files in `folder`."""
 
-    Args:
-        folder: for everything of theirs; is made.
-        cpus: that each of the two nodes claims to have.
-    """
-
-    def __init__(self, folder: Path, *, cpus: int = 2) -> None:
-        self.folder, self._cpus = folder, cpus
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._daemons: list[subprocess.Popen[bytes]] = []
-        self.environment: dict[str, str] = {}
-        """What a process needs to talk to this cluster."""
+        self.environment: dict[str, str] = {}  # for a process that talks to this cluster
 
     def __enter__(self) -> Self:
         try:
@@ -133,11 +127,7 @@ class SlurmCluster:
         environment: Mapping[str, str] | None = None,
         check: bool = True,
     ) -> Done:
-        """Run a command of SLURM's, or any that talks to it.
-
-        Raises:
-            AssertionError: it failed, and `check`.
-        """
+        """Run a command of SLURM's, or any that talks to it; AssertionError if it fails and `check`."""
         done = subprocess.run(
             [str(part) for part in command],
             env={**os.environ, **self.environment, **(environment or {})},
@@ -174,11 +164,7 @@ class SlurmCluster:
     def wait_until(
         self, condition: Callable[[], object], *, what: str, patience_seconds: float = _PATIENCE_SECONDS
     ) -> None:
-        """Wait for `condition`.
-
-        Raises:
-            AssertionError: it did not come true; shows the queue and the daemons' last words.
-        """
+        """Wait for `condition`; AssertionError with the queue and the daemons' last lines if it stays false."""
         deadline = time.monotonic() + patience_seconds
         while not condition():
             if time.monotonic() >= deadline:
@@ -225,7 +211,7 @@ class SlurmCluster:
                 host=host, folder=self.folder, controller_port=ports[0], kill_wait=KILL_WAIT_SECONDS
             ).strip(),
             *(
-                f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={self._cpus} State=UNKNOWN"
+                f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 State=UNKNOWN"
                 for node, port in zip(NODES, ports[1:], strict=True)
             ),
             _PARTITIONS.strip(),

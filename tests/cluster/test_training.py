@@ -12,13 +12,12 @@ from typing import Any, cast
 import pytest
 import yaml
 
-from data_shards.packing.pack import pack
 from pipeline.recipe.vocabulary import StageName
-from pipeline.runs.logs import read_metrics
 from tests.cluster.conftest import ROOT, SubmittedRun
 from tests.cluster.slurm_cluster import SlurmCluster
-from tests.faults.harness import INJECT, Case, Fault, recipe
+from tests.faults.harness import INJECT, Case, Fault, pack_shards, recipe
 from tests.left_behind import mlflow_states, surprises
+from tests.small_recipe import curve
 
 STAGES: tuple[StageName, ...] = ("pretrain", "swap_head", "finetune")
 STEPS = 120  # 10 seconds: time enough to interrupt it
@@ -35,10 +34,7 @@ def content(shards: Path, *, steps: int = STEPS, **changes: Any) -> dict[str, An
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Packed digits of three classes."""
-    out = tmp_path_factory.mktemp("shards") / "digits"
-    pack("digits", out, classes=("0", "1", "2"), holdout=0.2, samples_per_shard=100, report=lambda text: None)
-    return out
+    return pack_shards(tmp_path_factory.mktemp("shards") / "digits")
 
 
 def make_run(
@@ -84,18 +80,12 @@ def undisturbed(
     return make
 
 
-def curve(run: SubmittedRun, stage: StageName) -> list[tuple[int, dict[str, float]]]:
-    """A stage's curve without times."""
-    rows = read_metrics(run.run / stage / "metrics.jsonl")
-    return [(row.step, {k: v for k, v in row.metrics.items() if not k.startswith("perf/")}) for row in rows]
-
-
 def is_the_same(run: SubmittedRun, other: SubmittedRun) -> None:
     """Asserts that every stage came to the same end, to the last bit, in one MLflow run."""
     for stage in STAGES:
         ours, theirs = run.record(stage), other.record(stage)
         assert ours.state == "done", run.log(stage)
-        assert curve(run, stage) == curve(other, stage)
+        assert curve(run.run / stage) == curve(other.run / stage)
         assert (ours.results, ours.model_digest) == (theirs.results, theirs.model_digest)
     assert mlflow_states(run.run.parent / "mlflow.db") == {stage: ["FINISHED"] for stage in ("", *STAGES)}
 
@@ -105,7 +95,7 @@ def wait_for_checkpoint(run: SubmittedRun, step: int = 20) -> None:
 
 
 def test_a_requeue_in_the_middle_of_training_changes_no_bit(slurm: SlurmCluster, shards: Path, tmp_path: Path):
-    """The short form of the next two: two stages of few steps, and a job that is held until it is requeued."""
+    """The short form of the next one: two stages of few steps, and a job that is held until it is requeued."""
     expected = Case(tmp_path / "undisturbed", shards, changes={"stages.pretrain.duration": "24 steps"})
     ended = expected.start().wait()
     assert ended.code == 0, ended.output
@@ -122,7 +112,7 @@ def test_a_requeue_in_the_middle_of_training_changes_no_bit(slurm: SlurmCluster,
     finish(run, jobs)
     assert "requeued 1 times" in run.log("pretrain") and "going on from" in run.log("pretrain")
     record = expected.record()
-    assert curve(run, "pretrain") == expected.curve()
+    assert curve(run.run / "pretrain") == expected.curve()
     assert run.record("pretrain").model_digest == record["model_digest"]
     assert run.record("pretrain").results == record["results"]
     assert run.record("finetune").state == "done" and surprises(run.run) == []
@@ -132,34 +122,12 @@ def test_a_requeue_in_the_middle_of_training_changes_no_bit(slurm: SlurmCluster,
 
 
 @pytest.mark.slow
-def test_three_stages_through_a_requeue_end_as_if_nothing_had_happened(
-    slurm: SlurmCluster, shards: Path, tmp_path: Path, undisturbed: NewRun
-):
-    expected = undisturbed()
-    run = make_run(slurm, tmp_path / "a b", content(shards))
-    jobs = run.submit()
-    wait_for_checkpoint(run)
-    slurm.run("scancel", "--signal=USR1", "--batch", jobs["pretrain"])  # what SLURM sends before the time limit
-    run.wait_for_log("pretrain", "requeued, it goes on from step")
-    finish(run, jobs)
-    assert "going on from" in run.log("pretrain")
-    is_the_same(run, expected)
-    status = json.loads(run.cli("status", str(run.run), "--json").out)
-    assert [(stage["state"], stage["restarts"]) for stage in status["stages"]] == [
-        ("done", 1),
-        ("done", 0),
-        ("done", 0),
-    ]
-    assert status["stages"][0]["step"] == status["stages"][0]["total_steps"] == STEPS
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("what", ["scontrol requeue", "node down", "preemption", "kill -9 of a process"])
 def test_what_takes_the_nodes_away_loses_nothing(
     slurm: SlurmCluster, shards: Path, tmp_path: Path, undisturbed: NewRun, what: str
 ):
     expected = undisturbed()
-    run = make_run(slurm, tmp_path, content(shards))
+    run = make_run(slurm, tmp_path / "a b", content(shards))
     jobs = run.submit("--partition", "low")
     wait_for_checkpoint(run)
     match what:
@@ -178,8 +146,11 @@ def test_what_takes_the_nodes_away_loses_nothing(
             run.kill_a_rank()
             run.wait_for_log("pretrain", "requeued, it goes on from step", patience_seconds=300)
     finish(run, jobs)
-    assert "requeued 1 times" in run.log("pretrain")
+    assert "requeued 1 times" in run.log("pretrain") and "going on from" in run.log("pretrain")
     is_the_same(run, expected)
+    stages = json.loads(run.cli("status", str(run.run), "--json").out)["stages"]
+    assert [(stage["state"], stage["restarts"]) for stage in stages[1:]] == [("done", 0), ("done", 0)]
+    assert stages[0]["step"] == stages[0]["total_steps"] == STEPS
 
 
 @pytest.mark.slow

@@ -5,6 +5,9 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image
+
 from data_shards.reading.opening import open_shards
 from data_shards.reading.shard_reader import RawSample, ShardReader
 from data_shards.shards.shard_set import ShardSet, ShardsSpec
@@ -37,6 +40,12 @@ def write_tar(path: Path, parts: list[tuple[str, bytes]], *, format: int = tarfi
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
     return path
+
+
+def png(pixels: np.ndarray) -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, "PNG")
+    return stream.getvalue()
 
 
 def quiet(line: str) -> None:

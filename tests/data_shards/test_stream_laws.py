@@ -1,6 +1,5 @@
 """The loader's laws over random data: any shards, sets, mixtures, processes, workers, micro-batches and restarts."""
 
-import io
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
 from data_shards.images.transforms import EvalTransform, TrainTransform
 from data_shards.loading.assemble import Access
@@ -24,7 +22,7 @@ from data_shards.shards.shard_set import ShardEntry, ShardSet, ShardTable, merge
 from data_shards.shards.tar_index import build_index, index_path, write_index
 from data_shards.vocabulary import WorkerKind
 from pipeline.stage.task import model_input, targets
-from tests.data_shards.external_tars import write_tar
+from tests.data_shards.external_tars import png, write_tar
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -46,9 +44,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> list[ShardEntry]:
     for tar, count in enumerate(POOL_SIZES):
         members = []
         for row in range(count):
-            stream = io.BytesIO()
-            Image.fromarray(draw.integers(0, 256, (*draw.integers(4, 9, 2), 3), dtype=np.uint8)).save(stream, "PNG")
-            data = stream.getvalue()
+            data = png(draw.integers(0, 256, (*draw.integers(4, 9, 2), 3), dtype=np.uint8))
             members.append((f"t{tar}r{row}.png", data[: len(data) // 2] if (tar, row) in SPOILT else data))
             members.append((f"t{tar}r{row}.cls", b"%d" % ((tar + row) % CLASSES)))
         path = write_tar(folder / f"{tar}.tar", members)

@@ -1,8 +1,6 @@
 """Text for people: what would move the cursor or hide text is escaped; durations, tables."""
 
-import io
 import math
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from data_shards.checking.page import as_text
 from data_shards.errors import UserError
 from data_shards.shards.shard_set import ShardsSpec
 from data_shards.text import one_line, printable, show_duration, table
+from tests.data_shards.external_tars import write_tar
 
 HARMFUL = ["\x1b[2J", "\x07", "\r", "\b", "\x9b31m", "\u202e", "\u2066", "\u200b", "\x7f", "\udc80", "\t", "\x00"]
 HARMLESS = ["photo.png", "Käfer 12", "猫\u3000犬", "a\nb", "\U0001f600", ""]
@@ -36,12 +35,9 @@ def test_a_name_stays_on_its_line():
 
 
 def test_no_tar_can_write_on_the_screen_of_a_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with tarfile.open(tmp_path / "x-0.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
-        for number in range(3):
-            for ending, content in (("png", b"no image"), ("txt", b"\x1b]0;title\x07\na")):
-                info = tarfile.TarInfo(f"\x1b[31m\r{number}\ncheck: all is well.{ending}")
-                info.size = len(content)
-                tar.addfile(info, io.BytesIO(content))
+    endings = (("png", b"no image"), ("txt", b"\x1b]0;title\x07\na"))
+    parts = [(f"\x1b[31m\r{n}\ncheck: all is well.{end}", content) for n in range(3) for end, content in endings]
+    write_tar(tmp_path / "x-0.tar", parts)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     result = check(
         ShardsSpec(str(tmp_path), label="txt"),

@@ -4,14 +4,16 @@ And one model of every other kind, for a few steps. Started by test_engines.py a
 WORLD`. Rank 0 writes OUT/results.pt: what `run_case` returns for each case, and `run_kind` for each kind of model.
 """
 
+import contextlib
 import copy
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from model import build
+from model import vit
 from model.init import initialise
 from pipeline.engine.late_metrics import LateMetrics
 from pipeline.engine.open import open_engine
@@ -22,7 +24,7 @@ from pipeline.recipe.optimizer import Schedule
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import StagePlan
 
-STEPS = 10
+STEPS, DECAY = 10, 0.9
 GLOBAL_BATCH, CLASSES, SIZE = 16, 5, 8
 CASES = [
     *(("deepspeed", stage, precision) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")),
@@ -45,7 +47,9 @@ KIND_CASES = [
 ]
 
 
-def recipe_for(backend: str, stage: int, precision: str, overlap: str = "auto", *, model: dict = VIT) -> Recipe:
+def recipe_for(
+    backend: str, stage: int, precision: str, overlap: str = "auto", *, model: dict = VIT, ema: bool = False
+) -> Recipe:
     return Recipe.model_validate(
         {
             "name": "test",
@@ -59,6 +63,7 @@ def recipe_for(backend: str, stage: int, precision: str, overlap: str = "auto", 
                     "global_batch_size": GLOBAL_BATCH,
                     "duration": f"{STEPS} steps",
                     "optimizer": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "clip_grad_norm": 1.0},
+                    **({"ema": {"decay": DECAY}} if ema else {}),
                 }
             },
         }
@@ -82,7 +87,7 @@ def plan_for(world_size: int, accumulation: int) -> StagePlan:
 
 
 def placeholder(recipe: Recipe) -> torch.nn.Module:
-    return build.build_model(recipe.model, image_size=SIZE, num_classes=CLASSES, head="linear")
+    return vit.build_model(recipe.model, image_size=SIZE, num_classes=CLASSES, head="linear")
 
 
 def build_model(recipe: Recipe) -> torch.nn.Module:
@@ -137,32 +142,71 @@ def write_state(engine, folder: Path, *, ranks: Ranks) -> None:
     ranks.barrier()
 
 
-def run_case(case: tuple, ranks: Ranks, folder: Path) -> dict:
-    recipe = recipe_for(*case)
-    plan = plan_for(ranks.place.world_size, accumulation=2)
+class Interrupted(Exception):
+    """Raised within an evaluation."""
 
-    def fresh():
-        return open_engine(recipe, stage="pretrain", plan=plan, model=build_model(recipe), ranks=ranks)
 
-    engine = fresh()
-    at_start = copy.deepcopy(engine.weights())
-    rows = run_steps(engine, ranks, plan, range(STEPS // 2))
-    write_state(engine, folder, ranks=ranks)
-    saved = copy.deepcopy(engine.weights())
-    rows += run_steps(engine, ranks, plan, range(STEPS // 2, STEPS))
-    weights = copy.deepcopy(engine.weights())
+def evaluate(engine) -> torch.Tensor:
     engine.module.eval()
     predicted = engine.predict(batch(0)[0].to(engine.input_dtype)).float()
     engine.module.train()
+    return predicted
 
-    resumed = fresh()
+
+def averaged(engine) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    with engine.averaged():
+        return evaluate(engine), copy.deepcopy(engine.weights())
+
+
+def computing(engine, *, stage: int) -> dict[str, torch.Tensor]:
+    """The weights that the forward pass uses in an evaluation of the average, whole."""
+    parameters = dict(engine.module.named_parameters())
+    gathered = contextlib.nullcontext()
+    if stage == 3:
+        import deepspeed  # the engine has: imported before, it would import mlflow
+
+        gathered = deepspeed.zero.GatheredParameters([*parameters.values()])
+    with engine.averaged():
+        evaluate(engine)
+        with gathered:
+            return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+
+def run_case(case: tuple, ranks: Ranks, folder: Path) -> dict:
+    """Train with a moving average and evaluations of it; go on from the middle without either."""
+    plan, last = plan_for(ranks.place.world_size, accumulation=2), ranks.place.world_size - 1
+
+    def fresh(*, ema: bool):
+        recipe = recipe_for(*case, ema=ema)
+        return open_engine(recipe, stage="pretrain", plan=plan, model=build_model(recipe), ranks=ranks)
+
+    engine, rows, saved, saved_average = fresh(ema=True), [], {}, {}
+    at_start = copy.deepcopy(engine.weights())
+    plain, update = {name: tensor.clone() for name, tensor in at_start.items()}, get_ema_multi_avg_fn(DECAY)
+    for step in range(STEPS):
+        rows += run_steps(engine, ranks, plan, [step])
+        weights = copy.deepcopy(engine.weights())
+        update(list(plain.values()), [weights[name] for name in plain], None)
+        if step % 3 == 0:  # at evaluations, one of which fails
+            with contextlib.suppress(Interrupted), engine.averaged():
+                evaluate(engine)
+                if step == 3:
+                    raise Interrupted
+            after = engine.weights()
+            assert all(torch.equal(after[name], weights[name]) for name in weights)
+        if step + 1 == STEPS // 2:
+            write_state(engine, folder, ranks=ranks)
+            saved, saved_average = weights, averaged(engine)[1]
+    weights, predicted, average = copy.deepcopy(engine.weights()), evaluate(engine), averaged(engine)
+    computed = computing(engine, stage=case[1])
+    run_steps(engine, ranks, plan, [STEPS], poison_rank=last)
+    average_after_poison = averaged(engine)[1]
+
+    resumed = fresh(ema=False)
     resumed.load(folder, written={"zero_stage": case[1], "processes": ranks.place.world_size})
     restored = resumed.weights()
     resumed_rows = run_steps(resumed, ranks, plan, range(STEPS // 2, STEPS))
     resumed_weights = copy.deepcopy(resumed.weights())
-    poisoned = run_steps(resumed, ranks, plan, [STEPS], poison_rank=ranks.place.world_size - 1)
-    after_poison = copy.deepcopy(resumed.weights())
-    recovered = run_steps(resumed, ranks, plan, [STEPS + 1])
     decays = weight_decays(resumed)
     held = {
         "step": what_was_held(resumed, lambda: run_steps(resumed, ranks, plan, [STEPS + 2])),
@@ -174,14 +218,16 @@ def run_case(case: tuple, ranks: Ranks, folder: Path) -> dict:
         "at_start": at_start,
         "rows": rows,
         "saved": saved,
+        "plain average": plain,
+        "average": average,
+        "computing": computed,
+        "saved average": saved_average,
+        "average after poison": average_after_poison,
         "restored": restored,
         "weights": weights,
         "predicted": predicted,
         "resumed_rows": resumed_rows,
         "resumed_weights": resumed_weights,
-        "poisoned": poisoned,
-        "after_poison": after_poison,
-        "recovered": recovered,
         "decays": decays,
         "held": held,
         "measured": measured_steps(resumed, ranks, plan),

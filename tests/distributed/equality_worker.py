@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from model.layers.activation_checkpointing import checkpoint_blocks
+from model.vit import checkpoint_blocks
 from pipeline.engine.open import open_engine
 from pipeline.kernels.compiled_blocks import compile_blocks
 from pipeline.ranks.group import Ranks
@@ -46,6 +46,7 @@ class Case:
     activation_checkpointing: int = 0
     offload: str = "none"
     compile: str = "off"
+    backend: str = "deepspeed"
 
     def __str__(self) -> str:
         return " ".join(f"{key}={value}" for key, value in asdict(self).items() if value != DEFAULTS[key])
@@ -61,6 +62,7 @@ def _offloads(zero_stage: int) -> tuple[str, ...]:
 # Each way under each stage at least once, in float32 and, less often, in bf16.
 SOME = [
     Case(0),
+    Case(0, accumulation=2, backend="accelerate"),
     Case(0, accumulation=2, bucket_elements=SMALL_BUCKET, activation_checkpointing=1),
     Case(1, bucket_elements=SMALL_BUCKET, activation_checkpointing=2),
     Case(1, accumulation=2, overlap="off"),

@@ -1,4 +1,4 @@
-"""Two real processes under every ZeRO stage, precision and backend, against plain torch in one process."""
+"""Two real processes under every ZeRO stage, precision and backend; that training is plain torch's: `test_equality`."""
 
 import importlib.util
 from pathlib import Path
@@ -18,7 +18,6 @@ _spec = importlib.util.spec_from_file_location("engine_worker", WORKER)
 worker = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(worker)
 
-FP32 = [case for case in worker.CASES if case[2] == "fp32"]
 BF16 = [case for case in worker.CASES if case[2] == "bf16"]
 
 
@@ -28,12 +27,6 @@ def results(tmp_path_factory):
     out = tmp_path_factory.mktemp("engines")
     run_ranks(WORKER, out, world_size=WORLD_SIZE)
     return torch.load(out / "results.pt", weights_only=False) | {"folder": out}
-
-
-@pytest.fixture(scope="module")
-def oracle():
-    """The same training in one process with nothing but torch."""
-    return plain_training(worker.recipe_for("deepspeed", 0, "fp32"), steps=worker.STEPS, lr=worker.lr_at)
 
 
 def plain_training(recipe, *, steps, lr):
@@ -80,22 +73,6 @@ def worst_difference(left, right):
     return max((left[name].float() - right[name].float()).abs().max().item() for name in left)
 
 
-@pytest.mark.parametrize("case", FP32, ids=str)
-def test_float32_training_equals_plain_torch(case, results, oracle):
-    ours = results[case]
-    assert losses(ours["rows"]) == pytest.approx(losses(oracle["rows"]), rel=2e-5)
-    assert [row["grad_norm"] for row in ours["rows"]] == pytest.approx(
-        [row["grad_norm"] for row in oracle["rows"]], rel=2e-4
-    )
-    assert max(row["grad_norm"] for row in oracle["rows"]) > 1.0, "nothing was clipped: the test would not see it"
-    assert worst_difference(without_key_bias(ours["weights"]), without_key_bias(oracle["weights"])) < 2e-4
-
-
-@pytest.mark.parametrize("case", BF16, ids=str)
-def test_bfloat16_training_stays_near_plain_torch(case, results, oracle):
-    assert losses(results[case]["rows"]) == pytest.approx(losses(oracle["rows"]), abs=0.05)
-
-
 @pytest.mark.parametrize("case", worker.CASES, ids=str)
 def test_training_starts_from_the_exact_float32_weights(case, results):
     model = worker.build_model(worker.recipe_for(*case))
@@ -121,13 +98,47 @@ def test_predictions_are_those_of_the_consolidated_weights(case, results):
 
 
 @pytest.mark.parametrize("case", worker.CASES, ids=str)
+def test_the_average_is_plain_torchs_of_the_float32_weights_and_a_skipped_step_moves_it_not(case, results):
+    ours = results[case]
+    assert worst_difference(ours["average"][1], ours["plain average"]) < 1e-6
+    assert worst_difference(ours["average"][1], ours["weights"]) > 1e-4, "it is no average"
+    assert worst_difference(ours["average"][1], ours["average after poison"]) == 0
+
+
+@pytest.mark.parametrize("case", worker.CASES, ids=str)
+def test_what_is_evaluated_is_the_average(case, results):
+    predicted, weights = results[case]["average"]
+    model = worker.build_model(worker.recipe_for(*case))
+    model.load_state_dict(weights)
+    with torch.no_grad():
+        expected = model.eval()(worker.batch(0)[0])
+    assert (predicted - expected).abs().max() < (1e-5 if case[2] == "fp32" else 0.2)
+    dtype = torch.bfloat16 if case[2] == "bf16" else torch.float32
+    for name, tensor in results[case]["computing"].items():
+        assert torch.equal(tensor, weights[name].to(dtype)), name
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_each_process_saves_its_own_part_of_the_average(stage, results):
+    """4 bytes a parameter over all processes, as of a moment."""
+    files = sorted((results["folder"] / f"deepspeed-{stage}-fp32").rglob("average_rank_*.pt"))
+    assert len(files) == (WORLD_SIZE if stage else 1)
+    held = [torch.load(file)["averages"].values() for file in files]
+    counts = [sum(tensor.numel() for tensor in tensors) for tensors in held]
+    number = sum(parameter.numel() for parameter in results["deepspeed", stage, "fp32"]["weights"].values())
+    assert number <= sum(counts) <= number + 64  # padding
+    assert max(counts) - min(counts) <= 32
+
+
+@pytest.mark.parametrize("case", worker.CASES, ids=str)
 def test_restoring_gives_back_the_saved_weights_bit_for_bit(case, results):
     assert worst_difference(results[case]["saved"], results[case]["restored"]) == 0
     assert worst_difference(results[case]["saved"], results[case]["weights"]) > 0
 
 
 @pytest.mark.parametrize("case", worker.CASES, ids=str)
-def test_resuming_equals_never_having_stopped_bit_for_bit(case, results):
+def test_resuming_equals_never_having_stopped_also_without_an_average_and_its_evaluations(case, results):
+    """To the last bit; of the evaluations one is left by an exception."""
     ours = results[case]
     assert ours["resumed_rows"] == ours["rows"][worker.STEPS // 2 :]
     assert worst_difference(ours["resumed_weights"], ours["weights"]) == 0
@@ -139,16 +150,6 @@ def test_the_norm_of_the_weights_and_of_a_steps_change_are_those_of_the_whole_we
     assert skipped == pytest.approx({"opt/parameter_norm": weights["opt/parameter_norm"], "opt/update_ratio": 0.0})
     assert measured == pytest.approx(expected, rel=1e-5) and measured["opt/update_ratio"] > 1e-4
     assert nothing == {}
-
-
-@pytest.mark.parametrize("case", worker.CASES, ids=str)
-def test_a_gradient_that_is_not_finite_on_one_rank_moves_no_weight_and_training_goes_on(case, results):
-    ours = results[case]
-    assert [row["applied"] for row in ours["rows"]] == [True] * worker.STEPS
-    assert ours["poisoned"][0]["applied"] is False
-    assert worst_difference(ours["resumed_weights"], ours["after_poison"]) == 0
-    assert ours["recovered"][0]["applied"] is True
-    assert torch.isfinite(torch.tensor(ours["recovered"][0]["loss"]))
 
 
 @pytest.mark.parametrize("case", worker.CASES, ids=str)
@@ -192,10 +193,13 @@ def test_the_weights_in_a_saved_state_are_found_without_its_processes(results, c
     with torch.device("meta"):
         model = worker.placeholder(recipe)
     folder = results["folder"] / "-".join(map(str, case))
-    found = assemble(folder, backend=case[0], zero_stage=case[1], processes=WORLD_SIZE, model=model)
+    found = assemble(folder, written={"backend": case[0], "zero_stage": case[1], "processes": WORLD_SIZE}, model=model)
     saved = results[case]["saved"]
-    assert found.keys() == saved.keys()
-    assert all(torch.equal(found[name], saved[name]) for name in saved)
+    assert worst_difference(found, saved) == 0
+    average = assemble(
+        folder, written={"backend": case[0], "zero_stage": case[1], "processes": WORLD_SIZE}, model=model, of="ema"
+    )
+    assert worst_difference(average, results[case]["saved average"]) == 0 and worst_difference(average, saved) > 0
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}
 
 
@@ -241,6 +245,8 @@ def test_every_kind_of_model_is_saved_whole(case, results, tmp_path):
     with torch.device("meta"):
         empty = worker.placeholder(recipe)
     folder = results["folder"] / "-".join(map(str, case))
-    found = assemble(folder, backend="deepspeed", zero_stage=stage, processes=WORLD_SIZE, model=empty)
+    found = assemble(
+        folder, written={"backend": "deepspeed", "zero_stage": stage, "processes": WORLD_SIZE}, model=empty
+    )
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], weights[name]) for name in weights)

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from data_shards.packing.pack import pack
-from tests.faults.harness import Case
+from tests.faults.harness import Case, pack_shards
 from tests.faults.rows import Row, table
 
 HERE = Path(__file__).parent
@@ -77,10 +76,7 @@ def row(request: pytest.FixtureRequest) -> Iterator[Row]:
 
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Packed digits of three classes."""
-    out = tmp_path_factory.mktemp("shards") / "digits"
-    pack("digits", out, classes=("0", "1", "2"), holdout=0.2, samples_per_shard=100, report=lambda text: None)
-    return out
+    return pack_shards(tmp_path_factory.mktemp("shards") / "digits")
 
 
 @pytest.fixture

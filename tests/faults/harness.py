@@ -2,11 +2,11 @@
 
     case.start(faults=[case.fault("kill", "backward", rank=1, step=25)])   -> Attempt, running
     attempt.wait()                                                         -> Ended: exit code, output
-    row.ends(...); row.loses(...); row.equals(...); row.leaves_nothing(...)
+    row.ends(...); row.recovers(...)                                       loses, equals, leaves_nothing
 
-Two ranks on gloo train a tiny ViT on packed digits for 60 steps, which takes 2 s, and save every 10. Everything
-else is start-up: 7 s for the ranks alone (`how="srun"`), 20 s through `shardvit run` (`how="run"`). Every process of a
-case carries its mark in the environment, and has its folder for temporary files.
+Two ranks on gloo train a tiny ViT on packed digits for 60 steps, which takes 2 s, and save every 10. The rest is
+start-up: 7 s for the ranks alone (`how="srun"`), 20 s through `shardvit run` (`how="run"`). Every process of a case has
+its mark in the environment, and its folder for temporary files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from typing import Any, Literal
 import psutil
 import yaml
 
-from pipeline.runs.logs import read_metrics
+from data_shards.packing.pack import pack
+from tests.small_recipe import curve
 
 ROOT = Path(__file__).resolve().parents[2]
 INJECT = Path(__file__).with_name("inject")
@@ -78,6 +79,12 @@ def recipe(shards: Path, changes: Mapping[str, object] | None = None) -> dict[st
     return content
 
 
+def pack_shards(out: Path) -> Path:
+    """Pack the suite's shards, digits of three classes."""
+    pack("digits", out, classes=("0", "1", "2"), holdout=0.2, samples_per_shard=100, report=lambda text: None)
+    return out
+
+
 @dataclass(frozen=True)
 class Ended:
     """An attempt that is over."""
@@ -87,11 +94,7 @@ class Ended:
     seconds: float
 
     def sentence(self, pattern: str) -> str:
-        """The first line of the output in which `pattern` (a regular expression) is found.
-
-        Raises:
-            AssertionError: there is none; shows the output.
-        """
+        """The first line of the output that has `pattern` (a regular expression); AssertionError if none has."""
         for line in self.output.splitlines():
             if re.search(pattern, line):
                 return line.strip()
@@ -111,12 +114,8 @@ class Attempt:
         return self._output.read_text(encoding="utf-8", errors="replace")
 
     def wait(self, patience_seconds: float = PATIENCE_SECONDS) -> Ended:
-        """Wait for the end.
-
-        Raises:
-            AssertionError: it has not ended after `patience_seconds` (everything is killed then), or a fault that was
-                put in has not struck.
-        """
+        """Wait for the end; AssertionError if a fault has not struck, or it has not ended after `patience_seconds`
+        (then everything is killed)."""
         try:
             code = self.process.wait(timeout=patience_seconds)
         except subprocess.TimeoutExpired:
@@ -159,7 +158,7 @@ class Attempt:
         return [p for p in self._case.processes() if any("deepspeed.launcher" in part for part in _command(p))]
 
     def kill_everything(self) -> None:
-        """As a power failure."""
+        """Kill all at once, as a power failure does."""
         while alive := self._case.processes():
             for process in alive:
                 try:
@@ -171,13 +170,9 @@ class Attempt:
 
 
 class Case:
-    """One run folder, and the attempts at it.
+    """One run folder below `folder`, and the attempts at it.
 
-    Args:
-        folder: is made; everything of the case lies in it.
-        shards: the digits.
-        changes: to the recipe, by dotted keys.
-        content: another recipe altogether, instead.
+    `changes` are to the recipe, by dotted keys; `content` is another recipe instead.
     """
 
     def __init__(
@@ -203,12 +198,11 @@ class Case:
 
     @property
     def run(self) -> Path:
-        """The run folder."""
         return self.folder / "runs" / str(self.content["name"])
 
     @property
     def stage(self) -> Path:
-        """The folder of the first stage."""
+        """The first stage's folder."""
         return self.run / str(next(iter(self.content["stages"])))
 
     def fault(self, action: str, point: str, **settings: Any) -> Fault:
@@ -217,6 +211,20 @@ class Case:
         once = {"once": str(self.folder / f"struck-{self._faults}")}
         release = {"release": str(self.folder / f"release-{self._faults}")} if action == "hold" else {}
         return {"action": action, "point": point, **once, **release, **settings}
+
+    def run_until_killed(self, *, step: int) -> None:
+        """Train so many steps, then kill everything at once, as a power failure does."""
+        ended = self.start(faults=[self.fault("kill_all", "between_steps", rank=0, step=step)]).wait()
+        assert ended.code == -9, ended.output
+
+    def start_stopped(self, *, step: int) -> tuple[Attempt, psutil.Process]:
+        """An attempt of which rank 0 has been stopped (SIGSTOP) after so many steps, and that rank."""
+        fault = self.fault("stop", "between_steps", rank=0, step=step)
+        attempt = self.start(faults=[fault])
+        attempt.wait_for_fault(fault)
+        rank = attempt.ranks()[0]
+        attempt.wait_for(lambda: rank.status() == psutil.STATUS_STOPPED, what="stop of rank 0")
+        return attempt, rank
 
     def wait_until_all_have_ended(self) -> None:
         """Wait for the last process: a kill is there at once, but its process may be a while in the kernel."""
@@ -235,17 +243,9 @@ class Case:
         environment: Mapping[str, str] | None = None,
         shell: str = "",
     ) -> Attempt:
-        """Start an attempt.
-
-        Args:
-            arguments: of `shardvit run` (options and key=value), or key=value for the ranks.
-            how: `shardvit run` on the whole recipe; or the ranks of one stage, by themselves or by DeepSpeed.
-            stage: for srun and deepspeed; default: the first one.
-            processes: likewise; default: the recipe's.
-            faults: to be put in.
-            environment: to add.
-            shell: redirections of its streams, such as 2>&-.
-        """
+        """Start an attempt: `shardvit run` on the whole recipe, with its options and key=value as `arguments`; or the
+        ranks of one stage (default: the first), by themselves (srun) or by DeepSpeed, with key=value. `shell`:
+        redirections of its streams, such as 2>&-."""
         self._attempts += 1
         output = self.folder / f"output-{self._attempts}.txt"
         count = str(processes or self.content["processes"])
@@ -260,24 +260,49 @@ class Case:
             case "deepspeed":
                 command = ["-m", "deepspeed.launcher.runner", "--num_gpus", count, "--module", "launch.train"]
                 command += rank_arguments
-        paths = [*([str(INJECT)] if faults else []), str(ROOT)]
         with output.open("w") as file:
             process = subprocess.Popen(
                 ["bash", "-c", f'exec "$0" "$@" {shell}', sys.executable, *command],
                 cwd=self.folder,
-                env={
-                    **os.environ,
-                    **{"PYTHONPATH": os.pathsep.join(paths), "TMPDIR": str(self.temporary), MARK: self.mark},
-                    "MLFLOW_TRACKING_URI": "http://127.0.0.1:9",  # nobody there
-                    "DS_ACCELERATOR": "cpu",
-                    **({"SHARDVIT_FAULT": json.dumps(list(faults))} if faults else {}),
-                    **(environment or {}),
-                },
+                env={**self.environment(faults), **(environment or {})},
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
         return Attempt(process, output=output, case=self, faults=faults)
+
+    def shardvit(self, *arguments: str, faults: Sequence[Fault] = ()) -> Ended:
+        """Run another command than `run` in the case's folder to its end."""
+        start = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-m", "launch.cli", *arguments],
+            cwd=self.folder,
+            env=self.environment(faults),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            timeout=PATIENCE_SECONDS,
+            check=False,
+        )
+        return Ended(done.returncode, done.stdout, time.monotonic() - start)
+
+    def pack_digits(self, *, faults: Sequence[Fault] = ()) -> Ended:
+        """Pack the suite's shards once more, into `folder / "packed/digits"`: files are named after the folder."""
+        (self.folder / "packed").mkdir(exist_ok=True)
+        arguments = ("--classes", "0,1,2", "--holdout", "0.2", "--samples-per-shard", "100")
+        return self.shardvit("pack", "digits", "packed/digits", *arguments, faults=faults)
+
+    def environment(self, faults: Sequence[Fault] = ()) -> dict[str, str]:
+        """Variables of the case's processes."""
+        paths = [*([str(INJECT)] if faults else []), str(ROOT)]
+        return {
+            **os.environ,
+            **{"PYTHONPATH": os.pathsep.join(paths), "TMPDIR": str(self.temporary), MARK: self.mark},
+            "MLFLOW_TRACKING_URI": "http://127.0.0.1:9",  # nobody there
+            "DS_ACCELERATOR": "cpu",
+            **({"SHARDVIT_FAULT": json.dumps(list(faults))} if faults else {}),
+        }
 
     def processes(self) -> list[psutil.Process]:
         """Everything alive that carries the case's mark."""
@@ -299,11 +324,8 @@ class Case:
         return json.loads((self.stage / "stage.json").read_text(encoding="utf-8"))
 
     def curve(self) -> list[tuple[int, dict[str, float]]]:
-        """The rows of metrics.jsonl of the first stage, without times."""
-        return [
-            (row.step, {name: value for name, value in row.metrics.items() if not name.startswith("perf/")})
-            for row in read_metrics(self.stage / "metrics.jsonl")
-        ]
+        """The first stage's curve, without times."""
+        return curve(self.stage)
 
     def files(self) -> set[str]:
         """All files and empty folders of the run folder, relative to it."""

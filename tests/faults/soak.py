@@ -27,10 +27,9 @@ from typing import Any
 
 import psutil
 
-from data_shards.packing.pack import pack
 from pipeline.checkpoint.store import damage_of
 from pipeline.runs.logs import iter_metrics
-from tests.faults.harness import Attempt, Case, send
+from tests.faults.harness import Attempt, Case, pack_shards, send
 from tests.faults.rows import Row
 
 _STARTUP_SECONDS = 15.0  # of a restart, and what has to be done again: about so much is lost with each fault
@@ -60,14 +59,7 @@ class Tally:
 
 
 class Soak:
-    """The disturbed run.
-
-    Args:
-        case: with a recipe of the right length.
-        seed: of the faults.
-        every_seconds: between two faults.
-        tally: is filled.
-    """
+    """The disturbed run; fills `tally`."""
 
     def __init__(self, case: Case, *, seed: int, every_seconds: float, tally: Tally) -> None:
         self._case, self._every, self._tally = case, every_seconds, tally
@@ -76,19 +68,19 @@ class Soak:
         self._attempt: Attempt | None = None
         self._reached = self._seen_notes = 0
         self._faults: dict[str, Callable[[], None]] = {
-            "kill -9 of a rank": lambda: self._kill(self._draw.choice(self._running.ranks())),
-            "kill -9 of all": self._kill_all,
+            "kill -9 of a rank": lambda: self._any_rank().kill(),
+            "kill -9 of all": lambda: self._running.kill_everything(),
             "kill -9 of shardvit run": lambda: self._running.process.kill(),
             "SIGTERM to shardvit run": lambda: send(self._supervisor, signal.SIGTERM),
             "Ctrl-C": lambda: send(self._supervisor, signal.SIGINT),
-            "SIGTERM to a rank": lambda: send(self._draw.choice(self._running.ranks()), signal.SIGTERM),
-            "SIGUSR1 to a rank": lambda: send(self._draw.choice(self._running.ranks()), signal.SIGUSR1),
-            "SIGSTOP of a rank": lambda: send(self._draw.choice(self._running.ranks()), signal.SIGSTOP),
+            "SIGTERM to a rank": lambda: send(self._any_rank(), signal.SIGTERM),
+            "SIGUSR1 to a rank": lambda: send(self._any_rank(), signal.SIGUSR1),
+            "SIGSTOP of a rank": lambda: send(self._any_rank(), signal.SIGSTOP),
             "kill -9 in a save": lambda: self._triggers[self._draw.choice(_POINTS)].touch(),
             "disk full in a save": lambda: self._triggers["full disk"].touch(),
             "kill -9 of all, newest checkpoint: a bit flipped": lambda: self._damage_newest(self._flip),
             "kill -9 of all, newest checkpoint: cut short": lambda: self._damage_newest(self._cut),
-            "an older checkpoint: a bit flipped": self._damage_older,
+            "an older checkpoint: a bit flipped": lambda: self._flip(self._checkpoints()[-2]),
         }
 
     def run(self) -> None:
@@ -123,6 +115,9 @@ class Soak:
     def _running(self) -> Attempt:
         assert self._attempt is not None
         return self._attempt
+
+    def _any_rank(self) -> psutil.Process:
+        return self._draw.choice(self._running.ranks())
 
     @property
     def _supervisor(self) -> psutil.Process:
@@ -196,36 +191,28 @@ class Soak:
         except psutil.Error:
             return False
 
-    def _kill(self, process: psutil.Process) -> None:
-        process.kill()
-
-    def _kill_all(self) -> None:
-        self._running.kill_everything()
-
     def _checkpoints(self) -> list[Path]:
         return sorted((self._case.stage / "checkpoints").glob("step-*"))
 
     def _damage_newest(self, damage: Callable[[Path], None]) -> None:
-        self._kill_all()
+        self._running.kill_everything()
         whole = [folder for folder in self._checkpoints() if not damage_of(folder)]
         if len(whole) < 2:
             raise IndexError("a second whole checkpoint is needed")
         damage(whole[-1])
 
-    def _damage_older(self) -> None:
-        folders = self._checkpoints()
-        self._flip(folders[-2])
+    def _any_file(self, folder: Path) -> Path:
+        return self._draw.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
 
     def _flip(self, folder: Path) -> None:
-        path = self._draw.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
-        with path.open("r+b") as file:
-            content = file.read()
-            position = self._draw.randrange(len(content))
-            file.seek(position)
-            file.write(bytes([content[position] ^ 1 << self._draw.randrange(8)]))
+        path = self._any_file(folder)
+        content = bytearray(path.read_bytes())
+        content[self._draw.randrange(len(content))] ^= 1 << self._draw.randrange(8)
+        with path.open("r+b") as file:  # in place, as a disk does it
+            file.write(content)
 
     def _cut(self, folder: Path) -> None:
-        path = self._draw.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
+        path = self._any_file(folder)
         os.truncate(path, self._draw.randrange(path.stat().st_size))
 
 
@@ -284,8 +271,7 @@ def soak(options: argparse.Namespace, folder: Path, tally: Tally) -> int:
     """Measure, run undisturbed, run disturbed, compare; the exit code."""
     tally.say(f"soak of {options.minutes:g} minutes, a fault every {options.every:g} s, seed {options.seed}")
     tally.say(f"commit {_revision()}, Python {sys.version.split()[0]}, {os.cpu_count()} cores")
-    shards = folder / "shards"
-    pack("digits", shards, classes=("0", "1", "2"), holdout=0.2, samples_per_shard=100, report=lambda text: None)
+    shards = pack_shards(folder / "shards")
     _, _, speed = undisturbed(folder / "measured", shards, steps=400, save_steps=100)
     share = max(0.25, 1 - _STARTUP_SECONDS / options.every)
     steps = options.steps or max(200, int(speed * options.minutes * 60 * share / 100) * 100)

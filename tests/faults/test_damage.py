@@ -25,8 +25,8 @@ ALL_DAMAGED = (
 def killed(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Case:
     """A run that was killed after `KILLED_AT` steps; to be copied."""
     case = Case(tmp_path_factory.mktemp("killed") / "case", shards)
-    ended = case.start(faults=[case.fault("kill_all", "between_steps", rank=0, step=KILLED_AT)]).wait()
-    assert ended.code == -9 and case.saved()[-1] == 30, ended.output
+    case.run_until_killed(step=KILLED_AT)
+    assert case.saved()[-1] == 30
     return case
 
 
@@ -80,9 +80,7 @@ def test_the_newest_checkpoint_is_damaged(damage: str, copy: Case, undisturbed: 
     DAMAGES[damage](folder)
     ended = copy.start().wait()
     row.ends(ended, code=0, says=f"{folder.name} is damaged")
-    row.loses(ended, reached=30)
-    row.equals(copy, baseline)
-    row.leaves_nothing(copy, baseline)
+    row.recovers(copy, baseline, ended, reached=30)
 
 
 @pytest.mark.parametrize("content", ["empty", "pointing nowhere"])
@@ -93,9 +91,7 @@ def test_a_latest_file_of_deepspeeds_kind(content: str, copy: Case, undisturbed:
         (folder / "latest").write_text("" if content == "empty" else "global_step999")
     ended = copy.start().wait()
     row.ends(ended, code=0, says="going on from")
-    row.loses(ended, reached=30, at_most=0)
-    row.equals(copy, baseline)
-    row.leaves_nothing(copy, baseline, besides=["checkpoints/latest"])
+    row.recovers(copy, baseline, ended, reached=30, at_most=0, besides=["checkpoints/latest"])
 
 
 def test_every_checkpoint_is_damaged(copy: Case, undisturbed: Undisturbed, row: Row) -> None:
@@ -107,11 +103,7 @@ def test_every_checkpoint_is_damaged(copy: Case, undisturbed: Undisturbed, row: 
     row.ends(copy.start().wait(), code=2, says="all 2 checkpoints .* are damaged .*--restart pretrain")
     shutil.rmtree(newest(copy))
     aside.rename(copy.stage / "checkpoints" / "step-00000030")
-    continued = copy.start().wait()
-    assert continued.code == 0, continued.output
-    row.loses(continued, reached=30, at_most=0)
-    row.equals(copy, baseline)
-    row.leaves_nothing(copy, baseline)
+    row.recovers(copy, baseline, reached=30, at_most=0)
 
 
 def test_the_folder_of_checkpoints_is_gone(copy: Case, undisturbed: Undisturbed, row: Row) -> None:
@@ -121,8 +113,4 @@ def test_the_folder_of_checkpoints_is_gone(copy: Case, undisturbed: Undisturbed,
     row.ends(copy.start().wait(), code=2, says="holds no checkpoint, but one was saved at step 30")
     shutil.rmtree(copy.stage / "checkpoints", ignore_errors=True)
     aside.rename(copy.stage / "checkpoints")
-    continued = copy.start().wait()
-    assert continued.code == 0, continued.output
-    row.loses(continued, reached=30, at_most=0)
-    row.equals(copy, baseline)
-    row.leaves_nothing(copy, baseline)
+    row.recovers(copy, baseline, reached=30, at_most=0)

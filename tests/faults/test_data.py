@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
 from data_shards.shards.tar_index import open_index
@@ -62,18 +61,13 @@ def test_a_corrupt_image(own_shards: Path, tmp_path: Path, row: Row) -> None:
     ended = baseline.start().wait()
     row.ends(ended, code=0, says="is damaged .*another one takes its place")
     assert baseline.curve()[-2][1]["data/substituted_images"] > 0
-    killed = case.start(faults=[case.fault("kill_all", "between_steps", rank=0, step=KILLED_AT)]).wait()
-    assert killed.code == -9, killed.output
-    continued = case.start().wait()
-    assert continued.code == 0, continued.output
-    row.loses(continued, reached=KILLED_AT)
-    row.equals(case, baseline)
+    case.run_until_killed(step=KILLED_AT)
+    row.recovers(case, baseline, reached=KILLED_AT)
     listed = [
         {json.loads(line)["key"] for line in (each.stage / "corrupt_samples.jsonl").read_text().splitlines()}
         for each in (case, baseline)
     ]
     assert listed[0] == listed[1] == {index.keys[3], index.keys[50]}
-    row.leaves_nothing(case, baseline)
 
 
 @pytest.mark.parametrize("fault", ["truncated", "gone"])
@@ -82,8 +76,7 @@ def test_a_shard_is_damaged_while_the_run_is_killed(
 ) -> None:
     row.is_about(f"a tar {fault} when the run goes on", MISSING)
     baseline, case = undisturbed(), new_case(content=recipe(own_shards))
-    killed = case.start(faults=[case.fault("kill_all", "between_steps", rank=0, step=KILLED_AT)]).wait()
-    assert killed.code == -9, killed.output
+    case.run_until_killed(step=KILLED_AT)
     tar = one_tar(own_shards)
     whole = tar.read_bytes()
     if fault == "gone":
@@ -92,31 +85,19 @@ def test_a_shard_is_damaged_while_the_run_is_killed(
         tar.write_bytes(whole[: len(whole) // 3])
     row.ends(case.start().wait(), code=2, says=tar.name)
     tar.write_bytes(whole)
-    continued = case.start().wait()
-    assert continued.code == 0, continued.output
-    row.loses(continued, reached=KILLED_AT)
-    row.equals(case, baseline)
-    row.leaves_nothing(case, baseline)
+    row.recovers(case, baseline, reached=KILLED_AT)
 
 
 def test_a_shard_vanishes_in_mid_run(own_shards: Path, new_case: NewCase, undisturbed: Undisturbed, row: Row) -> None:
     row.is_about("all tars vanish in mid-run", MISSING)
     baseline, case = undisturbed(), new_case(content=recipe(own_shards))
-    fault = case.fault("stop", "between_steps", rank=0, step=0)
-    attempt = case.start(faults=[fault])
-    attempt.wait_for_fault(fault)
-    rank = attempt.ranks()[0]
-    attempt.wait_for(lambda: rank.status() == psutil.STATUS_STOPPED, what="stop of rank 0")
+    attempt, rank = case.start_stopped(step=0)
     aside = own_shards.with_name("aside")
     (own_shards / "train").rename(aside)
     send(rank, signal.SIGCONT)
     row.ends(attempt.wait(), code=2, says=r"\.tar")
     aside.rename(own_shards / "train")
-    continued = case.start().wait()
-    assert continued.code == 0, continued.output
-    row.loses(continued, reached=0)
-    row.equals(case, baseline)
-    row.leaves_nothing(case, baseline, besides=["corrupt_samples.jsonl"])
+    row.recovers(case, baseline, reached=0, besides=["corrupt_samples.jsonl"])
 
 
 def test_a_store_that_answers_with_errors(
@@ -135,9 +116,7 @@ def test_a_store_that_answers_with_errors(
         case = new_case(content=content)
         row.ends(case.start().wait(), code=0)
     assert not any(faults.values())  # all have been met
-    row.has_no("lost")
-    row.equals(case, baseline)
-    row.leaves_nothing(case, baseline)
+    row.is_unharmed(case, baseline)
     assert not list((tmp_path / "cache").rglob("*.part"))
 
 
@@ -149,32 +128,24 @@ def test_a_tracking_server_that_never_answers(case: Case, undisturbed: Undisturb
         fault = case.fault("kill_all", "between_steps", rank=0, step=KILLED_AT)
         row.ends(case.start(faults=[fault], environment=silent).wait(), code=-9)
     continued = case.start(environment={"MLFLOW_TRACKING_URI": f"sqlite:///{database}"}).wait()
-    assert continued.code == 0, continued.output
-    row.loses(continued, reached=KILLED_AT)
-    row.equals(case, baseline)
+    row.recovers(case, baseline, continued, reached=KILLED_AT, besides=["mlflow"])
     points = {(row.step, name) for row in read_metrics(case.stage / "metrics.jsonl") for name in row.metrics}
     with sqlite3.connect(database) as connection:
         sent = set(connection.execute("SELECT step, key FROM metrics WHERE key != 'images_seen'"))
     connection.close()
     assert points <= sent
-    row.leaves_nothing(case, baseline, besides=["mlflow"])
 
 
 def test_gradients_are_not_finite_for_a_few_steps(tmp_path: Path, shards: Path, new_case: NewCase, row: Row) -> None:
     row.is_about("NaN in rank 1's gradients at steps 20 to 22, and kill -9 later", NAN)
     baseline, case = new_case("baseline"), new_case()
     nan = case.fault("nan", "backward", rank=1, step=20, last_step=22, once=None)
-    ended = baseline.start(faults=[nan]).wait()
-    row.ends(ended, code=0)
+    row.ends(baseline.start(faults=[nan]).wait(), code=0)
     assert max(skipped(baseline)) == 3
     kill = case.fault("kill_all", "between_steps", rank=0, step=22)
     assert case.start(faults=[nan, kill]).wait().code == -9
-    continued = case.start(faults=[nan]).wait()
-    assert continued.code == 0, continued.output
-    row.loses(continued, reached=22)
-    row.equals(case, baseline)
+    row.recovers(case, baseline, case.start(faults=[nan]).wait(), reached=22)
     assert max(skipped(case)) == 3
-    row.leaves_nothing(case, baseline)
 
 
 def test_gradients_are_not_finite_for_ever(new_case: NewCase, undisturbed: Undisturbed, row: Row) -> None:
@@ -184,11 +155,7 @@ def test_gradients_are_not_finite_for_ever(new_case: NewCase, undisturbed: Undis
     baseline, case = undisturbed(changes=changes), new_case(changes=changes)
     nan = case.fault("nan", "backward", rank=1, step=22, last_step=10_000, once=None)
     row.ends(case.start(faults=[nan]).wait(), code=1, says="5 steps in a row had gradients that are not finite")
-    continued = case.start().wait()
-    assert continued.code == 0, continued.output
-    row.loses(continued, reached=22)
-    row.equals(case, baseline)
-    row.leaves_nothing(case, baseline)
+    row.recovers(case, baseline, reached=22)
 
 
 def skipped(case: Case) -> set[float]:

@@ -50,9 +50,7 @@ def test_a_rank_hangs(action: str, point: str, new_case: NewCase, undisturbed: U
     row.ends(ended, code=(1, 137), says=r"rank 1 .*hangs")
     stack = (case.stage / "ranks" / "stack-rank-1.txt").read_text(encoding="utf-8")
     assert "train_loop.py" in stack
-    row.loses(case.start("engine.hang_seconds=900").wait(), reached=step)
-    row.equals(case, baseline)
-    row.leaves_nothing(case, baseline, besides=STACKS)
+    row.recovers(case, baseline, case.start("engine.hang_seconds=900").wait(), reached=step, besides=STACKS)
 
 
 def test_a_rank_hangs_with_max_restarts(new_case: NewCase, undisturbed: Undisturbed, row: Row) -> None:
@@ -62,9 +60,7 @@ def test_a_rank_hangs_with_max_restarts(new_case: NewCase, undisturbed: Undistur
     ended = case.start("--max-restarts", "1", how="run", faults=[fault]).wait()
     row.ends(ended, code=0, says=r"rank 0 .*hangs")
     assert "restart 1 of 1" in ended.output
-    row.loses(ended, reached=STEP)
-    row.equals(case, baseline)
-    row.leaves_nothing(case, baseline, besides=STACKS)
+    row.recovers(case, baseline, ended, reached=STEP, besides=STACKS)
 
 
 def slow_forward(case) -> dict:
@@ -80,9 +76,7 @@ def test_a_slow_rank_is_named(new_case: NewCase, undisturbed: Undisturbed, row: 
     assert (
         named and 4 * LOG_STEPS <= named[0] <= 8 * LOG_STEPS
     )  # the fourth point, or later if the other one was held up
-    row.has_no("lost")
-    row.equals(case, baseline)
-    row.leaves_nothing(case, baseline)
+    row.is_unharmed(case, baseline)
 
 
 def test_a_slow_rank_stops_the_run(new_case: NewCase, undisturbed: Undisturbed, row: Row) -> None:
@@ -94,9 +88,7 @@ def test_a_slow_rank_stops_the_run(new_case: NewCase, undisturbed: Undisturbed, 
     row.ends(ended, code=1, says="is saved")
     stopped = case.saved()[-1]
     assert 16 <= stopped < STEPS and f"everything up to step {stopped} is saved" in ended.output
-    row.loses(case.start().wait(), reached=stopped, at_most=0)
-    row.equals(case, baseline)
-    row.leaves_nothing(case, baseline)
+    row.recovers(case, baseline, reached=stopped, at_most=0)
 
 
 def test_a_worker_process_is_killed(new_case: NewCase, undisturbed: Undisturbed, row: Row) -> None:
@@ -104,9 +96,7 @@ def test_a_worker_process_is_killed(new_case: NewCase, undisturbed: Undisturbed,
     baseline, case = undisturbed(), new_case(changes={"data.workers": 1, "data.worker_kind": "process"})
     fault = case.fault("kill", "batch", rank=1, nth=2 * STEP)  # two micro-batches a step
     row.ends(case.start(faults=[fault]).wait(), code=1, says="worker")
-    row.loses(case.start().wait(), reached=STEP)
-    row.equals(case, baseline)
-    row.leaves_nothing(case, baseline)
+    row.recovers(case, baseline, reached=STEP)
 
 
 @pytest.mark.parametrize("days", [1, -1])
@@ -115,9 +105,7 @@ def test_the_clock_jumps(days: int, new_case: NewCase, undisturbed: Undisturbed,
     baseline, case = undisturbed(), new_case(changes={**HANG, "stages.pretrain.save_every_minutes": 5})
     faults = [case.fault("clock", "between_steps", rank=rank, step=STEP, seconds=86400 * days) for rank in (0, 1)]
     row.ends(case.start(faults=faults).wait(), code=0)
-    row.has_no("lost")
-    row.equals(case, baseline)
-    row.leaves_nothing(case, baseline)
+    row.is_unharmed(case, baseline)
 
 
 def test_two_runs_on_one_folder(new_case: NewCase, undisturbed: Undisturbed, row: Row) -> None:
@@ -129,9 +117,7 @@ def test_two_runs_on_one_folder(new_case: NewCase, undisturbed: Undisturbed, row
     row.ends(case.start(how="run").wait(), code=2, says=rf"in use by process {first.process.pid} ")
     ended = first.wait()
     assert ended.code == 0, ended.output
-    row.has_no("lost")
-    row.equals(case, baseline)
-    row.leaves_nothing(case, baseline)
+    row.is_unharmed(case, baseline)
 
 
 def test_a_crash_loop_stops(new_case: NewCase, undisturbed: Undisturbed, row: Row) -> None:
@@ -140,6 +126,4 @@ def test_a_crash_loop_stops(new_case: NewCase, undisturbed: Undisturbed, row: Ro
     fault = {**case.fault("raise", "between_steps", rank=0, step=STEP), "once": None}
     ended = case.start("--max-restarts", "9", how="run", faults=[fault]).wait()
     row.ends(ended, code=1, says="another one would fail in the same way")
-    row.loses(case.start().wait(), reached=STEP)
-    row.equals(case, baseline)
-    row.leaves_nothing(case, baseline)
+    row.recovers(case, baseline, reached=STEP)

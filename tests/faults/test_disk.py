@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.faults.commands import pack_digits
 from tests.faults.conftest import NewCase, Undisturbed
 from tests.faults.disks import fill, read_only, require_mounts, small_disk
-from tests.faults.harness import Attempt, Case, send
+from tests.faults.harness import Case, send
 from tests.faults.rows import Row
 
 FULL = (
@@ -46,11 +43,7 @@ def test_the_disk_is_full_for_one_rank(
     row.ends(case.start(faults=[fault]).wait(), code=2, says="No space left|full")
     assert case.saved() == [10]
     assert not list(case.stage.glob("checkpoints/.*"))
-    continued = case.start().wait()
-    assert continued.code == 0, continued.output
-    row.loses(continued, reached=20)
-    row.equals(case, baseline)
-    row.leaves_nothing(case, baseline)
+    row.recovers(case, baseline, reached=20)
 
 
 def test_the_disk_fails_for_a_moment(new_case: NewCase, undisturbed: Undisturbed, row: Row) -> None:
@@ -59,9 +52,7 @@ def test_the_disk_fails_for_a_moment(new_case: NewCase, undisturbed: Undisturbed
     fault = case.fault("eio", "save.writing", rank=1, step=20)
     ended = case.start("--max-restarts", "1", how="run", faults=[fault]).wait()
     row.ends(ended, code=0, says="Input/output error")
-    row.loses(ended, reached=20)
-    row.equals(case, baseline)
-    row.leaves_nothing(case, baseline)
+    row.recovers(case, baseline, ended, reached=20)
 
 
 @pytest.mark.parametrize("saving", ["background", "blocking"])
@@ -70,18 +61,14 @@ def test_a_small_disk_is_full(saving: str, new_case: NewCase, undisturbed: Undis
     require_mounts()
     baseline, case = undisturbed(), new_case(changes={"engine.saving": saving})
     with small_disk(case.folder / "runs", size_bytes=DISK_BYTES) as disk:
-        attempt, go_on = stopped_at(case, step=15)
+        attempt, rank = case.start_stopped(step=15)
         filler = fill(disk, leave_bytes=100_000)  # for metrics and records, not for a checkpoint
-        go_on()
+        send(rank, signal.SIGCONT)
         row.ends(attempt.wait(), code=2, says="No space left|full|free")
         assert case.saved() == [10]
         assert not list(case.stage.glob("checkpoints/.*"))
         filler.unlink()
-        continued = case.start().wait()
-        assert continued.code == 0, continued.output
-        row.loses(continued, reached=20)
-        row.equals(case, baseline)
-        row.leaves_nothing(case, baseline)
+        row.recovers(case, baseline, reached=20)
 
 
 def test_the_disk_is_full_for_metrics(case: Case, undisturbed: Undisturbed, row: Row) -> None:
@@ -89,11 +76,7 @@ def test_the_disk_is_full_for_metrics(case: Case, undisturbed: Undisturbed, row:
     baseline = undisturbed()
     fault = case.fault("enospc", "metrics.writing", nth=4)  # steps 7, 14, 21, 24
     row.ends(case.start(faults=[fault]).wait(), code=2, says="No space left|full")
-    continued = case.start().wait()
-    assert continued.code == 0, continued.output
-    row.loses(continued, reached=24)
-    row.equals(case, baseline)
-    row.leaves_nothing(case, baseline)
+    row.recovers(case, baseline, reached=24)
 
 
 def test_the_disk_is_full_for_mlflow(case: Case, undisturbed: Undisturbed, row: Row) -> None:
@@ -103,9 +86,7 @@ def test_the_disk_is_full_for_mlflow(case: Case, undisturbed: Undisturbed, row: 
     with small_disk(case.folder / "mlflow", size_bytes=65_536) as disk:
         ended = case.start(environment={"MLFLOW_TRACKING_URI": f"sqlite:///{disk}/mlflow.db"}).wait()
     row.ends(ended, code=0, says="MLflow.*")
-    row.has_no("lost")
-    row.equals(case, baseline)
-    row.leaves_nothing(case, baseline)
+    row.is_unharmed(case, baseline)
 
 
 def test_a_read_only_run_folder(case: Case, undisturbed: Undisturbed, row: Row) -> None:
@@ -113,34 +94,26 @@ def test_a_read_only_run_folder(case: Case, undisturbed: Undisturbed, row: Row) 
     require_mounts()
     baseline = undisturbed()
     with small_disk(case.folder / "runs", size_bytes=DISK_BYTES) as disk:
-        killed = case.start(faults=[case.fault("kill_all", "between_steps", rank=0, step=26)]).wait()
-        assert killed.code == -9, killed.output
+        case.run_until_killed(step=26)
         before = contents(disk)
         with read_only(disk):
             row.ends(case.start(how="run").wait(), code=2, says="read-only")
             # Alone: a rank 0 that ends before the others have met it leaves them to srun's --kill-on-bad-exit.
             row.ends(case.start(processes=1).wait(), code=2, says="read-only")
         assert contents(disk) == before
-        continued = case.start().wait()
-        assert continued.code == 0, continued.output
-        row.loses(continued, reached=26)
-        row.equals(case, baseline)
-        row.leaves_nothing(case, baseline)
+        row.recovers(case, baseline, reached=26)
 
 
 def test_the_disk_is_full_while_packing(case: Case, shards: Path, row: Row) -> None:
     row.is_about("disk full during pack", FULL_PACK)
     out = case.folder / "packed/digits"
     fault = case.fault("enospc", "pack.shard", nth=3)
-    row.ends(pack_digits(case, faults=[fault]), code=2, says="disk is full")
+    row.ends(case.pack_digits(faults=[fault]), code=2, says="disk is full")
     assert not out.exists()
-    again = pack_digits(case)
+    again = case.pack_digits()
     assert again.code == 0 and "in an earlier attempt" in again.output, again.output
-    row.has_no("lost")
-    assert tars(out) == tars(shards)
-    row.continued = "same bytes"
     assert list(out.parent.iterdir()) == [out]
-    row.left_behind = "nothing"
+    row.has_the_same_bytes(tars(out), tars(shards))
 
 
 def test_dev_shm_is_too_small(new_case: NewCase, undisturbed: Undisturbed, row: Row) -> None:
@@ -150,21 +123,7 @@ def test_dev_shm_is_too_small(new_case: NewCase, undisturbed: Undisturbed, row: 
     case = new_case(changes={"data.workers": 1, "data.worker_kind": "process"})
     with small_disk(Path("/dev/shm"), size_bytes=4096):
         row.ends(case.start().wait(), code={1, 2}, says="/dev/shm")
-    continued = case.start("data.worker_kind=thread").wait()
-    assert continued.code == 0, continued.output
-    row.loses(continued, reached=0)
-    row.equals(case, baseline)
-    row.leaves_nothing(case, baseline)
-
-
-def stopped_at(case: Case, *, step: int) -> tuple[Attempt, Callable[[], None]]:
-    """A run of which rank 0 has been stopped after `step` steps, and what lets it go on."""
-    fault = case.fault("stop", "between_steps", rank=0, step=step)
-    attempt = case.start(faults=[fault])
-    attempt.wait_for_fault(fault)
-    rank = attempt.ranks()[0]
-    attempt.wait_for(lambda: rank.status() == psutil.STATUS_STOPPED, what="stop of rank 0")
-    return attempt, lambda: send(rank, signal.SIGCONT)
+    row.recovers(case, baseline, case.start("data.worker_kind=thread").wait(), reached=0)
 
 
 def tars(folder: Path) -> dict[str, str]:

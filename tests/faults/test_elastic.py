@@ -43,8 +43,8 @@ def killed(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> dict[tuple
                 shards,
                 changes={**CHANGES, "processes": processes, "engine.zero_stage": stage},
             )
-            ended = case.start(faults=[case.fault("kill_all", "between_steps", rank=0, step=KILLED_AT)]).wait()
-            assert ended.code == -9 and case.saved()[-1] == 20, ended.output
+            case.run_until_killed(step=KILLED_AT)
+            assert case.saved()[-1] == 20
             self[key] = case
             return case
 
@@ -70,42 +70,16 @@ def test_another_layout(
     shutil.copytree(killed[before].run, case.run)
     ended = case.start().wait()
     row.ends(ended, code=0, says="changed since")
-    row.loses(ended, reached=KILLED_AT)
-    worst = worst_difference(case, baseline)
-    assert worst <= TOLERANCE
-    row.continued = f"within {worst:.1e}, limit {TOLERANCE:.0e}"
     # Another layout has other shards and other ranks, the killed ones' stacks among them.
-    row.leaves_nothing(case, baseline, besides=["/deepspeed/", "/ddp.pt", "pretrain/ranks/"])
-
-
-def worst_difference(case: Case, baseline: Case) -> float:
-    """The largest one of any value of the curve and of any weight, but for the keys' biases.
-
-    A softmax does not see what all keys have in common, so the gradient of their biases is zero but for rounding; and
-    Adam divides by its size: they walk at random by the learning rate, and nothing comes of it.
-    """
-    from safetensors.torch import load_file
-
-    differences = [0.0]
-    for (step, ours), (_, theirs) in zip(case.curve(), baseline.curve(), strict=True):
-        assert ours.keys() == theirs.keys(), step
-        differences += [abs(ours[name] - theirs[name]) for name in ours]
-    left, right = (load_file(each.stage / "model" / "model.safetensors") for each in (case, baseline))
-    assert left.keys() == right.keys()
-    for name in left:
-        difference = (left[name] - right[name]).abs()
-        if name.endswith("qkv.bias"):
-            difference = difference.view(3, -1)[[0, 2]]
-        differences.append(difference.max().item())
-    return max(differences)
+    besides = ["/deepspeed/", "/ddp.pt", "pretrain/ranks/"]
+    row.recovers(case, baseline, ended, reached=KILLED_AT, tolerance=TOLERANCE, besides=besides)
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Case:
     """The suite's recipe, killed; to be copied."""
     case = Case(tmp_path_factory.mktemp("plain") / "case", shards)
-    ended = case.start(faults=[case.fault("kill_all", "between_steps", rank=0, step=KILLED_AT)]).wait()
-    assert ended.code == -9, ended.output
+    case.run_until_killed(step=KILLED_AT)
     return case
 
 
@@ -117,11 +91,7 @@ def test_a_changed_recipe(plain: Case, case: Case, undisturbed: Undisturbed, row
     row.ends(refused, code=2, says="the recipe differs")
     assert "stages.pretrain.optimizer.lr: 0.003 -> 0.5" in refused.output
     assert case.start("stages.pretrain.optimizer.lr=0.5").wait().code == 2  # the ranks look for themselves
-    continued = case.start().wait()
-    assert continued.code == 0, continued.output
-    row.loses(continued, reached=KILLED_AT)
-    row.equals(case, baseline)
-    row.leaves_nothing(case, baseline)
+    row.recovers(case, baseline, reached=KILLED_AT)
 
 
 def test_changed_data(plain: Case, case: Case, undisturbed: Undisturbed, row: Row, shards: Path) -> None:
@@ -137,11 +107,7 @@ def test_changed_data(plain: Case, case: Case, undisturbed: Undisturbed, row: Ro
         assert ranks.code == 2 and tar.name in ranks.output
     finally:
         touch_up(tar)
-    continued = case.start().wait()
-    assert continued.code == 0, continued.output
-    row.loses(continued, reached=KILLED_AT)
-    row.equals(case, baseline)
-    row.leaves_nothing(case, baseline)
+    row.recovers(case, baseline, reached=KILLED_AT)
 
 
 def test_other_library_versions(plain: Case, case: Case, undisturbed: Undisturbed, row: Row) -> None:
@@ -151,9 +117,7 @@ def test_other_library_versions(plain: Case, case: Case, undisturbed: Undisturbe
     write_as_torch(case.stage / "checkpoints" / "step-00000020", version="2.11.0")
     ended = case.start().wait()
     row.ends(ended, code=0, says="torch 2.11.0 -> ")
-    row.loses(ended, reached=KILLED_AT)
-    row.equals(case, baseline)
-    row.leaves_nothing(case, baseline)
+    row.recovers(case, baseline, ended, reached=KILLED_AT)
 
 
 def write_as_torch(folder: Path, *, version: str) -> None:

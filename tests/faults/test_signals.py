@@ -58,9 +58,7 @@ def test_asked_to_stop(
     row.ends(attempt.wait(), code=75, says="" if target == "a rank" else "the same command goes on")
     stopped = case.saved()[-1]
     assert STEP < stopped <= STEP + STOP_STEPS
-    row.loses(case.start().wait(), reached=stopped, at_most=0)
-    row.equals(case, baseline)
-    row.leaves_nothing(case, baseline)
+    row.recovers(case, baseline, reached=stopped, at_most=0)
 
 
 @pytest.mark.parametrize("saving", ["background", "blocking"])
@@ -74,6 +72,4 @@ def test_ctrl_c_twice_in_a_save(saving: str, new_case: NewCase, undisturbed: Und
     attempt.wait_for_text("Ctrl-C again")
     attempt.process.send_signal(signal.SIGINT)
     row.ends(attempt.wait(), code=75, says=r"not finished \(stopped\)")
-    row.loses(case.start().wait(), reached=30)
-    row.equals(case, baseline)
-    row.leaves_nothing(case, baseline)
+    row.recovers(case, baseline, reached=30)

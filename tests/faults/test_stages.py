@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.faults.commands import pack_digits, shardvit
 from tests.faults.conftest import NewCase
 from tests.faults.harness import STEPS, Case, recipe
 from tests.faults.rows import Row
@@ -47,8 +46,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Case:
 def almost(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Case:
     """The same, killed with a few steps of pre-training left: a quick way to the stage's end."""
     case = Case(tmp_path_factory.mktemp("almost") / "case", shards, content=pipeline(shards))
-    ended = case.start(faults=[case.fault("kill_all", "between_steps", rank=0, step=STEPS - 5)]).wait()
-    assert ended.code == -9, ended.output
+    case.run_until_killed(step=STEPS - 5)
     return case
 
 
@@ -87,12 +85,8 @@ def same_results(case: Case, whole: Case, *stages: str) -> str:
 def test_killed_while_a_stage_writes_its_model(point: str, begun: Case, whole: Case, row: Row) -> None:
     row.is_about(f"kill -9 at the end of a stage, {point}", END)
     row.ends(begun.start(faults=[begun.fault("kill_all", point)]).wait(), code=-9)
-    continued = begun.start().wait()
-    assert continued.code == 0, continued.output
-    row.loses(continued, reached=STEPS, at_most=0)
-    row.continued = same_results(begun, whole, "pretrain")
-    row.equals(begun, whole)
-    row.leaves_nothing(begun, whole)
+    row.recovers(begun, whole, reached=STEPS, at_most=0)
+    assert record(begun, "pretrain")["state"] == "done"
 
 
 def test_killed_between_two_stages(begun: Case, whole: Case, row: Row) -> None:
@@ -138,35 +132,28 @@ def test_killed_during_an_export(form: str, name: str, pretrained: Case, whole: 
     command = ("export", str(whole.run), "--format", form, "--out")
     out = pretrained.folder / name
     fault = pretrained.fault("kill", "export.writing")
-    row.ends(shardvit(pretrained, *command, str(out), faults=[fault]), code=-9)
+    row.ends(pretrained.shardvit(*command, str(out), faults=[fault]), code=-9)
     assert not out.exists()
-    again = shardvit(pretrained, *command, str(out))
+    again = pretrained.shardvit(*command, str(out))
     assert again.code == 0, again.output
     expected = pretrained.folder / "expected" / name
     expected.parent.mkdir()
-    assert shardvit(pretrained, *command, str(expected)).code == 0
-    assert contents(out) == contents(expected)
-    row.has_no("lost")
-    row.continued = "same bytes"
-    assert [path.name for path in pretrained.folder.iterdir() if "export" in path.name and path.suffix != ".json"] == [
-        name
-    ]
-    row.left_behind = "nothing"
+    assert pretrained.shardvit(*command, str(expected)).code == 0
+    left = [path.name for path in pretrained.folder.iterdir() if "export" in path.name and path.suffix != ".json"]
+    assert left == [name]
+    row.has_the_same_bytes(contents(out), contents(expected))
 
 
 def test_killed_while_packing(case: Case, shards: Path, row: Row) -> None:
     row.is_about("kill -9 during pack", PACK)
     fault = case.fault("kill", "pack.shard", nth=3)
-    row.ends(pack_digits(case, faults=[fault]), code=-9)
+    row.ends(case.pack_digits(faults=[fault]), code=-9)
     out = case.folder / "packed/digits"
     assert not out.exists()
-    again = pack_digits(case)
+    again = case.pack_digits()
     assert again.code == 0, again.output
-    row.has_no("lost")
-    assert contents(out) == contents(shards)
-    row.continued = "same bytes"
     assert list(out.parent.iterdir()) == [out]
-    row.left_behind = "nothing"
+    row.has_the_same_bytes(contents(out), contents(shards))
 
 
 def contents(path: Path) -> dict[str, str]:

@@ -18,7 +18,7 @@ from data_shards.reading.opening import open_shards
 from model.masked_patch import colour_classes
 from model.saved.model_folder import load_model
 from pipeline.runs.logs import read_metrics
-from tests.small_recipe import SMALL, small_recipe, small_stage, write_recipe
+from tests.small_recipe import SMALL, curve, small_recipe, small_stage, write_recipe
 
 STEPS, SAVED = 120, 60
 
@@ -124,11 +124,5 @@ def test_a_run_that_goes_on_after_a_kill_ends_with_the_same_bits(finished: Path,
     undisturbed, resumed = (stage_record(finished, "masked_patch", runs=runs) for runs in ("runs", "again"))
     assert resumed["model_digest"] == undisturbed["model_digest"]
     assert resumed["results"] == undisturbed["results"]
-    curves = [
-        [
-            (row.step, {name: value for name, value in row.metrics.items() if not name.startswith("perf/")})
-            for row in read_metrics(finished / runs / "masked/masked_patch/metrics.jsonl")
-        ]
-        for runs in ("runs", "again")
-    ]
-    assert curves[0] == curves[1] and len(curves[0]) > STEPS // 7
+    ours, theirs = (curve(finished / runs / "masked/masked_patch") for runs in ("runs", "again"))
+    assert ours == theirs and len(ours) > STEPS // 7

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from data_shards.packing.pack import pack
-from pipeline.runs.logs import read_metrics
 from tests.data_shards.http_server import FaultServer, serve
-from tests.small_recipe import SMALL, small_recipe, small_stage, write_recipe
+from tests.small_recipe import SMALL, curve, small_recipe, small_stage, write_recipe
 
 CACHE_BYTES = 1_000_000
 KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
@@ -39,14 +38,6 @@ def run(
     done = run_preloaded("run", f"{name}.yaml", *overrides, cwd=folder, env=environment, timeout_seconds=400)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "runs" / name / "finetune"
-
-
-def curve(stage: Path) -> list[tuple[int, dict[str, float]]]:
-    """Everything logged but speeds and times."""
-    return [
-        (row.step, {name: value for name, value in row.metrics.items() if not name.startswith("perf/")})
-        for row in read_metrics(stage / "metrics.jsonl")
-    ]
 
 
 @pytest.fixture

@@ -21,6 +21,15 @@ def each_once(*overrides: str) -> list[str]:
     return list({override.partition("=")[0]: override for override in overrides}.values())
 
 
+def on_shards(root: Path, *, stages: tuple[StageName, ...] = ("pretrain", "finetune")) -> list[str]:
+    """The overrides that train these stages on `root`/train and evaluate them on `root`/val."""
+    return [
+        f"stages.{stage}.{key}={root / split}"
+        for stage in stages
+        for key, split in (("train", "train"), ("eval", "val"))
+    ]
+
+
 def make_shards(folder: Path, *, images: int = 100) -> None:
     folder.mkdir(parents=True)
     (folder / "a.tar").write_bytes(b"12345")
@@ -67,14 +76,8 @@ class Machine:
         restart: StageName | None = None,
         shards_of: tuple[StageName, ...] = ("pretrain", "finetune"),
     ) -> PipelineRun:
-        shards = [
-            f"stages.{stage}.{key}={self.root / 'shards' / split}"
-            for stage in shards_of
-            for key, split in (("train", "train"), ("eval", "val"))
-        ]
-        return PipelineRun.open(
-            load_recipe(recipe, overrides=each_once(*shards, *overrides)), runs_root=self.root / "runs", restart=restart
-        )
+        changes = each_once(*on_shards(self.root / "shards", stages=shards_of), *overrides)
+        return PipelineRun.open(load_recipe(recipe, overrides=changes), runs_root=self.root / "runs", restart=restart)
 
     @property
     def folder(self) -> RunFolder:

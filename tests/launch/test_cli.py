@@ -22,9 +22,7 @@ from launch.run import pipeline_run
 from pipeline.checkpoint.identity import STATE, checkpoint_identity
 from pipeline.recipe.io import load_recipe
 from pipeline.runs.run_folder import RunFolder
-
-# `main` reads sys.argv, which is what these tests set.
-pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
+from tests.launch.conftest import Call
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """
@@ -88,9 +86,6 @@ def tree(root: Path) -> dict[str, str]:
         str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
         for path in sorted(root.rglob("*"))
     }
-
-
-Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture

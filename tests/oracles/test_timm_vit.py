@@ -1,13 +1,27 @@
-"""Our state dicts in models that timm builds by itself."""
+"""timm's own models, functions and initial weights: our state dicts in them, and our numbers beside theirs."""
 
+import json
+from typing import Any
+
+import numpy as np
 import pytest
 import timm
 import torch
+from scipy.stats import ks_2samp
+from timm.layers import resample_abs_pos_embed
+from timm.models.resnetv2 import ResNetV2
+from timm.models.vision_transformer import VisionTransformer
 
 from model.config import ModelConfig, Regularisation
-from model.vit import build_model
+from model.init import initialise
+from model.positions.interpolation import interpolate_pos_embed
+from model.vit import build_model, timm_arguments
+from model.vocabulary import Gelu, Pool
 from tests.model.comparing import SMALL_TOKENS, randomise
 from tests.oracles.conftest import Measured
+
+CLASSES = 30
+GRIDS = [(14, 24), (16, 37), (7, 12), (24, 14), (37, 16), (4, 3), (2, 7), (1, 4)]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -53,3 +67,109 @@ def test_the_table_of_variants_is_timms(variant: str, theirs: str) -> None:
     shapes = {name: value.shape for name, value in ours.state_dict().items()}
     assert shapes == {name: value.shape for name, value in other.state_dict().items()}
     assert config.sizes.heads == other.blocks[0].attn.num_heads
+
+
+def _timms(config: ModelConfig, state: dict[str, Any]) -> torch.nn.Module:
+    arguments = json.loads(json.dumps(timm_arguments(config, image_size=24)))
+    theirs = VisionTransformer(**arguments, num_classes=5)
+    theirs.load_state_dict(state, strict=True)
+    return theirs.eval()
+
+
+@pytest.mark.parametrize("pool", ["cls", "gap", "map"])
+@pytest.mark.parametrize(("gelu", "layer_scale"), [("tanh", None), ("erf", None), ("tanh", 0.1)])
+def test_timms_model_loads_our_state_strictly_and_agrees(
+    pool: Pool, gelu: Gelu, layer_scale: float | None, measured: Measured
+) -> None:
+    config = ModelConfig(
+        width=48, depth=4, heads=4, mlp_dim=80, patch_size=4, pool=pool, gelu=gelu, layer_scale=layer_scale
+    )
+    ours = randomise(build_model(config, image_size=24, num_classes=5, head="linear"), token_scale=SMALL_TOKENS).eval()
+    theirs = _timms(config, ours.state_dict())
+    images = torch.randn(3, 3, 24, 24, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        expected = theirs(images)
+        assert expected.abs().mean() > 0.1
+        scale = ", layer scale" if layer_scale else ""
+        measured(f"ViT: {pool}, linear head, learned_1d, {gelu} GELU{scale}", "timm", "logits", ours(images), expected)
+        torch.testing.assert_close(ours.forward_features(images), theirs.forward_features(images))  # pyright: ignore
+
+
+def test_another_pooling_would_be_noticed() -> None:
+    """The mean of the normed tokens is not the norm of the mean, timm's own habit."""
+    config = ModelConfig(width=48, depth=4, heads=4, mlp_dim=80, patch_size=4, pool="gap")
+    ours = randomise(build_model(config, image_size=24, num_classes=5, head="linear"), token_scale=SMALL_TOKENS).eval()
+    state = ours.state_dict()
+    arguments = timm_arguments(config, image_size=24) | {"fc_norm": True}
+    theirs = VisionTransformer(**arguments, num_classes=5)
+    theirs.load_state_dict({name.replace("norm.", "fc_norm.", name.startswith("norm.")): state[name] for name in state})
+    images = torch.randn(3, 3, 24, 24)
+    with torch.no_grad():
+        assert (ours(images) - theirs.eval()(images)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(("old", "new"), GRIDS)
+@pytest.mark.parametrize("num_prefix_tokens", [0, 1])
+def test_the_kernel_is_timms(old: int, new: int, num_prefix_tokens: int, measured: Measured) -> None:
+    pos_embed = torch.randn(1, num_prefix_tokens + old**2, 6, generator=torch.Generator().manual_seed(old))
+    ours = interpolate_pos_embed(
+        pos_embed, new_grid=(new, new), old_grid=(old, old), num_prefix_tokens=num_prefix_tokens, kernel="timm"
+    )
+    theirs = resample_abs_pos_embed(pos_embed, [new, new], [old, old], num_prefix_tokens=num_prefix_tokens)
+    measured("interpolation of positions, kernel timm", "timm", "embeddings", ours, theirs, below=1e-6)
+    if old > 1:  # one vector spread over a grid is that vector with any kernel
+        google = interpolate_pos_embed(
+            pos_embed, new_grid=(new, new), old_grid=(old, old), num_prefix_tokens=num_prefix_tokens
+        )
+        assert (google - theirs).abs().max() > 1e-2
+
+
+def _compare(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        value, their_value = ours[name].double().numpy(), tensor.double().numpy()
+        assert value.shape == their_value.shape, name
+        if their_value.std() == 0:
+            assert np.array_equal(value, their_value), name
+            continue
+        count = value.size
+        assert abs(value.std() / their_value.std() - 1) < 4.5 / np.sqrt(count), name
+        assert ks_2samp(value.ravel(), their_value.ravel()).pvalue > 1e-3, name
+        if count > 1000:
+            assert np.abs(value).max() == pytest.approx(np.abs(their_value).max(), rel=0.25), name
+
+
+@pytest.mark.parametrize("pool", ["cls", "gap", "map"])
+def test_a_transformer_starts_as_timms(pool: Pool) -> None:
+    config = ModelConfig(width=96, depth=2, heads=3, mlp_dim=160, patch_size=8, pool=pool, layer_scale=1e-4)
+    model = build_model(config, image_size=64, num_classes=CLASSES, head="linear")
+    initialise(model, seed=0, style="timm")
+    torch.manual_seed(0)
+    theirs = VisionTransformer(**timm_arguments(config, image_size=64), num_classes=CLASSES)
+    _compare(model.state_dict(), theirs.state_dict())
+
+
+def test_a_hybrid_starts_as_timms() -> None:
+    """timm's stem has other epsilons, but the same parameters."""
+    config = ModelConfig(variant="R26+S/32")
+    model = build_model(config, image_size=64, num_classes=CLASSES, head="linear")
+    initialise(model, seed=0, style="timm")
+    torch.manual_seed(0)
+    theirs = timm.create_model("vit_small_r26_s32_224", img_size=64, num_classes=CLASSES)
+    parts = ("patch_embed.backbone.stem", "patch_embed.backbone.stages.0", "patch_embed.backbone.stages.1.blocks.1")
+    parts += ("patch_embed.proj", "head", "pos_embed", "blocks.0", "cls_token")
+
+    def some(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in state.items() if name.startswith(parts)}
+
+    _compare(some(model.state_dict()), some(theirs.state_dict()))
+
+
+def test_a_pure_resnet_starts_as_timms() -> None:
+    model = build_model(ModelConfig(resnet_layers=(1, 2)), image_size=16, num_classes=CLASSES, head="linear")
+    initialise(model, seed=0, style="timm")
+    torch.manual_seed(0)
+    theirs = ResNetV2([1, 2], num_classes=CLASSES).state_dict()
+    theirs = {name.replace("head.fc.", "head."): value for name, value in theirs.items()}
+    theirs["head.weight"] = theirs["head.weight"].flatten(1)  # theirs is a 1 x 1 convolution
+    _compare(model.state_dict(), theirs)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.checkpoint.train_state import TrainState
-from pipeline.engine.base import StepResult
+from pipeline.engine.base import step_numbers
 from pipeline.engine.late_metrics import LateMetrics
 from pipeline.ranks.stopping import Requests, StopFlag, Stopped
 from pipeline.training.train_loop import train
@@ -89,7 +89,7 @@ def test_a_step_is_waited_for_only_where_its_numbers_are_needed() -> None:
 def test_of_a_point_the_gradient_norm_is_that_of_its_step() -> None:
     whole, _ = saving(kind=Requests, save_steps=0)
     norms = iter([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-    whole.engine.step = lambda *, lr, flags, measure: StepResult.known(
+    whole.engine.step = lambda *, lr, flags, measure: step_numbers(
         grad_norm=next(norms), applied=True, flags=torch.zeros(2)
     )
     told: list[float] = []

@@ -10,7 +10,7 @@ import pytest
 
 from data_shards.loading.batch import Fault
 from launch.draw_and_send import DrawAndSend
-from pipeline.ranks.dead_ranks import NEWS_FILE, tell_all_hosts
+from pipeline.ranks.dead_ranks import tell_all_hosts
 from pipeline.ranks.heartbeat import Heartbeat, write_heartbeat
 from pipeline.ranks.stacks import StackDumps, stack_file
 from pipeline.runs.logs import EventsLog, MetricsLog
@@ -54,7 +54,7 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "metrics.jsonl": metrics,
     "events.jsonl": events,
     "ranks/rank-0.json": lambda stage: write_heartbeat(stage / "ranks", BEAT),
-    f"ranks/{NEWS_FILE}": lambda stage: tell_all_hosts(stage / "ranks", BEAT),
+    "ranks/news.json": lambda stage: tell_all_hosts(stage / "ranks", BEAT),
     "ranks/stack-rank-0.txt": stacks,
     "corrupt_samples.jsonl": faults,
     "../pictures.log": pictures,

@@ -28,7 +28,7 @@ DemoData = Literal["digits", "fashion-mnist"]
 
 @dataclass(frozen=True)
 class DemoChoice:
-    """One demo: the recipe's name, and how the images are divided: classes and held-out share of each shard set."""
+    """One demo: its recipe, and the classes and held-out share of each shard set."""
 
     recipe: str
     pretrain_classes: tuple[str, ...]
@@ -112,7 +112,7 @@ def _shard_paths(recipe: str, data: DemoData, shards_root: Path) -> list[str]:
 
 
 def _few_shot(recipe: str, data: DemoData, shards_root: Path) -> list[str]:
-    """Measure during pre-training how well it transfers to the other classes."""
+    """Measure transfer to the other classes during pre-training."""
     if recipe.endswith("_scratch"):
         return []
     transfer = shards_root / f"{data}-transfer"
@@ -121,12 +121,12 @@ def _few_shot(recipe: str, data: DemoData, shards_root: Path) -> list[str]:
 
 
 def _processes() -> list[str]:
-    """The recipes have two processes, of which each needs a GPU of its own where there is one."""
+    """The recipes have two processes; where there are GPUs, each needs its own."""
     return [f"processes={min(2, gpus)}"] if (gpus := num_gpus()) else []
 
 
 def comparison(transferred: RunFolder, *, scratch: RunFolder) -> str:
-    """The table: what each stage saw, took and reached, beside fine-tuning from scratch."""
+    """Tabulate images, seconds and top-1 of each stage, beside fine-tuning from scratch."""
     from pipeline.recipe.io import parse_recipe
 
     def top1(folder: RunFolder, name: StageName) -> str:
@@ -161,7 +161,7 @@ def next_commands(choice: DemoChoice, *, runs_root: Path) -> str:
 
 
 def _command(name: str, *, module: str) -> str:
-    """Name a command of this environment: its script, or `python -m` where there is none."""
+    """A command of this environment: its script, or `python -m` without one."""
     script = Path(sys.executable).parent / name
     if not script.exists():
         return f"{sys.executable} -m {module}"

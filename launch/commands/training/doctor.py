@@ -52,21 +52,19 @@ def doctor(
 
 
 def examine(*, runs: Path, depth: Literal["all", "quick"], clock: StartClock) -> Diagnosis:
-    """All checks; "quick" leaves out those in child processes. `clock` is told each that may last."""
-    from launch.doctor import gpus, libraries, machine, network
-    from launch.doctor import trials as probe
+    """Make all checks; "quick" leaves out those in child processes. `clock` shows which one is running."""
+    from launch.doctor import gpus, libraries, machine, network, trials
 
     begin = time.monotonic()
-    environment = without_place()
-    devices, visible = num_gpus({}), num_gpus()
+    environment, visible = without_place(), num_gpus()
     tried: Mapping[str, Sequence[Check]] = {}
-    backends: tuple[probe.Backend, ...] = ()
+    backends: tuple[trials.Backend, ...] = ()
     reports: Mapping[str, str] = {}
     if depth == "all":
-        tried = probe.try_parts(tuple(probe.PARTS), environment=environment, clock=clock)
+        tried = trials.try_parts(trials.ALONE, environment=environment, clock=clock)
         backends = ("gloo", "nccl") if visible > 1 else ("gloo",)
         clock.set_status("asking collect_env and ds_report")
-        reports = probe.full_reports(environment=environment)
+        reports = trials.full_reports(environment=environment)
 
     def of(*parts: str) -> list[Check]:
         return [check for name in parts for check in tried.get(name, ())]
@@ -81,11 +79,11 @@ def examine(*, runs: Path, depth: Literal["all", "quick"], clock: StartClock) ->
             *of(*imports, "decoders"),
         ],
         "GPUs and arithmetic": lambda: [
-            gpus.check_gpus(devices=devices, visible=visible),
+            gpus.check_gpus(devices=num_gpus({}), visible=visible),
             *of("torch", "arithmetic"),
         ],
         "network": lambda: [
-            *(check for each in backends for check in probe.try_all_reduce(each, environment=environment)),
+            *(check for each in backends for check in trials.try_all_reduce(each, environment=environment)),
             network.check_tracking(tracking_uri(form="any")),
         ],
     }

@@ -10,9 +10,12 @@ from cyclopts import Parameter
 
 from data_shards.errors import UserError
 from launch.flags import DataFile, RunsFolder, switch
+from launch.hosts.hostfile import HostOptions
 from launch.local.env import paths_file
 from launch.local.output import go_on
 from pipeline.recipe.vocabulary import StageName
+
+_ONE_HOST = HostOptions()
 
 
 def run(
@@ -31,17 +34,7 @@ def run(
     max_restarts: Annotated[
         int, Parameter(help="How often failed stages are restarted automatically, over all stages.")
     ] = 0,
-    hostfile: Annotated[
-        Path | None, Parameter(help="Run on several machines: a file of lines HOST slots=8, as deepspeed's.")
-    ] = None,
-    include: Annotated[str, Parameter(help="Only these of --hostfile, such as host0@host1:0,1.")] = "",
-    exclude: Annotated[str, Parameter(help="Not these of --hostfile, in the same form.")] = "",
-    master_addr: Annotated[
-        str, Parameter(help="With --hostfile: address under which the other hosts reach the first one.")
-    ] = "",
-    master_port: Annotated[
-        int, Parameter(help="With --hostfile: port that rank 0 listens on; 0: the system chooses.")
-    ] = 0,
+    hosts: HostOptions = _ONE_HOST,
     dry_run: Annotated[
         bool, Parameter(help="Check everything, print what would be run, start nothing. Shards may still be missing.")
     ] = False,
@@ -69,24 +62,11 @@ def run(
 
     if not dry_run:
         go_on()
-    fleet = None
-    if hostfile is not None:
-        from launch.hosts.hostfile import open_fleet
-
-        fleet = open_fleet(
-            hostfile,
-            include=include,
-            exclude=exclude,
-            master_addr=master_addr,
-            master_port=master_port,
-        )
-    elif include or exclude or master_addr or master_port:
-        raise UserError("--include, --exclude, --master-addr and --master-port need --hostfile: give it, too")
     opened = PipelineRun.open(
         loaded,
         runs_root=runs,
         restart=restart,
-        fleet=fleet,
+        fleet=hosts.fleet(),
         shards="if there" if dry_run else "needed",
         difference=difference_to_parent(recipe, overrides=overrides),
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 
@@ -14,9 +15,6 @@ from launch.local.env import paths_file
 from launch.local.output import say
 from launch.slurm.job_options import JobOptions
 from pipeline.recipe.vocabulary import StageName
-
-if TYPE_CHECKING:
-    from launch.sweep.points import Sweep
 
 
 def submit(
@@ -29,12 +27,8 @@ def submit(
     ] = None,
     data: DataFile = None,
     runs: Annotated[Path, Parameter(help="Folder of all runs, on all nodes.")] = Path("runs"),
-    render: Annotated[
-        bool, Parameter(negative="", show_default=False, help="Print what would be submitted; submit nothing.")
-    ] = False,
-    sweep: Annotated[
-        bool, Parameter(negative="", show_default=False, help="A grid, as of shardvit sweep: one job array.")
-    ] = False,
+    render: Annotated[bool, switch("Print what would be submitted; submit nothing.")] = False,
+    sweep: Annotated[bool, switch("A grid, as of shardvit sweep: one job array.")] = False,
     hold_out: Annotated[str | None, Parameter(help="With --sweep: as of shardvit sweep.")] = None,
     stage: Annotated[StageName | None, Parameter(help="With --sweep: as of shardvit sweep.")] = None,
     at_once: Annotated[int | None, Parameter(help="With --sweep: the most points at a time; default: all.")] = None,
@@ -51,58 +45,45 @@ def submit(
         shardvit submit digits --nodes 2 --tasks-per-node 1 --time 1:00:00 --render
         shardvit submit vit_b16_in21k finetune=pets --sweep --nodes 4 --gpus-per-node 8 --time 4:00:00
     """
+    if not sweep and (hold_out, stage, at_once) != (None, None, None):
+        raise UserError("--hold-out, --stage and --at-once mean nothing without --sweep: give it, too")
+    # Mistakes in the recipe are reported before anything slow is imported.
     if sweep:
         from launch.sweep.points import plan_sweep, read_share
 
         share = read_share(hold_out)
-        planned = plan_sweep(recipe, overrides, runs_root=runs, paths=paths_file(data), stage=stage, hold_out=share)
-        return _submit_sweep(planned, options=options, site=site, render=render, at_once=at_once)
-    if hold_out is not None or stage is not None or at_once is not None:
-        raise UserError("--hold-out, --stage and --at-once mean nothing without --sweep: give it, too")
-    from pipeline.recipe.io import load_recipe
+        points = plan_sweep(recipe, overrides, runs_root=runs, paths=paths_file(data), stage=stage, hold_out=share)
 
-    # A mistake in it is said before anything slow is imported.
-    loaded = load_recipe(recipe, overrides=overrides, paths=paths_file(data))
+        from launch.slurm.sweep_jobs import plan_sweep_jobs
 
+        plan_jobs = partial(plan_sweep_jobs, points, at_once=at_once)
+    else:
+        from pipeline.recipe.io import load_recipe
+
+        loaded = load_recipe(recipe, overrides=overrides, paths=paths_file(data))
+
+        from launch.slurm.submission import plan_submission
+
+        plan_jobs = partial(plan_submission, loaded, runs_root=runs, commands="refuse" if render else "run")
+
+    from launch.slurm import submission
     from launch.slurm.commands import Slurm
     from launch.slurm.site import job_of, read_site
-    from launch.slurm.submission import plan_submission, submit_plan
-    from launch.slurm.submission import render as rendered
 
-    job = job_of(options, site=read_site(site))
-    plan = plan_submission(loaded, runs_root=runs, job=job, commands="refuse" if render else "run")
+    plan = plan_jobs(job=job_of(options, site=read_site(site)))
     for note in plan.notes:
         say(note)
-    if not plan.scripts:
+    if not plan.jobs:
         print(f"{plan.paths.run}: all stages are done", file=sys.stderr)
         return 0
     if render:
-        print(rendered(plan.jobs), end="")
+        print(submission.render(plan.jobs), end="")
         return 0
-    submission = submit_plan(plan, slurm=Slurm())
-    for name in plan.scripts:
-        print(f"{name}: job {submission.jobs[name]}, log {plan.paths.log(name)}")
-    print(f"show its state with: shardvit watch {plan.paths.run}")
-    return 0
-
-
-def _submit_sweep(planned: Sweep, *, options: JobOptions, site: Path | None, render: bool, at_once: int | None) -> int:
-    from launch.slurm.commands import Slurm
-    from launch.slurm.site import job_of, read_site
-    from launch.slurm.submission import render as rendered
-    from launch.slurm.sweep_jobs import plan_sweep_jobs, submit_sweep
-
-    plan = plan_sweep_jobs(planned, job=job_of(options, site=read_site(site)), at_once=at_once)
-    if render:
-        print(rendered(plan.jobs), end="")
-        return 0
-    submission = submit_sweep(plan, slurm=Slurm())
-    for name, number in submission.jobs.items():
-        print(f"{name}: job {number}")
-    print(
-        f"{len(plan.open_points)} points to train; logs in {plan.paths.slurm}, the table at the end in sum-up.log there"
-    )
-    print(f"show their state with: shardvit watch {plan.sweep.root}")
+    for name, number in submission.submit_plan(plan, slurm=Slurm()).jobs.items():
+        print(f"{name}: job {number}" + ("" if sweep else f", log {plan.paths.slurm}/{name}.log"))
+    if plan.closing:
+        print(plan.closing)
+    print(f"show the state with: shardvit watch {plan.paths.run}")
     return 0
 
 

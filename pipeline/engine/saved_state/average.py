@@ -1,4 +1,4 @@
-"""The moving average of the weights (EMA, Polyak averaging): one float32 tensor beside each master weight.
+"""Average the weights over the steps (EMA, Polyak averaging): one float32 tensor beside each master weight.
 
 Costs 4 bytes a parameter, sharded as the masters are, and one pass over both after each step. In a checkpoint it has a
 file of its own. Buffers are not averaged. Does not import DeepSpeed and is not collective.
@@ -20,12 +20,12 @@ _EXCHANGED_ELEMENTS = 1 << 24  # at a time: 64 MiB beside masters and averages
 
 
 def average_file(rank: int) -> str:
-    """The name of a process's file; what all processes hold alike is rank 0's."""
+    """Name a process's file; rank 0's holds what all processes hold alike."""
     return f"average_rank_{rank}.pt"
 
 
 def decay_at(updates: Number, *, config: EmaConfig) -> Number | float:
-    """The decay of the update that comes after so many, a number or a tensor.
+    """The decay of the update after so many (a number or a tensor).
 
     Sources: tf.train.ExponentialMovingAverage (`num_updates`); timm.utils.ModelEmaV3 (`use_warmup`, its defaults).
     """

@@ -1,4 +1,4 @@
-"""Freeze the parts of a model that the recipe names, and carry their exact weights through checkpoints.
+"""Freeze the parts of a model that the recipe names, and keep their exact weights in checkpoints.
 
 In half precision the forward pass computes with rounded values; the exact ones are kept on the CPU (4 bytes of a frozen
 parameter on each rank) and written by rank 0, since DeepSpeed would save the rounded ones.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from pipeline.engine.saved_state.state_files import Abandoned, StateFile
+from pipeline.engine.saved_state.state_files import Abandoned, Place, StateFile
 
 _ALIGNMENT = 512  # of a tensor's begin in the buffer: CUDA's own
 _PIECE_BYTES = 64 << 20
@@ -74,8 +73,11 @@ def _page_lock(memory: torch.Tensor) -> Callable[[], None] | None:
 
 def copy_bytes(files: Sequence[StateFile]) -> int:
     """Bytes of host memory that a copy of `files` takes."""
-    sources = {place: storage for file in files for place, storage in file.storages().items()}
-    return sum(_aligned(storage.nbytes()) for storage in sources.values())
+    return sum(_aligned(storage.nbytes()) for storage in _sources(files).values())
+
+
+def _sources(files: Sequence[StateFile]) -> dict[Place, torch.UntypedStorage]:
+    return {place: storage for file in files for place, storage in file.storages().items()}
 
 
 _Part = tuple[torch.UntypedStorage, torch.UntypedStorage]  # one storage of a snapshot, and where it goes
@@ -118,14 +120,12 @@ class HostCopy:
             torch.cuda.current_stream(self._buffer.device).wait_event(self._copied)
 
     def _plan(self) -> tuple[list[_Part], tuple[StateFile, ...]]:
-        sources = {place: storage for file in self._files for place, storage in file.storages().items()}
-        begins = list(itertools.accumulate((_aligned(each.nbytes()) for each in sources.values()), initial=0))
-        whole = self._buffer.reserve(begins[-1])
-        targets = {
-            place: whole[begin : begin + source.nbytes()]
-            for (place, source), begin in zip(sources.items(), begins[:-1], strict=True)
-        }
-        parts = [(source, targets[place]) for place, source in sources.items()]
+        whole, begin = self._buffer.reserve(copy_bytes(self._files)), 0
+        parts, targets = list[_Part](), dict[Place, torch.UntypedStorage]()
+        for place, source in _sources(self._files).items():
+            targets[place] = whole[begin : begin + source.nbytes()]
+            parts.append((source, targets[place]))
+            begin += _aligned(source.nbytes())
         return parts, tuple(file.moved(targets) for file in self._files)
 
     def _order(self, parts: Sequence[_Part]) -> None:

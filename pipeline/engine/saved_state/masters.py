@@ -132,10 +132,10 @@ def put_loss_scale(optimizer: Any, saved: LossScale) -> None:
 
 def _empty_state(master: Tensor, saved: PortableState, *, group: dict[str, Any]) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
-    if saved.counters.optimizer_step is not None:
+    if saved.optimizer_step is not None:
         on_device = group.get("fused") or group.get("capturable")
         device = master.device if on_device else "cpu"
-        state["step"] = torch.tensor(saved.counters.optimizer_step, dtype=torch.float32, device=device)
+        state["step"] = torch.tensor(saved.optimizer_step, dtype=torch.float32, device=device)
     for moment, dtype in saved.moments.items():
         state[moment] = torch.zeros_like(master, dtype=dtype, requires_grad=False)
     return state

@@ -1,9 +1,9 @@
 """A saved engine state, independent of world size, ZeRO stage and backend: parameter name -> tensors.
 
 ZeRO 0 and accelerate write one file. DeepSpeed cuts weights and moments into flat shards, differently by ZeRO stage and
-world size, and loads only its own cut; here the cuts are undone by address: which element of which file holds element i
-of a parameter. Files are mapped, and a rank reads what it keeps. Restored to the last bit; at another world size
-gradients are summed in another order, and float32 losses agree to about 1e-6.
+world size, and loads only its own cut; here an address undoes the cut: which element of which file holds element i of a
+parameter. Files are mapped, and a rank reads what it keeps. Exact to the last bit; at another world size gradients are
+summed in another order, and float32 losses agree to about 1e-6.
 
 Sources: deepspeed.utils.zero_to_fp32 and the optimizers' `state_dict` of DeepSpeed 0.19. Executes nothing from the
 files (`reading`) and does not look for damage (`pipeline.checkpoint.store.damage_of` does).
@@ -12,9 +12,9 @@ files (`reading`) and does not look for damage (`pipeline.checkpoint.store.damag
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from data_shards.errors import UserError
 from pipeline.engine.saved_state.average import AVERAGE, average_file
 from pipeline.engine.saved_state.frozen import read_frozen
 from pipeline.engine.saved_state.reading import read_state
+from pipeline.engine.saved_state.state_files import left_out, put_back
+from pipeline.ranks.group import Ranks
 from pipeline.recipe.vocabulary import OPTIMIZERS
 
 # Of a checkpoint: what a backend, or a ZeRO stage, writes.
@@ -31,6 +33,7 @@ DDP_FILE = "ddp.pt"
 DEEPSPEED_FOLDER = "deepspeed"  # DeepSpeed's name for one checkpoint inside ours
 WEIGHT = "weight"  # the master weight, among the names of moments
 _STEP = "step"  # AdamW's counter, beside the moments in torch's optimizers
+_PIECE_ELEMENTS = 16 << 20  # sent at a time
 _MOMENTS = {moment for optimizer in OPTIMIZERS.values() for moment in optimizer.moments}
 
 
@@ -45,17 +48,6 @@ class LossScale:
 
 
 @dataclass(frozen=True)
-class Counters:
-    """The step counters and other numbers of a state."""
-
-    optimizer_step: float | None = None  # AdamW's, for its bias correction; None: SGD, or no step was applied yet
-    global_steps: int = 0  # attempted, as DeepSpeed counts
-    global_samples: int = 0
-    skipped_steps: int = 0
-    loss_scale: LossScale | None = None
-
-
-@dataclass(frozen=True)
 class _Address:
     """Element i of a parameter is in shard (lead + i) // stride, at base + (lead + i) % stride of one flat tensor."""
 
@@ -67,22 +59,33 @@ class _Address:
 
 @dataclass(frozen=True)
 class PortableState:
-    """An opened state; tensors are read on demand."""
+    """An opened state; tensors are read on demand. Where they come from rank 0, `part` is collective, and all ranks ask
+    for the same."""
 
     shapes: dict[str, tuple[int, ...]]  # of all parameters, under the names of the model
     buffers: dict[str, Tensor]
     moments: dict[str, torch.dtype]  # AdamW: exp_avg, exp_avg_sq; SGD: momentum_buffer; none if no step was applied yet
-    counters: Counters
     average_updates: int | None  # of the moving average of the weights; None: the state has no average
+    optimizer_step: float | None  # AdamW's, for its bias correction; None: SGD, or no step was applied yet
+    global_steps: int  # attempted, as DeepSpeed counts
+    global_samples: int
+    skipped_steps: int
+    loss_scale: LossScale | None
     _addresses: dict[str, _Address] = field(repr=False)
     # (shard, flat, WEIGHT, AVERAGE or a moment) -> 1-d tensor
     _flat: Callable[[int, int, str], Tensor] = field(repr=False)
     frozen: dict[str, Tensor] = field(default_factory=dict, repr=False)  # weights without moments, by name
     optimizer: dict[str, Any] | None = field(default=None, repr=False)  # torch's state_dict, if it is of one piece
+    _ranks: Ranks | None = field(default=None, repr=False)  # who share it; None: each rank reads for itself
+    _own: PortableState | None = field(default=None, repr=False)  # what rank 0 reads for the others
+    _shares: Literal["all", "frozen"] = "frozen"  # what comes from rank 0
 
     def part(self, name: str, *, of: str, first: int, count: int) -> Tensor:
         """Elements of a flattened parameter on the CPU, weights in float32; `of`: WEIGHT, AVERAGE or a moment. May
         share memory with the mapped file: copy it, do not write to it."""
+        if self._ranks is not None and (self._shares == "all" or name in self.frozen):
+            mine = None if self._own is None else self._own.part(name, of=of, first=first, count=count)
+            return _tensor_from_main(mine, count, ranks=self._ranks)
         if name in self.frozen:
             return self.frozen[name].detach().reshape(-1).narrow(0, first, count)
         address = self._addresses[name]
@@ -100,14 +103,79 @@ class PortableState:
         return self.part(name, of=of, first=0, count=torch.Size(shape).numel()).view(shape)
 
 
-def open_state(folder: Path, *, backend: str, zero_stage: int, processes: int, model: nn.Module) -> PortableState:
-    """Open what `processes` ranks saved in a checkpoint's `folder`; `model`, on any device and perhaps sharded, gives
-    names, order and shapes. UserError: the state is of another model or world size."""
-    if backend == "accelerate":
+def open_state(folder: Path, *, written: Mapping[str, Any], model: nn.Module) -> PortableState:
+    """Open a checkpoint. `written` is its identity (backend, ZeRO stage, processes); `model`, on any device and perhaps
+    sharded, gives names, order and shapes. UserError: the state is of another model or world size."""
+    if written["backend"] == "accelerate":
         return open_whole(folder / ACCELERATE_FILE, model=model)
-    if zero_stage == 0:
+    if written["zero_stage"] == 0:
         return open_whole(folder / DDP_FILE, model=model)
-    return open_deepspeed(folder / DEEPSPEED_FOLDER, zero_stage=zero_stage, processes=processes, model=model)
+    stage, processes = written["zero_stage"], written["processes"]
+    return open_deepspeed(folder / DEEPSPEED_FOLDER, zero_stage=stage, processes=processes, model=model)
+
+
+def open_shared(
+    folder: Path,
+    *,
+    written: Mapping[str, Any],
+    model: nn.Module,
+    ranks: Ranks,
+    keeps: Literal["whole", "shard"],
+    takes: Literal["pieces", "parameters"] = "pieces",
+) -> PortableState:
+    """`open_state`, collective: rank 0 reads what all need and sends it, each rank reads its own shard, so that a state
+    is read from the disk once a run, not once a rank. Of what each keeps whole, all comes from rank 0, over the ranks'
+    host group; a piece takes three times its 64 MiB on its way. All get `optimizer` only if it `takes` parameters."""
+    one_file = written["backend"] == "accelerate" or written["zero_stage"] == 0
+    if ranks.place.world_size == 1 or (keeps == "shard" and one_file):  # mapped: a rank reads its share of it
+        return open_state(folder, written=written, model=model)
+    own, known, problem = None, None, ""
+    if ranks.place.is_main:
+        try:
+            own = open_state(folder, written=written, model=model)
+            known = replace(
+                own,
+                buffers={name: buffer.clone() for name, buffer in own.buffers.items()},
+                frozen={name: torch.empty(0) for name in own.frozen},
+                optimizer=None,
+                _flat=own._flat if isinstance(own._flat, StateShards) else _nothing,
+            )
+        except UserError as error:
+            problem = str(error)
+    known, problem = ranks.from_main((known, problem))
+    if problem:
+        raise UserError(problem)
+    assert known is not None
+    optimizer = _structure_from_main(own.optimizer if own else None, ranks=ranks) if takes == "parameters" else None
+    shares = "all" if keeps == "whole" else "frozen"
+    return replace(known, optimizer=optimizer, _ranks=ranks, _own=own, _shares=shares)
+
+
+def _tensor_from_main(tensor: Tensor | None, count: int, *, ranks: Ranks) -> Tensor:
+    """Rank 0's 1-d tensor of `count` elements, on the CPU of every rank."""
+    received: list[Tensor] = []
+    for first in range(0, max(1, count), _PIECE_ELEMENTS):
+        piece = None if tensor is None else tensor.narrow(0, first, min(_PIECE_ELEMENTS, count - first)).clone()
+        piece = ranks.from_main(piece)
+        assert piece is not None
+        received.append(piece)
+    return torch.cat(received)
+
+
+def _structure_from_main(content: dict[str, Any] | None, *, ranks: Ranks) -> dict[str, Any]:
+    """Rank 0's nested structure, its tensors piece by piece."""
+    structure, tensors = left_out(content)
+    structure, shapes = ranks.from_main((structure, [tensor.shape for tensor in tensors]))
+    mine = [tensor.reshape(-1) for tensor in tensors] if ranks.place.is_main else [None] * len(shapes)
+    received = [
+        _tensor_from_main(each, shape.numel(), ranks=ranks).view(shape)
+        for each, shape in zip(mine, shapes, strict=True)
+    ]
+    return put_back(structure, received)
+
+
+def _nothing(shard: int, flat: int, of: str) -> Tensor:
+    raise AssertionError("it comes from rank 0")
 
 
 def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.Module) -> PortableState:
@@ -116,41 +184,32 @@ def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.M
     found = len(list(folder.glob("*_optim_states.pt")))
     if found != processes:
         raise UserError(f"checkpoint {folder.parent} has the shards of {found} processes instead of {processes}")
-    prefix = "bf16_" if (folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").exists() else ""
-
-    shards = StateShards(folder, prefix=prefix, zero_stage=zero_stage)
+    shards, frozen = StateShards(folder, zero_stage=zero_stage), read_frozen(folder)
     first = "zero_pp_rank_0_mp_rank_00" if zero_stage == 3 else "mp_rank_00"
     content = read_state(folder / f"{first}_model_states.pt")
     groups: list[dict[str, torch.Size]] = content["param_shapes"]
-    frozen = read_frozen(folder)
     shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
     shapes |= {name: tuple(tensor.shape) for name, tensor in frozen.items()}
     _check_fits(shapes, model=model, folder=folder.parent)
-    if zero_stage == 3:
-        addresses = _addresses_3(groups, processes=processes)
-    else:
-        addresses = _addresses_1_2(groups, shard=shards.optimizer(0))
-    states = shards.states(0)
-
+    shard, states = shards.optimizer(0), shards.states(0)
     return PortableState(
         shapes=shapes,
         buffers={name: content["module"][name] for name in content["buffer_names"]},
-        moments=_moments(states),
-        counters=_counters(
-            content, states=states, loss_scale=_read_loss_scale(vars(shards.optimizer(0)["loss_scaler"]))
-        ),
         average_updates=shards.averages(0).get("updates"),
-        _addresses=addresses,
+        loss_scale=_loss_scale(vars(shard["loss_scaler"])),
+        _addresses=_addresses_3(groups, processes=processes) if zero_stage == 3 else _addresses_1_2(groups, shard),
         _flat=shards,
         frozen=frozen,
+        **_counted(content, states),
     )
 
 
 class StateShards:
     """DeepSpeed's files of optimizer states, one a process, and those of averages; each opened when it is used."""
 
-    def __init__(self, folder: Path, *, prefix: str, zero_stage: int) -> None:
-        self._folder, self._prefix = folder, prefix
+    def __init__(self, folder: Path, *, zero_stage: int) -> None:
+        self._folder = folder
+        self._prefix = "bf16_" if (folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").exists() else ""
         self._flat_key, self._state_key = "single_partition_of_fp32_groups", "base_optimizer_state"
         if zero_stage == 3:
             self._flat_key, self._state_key = "fp32_flat_groups", "optimizer_state_dict"
@@ -159,79 +218,74 @@ class StateShards:
     def __call__(self, rank: int, number: int, of: str) -> Tensor:
         if of == AVERAGE:
             return self.averages(rank)["averages"][str(number)]
-        return (
-            self.optimizer(rank)[self._flat_key][number] if of == WEIGHT else self.states(rank)[number][of]
-        ).detach()
+        found = self.optimizer(rank)[self._flat_key][number] if of == WEIGHT else self.states(rank)[number][of]
+        return found.detach()
 
     def optimizer(self, rank: int) -> dict[str, Any]:
-        name = f"{self._prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        if name not in self._opened:
-            self._opened[name] = read_state(self._folder / name)["optimizer_state_dict"]
-        return self._opened[name]
+        return self._read(f"{self._prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
 
     def states(self, rank: int) -> dict[int, dict[str, Any]]:
         return self.optimizer(rank)[self._state_key]["state"]
 
     def averages(self, rank: int) -> dict[str, Any]:
-        name = average_file(rank)
+        """As `WeightAverage.state` gave them; empty: the state has none."""
+        return self._read(average_file(rank)) if (self._folder / average_file(rank)).exists() else {}
+
+    def _read(self, name: str) -> dict[str, Any]:
         if name not in self._opened:
-            self._opened[name] = _averages(self._folder, rank=rank)
+            self._opened[name] = read_state(self._folder / name)
         return self._opened[name]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_opened": {}}
 
 
-def _averages(folder: Path, *, rank: int) -> dict[str, Any]:
-    """A process's averages of the weights, as `WeightAverage.state` gave them; empty: the state has none."""
-    file = folder / average_file(rank)
-    return read_state(file) if file.exists() else {}
-
-
 def open_whole(file: Path, *, model: nn.Module) -> PortableState:
-    """Open one file with everything (`ReplicatedState`), where torch numbers parameters. Errors as in `open_state`."""
+    """Open one file with everything (`ReplicatedEngine`), where torch numbers parameters. Errors as in `open_state`."""
     folder = file.parent
+    earlier = UserError(f"checkpoint {folder} was written by an earlier shardvit: go on with that version")
     if not file.exists() and (folder / DEEPSPEED_FOLDER).exists():  # ZeRO 0 was DeepSpeed's
-        raise UserError(f"checkpoint {folder} was written by an earlier shardvit: go on with that version")
-    content, averages = read_state(file), _averages(folder, rank=0)
+        raise earlier
+    content, average = read_state(file), folder / average_file(0)
+    averages = read_state(average) if average.exists() else {}
     weights: dict[str, Tensor] = dict(content["model"])
-    buffers = {name: weights.pop(name) for name in _buffer_names(model)}
+    parameters = {name for name, _ in model.named_parameters()}
+    buffers = {name: weights.pop(name) for name in model.state_dict() if name not in parameters}
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     _check_fits(shapes, model=model, folder=folder)
 
     torchs: dict[str, Any] = content["optimizer"]
     if any("param_names" not in group for group in torchs["param_groups"]):
-        raise UserError(f"checkpoint {folder} was written by an earlier shardvit: go on with that version")
+        raise earlier
     names: list[str] = [name for group in torchs["param_groups"] for name in group["param_names"]]
-    states = torchs["state"]
-    moments = _moments(states)
-    by_number = dict(enumerate(names))
-    if missing := [name for number, name in by_number.items() if moments and number not in states]:
-        raise UserError(f"checkpoint {folder} holds no {next(iter(moments))} of {_few(missing)}: take an older one")
+    states, counted = torchs["state"], _counted(content, torchs["state"])
+    if missing := [name for number, name in enumerate(names) if counted["moments"] and number not in states]:
+        moment = next(iter(counted["moments"]))
+        raise UserError(f"checkpoint {folder} holds no {moment} of {_few(missing)}: take an older one")
 
     def flat(_: int, number: int, of: str) -> Tensor:
         if of == AVERAGE:
-            return averages["averages"][by_number[number]].reshape(-1)
-        tensor = weights[by_number[number]] if of == WEIGHT else states[number][of]
+            return averages["averages"][names[number]].reshape(-1)
+        tensor = weights[names[number]] if of == WEIGHT else states[number][of]
         return tensor.detach().reshape(-1).to(torch.float32 if of == WEIGHT else tensor.dtype)
 
     return PortableState(
         shapes=shapes,
         buffers=buffers,
-        moments=moments,
-        counters=_counters(content, states=states, loss_scale=_torchs_loss_scale(content.get("scaler"))),
         average_updates=averages.get("updates"),
+        loss_scale=_loss_scale(content.get("scaler") or {}),
         _addresses={
             name: _Address(flat=number, lead=0, stride=max(1, weights[name].numel()), base=0)
-            for number, name in by_number.items()
+            for number, name in enumerate(names)
         },
         _flat=flat,
         frozen={name: tensor for name, tensor in weights.items() if name not in names},
         optimizer=torchs,
+        **counted,
     )
 
 
-def _addresses_1_2(groups: list[dict[str, torch.Size]], *, shard: dict[str, Any]) -> dict[str, _Address]:
+def _addresses_1_2(groups: list[dict[str, torch.Size]], shard: dict[str, Any]) -> dict[str, _Address]:
     """A group's parameters one after the other, cut into equal shards; their padding is not saved."""
     addresses: dict[str, _Address] = {}
     for number, group in enumerate(groups):
@@ -261,12 +315,8 @@ def _check_fits(shapes: Mapping[str, tuple[int, ...]], *, model: nn.Module, fold
     lacking, foreign = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
     reshaped = [name for name in wanted if name in shapes and shapes[name] != wanted[name]]
     others = [f"{name} is {list(shapes[name])} instead of {list(wanted[name])}" for name in reshaped]
-    said = [
-        *([f"it lacks {_few(lacking)}"] if lacking else []),
-        *([f"it has {_few(foreign)} besides"] if foreign else []),
-        *([_few(others)] if others else []),
-    ]
-    if said:
+    phrases = (("it lacks {}", lacking), ("it has {} besides", foreign), ("{}", others))
+    if said := [phrase.format(_few(names)) for phrase, names in phrases if names]:
         raise UserError(f"checkpoint {folder} is of another model than its recipe says: {'; '.join(said)}")
 
 
@@ -274,43 +324,25 @@ def _few(texts: list[str]) -> str:
     return ", ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
 
 
-def _buffer_names(model: nn.Module) -> list[str]:
-    parameters = {name for name, _ in model.named_parameters()}
-    return [name for name in model.state_dict() if name not in parameters]
-
-
-def _moments(states: Mapping[int, Mapping[str, Any]]) -> dict[str, torch.dtype]:
+def _counted(content: Mapping[str, Any], states: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """The moments and counters of a `PortableState`."""
     first = next(iter(states.values()), {})
-    return {key: value.dtype for key, value in first.items() if key in _MOMENTS and value is not None}
+    return {
+        "moments": {key: value.dtype for key, value in first.items() if key in _MOMENTS and value is not None},
+        "optimizer_step": None if first.get(_STEP) is None else float(first[_STEP]),
+        **{key: content.get(key, 0) for key in ("global_steps", "global_samples", "skipped_steps")},
+    }
 
 
-def _counters(
-    content: Mapping[str, Any], *, states: Mapping[int, Mapping[str, Any]], loss_scale: LossScale | None
-) -> Counters:
-    step = next(iter(states.values()), {}).get(_STEP)
-    return Counters(
-        optimizer_step=None if step is None else float(step),
-        global_steps=content.get("global_steps", 0),
-        global_samples=content.get("global_samples", 0),
-        skipped_steps=content.get("skipped_steps", 0),
-        loss_scale=loss_scale,
-    )
-
-
-def _read_loss_scale(scaler: Mapping[str, Any]) -> LossScale | None:
-    """From DeepSpeed's scaler."""
+def _loss_scale(scaler: Mapping[str, Any]) -> LossScale | None:
+    """From DeepSpeed's scaler, or the state of torch's, which counts the steps since the last overflow."""
+    if "_growth_tracker" in scaler:
+        return LossScale(scaler["scale"], iteration=scaler["_growth_tracker"], last_overflow=-1, hysteresis=None)
     if not scaler.get("dynamic", False):
         return None
     return LossScale(
-        scale=scaler["cur_scale"],
+        scaler["cur_scale"],
         iteration=scaler["cur_iter"],
         last_overflow=scaler["last_overflow_iter"],
         hysteresis=scaler.get("cur_hysteresis"),
     )
-
-
-def _torchs_loss_scale(scaler: Mapping[str, Any] | None) -> LossScale | None:
-    """From the state of torch's GradScaler, which counts the steps since the last overflow; None: there is none."""
-    if not scaler:
-        return None
-    return LossScale(scale=scaler["scale"], iteration=scaler["_growth_tracker"], last_overflow=-1, hysteresis=None)

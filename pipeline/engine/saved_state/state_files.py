@@ -1,7 +1,7 @@
-"""One process's files of a checkpoint: a snapshot of the engine's state, then written, flushed and verified.
+"""Snapshot an engine's state as one process's files of a checkpoint; write, flush and verify them.
 
 A snapshot takes milliseconds: its tensors share the training's memory. Writing digests in the same pass (blake2b, 0.3
-to 0.9 GiB/s a core); then the file is flushed, dropped from the page cache, read back and compared.
+to 0.9 GiB/s a core), flushes the file, drops it from the page cache, reads it back and compares.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from data_shards.durable import make_folders
 _FILE_OVERHEAD_BYTES = 4096
 _TENSOR_OVERHEAD_BYTES = 256  # header and alignment of one record in torch's zip format
 _BUFFER_BYTES = 1 << 20
-# Of a file that has a digest of its own, so that many ranks can look at one; part of the checkpoints' format.
+# Bytes of a file that share a digest, so that several ranks can verify one file; part of the checkpoints' format.
 _PIECE_BYTES = 16 << 20
 
 
@@ -56,11 +56,8 @@ class StateFile:
     @property
     def num_bytes(self) -> int:
         """Upper bound of the file's size, by a few KB."""
-        return _FILE_OVERHEAD_BYTES + len(self.structure) + self.tensor_bytes
-
-    @property
-    def tensor_bytes(self) -> int:
-        return sum(storage.nbytes() + _TENSOR_OVERHEAD_BYTES for storage in self.storages().values())
+        tensors = sum(storage.nbytes() + _TENSOR_OVERHEAD_BYTES for storage in self.storages().values())
+        return _FILE_OVERHEAD_BYTES + len(self.structure) + tensors
 
     def storages(self) -> dict[Place, torch.UntypedStorage]:
         """Storages of the tensors, each once; without empty ones."""
@@ -93,13 +90,13 @@ def text_file(path: str, text: str) -> StateFile:
 
 
 def state_file(path: str, content: Any) -> StateFile:
-    """Any picklable structure for `torch.save`; tensors share memory, and unused parts of storages are left out."""
+    """Take any picklable structure for `torch.save`; tensors share memory, without unused parts of storages."""
     structure, tensors = left_out(content)
     return StateFile(path, structure, tuple(_trimmed(tensors)))
 
 
 def left_out(content: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """A structure, pickled without its tensors, and those."""
+    """Pickle a structure without its tensors; returns both."""
     structure = io.BytesIO()
     pickler = _Pickler(structure)
     pickler.dump(content)
@@ -107,7 +104,7 @@ def left_out(content: Any) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def put_back(structure: bytes, tensors: Sequence[torch.Tensor]) -> Any:
-    """Reassemble what `left_out` took apart, in this run."""
+    """Reassemble what `left_out` of this run took apart."""
     return _Unpickler(io.BytesIO(structure), tensors).load()
 
 
@@ -144,7 +141,7 @@ def write_file(
 
 
 def digest_of(path: Path) -> str:
-    """The digests of a file on the disk, as `Seal.blake2b`."""
+    """Digest a file on the disk, as `Seal.blake2b`."""
     count = max(1, -(-path.stat().st_size // _PIECE_BYTES))
     return " ".join(piece_digests(path, first=0, count=count))
 
@@ -164,13 +161,13 @@ def piece_digests(path: Path, *, first: int, count: int) -> list[str]:
 
 
 def whole_digest(path: Path) -> str:
-    """One digest of all of a file, as in manifests from before there were pieces."""
+    """Digest a whole file at once, as older manifests do."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, _hasher).hexdigest()
 
 
 def piece_sizes(num_bytes: int) -> list[int]:
-    """Bytes of each piece of a file that has a digest of its own."""
+    """Bytes of each digested piece of a file."""
     full, rest = divmod(num_bytes, _PIECE_BYTES)
     return [_PIECE_BYTES] * full + ([rest] if rest or not full else [])
 
@@ -242,7 +239,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _trimmed(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The tensors on storages that hold nothing else, without a copy."""
+    """Put the tensors on storages that hold nothing else, without a copy."""
     spans: dict[tuple[int, torch.dtype], list[tuple[int, int]]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -269,7 +266,7 @@ def _home(tensor: torch.Tensor) -> tuple[int, torch.dtype]:
 
 
 def _reach(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes of its storage that a tensor spans: first and end."""
+    """First and end of the bytes of its storage that a tensor spans."""
     last: int = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = int(tensor.storage_offset())
     return first * tensor.element_size(), (first + last + 1) * tensor.element_size()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -12,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from data_shards.packing.pack import pack
 from tests.cluster.hosts.two_hosts import Difference, TwoHosts, why_not
-from tests.faults.harness import INJECT, MARK, ROOT, Attempt, Case, Fault
+from tests.faults.harness import Attempt, Case, Fault, pack_shards
 
 NewHosts = Callable[..., TwoHosts]
 HOSTFILE = "alpha slots=1\nbeta slots=1\n"
@@ -46,10 +43,7 @@ def hosts(new_hosts: NewHosts) -> TwoHosts:
 
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Packed digits of three classes."""
-    out = tmp_path_factory.mktemp("shards") / "digits"
-    pack("digits", out, classes=("0", "1", "2"), holdout=0.2, samples_per_shard=100, report=lambda text: None)
-    return out
+    return pack_shards(tmp_path_factory.mktemp("shards") / "digits")
 
 
 @pytest.fixture
@@ -92,17 +86,10 @@ def start_on(hosts: TwoHosts, case: Case, *python_arguments: str, faults: Sequen
     """Start a Python on alpha in the case's folder, as somebody who is logged in there."""
     number = len(list(case.folder.glob("output-*.txt"))) + 1
     output = case.folder / f"output-{number}.txt"
-    paths = [*([str(INJECT)] if faults else []), str(ROOT)]
     with output.open("w") as file:
         process = subprocess.Popen(
             hosts.on("alpha", sys.executable, *python_arguments, folder=case.folder),
-            env={
-                **os.environ,
-                **hosts.environment(),
-                **{"PYTHONPATH": os.pathsep.join(paths), "TMPDIR": str(case.temporary), MARK: case.mark},
-                "MLFLOW_TRACKING_URI": "http://127.0.0.1:9",  # nobody there
-                **({"SHARDVIT_FAULT": json.dumps(list(faults))} if faults else {}),
-            },
+            env={**case.environment(faults), **hosts.environment()},
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,

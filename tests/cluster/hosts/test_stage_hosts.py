@@ -71,7 +71,7 @@ stage._FOLLOW_SECONDS, stage._ANSWER_SECONDS = float(follow_seconds), 3.0
 launch = Launch(load_recipe("digits"), Path("recipe.yaml"), runs_root=Path("runs"), stage="pretrain", processes=2)
 fleet = Fleet((Host("alpha", (0,)), Host("beta", (0,))), Path("hostfile"))
 ready = Ready(address, {"alpha": "veth0", "beta": "veth0"})
-variables = travelling(without_place(), folders=(Path("home"), Path())).all
+variables, _ = travelling(without_place(), folders=(Path("home"), Path()))
 try:
     print("code", stage.run_stage_on_hosts(launch, fleet, ready, variables=variables), flush=True)
 except KeyboardInterrupt:
@@ -85,7 +85,6 @@ class Standing:
 
     process: subprocess.Popen[bytes]
     folder: Path
-    mark: str
     hosts: TwoHosts
 
     @property
@@ -104,7 +103,7 @@ class Standing:
         found = []
         for process in psutil.process_iter():
             try:
-                is_ours = process.environ().get(STAND_IN) == self.mark or process.cwd() == str(self.folder)
+                is_ours = process.environ().get(STAND_IN) == str(self.folder) or process.cwd() == str(self.folder)
                 if is_ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
             except (psutil.Error, OSError):
@@ -138,15 +137,6 @@ class Standing:
             time.sleep(0.05)
 
 
-def drive(hosts: TwoHosts, follow_seconds: float) -> list[str]:
-    return [sys.executable, "-c", DRIVER, hosts.address("alpha"), str(follow_seconds)]
-
-
-def python_path(folder: Path) -> str:
-    """The stand-ins before ours: no process of ours looks into the working folder by itself."""
-    return os.pathsep.join([str(folder), str(ROOT)])
-
-
 def command_of(process: psutil.Process) -> list[str]:
     """Its command line; empty: it has ended."""
     try:
@@ -157,14 +147,8 @@ def command_of(process: psutil.Process) -> list[str]:
 
 @contextmanager
 def standing(hosts: TwoHosts, folder: Path, kind: str, *, follow_seconds: float = 600.0) -> Iterator[Standing]:
-    """Ranks that have begun.
-
-    Args:
-        hosts: where.
-        folder: for everything; is made.
-        kind: how the ranks behave.
-        follow_seconds: for the ranks of one host to end by themselves when the other's have failed.
-    """
+    """Ranks that have begun, and behave as `kind` says; those of one host have `follow_seconds` to end by themselves
+    when the other's have failed."""
     folder.mkdir()
     (folder / "launch").mkdir()
     package = f"__path__.append({str(ROOT / 'launch')!r})\n"  # all of ours but train.py
@@ -174,20 +158,19 @@ def standing(hosts: TwoHosts, folder: Path, kind: str, *, follow_seconds: float 
     (folder / ".deepspeed_env").write_text("FROM_A_FILE=some value\n")
     with (folder / "output.txt").open("w") as output:
         process = subprocess.Popen(
-            hosts.on("alpha", *drive(hosts, follow_seconds), folder=folder),
+            hosts.on("alpha", sys.executable, "-c", DRIVER, hosts.address("alpha"), str(follow_seconds), folder=folder),
             env={
                 **os.environ,
                 **hosts.environment(),
-                "PYTHONPATH": python_path(folder),
-                STAND_IN: str(folder),
-                KIND: kind,
-                "LEFT": "here",
+                # The stand-ins before ours: no process of ours looks into the working folder by itself.
+                "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
+                **{STAND_IN: str(folder), KIND: kind, "LEFT": "here"},
             },
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    run = Standing(process, folder, mark=str(folder), hosts=hosts)
+    run = Standing(process, folder, hosts)
     try:
         run.wait_for("rank-0.json", "rank-1.json")
         yield run
@@ -267,34 +250,3 @@ def test_when_the_cable_is_pulled_both_sides_find_out_and_no_rank_stays(hosts: T
         pass_an_hour(run.folder, host="beta")
         output = run.finish()
         assert "shardvit: the connection to beta was lost" in output and output.endswith("code 1\n")
-
-
-def test_what_an_attempt_that_was_cut_off_has_left_is_ended_by_the_next_one(hosts: TwoHosts, tmp_path: Path):
-    with standing(hosts, tmp_path / "run", "graceful") as run:
-        ranks = [each for each in run.all() if command_of(each)[1:4] == ["-u", "-m", "launch.train"]]
-        # The agents first: one that sees its launcher end ends the ranks.
-        for what in ("launch.hosts.agent", "launcher.py"):
-            for each in [each for each in run.all() if what in command_of(each)]:
-                each.kill()
-        run.process.wait(timeout=PATIENCE_SECONDS)
-        assert len(ranks) == 2 and all(rank.is_running() for rank in ranks)  # stand-ins do not watch their parents
-        again = subprocess.Popen(
-            hosts.on("alpha", *drive(hosts, 600.0), folder=run.folder),
-            env={
-                **os.environ,
-                **hosts.environment(),
-                "PYTHONPATH": python_path(run.folder),
-                STAND_IN: "second",
-                KIND: "graceful",
-            },
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            _, alive = psutil.wait_procs(ranks, timeout=PATIENCE_SECONDS)
-            assert not alive
-        finally:
-            second = Standing(again, run.folder, mark="second", hosts=hosts)
-            second.driver.kill()
-            second.wait_for_nobody()
-            again.wait()

@@ -15,8 +15,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 NAMES = ("alpha", "beta")
@@ -43,24 +43,13 @@ def why_not() -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """What one of the hosts has otherwise than the other.
+    """How one of the hosts differs from the other."""
 
-    Attributes:
-        commands: of a shell, run in the host's own mounts before its sshd begins.
-        environment: of every login.
-    """
-
-    commands: Sequence[str] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
+    commands: Sequence[str] = ()  # of a shell, in the host's own mounts before its sshd begins
 
 
 class TwoHosts:
-    """The hosts, from `start` to `stop`.
-
-    Args:
-        folder: for keys and settings; a fresh one.
-        beta: what is other on the second host.
-    """
+    """The hosts, from `start` to `stop`; `folder` is a fresh one for keys and settings."""
 
     def __init__(self, folder: Path, *, beta: Difference | None = None) -> None:
         self.folder = folder
@@ -167,7 +156,6 @@ class TwoHosts:
             _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
             hosts.append(f"{self.address(name)} {name}")
             known.append(f"{name} {key.with_suffix('.pub').read_text().strip()}")
-            environment = self._differences[name].environment
             settings = {
                 "ListenAddress": self.address(name),
                 "HostKey": key,
@@ -177,11 +165,6 @@ class TwoHosts:
                 "PasswordAuthentication": "no",
                 "UsePAM": "no",
                 "StrictModes": "no",  # the folder is a test's
-                **(
-                    {"SetEnv": " ".join(f'{key}="{value}"' for key, value in environment.items())}
-                    if environment
-                    else {}
-                ),
             }
             text = "".join(f"{setting} {value}\n" for setting, value in settings.items())
             (self.folder / f"sshd_config_{name}").write_text(text)

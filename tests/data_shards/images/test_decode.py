@@ -57,12 +57,6 @@ def test_photographs_are_pillows_whole_and_in_every_region(
         assert_within_55_db(decode_without_warnings(data, decoder=decoder, box=box), cut(expected, box))
 
 
-@every_decoder
-def test_channels_come_in_their_order(decoder: decode.DecoderName):
-    pixels = decode_without_warnings(encoded(Image.fromarray(picture()), "JPEG", quality=90), decoder=decoder)
-    assert np.abs(pixels.astype(int) - picture()).mean() < 3
-
-
 @has_nvimgcodec
 def test_auto_decodes_regions_alone_where_that_pays(monkeypatch: pytest.MonkeyPatch):
     calls: list[str] = []
@@ -92,14 +86,6 @@ def test_what_the_decoder_declines_goes_to_pillow(decoder: decode.DecoderName, m
 
 
 # ---- policies
-
-
-@every_decoder
-def test_grey_jpeg_becomes_three_equal_channels(decoder: decode.DecoderName):
-    data = PHOTOGRAPHS["china 160 grey"]
-    for box in (None, Box(3, 4, 50, 60)):
-        pixels = decode_without_warnings(data, decoder=decoder, box=box)
-        assert (pixels == pixels[:, :, :1]).all() and pixels.std() > 10
 
 
 @every_decoder

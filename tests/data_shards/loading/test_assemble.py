@@ -2,7 +2,6 @@
 
 import io
 import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from data_shards.shards.shard_set import ShardSet, ShardsSpec
 from data_shards.shards.tar_index import open_index, read_index
 from data_shards.vocabulary import WorkerKind
 from pipeline.stage.task import targets
-from tests.data_shards.external_tars import read_all
+from tests.data_shards.external_tars import png, read_all, write_tar
 from tests.data_shards.streams import GLOBAL_BATCH, SIZE, STEPS, global_batches, make_order, micro_batches, pack_noise
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -121,14 +120,11 @@ def test_lists_of_labels_arrive_padded(tmp_path: Path):
     """A tar as other tools write it, its labels in JSON."""
     labels = [[0], [], [2, 1], [1], [0, 1, 2], [2], [0], [1, 2], [2, 0]]
     (tmp_path / "set").mkdir()
-    with tarfile.open(tmp_path / "set" / "a.tar", "w") as tar:
-        for number, row in enumerate(labels):
-            stream = io.BytesIO()
-            Image.fromarray(np.full((9, 9, 3), number * 20, dtype=np.uint8)).save(stream, "PNG")
-            for name, content in (("png", stream.getvalue()), ("json", json.dumps({"tags": row}).encode())):
-                member = tarfile.TarInfo(f"{number:03d}.{name}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
+    parts: list[tuple[str, bytes]] = []
+    for number, row in enumerate(labels):
+        parts.append((f"{number:03d}.png", png(np.full((9, 9, 3), number * 20, dtype=np.uint8))))
+        parts.append((f"{number:03d}.json", json.dumps({"tags": row}).encode()))
+    write_tar(tmp_path / "set" / "a.tar", parts)
     spec = ShardsSpec(str(tmp_path / "set"), label="json:tags", kind="multi")
     shards = open_shards(spec, index_folder=tmp_path / "indexes")
     assert shards.is_multi_label and shards.num_classes == 3

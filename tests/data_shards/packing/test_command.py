@@ -12,8 +12,6 @@ from data_shards.shards.manifest import read_manifest
 from launch import cli
 from tests.data_shards.packing.sources.layouts import binary, cifar100, write_tar
 
-pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
-
 
 @pytest.fixture
 def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -1,12 +1,10 @@
 """A set of shards opens from wherever it lies, cheaply, and says what is wrong with it."""
 
 import builtins
-import io
 import json
 import os
 import subprocess
 import sys
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,10 @@ from data_shards.shards.manifest import Manifest, Shard, read_manifest, write_ma
 from data_shards.shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets
 from data_shards.shards.tar_index import build_index, index_path, write_index
 from data_shards.store.cache import CacheConfig
-from data_shards.store.store import RetryPolicy, Store
+from data_shards.store.store import Store
+from tests.data_shards.external_tars import write_tar
 from tests.data_shards.http_server import FaultServer
+from tests.data_shards.opened import QUICK
 
 
 def pack_by_hand(root: Path, *, shards: int = 3, labels: LabelSpec | None = None, suffix: str = "") -> Manifest:
@@ -31,14 +31,12 @@ def pack_by_hand(root: Path, *, shards: int = 3, labels: LabelSpec | None = None
     entries = []
     for number in range(shards):
         path = root / f"x-{number:06d}.tar"
-        with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
-            for row in range(2):
-                label = {"cls": b"%d" % row, "json": json.dumps({"label": list(range(row))}).encode()}
-                part = labels.part if labels else "cls"
-                for name, data in ((f"k{number}{row}.{part}", label[part]), (f"k{number}{row}.jpg", b"x" * 100)):
-                    member = tarfile.TarInfo(name)
-                    member.size = len(data)
-                    tar.addfile(member, io.BytesIO(data))
+        parts: list[tuple[str, bytes]] = []
+        for row in range(2):
+            label = {"cls": b"%d" % row, "json": json.dumps({"label": list(range(row))}).encode()}
+            part = labels.part if labels else "cls"
+            parts += [(f"k{number}{row}.{part}", label[part]), (f"k{number}{row}.jpg", b"x" * 100)]
+        write_tar(path, parts)
         entries.append(Shard(path.name, 2, path.stat().st_size, ""))
     manifest = Manifest(root, f"x{suffix}", "train", ("cat", "dog"), tuple(entries), "./x", labels or LabelSpec())
     write_manifest(manifest)
@@ -144,18 +142,18 @@ def upload(server: FaultServer, root: Path) -> None:
     server.files |= {f"/sets/{path.name}": path.read_bytes() for path in root.iterdir()}
 
 
-def test_a_packed_set_over_http_asks_for_its_manifest_alone(tmp_path: Path, server: FaultServer, quick: RetryPolicy):
+def test_a_packed_set_over_http_asks_for_its_manifest_alone(tmp_path: Path, server: FaultServer):
     manifest = pack_by_hand(tmp_path / "a")
     upload(server, tmp_path / "a")
     url = server.url.replace("://", "://user:secret@") + "/sets"
-    shards = open_shards(url, store=Store(retry=quick))
+    shards = open_shards(url, store=Store(retry=QUICK))
     assert [path for _, path, _ in server.requests] == ["/sets/manifest.json"] * 2  # its first byte, then all
     here = open_shards(str(tmp_path / "a"))
     assert shards.digest == manifest.digest and replace(shards, source="", shards=here.shards) == replace(
         here, source=""
     )
     assert shards.source == f"{server.url}/sets" and "secret" not in shards.source + shards.shards[0].name
-    store = Store(CacheConfig(tmp_path / "cache", limit_bytes=10**8), retry=quick)
+    store = Store(CacheConfig(tmp_path / "cache", limit_bytes=10**8), retry=QUICK)
     assert keys(shards, store=store) == keys(here)
     assert open_shards(server.url + "/sets/").num_samples == 6  # a store of its own will do for a manifest
 
@@ -163,11 +161,11 @@ def test_a_packed_set_over_http_asks_for_its_manifest_alone(tmp_path: Path, serv
 @pytest.mark.parametrize(
     ("content", "message"), [(b"{", "Invalid JSON"), (b"{}", "'version'"), (None, r"x-\{000..127\}\.tar")]
 )
-def test_a_broken_manifest_elsewhere(server: FaultServer, quick: RetryPolicy, content: bytes | None, message: str):
+def test_a_broken_manifest_elsewhere(server: FaultServer, content: bytes | None, message: str):
     if content is not None:
         server.files["/sets/manifest.json"] = content
     with pytest.raises(UserError, match=rf"http://127.*/sets/manifest\.json.*{message}"):
-        open_shards(server.url + "/sets", store=Store(retry=quick))
+        open_shards(server.url + "/sets", store=Store(retry=QUICK))
 
 
 # ---- several sets laid end to end

@@ -22,7 +22,7 @@ from data_shards.shards.manifest import Manifest
 from data_shards.shards.shard_set import ShardsSpec
 from data_shards.shards.tar_index import index_path, read_index
 from data_shards.store.store import Store
-from tests.data_shards.external_tars import by_shard_writer, opened
+from tests.data_shards.external_tars import by_shard_writer, opened, png
 from tests.data_shards.http_server import FaultServer
 from tests.data_shards.small_set import by_webdataset, pack_small
 
@@ -46,11 +46,8 @@ def keys(seen: Overview) -> list[str]:
     return [image.key for image in seen.images]
 
 
-def png(height: int, width: int, *, seed: int = 0) -> bytes:
-    file = io.BytesIO()
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
+def noise(height: int, width: int, *, seed: int = 0) -> bytes:
+    return png(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
 def test_labels_and_sizes_are_those_of_the_samples(manifest: Manifest, samples: list[RawSample]) -> None:
@@ -99,7 +96,7 @@ def test_few_bytes_are_read_of_large_images(tmp_path: Path, monkeypatch: pytest.
     for number in range(40):
         path = tmp_path / "in" / f"class{number % 2}" / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(png(150, 160, seed=number))  # 72 kB of noise
+        path.write_bytes(noise(150, 160, seed=number))  # 72 kB of noise
     manifest = pack(str(tmp_path / "in"), tmp_path / "out", samples_per_shard=20, report=lambda line: None).train
     read, pread = [0], os.pread
 
@@ -149,7 +146,7 @@ def test_several_labels_count_each_and_an_image_stands_for_its_rarest(tmp_path: 
     folder = by_shard_writer(
         tmp_path / "tars",
         [
-            {"__key__": f"{number}", "png": png(5, 6, seed=number), "json": json.dumps({"label": each}).encode()}
+            {"__key__": f"{number}", "png": noise(5, 6, seed=number), "json": json.dumps({"label": each}).encode()}
             for number, each in enumerate(labels)
         ],
         per_shard=2,

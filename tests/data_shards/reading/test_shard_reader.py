@@ -1,7 +1,6 @@
 """Random access to samples: webdataset's own reading is the oracle; descriptors are bounded; damage is named."""
 
 import dataclasses
-import io
 import os
 import pickle
 import random
@@ -17,6 +16,7 @@ from data_shards.reading.shard_reader import RawSample, ShardReader
 from data_shards.shards.manifest import Manifest, Shard, write_manifest
 from data_shards.shards.shard_set import Damaged, ShardSet
 from data_shards.shards.tar_index import index_path, open_index
+from tests.data_shards.external_tars import write_tar
 from tests.data_shards.small_set import by_webdataset, needs_proc, open_files, pack_small, places
 
 
@@ -32,12 +32,7 @@ def opened(manifest: Manifest, *, damaged: Damaged = "refuse") -> ShardSet:
 
 def write_shard(folder: Path, parts: list[tuple[str, bytes]], *, num_samples: int) -> Manifest:
     """A tar of another make: GNU's format, and no index beside it."""
-    path = folder / "a.tar"
-    with tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as tar:
-        for name, data in parts:
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
+    path = write_tar(folder / "a.tar", parts, format=tarfile.GNU_FORMAT)
     shard = Shard(file="a.tar", num_samples=num_samples, num_bytes=path.stat().st_size, sha256="")
     return Manifest(root=folder, name="a", split="train", classes=("x", "y", "z"), shards=(shard,), source="")
 

@@ -1,6 +1,5 @@
 """A set in two parts: each sample in exactly one, the share exact, the same everywhere, for any shards."""
 
-import io
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 from scipy import stats
 
 from data_shards.errors import UserError
@@ -19,7 +17,7 @@ from data_shards.reading.shard_reader import ShardReader
 from data_shards.shards.holdout import held_out_images, rows_of, shared_images, take_portion
 from data_shards.shards.labels import LabelSpec
 from data_shards.shards.shard_set import Portion, ShardEntry, ShardSet, ShardsSpec, ShardTable, merge_shard_sets
-from tests.data_shards.external_tars import write_tar
+from tests.data_shards.external_tars import png, write_tar
 
 law = settings(max_examples=25, deadline=None)
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=20).filter(lambda sizes: sum(sizes) >= 2)
@@ -160,9 +158,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for tar, count in enumerate((9, 1, 14, 6)):
         members: list[tuple[str, bytes]] = []
         for row in range(count):
-            stream = io.BytesIO()
-            Image.new("RGB", (5, 4), (number, 0, 0)).save(stream, "PNG")
-            members += [(f"t{tar}r{row}.png", stream.getvalue()), (f"t{tar}r{row}.cls", b"%d" % (number % 3))]
+            image = png(np.full((4, 5, 3), (number, 0, 0), dtype=np.uint8))
+            members += [(f"t{tar}r{row}.png", image), (f"t{tar}r{row}.cls", b"%d" % (number % 3))]
             number += 1
         write_tar(folder / f"{tar}.tar", members)
     return folder

@@ -1,7 +1,5 @@
 """The packages' verdicts, from versions that the test makes up; and the project's own ranges."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -82,16 +80,6 @@ def test_without_a_pyproject_the_ranges_are_the_installed_packages(monkeypatch: 
     monkeypatch.setattr("importlib.metadata.metadata", lambda name: {"Requires-Python": ">=3.11"})
     pythons, needed = read_requirements(tmp_path / "pyproject.toml")
     assert pythons == ">=3.11" and [each.name for each in needed] == ["torch"]
-
-
-def test_versions_are_read_without_importing_anything_heavy():
-    code = (
-        "import sys; from launch.doctor.libraries import library_checks, read_requirements\n"
-        "assert {check.verdict for check in library_checks(read_requirements()[1])} <= {'fine', 'note'}\n"
-        "print({'torch', 'deepspeed', 'mlflow', 'timm', 'accelerate', 'torchvision'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
 
 
 def test_what_is_not_installed_has_no_version():

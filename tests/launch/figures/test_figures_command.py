@@ -17,8 +17,6 @@ from pipeline.runs.run_folder import RunFolder
 from tests.launch.conftest import Call
 from tests.model.comparing import randomise
 
-pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
-
 CLASSES = ("0", "1")
 ATTENTION = {"attention_rollout", "attention_maps", "attention_distance"}
 WEIGHTS = {"embedding_filters", "position_similarity"}
@@ -77,13 +75,26 @@ def test_images_of_a_folder(call: Call) -> None:
     assert torch.isfinite(torch.from_numpy(numbers["attention_maps"])).all()
 
 
-def test_a_run_brings_its_held_out_images(call: Call) -> None:
-    code, out, err = call("figures", "runs/mine", "--count", "3")
-    assert code == 0, err
-    assert out == "figures/mine/index.html\n"
+@pytest.mark.parametrize(
+    ("arguments", "images", "folder", "said"),
+    [
+        (["runs/mine", "--count", "3"], 3, "figures/mine", ""),  # its held-out images
+        (["vit", "shards/val", "--count", "2"], 2, "figures/vit", ""),
+        (["vit", "--output", "alone"], 0, "alone", "name images"),
+        (["vit", "--count", "5", "--output", "alone"], 0, "alone", "name images"),  # in place of the one before
+        (["resnet", "photos"], 0, "figures/resnet", "ResNet"),
+    ],
+)
+def test_a_model_has_the_figures_that_its_images_allow(
+    call: Call, arguments: list[str], images: int, folder: str, said: str
+) -> None:
+    code, out, err = call("figures", *arguments)
+    assert (code, out) == (0, f"{folder}/index.html\n"), err
+    assert said in err
     pictures, numbers = _made(out)
-    assert pictures == ATTENTION | WEIGHTS
-    assert len(numbers["attention_rollout"]) == 3
+    weights = {"embedding_filters"} if arguments[0] == "resnet" else WEIGHTS
+    assert pictures == (ATTENTION if images else set()) | weights
+    assert len(numbers.get("attention_rollout", ())) == images
 
 
 def test_weights_that_are_a_link_out_of_the_run_are_not_looked_at(call: Call, work: Path) -> None:
@@ -95,25 +106,6 @@ def test_weights_that_are_a_link_out_of_the_run_are_not_looked_at(call: Call, wo
     (work / "mine.safetensors").rename(weights)
     assert (code, out) == (2, "") and "model.safetensors is a link out of" in err
     assert not (work / "of-link").exists()
-
-
-def test_shards_are_told_from_images(call: Call) -> None:
-    code, out, err = call("figures", "vit", "shards/val", "--output", "of-shards", "--count", "2")
-    assert code == 0, err
-    assert len(_made(out)[1]["attention_rollout"]) == 2
-
-
-def test_without_images_the_weights_have_their_figures(call: Call) -> None:
-    for _ in range(2):  # the second time in place of the first
-        code, out, err = call("figures", "vit", "--output", "alone")
-        assert code == 0 and "name images" in err
-        assert _made(out)[0] == WEIGHTS
-
-
-def test_a_resnet_has_its_filters(call: Call) -> None:
-    code, out, err = call("figures", "resnet", "photos", "--output", "root")
-    assert code == 0 and "ResNet" in err
-    assert _made(out)[0] == {"embedding_filters"}
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,7 @@ case $2 in
         *'"ask": "facts"'*)
             meet asked
             echo "$word$(sed -e "s/@HOST@/$host/" -e "s/\"@CLOCK@\"/$(date +%s.%N)/" facts.json)" ;;
-        *'"ask": "connect"'*) meet connecting; echo "$word{\"node-000\": [\"10.0.0.1\", \"ib0\"]}" ;;
-        *) echo "$word\"ib0\"" ;;
+        *) meet connecting; echo "$word{\"node-000\": [\"10.0.0.1\", \"ib0\"]}" ;;
         esac
     done ;;
 esac
@@ -75,17 +74,12 @@ esac
 
 @dataclass
 class Cluster:
-    """The folder in which the hosts leave what happened.
-
-    Attributes:
-        most_threads, most_children: of this process, while the hosts were at a gate.
-        others: children of this process that other tests have left to it.
-    """
+    """The folder in which the hosts leave what happened."""
 
     folder: Path
-    most_threads: int = 0
+    most_threads: int = 0  # of this process, while the hosts were at a gate
     most_children: int = 0
-    others: int = field(default_factory=lambda: len(psutil.Process().children()))
+    others: int = field(default_factory=lambda: len(psutil.Process().children()))  # children left by other tests
     over: threading.Event = field(default_factory=threading.Event)
 
     def there(self, what: str) -> list[str]:
@@ -135,7 +129,8 @@ def write_facts(cluster: Cluster, runs: Path, **changes: object) -> None:
     question = {"folder": str(runs), "marker": ["", ""], "files": [], "packages": PACKAGES, "modules": _MODULES}
     with no_wait():
         told = probe.answer({**question, "listen": False, "port": 0})
-    told |= {"machine": "@HOST@", "clock": "@CLOCK@", "sees_marker": True, "gpus": 8, "addresses": [], "port": 4000}
+    told |= {"machine": "@HOST@", "clock": "@CLOCK@", "sees_marker": True, "gpus": 8, "port": 4000}
+    told["addresses"] = {"10.0.0.1": "ib0"}
     (cluster.folder / "facts.json").write_text(json.dumps({**told, **changes}))
 
 

@@ -23,7 +23,7 @@ HERE = Facts(
     files={"/shards/manifest.json": "d1", "/absent.yaml": "! No such file"},
     gpus=8,
     free_bytes=1 << 40,
-    addresses=["10.0.0.1"],
+    addresses={"10.0.0.1": "ib0"},
     port=0,
 )
 HOSTS = (Host("a", tuple(range(8))), Host("b", tuple(range(8))))
@@ -40,7 +40,7 @@ def problems(**changes: Any) -> list[str]:
 
 def test_alike_is_ready():
     assert problems() == []
-    assert problems(clock_offset_seconds=3.0, addresses=[], revision="r2") == []
+    assert problems(clock_offset_seconds=3.0, addresses={}, revision="r2") == []
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from data_shards.errors import UserError
-from launch.hosts.hostfile import Fleet, Host, open_fleet
+from launch.hosts.hostfile import Fleet, Host, HostOptions
 from launch.hosts.remote import ssh_command
 from launch.hosts.stage import node_command, shared_files
 from launch.local.processes import overall_code
@@ -81,14 +81,15 @@ def test_what_is_wrong_with_the_command_line_is_told_before_any_host_is_asked(
 ):
     hostfile = tmp_path / "hosts"
     with pytest.raises(UserError, match=r"--hostfile .*hosts cannot be read \(No such file"):
-        open_fleet(hostfile)
+        HostOptions(hostfile).fleet()
     hostfile.write_text("a slots=2\nb slots=2\n")
     (tmp_path / "ssh").write_text("")
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert open_fleet(hostfile, include="b").processes == 2
+    fleet = HostOptions(hostfile, include="b").fleet()
+    assert fleet is not None and fleet.processes == 2
     with pytest.raises(UserError, match="--master-port: it is 70000"):
-        open_fleet(hostfile, master_port=70000)
+        HostOptions(hostfile, master_port=70000).fleet()
     (tmp_path / "ssh").unlink()
     with pytest.raises(UserError, match="there is no ssh on this machine"):
-        open_fleet(hostfile)
+        HostOptions(hostfile).fleet()

@@ -15,7 +15,7 @@ from launch.run import pipeline_run
 from launch.run.pipeline_run import PipelineRun
 from pipeline.recipe.io import load_recipe
 from pipeline.recipe.vocabulary import EXIT_STOPPED
-from tests.launch.machine import Machine, each_once, make_shards
+from tests.launch.machine import Machine, each_once, make_shards, on_shards
 
 FLEET = Fleet((Host("a", (0, 1)), Host("b", (1, 2))), Path("hosts"))
 
@@ -46,13 +46,9 @@ class Cluster:
         return self.machine.start(launch)
 
     def open(self, *overrides: str, fleet: Fleet | None = FLEET) -> PipelineRun:
-        shards = [
-            f"stages.{stage}.{key}={self.machine.root / 'shards' / split}"
-            for stage in ("pretrain", "finetune")
-            for key, split in (("train", "train"), ("eval", "val"))
-        ]
-        overrides = tuple(each_once(*shards, "stages.pretrain.global_batch_size=64", *overrides))
-        recipe = load_recipe("digits", overrides=overrides)
+        shards = on_shards(self.machine.root / "shards")
+        changes = each_once(*shards, "stages.pretrain.global_batch_size=64", *overrides)
+        recipe = load_recipe("digits", overrides=tuple(changes))
         return PipelineRun.open(recipe, runs_root=self.machine.root / "runs", fleet=fleet)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -21,17 +20,10 @@ from pipeline.recipe.sources import shipped_recipes
 from pipeline.recipe.stage_plan import plan_stage
 from pipeline.recipe.vocabulary import StageName
 from pipeline.runs.run_folder import RunFolder
-from tests.launch.machine import each_once, make_shards
+from tests.launch.conftest import Call
+from tests.launch.machine import each_once, make_shards, on_shards
 
-# `main` reads sys.argv, which is what these tests set.
-pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
-
-Call = Callable[..., tuple[int, str, str]]
-PACKED = [
-    f"stages.{stage}.{key}=shards/{split}"
-    for stage in ("pretrain", "finetune")
-    for key, split in (("train", "train"), ("eval", "val"))
-]
+PACKED = on_shards(Path("shards"))
 
 
 MASKED = (

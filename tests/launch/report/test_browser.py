@@ -82,22 +82,30 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: write_runs(histories, output=root / f"{name}.html") for name, histories in made.items()}
 
 
+def is_dark(browser: Browser) -> bool:
+    paper = browser.run("getComputedStyle(document.documentElement).backgroundColor")
+    return max(map(int, paper[4:-1].split(","))) < 60
+
+
 @pytest.mark.parametrize("name", ["one", "hostile", "three"])
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_page_is_whole(
-    browser_with_fonts: Browser, pages: dict[str, Path], name: str, width: int, scheme: str
-) -> None:
+def test_a_page_is_whole(browser_with_fonts: Browser, pages: dict[str, Path], name: str, width: int) -> None:
     browser = browser_with_fonts
-    browser.open(pages[name], width=width, scheme=scheme)
+    browser.open(pages[name], width=width)
     browser.run(OPEN_ALL)
     assert browser.run("document.querySelectorAll('svg.plot').length") >= 10
     assert browser.run("document.images.length") >= 4
     assert browser.run(PROBLEMS) == []
     assert browser.said == []
     assert browser.run("window.hit") is None
-    paper = browser.run("getComputedStyle(document.documentElement).backgroundColor")
-    assert (max(map(int, paper[4:-1].split(","))) < 60) == (scheme == "dark")
+    assert not is_dark(browser)
+
+
+@pytest.mark.parametrize("name", ["one", "hostile"])
+def test_in_the_dark_scheme_a_page_is_dark_and_whole(browser: Browser, pages: dict[str, Path], name: str) -> None:
+    browser.open(pages[name], width=390, scheme="dark")
+    browser.run(OPEN_ALL)
+    assert is_dark(browser) and browser.run(PROBLEMS) == browser.said == []
 
 
 def test_nothing_of_a_hostile_run_runs_or_leaves_the_page(browser: Browser, pages: dict[str, Path]) -> None:
@@ -117,9 +125,8 @@ def test_nothing_of_a_hostile_run_runs_or_leaves_the_page(browser: Browser, page
     assert any("Content Security Policy" in each for each in browser.said)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_without_its_script_a_page_shows_the_same_curves(browser: Browser, pages: dict[str, Path], width: int) -> None:
-    browser.open(pages["one"], width=width, script=False)
+def test_without_its_script_a_page_shows_the_same_curves(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.open(pages["one"], width=390, script=False)
     root = browser.call("DOM.getDocument")["root"]["nodeId"]
     paths = browser.call("DOM.querySelectorAll", nodeId=root, selector="svg.plot path.line")["nodeIds"]
     assert len(paths) >= 10
@@ -136,29 +143,32 @@ def box(browser: Browser, selector: str) -> tuple[float, float, float, float]:
     return found[0], found[1], found[2], found[3]
 
 
+PLOT = '.charts[data-group="pretrain-1"] figure[data-chart="0"] svg.plot'
+READOUT = f"document.querySelector('{PLOT}').parentElement.querySelector('.readout').textContent"
+WHOLE_RANGE = f"document.querySelector('{PLOT}').closest('.charts').querySelector('.reset').disabled"
+
+
 def test_a_cursor_shows_the_values_where_it_is(browser: Browser, pages: dict[str, Path]) -> None:
     browser.open(pages["one"], width=1280)
     browser.run(OPEN_ALL)
-    plot = '.charts[data-group="pretrain-1"] figure[data-chart="0"] svg.plot'
-    left, top, width, height = box(browser, plot)
+    left, top, width, height = box(browser, PLOT)
     browser.mouse("mouseMoved", left + width / 2, top + height / 2)
-    said = browser.run(f"document.querySelector('{plot}').parentElement.querySelector('.readout').textContent")
+    said = browser.run(READOUT)
     assert "training" in said and "held out" in said and "step" in said and "images" in said
     others = browser.run(
         "[...document.querySelectorAll('.charts[data-group=\"pretrain-1\"] .readout')].map(e => e.textContent)"
     )
     assert all(others), "all charts of a stage follow the cursor"
     browser.mouse("mouseMoved", 2, 2)
-    assert browser.run(f"document.querySelector('{plot}').parentElement.querySelector('.readout').textContent") == ""
+    assert browser.run(READOUT) == ""
 
 
 def test_dragging_zooms_and_a_double_click_goes_back(browser: Browser, pages: dict[str, Path]) -> None:
     browser.open(pages["one"], width=1280)
     browser.run(OPEN_ALL)
-    plot = '.charts[data-group="pretrain-1"] figure[data-chart="0"] svg.plot'
-    ticks = f"[...document.querySelectorAll('{plot} text')].map(e => e.textContent).join('|')"
+    ticks = f"[...document.querySelectorAll('{PLOT} text')].map(e => e.textContent).join('|')"
     static = browser.run(ticks)
-    left, top, width, height = box(browser, plot)
+    left, top, width, height = box(browser, PLOT)
     y = top + height / 2
     browser.mouse("mouseMoved", left + width * 0.3, y)
     whole = browser.run(ticks)
@@ -167,12 +177,26 @@ def test_dragging_zooms_and_a_double_click_goes_back(browser: Browser, pages: di
     browser.mouse("mouseMoved", left + width * 0.5, y, count=1)
     browser.mouse("mouseReleased", left + width * 0.5, y, count=1)
     assert browser.run(ticks) != whole
-    assert browser.run(f"document.querySelector('{plot}').closest('.charts').querySelector('.reset').disabled") is False
+    assert browser.run(WHOLE_RANGE) is False
     for count in (1, 2):
         browser.mouse("mousePressed", left + width * 0.5, y, count=count)
         browser.mouse("mouseReleased", left + width * 0.5, y, count=count)
     assert browser.run(ticks) == whole
     assert browser.said == []
+
+
+def test_the_keyboard_moves_the_cursor_and_zooms(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.open(pages["one"], width=1280)
+    browser.run(OPEN_ALL)
+    browser.run(f"document.querySelector('{PLOT}').focus()")
+    places = []
+    for _ in range(2):
+        browser.call("Input.dispatchKeyEvent", type="keyDown", key="ArrowRight", code="ArrowRight")
+        places.append(browser.run(READOUT))
+    assert all(places) and places[0] != places[1]
+    for key, is_whole in (({"key": "+", "text": "+"}, False), ({"key": "Escape", "code": "Escape"}, True)):
+        browser.call("Input.dispatchKeyEvent", type="keyDown", **key)
+        assert browser.run(WHOLE_RANGE) is is_whole
 
 
 def test_the_x_axis_can_be_time_or_steps(browser: Browser, pages: dict[str, Path]) -> None:
@@ -186,22 +210,6 @@ def test_the_x_axis_can_be_time_or_steps(browser: Browser, pages: dict[str, Path
         now = set(browser.run(labels))
         assert len(now) == 1 and (now == names) == (value == "i")
     assert browser.run(PROBLEMS) == []
-
-
-def test_the_keyboard_moves_the_cursor_and_zooms(browser: Browser, pages: dict[str, Path]) -> None:
-    browser.open(pages["one"], width=1280)
-    plot = '.charts[data-group="finetune-1"] figure[data-chart="0"] svg.plot'
-    said = f"document.querySelector('{plot}').parentElement.querySelector('.readout').textContent"
-    browser.run(f"document.querySelector('{plot}').focus()")
-    places = []
-    for _ in range(2):
-        browser.call("Input.dispatchKeyEvent", type="keyDown", key="ArrowRight", code="ArrowRight")
-        places.append(browser.run(said))
-    assert all(places) and places[0] != places[1]
-    browser.call("Input.dispatchKeyEvent", type="keyDown", key="+", text="+")
-    assert browser.run(f"document.querySelector('{plot}').closest('.charts').querySelector('.reset').disabled") is False
-    browser.call("Input.dispatchKeyEvent", type="keyDown", key="Escape", code="Escape")
-    assert browser.run(f"document.querySelector('{plot}').closest('.charts').querySelector('.reset').disabled") is True
 
 
 def test_tables_are_sorted_by_a_click_and_earlier_pictures_found(browser: Browser, pages: dict[str, Path]) -> None:

@@ -59,16 +59,7 @@ def test_a_stage_whose_earlier_ones_are_not_done_is_refused(machine: Machine, mo
 
 
 def test_a_stage_that_the_recipe_lacks_is_refused(machine: Machine):
-    run = PipelineRun.open(
-        load_recipe(
-            "digits_scratch",
-            overrides=[
-                f"stages.finetune.{key}={machine.root / 'shards' / split}"
-                for key, split in (("train", "train"), ("eval", "val"))
-            ],
-        ),
-        runs_root=machine.root / "runs",
-    )
+    run = machine.open(recipe="digits_scratch", shards_of=("finetune",))
     with pytest.raises(UserError, match="--stage pretrain: the recipe has only the stages finetune"):
         run.execute(only="pretrain")
     with pytest.raises(UserError, match="--restart pretrain: the recipe has only the stages finetune"):

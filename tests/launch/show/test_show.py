@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +13,9 @@ from PIL import Image
 
 from data_shards.packing.pack import pack
 from data_shards.shards.manifest import read_manifest
+from tests.launch.conftest import Call
 from tests.launch.pages.test_page import Elements
 
-# `main` reads sys.argv, which is what these tests set.
-pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
-
-Call = Callable[..., tuple[int, str, str]]
 HOSTILE = ("<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "$\\alpha$\x1b[2J")
 
 

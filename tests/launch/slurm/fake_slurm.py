@@ -12,15 +12,10 @@ from launch.slurm.commands import After, Queued, Slurm
 
 @dataclass
 class FakeSlurm(Slurm):
-    """Notes what it was told.
+    """Notes what it was told."""
 
-    Attributes:
-        states: of the jobs, as the queue shows them.
-        refuse: the submission with this number (from 1) is refused.
-    """
-
-    states: dict[str, Queued] = field(default_factory=dict)
-    refuse: int = 0
+    states: dict[str, Queued] = field(default_factory=dict)  # of the jobs, as the queue shows them
+    refuse: int = 0  # the number, from 1, of the submission that is refused
     submitted: list[tuple[str, str | None]] = field(default_factory=list)
     how: list[After] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)

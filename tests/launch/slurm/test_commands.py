@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from data_shards.errors import UserError
-from launch.slurm.commands import Queued, Slurm, parse_left, parse_queue, submit_command
+from launch.slurm.commands import Queued, Slurm, parse_queue, submit_command
 
 
 def test_the_queue_is_read():
@@ -26,13 +26,6 @@ def test_an_array_is_as_alive_as_its_most_alive_task():
         **{"12_0": "COMPLETED", "12_1": "RUNNING", "12_2": "PENDING", "12": "RUNNING"},
         **{"13_0": "FAILED", "13": "FAILED"},
     }
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("0:05", 5), ("10:00", 600), ("2:00:01", 7201), ("3-0:00:00", 259_200), ("UNLIMITED", None)]
-)
-def test_times_left(text: str, seconds: int | None):
-    assert parse_left(text) == seconds
 
 
 def test_what_is_submitted_behind_another_job_is_removed_with_it():

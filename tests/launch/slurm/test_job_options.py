@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from data_shards.errors import UserError
-from launch.slurm.job_options import JobOptions, format_limit, limit_seconds, table
+from launch.slurm.job_options import JobOptions, format_limit, limit_seconds, parse_time, table
 from launch.slurm.site import SbatchSite, Site, job_of
 
 ASKED = JobOptions(nodes=4, time="24:00:00", gpus_per_node=8)
@@ -22,14 +22,16 @@ ASKED = JobOptions(nodes=4, time="24:00:00", gpus_per_node=8)
         ("2-12:30", 217_800),
         ("2-12:30:05", 217_805),
         ("1", 60),
+        ("0:05", 5),
+        ("2:00:01", 7201),
     ],
 )
 def test_times_are_read_as_slurm_reads_them(text: str, seconds: int):
-    assert limit_seconds(text) == seconds
+    assert limit_seconds(text) == parse_time(text) == seconds
     assert limit_seconds(format_limit(seconds)) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "soon", "1:2:3:4", "0", "0:00:00", "-5", "24h", "1-"])
+@pytest.mark.parametrize("text", ["", "soon", "1:2:3:4", "0", "0:00:00", "-5", "24h", "1-", "UNLIMITED"])
 def test_what_is_no_time_is_refused(text: str):
     with pytest.raises(UserError, match="--time"):
         limit_seconds(text)

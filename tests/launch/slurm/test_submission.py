@@ -12,8 +12,9 @@ from launch.slurm.records import read_submission, write_cancelled, write_ends
 from launch.slurm.site import Site, SlurmJob, job_of
 from launch.slurm.submission import SubmissionPlan, plan_submission, render, submit_plan
 from pipeline.recipe.io import load_recipe, parse_recipe
+from pipeline.recipe.schema import Recipe
 from pipeline.runs.run_folder import RunFolder
-from tests.launch.machine import each_once, make_shards
+from tests.launch.machine import each_once, make_shards, on_shards
 from tests.launch.slurm.fake_slurm import FakeSlurm
 
 JOB = job_of(JobOptions(nodes=2, tasks_per_node=2, time="1:00:00"), site=Site())
@@ -28,14 +29,13 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def recipe(*overrides: str) -> Recipe:
+    changes = each_once("processes=auto", *on_shards(Path("shards")), *overrides)
+    return load_recipe("digits", overrides=tuple(changes))
+
+
 def plan(*overrides: str, job: SlurmJob = JOB) -> SubmissionPlan:
-    shards = [
-        f"stages.{stage}.{key}=shards/{split}"
-        for stage in ("pretrain", "finetune")
-        for key, split in (("train", "train"), ("eval", "val"))
-    ]
-    overrides = tuple(each_once("processes=auto", *shards, *overrides))
-    return plan_submission(load_recipe("digits", overrides=overrides), runs_root=Path("runs"), job=job)
+    return plan_submission(recipe(*overrides), runs_root=Path("runs"), job=job)
 
 
 def test_one_job_for_each_stage_each_after_the_one_before(work: Path):
@@ -45,8 +45,8 @@ def test_one_job_for_each_stage_each_after_the_one_before(work: Path):
     assert submission == read_submission(work / "runs/digits/slurm")
     assert submission.jobs == {"pretrain": "101", "swap_head": "102", "finetune": "103"}
     assert submission.total_steps == {"pretrain": 800, "finetune": 50}
-    recipe = parse_recipe(work / "runs/digits/slurm/recipe.yaml")
-    assert recipe.processes == 4 and recipe.stages.pretrain is not None
+    submitted = parse_recipe(work / "runs/digits/slurm/recipe.yaml")
+    assert submitted.processes == 4 and submitted.stages.pretrain is not None
 
 
 def test_what_is_rendered_is_what_is_submitted(work: Path):
@@ -73,14 +73,14 @@ def test_jobs_of_a_hard_linked_copy_append_to_logs_of_its_own(work: Path):
 
 def test_finished_stages_are_left_out(work: Path):
     folder = RunFolder(runs_root=work / "runs", name="digits")
-    folder.open(plan().recipe)
+    folder.open(recipe())
     for stage in ("pretrain", "swap_head"):
         folder.update(stage, state="done")
     slurm = FakeSlurm()
     submit_plan(plan(), slurm=slurm)
     assert slurm.submitted == [("finetune.sbatch", None)]
     folder.update("finetune", state="done")
-    assert plan().scripts == {}
+    assert plan().jobs == ()
 
 
 def test_while_jobs_are_in_the_queue_there_are_no_others(work: Path):
@@ -131,11 +131,11 @@ def test_what_would_keep_a_stage_from_running_is_said_before_anything_is_submitt
 
 def test_a_recipe_for_gpus_may_be_submitted_from_a_machine_without_any(work: Path):
     gpus = job_of(JobOptions(nodes=2, gpus_per_node=8, time="1:00:00"), site=Site())
-    assert "--gpus-per-node=8" in plan("engine.precision=fp16", job=gpus).scripts["pretrain"]
+    assert "--gpus-per-node=8" in plan("engine.precision=fp16", job=gpus).jobs[0].text
 
 
 def test_another_recipe_in_the_same_run_is_refused(work: Path):
-    RunFolder(runs_root=work / "runs", name="digits").open(plan().recipe)
+    RunFolder(runs_root=work / "runs", name="digits").open(recipe())
     with pytest.raises(UserError, match="the recipe differs"):
         plan("seed=5")
 

@@ -17,15 +17,15 @@ from launch.slurm.job_options import JobOptions
 from launch.slurm.records import End, read_ends, read_submission, write_ends
 from launch.slurm.script import Paths, Tasks, stage_script, step_script
 from launch.slurm.site import Site, job_of
-from launch.slurm.submission import render
-from launch.slurm.sweep_jobs import SweepSubmission, plan_sweep_jobs, submit_sweep
+from launch.slurm.submission import SubmissionPlan, render, submit_plan
+from launch.slurm.sweep_jobs import plan_sweep_jobs
 from launch.sweep import step
 from launch.sweep.points import Sweep, plan_sweep
 from launch.sweep.record import show_progress
 from pipeline.recipe.io import parse_recipe
 from pipeline.recipe.vocabulary import StageName
 from pipeline.runs.run_folder import RunFolder
-from tests.launch.machine import each_once, make_shards
+from tests.launch.machine import each_once, make_shards, on_shards
 from tests.launch.slurm.fake_slurm import FakeSlurm
 
 JOB = job_of(JobOptions(nodes=2, tasks_per_node=2, time="1:00:00"), site=Site())
@@ -43,16 +43,11 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def sweep_of(*overrides: str) -> Sweep:
-    shards = [
-        f"stages.{stage}.{key}=shards/{split}"
-        for stage in ("pretrain", "finetune")
-        for key, split in (("train", "train"), ("eval", "val"))
-    ]
-    overrides = tuple(each_once("processes=auto", *shards, *overrides))
-    return plan_sweep("digits", overrides, runs_root=Path("runs"), hold_out=0.1)
+    changes = tuple(each_once("processes=auto", *on_shards(Path("shards")), *overrides))
+    return plan_sweep("digits", changes, runs_root=Path("runs"), hold_out=0.1)
 
 
-def plan(*overrides: str, at_once: int | None = None) -> SweepSubmission:
+def plan(*overrides: str, at_once: int | None = None) -> SubmissionPlan:
     return plan_sweep_jobs(sweep_of(*overrides), job=JOB, at_once=at_once)
 
 
@@ -64,7 +59,7 @@ def done(folder: RunFolder, *stages: StageName, score: float = 0.5) -> None:
 
 def test_the_jobs_and_what_each_waits_for(work: Path):
     slurm, planned = FakeSlurm(), plan(f"{LR}=0.01,0.3,0.02", at_once=2)
-    submission = submit_sweep(planned, slurm=slurm)
+    submission = submit_plan(planned, slurm=slurm)
     assert list(zip(submission.jobs, slurm.submitted, slurm.how, strict=True))[1:] == [
         ("swap_head", ("swap_head.sbatch", "101"), "afterok"),
         ("finetune", ("finetune.sbatch", "102"), "aftercorr"),
@@ -81,14 +76,14 @@ def test_the_jobs_and_what_each_waits_for(work: Path):
     assert own is not None and own.jobs == {"swap_head": "102_1", "finetune": "103_1"}
     assert parse_recipe(root / "lr-0.3" / "slurm" / "recipe.yaml").processes == 4
     with pytest.raises(UserError, match="101"):
-        submit_sweep(plan(f"{LR}=0.01,0.3,0.02"), slurm=slurm)
+        submit_plan(plan(f"{LR}=0.01,0.3,0.02"), slurm=slurm)
 
 
 def test_what_is_rendered_is_what_is_submitted_and_nothing_is_written_before(work: Path):
     planned = plan(f"{LR}=0.01,0.3")
     text = render(planned.jobs)
     assert not (work / "runs").exists() and "aftercorr:JOB_OF_swap_head" in text
-    submit_sweep(planned, slurm=FakeSlurm())
+    submit_plan(planned, slurm=FakeSlurm())
     for each in planned.jobs:
         assert each.script.read_text() == each.text and each.text in text
 
@@ -96,16 +91,16 @@ def test_what_is_rendered_is_what_is_submitted_and_nothing_is_written_before(wor
 def test_a_refused_job_takes_the_others_back(work: Path):
     slurm = FakeSlurm(refuse=3)
     with pytest.raises(UserError, match="account"):
-        submit_sweep(plan(f"{LR}=0.01,0.3"), slurm=slurm)
+        submit_plan(plan(f"{LR}=0.01,0.3"), slurm=slurm)
     assert slurm.cancelled == ["101", "102"]
 
 
 def test_the_choice_prepares_the_final_run_and_the_sum_has_its_result(work: Path, capsys: pytest.CaptureFixture[str]):
-    planned = plan(f"{LR}=0.01,0.3,0.02")
-    submit_sweep(planned, slurm=FakeSlurm())
+    submit_plan(plan(f"{LR}=0.01,0.3,0.02"), slurm=FakeSlurm())
     root = work / "runs" / "digits-sweep"
     sweep = step.read_sweep(root)
-    sweep.shared_stages[0].folder.open(planned.sweep.shared_stages[0].recipe)
+    (shared,) = sweep_of(f"{LR}=0.01,0.3,0.02").shared_stages
+    shared.folder.open(shared.recipe.model_copy(update={"processes": 4}))
     done(sweep.shared_stages[0].folder, "pretrain")
     for name, score in (("lr-0.01", 0.5), ("lr-0.3", 0.75)):  # the third has failed
         done(sweep.folder(name), "swap_head", "finetune", score=score)
@@ -122,8 +117,8 @@ def test_the_choice_prepares_the_final_run_and_the_sum_has_its_result(work: Path
     assert "0.8750" in out and "0.7500" in out and "failed" in out
     assert "lr-0.3" in show_progress(root, form="text") and "chosen" in show_progress(root, form="text")
     again = plan(f"{LR}=0.01,0.3,0.02")
-    assert [point.name for point in again.open_points] == ["lr-0.02"]
     assert [job.name for job in again.jobs][:2] == ["swap_head", "finetune"], "pre-training is done"
+    assert "runs=(lr-0.02 )" in again.jobs[0].text
     done(sweep.folder("lr-0.02"), "swap_head", "finetune", score=1.0)
     assert step.main([str(root), "--do", "choose"]) == 0
     recipe = parse_recipe(final.path / "slurm" / "recipe.yaml")
@@ -133,12 +128,12 @@ def test_the_choice_prepares_the_final_run_and_the_sum_has_its_result(work: Path
 def test_a_point_that_gave_up_begins_with_all_its_restarts(work: Path):
     slurm = work / "runs" / "digits-sweep" / "lr-0.3" / "slurm"
     write_ends(slurm, "finetune", [End("7", 0.0, "failed", 1, 0, "it crashed")])
-    submit_sweep(plan(f"{LR}=0.01,0.3"), slurm=FakeSlurm())
+    submit_plan(plan(f"{LR}=0.01,0.3"), slurm=FakeSlurm())
     assert read_ends(slurm, "finetune") == []
 
 
 def test_without_a_point_that_is_done_there_is_no_final_run(work: Path):
-    submit_sweep(plan(f"{LR}=0.01,0.3"), slurm=FakeSlurm())
+    submit_plan(plan(f"{LR}=0.01,0.3"), slurm=FakeSlurm())
     root = work / "runs" / "digits-sweep"
     assert step.main([str(root), "--do", "choose"]) == 1 and not (root / "final" / "recipe.yaml").exists()
     (root / "sweep.json").write_text("{")
@@ -147,7 +142,7 @@ def test_without_a_point_that_is_done_there_is_no_final_run(work: Path):
 
 def test_a_task_of_a_cancelled_array_is_not_requeued(work: Path):
     slurm = FakeSlurm()
-    submit_sweep(plan(f"{LR}=0.01,0.3"), slurm=slurm)
+    submit_plan(plan(f"{LR}=0.01,0.3"), slurm=slurm)
     root = work / "runs" / "digits-sweep"
     ending = Ending("103_1", code=75, signal="USR1", queue="RUNNING/None")
     RunFolder(runs_root=root, name="lr-0.3").update("finetune", state="running", last_saved_step=5)

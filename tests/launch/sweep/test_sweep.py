@@ -19,10 +19,9 @@ from launch.sweep.points import Sweep, open_point, plan_sweep
 from pipeline.recipe.io import load_recipe, parse_recipe
 from pipeline.recipe.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR
 from pipeline.runs.run_folder import RunFolder, recipe_digest
-from tests.launch.machine import Machine, each_once
+from tests.launch.machine import Machine, each_once, on_shards
 
 # `main` reads sys.argv, which is what `call` sets.
-pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
 
 LR = "stages.finetune.optimizer.lr"
 Told = list[tuple[str, str | None]]
@@ -57,22 +56,9 @@ def end_by_rate(launch: Launch) -> int:
     return 0
 
 
-def shards_of(machine: Machine) -> list[str]:
-    return [
-        f"stages.{stage}.{key}={machine.root / 'shards' / split}"
-        for stage in ("pretrain", "finetune")
-        for key, split in (("train", "train"), ("eval", "val"))
-    ]
-
-
 def plan(machine: Machine, *overrides: str, hold_out: float | None = 0.1, **options: object) -> Sweep:
-    return plan_sweep(
-        "digits",
-        each_once(*shards_of(machine), *overrides),
-        runs_root=machine.root / "runs",
-        hold_out=hold_out,
-        **options,
-    )  # pyright: ignore[reportArgumentType]
+    changes = each_once(*on_shards(machine.root / "shards"), *overrides)
+    return plan_sweep("digits", changes, runs_root=machine.root / "runs", hold_out=hold_out, **options)  # pyright: ignore[reportArgumentType]
 
 
 def started(machine: Machine) -> list[tuple[str, str]]:
@@ -108,7 +94,7 @@ def test_the_runs_their_order_and_their_images(work: Machine, told: Told, capsys
     assert "chosen" in capsys.readouterr().out
     assert run_sweep(sweep) == 0 and started(work) == []
     final = parse_recipe(sweep.root / "final" / "recipe.yaml")
-    alone = load_recipe("digits", overrides=[*shards_of(work), f"{LR}=0.3"])
+    alone = load_recipe("digits", overrides=[*on_shards(work.root / "shards"), f"{LR}=0.3"])
     assert recipe_digest(final, stage="finetune") == recipe_digest(alone, stage="finetune")
     moved = sweep.root.parent.rename(work.root / "elsewhere")  # each run is complete, with its link
     for name in ("lr-0.01", "lr-0.3", "final"):
@@ -191,7 +177,7 @@ def test_the_command_widens_what_it_has_read_three_times_at_most(
     asked = (
         "sweep",
         "digits",
-        *shards_of(work),
+        *on_shards(work.root / "shards"),
         f"{LR}=0.01,0.02",
         "--hold-out",
         "10%",
@@ -330,10 +316,14 @@ def test_the_outline_has_the_sizes_and_starts_nothing(work: Machine):
 
 def test_the_command_takes_the_share_as_people_write_it(work: Machine, call: Callable[..., tuple[int, str, str]]):
     for text, held_out in (("7%", "7"), ("0.25", "25"), ("0.5 %", "1")):
-        code, out, _ = call("sweep", "digits", *shards_of(work), f"{LR}=0.01,0.3", "--hold-out", text, "--dry-run")
+        code, out, _ = call(
+            "sweep", "digits", *on_shards(work.root / "shards"), f"{LR}=0.01,0.3", "--hold-out", text, "--dry-run"
+        )
         assert code == 0 and next(line for line in out.splitlines() if "lr-0.01" in line).split()[-2] == held_out
     for text in ("0", "100%", "1.5", "much", "nan"):
-        code, _, error = call("sweep", "digits", *shards_of(work), f"{LR}=0.01,0.3", "--hold-out", text, "--dry-run")
+        code, _, error = call(
+            "sweep", "digits", *on_shards(work.root / "shards"), f"{LR}=0.01,0.3", "--hold-out", text, "--dry-run"
+        )
         assert code == 2 and "--hold-out" in error
 
 

@@ -52,22 +52,6 @@ def test_what_is_saved_comes_back(tmp_path: Path, head: HeadKind) -> None:
     ]
 
 
-def test_timm_reads_a_linear_head_without_our_help(tmp_path: Path) -> None:
-    meta = _meta()
-    model = _random_model(meta)
-    save_model(tmp_path / "model", model.state_dict(), meta=meta)
-    theirs = timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True).eval()
-    images = torch.randn(2, 3, 16, 16)
-    with torch.no_grad():
-        torch.testing.assert_close(model(images), theirs(images))  # patches: a product here, a convolution there
-    data = timm.data.resolve_model_data_config(theirs)
-    assert data["input_size"] == (3, 16, 16)
-    assert list(data["mean"]) == list(data["std"]) == [0.5, 0.5, 0.5]
-    assert tuple(theirs.pretrained_cfg["label_names"]) == meta.class_names
-    smaller = timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True, num_classes=2)
-    assert torch.equal(smaller.blocks[0].attn.qkv.weight, model.blocks[0].attn.qkv.weight)
-
-
 def test_timm_reads_a_class_token_without_position(tmp_path: Path) -> None:
     meta = _meta()
     meta = meta.model_copy(update={"model": meta.model.model_copy(update={"class_token_position": "none"})})

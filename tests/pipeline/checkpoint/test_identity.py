@@ -97,3 +97,22 @@ def test_the_newest_readable_one_decides(tmp_path: Path):
         write(tmp_path, step, damaged.encode(errors="surrogateescape").decode("latin-1"))
     (tmp_path / "step-00000020").mkdir()
     check_newest(tmp_path, expected=identity())
+
+
+def identity_of(processes: int, *, lanes: str = "auto") -> dict[str, object]:
+    overrides = [f"data.lanes={lanes}", "stages.pretrain.global_batch_size=32768"]
+    return checkpoint_identity(load_recipe("digits", overrides=overrides), stage="pretrain", processes=processes)
+
+
+@pytest.mark.parametrize(("before", "now"), [(1024, 128), (128, 1024), (8, 257)])
+def test_auto_lanes_do_not_cross_256_processes(before: int, now: int):
+    if 32768 % max(before, now):
+        now = 512
+    with pytest.raises(UserError, match=r"data\.lanes"):
+        check_identity(identity_of(before), identity_of(now), folder=Path("step-8"))
+
+
+@pytest.mark.parametrize(("before", "now", "lanes"), [(1024, 2048, "auto"), (1, 256, "auto"), (8, 1024, "4096")])
+def test_on_one_side_or_with_lanes_of_ones_own_any_number_goes_on(before: int, now: int, lanes: str):
+    check_identity(identity_of(before, lanes=lanes), identity_of(now, lanes=lanes), folder=Path("step-8"))
+    assert ("lanes" in identity_of(now, lanes=lanes)) == (lanes == "auto" and now > 256)

@@ -4,7 +4,6 @@ import math
 
 import torch
 
-from pipeline.engine.base import StepResult
 from pipeline.engine.late_metrics import LateMetrics
 
 CPU = torch.device("cpu")
@@ -14,7 +13,7 @@ def test_every_step_is_handed_out_once_and_the_last_one_only_when_all_are_asked_
     late, numbers, seen = LateMetrics(device=CPU), torch.zeros(4), []
     for step in range(1, 12):
         numbers[0] = step  # an engine may use its memory again
-        late.put(step, StepResult(numbers))
+        late.put(step, numbers)
         taken = late.drain() if step % 5 == 0 else late.ready()
         seen.append([outcome.step for outcome in taken])
         assert all(outcome.grad_norm == outcome.step for outcome in taken)
@@ -26,8 +25,8 @@ def test_every_step_is_handed_out_once_and_the_last_one_only_when_all_are_asked_
 
 def test_what_an_outcome_says():
     late = LateMetrics(device=CPU)
-    late.put(1, StepResult(torch.tensor([2.5, 1.0, 0.0, 1.0])))
-    late.put(2, StepResult(torch.tensor([math.inf, 0.0, 1.0, 0.0])))
+    late.put(1, torch.tensor([2.5, 1.0, 0.0, 1.0]))
+    late.put(2, torch.tensor([math.inf, 0.0, 1.0, 0.0]))
     first, second = late.drain()
     assert (first.grad_norm, first.applied, first.flags) == (2.5, True, (False, True))
     assert (second.grad_norm, second.applied, second.flags) == (math.inf, False, (True, False))

@@ -79,7 +79,7 @@ def train(engine: DdpEngine, *, steps: int = 1, value: float = 1.0) -> list[bool
     for step in range(steps):
         images = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)) * value
         engine.backward(engine.forward(images.to(engine.input_dtype)).float().square().mean())
-        applied.append(bool(engine.step(lr=0.01, flags=(False, False)).numbers[1]))
+        applied.append(bool(engine.step(lr=0.01, flags=(False, False))[1]))
     return applied
 
 

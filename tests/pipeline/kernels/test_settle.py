@@ -1,12 +1,113 @@
-"""TF32 follows the recipe's key, for products and convolutions alike, and no reader of either switch is confused."""
+"""TF32 follows the recipe's key; which runs repeat their bits by themselves; on a GPU, what is claimed of kernels."""
 
 import contextlib
+import os
 from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
-from pipeline.kernels.settle import fp32_products
+from data_shards.errors import UserError
+from model.config import ModelConfig
+from model.vit import build_model
+from pipeline.kernels.attention import AttentionCase
+from pipeline.kernels.settle import deterministic_algorithms, fp32_products, repeats_bits, settled_kernels
+from pipeline.recipe.schema import Recipe
+
+
+def case(tokens: int, *, precision: str = "bf16", **more: object) -> AttentionCase:
+    known = {"heads": 16, "head_size": 64, "capability": (9, 0), "cudnn": 91_900} | more
+    return AttentionCase("cuda", precision, tokens=tokens, **known)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("cases", "asked", "convolves", "expected"),
+    [
+        ([case(197)], "auto", False, True),
+        ([case(99), case(197)], "auto", False, True),  # half the patches, and all
+        ([case(256)], "cudnn", False, True),
+        ([case(257)], "auto", False, False),
+        ([case(99), case(577)], "auto", False, False),
+        ([case(197)], "flash", False, False),
+        ([case(197, precision="fp32")], "auto", False, False),
+        ([case(197, capability=(8, 0))], "auto", False, False),  # flash
+        ([case(197, has_learnt_bias=True)], "auto", False, False),  # efficient
+        ([case(197)], "auto", True, False),
+        ([], "auto", True, False),
+    ],
+)
+def test_up_to_two_tiles_of_cudnn_have_one_order(cases, asked, convolves, expected):
+    assert repeats_bits(cases, asked=asked, convolves=convolves) is expected
+
+
+def test_torch_is_told_and_told_back(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    with deterministic_algorithms():
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()  # which torch's attention takes for "off"
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert not torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore[reportAttributeAccessIssue]
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_workspace_that_repeats_nothing_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    with pytest.raises(UserError, match=r"CUBLAS_WORKSPACE_CONFIG is :0:0.*engine\.deterministic: off"):
+        deterministic_algorithms().__enter__()
+
+
+@pytest.mark.parametrize("model", [{"variant": "R50+ViT-B/16"}, {"resnet_layers": [1, 1]}], ids=str)
+def test_a_model_with_convolutions_says_so(model):
+    if "variant" in model:
+        model = {"width": 16, "depth": 1, "heads": 2, "patch_size": 4, "resnet_layers": []}
+    assert ModelConfig.model_validate(model).has_convolutions
+    assert not ModelConfig(variant="L/16").has_convolutions
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("tokens", "head_size", "precision"),
+    [(197, 64, "bf16"), (256, 64, "bf16"), (257, 80, "bf16"), (577, 64, "bf16"), (577, 64, "fp16"), (197, 64, "fp32")],
+)
+def test_attention_of_a_settled_stage_repeats_its_bits(tokens, head_size, precision):
+    heads, size = 8, int((tokens - 1 if tokens in (197, 257, 577) else tokens) ** 0.5)
+    has_token = size * size != tokens
+    model = ModelConfig(width=heads * head_size, depth=1, heads=heads, patch_size=4, pool="cls" if has_token else "gap")
+    recipe = Recipe.model_validate(
+        {
+            "name": "x",
+            "model": model.model_dump(exclude_unset=True),
+            "engine": {"precision": precision, "compile": "off"},
+            "stages": {
+                "pretrain": {
+                    "train": "none",
+                    "eval": "none",
+                    "image_size": 4 * size,
+                    "global_batch_size": 8,
+                    "duration": "1 steps",
+                    "optimizer": {"name": "adamw", "lr": 1e-3},
+                }
+            },
+        }
+    )
+    built = build_model(recipe.model, image_size=4 * size, num_classes=2, head="linear")
+    with settled_kernels(recipe, stage="pretrain", model=built, device=torch.device("cuda", 0)):
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
+        generator = torch.Generator("cuda").manual_seed(0)
+        packed = torch.randn(64, tokens, 3, heads, head_size, device="cuda", dtype=dtype, generator=generator)
+        seed = torch.randn(64, heads, tokens, head_size, device="cuda", dtype=dtype, generator=generator)
+
+        def gradient() -> torch.Tensor:
+            inputs = packed.clone().requires_grad_()
+            queries, keys, values = inputs.permute(2, 0, 3, 1, 4).unbind(0)
+            functional.scaled_dot_product_attention(queries, keys, values).backward(seed)
+            assert inputs.grad is not None
+            return inputs.grad
+
+        first = gradient()
+        assert all(torch.equal(gradient(), first) for _ in range(20))
 
 
 @pytest.mark.parametrize(("kind", "allowed"), [("ieee", False), ("tf32", True)])

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from launch.bench.operations import Operations
 from pipeline.optimizers.flat import FlatOptimizer, GradientVerdict
-from pipeline.optimizers.optim import build_optimizer, set_lr
+from pipeline.optimizers.optim import build_optimizer
 from pipeline.optimizers.parameter_groups import parameter_groups
 from pipeline.recipe.optimizer import OptimizerConfig
+from tests.rates import set_lr
 
 STEPS, POISONED, CLIP, PADDING = 20, 7, 1.0, 5
 KINDS = [

@@ -17,8 +17,9 @@ import torch
 from model.config import ModelConfig
 from model.vit import build_model
 from pipeline.engine.saved_state.frozen import freeze
-from pipeline.optimizers.optim import build_optimizer, set_lr
+from pipeline.optimizers.optim import build_optimizer
 from pipeline.recipe.optimizer import OptimizerConfig, Schedule
+from tests.rates import set_lr
 
 optax = pytest.importorskip("optax")
 jax = pytest.importorskip("jax")
@@ -116,6 +117,7 @@ BF16 = jnp.bfloat16
         # At 0.999 optax's own bias correction, in float32, is off by 6e-5 in the first step.
         ({"name": "adamw", "first_moment": "bf16", "betas": (0.9, 0.95)}, optax.scale_by_adam(b2=0.95, mu_dtype=BF16)),
         ({"name": "sgd"}, optax.trace(decay=0.9)),
+        ({"name": "sgd", "momentum": 0.0}, optax.identity()),
         ({"name": "sgd", "first_moment": "bf16", "momentum": 0.8}, optax.trace(decay=0.8, accumulator_dtype=BF16)),
     ],
     ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else "optax",

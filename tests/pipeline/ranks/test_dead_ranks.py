@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.bench.scale_ranks import beat_of, counting, simulate_death
+from launch.bench.scale_ranks import beat_of, simulate_death
 from pipeline.ranks import dead_ranks as gone
-from pipeline.ranks.dead_ranks import NEWS_FILE, About, is_to_say, is_to_say_mistake, tell_all_hosts
-from pipeline.ranks.heartbeat import read_heartbeat_file, write_heartbeat
+from pipeline.ranks.dead_ranks import About, is_to_say, is_to_say_mistake, tell_all_hosts
+from pipeline.ranks.heartbeat import read_heartbeat, write_heartbeat
 from pipeline.ranks.place import Log, Place
 from pipeline.ranks.process import this_machine
 
@@ -68,19 +68,8 @@ def test_a_mistake_that_many_ranks_find_is_said_once_in_one_log(tmp_path: Path):
 def test_that_a_rank_ended_the_run_replaces_that_one_failed_and_nothing_replaces_that(tmp_path: Path):
     for rank, state in ((1, "failed"), (2, "failed"), (3, "ended"), (4, "ended"), (5, "failed")):
         tell_all_hosts(tmp_path, beat_of(rank, per_host=8, state=state))
-        known = read_heartbeat_file(tmp_path / NEWS_FILE)
+        known = read_heartbeat(tmp_path, "news")
         assert known is not None and known.rank == (1 if rank < 3 else 3)
     tell_all_hosts(tmp_path, beat_of(6, per_host=8, state="failed", attempt="the next"))
-    known = read_heartbeat_file(tmp_path / NEWS_FILE)
+    known = read_heartbeat(tmp_path, "news")
     assert known is not None and known.rank == 6
-
-
-def test_file_operations_are_counted_below_their_folder_alone(tmp_path: Path):
-    (tmp_path / "inside").mkdir()
-    with counting(tmp_path / "inside") as counter:
-        (tmp_path / "inside" / "a").write_text("x")
-        (tmp_path / "b").write_text("x")
-        list((tmp_path / "inside").iterdir())
-        (tmp_path / "inside" / "a").unlink()
-    (tmp_path / "inside" / "c").write_text("x")
-    assert counter.operations == 3

@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.ranks import dead_ranks as gone_module
 from pipeline.ranks import watch as watch_module
-from pipeline.ranks.dead_ranks import peer_is_gone, report_gone, who_is_gone
+from pipeline.ranks.dead_ranks import peer_is_gone, report_gone
 from pipeline.ranks.heartbeat import (
     Heartbeat,
     Sightings,
@@ -179,43 +179,55 @@ def test_a_rank_that_has_failed_is_to_blame_without_further_ado():
 
 
 PLACE = Place(rank=0, world_size=3, local_rank=0, local_world_size=3)
+NOBODY = "another process of the run died; which one is not known on this host"
 
 
-def test_the_rank_whose_process_is_dead_is_gone(tmp_path, dead):
+def who_is_gone(folder, monkeypatch) -> str:
+    """What rank 0 says, at once; its own heartbeat is as before afterwards."""
+    said: list[str] = []
+    before = read_heartbeat(folder, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(gone_module, "LEAVE_SECONDS", 0.0)
+        patch.setattr(gone_module, "first_word", threading.Lock())
+        report_gone(folder, place=PLACE, say=said.append)
+    if before:
+        write_heartbeat(folder, before)
+    (folder / "news.json").unlink(missing_ok=True)
+    (sentence,) = said
+    return sentence
+
+
+def test_the_rank_whose_process_is_dead_is_gone(tmp_path, dead, monkeypatch):
     write_heartbeat(tmp_path, make_beat(0))
     write_heartbeat(tmp_path, make_beat(1))
-    assert who_is_gone(tmp_path, place=PLACE) == ""
+    assert who_is_gone(tmp_path, monkeypatch) == NOBODY
     write_heartbeat(tmp_path, make_beat(2, **dead))
     assert (
-        who_is_gone(tmp_path, place=PLACE)
+        who_is_gone(tmp_path, monkeypatch)
         == f"rank 2 (host h, process {dead['pid']}) is gone; its last known step was 412, while forward"
     )
     write_heartbeat(tmp_path, make_beat(2, **dead, state="left"))
-    assert who_is_gone(tmp_path, place=PLACE) == ""
+    assert who_is_gone(tmp_path, monkeypatch) == NOBODY
     write_heartbeat(tmp_path, make_beat(2, **dead, attempt="earlier"))
-    assert who_is_gone(tmp_path, place=PLACE) == ""
+    assert who_is_gone(tmp_path, monkeypatch) == NOBODY
 
 
-def test_what_another_host_has_found_out_is_passed_on(tmp_path, dead):
+def test_what_another_host_has_found_out_is_passed_on(tmp_path, dead, monkeypatch):
     write_heartbeat(tmp_path, make_beat(0))
     write_heartbeat(tmp_path, make_beat(1, machine="another", state="failed", note="OSError: no space"))
-    assert "rank 1 (host h, process " in who_is_gone(tmp_path, place=PLACE)
-    assert "has failed (OSError: no space)" in who_is_gone(tmp_path, place=PLACE)
+    assert "rank 1 (host h, process " in who_is_gone(tmp_path, monkeypatch)
+    assert "has failed (OSError: no space)" in who_is_gone(tmp_path, monkeypatch)
     write_heartbeat(tmp_path, make_beat(2, machine="another", state="ended", note="rank 7 (host x) hangs"))
-    assert who_is_gone(tmp_path, place=PLACE) == "rank 7 (host x) hangs"
+    assert who_is_gone(tmp_path, monkeypatch) == "rank 7 (host x) hangs"
 
 
-def test_heartbeats_of_an_earlier_attempt_are_not_spoken_of(tmp_path, dead):
+def test_heartbeats_of_an_earlier_attempt_are_not_spoken_of(tmp_path, dead, monkeypatch):
     """A rank that fails before its watch begins finds its own earlier one's."""
     for rank in range(3):
         write_heartbeat(tmp_path, make_beat(rank, **dead))
-    assert who_is_gone(tmp_path, place=PLACE) == ""
+    assert who_is_gone(tmp_path, monkeypatch) == NOBODY
     write_heartbeat(tmp_path, make_beat(0, machine="another"))
-    assert who_is_gone(tmp_path, place=PLACE) == ""
-
-
-def test_without_heartbeats_nobody_knows(tmp_path):
-    assert who_is_gone(tmp_path / "nowhere", place=PLACE) == ""
+    assert who_is_gone(tmp_path, monkeypatch) == NOBODY
 
 
 def test_the_lowest_rank_of_a_host_says_it_and_says_it_once(tmp_path, dead, monkeypatch):
@@ -232,13 +244,6 @@ def test_the_lowest_rank_of_a_host_says_it_and_says_it_once(tmp_path, dead, monk
     write_heartbeat(tmp_path, replace(read_heartbeat(tmp_path, 0), **dead))  # which outlives rank 0
     report_gone(tmp_path, place=replace(PLACE, rank=1, local_rank=1), say=said.append)
     assert len(said) == 1
-
-
-def test_a_gone_rank_that_nobody_knows_is_spoken_of_all_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(gone_module, "LEAVE_SECONDS", 0.1)
-    said = []
-    report_gone(tmp_path, place=PLACE, say=said.append)
-    assert len(said) == 1 and "another process of the run died" in said[0]
 
 
 def test_errors_of_a_lost_peer_are_told_from_others():

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from model.config import ModelConfig
 from model.counting.flops import account
-from pipeline.recipe.schema import EngineConfig, Recipe
+from pipeline.recipe.io import load_recipe
+from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage_plan import plan_stage
 from pipeline.report import gauges
 from pipeline.report.gauges import Gauges, ImageWork, peak_flops, stage_work
@@ -87,37 +87,13 @@ def test_a_peak_is_that_of_the_precision(precision: Any, more: Any, name: str | 
 
 
 def test_work_follows_the_patches_that_are_left_out() -> None:
-    recipe = Recipe.model_validate(
-        {
-            "name": "r",
-            "model": {"width": 32, "depth": 2, "heads": 2, "patch_size": 4},
-            "stages": {
-                "pretrain": {
-                    "train": "unused",
-                    "eval": "unused",
-                    "image_size": 16,
-                    "global_batch_size": 8,
-                    "duration": "40 steps",
-                    "optimizer": {"name": "adamw", "lr": 0.001},
-                    "head": "linear",
-                    "patch_dropout": 0.5,
-                    "unmasked_finish": "25%",
-                }
-            },
-        }
-    )
+    recipe = load_recipe("digits", overrides=["pretrain.patch_dropout=0.5", "pretrain.unmasked_finish=25%"])
     plan = plan_stage(recipe, stage="pretrain", samples_per_epoch=64, world_size=1)
     work = stage_work(recipe, stage="pretrain", plan=plan, num_classes=10)
     half, whole = (
-        account(
-            ModelConfig(width=32, depth=2, heads=2, patch_size=4),
-            image_size=16,
-            num_classes=10,
-            head="linear",
-            patch_dropout=share,
-        ).training_flops
+        account(recipe.model, image_size=16, num_classes=10, head="mlp", patch_dropout=share).training_flops
         for share in (0.5, 0.0)
     )
-    assert 0 < plan.patch_dropout_steps < 40
+    assert 0 < plan.patch_dropout_steps < plan.total_steps
     assert work.of_image(plan.patch_dropout_steps) == half
     assert work.of_image(plan.patch_dropout_steps + 1) == whole > half

@@ -20,38 +20,22 @@ SUPERVISOR_PID = "SHARDVIT_SUPERVISOR_PID"
 
 @dataclass
 class Fault:
-    """One entry of SHARDVIT_FAULT.
+    """One entry of SHARDVIT_FAULT."""
 
-    Attributes:
-        action: kill (this process, by SIGKILL), kill_all (all processes of the run and `shardvit run`), stop (SIGSTOP),
-            sleep, hold (sleep until `release` is there), raise (RuntimeError), enospc (OSError of a full disk), eio (of
-            one that failed), nan (the gradient, at point backward), clock (time.time jumps), signal (`number`, to this
-            process).
-        point: see `calls.POINTS` and `files.POINTS`.
-        rank: the one to strike; "any": whoever comes by. A process without a rank counts as 0.
-        step: at points of the loop the number of steps that are done, at points of a save the saved step; None: any.
-        last_step: strike at all steps from `step` to this one.
-        nth: pass over the first so many less one occasions of this process.
-        once: a marker file; the fault strikes only if it is not there yet, and makes it.
-        trigger: a file; the fault strikes only if it is there, and removes it (for faults in mid-run).
-        release: a file; its coming ends a hold.
-        path: must be in the path of the file, at points of files.
-        seconds: of the sleep, or of the clock's jump.
-        number: of the signal.
-    """
-
+    # kill_all: of the run and `shardvit run`; stop: SIGSTOP; hold: sleep until `release` is there; enospc, eio: OSError
+    # of a disk that is full, or failed; nan: the gradient, at point backward; clock: time.time jumps.
     action: Action
-    point: str
-    rank: int | Literal["any"] = "any"
-    step: int | None = None
-    last_step: int | None = None
-    nth: int = 1
-    once: str | None = None
-    trigger: str | None = None
-    release: str = ""
-    path: str = ""
-    seconds: float = 0.0
-    number: int = signal.SIGTERM
+    point: str  # of `calls.POINTS` or `files.POINTS`
+    rank: int | Literal["any"] = "any"  # the one to strike; "any": the first to come. Without a rank a process is 0
+    step: int | None = None  # steps done, at points of the loop; the saved step, at points of a save; None: any
+    last_step: int | None = None  # strike at all steps from `step` to this one
+    nth: int = 1  # strike from this occasion of the process on
+    once: str | None = None  # a marker file: strike only if it is not there, and make it
+    trigger: str | None = None  # a file: strike only if it is there, and remove it (for faults in mid-run)
+    release: str = ""  # a file that ends a hold
+    path: str = ""  # must be in the path of the file, at points of files
+    seconds: float = 0.0  # of the sleep, or of the clock's jump
+    number: int = signal.SIGTERM  # of the signal
     _occasions: int = field(default=0, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 

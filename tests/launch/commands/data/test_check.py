@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -15,11 +15,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-# `main` reads sys.argv, which is what these tests set.
-pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
+from tests.launch.conftest import Call
 
 ROOT = Path(__file__).resolve().parents[4]
-Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture

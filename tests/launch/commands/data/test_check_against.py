@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,7 @@ import pytest
 from data_shards.packing.pack import pack
 from data_shards.shards.manifest import load_manifest
 from tests.data_shards.checking.near_duplicates.planted import edited, jpeg, photographs
-
-pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
-Call = Callable[..., tuple[int, str, str]]
+from tests.launch.conftest import Call
 
 
 def packed(root: Path, name: str, images: list[bytes]) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,8 @@ from model.config import ModelConfig
 from model.init import initialise
 from model.saved.model_folder import SavedModelMeta, load_model, read_meta, save_model
 from model.vit import build_model
+from tests.launch.conftest import Call
 
-# `main` reads sys.argv, which is what these tests set.
-pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
-
-Call = Callable[..., tuple[int, str, str]]
 SMALL = ModelConfig(width=32, depth=1, heads=4, mlp_dim=128, patch_size=4)
 SIZES = ("--width", "32", "--depth", "1", "--heads", "4", "--patch-size", "4")
 

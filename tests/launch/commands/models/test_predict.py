@@ -13,15 +13,12 @@ import pytest
 import torch
 from PIL import Image
 
-from launch.commands.models import predict as predict_command
 from model.config import ModelConfig
 from model.formats.programs import write_torch_export
 from model.saved.model_folder import SavedModelMeta, build_described, save_model
 from pipeline.runs.run_folder import RunFolder
-from tests.conftest import ROOT, RunCli
+from tests.conftest import ROOT
 from tests.launch.conftest import Call
-
-pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
 
 CLASSES = ("black", "grey", "white")
 
@@ -170,22 +167,3 @@ def test_a_reader_that_has_seen_enough(work: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert (done.stdout, done.stderr) == ("one.png: white 100.0 %, grey 0.0 %, black 0.0 %\n", "")
-
-
-def test_nothing_is_loaded_before_mistakes_are_found(run_cli: RunCli, work: Path) -> None:
-    """Importing the command is cheap: `shardvit --help` imports it."""
-    code = "import launch.commands.models.predict, sys\n"
-    code += "print([name for name in ('torch', 'numpy', 'timm') if name in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=240,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.stdout == "[]\n"
-    shown = run_cli("predict", "--help", cwd=work)
-    assert shown.returncode == 0
-    assert "shardvit predict runs/digits photo.png" in shown.stdout
-    assert predict_command.__doc__

@@ -13,12 +13,8 @@ from pipeline.transfer.results import load_record, transfer_records
 from tests.launch.conftest import Call
 from tests.pipeline.transfer.small_model import pack_digits, save_small
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens"),
-    *(  # MLflow's
-        pytest.mark.filterwarnings(f"ignore::{name}")
-        for name in ("DeprecationWarning", "FutureWarning", "ResourceWarning")
-    ),
+pytestmark = [  # MLflow's
+    pytest.mark.filterwarnings(f"ignore::{name}") for name in ("DeprecationWarning", "FutureWarning", "ResourceWarning")
 ]
 
 SETS = ("shards/train", "shards/val")

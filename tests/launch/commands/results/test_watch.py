@@ -16,7 +16,6 @@ from typing import Literal
 
 import pytest
 
-from launch.cli import app
 from launch.commands.results import watch as command
 from tests.launch.watch.test_screen import Run
 
@@ -140,9 +139,3 @@ def test_an_interval_without_a_pause_is_refused(run: Run, interval: str) -> None
 
     with pytest.raises(UserError, match="--interval"):
         command.watch(run.folder.path, interval=float(interval))
-
-
-def test_help_does_not_import_what_draws() -> None:
-    code = "import sys, launch.cli; sys.exit('rich.live' in sys.modules or 'launch.watch.page' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    assert "watch" in {name for name in app if not name.startswith("-")}

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,10 +15,8 @@ from pipeline.recipe.io import load_recipe, parse_recipe
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.sources import SHIPPED, RecipeHeader, finetune_sets, read_header, read_source, shipped_recipes
 from tests.conftest import ROOT
+from tests.launch.conftest import Call
 
-pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
-
-Call = Callable[..., tuple[int, str, str]]
 GENERATED = "<!-- shardvit recipes: begin -->\n\n```\n", "```\n\n<!-- shardvit recipes: end -->"
 
 
@@ -120,15 +115,6 @@ def test_another_set_and_paths_are_shown(call: Call, tmp_path: Path):
 def test_a_misspelt_name_is_answered(call: Call):
     code, output, error = call("recipes", "vit_l16_in21")
     assert (code, output) == (2, "") and "did you mean vit_l16_in21k?" in error
-
-
-def test_listing_imports_neither_torch_nor_numpy():
-    script = (
-        "import sys\nfrom launch.commands.training.recipes import listing\nlisting()\n"
-        "print([name for name in ('torch', 'numpy', 'mlflow', 'deepspeed') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
 
 
 def test_what_a_family_says_is_said_once_and_names_its_recipe(tmp_path: Path):

@@ -107,8 +107,8 @@ def test_any_part_of_any_parameter_is_found_however_the_state_was_cut(
     saved = open_deepspeed(folder, zero_stage=stage, processes=processes, model=model.to("meta"))
     assert saved.shapes == {name: tuple(p.shape) for name, p in model.named_parameters()}
     assert saved.moments == dict.fromkeys(MOMENTS, torch.float32)
-    assert saved.counters.optimizer_step == 3 and saved.counters.loss_scale is None
-    counters = (saved.counters.global_steps, saved.counters.global_samples, saved.counters.skipped_steps)
+    assert saved.optimizer_step == 3 and saved.loss_scale is None
+    counters = (saved.global_steps, saved.global_samples, saved.skipped_steps)
     assert counters == (5, 60, 2)
     dice = random.Random(4)
     for name, tensors in content.items():
@@ -159,14 +159,14 @@ def test_a_state_of_another_model_is_refused(tmp_path: Path, stage: int, model: 
         }
         torch.save(content, folder / "ddp.pt")
     with pytest.raises(UserError, match=said) as caught:
-        open_state(folder, backend="deepspeed", zero_stage=stage, processes=2, model=model)
+        open_state(folder, written={"backend": "deepspeed", "zero_stage": stage, "processes": 2}, model=model)
     assert f"checkpoint {folder} is of another model" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_state_of_deepspeeds_stage_0_which_earlier_versions_wrote_is_refused(tmp_path: Path):
     (tmp_path / "deepspeed").mkdir()
     with pytest.raises(UserError, match="was written by an earlier shardvit") as caught:
-        open_state(tmp_path, backend="deepspeed", zero_stage=0, processes=2, model=model_of())
+        open_state(tmp_path, written={"backend": "deepspeed", "zero_stage": 0, "processes": 2}, model=model_of())
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -185,7 +185,7 @@ def test_a_file_with_everything_whole_is_read_too(tmp_path: Path):
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": None}
     torch.save(state, tmp_path / "accelerate.pt")
     saved = open_whole(tmp_path / "accelerate.pt", model=model_of())
-    assert saved.counters.optimizer_step == 1
+    assert saved.optimizer_step == 1
     for name, parameter in model.named_parameters():
         assert torch.equal(saved.whole(name), parameter)
         for moment in MOMENTS:
@@ -208,7 +208,7 @@ def test_before_the_first_step_there_are_no_moments(tmp_path: Path):
     state = {"model": model.state_dict(), "optimizer": torch.optim.AdamW(model.named_parameters()).state_dict()}
     torch.save({**state, "scaler": None}, tmp_path / "accelerate.pt")
     saved = open_whole(tmp_path / "accelerate.pt", model=model_of())
-    assert saved.moments == {} and saved.counters.optimizer_step is None
+    assert saved.moments == {} and saved.optimizer_step is None
 
 
 def static_scaler():
@@ -244,7 +244,7 @@ def test_a_dynamic_loss_scale_goes_on_in_another_stage(tmp_path: Path, stage: in
     """Read as DeepSpeed pickles it; fp16 itself needs a GPU."""
     scaler = dynamic_scaler(**NUMBERS, cur_hysteresis=1)
     folder = cut(tmp_path, content_of(model_of()), stage=stage, processes=2, loss_scaler=scaler)
-    saved = open_deepspeed(folder, zero_stage=stage, processes=2, model=model_of()).counters.loss_scale
+    saved = open_deepspeed(folder, zero_stage=stage, processes=2, model=model_of()).loss_scale
     assert saved == LossScale(scale=512.0, iteration=4321, last_overflow=3000, hysteresis=1)
     sharded = SimpleNamespace(loss_scaler=dynamic_scaler())
     put_loss_scale(sharded, saved)
@@ -260,7 +260,7 @@ def test_a_dynamic_loss_scale_of_zero_0_goes_on_in_another_stage(tmp_path: Path)
         "scaler": {**torch.amp.GradScaler("cpu").state_dict(), "scale": 512.0, "_growth_tracker": 321},
     }
     torch.save(state, tmp_path / "ddp.pt")
-    saved = open_whole(tmp_path / "ddp.pt", model=model_of()).counters.loss_scale
+    saved = open_whole(tmp_path / "ddp.pt", model=model_of()).loss_scale
     sharded = SimpleNamespace(loss_scaler=dynamic_scaler(cur_hysteresis=1))
     assert saved is not None
     put_loss_scale(sharded, saved)

@@ -63,5 +63,5 @@ def test_what_keeps_everything_whole_goes_on_from_no_pickle(tmp_path: Path, back
     model = torch.nn.Linear(2, 1)
     written(tmp_path / file, model=model.state_dict(), optimizer=Canary(tmp_path / "ran"), scaler=None)
     with pytest.raises(UserError, match=rf"{file} holds more"):
-        open_state(tmp_path, backend=backend, zero_stage=0, processes=1, model=model)
+        open_state(tmp_path, written={"backend": backend, "zero_stage": 0, "processes": 1}, model=model)
     assert not (tmp_path / "ran").exists()

@@ -16,9 +16,8 @@ from torch import Tensor
 from data_shards.errors import UserError
 from pipeline.engine import replicated
 from pipeline.engine.replicated import ReplicatedEngine
-from pipeline.engine.saved_state import portable, shared
-from pipeline.engine.saved_state.portable import DDP_FILE, WEIGHT, open_deepspeed, open_whole
-from pipeline.engine.saved_state.shared import open_shared
+from pipeline.engine.saved_state import portable
+from pipeline.engine.saved_state.portable import DDP_FILE, WEIGHT, open_deepspeed, open_shared, open_whole
 from pipeline.engine.saved_state.state_files import write_file
 from pipeline.recipe.optimizer import OptimizerConfig
 from tests.pipeline.engine.saved_state.test_portable import MOMENTS, content_of, cut, model_of
@@ -45,7 +44,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, collections.Counter[str
 
     lock = threading.Lock()
     monkeypatch.setattr(portable, "read_state", counted)
-    monkeypatch.setattr(shared, "_PIECE_ELEMENTS", 3)
+    monkeypatch.setattr(portable, "_PIECE_ELEMENTS", 3)
     tell = ThreadRanks.from_main
 
     def told(ranks: ThreadRanks, value: object) -> object:
@@ -75,14 +74,16 @@ def test_a_rank_opens_its_own_shard_alone_and_rank_0_what_all_need(
         as_rank(ranks)
         saved = open_shared(
             folder.parent,
-            backend="deepspeed",
-            zero_stage=stage,
-            processes=RANKS,
+            written={"backend": "deepspeed", "zero_stage": stage, "processes": RANKS},
             model=model_of(),
             ranks=ranks,
             keeps="shard",
         )
-        assert (saved.shapes, saved.moments, saved.counters) == (alone.shapes, alone.moments, alone.counters)
+        assert (saved.shapes, saved.moments, saved.optimizer_step) == (
+            alone.shapes,
+            alone.moments,
+            alone.optimizer_step,
+        )
         assert torch.equal(saved.whole("1.bias"), frozen)
         found, address = [], alone._addresses["0.weight"]
         size = content["0.weight"][WEIGHT].numel()
@@ -158,9 +159,7 @@ def test_what_is_of_another_model_is_told_by_all_ranks(tmp_path: Path):
     def load(ranks: Any) -> None:
         open_shared(
             folder.parent,
-            backend="deepspeed",
-            zero_stage=1,
-            processes=2,
+            written={"backend": "deepspeed", "zero_stage": 1, "processes": 2},
             model=model_of(width=6),
             ranks=ranks,
             keeps="shard",

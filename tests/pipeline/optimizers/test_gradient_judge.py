@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from launch.bench.operations import Operations
-from pipeline.engine.base import StepResult
-from pipeline.engine.flat_step import GradientJudge
 from pipeline.engine.late_metrics import LateMetrics, StepOutcome
+from pipeline.optimizers.flat import GradientJudge
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.place import Place
 
@@ -27,7 +26,7 @@ def alone() -> Iterator[Ranks]:
 
 def outcome(judge: GradientJudge) -> StepOutcome:
     late = LateMetrics(device=torch.device("cpu"))
-    late.put(1, StepResult(judge.numbers))
+    late.put(1, judge.numbers)
     (found,) = late.drain()
     return found
 

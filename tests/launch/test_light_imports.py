@@ -1,0 +1,35 @@
+"""Commands that train nothing answer soon: none imports a heavy library that it does not need."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+HEAVY = ("torch", "torchvision", "timm", "accelerate", "deepspeed", "mlflow", "sklearn", "transformers", "jax")
+HELP = "from launch.cli import app; app([*{words}, '--help'], result_action='return_value')"
+PLAN = "from launch.commands.training.plan import PlanOptions, plan; plan('digits', options=PlanOptions(gpu='h200'))"
+LIBRARIES = "from launch.doctor.libraries import library_checks, read_requirements; "
+LIBRARIES += "assert {each.verdict for each in library_checks(read_requirements()[1])} <= {'fine', 'note'}"
+
+
+@pytest.mark.parametrize(
+    ("code", "more"),
+    [
+        pytest.param(PLAN, (), id="plan"),
+        pytest.param("from launch.commands.training.recipes import listing; listing()", ("numpy",), id="recipes"),
+        pytest.param("import launch.commands.models.predict", ("numpy",), id="predict"),
+        *(
+            pytest.param(HELP.format(words=words), ("rich.live", "launch.watch.page"), id=f"{words} --help")
+            for words in ((), ("run",), ("pack",))
+        ),
+        pytest.param(LIBRARIES, (), id="doctor's versions"),
+    ],
+)
+def test_nothing_heavy_is_imported(code: str, more: tuple[str, ...]):
+    script = f"import sys; {code}; print('imported:', sorted({ {*HEAVY, *more} } & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.stdout.endswith("imported: []\n"), done.stdout[-500:] + done.stderr
