@@ -315,15 +315,12 @@ def test_the_outline_has_the_sizes_and_starts_nothing(work: Machine):
 
 
 def test_the_command_takes_the_share_as_people_write_it(work: Machine, call: Callable[..., tuple[int, str, str]]):
+    given = ("sweep", "digits", *on_shards(work.root / "shards"), f"{LR}=0.01,0.3", "--hold-out")
     for text, held_out in (("7%", "7"), ("0.25", "25"), ("0.5 %", "1")):
-        code, out, _ = call(
-            "sweep", "digits", *on_shards(work.root / "shards"), f"{LR}=0.01,0.3", "--hold-out", text, "--dry-run"
-        )
+        code, out, _ = call(*given, text, "--dry-run")
         assert code == 0 and next(line for line in out.splitlines() if "lr-0.01" in line).split()[-2] == held_out
     for text in ("0", "100%", "1.5", "much", "nan"):
-        code, _, error = call(
-            "sweep", "digits", *on_shards(work.root / "shards"), f"{LR}=0.01,0.3", "--hold-out", text, "--dry-run"
-        )
+        code, _, error = call(*given, text, "--dry-run")
         assert code == 2 and "--hold-out" in error
 
 
