@@ -92,10 +92,7 @@ def test_a_shard_from_a_bucket_in_several_ranges(s3: FaultServer, put: Callable[
     "faults", [["503"], ["cut:5000"], ["stall:5000"], ["short:5000"], ["garbage"], ["500", "cut:0"]]
 )
 def test_faults_of_a_bucket_are_waited_out(
-    faults: list[str],
-    s3: FaultServer,
-    put: Callable[[str, bytes], None],
-    store_for: StoreFor,
+    faults: list[str], s3: FaultServer, put: Callable[[str, bytes], None], store_for: StoreFor
 ):
     put("a.tar", make_tar(0))
     s3.faults["/shards/a.tar"] = deque(faults)
@@ -106,10 +103,7 @@ def test_faults_of_a_bucket_are_waited_out(
 
 @pytest.mark.parametrize("most_bytes", [3_000_000, 50_000])
 def test_a_bucket_behind_a_proxy_that_cuts_every_transfer(
-    most_bytes: int,
-    s3: FaultServer,
-    put: Callable[[str, bytes], None],
-    store_for: StoreFor,
+    most_bytes: int, s3: FaultServer, put: Callable[[str, bytes], None], store_for: StoreFor
 ):
     content = make_tar(0, num_bytes=4 * most_bytes)
     put("a.tar", content)

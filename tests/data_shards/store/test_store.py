@@ -76,10 +76,7 @@ def test_a_second_opening_asks_the_server_nothing(server: FaultServer, store: St
 )
 @pytest.mark.parametrize("has_ranges", [True, False], ids=["ranges", "no ranges"])
 def test_faults_of_a_server_are_waited_out(
-    faults: list[str],
-    has_ranges: bool,
-    server: FaultServer,
-    store_for: StoreFor,
+    faults: list[str], has_ranges: bool, server: FaultServer, store_for: StoreFor
 ):
     content = make_tar(0)
     server.files["/a.tar"], server.faults["/a.tar"], server.has_ranges = content, deque(faults), has_ranges
@@ -106,10 +103,7 @@ def test_a_cut_is_found_without_a_digest(fault: str, server: FaultServer, store:
     ],
 )
 def test_a_cut_transfer_goes_on_where_it_was(
-    fault: str,
-    tag: Literal["strong", "weak"],
-    server: FaultServer,
-    store_for: StoreFor,
+    fault: str, tag: Literal["strong", "weak"], server: FaultServer, store_for: StoreFor
 ):
     most_bytes = int(fault.partition(":")[2])  # of an answer, or of all answers of a connection
     content = make_tar(0, num_bytes=20 * most_bytes)
@@ -183,12 +177,7 @@ def test_a_shard_that_changes_during_a_cut_is_read_anew(server: FaultServer, sto
     ],
 )
 def test_an_error_names_the_shard_the_reason_and_what_to_do(
-    fault: str,
-    reason: str,
-    advice: str,
-    server: FaultServer,
-    impatient: Store,
-    impatient_with_stalls: Store,
+    fault: str, reason: str, advice: str, server: FaultServer, impatient: Store, impatient_with_stalls: Store
 ):
     store = impatient_with_stalls if fault.startswith("stall") else impatient
     content, server.has_ranges = make_tar(0), False
