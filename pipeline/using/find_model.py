@@ -143,7 +143,7 @@ def _of_stage(path: Path, *, stage: StageName, weights: WeightsKind | None) -> F
 def _of_checkpoint(checkpoint: Path, *, weights: WeightsKind | None) -> FoundModel:
     import torch
 
-    from pipeline.checkpoint.whole_weights import checkpoint_weights
+    from pipeline.checkpoint.store import checkpoint_weights
 
     stage_folder = checkpoint.absolute().parent.parent
     path, stage = stage_folder.parent, stage_folder.name
