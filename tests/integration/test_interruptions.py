@@ -7,7 +7,7 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.faults.harness import Case, pack_shards
+from tests.faults.harness import STEPS, Case, pack_shards
 
 CHANGES = {
     "model.depth": 2,
@@ -37,3 +37,11 @@ def test_a_run_goes_on_after_a_power_failure_as_if_nothing_had_happened(
     assert case.curve() == undisturbed.curve()
     assert case.record()["model_digest"] == undisturbed.record()["model_digest"]
     assert case.record()["results"] == undisturbed.record()["results"]
+
+
+def test_a_reader_that_leaves_after_three_lines_ends_nothing(tmp_path: Path):
+    """`shardvit run ... 2>&1 | head -3`, through the supervisor and the launcher."""
+    case = Case(tmp_path / "case", pack_shards(tmp_path / "digits"))
+    ended = case.start(how="run", shell="2>&1 | head -3; exit ${PIPESTATUS[0]}").wait()
+    assert ended.code == 0 and len(ended.output.splitlines()) == 3
+    assert case.record()["state"] == "done" and case.curve()[-1][0] == STEPS
