@@ -14,10 +14,9 @@ from data_shards.processes import num_cores
 from data_shards.store.cache import CacheConfig
 from data_shards.store.store import Store
 from data_shards.text import one_line, table
-from launch.flags import pixel_limit
+from launch.flags import pixel_limit, tell_result
 from launch.local.env import experiment_name, tracking_uri
 from launch.local.output import say, say_model
-from launch.target import tell_result
 from pipeline.ranks.start_clock import StartClock
 from pipeline.recipe.data import ShardsConfig
 from pipeline.transfer.results import (

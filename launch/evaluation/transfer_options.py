@@ -12,23 +12,24 @@ from data_shards.errors import UserError
 from data_shards.vocabulary import USUAL_MOST_PIXELS
 from launch.flags import (
     Device,
+    Force,
+    JsonFile,
     MaxImagePixels,
     TarClasses,
     TarLabel,
     WhichWeights,
     demand_counts,
+    demand_target,
     flag_mistake,
     pixel_limit,
 )
 from launch.local.env import tracking_uri
-from launch.target import Force, JsonFile, demand_target
 from pipeline.recipe.vocabulary import FeatureLayer
 
 if TYPE_CHECKING:
     from pipeline.transfer.settings import Settings
 
 Method = Literal["fewshot", "probe", "knn"]
-_FLAGS = {"fewshot": ("shots", "seeds", "l2"), "probe": ("c", "hold_out"), "knn": ("k", "temperature")}
 
 
 def _several(words: str) -> Parameter:
@@ -65,11 +66,11 @@ class MethodOptions:
 
         from pipeline.transfer.settings import FewShotSettings, KnnSettings, ProbeSettings
 
-        for name in self.given().keys() - _FLAGS[method]:
+        kind = {"fewshot": FewShotSettings, "probe": ProbeSettings, "knn": KnnSettings}[method]
+        for name in self.given().keys() - kind.model_fields.keys():
             raise UserError(f"--{name.replace('_', '-')}: --method {method} has no such option: leave it out")
-        kinds = {"fewshot": FewShotSettings, "probe": ProbeSettings, "knn": KnnSettings}
         try:
-            return kinds[method].model_validate(self.given())
+            return kind.model_validate(self.given())
         except ValidationError as error:
             raise flag_mistake(error) from None
 

@@ -18,17 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from data_shards.errors import UserError
-from data_shards.reading.opening import open_shards
-from data_shards.shards.shard_set import ShardSet, ShardsSpec
-from data_shards.store.cache import CacheConfig
-from data_shards.store.store import Store
 from data_shards.text import named, one_line
 from data_shards.vocabulary import EvalProtocol, LabelKind
-from pipeline.recipe.stage_plan import chosen_metrics
 from pipeline.recipe.vocabulary import EvalMetric, WeightsKind
 
 if TYPE_CHECKING:
     from data_shards.loading.batch import Batch
+    from data_shards.shards.shard_set import ShardSet
+    from data_shards.store.store import Store
 
 
 _CLASSES = 1000
@@ -209,6 +206,11 @@ def _columns(model: tuple[str, ...], ours: tuple[str, ...], *, matching: Matchin
 
 def open_set(request: EvalRequest, *, report: Callable[[str], None]) -> tuple[ShardSet, Store]:
     """The shards, and what reads them; damage is reported."""
+    from data_shards.reading.opening import open_shards  # numpy: not for the command's help
+    from data_shards.shards.shard_set import ShardsSpec
+    from data_shards.store.cache import CacheConfig
+    from data_shards.store.store import Store
+
     store = Store(CacheConfig(), commands="run")
     spec = ShardsSpec(
         request.shards,
@@ -231,6 +233,8 @@ def what_is_asked(
     truth = find_truth(class_names, shards, label_set=request.labels, matching=request.classes, among=request.among)
     if request.labels == "real" and request.metrics is None:
         return truth, ("top5",)
+    from pipeline.recipe.stage_plan import chosen_metrics
+
     metrics = chosen_metrics(
         "auto" if request.metrics is None else request.metrics,
         label_kind=truth.label_kind,

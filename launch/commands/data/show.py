@@ -15,9 +15,17 @@ from cyclopts import Parameter
 from data_shards.errors import UserError
 from data_shards.shards.location import redacted
 from data_shards.text import printable
-from launch.flags import DataFile, ShardsOptions, demand_counts, pixel_limit
+from launch.flags import (
+    INDEX_FILE,
+    DataFile,
+    Force,
+    ShardsOptions,
+    demand_counts,
+    demand_target,
+    page_mark,
+    pixel_limit,
+)
 from launch.local.env import paths_file
-from launch.target import INDEX_FILE, Force, demand_target, page_mark
 
 if TYPE_CHECKING:
     from launch.pages.shards_page import Inspect, Shown

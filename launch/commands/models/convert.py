@@ -12,8 +12,7 @@ from cyclopts import Parameter
 
 from data_shards.errors import UserError
 from data_shards.text import printable
-from launch.flags import WhichWeights, flag_mistake
-from launch.target import Force, demand_target
+from launch.flags import Force, WhichWeights, demand_target, flag_mistake
 from model.vocabulary import ExportFormat, Gelu, Interpolation, LossKind, check_ending
 
 if TYPE_CHECKING:

@@ -17,17 +17,20 @@ from data_shards.vocabulary import USUAL_MOST_PIXELS, EvalProtocol
 from launch.evaluation.rank import read_result, write_request
 from launch.flags import (
     Device,
+    Force,
+    JsonFile,
     MaxImagePixels,
     TarClasses,
     TarLabel,
     TarsAreMultiLabel,
     WhichWeights,
     demand_counts,
+    demand_target,
     pixel_limit,
+    tell_result,
 )
 from launch.local.env import experiment_name, num_gpus, tracking_uri
 from launch.local.output import say, say_model
-from launch.target import Force, JsonFile, demand_target, tell_result
 from pipeline.evaluation.truth import Among, EvalRequest, LabelSet, Matching, open_set, what_is_asked
 from pipeline.recipe.vocabulary import EXIT_USER_ERROR, EvalMetric
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from data_shards.errors import UserError
-from launch.target import Force, demand_target, page_mark
+from launch.flags import Force, demand_target, page_mark
 from pipeline.recipe.vocabulary import PAGE_FILE
 
 if TYPE_CHECKING:

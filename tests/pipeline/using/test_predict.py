@@ -244,11 +244,9 @@ def test_a_model_without_classes_is_refused(tmp_path: Path) -> None:
 
 
 def test_wrong_models_and_devices_are_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "empty").mkdir()
     (tmp_path / "broken.onnx").write_bytes(b"broken")
     (tmp_path / "broken.pt2").write_bytes(b"broken")
-    (tmp_path / "photo.jpg").write_bytes(b"broken")
-    for name in ("nowhere", "nowhere.onnx", "empty", "broken.onnx", "broken.pt2", "photo.jpg"):
+    for name in ("broken.onnx", "broken.pt2"):
         with pytest.raises(UserError, match=name):
             open_predictor(tmp_path / name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
