@@ -139,14 +139,12 @@ def main(runs_root: str, name: str, pictures: str) -> None:
     folder = RunFolder(runs_root=Path(runs_root), name=name)
     sender = _open_sender(folder, say=partial(_say_on_screen, screen))
     asked: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
-    ended: SimpleQueue[dict[str, Any]] = SimpleQueue()
     over = threading.Event()
-    listening = threading.Thread(target=_listen, args=(asked, ended), daemon=True)
     drawing = threading.Thread(target=_draw_all, args=(folder, asked, sender, pictures), daemon=True)
     sending = threading.Thread(target=_send_all, args=(folder, sender, over), daemon=True)
-    for thread in (listening, drawing, sending):
-        thread.start()
-    end = ended.get()
+    drawing.start()
+    sending.start()
+    end = _listen(asked)
     deadline = time.monotonic() + end["end"]
     if end["draw"]:
         drawing.join(max(0.0, deadline - time.monotonic()))
@@ -176,8 +174,8 @@ def _open_sender(folder: RunFolder, *, say: Callable[[str], None]) -> Sender | N
     return Sender(folder, recipe, sink, say=say)
 
 
-def _listen(asked: SimpleQueue[dict[str, Any] | None], ended: SimpleQueue[dict[str, Any]]) -> None:
-    """Pass on rank 0's requests; end this process with it."""
+def _listen(asked: SimpleQueue[dict[str, Any] | None]) -> dict[str, Any]:
+    """Pass on rank 0's requests until its last word, which is returned; end this process with it."""
     parent, rest = os.getppid(), b""
     while True:
         if select.select([0], [], [], _PARENT_SECONDS)[0]:
@@ -187,7 +185,7 @@ def _listen(asked: SimpleQueue[dict[str, Any] | None], ended: SimpleQueue[dict[s
             for record in map(parse_json, lines):
                 if "end" in record:
                     asked.put(None)
-                    return ended.put(record)
+                    return record
                 asked.put(record)
         elif os.getppid() != parent:  # a data worker may still hold the pipe
             os._exit(1)

@@ -1,16 +1,22 @@
-"""Flags that several commands have: their types, and mistakes in their values as one sentence."""
+"""Flags that several commands share: types, checks of their values, and one rule for outputs, checked before any work.
+
+An existing output is replaced if the same command wrote it, or with --force. Nothing is written into a run but a
+command's own place in it, and never to a device, FIFO, socket or symbolic link.
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from data_shards.durable import replace_text
 from data_shards.errors import UserError
 from data_shards.vocabulary import USUAL_MOST_PIXELS
-from pipeline.recipe.vocabulary import WeightsKind
+from pipeline.recipe.vocabulary import ALL_STAGES, RECIPE_FILE, STAGE_FILE, WeightsKind
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -27,15 +33,10 @@ def switch(words: str, name: str | None = None) -> Parameter:
 
 RunsFolder = Annotated[Path, Parameter(help="Folder of all runs and of mlflow.db.")]
 WhichWeights = Annotated[
-    WeightsKind | None,
-    Parameter(
-        name="--weights",
-        help="Trained or averaged (ema) weights; default: as its stage says.",
-    ),
+    WeightsKind | None, Parameter(name="--weights", help="Trained or averaged (ema) weights; default: its stage's.")
 ]
 DataFile = Annotated[
-    Path | None,
-    Parameter(help="YAML file, ROLE: {train: SHARDS, eval: SHARDS}; default: $SHARDVIT_DATA."),
+    Path | None, Parameter(help="YAML file, ROLE: {train: SHARDS, eval: SHARDS}; default: $SHARDVIT_DATA.")
 ]
 JsonFlag = Annotated[bool, switch("Print the result as JSON.", "--json")]
 TarLabel = Annotated[str | None, Parameter(help="Labels in tars without a manifest: cls, txt or json:KEY.")]
@@ -43,6 +44,14 @@ TarClasses = Annotated[Path | None, Parameter(help="File of class names, for tar
 TarsAreMultiLabel = Annotated[bool, switch("Several labels per image in tars without a manifest.")]
 Device = Annotated[Literal["auto", "cpu", "cuda"], Parameter(help="auto: a GPU, if any.")]
 MaxImagePixels = Annotated[int, Parameter(help="Do not decode larger images (17 bytes a pixel).")]
+
+Force = Annotated[bool, switch("Replace what is there, whatever wrote it.", "--force")]
+_JSON_HELP = "Write the result as JSON, too; -: to standard output, alone."
+JsonFile = Annotated[Path | None, Parameter(name="--json", allow_leading_hyphen=True, help=_JSON_HELP)]
+PageCommand = Literal["report", "show", "figures", "check", "pack"]
+INDEX_FILE = "index.html"  # of a folder that is a page
+_MOST_BYTES = 2**26  # no result of ours is as large
+_STDOUT = Path("-")
 
 
 @Parameter(name="*")
@@ -62,14 +71,14 @@ class ShardsOptions:
     )
 
     def spec(self, location: str) -> ShardsSpec:
-        """The shards at `location`."""
+        """Return the shards at `location`."""
         from data_shards.shards.shard_set import ShardsSpec
 
         kind = "multi" if self.multi_label else "single"
         return ShardsSpec(location, label=self.label, kind=kind, classes=self.classes)
 
     def cache_of(self, *locations: str) -> CacheConfig | None:
-        """The cache; None: all locations are local, and UserError if one of its flags is given then."""
+        """Return the cache; None if all locations are local, and UserError if one of its flags is given then."""
         from data_shards.shards.location import is_local
         from data_shards.store.cache import CacheConfig, default_cache_folder
 
@@ -82,31 +91,77 @@ class ShardsOptions:
 
 
 def pixel_limit(max_image_pixels: int) -> PixelLimit:
-    """The flag's value, as decoding takes it; raises UserError if it is no number of pixels that can be allowed."""
+    """The flag's value for decoding; UserError if it is no number of pixels that can be allowed."""
     from data_shards.images.decode import PixelLimit
 
     return PixelLimit(max_image_pixels, name="--max-image-pixels")
 
 
 def demand_counts(**flags: int | None) -> None:
-    """Raises UserError if a flag is given and below 1."""
+    """Raise UserError if a flag is given and below 1."""
     for name, number in flags.items():
         if number is not None and number < 1:
             raise UserError(f"--{name.replace('_', '-')}: it is {number}; give 1 or more")
 
 
 def flag_mistake(error: ValidationError) -> UserError:
-    """The first mistake that pydantic has found in flags' values."""
+    """Return pydantic's first error in flags' values as a UserError."""
     first = error.errors(include_url=False, include_context=False)[0]
     flag = f"--{str(first['loc'][0]).replace('_', '-')}: " if first["loc"] else ""
     return UserError(f"{flag}{first['msg'].removeprefix('Value error, ')}")
 
 
 def size_bytes(flag: str, text: str | None) -> int | None:
-    """The value of a flag such as 256MB; None: left out. Raises UserError if it is no size."""
+    """Parse a flag such as 256MB; None: left out. UserError if it is no size."""
     from data_shards.text import parse_bytes
 
     try:
         return None if text is None else parse_bytes(text)
     except ValueError as error:
         raise UserError(f"{flag}: {error}") from None
+
+
+def demand_target(
+    path: Path | None, *, flag: str, force: bool, mark: str = "", file: str = "", own_place: Path | None = None
+) -> None:
+    """Raise UserError, which names `flag`, if `path` must not be written. `mark`: text in every output of the same
+    command (for a folder, in its `file`); empty: replacing needs --force. `own_place`: the command's in a run."""
+    if path in (None, _STDOUT):
+        return
+    if path.is_symlink() or (path.exists() and not (path.is_file() or path.is_dir())):
+        raise UserError(f"{flag} {path}: it is a link or a device, which is not written to: give another place")
+    place = Path(os.path.realpath(path))
+    if own_place is not None and place == Path(os.path.realpath(own_place)):
+        return
+    if (run := next(filter(_is_run, (place, *place.parents)), None)) is not None:
+        raise UserError(f"{flag} {path}: it lies in the run {run}, which has its own files: give another place")
+    marked = path / file if path.is_dir() else path
+    try:
+        is_small = marked.is_file() and marked.stat().st_size < _MOST_BYTES
+        is_ours = mark and is_small and mark.encode() in marked.read_bytes()
+        is_taken = path.is_file() or (path.is_dir() and any(path.iterdir()))
+    except OSError as error:
+        raise UserError(f"{flag} {path}: it cannot be read ({error.strerror}): give another place") from None
+    if is_taken and not (force or is_ours):
+        why = "this command did not write it" if mark else "it may be another model"
+        raise UserError(f"{flag} {path}: it exists, and {why}: give another place, or --force")
+
+
+def page_mark(command: PageCommand) -> str:
+    """Return the end of a page that the command wrote."""
+    return f"<!-- written by shardvit {command} -->\n"
+
+
+def tell_result(shown: str, *, as_json: str, json_file: Path | None) -> None:
+    """Print a result, or only its JSON, and write that to `json_file`. UserError: it cannot be written."""
+    print(as_json if json_file == _STDOUT else shown, flush=True)
+    if json_file not in (None, _STDOUT):
+        try:
+            replace_text(json_file, f"{as_json}\n", sync="none")
+        except OSError as error:
+            raise UserError(f"--json {json_file}: it cannot be written ({error.strerror})") from None
+
+
+def _is_run(folder: Path) -> bool:
+    begun = any((folder / name / STAGE_FILE).exists() for name in ALL_STAGES)
+    return begun or ((folder / RECIPE_FILE).exists() and any(folder.glob(".*.lock")))

@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         share = None if options.stages == ["swap_head"] else node_share(processes=recipe.processes)
         if share is not None:  # srun gave this node one task, and there are several GPUs
             return run_node(share, [*RANK_COMMAND, *arguments])
-        return _run(rank, recipe, difference=difference_to_parent(options.recipe, overrides=options.overrides))
+        return _run(recipe, rank=rank, difference=difference_to_parent(options.recipe, overrides=options.overrides))
     except UserError as error:
         # Each node has its own disks; what all ranks agreed upon, one says.
         speaks = rank.place.is_main if isinstance(error, AgreedError) else rank.place.local_rank == 0
@@ -180,7 +180,7 @@ def _memory_problem(error: Exception, rank: _Rank) -> str | None:
     )
 
 
-def _run(rank: _Rank, recipe: Recipe, *, difference: str) -> int:
+def _run(recipe: Recipe, *, rank: _Rank, difference: str) -> int:
     place, folder = rank.place, rank.folder
     clock = StartClock(
         rank.stage,

@@ -6,6 +6,7 @@ and dropout belong to a stage: they change between pre-training and fine-tuning.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
@@ -58,67 +59,66 @@ class ModelConfig(BaseModel):
     interpolation: Interpolation = "google"  # google: bilinear, corners aligned; timm: bicubic, antialiased
 
     @model_validator(mode="after")
-    def _one_way_of_saying_it(self) -> Self:
+    def _fits(self) -> Self:
+        if problem := next(self._problems(), None):
+            raise ValueError(problem)
+        return self
+
+    def _problems(self) -> Iterator[str]:
         given = [name for name in _SIZES if getattr(self, name) is not None]
         if self.variant is not None:
             if given:
-                raise ValueError(
-                    f"variant {self.variant!r} already fixes {', '.join(given)}: "
-                    "give either variant or the sizes, not both"
-                )
+                fixed = ", ".join(given)
+                yield f"variant {self.variant!r} already fixes {fixed}: give either variant or the sizes, not both"
             parse_variant(self.variant)
         elif not given:
-            raise ValueError("give a variant (such as 'B/16'), or width, depth, heads and patch_size")
-        elif set(given) - {"resnet_layers", "resnet_width_factor"}:
+            yield "give a variant (such as 'B/16'), or width, depth, heads and patch_size"
+        else:
             missing = [name for name in ("width", "depth", "heads", "patch_size") if name not in given]
-            if missing:
-                raise ValueError(f"without a variant, {', '.join(missing)} must be given too")
+            if missing and set(given) - {"resnet_layers", "resnet_width_factor"}:
+                yield f"without a variant, {', '.join(missing)} must be given too"
         if self.resnet_width_factor is not None and self.resnet_layers is None:
-            raise ValueError("resnet_width_factor means nothing without resnet_layers: leave it out, or give both")
-        return self
-
-    @model_validator(mode="after")
-    def _sizes_fit(self) -> Self:
+            yield "resnet_width_factor means nothing without resnet_layers: leave it out, or give both"
         if self.kind == "resnet":
             ignored = [name for name in OF_TRANSFORMERS if getattr(self, name) != type(self).model_fields[name].default]
             if ignored:
-                raise ValueError(f"{', '.join(ignored)}: a pure ResNet has nothing of the kind; leave it out")
+                yield f"{', '.join(ignored)}: a pure ResNet has nothing of the kind; leave it out"
             if not self.resnet.layers:
-                raise ValueError("resnet_layers: a pure ResNet has at least one stage, such as [3, 4, 6, 3]")
-            return self
-        sizes = self.sizes
+                yield "resnet_layers: a pure ResNet has at least one stage, such as [3, 4, 6, 3]"
+        else:
+            yield from self._transformer_problems()
+
+    def _transformer_problems(self) -> Iterator[str]:
+        sizes, learned = self.sizes, self.position in ("learned_1d", "learned_2d")
         weights = sizes.depth * sizes.width * (4 * sizes.width + 2 * sizes.mlp_dim)
         if weights > _MOST_WEIGHTS:
-            raise ValueError(
+            yield (
                 f"width {sizes.width}, depth {sizes.depth} and mlp_dim {sizes.mlp_dim} make {weights:.1e} weights: "
                 f"take a model of {_MOST_WEIGHTS:.0e} at most"
             )
         if sizes.width % sizes.heads:
-            raise ValueError(f"heads {sizes.heads} must divide width {sizes.width}")
-        if sizes.resnet_layers is not None and sizes.patch_size % resnet_stride(sizes.resnet_layers):
-            raise ValueError(
-                f"patch_size {sizes.patch_size} is no multiple of the {resnet_stride(sizes.resnet_layers)} pixels "
-                f"that a ResNet stem of {len(sizes.resnet_layers)} stages takes together"
+            yield f"heads {sizes.heads} must divide width {sizes.width}"
+        if sizes.resnet_layers is not None and sizes.patch_size % (stride := resnet_stride(sizes.resnet_layers)):
+            yield (
+                f"patch_size {sizes.patch_size} is no multiple of the {stride} pixels that a ResNet stem of "
+                f"{len(sizes.resnet_layers)} stages takes together"
             )
-        if self.position_at != "stem" and self.position not in ("learned_1d", "learned_2d"):
-            raise ValueError(
+        if self.position_at != "stem" and not learned:
+            yield (
                 f"position_at {self.position_at} is for position learned_1d and learned_2d (ViT paper, Table 8), "
                 f"not for {self.position}: leave it out"
             )
         if self.class_token_position == "none" and self.pool != "cls":
-            raise ValueError(
-                f"class_token_position means nothing to pool {self.pool}, which has no class token: leave it out"
-            )
-        if self.class_token_position == "none" and self.position not in ("learned_1d", "learned_2d"):
-            raise ValueError(
+            yield f"class_token_position means nothing to pool {self.pool}, which has no class token: leave it out"
+        if self.class_token_position == "none" and not learned:
+            yield (
                 f"class_token_position means nothing to position {self.position}, which adds nothing to the class "
                 "token anyway: leave it out"
             )
         if self.position == "sincos_2d" and sizes.width % 4:
-            raise ValueError(f"position sincos_2d needs a width that 4 divides, not {sizes.width}")
+            yield f"position sincos_2d needs a width that 4 divides, not {sizes.width}"
         if self.position == "learned_2d" and sizes.width % 2:
-            raise ValueError(f"position learned_2d needs an even width, not {sizes.width}")
-        return self
+            yield f"position learned_2d needs an even width, not {sizes.width}"
 
     @property
     def kind(self) -> Literal["vit", "resnet"]:
@@ -139,15 +139,8 @@ class ModelConfig(BaseModel):
             assert isinstance(sizes, VitSizes), f"{self.variant} has no tokens"
             return sizes
         assert self.width and self.depth and self.heads and self.patch_size  # held by the validator
-        return VitSizes(
-            self.width,
-            self.depth,
-            self.heads,
-            self.mlp_dim or 4 * self.width,
-            self.patch_size,
-            self.resnet_layers,
-            self.resnet_width_factor or 1,
-        )
+        mlp_dim, factor = self.mlp_dim or 4 * self.width, self.resnet_width_factor or 1
+        return VitSizes(self.width, self.depth, self.heads, mlp_dim, self.patch_size, self.resnet_layers, factor)
 
     @property
     def resnet(self) -> ResnetSizes:

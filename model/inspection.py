@@ -32,13 +32,10 @@ SeeBlock = Callable[[int, Tensor], None]
 
 @torch.no_grad()
 def look_at_attention(model: VisionTransformer, images: Tensor, *, see: SeeBlock) -> Tensor:
-    """Run a forward pass and call `see(block, probabilities)` for each block in order; returns the normed tokens.
+    """Run a forward pass on normalised images [B, 3, S, S]; returns the normed tokens.
 
-    Args:
-        model: one of `model.vit` or `model.masked_patch`, in evaluation mode (ValueError: it is in training mode).
-        images: normalised, [B, 3, S, S].
-        see: gets the block's number and its probabilities, float32 [B, heads, T, T], whose last axis (keys) sums to 1;
-            tokens before the patches (the class token) come first. They are its own: it may change them in place.
+    `see` gets each block's number and probabilities, float32 [B, heads, T, T] (class token first; the last axis, keys,
+    sums to 1), which it may change in place. Raises ValueError if the model is in training mode.
     """
     if model.training:
         raise ValueError("attention is looked at in evaluation mode: call model.eval() first")
@@ -72,8 +69,8 @@ def _probabilities(attention: Attention, packed: Tensor) -> Tensor:
 def weights_of_tokens(model: VisionTransformer, tokens: Tensor) -> Tensor:
     """Share of each normed token [B, T, D] in what the head sees: [B, T], sums to 1.
 
-    The class token all; or, of patches, equal shares (the mean, "gap"), or those that attention pooling ("map") gives
-    them, mean over its heads. A masked patch model has no pooling: equal shares.
+    The class token has all of it, or patches have equal shares ("gap", and a masked patch model, which has no pooling)
+    or those of attention pooling ("map"), averaged over its heads.
     """
     batch, count, _ = tokens.shape
     pool = model.attn_pool
@@ -91,12 +88,11 @@ def weights_of_tokens(model: VisionTransformer, tokens: Tensor) -> Tensor:
 
 
 class Rollout:
-    """Attention rollout (Abnar & Zuidema, arXiv 2005.00928), as the ViT paper has it for its Figure 6 (appendix D).
+    """Attention rollout (Abnar & Zuidema, arXiv 2005.00928), as in the ViT paper's Figure 6 (appendix D).
 
-    The mean over heads of each block's attention A is multiplied onto that of the blocks before it. The paper does not
-    mention the residual connections; its authors (google-research/vision_transformer, issue 18) add the identity and
-    make rows sum to 1 again, as Abnar & Zuidema do, which is 0.5 A + 0.5 I. Layer norms and MLPs are left out.
-    Give `add` to `look_at_attention` as `see`, or call it there. Costs T x T numbers an image.
+    Multiplies each block's mean attention over heads A onto that of the blocks before it. The paper does not mention
+    residual connections; its authors (google-research/vision_transformer, issue 18) take 0.5 A + 0.5 I, as Abnar &
+    Zuidema do. Layer norms and MLPs are left out. `add` is a `see` of `look_at_attention`. Costs T x T numbers each.
     """
 
     joint: Tensor | None = None  # [B, T, T]: how much of each input token is in each output token; rows sum to 1
@@ -108,11 +104,8 @@ class Rollout:
         self.joint = mixed if self.joint is None else mixed @ self.joint
 
     def to_patches(self, model: VisionTransformer, tokens: Tensor) -> Tensor:
-        """Share of each patch in what the head sees: [B, grid, grid], without the class token's own.
-
-        `tokens`: what `look_at_attention` returned. Attention pooling has no residual connection, so its shares are
-        multiplied on as they are.
-        """
+        """Share of each patch in what the head sees: [B, grid, grid], without the class token's own; for the tokens of
+        `look_at_attention`. Attention pooling has no residual connection: its shares are multiplied on as they are."""
         assert self.joint is not None, "no block was seen"
         shares = (weights_of_tokens(model, tokens)[:, None] @ self.joint)[:, 0, model.num_prefix_tokens :]
         grid = round(shares.shape[1] ** 0.5)
@@ -127,12 +120,11 @@ def patch_distances(grid: int, *, patch_size: float) -> Tensor:
 
 
 class AttentionDistance:
-    """Mean attention distance of each head (ViT paper, Figure 7 right, and the like of it in appendix D).
+    """Mean attention distance of each head (ViT paper, Figure 7 right, and appendix D; over 128 images there).
 
-    For a query patch: the mean of its distances in pixels to all patches, itself included, weighted by its attention;
-    then the mean over queries and images. The class token is neither query nor key: what a query gives to it is left
-    out, and its weights on patches count as if they summed to 1 (else a head that looks at the class token would look
-    near-sighted). The paper's own figure has 128 images.
+    Averages a query patch's distances in pixels to all patches, itself included, weighted by its attention; then over
+    queries and images. The class token is neither query nor key, and weights on patches are scaled to sum to 1 (else a
+    head that attends to the class token would look near-sighted).
     """
 
     def __init__(self, grid: int, *, patch_size: float) -> None:
@@ -176,12 +168,9 @@ class FirstFilters:
 
 @torch.no_grad()
 def first_filters(model: VisionTransformer | BitResnet, *, most: int = PAPERS_COMPONENTS) -> FirstFilters:
-    """The first `most` principal components of the patch embedding's D filters; or, of a hybrid or a ResNet, the first
-    `most` kernels of its root convolution, standardised as they are applied.
-
-    The components are those of the D filters around their mean, in float64, by descending variance; there are as many
-    as filters or weights, if these are fewer. Of either sign, that is taken whose largest weight is positive.
-    """
+    """The first `most` principal components of the patch embedding's D filters around their mean (float64, by
+    descending variance, signed so that the largest weight is positive); or, of a hybrid or a ResNet, the first `most`
+    kernels of its root convolution, standardised as they are applied."""
     if isinstance(model, BitResnet) or isinstance(model.patch_embed, HybridEmbed):
         resnet = model if isinstance(model, BitResnet) else model.get_submodule("patch_embed.backbone")
         root = resnet.get_submodule("stem.conv")
@@ -200,9 +189,8 @@ def first_filters(model: VisionTransformer | BitResnet, *, most: int = PAPERS_CO
 
 @torch.no_grad()
 def patch_positions(model: VisionTransformer) -> Tensor | None:
-    """The position embeddings of the patches, float32 [tables, N, D]: one table, or one for each block that has its
-    own. None: the model adds none (`position: none`), or its positions are offsets (`relative`), which belong to pairs
-    of patches: no patch has an embedding to compare."""
+    """The patches' position embeddings, float32 [tables, N, D]: one table, or one for each block that has its own.
+    None: no patch has one (`position: none` or `relative`, whose offsets belong to pairs)."""
     if not isinstance(model, PositionedVit):
         return None if model.pos_embed is None else _of_patches(model, model.pos_embed)
     kinds = (Learned1d, Learned2d, SinCos2d)

@@ -27,12 +27,9 @@ class MaskedPatchVit(VisionTransformer):
     mask_token: nn.Parameter
 
     def forward(self, images: Tensor, source: Tensor, corrupted: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Predict the colours of corrupted patches; returns logits [n, K, 512].
+        """Images [n, 3, S, S] -> logits [n, K, 512] of the patches `corrupted` [n, K], each named once.
 
-        Args:
-            images: [n, 3, S, S].
-            source: int64 [n, N], for each patch the number of the patch whose embedding it gets, or N for the mask's.
-            corrupted: int64 [n, K], the patches to predict, each once.
+        `source` [n, N] is, for each patch, the patch whose embedding it gets, or N for the mask token. Both int64.
         """
         x = self._pos_embed(corrupt(self.patch_embed(images), source=source, mask_token=self.mask_token))
         patches = encode(self, x)[:, self.num_prefix_tokens :]
@@ -48,11 +45,8 @@ def build_masked_patch(
 ) -> MaskedPatchVit:
     """Build the model for square RGB images, with placeholder weights; draws no random numbers.
 
-    State: that of `build_model` with a linear head of 512 outputs (and no attention pooling), and "mask_token".
-
-    Raises:
-        ValueError: a pure ResNet, which has no patches; fewer than two patches; patch dropout, which would take away
-            what is to be predicted; an argument that `build_model` refuses.
+    Its state is that of `build_model` with a linear head of 512 outputs (and no attention pooling), and "mask_token".
+    Raises ValueError for a pure ResNet, fewer than two patches, patch dropout, and what `build_model` refuses.
     """
     if config.kind == "resnet" or config.grid_size(image_size) < 2:
         raise ValueError("masked patch prediction needs at least two patches: take another model, or more pixels")
@@ -76,8 +70,7 @@ def build_masked_patch(
 def corrupt(embeddings: Tensor, *, source: Tensor, mask_token: Tensor) -> Tensor:
     """Patch embeddings [n, N, D] -> those that `source` [n, N] chooses among them and the mask's, number N.
 
-    A product with ones and zeros: unlike an indexed read's, its gradient is summed in a fixed order on every device, so
-    that a resumed run repeats the undisturbed one bit for bit.
+    Multiplies by ones and zeros: an indexed read's gradient is summed in no fixed order, and a resume must be exact.
     """
     choices = torch.cat([embeddings, mask_token.expand(len(embeddings), -1, -1).to(embeddings.dtype)], dim=1)
     chosen = source[..., None] == torch.arange(choices.shape[1], device=source.device)
@@ -85,14 +78,10 @@ def corrupt(embeddings: Tensor, *, source: Tensor, mask_token: Tensor) -> Tensor
 
 
 def colour_classes(pixels: Tensor, *, patch_size: int) -> Tensor:
-    """The targets: every patch's 3-bit mean colour, int64 [n, N], row by row; in integers, so alike on all devices.
+    """Augmented pixels, uint8 [n, S, S, 3] -> the targets, each patch's 3-bit mean colour, int64 [n, N], row by row.
 
-    Per channel the level is min(7, floor(8 m)), m the mean over the patch of the pixels in [0, 1]; the class is
-    64 r + 8 g + b.
-
-    Args:
-        pixels: uint8 [n, S, S, 3], augmented and not normalised.
-        patch_size: side of a patch in pixels; divides S.
+    Per channel the level is min(7, floor(8 m)), m the mean over the patch of pixels in [0, 1]; the class is 64 r + 8 g
+    + b. Computed in integers, so alike on all devices.
     """
     count, size = pixels.shape[:2]
     grid = size // patch_size
@@ -104,9 +93,9 @@ def colour_classes(pixels: Tensor, *, patch_size: int) -> Tensor:
 def classifier_of(
     masked: MaskedPatchVit, *, config: ModelConfig, image_size: int, num_classes: int, seed: int
 ) -> nn.Module:
-    """The trunk of `masked` below one zero linear layer for classes, without mask token: copies, in float32.
+    """Copy the trunk of `masked`, in float32 and without mask token, below a zero linear layer for classes.
 
-    Attention pooling begins at Google's initial values for `seed`. Raises ValueError if `num_classes` is not positive.
+    Attention pooling starts at Google's initial values for `seed`. Raises ValueError if `num_classes` is not positive.
     """
     model = build_model(config, image_size=image_size, num_classes=num_classes, head="linear")
     initialise(model, seed=seed)

@@ -86,28 +86,22 @@ RESNETS: dict[str, ResnetSizes] = {
 
 
 def parse_variant(name: str) -> VitSizes | ResnetSizes:
-    """The sizes of a name such as "B/16", "R50+B/16" or "R50x1". Raises ValueError if the name is not of one of these
-    forms, or unknown."""
-    if name in HYBRIDS:
-        return HYBRIDS[name]
-    if name in RESNETS:
-        return RESNETS[name]
+    """The sizes of a name such as "B/16", "R50+B/16" or "R50x1". Raises ValueError if it is unknown."""
+    own: dict[str, VitSizes | ResnetSizes] = {**HYBRIDS, **RESNETS}
+    if name in own:
+        return own[name]
     if name.startswith("R"):
-        known = (*HYBRIDS, *RESNETS)
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(name, own, n=1, cutoff=0.5)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ValueError(f"variant {name!r} is unknown{hint}; known hybrids and ResNets: {', '.join(known)}")
+        raise ValueError(f"variant {name!r} is unknown{hint}; known hybrids and ResNets: {', '.join(own)}")
     match = re.fullmatch(r"([A-Za-z][A-Za-z0-9]*)/([1-9][0-9]{0,3})", name)
     if match is None:
-        raise ValueError(
-            f"variant {name!r} must be a name, a slash and a patch size in pixels, such as 'B/16', or one of "
-            f"{', '.join((*HYBRIDS, *RESNETS))}"
-        )
+        form = "must be a name, a slash and a patch size in pixels, such as 'B/16', or one of"
+        raise ValueError(f"variant {name!r} {form} {', '.join(own)}")
     letters, patch_size = match.groups()
     if letters not in VARIANTS:
         near = difflib.get_close_matches(letters.capitalize(), VARIANTS, n=1, cutoff=0.3)
         hint = f" (did you mean '{near[0]}/{patch_size}'?)" if near else ""
-        raise ValueError(
-            f"variant {name!r} is unknown{hint}; known names: {', '.join(VARIANTS)}, each with any patch size"
-        )
+        known = ", ".join(VARIANTS)
+        raise ValueError(f"variant {name!r} is unknown{hint}; known names: {known}, each with any patch size")
     return replace(VARIANTS[letters], patch_size=int(patch_size))

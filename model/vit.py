@@ -12,11 +12,17 @@ The paper leaves most of these semantics to google-research/vision_transformer, 
 
 Module names are timm's, so a state dict with a linear head loads strictly into its own models; only the positions that
 timm lacks (`model.positions`) are ours. Building draws no random numbers and gives placeholder weights.
+
+Activation checkpointing: every k-th block, counted from the first over a hybrid's stem and the Transformer or over a
+ResNet, keeps only its input and is recomputed in the backward pass; with k > 1 the last one mostly is not, as its
+activations are needed at once. k = 1 costs a third more arithmetic. No gradient, name or weight changes; a block that
+is compiled in place is recomputed by its compiled code.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -25,9 +31,9 @@ from timm.layers import PatchDropout
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from model.config import NO_REGULARISATION, ModelConfig, Regularisation
-from model.layers.activation_checkpointing import in_turn
 from model.layers.dropout import by_sample
 from model.layers.head import MlpHead
 from model.positions.embedding import Position, make_position, relative_attention
@@ -185,3 +191,33 @@ def _mlp_ratio(width: int, mlp_dim: int) -> float:
     """The ratio r for which timm's int(width * r) is `mlp_dim`: the quotient may round to just below it."""
     ratio = mlp_dim / width
     return ratio if int(width * ratio) == mlp_dim else math.nextafter(ratio, math.inf)
+
+
+class CheckpointedBlocks(nn.Sequential):
+    """A Sequential, changed in place, of whose blocks some are recomputed."""
+
+    recomputed: frozenset[int]  # their numbers
+
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for block in in_turn(self):
+            x = block(x)
+        return x
+
+
+def checkpoint_blocks(model: nn.Module, *, every: int) -> None:
+    """Recompute every `every`-th block in the backward pass; 0: none."""
+    number = 0
+    for name, blocks in model.named_modules():
+        if name.split(".")[-1] == "blocks":
+            assert isinstance(blocks, nn.Sequential)
+            blocks.__class__ = CheckpointedBlocks if every else nn.Sequential
+            if isinstance(blocks, CheckpointedBlocks):
+                blocks.recomputed = frozenset(own for own in range(len(blocks)) if (number + own) % every == 0)
+            number += len(blocks)
+
+
+def in_turn(blocks: nn.Sequential) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Yield each block as it must be called."""
+    recomputed = blocks.recomputed if isinstance(blocks, CheckpointedBlocks) else ()
+    for number, block in enumerate(blocks):
+        yield partial(checkpoint, block, use_reentrant=False) if number in recomputed else block

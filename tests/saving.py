@@ -101,20 +101,10 @@ class ThreadRanks:
     def from_main(self, value: object) -> object:
         return self.gather_objects(value)[0]
 
-    def start_any(self, *flags: bool) -> Answer:
+    def start_any(self, *flags: bool) -> Callable[[], tuple[bool, ...]]:
         self.asked += 1
         everyone = self.gather_objects(flags)
-        return Answer(tuple(any(column) for column in zip(*everyone, strict=True)))
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Of `start_any`."""
-
-    flags: tuple[bool, ...]
-
-    def result(self) -> tuple[bool, ...]:
-        return self.flags
+        return lambda: tuple(any(column) for column in zip(*everyone, strict=True))
 
 
 def one_rank() -> ThreadRanks:

@@ -11,7 +11,6 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
 
 import numpy as np
 import torch
@@ -183,8 +182,8 @@ def _empty_images(count: int, size: int) -> torch.Tensor:
 
 def _note(shard: int, row: int) -> None:
     """Note, in a worker process, which sample comes next, so that a report of its death can name it."""
-    if (info := get_worker_info()) is not None:
-        notes = cast(Any, info.dataset).notes  # see `workers`
+    info = get_worker_info()
+    if info is not None and (notes := getattr(info.dataset, "notes", None)) is not None:  # of `workers`
         notes[2 * info.id : 2 * info.id + 2] = shard, row
 
 

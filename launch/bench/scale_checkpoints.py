@@ -12,7 +12,7 @@ import os
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +30,6 @@ from pipeline.checkpoint.train_state import TrainState
 from pipeline.engine.base import Hold
 from pipeline.engine.saved_state.portable import WEIGHT, open_shared
 from pipeline.engine.saved_state.state_files import Seal, StateFile, digest_of, piece_sizes
-from pipeline.ranks.group import Agreement
 from pipeline.ranks.place import Place
 
 _FOLDER = "deepspeed"
@@ -110,8 +109,8 @@ class _OneRank:
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]
 
-    def start_any(self, *flags: bool) -> Agreement:
-        return Agreement(torch.tensor(flags), None)
+    def start_any(self, *flags: bool) -> Callable[[], tuple[bool, ...]]:
+        return lambda: flags
 
 
 @dataclass

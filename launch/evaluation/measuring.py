@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,13 +14,11 @@ from data_shards.processes import num_cores
 from data_shards.store.cache import CacheConfig
 from data_shards.store.store import Store
 from data_shards.text import one_line, table
-from launch.flags import pixel_limit
+from launch.flags import pixel_limit, tell_result
 from launch.local.env import experiment_name, tracking_uri
-from launch.local.output import say
-from launch.target import tell_result
+from launch.local.output import say, say_model
 from pipeline.ranks.start_clock import StartClock
 from pipeline.recipe.data import ShardsConfig
-from pipeline.transfer.data_sets import TransferSet, open_set
 from pipeline.transfer.results import (
     Command,
     SetGroup,
@@ -30,6 +28,7 @@ from pipeline.transfer.results import (
     model_origin,
     save_record,
 )
+from pipeline.transfer.settings import TransferSet, open_set
 from pipeline.transfer.table import mean_score, measure_table, open_table, read_table, set_scores
 
 if TYPE_CHECKING:
@@ -126,16 +125,12 @@ class _Session:
             say=say,
             clock=clock,
         )
-        if predictor.origin != str(model):
-            say(f"the model is {predictor.origin}")
-        for note in predictor.notes:
-            say(f"note: {note}")
+        say_model(model, origin=predictor.origin, notes=predictor.notes)
         self._command: Command = command
         self._options, self._origin = options, model_origin(predictor.origin)
         self._outside = (options.features or default_features_folder()) / "results"
 
     def record(self, name: str) -> TransferRecord:
-        """A result of this command without scores."""
         origin = self._origin
         return TransferRecord(
             command=self._command,
@@ -157,13 +152,7 @@ class _Session:
         return file
 
     def finish(
-        self,
-        record: TransferRecord,
-        file: Path,
-        *,
-        shown: str,
-        params: Mapping[str, object],
-        more: Mapping[str, object],
+        self, record: TransferRecord, file: Path, *, shown: str, params: dict[str, object], more: dict[str, object]
     ) -> int:
         """Print the table or JSON (with `more` keys), and make the MLflow run; returns the exit code."""
         tell_result(shown, as_json=json.dumps({**asdict(record), **more}, indent=1), json_file=self._options.json_file)
@@ -173,11 +162,14 @@ class _Session:
             self._log(record, file, params=params)
         return 0
 
-    def _log(self, record: TransferRecord, file: Path, *, params: Mapping[str, object]) -> None:
+    def _log(self, record: TransferRecord, file: Path, *, params: dict[str, object]) -> None:
         from pipeline.tracking.command_runs import CommandResult, log_result
         from pipeline.tracking.facts import DatasetInput
 
-        results = record.results
+        columns = ("data_set", "group", "method", "metric", "settings", "value")
+        rows = [
+            vars(each) | {"group": each.group or "", "settings": json.dumps(each.settings)} for each in record.results
+        ]
         tracked = CommandResult(
             name=f"{record.command}-{record.run or Path(record.model).stem}-{record.name}",
             kind=record.command,
@@ -192,23 +184,13 @@ class _Session:
                 )
             ],
             files=[file],
-            tables={
-                "transfer": {
-                    "data set": [each.data_set for each in results],
-                    "group": [each.group or "" for each in results],
-                    "method": [each.method for each in results],
-                    "metric": [each.metric for each in results],
-                    "settings": [json.dumps(each.settings) for each in results],
-                    "value": [each.value for each in results],
-                }
-            },
+            tables={"transfer": {name.replace("_", " "): [row[name] for row in rows] for name in columns}},
             of_run=self._origin.run,
         )
         log_result(tracked, tracking_uri=tracking_uri(), experiment=experiment_name(), say=say)
 
 
 def _tell(measured: SetMeasured) -> None:
-    """Damaged images and notes, on standard error."""
     for note in measured.notes:
         say(note)
     for fault in measured.faults[:_FAULTS_SHOWN]:
@@ -221,16 +203,11 @@ def _rows(measured: SetMeasured) -> list[tuple[str, ...]]:
     scores, settings = measured.scores, measured.scores[0].settings
     if scores[0].method == "fewshot":
         keys = ("shots", "images", "l2")
-        rows = [
-            (
-                *(_numbers(each.settings[key]) for key in keys),
-                f"{each.value:.4f}",
-                _spread(each),
-                str(each.settings["seeds"]),
-            )
-            for each in scores
-        ]
-        return [(*keys, "top-1", "±", "seeds"), *rows]
+        rows: list[tuple[str, ...]] = [(*keys, "top-1", "±", "seeds")]
+        for each in scores:
+            given = (_numbers(each.settings[key]) for key in keys)
+            rows.append((*given, f"{each.value:.4f}", _spread(each), str(each.settings["seeds"])))
+        return rows
     names = list(dict.fromkeys(each.metric for each in scores))
     found: dict[tuple[str, ...], dict[str, str]] = {}
     for each in scores:

@@ -12,22 +12,32 @@ from data_shards.errors import UserError
 from data_shards.vocabulary import USUAL_MOST_PIXELS
 from launch.flags import (
     Device,
+    Force,
+    JsonFile,
     MaxImagePixels,
     TarClasses,
     TarLabel,
     WhichWeights,
     demand_counts,
+    demand_target,
     flag_mistake,
     pixel_limit,
 )
 from launch.local.env import tracking_uri
-from launch.target import Force, JsonFile, demand_target
+from pipeline.recipe.vocabulary import FeatureLayer
 
 if TYPE_CHECKING:
     from pipeline.transfer.settings import Settings
 
 Method = Literal["fewshot", "probe", "knn"]
-_FLAGS = {"fewshot": ("shots", "seeds", "l2"), "probe": ("c", "hold_out"), "knn": ("k", "temperature")}
+
+
+def _several(words: str) -> Parameter:
+    return Parameter(consume_multiple=True, negative="", help=words)
+
+
+Ints = tuple[int, ...] | None
+Floats = tuple[float, ...] | None
 
 
 @Parameter(name="*")
@@ -35,33 +45,14 @@ _FLAGS = {"fewshot": ("shots", "seeds", "l2"), "probe": ("c", "hold_out"), "knn"
 class MethodOptions:
     """Options of the methods; None: the method's default."""
 
-    shots: Annotated[
-        tuple[int, ...] | None,
-        Parameter(consume_multiple=True, negative="", help="fewshot: images of each class; default: 5 10 25."),
-    ] = None
+    shots: Annotated[Ints, _several("fewshot: images of each class; default: 5 10 25.")] = None
     seeds: Annotated[int | None, Parameter(help="fewshot: draws to average over; default: 3.")] = None
-    l2: Annotated[
-        tuple[float, ...] | None,
-        Parameter(
-            consume_multiple=True,
-            negative="",
-            help="fewshot: regularisation; of several, the best; default: 1024.",
-        ),
-    ] = None
-    c: Annotated[
-        tuple[float, ...] | None,
-        Parameter(
-            consume_multiple=True,
-            negative="",
-            help="probe: scikit-learn's C; of several, the best; default: 1e-5 to 10.",
-        ),
-    ] = None
+    l2: Annotated[Floats, _several("fewshot: regularisation; of several, the best; default: 1024.")] = None
+    c: Annotated[Floats, _several("probe: scikit-learn's C; of several, the best; default: 1e-5 to 10.")] = None
     hold_out: Annotated[float | None, Parameter(help="probe: share of TRAIN_SHARDS to choose C by; default: 0.2.")] = (
         None
     )
-    k: Annotated[
-        tuple[int, ...] | None, Parameter(consume_multiple=True, negative="", help="knn: neighbours; default: 20.")
-    ] = None
+    k: Annotated[Ints, _several("knn: neighbours; default: 20.")] = None
     temperature: Annotated[
         float | None, Parameter(help="knn: a vote weighs exp(cosine / temperature); default: 0.07.")
     ] = None
@@ -75,11 +66,11 @@ class MethodOptions:
 
         from pipeline.transfer.settings import FewShotSettings, KnnSettings, ProbeSettings
 
-        for name in self.given().keys() - _FLAGS[method]:
+        kind = {"fewshot": FewShotSettings, "probe": ProbeSettings, "knn": KnnSettings}[method]
+        for name in self.given().keys() - kind.model_fields.keys():
             raise UserError(f"--{name.replace('_', '-')}: --method {method} has no such option: leave it out")
-        kinds = {"fewshot": FewShotSettings, "probe": ProbeSettings, "knn": KnnSettings}
         try:
-            return kinds[method].model_validate(self.given())
+            return kind.model_validate(self.given())
         except ValidationError as error:
             raise flag_mistake(error) from None
 
@@ -93,10 +84,7 @@ class TransferOptions:
     name: Annotated[str | None, Parameter(help="Data set's name in the result; default: the shards'.")] = None
     label: TarLabel = None
     classes: TarClasses = None
-    layer: Annotated[
-        Literal["pre_logits", "pooled"],
-        Parameter(help="Feature layer."),
-    ] = "pre_logits"
+    layer: Annotated[FeatureLayer, Parameter(help="Feature layer.")] = "pre_logits"
     weights: WhichWeights = None
     device: Device = "auto"
     batch_size: Annotated[int, Parameter(help="Images of a forward pass.")] = 64

@@ -35,7 +35,7 @@ from launch.local.start import STOPPING, Launch, rank_arguments, run_stage_local
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import EXIT_STOPPED, StageName
 from pipeline.stage.stage_data import open_data
-from pipeline.transfer.data_sets import open_few_shot
+from pipeline.transfer.settings import open_few_shot
 
 _HEARTBEAT_SECONDS = 5.0  # to the agents
 _SILENCE_SECONDS = 45.0  # longer than ssh's own timeout: both sides notice

@@ -12,6 +12,7 @@ import io
 import os
 import select
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -23,6 +24,14 @@ _PATIENCE_SECONDS = 1.0  # for a non-blocking terminal or pipe
 def say(text: str) -> None:
     """Print a sentence for the user on standard error."""
     print(f"shardvit: {printable(text)}", file=sys.stderr, flush=True)
+
+
+def say_model(asked: object, *, origin: str, notes: Iterable[str]) -> None:
+    """Tell the user which model was taken, if it is not the path `asked` itself, and what was assumed."""
+    if origin != str(asked):
+        say(f"the model is {origin}")
+    for note in notes:
+        say(f"note: {note}")
 
 
 class OutputLost(Exception):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from data_shards.text import one_line, show_duration, table
 from launch.pages.curves import chart_kinds, read_curve, short
@@ -20,9 +20,9 @@ _LONGEST_VALUE = 24
 _CURVES = (("val/loss", "train/loss"), ("val/top1", "val/accuracy"), ("opt/lr",))  # the first known of each
 
 
-def comparison(histories: Sequence[Run], names: Sequence[str]) -> str:
-    """Make the whole text, without a final line end."""
-    runs = {one_line(name): history for name, history in zip(names, histories, strict=True)}
+def comparison(named: Mapping[str, Run]) -> str:
+    """Make the whole text of runs by name, without a final line end."""
+    runs = {one_line(name): history for name, history in named.items()}
     marks = dict(zip(runs, itertools.cycle(_MARKS), strict=False))
     heads = [(f"{marks[name]} {name}", str(history.folder.path)) for name, history in runs.items()]
     notes = [f"{name}: {note}" for name, history in runs.items() for note in history.notes]
@@ -59,8 +59,8 @@ def _results(runs: Mapping[str, Run], stages: Mapping[str, RunStage], *, title: 
             difference = "" if first is None or result.score is None else f"{result.score - first:+.4f}"
             first = result.score if first is None else first
             scores = ("" if value is None else f"{value:.4f}" for value in (result.score, result.best))
-            took = show_duration(result.seconds)
-            rows.append((name, result.state, f"{result.images_seen:,}", took, *scores, difference))
+            took = show_duration(stage.record.seconds)
+            rows.append((name, stage.record.state, f"{result.images_seen:,}", took, *scores, difference))
     return table(rows, align="llr", heading="ruled") if len(rows) > 1 else ""
 
 

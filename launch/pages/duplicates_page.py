@@ -12,9 +12,9 @@ from pathlib import Path
 from data_shards.checking.near_duplicates.matches import MATCH_KINDS, Match, Matches, MatchKind, read
 from data_shards.errors import UnreadableImage
 from data_shards.images.decode import PixelLimit, read_image
+from launch.flags import PageCommand
 from launch.pages.blocks import PageCell, PageImage, PagePicture, PageSection, PageTable
 from launch.pages.page import render_page
-from launch.target import PageCommand
 
 MATCHES_PAGE = "matches.html"
 TITLE = "Duplicates"

@@ -30,12 +30,9 @@ _SAID_SHARE = re.compile(r"(\btop-1|\baccuracy|\d-shot)((?: was)? )([01]\.\d{2,}
 
 @dataclass(frozen=True)
 class StageResult:
-    """A stage as a row of a table; None: not known, or not begun."""
+    """The score and progress of a stage; None: not known, or not begun."""
 
-    stage: StageName
-    state: str
     images_seen: int
-    seconds: float
     image_size: int | None
     score: float | None  # top-1 or accuracy of the weights that became the model
     best: float | None  # the best one while it trained
@@ -51,10 +48,7 @@ def stage_result(history: Run, stage: RunStage) -> StageResult:
     points = [(value, -step) for step, value in stage.points(by) if math.isfinite(value)]
     best, best_step = max(points, default=(None, None))
     return StageResult(
-        stage.name,
-        record.state,
         record.images_seen if record.state == "done" or not stage.rows else stage.rows[-1].images_seen,
-        record.seconds,
         None if config is None else config.image_size,
         known.get(by),
         best,
@@ -180,8 +174,8 @@ def stage_brief(history: Run, stage: RunStage) -> str:
     """Say in a few words what a stage reached, saw and took."""
     result = stage_result(history, stage)
     parts = [f"{show_share(result.score)} {_score_word(history, stage)}"] if result.score is not None else []
-    state = [] if result.state == "done" else [result.state]
-    return ", ".join([*parts, *state, f"{result.images_seen:,} images seen", show_duration(result.seconds)])
+    state = [] if stage.record.state == "done" else [stage.record.state]
+    return ", ".join([*parts, *state, f"{result.images_seen:,} images seen", show_duration(stage.record.seconds)])
 
 
 def held_out_table(history: Run) -> PageTable | None:
@@ -202,11 +196,12 @@ def stage_table(history: Run) -> PageTable:
     """The stages, the last one first."""
     columns = ("stage", "state", "images seen", "time", "resolution", "best score", "after step")
     rows: list[list[PageCell]] = []
-    for result in (stage_result(history, stage) for stage in reversed(history.stages)):
+    for stage in reversed(history.stages):
+        result, record = stage_result(history, stage), stage.record
         seen, size = (None, None) if result.image_size is None else (result.images_seen, result.image_size)
         resolution = None if size is None else ShownNumber(f"{size} px", size)
-        took, best = duration_cell(result.seconds), metric_cell(result.best)
-        rows.append([result.stage, result.state, seen, took, resolution, best, result.best_step])
+        took, best = duration_cell(record.seconds), metric_cell(result.best)
+        rows.append([stage.name, record.state, seen, took, resolution, best, result.best_step])
     return PageTable(columns, rows, title="Stages")
 
 

@@ -74,14 +74,16 @@ def figures_across(runs: Mapping[str, Run], *, notes: list[str]) -> list[PageBlo
     blocks: list[PageBlock] = []
     for draw in (few_shot_over_size, transfer_over_cost):
         try:
-            found = draw(runs)
+            found = list(draw(runs))
         except Exception as error:  # noqa: BLE001 - a picture is never worth the page
             notes.append(one_line(f"{draw.__name__} failed: {type(error).__name__}: {error}")[:300])
             continue
-        if found is not None:
-            words, (png, svg) = found.picture, rendered(found.figure)
-            blocks.append(PagePicture(words.title, words.caption, words.alt, [PageImage(png, svg)]))
-            blocks.append(_columns(found.table, title=f"{words.title}: the numbers", caption="", folded=True))
+        for words, content in found:
+            if isinstance(content, Mapping):
+                blocks.append(_columns(content, title=words.title, caption=words.caption, folded=True))
+            else:
+                image = PageImage(*rendered(content))
+                blocks.append(PagePicture(words.title, words.caption, words.alt, [image]))
     return blocks
 
 

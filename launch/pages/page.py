@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from data_shards.durable import replaced
 from data_shards.errors import UserError
 from data_shards.text import one_line, printable
+from launch.flags import PageCommand, page_mark
 from launch.pages.blocks import ChartBlock, PageBlock, PagePicture, PageSection, ShownNumber
 from launch.pages.budget import Fitting, embedded
-from launch.target import PageCommand, page_mark
 from pipeline.pictures import style
 
 if TYPE_CHECKING:

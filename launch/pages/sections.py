@@ -9,6 +9,7 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from data_shards.errors import UserError
 from data_shards.safe_paths import open_inside, read_inside
@@ -44,12 +45,10 @@ _ONE_RUN = "Lines are training, lines with dots held-out images. Dotted rules ma
 _OVER_ONE_ANOTHER = "Pale lines are training, lines with dots held-out images; a colour and its dashes are one run."
 
 
-def run_page(history: Run, *, beside: Sequence[Run] = (), names: Sequence[str] = ()) -> Page:
-    """Make the page of one run; `beside`: others that its stages are compared with in a section of it, `names`: of all
-    there, this one first."""
+def run_page(history: Run, *, everyone: Mapping[str, Run] = MappingProxyType({})) -> Page:
+    """Make the page of one run; `everyone`: runs by name, this one first, whose stages a section of it compares."""
     notes = list(history.notes)
     lead, facts = headline(history)
-    everyone = dict(zip(names, [history, *beside], strict=True)) if beside else {}
     sections = [
         _results(history, everyone, notes=notes),
         *_stages(history, notes=notes),
@@ -62,9 +61,8 @@ def run_page(history: Run, *, beside: Sequence[Run] = (), names: Sequence[str] =
     return render_page(history.name, lead=lead, facts=facts, sections=sections, notes=notes, foot=foot)
 
 
-def runs_page(histories: Sequence[Run], names: Sequence[str]) -> Page:
-    """Make the page of several runs over one another; `names`: of each, no two alike."""
-    runs = dict(zip(names, histories, strict=True))
+def runs_page(runs: Mapping[str, Run]) -> Page:
+    """Make the page of several runs, by name, over one another."""
     notes = [f"{name}: {note}" for name, history in runs.items() for note in history.notes]
     lines = [time_line(history, title=f"Time line of {name}") for name, history in runs.items()]
     tables = [*_comparison_tables(runs), *_transfer(runs)]
@@ -80,19 +78,19 @@ def runs_page(histories: Sequence[Run], names: Sequence[str]) -> Page:
     ]
     scores = {name: score for name, history in runs.items() if (score := held_out_fact(history)) is not None}
     return render_page(
-        " · ".join(names) if len(names) <= 3 else f"{len(names)} runs",
-        lead=f"{len(names)} runs over one another.",
+        " · ".join(runs) if len(runs) <= 3 else f"{len(runs)} runs",
+        lead=f"{len(runs)} runs over one another.",
         facts=[(score, f"{name}: {what}") for name, (score, what) in scores.items()],
-        legend=names,
+        legend=list(runs),
         sections=sections,
         notes=notes,
-        foot=f"Made by shardvit report from {', '.join(str(history.folder.path) for history in histories)}.",
+        foot=f"Made by shardvit report from {', '.join(str(history.folder.path) for history in runs.values())}.",
     )
 
 
 def write_runs(runs: Sequence[Run], *, output: Path | None = None) -> Path:
     """Write the page of one run or of several, and return its path. UserError: it cannot be written there."""
-    page = run_page(runs[0]) if len(runs) == 1 else runs_page(runs, run_names(runs))
+    page = run_page(runs[0]) if len(runs) == 1 else runs_page(named(runs))
     return _written(page, output or default_place(runs))
 
 
@@ -100,7 +98,7 @@ def write_beside(folder: RunFolder, *, others: Sequence[RunFolder]) -> Path:
     """Draw missing pictures, write a run's page with its stages beside those of other runs, and return its path.
     UserError: it cannot be written."""
     runs = drawn([read_run(each) for each in (folder, *others)])
-    return _written(run_page(runs[0], beside=runs[1:], names=run_names(runs)), default_place(runs[:1]))
+    return _written(run_page(runs[0], everyone=named(runs)), default_place(runs[:1]))
 
 
 def drawn(runs: Sequence[Run]) -> list[Run]:
@@ -115,10 +113,10 @@ def drawn(runs: Sequence[Run]) -> list[Run]:
     return list(runs)
 
 
-def run_names(runs: Sequence[Run]) -> list[str]:
+def named(runs: Sequence[Run]) -> dict[str, Run]:
     """Name runs beside one another, by their folders where two have one name."""
-    names = [run.name for run in runs]
-    return names if len(set(names)) == len(names) else [str(run.folder.path) for run in runs]
+    by_name = {run.name: run for run in runs}
+    return by_name if len(by_name) == len(runs) else {str(run.folder.path): run for run in runs}
 
 
 def default_place(runs: Sequence[Run]) -> Path:
@@ -264,8 +262,8 @@ def _comparison_tables(runs: Mapping[str, Run], *, only: Sequence[StageName] = A
             if stage is not None and stage.record.state != "new" and name != "swap_head":
                 result = stage_result(history, stage)
                 scores = map(metric_cell, (result.score, *result.beside, result.best))
-                took = duration_cell(result.seconds)
-                rows.append([run, result.state, result.images_seen, took, *scores, result.best_step, result.loss])
+                state, took = stage.record.state, duration_cell(stage.record.seconds)
+                rows.append([run, state, result.images_seen, took, *scores, result.best_step, result.loss])
         if rows:
             more = (*BESIDE_SCORE, "best", "after step", "held-out loss")
             columns = ("run", "state", "images seen", "time", "score", *more)

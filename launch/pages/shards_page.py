@@ -19,9 +19,9 @@ from data_shards.shards.location import redacted
 from data_shards.shards.shard_set import ShardSet, ShardsSpec
 from data_shards.store.store import Store
 from data_shards.text import counted, one_line, show_bytes
+from launch.flags import INDEX_FILE
 from launch.pages.blocks import PageBlock, PageImage, PagePicture, PageSection, PageTable, PageText
 from launch.pages.page import render_page
-from launch.target import INDEX_FILE
 from pipeline.pictures.set_figures import contact_sheet, image_sizes, label_histogram
 from pipeline.pictures.style import Drawn, rendered
 from pipeline.recipe.schema import Recipe

@@ -22,7 +22,7 @@ from pipeline.recipe.roles import Role, missing_paths, role_of
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import StageName
 from pipeline.stage.stage_data import shards_spec
-from pipeline.transfer.data_sets import few_shot_of
+from pipeline.transfer.settings import few_shot_of
 
 GIVE_UP_SECONDS = 30.0  # the user is waiting
 _MOST_MANIFEST_BYTES = 1 << 30

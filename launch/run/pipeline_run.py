@@ -237,7 +237,7 @@ class PipelineRun:
         """Check MLflow's address and every stage's data, sizes, model and checkpoints; returns what was not checked."""
         from pipeline.recipe.stage_plan import plan_stage  # numpy and the network only for a valid recipe
         from pipeline.stage.stage_data import open_data, training_order
-        from pipeline.transfer.data_sets import open_few_shot
+        from pipeline.transfer.settings import open_few_shot
 
         tracking_uri()  # UserError: it is no address
         notes: list[str] = []

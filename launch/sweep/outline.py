@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 from data_shards.errors import UserError
 from data_shards.text import show_duration, table
@@ -15,6 +16,8 @@ from launch.sweep.points import FINAL, Sweep
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import StageName
 from pipeline.runs.run_folder import RunFolder
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,7 @@ def outline(sweep: Sweep) -> str:
         notes |= dict.fromkeys(f"! {text}: not checked" for text in shards.unopened)
         state = _state(row)
         if state != "done":
-            steps_left = None if steps is None or steps_left is None else steps_left + steps
-            seconds_left = None if seconds is None or seconds_left is None else seconds_left + seconds
+            steps_left, seconds_left = _plus(steps_left, steps), _plus(seconds_left, seconds)
         sizes = [UNKNOWN if one is None else f"{one.num_samples:,}" for one in (shards.train, shards.held_out)]
         cost = (_show_steps(steps), "" if seconds is None else show_duration(seconds))
         shown.append((row.name, *row.values, " + ".join(row.stages), state, *sizes, *cost))
@@ -82,17 +84,18 @@ def _rows(sweep: Sweep) -> list[_Row]:
 
 def _cost(forecast: RecipeForecast, stages: tuple[StageName, ...]) -> tuple[int | None, float | None]:
     """Steps and seconds of these stages; None: unknown. UserError: sizes that do not fit together."""
-    steps, seconds = 0, 0.0
+    steps, hours = 0, 0.0
     for stage in forecast.stages:
-        if stage.name not in stages:
-            continue
-        if stage.problem:
-            raise UserError(stage.problem)
-        known = stage.total_images is not None
-        steps = steps + stage.plan.total_steps if known and steps is not None else None
-        hours = stage.time.hours if stage.time else None
-        seconds = seconds + 3600 * hours if hours is not None and seconds is not None else None
-    return steps, seconds
+        if stage.name in stages:
+            if stage.problem:
+                raise UserError(stage.problem)
+            steps = _plus(steps, None if stage.total_images is None else stage.plan.total_steps)
+            hours = _plus(hours, stage.time.hours if stage.time else None)
+    return steps, None if hours is None else 3600 * hours
+
+
+def _plus(one: Number | None, other: Number | None) -> Number | None:
+    return None if one is None or other is None else one + other
 
 
 def _show_steps(steps: int | None) -> str:

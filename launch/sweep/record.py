@@ -130,16 +130,14 @@ def failures(root: Path) -> dict[str, str]:
 
 def make_record(sweep: Sweep, *, failed: Mapping[str, str], chosen: Point | None = None) -> SweepRecord:
     """Judge the run folders as they are now; `failed`: why points ended early."""
-    points = [
-        outcome(
-            sweep.folder(one.name), one.recipe, stage=sweep.stage, values=one.values, failed=failed.get(one.name, "")
-        )
-        for one in sweep.points
-    ]
+
+    def judged(name: str, recipe: Recipe, stage: StageName, values: Mapping[str, str]) -> Outcome:
+        return outcome(sweep.folder(name), recipe, stage=stage, values=values, failed=failed.get(name, ""))
+
+    points = [judged(one.name, one.recipe, sweep.stage, one.values) for one in sweep.points]
     final = None
-    if chosen is not None:
-        recipe, why = chosen.final, failed.get(FINAL, "")  # its last stage trains: swap_head never comes last
-        final = outcome(sweep.folder(FINAL), recipe, stage=recipe.stages.names[-1], values=chosen.values, failed=why)
+    if chosen is not None:  # its last stage trains: swap_head never comes last
+        final = judged(FINAL, chosen.final, chosen.final.stages.names[-1], chosen.values)
     grid = {axis.key: axis.values for axis in sweep.axes}
     return SweepRecord(sweep.name, sweep.stage, sweep.hold_out, grid, points, chosen and chosen.name, final)
 

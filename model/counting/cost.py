@@ -39,12 +39,12 @@ class Cost:
 NOTHING = Cost()
 
 
-def learnt(parameters: int) -> Cost:
+def learned(parameters: int) -> Cost:
     """Parameters that are added or multiplied, element by element: no counted arithmetic."""
     return Cost(parameters=parameters)
 
 
-def kept(elements: int) -> Cost:
+def saved(elements: int) -> Cost:
     """A layer without parameters that keeps this many numbers: GELU its input, ReLU its output."""
     return Cost(saved_bytes=VALUE_BYTES * elements)
 
@@ -114,16 +114,9 @@ class Chain:
         """The chain with `times` units more. `own_output_elements`: of an output that the block itself keeps, counted
         as the next one's input; recomputed, it is a second copy."""
         input_bytes = VALUE_BYTES * input_elements
-        return Chain(
-            self.cost + block.times(times),
-            self.units
-            + (
-                Unit(
-                    block.saved_bytes, input_bytes, block.saved_bytes - input_bytes + VALUE_BYTES * own_output_elements
-                ),
-            )
-            * times,
-        )
+        live_bytes = block.saved_bytes - input_bytes + VALUE_BYTES * own_output_elements
+        units = (Unit(block.saved_bytes, input_bytes, live_bytes),) * times
+        return Chain(self.cost + block.times(times), self.units + units)
 
 
 @dataclass(frozen=True)
@@ -141,7 +134,7 @@ def stem_cost(layers: tuple[int, ...], *, width_factor: int, image_size: int) ->
     """A hybrid's stem. Strides of 2 pad by a copy; each ReLU's output is counted where it goes."""
     width, size = _ROOT_WIDTH * width_factor, image_size // 2
     first = convolution(image_size, 3, width, kernel=7, stride=2, copied=5)
-    root = first + _group_norm(size, width) + kept(width * size**2) + _max_pool(size, width, copied=1)
+    root = first + _group_norm(size, width) + saved(width * size**2) + _max_pool(size, width, copied=1)
     units, channels, size = _stages(layers, width=width, size=size // 2, norms="after")
     return ResnetCost(first, root, units, channels, size)
 
@@ -152,7 +145,7 @@ def resnet_cost(sizes: ResnetSizes, *, image_size: int) -> ResnetCost:
     first = convolution(image_size, 3, width, kernel=7, stride=2)
     root = first + _max_pool(size, width, copied=2)
     units, channels, size = _stages(sizes.layers, width=width, size=size // 2, norms="before")
-    return ResnetCost(first, root + _group_norm(size, channels) + kept(channels * size**2), units, channels, size)
+    return ResnetCost(first, root + _group_norm(size, channels) + saved(channels * size**2), units, channels, size)
 
 
 def _stages(layers: tuple[int, ...], *, width: int, size: int, norms: Norms) -> tuple[Chain, int, int]:
@@ -178,7 +171,7 @@ def _unit(size: int, channels: int, bottleneck: int, *, stride: int, projected: 
         convolution(size, channels, bottleneck, kernel=1)
         + _group_norm(size, bottleneck)
         + convolution(size, bottleneck, bottleneck, kernel=3, stride=stride, copied=int(copied))
-        + kept(bottleneck * size**2 if copied else 0)  # the ReLU's output, of which the convolution has the copy
+        + saved(bottleneck * size**2 if copied else 0)  # the ReLU's output, of which the convolution has the copy
         + _group_norm(out_size, bottleneck)
         + convolution(out_size, bottleneck, out, kernel=1)
         + (_group_norm(size, channels) if norms == "before" else _group_norm(out_size, out))
@@ -198,4 +191,4 @@ def _group_norm(size: int, channels: int) -> Cost:
 def _max_pool(size: int, channels: int, *, copied: int) -> Cost:
     """3x3 with stride 2 on [channels, size, size], with zeros in a copy (see `convolution`)."""
     indices = Cost(saved_bytes=_INDEX_BYTES * channels * (size // 2) ** 2)
-    return kept(channels * (size + copied) ** 2) + indices
+    return saved(channels * (size + copied) ** 2) + indices

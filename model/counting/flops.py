@@ -22,11 +22,11 @@ from model.counting.cost import (
     Cost,
     convolution,
     fused_attention,
-    kept,
     layer_norm,
-    learnt,
+    learned,
     linear,
     resnet_cost,
+    saved,
     stem_cost,
 )
 from model.variants import VitSizes
@@ -95,8 +95,8 @@ def account(
         embedding = stem.ends + _patch_embedding(stem.size, stem.channels, sizes)
     ends = (
         embedding
-        + learnt(prefix * sizes.width)
-        + learnt(_position_parameters(config, patches=patches))
+        + learned(prefix * sizes.width)
+        + learned(_position_parameters(config, patches=patches))
         + layer_norm(tokens, sizes.width)
         + _pooling(config, tokens=tokens)
         + logits
@@ -127,7 +127,7 @@ def _block(config: ModelConfig, *, tokens: int) -> Cost:
     """One block: attention and MLP, each behind a norm; a sum keeps nothing."""
     sizes = config.sizes
     width = sizes.width
-    scale = learnt(width) + kept(tokens * width) if config.layer_scale is not None else NOTHING
+    scale = learned(width) + saved(tokens * width) if config.layer_scale is not None else NOTHING
     return (
         layer_norm(tokens, width)
         + linear(tokens, width, 3 * width)
@@ -142,7 +142,7 @@ def _block(config: ModelConfig, *, tokens: int) -> Cost:
 
 
 def _mlp(rows: int, sizes: VitSizes) -> Cost:
-    gelu = kept(rows * sizes.mlp_dim)
+    gelu = saved(rows * sizes.mlp_dim)
     return linear(rows, sizes.width, sizes.mlp_dim) + gelu + linear(rows, sizes.mlp_dim, sizes.width)
 
 
@@ -152,7 +152,7 @@ def _relative(sizes: VitSizes, *, tokens: int) -> Cost:
     Kept are the queries once more, and the bias in rows of a multiple of 8, for torch's memory-efficient kernel.
     """
     offsets = 2 * tokens - 1
-    bias = kept(tokens * sizes.width + sizes.heads * tokens * (tokens + -tokens % 8))
+    bias = saved(tokens * sizes.width + sizes.heads * tokens * (tokens + -tokens % 8))
     return Cost(parameters=offsets * (sizes.width // sizes.heads), flops=2 * tokens * offsets * sizes.width) + bias
 
 
@@ -176,12 +176,12 @@ def _pooling(config: ModelConfig, *, tokens: int) -> Cost:
     width = sizes.width
     match config.pool:
         case "cls":  # one row of the normed tokens: a view, which keeps them all
-            return kept((tokens - 1) * width)
+            return saved((tokens - 1) * width)
         case "gap":  # a sum keeps nothing
             return NOTHING
         case "map":
             return (
-                learnt(width)  # the one query
+                learned(width)  # the one query
                 + linear(1, width, width)
                 + linear(tokens, width, 2 * width)
                 + fused_attention(1, tokens, width=width, heads=sizes.heads)

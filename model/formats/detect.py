@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from model.config import OF_TRANSFORMERS, ModelConfig
-from model.formats.adapt import adapt
-from model.formats.external_model import NO_HINTS, ExternalModel, UserHints, lost_blocks, of_record, settle
+from model.formats.external_model import NO_HINTS, ExternalModel, UserHints, adapt, lost_blocks, of_record, settle
 from model.formats.timm_state import is_timm_state, read_timm_folder, read_timm_state
 from model.formats.torchvision_state import is_torchvision_state, read_torchvision_state
 from model.formats.transformers_state import (
@@ -43,17 +42,17 @@ def import_file(
     return adapt(external, image_size=image_size, num_classes=num_classes, class_names=class_names)
 
 
-def read_external(path: Path, *, config: ModelConfig | None = None, said: UserHints = NO_HINTS) -> ExternalModel:
+def read_external(path: Path, *, config: ModelConfig | None = None, hints: UserHints = NO_HINTS) -> ExternalModel:
     """The model in a file or folder, under our names.
 
     `path`: a folder of ours, of timm or of transformers; Google's npz; safetensors or a torch file with a state dict of
-    timm, transformers or torchvision. `config` and `said`: what the user says of it, for what the file does not tell.
+    timm, transformers or torchvision. `config` and `hints`: what the user says of it, for what the file does not tell.
     Raises ValueError if nothing of the kind exists, it cannot be read, or it contradicts `config`.
     """
     path = Path(path)
     if config is not None and config.kind == "vit":
         positions = {"sincos_2d": "sincos_2d", "none": "none"}
-        said = replace(said, depth=config.sizes.depth, position=positions.get(config.position))
+        hints = replace(hints, depth=config.sizes.depth, position=positions.get(config.position))
     if not path.exists():
         raise ValueError(f"{path} does not exist")
     if path.name in FOLDER_FILES and (path.parent / CONFIG_FILE).is_file():
@@ -63,7 +62,7 @@ def read_external(path: Path, *, config: ModelConfig | None = None, said: UserHi
     elif path.suffix == ".npz":
         from model.formats.google_npz import read_google_npz
 
-        found = _settled(read_google_npz(path, said=said), config=config, origin=str(path))
+        found = _settled(read_google_npz(path, hints=hints), config=config, origin=str(path))
     elif path.suffix == ".pt2":
         from model.formats.programs import read_torch_export
 
@@ -72,13 +71,13 @@ def read_external(path: Path, *, config: ModelConfig | None = None, said: UserHi
     elif path.suffix == ".onnx":
         raise ValueError(f"{path} is a program without named weights: import the model that it was exported from")
     elif path.suffix in SUFFIXES:
-        found = _bare(path, config=config, said=said)
+        found = _bare(path, config=config, hints=hints)
     else:
         raise ValueError(
             f"{path} is of no kind that can be imported: looked for a folder with config.json, or a file .npz, .pt2, "
             f"{', '.join(SUFFIXES)}"
         )
-    return found.with_loss(said.loss)
+    return found.with_loss(hints.loss)
 
 
 def _folder(folder: Path, *, config: ModelConfig | None) -> ExternalModel:
@@ -103,7 +102,7 @@ def _folder(folder: Path, *, config: ModelConfig | None) -> ExternalModel:
     )
 
 
-def _bare(path: Path, *, config: ModelConfig | None, said: UserHints) -> ExternalModel:
+def _bare(path: Path, *, config: ModelConfig | None, hints: UserHints) -> ExternalModel:
     """A state dict alone, or with a record of ours beside it."""
     state, origin = load_weights(path), str(path)
     for belongs, read in (
@@ -115,7 +114,7 @@ def _bare(path: Path, *, config: ModelConfig | None, said: UserHints) -> Externa
             meta = read_side_record(path)
             if meta is None:
                 external = read(state, config=config, origin=origin)
-                if said.depth is None and (lost := lost_blocks(external.config.sizes)):
+                if hints.depth is None and (lost := lost_blocks(external.config.sizes)):
                     raise ValueError(f"{origin} {lost}")
                 return external
             if belongs is is_timm_state:  # our own names: any of our models, those that timm cannot build too
@@ -135,9 +134,9 @@ def _settled(external: ExternalModel, *, config: ModelConfig | None, origin: str
     if config is None:
         return external
     found = external.config
-    told = {name: getattr(found, name) for name in OF_TRANSFORMERS} if found.kind == "vit" else {}
+    of_file = {name: getattr(found, name) for name in OF_TRANSFORMERS} if found.kind == "vit" else {}
     heads = found.sizes.heads if found.kind == "vit" else None
-    settled, notes = settle(config, told=told, heads=heads, kind=found.kind, origin=origin)
+    settled, notes = settle(config, of_file=of_file, heads=heads, kind=found.kind, origin=origin)
     image_size = external.image_size
     if found.kind == "vit":  # the grid of positions is what the weights have; patches of another size are found later
         image_size = image_size // found.sizes.patch_size * settled.sizes.patch_size

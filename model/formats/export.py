@@ -1,7 +1,7 @@
-"""A model of ours in somebody else's format, for those who never install shardvit.
+"""Write a model in another project's format, for people who never install shardvit.
 
-Our record goes beside the file (FILE.json) or inside (ONNX, torch.export). What a format cannot hold is refused: an
-export computes the model's logits, or the notes say what to change. To add a format: its name in `model/vocabulary.py`,
+Our record goes beside the file (FILE.json) or inside (ONNX, torch.export). An export computes the model's logits, or
+the notes say what to change; what a format cannot hold is refused. To add a format: its name in `model/vocabulary.py`,
 and a case in each `match` here.
 """
 
@@ -31,7 +31,7 @@ from model.saved.model_folder import (
 from model.vocabulary import ExportFormat, check_ending
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 
 def export_model(meta: SavedModelMeta, state: Mapping[str, Tensor], *, to: ExportFormat, out: Path) -> list[str]:
@@ -39,12 +39,9 @@ def export_model(meta: SavedModelMeta, state: Mapping[str, Tensor], *, to: Expor
 
     `to`: npz (names of vision_transformer) or big_vision, both Google's npz; timm: a folder that timm and, by its
     TimmWrapper, transformers load; transformers: a folder of its own ViT; torchvision: a state dict; onnx and
-    torch_export: programs for any batch size. A file replaces an earlier one at `out`, a folder only an
-    empty one or an earlier export.
-
-    Raises:
-        ValueError: the format cannot hold the model, the weights do not fit `meta`, or `out` has another ending or is
-            something else; nothing is written then.
+    torch_export: programs for any batch size. A file replaces an earlier one, a folder only an empty one or an earlier
+    export. Raises ValueError if the format cannot hold the model, the weights do not fit `meta`, or `out` has another
+    ending or is something else; nothing is written then.
     """
     out = Path(out)
     if to not in get_args(ExportFormat):
@@ -58,48 +55,54 @@ def export_model(meta: SavedModelMeta, state: Mapping[str, Tensor], *, to: Expor
     )
     if to == "transformers" and is_foreign:
         raise ValueError(f"{out} exists and is no earlier {to} export: remove it or choose another name")
+    return _write(meta, state, to=to, out=out)
+
+
+def _write(meta: SavedModelMeta, state: Mapping[str, Tensor], *, to: ExportFormat, out: Path) -> list[str]:
+    beside = f"in {side_path(out).name}: keep the two together"
     match to:
         case "npz" | "big_vision":
             from model.formats.google_npz import write_google_npz
 
             write_google_npz(out, state, meta=meta, names="vision_transformer" if to == "npz" else "big_vision")
-            return [f"class names and preprocessing are in {side_path(out).name}: keep the two together"]
+            return [f"class names and preprocessing are {beside}"]
         case "timm":
             save_model(out, state, meta=meta)
             more = f", {norm_layer}" if (norm_layer := timm_norm_layer(meta.model)) else ""
             return [f'load it with timm.create_model("local-dir:{out}", pretrained=True{more})']
         case "transformers":
-            with replaced_folder(out) as beside:
-                write_transformers_folder(beside, state, meta=meta)
-                write_side_record(beside / WEIGHTS_FILE, meta=meta)
-            return [
-                f"load it with AutoModelForImageClassification and AutoImageProcessor, .from_pretrained({str(out)!r})",
-                *_double_names(meta),
+            with replaced_folder(out) as new:
+                write_transformers_folder(new, state, meta=meta)
+                write_side_record(new / WEIGHTS_FILE, meta=meta)
+            notes = [
+                f"load it with AutoModelForImageClassification and AutoImageProcessor, .from_pretrained({str(out)!r})"
             ]
+            if double := sorted({name for name in meta.class_names if meta.class_names.count(name) > 1}):
+                notes.append(f"label2id keeps one class only of each name that several have: {', '.join(double)}")
+            return notes
         case "torchvision":
-            with replaced_file(out) as beside:
-                write_torchvision_state(beside, state, meta=meta)
-                write_side_record(beside, meta=meta)
-            notes = [f"class names, preprocessing and GELU are in {side_path(out).name}: keep the two together"]
+            with replaced_file(out) as new:
+                write_torchvision_state(new, state, meta=meta)
+                write_side_record(new, meta=meta)
+            notes = [f"class names, preprocessing and GELU are {beside}"]
             if meta.model.gelu == "tanh":
                 notes.append(
                     "torchvision's class has GELU in the erf form, this model the tanh form: the last two lines swap it"
                 )
             return [*notes, "\n".join(["load it with", *how_to_load(meta, file=out)]), _pixels(meta)]
-        case "onnx":
-            from model.formats.programs import write_onnx
+        case "onnx" | "torch_export":
+            from model.formats import programs
 
-            write_onnx(out, _in_evaluation(meta, state), meta=meta)
-        case "torch_export":
-            from model.formats.programs import write_torch_export
-
-            write_torch_export(out, _in_evaluation(meta, state), meta=meta)
-    return [_pixels(meta)]
+            model = build_described(meta)
+            model.load_state_dict(state, strict=True)
+            write = programs.write_onnx if to == "onnx" else programs.write_torch_export
+            write(out, model.eval(), meta=meta)
+            return [_pixels(meta)]
 
 
 def save_for_others(folder: Path, state: Mapping[str, Tensor], *, meta: SavedModelMeta) -> None:
-    """Save a model as `saved.save_model` does (same errors), for other libraries to load as it is. Where timm, and
-    transformers through it, would use another LayerNorm epsilon, add transformers' own files: twice the size."""
+    """Save as `save_model` does, and add transformers' own files (twice the size) where timm, and transformers through
+    it, would use another LayerNorm epsilon."""
     save_model(folder, state, meta=meta)
     if timm_norm_layer(meta.model) and not transformers_objection(meta):
         own = "transformers.safetensors"
@@ -114,7 +117,7 @@ def formats_of(meta: SavedModelMeta) -> tuple[list[ExportFormat], dict[ExportFor
 
 
 def export_objection(meta: SavedModelMeta, *, to: ExportFormat) -> str | None:
-    """Why a format cannot hold this model with the same logits; None: it can."""
+    """Say why a format cannot hold this model with the same logits; None: it can."""
     if meta.head == "masked_patch":
         return "it is of the masked-patch stage and has no classes yet: fine-tune it first"
     match to:
@@ -131,7 +134,6 @@ def export_objection(meta: SavedModelMeta, *, to: ExportFormat) -> str | None:
 
 
 def _npz_objection(meta: SavedModelMeta, *, to: Literal["npz", "big_vision"]) -> str | None:
-    """Why a code base of Google's would not compute the same logits from such a file."""
     config = meta.model
     if config.kind == "resnet":
         return "it is a pure ResNet, and these are names of Vision Transformers"
@@ -150,22 +152,9 @@ def _npz_objection(meta: SavedModelMeta, *, to: Literal["npz", "big_vision"]) ->
     return None
 
 
-def _in_evaluation(meta: SavedModelMeta, state: Mapping[str, Tensor]) -> nn.Module:
-    """The model in float32 on the CPU, as the exporters want it."""
-    model = build_described(meta)
-    model.load_state_dict(state, strict=True)
-    return model.eval()
-
-
 def _pixels(meta: SavedModelMeta) -> str:
-    """Describe how to normalise an image first."""
     mean, std = (f"({', '.join(f'{value:g}' for value in values)})" for values in (meta.mean, meta.std))
     return (
         f"it takes RGB squares of {meta.image_size} pixels, (x - {mean}) / {std} with x from 0 to 1, prepared by the "
         f"evaluation protocol {meta.eval_protocol}"
     )
-
-
-def _double_names(meta: SavedModelMeta) -> list[str]:
-    double = sorted({name for name in meta.class_names if meta.class_names.count(name) > 1})
-    return [f"label2id keeps one class only of each name that several have: {', '.join(double)}"] if double else []

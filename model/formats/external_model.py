@@ -1,26 +1,112 @@
-"""A model found in somebody else's file, already under our names: what every reader returns.
+"""A model found in another project's file, already under our names: what every reader returns; and its adaptation.
 
-Resolution and classes are the file's (`adapt` changes them). What no shape tells comes from the format (`Semantics`),
-the file's record, or the user (`UserHints`, a `ModelConfig`).
+`Names` maps a library's names by tables of prefixes, both ways; what follows it is what a plain ViT lacks.
+
+What no shape tells comes from the format (`Semantics`), the file's record, or the user (`UserHints`, a `ModelConfig`).
+Resolution and classes are the file's until `adapt` changes them as the paper does (section 3.2): position embeddings
+are interpolated, "we remove the whole pre-trained prediction head and attach a zero-initialized D x K feedforward
+layer". Unchanged tensors are shared with the input.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
 from model.config import ModelConfig
-from model.formats.library import move_class_row
-from model.saved.model_folder import SavedModelMeta, first_mistake
+from model.saved.model_folder import SavedModelMeta, check_state, first_mistake
 from model.saved.state_shapes import StateSizes, read_sizes, shapes_of, variant_of
 from model.variants import VARIANTS, VitSizes
 from model.vocabulary import ClassTokenPosition, Gelu, HeadKind, Interpolation, LossKind, PositionKind
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Names:
+    """A library's names."""
+
+    outside: Mapping[str, str]  # prefix of theirs -> of ours, of what is in no block
+    block: str  # before a block's parts, with {} for its number
+    inside: Mapping[str, str]  # prefix of theirs -> of ours, of a block's parts
+    other_blocks: tuple[str, ...] = ()  # these two: in other releases of the library, which are read too
+    other_inside: Mapping[str, str] | None = None
+
+    def ours(self, name: str) -> str:
+        """Our name of a parameter; a name that is not theirs stays."""
+        for block in (self.block, *self.other_blocks):
+            if match := re.match(re.escape(block).replace(r"\{\}", r"(\d+)"), name):
+                part = _changed(name[match.end() :], {**self.inside, **(self.other_inside or {})})
+                return f"blocks.{match[1]}.{part}" if part else name
+        return _changed(name, self.outside) or name
+
+    def theirs(self, name: str) -> str:
+        if not name.startswith("blocks."):
+            return _changed(name, {ours: theirs for theirs, ours in self.outside.items()}) or name
+        _, index, part = name.split(".", 2)
+        return self.block.format(index) + str(_changed(part, {ours: theirs for theirs, ours in self.inside.items()}))
+
+
+def _changed(name: str, prefixes: Mapping[str, str]) -> str | None:
+    return next((new + name[len(old) :] for old, new in prefixes.items() if name.startswith(old)), None)
+
+
+def add_qkv_biases(state: dict[str, Tensor]) -> list[str]:
+    """Give a model without biases of q, k and v zeros in their place; returns notes."""
+    weights = [name for name in state if name.endswith(".attn.qkv.weight")]
+    if not weights or any(name.endswith(".attn.qkv.bias") for name in state):
+        return []
+    for name in weights:
+        state[name.replace(".weight", ".bias")] = state[name].new_zeros(state[name].shape[0])
+    return ["q, k and v have no biases: they became zeros, which training would move"]
+
+
+def move_class_row(state: Mapping[str, Tensor], *, config: ModelConfig) -> dict[str, Tensor]:
+    """Position embeddings of N or 1 + N rows -> with as many for the class token as `config` has; the same logits.
+
+    A missing row becomes zeros; one too many is added to the token itself, in float32, as big_vision does to files.
+    """
+    from torch.nn import functional
+
+    state = dict(state)
+    if "cls_token" not in state or "pos_embed" not in state:
+        return state
+    has_row = math.isqrt(state["pos_embed"].shape[1]) ** 2 != state["pos_embed"].shape[1]
+    if config.class_token_rows and not has_row:
+        state["pos_embed"] = functional.pad(state["pos_embed"], (0, 0, 1, 0))
+    elif has_row and not config.class_token_rows:
+        of_class, state["pos_embed"] = (part.float() for part in state["pos_embed"].tensor_split([1], dim=1))
+        state["cls_token"] = state["cls_token"].float() + of_class
+    return state
+
+
+def with_all_positions(state: Mapping[str, Tensor], *, meta: SavedModelMeta) -> dict[str, Tensor]:
+    """The weights with a position in `pos_embed` for every token: fixed ones, and zeros for a class token without."""
+    from model.positions.embedding import fixed_numbers
+
+    state = {**state, **fixed_numbers(meta.model, image_size=meta.image_size)}
+    config = meta.model.with_learned_positions.model_copy(update={"class_token_position": "learned"})
+    return move_class_row(state, config=config)
+
+
+def plain_vit_objection(config: ModelConfig, *, whose: str) -> str | None:
+    """Why a ViT with only a class token and learned 1-D positions cannot be this trunk; None: it can."""
+    config = config.with_learned_positions
+    if config.kind == "resnet" or config.sizes.resnet_layers is not None:
+        return f"{whose} is neither a hybrid nor a ResNet of Google's kind"
+    if config.pool != "cls":
+        return f"{whose} has no pooling {config.pool}, only the class token"
+    if config.position != "learned_1d" or config.position_at != "stem":
+        return f"{whose} has no position embedding {config.position} at {config.position_at}"
+    if config.layer_scale is not None:
+        return f"{whose} has no layer scale"
+    return None
 
 
 GOOGLE_MEAN = GOOGLE_STD = (0.5, 0.5, 0.5)  # pixels / 127.5 - 1: vision_transformer, big_vision, timm's augreg
@@ -34,7 +120,7 @@ _SIGMOID_CLASSES = {21843: "ImageNet-21k", 18291: "JFT-300M", 29593: "JFT-3B"}
 
 @dataclass(frozen=True)
 class UserHints:
-    """User's hints about a file without a record of ours; None: infer it."""
+    """What the user says about a file without a record of ours; None: infer it."""
 
     depth: int | None = None  # it has so few blocks on purpose
     position: Literal["sincos_2d", "none"] | None = None  # if it has no position embeddings
@@ -60,13 +146,13 @@ class ExternalModel:
     loss: LossKind | None = None  # None: the file does not tell
     eval_protocol: str = "vit"
     eval_crop_share: float | None = None
-    headless: str = "has no head"  # what is said of it without a head
+    headless: str = "has no head"  # the reason, for messages
     notes: tuple[str, ...] = field(default=())  # what was assumed or folded, a sentence each, for the user
 
-    def with_loss(self, said: LossKind | None) -> ExternalModel:
-        """The same with a loss: the user's, the file's, or the usual one for so many classes (with a note)."""
-        if said is not None or self.loss is not None or self.num_classes == 0:
-            return replace(self, loss=said or self.loss)
+    def with_loss(self, asked: LossKind | None) -> ExternalModel:
+        """Settle the loss: the user's, the file's, or the usual one for so many classes (with a note)."""
+        if asked is not None or self.loss is not None or self.num_classes == 0:
+            return replace(self, loss=asked or self.loss)
         data = _SIGMOID_CLASSES.get(self.num_classes)
         loss: LossKind = "sigmoid" if data else "softmax"
         why = f"as Google's on {data}, which have {self.num_classes:,} classes" if data else "as is usual"
@@ -75,7 +161,7 @@ class ExternalModel:
 
 
 def of_record(meta: SavedModelMeta, state: dict[str, Tensor], *, format: str) -> ExternalModel:
-    """A model that has a record of ours; from the masked-patch stage the trunk alone."""
+    """A model with a record of ours; from the masked-patch stage the trunk alone."""
     from model.positions.embedding import without_numbers
 
     names = ("image_size", "num_classes", "class_names", "mean", "std", "loss", "eval_protocol", "eval_crop_share")
@@ -97,8 +183,8 @@ def of_record(meta: SavedModelMeta, state: dict[str, Tensor], *, format: str) ->
 def of_shapes(
     state: dict[str, Tensor], *, format: str, semantics: Semantics, given: ModelConfig | None, origin: str
 ) -> ExternalModel:
-    """A model without a record, under our names: its sizes are those of its tensors. Arguments as for `config_of`.
-    Raises ValueError if the tensors do not tell the sizes, or contradict `given`."""
+    """A model without a record, under our names, with its tensors' sizes; arguments as for `config_of`. Raises
+    ValueError if the tensors do not tell the sizes, or contradict `given`."""
     sizes = read_sizes(shapes_of(state), origin=origin)
     if sizes.grid_size is None:
         raise ValueError(
@@ -125,7 +211,7 @@ _LAYER_SCALE = 1e-5
 
 @dataclass(frozen=True)
 class Semantics:
-    """Semantics that shapes do not tell; None if neither file nor format tells either."""
+    """What shapes do not tell; None if neither file nor format tells it either."""
 
     gelu: Gelu
     layer_norm_eps: float
@@ -137,7 +223,7 @@ class Semantics:
 
 
 def lost_blocks(sizes: VitSizes) -> str | None:
-    """The message for weights with a named trunk's sizes and fewer blocks: the last ones are probably missing."""
+    """The message for a named trunk's sizes with fewer blocks: the last ones are probably missing."""
     for name, variant in VARIANTS.items():
         same = (variant.width, variant.heads, variant.mlp_dim) == (sizes.width, sizes.heads, sizes.mlp_dim)
         if same and sizes.depth < variant.depth:
@@ -153,15 +239,15 @@ def config_of(
 ) -> tuple[ModelConfig, tuple[str, ...]]:
     """The trunk of a file, and notes for the user: what was assumed, what the user's word replaced.
 
-    `given` is the user's configuration (see `settle`); `origin` begins every message. Raises ValueError if the number
-    of heads is not known, or the user's is not the file's.
+    `given`: the user's configuration (see `settle`); `origin` begins messages. Raises ValueError if the number of heads
+    is unknown, or the user's is not the file's.
     """
     pool_and_scale: dict[str, Any] = {"pool": sizes.pool}
     if (semantics.class_token_position or sizes.class_token_position) == "none":
         pool_and_scale["class_token_position"] = "none"
     if sizes.layer_scale:
         pool_and_scale["layer_scale"] = semantics.layer_scale or _LAYER_SCALE
-    told: dict[str, Any] = {
+    of_file: dict[str, Any] = {
         "gelu": semantics.gelu,
         "layer_norm_eps": semantics.layer_norm_eps,
         "interpolation": semantics.interpolation,
@@ -169,22 +255,22 @@ def config_of(
     if given is None:
         variant = variant_of(sizes, heads=semantics.heads)
         if variant is not None:
-            return _checked({"variant": variant} | pool_and_scale | told, origin=origin), ()
+            return _checked({"variant": variant} | pool_and_scale | of_file, origin=origin), ()
         heads, notes = _heads(sizes, semantics=semantics, origin=origin)
         stem = ("resnet_layers", "resnet_width_factor") if sizes.trunk.resnet_layers is not None else ()
         own = {name: getattr(sizes.trunk, name) for name in ("width", "depth", "mlp_dim", "patch_size", *stem)}
-        return _checked(own | {"heads": heads} | pool_and_scale | told, origin=origin), notes
-    return settle(given, told=pool_and_scale | told, heads=semantics.heads, kind="vit", origin=origin)
+        return _checked(own | {"heads": heads} | pool_and_scale | of_file, origin=origin), notes
+    return settle(given, of_file=pool_and_scale | of_file, heads=semantics.heads, kind="vit", origin=origin)
 
 
 def settle(
-    given: ModelConfig, *, told: Mapping[str, Any], heads: int | None, kind: Literal["vit", "resnet"], origin: str
+    given: ModelConfig, *, of_file: Mapping[str, Any], heads: int | None, kind: Literal["vit", "resnet"], origin: str
 ) -> tuple[ModelConfig, tuple[str, ...]]:
     """The user's configuration, completed by what a file tells, and a note for each value of the file that it replaced.
 
-    The sizes in `given` stand (`adapt` compares them with the weights), and so does what was set explicitly. `told`:
-    fields of `ModelConfig`, the sizes aside, by the file or its format. `heads`: the file's. `origin` begins messages.
-    Raises ValueError if the file holds a model of another kind, or with another number of heads.
+    Sizes and explicit values in `given` stand (`adapt` compares them with the weights). `of_file`: other fields of
+    `ModelConfig`, by the file or its format. Raises ValueError if the file holds a model of another kind, or with
+    another number of heads.
     """
     if given.kind != kind:
         what = {"vit": "a Vision Transformer", "resnet": "a pure ResNet"}
@@ -194,17 +280,17 @@ def settle(
             f"{origin} has {heads} attention heads, the model asked for has {given.sizes.heads}: give --heads or "
             "--variant as in the file"
         )
-    said = given.model_dump(exclude_unset=True)
+    explicit = given.model_dump(exclude_unset=True)
     notes = tuple(
-        f"{name} is {said[name]} as given, not the {value} of the file or its format"
-        for name, value in told.items()
-        if name in said and said[name] != value
+        f"{name} is {explicit[name]} as given, not the {value} of the file or its format"
+        for name, value in of_file.items()
+        if name in explicit and explicit[name] != value
     )
-    return _checked(dict(told) | said, origin=origin), notes
+    return _checked(dict(of_file) | explicit, origin=origin), notes
 
 
 def _checked(fields: dict[str, Any], *, origin: str) -> ModelConfig:
-    """The configuration; contradictions become one sentence."""
+    """Contradictions become one sentence."""
     try:
         return ModelConfig(**fields)
     except ValidationError as error:
@@ -222,3 +308,69 @@ def _heads(sizes: StateSizes, *, semantics: Semantics, origin: str) -> tuple[int
         f"{origin} does not tell the number of attention heads (q, k and v of width {sizes.trunk.width} are one "
         f"matrix): give --heads, with {sizes.in_words()}"
     )
+
+
+def adapt(
+    external: ExternalModel,
+    *,
+    image_size: int | None = None,
+    num_classes: int | None = None,
+    class_names: Sequence[str] | None = None,
+    loss: LossKind | None = None,
+) -> tuple[SavedModelMeta, dict[str, Tensor]]:
+    """The record and the weights of `external`, for another resolution or number of classes.
+
+    Another `num_classes` replaces the whole head by a zero linear one, trained with `loss` (None: softmax); the same
+    keeps it. `class_names` default to the file's, else "0", "1", ..., and may give their number instead. Raises
+    ValueError if the weights do not fit `external.config` (with a table) or are not finite, there is neither a head nor
+    a count, or an argument does not fit.
+    """
+    import torch
+
+    if class_names is not None:
+        if num_classes is not None and num_classes != len(class_names):
+            raise ValueError(f"{len(class_names)} class names for --num-classes {num_classes}: give as many")
+        num_classes = len(class_names)
+    if num_classes is not None and num_classes < 1:
+        raise ValueError(f"--num-classes must be at least 1, not {num_classes}")
+    wanted = num_classes if num_classes is not None else external.num_classes
+    if wanted == 0:
+        raise ValueError(f"the {external.format} {external.headless}: give --num-classes to attach a zero one")
+
+    state = dict(external.state)
+    new_head = wanted != external.num_classes
+    if new_head:
+        state = {name: tensor for name, tensor in state.items() if not name.startswith("head.")}
+        like = next(tensor for tensor in state.values() if tensor.is_floating_point())
+        state["head.weight"] = torch.zeros(wanted, external.config.num_features, dtype=like.dtype)
+        state["head.bias"] = torch.zeros(wanted, dtype=like.dtype)
+    described = _record(external, num_classes=wanted, head="linear" if new_head else external.head)
+    check_state(state, meta=described, says=f"{external.format}: does not fit the model that it was taken for")
+    broken = next((name for name, tensor in state.items() if not tensor.isfinite().all()), None)
+    if broken:
+        raise ValueError(f"the {external.format} has NaN or infinity in {broken}: it is damaged, get it again")
+    if class_names is None:
+        class_names = external.class_names if external.class_names and not new_head else list(map(str, range(wanted)))
+    changes: dict[str, Any] = {"class_names": tuple(class_names)}
+    if new_head:
+        changes["loss"] = loss or "softmax"
+    if image_size is not None and image_size != external.image_size:
+        from model.positions.interpolation import resize_state
+
+        sizes = {"from_image_size": external.image_size, "to_image_size": image_size}
+        state = resize_state(state, config=external.config, **sizes)
+        changes["image_size"] = image_size
+    return SavedModelMeta.model_validate(described.model_dump() | changes), state
+
+
+def _record(external: ExternalModel, *, num_classes: int, head: str) -> SavedModelMeta:
+    """The record at the file's resolution, without its class names."""
+    names = ("image_size", "mean", "std", "eval_protocol", "eval_crop_share")
+    try:
+        return SavedModelMeta.model_validate(
+            {name: getattr(external, name) for name in names}
+            | {"loss": external.loss or "softmax", "model": external.config, "num_classes": num_classes, "head": head}
+            | {"class_names": tuple(map(str, range(num_classes)))}
+        )
+    except ValidationError as error:
+        raise ValueError(f"the {external.format} says what cannot be: {first_mistake(error)}") from None

@@ -193,7 +193,7 @@ def _of_resnet(unit: str, part: str, leaf: str) -> tuple[str, Axes]:
     return _normed(f"{unit}{part.replace('norm', 'gn')}", leaf)
 
 
-def infer_model(shapes: Mapping[str, Shape], *, layout: NpzLayout, said: UserHints = NO_HINTS) -> ExternalModel:
+def infer_model(shapes: Mapping[str, Shape], *, layout: NpzLayout, hints: UserHints = NO_HINTS) -> ExternalModel:
     """Infer the model whose arrays, named without the prefix, have these shapes; its weights are still to be read.
 
     Raises ValueError if an array that fixes a size is missing or impossible, or if blocks or position embeddings are
@@ -205,7 +205,7 @@ def infer_model(shapes: Mapping[str, Shape], *, layout: NpzLayout, said: UserHin
     heads, head_dim = attention[-2:]
     if heads * head_dim != width:
         raise ValueError(f"{heads} attention heads of {head_dim} do not make tokens of {width}")
-    if not (layout.position or said.position):
+    if not (layout.position or hints.position):
         raise ValueError(
             "it has no position embeddings: it is incomplete; if it is one of big_vision's with fixed ones, give "
             "--position sincos_2d (or none, for a model without any)"
@@ -226,15 +226,15 @@ def infer_model(shapes: Mapping[str, Shape], *, layout: NpzLayout, said: UserHin
     if "head/kernel" in shapes:
         ours["head.weight"] = _axes(shapes, "head/kernel", count=2)[::-1]
     sizes = read_sizes(ours, origin="it")
-    semantics = Semantics("tanh", 1e-6, "google", heads=heads, position=None if layout.position else said.position)
+    semantics = Semantics("tanh", 1e-6, "google", heads=heads, position=None if layout.position else hints.position)
     config, notes = config_of(sizes, semantics=semantics, given=None, origin="it")
-    if said.depth is None and (lost := lost_blocks(config.sizes)):
+    if hints.depth is None and (lost := lost_blocks(config.sizes)):
         raise ValueError(f"it {lost}")
     grid_size = sizes.grid_size
     if grid_size is None:
         grid_size = max(1, USUAL_IMAGE_SIZE // sizes.trunk.patch_size)
         notes += (
-            f"The file has no position embeddings ({said.position}), which tell the resolution: taken as the usual "
+            f"The file has no position embeddings ({hints.position}), which tell the resolution: taken as the usual "
             f"one, {grid_size * sizes.trunk.patch_size} pixels.",
         )
     head, problem = _head(shapes, width=width, num_classes=sizes.num_classes)

@@ -22,7 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.formats.external_model import NO_HINTS, ExternalModel, UserHints, of_record
+from model.formats.external_model import (
+    NO_HINTS,
+    ExternalModel,
+    UserHints,
+    move_class_row,
+    of_record,
+    with_all_positions,
+)
 from model.formats.google_names import (
     BIG_VISION,
     VISION_TRANSFORMER,
@@ -34,7 +41,6 @@ from model.formats.google_names import (
     slots_of,
     to_google,
 )
-from model.formats.library import move_class_row, with_all_positions
 from model.positions.embedding import fixed_numbers, without_numbers
 from model.saved.atomic import replaced_file
 from model.saved.model_folder import SavedModelMeta, check_state, read_side_record, write_side_record
@@ -47,10 +53,10 @@ _LAYOUTS: dict[GoogleNames, NpzLayout] = {"vision_transformer": VISION_TRANSFORM
 _DAMAGES = (OSError, EOFError, ValueError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error)
 
 
-def read_google_npz(path: Path, *, said: UserHints = NO_HINTS) -> ExternalModel:
+def read_google_npz(path: Path, *, hints: UserHints = NO_HINTS) -> ExternalModel:
     """Read the model in a file of either code base, in float32.
 
-    A record beside it is believed; else sizes come from the arrays, and `said` adds what the user knows. Raises a
+    A record beside it is believed; else sizes come from the arrays, and `hints` adds what the user knows. Raises a
     ValueError that names the file if it is no npz, is damaged or holds something else, or arrays are missing, too many
     or of another shape than the model's.
     """
@@ -64,7 +70,7 @@ def read_google_npz(path: Path, *, said: UserHints = NO_HINTS) -> ExternalModel:
     with archive:
         meta = read_side_record(path)
         try:
-            return _read(_Npz(archive), meta=meta, said=said)
+            return _read(_Npz(archive), meta=meta, hints=hints)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
@@ -83,12 +89,12 @@ def write_google_npz(path: Path, state: Mapping[str, Tensor], *, meta: SavedMode
         state = {**state, **fixed_numbers(meta.model, image_size=meta.image_size)}
         if meta.model.pool == "cls":
             state = move_class_row(state, config=meta.model.model_copy(update={"class_token_position": "none"}))
-    with replaced_file(path) as beside:
-        _write(beside, state, layout=layout, heads=meta.model.sizes.heads)
-        write_side_record(beside, meta=meta)
+    with replaced_file(path) as new:
+        _write(new, state, layout=layout, heads=meta.model.sizes.heads)
+        write_side_record(new, meta=meta)
 
 
-def _read(npz: _Npz, *, meta: SavedModelMeta | None, said: UserHints) -> ExternalModel:
+def _read(npz: _Npz, *, meta: SavedModelMeta | None, hints: UserHints) -> ExternalModel:
     layout = find_layout(npz.names)
     if layout is None:
         raise ValueError(
@@ -100,7 +106,7 @@ def _read(npz: _Npz, *, meta: SavedModelMeta | None, said: UserHints) -> Externa
     shapes = {name: _unpadded(name, shape) for name, (shape, _) in headers.items()}
     if meta is None:
         bare = {name.removeprefix(layout.prefix): shape for name, shape in shapes.items()}
-        model = infer_model(bare, layout=layout, said=said)
+        model = infer_model(bare, layout=layout, hints=hints)
         if model.num_classes == 0:
             of_head = (f"{layout.prefix}head/", f"{layout.prefix}pre_logits/")
             shapes = {name: shape for name, shape in shapes.items() if not name.startswith(of_head)}

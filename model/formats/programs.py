@@ -68,8 +68,8 @@ def write_onnx(path: Path, model: nn.Module, *, meta: SavedModelMeta) -> None:
         assert program is not None
         _protect_zeros_before_pools(program.model)
         program.model.metadata_props[RECORD_KEY] = meta.model_dump_json(exclude_none=True)
-        with replaced_file(path) as beside:
-            program.save(beside)
+        with replaced_file(path) as new:
+            program.save(new)
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,8 @@ def write_torch_export(path: Path, model: nn.Module, *, meta: SavedModelMeta) ->
     """As `write_onnx`, by torch.export; the record is the extra file "shardvit.json"."""
     import torch
 
-    with _exported(model, meta=meta) as program, replaced_file(path) as beside:
-        torch.export.save(program, beside, extra_files={RECORD_FILE: meta.model_dump_json(exclude_none=True)})
+    with _exported(model, meta=meta) as program, replaced_file(path) as new:
+        torch.export.save(program, new, extra_files={RECORD_FILE: meta.model_dump_json(exclude_none=True)})
 
 
 def read_torch_export(path: Path) -> tuple[SavedModelMeta, dict[str, Tensor]]:

@@ -1,6 +1,6 @@
-"""timm's Vision Transformers: a folder that timm wrote (or transformers, through its TimmWrapper), or bare weights.
+"""Read timm's Vision Transformers: a folder that timm or transformers' TimmWrapper wrote, or bare weights.
 
-timm builds a `config.json`'s architecture without memory; whatever we would compute otherwise is refused. Its hybrids
+timm builds the architecture in `config.json` without memory; what we would compute differently is refused. Its hybrids
 are not read: their weight standardisation and GroupNorm have other epsilons. Costs one copy of the weights.
 """
 
@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from model.config import ModelConfig
-from model.formats.external_model import ExternalModel, Semantics, config_of, of_shapes
-from model.formats.library import add_qkv_biases
+from model.formats.external_model import ExternalModel, Semantics, add_qkv_biases, config_of, of_shapes
 from model.formats.weights_file import load_folder_weights
 from model.saved.state_shapes import describe_differences, read_sizes, shapes_of
 from model.vocabulary import EvalProtocol, Gelu, Pool
@@ -50,15 +49,15 @@ def is_timm_state(names: Collection[str]) -> bool:
 
 
 def read_timm_state(state: dict[str, Tensor], *, config: ModelConfig | None, origin: str) -> ExternalModel:
-    """A bare state dict under timm's names. Raises ValueError if it has parts that our models do not have, or does not
-    tell what `config` must then say."""
+    """Read a bare state dict. Raises ValueError if it has parts that our models lack, or needs a `config`."""
     _refuse_unknown_parts(state, origin=origin)
     if config is None and any(name.startswith("patch_embed.backbone.") for name in state):
         raise ValueError(
             f"{origin} has a ResNet stem and does not tell whose: for one of Google's code or of shardvit give its "
             "--variant; timm's own hybrids have other epsilons than Google's and cannot be read"
         )
-    state, notes = _completed(state)
+    state = dict(state)
+    notes = add_qkv_biases(state)
     semantics = Semantics(gelu="erf", layer_norm_eps=1e-6, interpolation="timm")
     external = of_shapes(state, format="timm state dict", semantics=semantics, given=config, origin=origin)
     assumed = (
@@ -69,8 +68,8 @@ def read_timm_state(state: dict[str, Tensor], *, config: ModelConfig | None, ori
 
 
 def read_timm_folder(folder: Path, *, content: dict[str, Any], config: ModelConfig | None) -> ExternalModel:
-    """A folder of timm or of transformers' TimmWrapper; `content` is its `config.json`. Raises ValueError if timm does
-    not know the architecture, or it computes something that our models do not."""
+    """Read a folder; `content` is its `config.json`. Raises ValueError if timm does not know the architecture, or it
+    computes something that our models do not."""
     from timm.data.config import resolve_data_config
 
     origin = str(folder)
@@ -81,7 +80,7 @@ def read_timm_folder(folder: Path, *, content: dict[str, Any], config: ModelConf
         raise ValueError(f"{origin} is timm's {content['architecture']} with {objection}: we build no such model")
     if differences := describe_differences(shapes_of(state), shapes_of(model.state_dict())):
         raise ValueError(f"{origin}: the weights are not those of the model in its config.json:\n{differences}")
-    state, notes = _completed(state)
+    notes = add_qkv_biases(state)
     semantics = Semantics(
         gelu=_GELUS[repr(model.blocks[0].mlp.act)],
         layer_norm_eps=model.norm.eps,
@@ -112,12 +111,6 @@ def _refuse_unknown_parts(state: dict[str, Tensor], *, origin: str) -> None:
         name = next((name for name in state if name.startswith(part) or (part[0] == "." and part in name)), None)
         if name:
             raise ValueError(f"{origin} has {what}, see {name}: we build no such model")
-
-
-def _completed(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """The model with the tensors that ours has besides, all zero (what timm leaves out on request), and notes."""
-    state = dict(state)
-    return state, add_qkv_biases(state)
 
 
 def _built_by_timm(content: dict[str, Any], *, origin: str) -> VisionTransformer:

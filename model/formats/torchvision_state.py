@@ -1,7 +1,7 @@
-"""torchvision's Vision Transformers (`vit_b_16` and others): their state dict, both ways.
+"""Read and write the state dict of torchvision's Vision Transformers (`vit_b_16` and others).
 
-torchvision has GELU in the erf form and LayerNorm epsilon 1e-6, and a state dict tells neither: a reader takes these,
-a writer says what to change for other semantics. Models with a convolutional stem (`conv_stem_configs`) are not read.
+torchvision has erf GELU and LayerNorm epsilon 1e-6, and a state dict tells neither: reading assumes them, writing says
+what to change for other semantics. Models with a convolutional stem (`conv_stem_configs`) are not read.
 """
 
 from __future__ import annotations
@@ -12,8 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from model.config import ModelConfig
-from model.formats.external_model import IMAGENET_MEAN, IMAGENET_STD, ExternalModel, Semantics, of_shapes
-from model.formats.library import Names, plain_vit_objection, with_all_positions
+from model.formats.external_model import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    ExternalModel,
+    Names,
+    Semantics,
+    of_shapes,
+    plain_vit_objection,
+    with_all_positions,
+)
 from model.saved.model_folder import SavedModelMeta
 
 if TYPE_CHECKING:
@@ -49,8 +57,7 @@ def is_torchvision_state(names: Collection[str]) -> bool:
 
 
 def read_torchvision_state(state: Mapping[str, Tensor], *, config: ModelConfig | None, origin: str) -> ExternalModel:
-    """A state dict of torchvision's VisionTransformer. Raises ValueError if it has a convolutional stem, or does not
-    tell what `config` must then say."""
+    """Read a state dict. Raises ValueError if it has a convolutional stem, or needs a `config`."""
     if any(name.startswith("conv_proj.conv_bn_relu") for name in state):
         raise ValueError(f"{origin} has a convolutional stem (conv_stem_configs): we build no such model")
     if any(name.startswith("heads.pre_logits.") for name in state):

@@ -1,8 +1,8 @@
-"""transformers' own ViT (`ViTForImageClassification`, not its TimmWrapper): a folder or bare weights, both ways.
+"""Read and write transformers' own ViT (`ViTForImageClassification`, not its TimmWrapper): a folder, or bare weights.
 
-A folder is `config.json`, `model.safetensors` and `preprocessor_config.json`. Tensors are named as on the Hub; those
-that version 5 has inside can be read too. Neither ViT's relatives (DeiT, BEiT, DINOv2) nor tensors that classification
-does not use are read.
+A folder is `config.json`, `model.safetensors` and `preprocessor_config.json`. Tensors are named as on the Hub; version
+5's internal names are read too. ViT's relatives (DeiT, BEiT, DINOv2) and tensors that classification does not use are
+not read.
 """
 
 from __future__ import annotations
@@ -14,8 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from model.config import ModelConfig
-from model.formats.external_model import GOOGLE_MEAN, GOOGLE_STD, ExternalModel, Semantics, of_shapes
-from model.formats.library import Names, add_qkv_biases, plain_vit_objection, with_all_positions
+from model.formats.external_model import (
+    GOOGLE_MEAN,
+    GOOGLE_STD,
+    ExternalModel,
+    Names,
+    Semantics,
+    add_qkv_biases,
+    of_shapes,
+    plain_vit_objection,
+    with_all_positions,
+)
 from model.formats.weights_file import load_folder_weights
 from model.saved.atomic import replaced_file
 from model.saved.model_folder import (
@@ -82,8 +91,7 @@ def is_transformers_state(names: Collection[str]) -> bool:
 
 
 def read_transformers_state(state: Mapping[str, Tensor], *, config: ModelConfig | None, origin: str) -> ExternalModel:
-    """A bare state dict of transformers' ViT, without its `config.json`. Raises ValueError if it is incomplete, or does
-    not tell what `config` must then say."""
+    """Read a state dict without its `config.json`. Raises ValueError if it is incomplete, or needs a `config`."""
     semantics = Semantics(gelu="erf", layer_norm_eps=1e-12, interpolation="timm")
     external = _read(state, semantics=semantics, config=config, origin=origin)
     found = external.config
@@ -95,8 +103,8 @@ def read_transformers_state(state: Mapping[str, Tensor], *, config: ModelConfig 
 
 
 def read_transformers_folder(folder: Path, *, content: dict[str, Any], config: ModelConfig | None) -> ExternalModel:
-    """A folder of transformers' ViT; `content` is its `config.json`. Raises ValueError if its activation or images are
-    of a kind that our models do not have, or files are missing or broken."""
+    """Read a folder; `content` is its `config.json`. Raises ValueError if our models lack its activation or kind of
+    images, or files are missing or broken."""
     from model.positions.embedding import without_numbers
 
     origin = str(folder)
@@ -150,8 +158,8 @@ def write_transformers_folder(
     """Write the three files into `folder`, with more keys for `config.json`; `transformers_objection(meta)` is None."""
     write_safetensors(folder / weights, _to_transformers(with_all_positions(state, meta=meta)))
     write_json(folder / PREPROCESSOR_FILE, _preprocessor_json(meta))
-    with replaced_file(folder / CONFIG_FILE) as beside:
-        write_json(beside, {**_config_json(meta), **more})
+    with replaced_file(folder / CONFIG_FILE) as new:
+        write_json(new, {**_config_json(meta), **more})
 
 
 def _read(

@@ -139,10 +139,9 @@ def make_position(config: ModelConfig, *, grid_size: int, num_prefix_tokens: int
 
 
 def sincos_2d(grid_size: int, width: int) -> Tensor:
-    """big_vision's fixed embedding of a square grid: [grid_size^2, width], the patches row by row.
+    """big_vision's fixed embedding of a square grid: [grid_size^2, width], row by row, rounded from float64.
 
-    A quarter of the width each: sine of x, cosine of x, sine of y, cosine of y, with frequencies from 1 down to
-    1 / 10000 in equal ratios, both included. Computed in float64, rounded to the default dtype.
+    A quarter of the width each: sine of x, cosine of x, sine of y, cosine of y, with frequencies from 1 to 1 / 10000.
     """
     quarter = width // 4
     exponent = torch.arange(quarter, dtype=torch.float64) / max(1, quarter - 1)
@@ -202,8 +201,8 @@ def relative_attention(num_tokens: int) -> type[RelativeAttention]:
 def by_key(by_offset: Tensor) -> Tensor:
     """Logits [..., T, 2 T - 1] by offset -> [..., T, T] by key: out[i, j] = in[i, T - 1 + j - i].
 
-    Rows are made one longer, laid end to end and cut to their old length, so that each begins one further left; unlike
-    an indexed read's, the gradient is summed in a fixed order. The copy frees the offsets and aligns rows for CUDA.
+    Pads rows by one, lays them end to end and cuts them to their old length, so that each begins one further left; the
+    gradient is summed in a fixed order. The copy frees the offsets and aligns rows for CUDA.
     """
     tokens = by_offset.shape[-2]
     flat = F.pad(by_offset, (0, 1)).flatten(-2)

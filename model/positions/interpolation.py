@@ -1,8 +1,9 @@
-"""Position embeddings at another resolution: interpolation on the grid of patches (ViT paper, section 3.2).
+"""Interpolate position embeddings to another resolution (ViT paper, section 3.2).
 
-The model's configuration says which kernel:
+The configuration chooses the kernel:
+
 - google: Google's code calls `scipy.ndimage.zoom(order=1)`, which is bilinear with the corners of both grids aligned;
-  half-pixel kernels (timm, open_clip) give visibly other values.
+  half-pixel kernels (timm, open_clip) give visibly different values.
 - timm: bicubic, half-pixel, antialiased (timm.layers.resample_abs_pos_embed), for weights trained with that.
 
 Both are separable with weights that sum to 1, so resizing the two tables of a learned 2-D embedding equals resizing the
@@ -41,27 +42,13 @@ def interpolate_pos_embed(
 ) -> Tensor:
     """Position embeddings [1, P + h*w, D] of `old_grid` (h, w) -> those of `new_grid`, in the dtype that came in.
 
-    The first `num_prefix_tokens` rows (the class token's) stay bit for bit. The same grid returns the tensor itself.
-    Raises ValueError if the tensor is not [1, P + h*w, D] for `old_grid`, or a side of a grid is not positive.
+    The first `num_prefix_tokens` rows (the class token's) stay bit for bit.
     """
-    (old_height, old_width), (new_height, new_width) = old_grid, new_grid
-    if min(old_height, old_width, new_height, new_width) < 1:
-        raise ValueError(f"position embeddings need grids of at least 1 x 1, not {old_grid} and {new_grid}")
-    expected = num_prefix_tokens + old_height * old_width
-    if pos_embed.ndim != 3 or pos_embed.shape[0] != 1 or pos_embed.shape[1] != expected:
-        raise ValueError(
-            f"position embeddings of shape {tuple(pos_embed.shape)} do not belong to a grid of "
-            f"{old_height} x {old_width} patches and {num_prefix_tokens} more token(s), "
-            f"which needs the shape (1, {expected}, D)"
-        )
-    if old_grid == new_grid:
-        return pos_embed
     dtype, arguments = _KERNELS[kernel]
     prefix, grid = pos_embed[:, :num_prefix_tokens], pos_embed[:, num_prefix_tokens:]
-    grid = grid.reshape(1, old_height, old_width, -1).permute(0, 3, 1, 2).to(dtype)
+    grid = grid.reshape(1, *old_grid, -1).permute(0, 3, 1, 2).to(dtype)
     grid = F.interpolate(grid, size=new_grid, **arguments)
-    grid = grid.permute(0, 2, 3, 1).reshape(1, new_height * new_width, -1)
-    return torch.cat([prefix, grid.to(pos_embed.dtype)], dim=1)
+    return torch.cat([prefix, grid.flatten(2).transpose(1, 2).to(pos_embed.dtype)], dim=1)
 
 
 def resize_state(
@@ -69,11 +56,9 @@ def resize_state(
 ) -> dict[str, Tensor]:
     """A state dict trained on square images of `from_image_size` pixels -> one for `to_image_size`.
 
-    Only learned positions differ; all other tensors are shared with the input, which is not changed.
-
-    Raises:
-        ValueError: an image size that the model cannot take; position embeddings that are missing, of another grid
-            or of one that is not square; relative positions and another grid.
+    Only learned positions differ; other tensors are shared with the input. Raises ValueError for an image size that the
+    model cannot take, position embeddings that are missing, of another grid or of one that is not square, and relative
+    positions on another grid.
     """
     old, new = config.grid_size(from_image_size), config.grid_size(to_image_size)
     resized = dict(state_dict)
@@ -89,25 +74,18 @@ def resize_state(
         if name not in state_dict:
             where = f"position {config.position} at {config.position_at}"
             raise ValueError(f"the state dict has no {name!r}, where a model of {where} has its positions")
-        tensor = state_dict[name]
-        if name.endswith((".column", ".row")):  # [grid, D/2]: a grid of one column
-            if tensor.ndim != 2 or len(tensor) != old:
-                raise ValueError(
-                    f"{name!r} of shape {tuple(tensor.shape)} does not belong to a grid of {old} x {old} patches, "
-                    f"which needs the shape ({old}, D/2)"
-                )
-            if old == new:
-                continue
-            grids = {"new_grid": (new, 1), "old_grid": (old, 1)}
+        tensor, kernel = state_dict[name], config.interpolation
+        _check_grid(name, tensor, grid_size=old, config=config)
+        if old == new:
+            continue
+        if tensor.ndim == 2:  # columns or rows [grid, D/2]: a grid of one column
             resized[name] = interpolate_pos_embed(
-                tensor[None], **grids, num_prefix_tokens=0, kernel=config.interpolation
+                tensor[None], new_grid=(new, 1), old_grid=(old, 1), num_prefix_tokens=0, kernel=kernel
             )[0]
         else:  # [1, P + grid^2, D]
-            _check_grid(name, tensor, grid_size=old, config=config)
-            grids = {"new_grid": (new, new), "old_grid": (old, old)}
-            prefix = config.class_token_rows
+            rows = config.class_token_rows
             resized[name] = interpolate_pos_embed(
-                tensor, **grids, num_prefix_tokens=prefix, kernel=config.interpolation
+                tensor, new_grid=(new, new), old_grid=(old, old), num_prefix_tokens=rows, kernel=kernel
             )
     return resized
 
@@ -122,6 +100,13 @@ def _learned_names(config: ModelConfig) -> list[str]:
 
 
 def _check_grid(name: str, tensor: Tensor, *, grid_size: int, config: ModelConfig) -> None:
+    if name.endswith((".column", ".row")):
+        if tensor.ndim != 2 or len(tensor) != grid_size:
+            raise ValueError(
+                f"{name!r} of shape {tuple(tensor.shape)} does not belong to a grid of {grid_size} x {grid_size} "
+                f"patches, which needs the shape ({grid_size}, D/2)"
+            )
+        return
     num_prefix_tokens = config.class_token_rows
     patches = tensor.shape[1] - num_prefix_tokens if tensor.ndim == 3 else -1
     side = math.isqrt(patches) if patches > 0 else 0

@@ -1,4 +1,4 @@
-"""Files and folders that replace earlier ones once whole and flushed; as `data_shards.durable`, for `model`."""
+"""Replace files and folders atomically, once complete and flushed; `data_shards.durable` for `model`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 @contextmanager
 def replaced_file(path: Path) -> Iterator[Path]:
-    """Gives a path of the same name in a folder beside; when the block ends well, its file replaces `path`, atomically.
+    """Yield a path of the same name in a new folder; once the block succeeds, its file replaces `path`, atomically.
 
     If more files were written (weights too large for an ONNX file), an earlier `path` is removed first, so that it is
-    never seen with others' weights.
+    never read with the wrong weights.
     """
     beside = path.with_name(f".{path.name}.writing")
     shutil.rmtree(beside, ignore_errors=True)  # of an attempt that was killed
@@ -34,11 +34,11 @@ def replaced_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """Gives a new folder beside to write flat files in; when the block ends well, it replaces `folder`.
+    """Yield a new folder for flat files; once the block succeeds, it replaces `folder`.
 
-    Killed or without power at any moment, `folder` exists wholly or not at all. Killed between the two renames that
-    replace an earlier one, the place is empty, and the next call begins by putting the earlier one back. Raises OSError
-    if the disk is full or cannot be written; an earlier folder stays.
+    After a kill or power failure at any moment, `folder` is complete or absent. Between the two renames that replace an
+    earlier one it is absent, and the next call first puts the earlier one back. Raises OSError if the disk is full or
+    read-only; an earlier folder stays.
     """
     beside, aside = (folder.with_name(f".{folder.name}.{end}") for end in ("writing", "replaced"))
     if aside.exists() and not folder.exists():  # of an attempt that was killed
@@ -63,7 +63,7 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
 
 
 def _flush(path: Path) -> None:
-    """Wait until the content of a file, or the names in a folder, are on the disk."""
+    """Wait until a file's content, or a folder's names, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

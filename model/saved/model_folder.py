@@ -83,11 +83,11 @@ def save_model(folder: Path, state_dict: Mapping[str, Tensor], *, meta: SavedMod
     )
     if folder.exists() and not _may_be_replaced(folder):
         raise ValueError(f"{folder} exists and is not a saved model of shardvit: remove it or choose another folder")
-    with replaced_folder(folder) as beside:
+    with replaced_folder(folder) as new:
         for_timm = timm_objection(meta) is None
         numbers = fixed_numbers(meta.model, image_size=meta.image_size) if for_timm else {}
-        write_safetensors(beside / WEIGHTS_FILE, {**state_dict, **numbers})
-        write_json(beside / CONFIG_FILE, (_timm_json(meta) if for_timm else {}) | record_json(meta))
+        write_safetensors(new / WEIGHTS_FILE, {**state_dict, **numbers})
+        write_json(new / CONFIG_FILE, (_timm_json(meta) if for_timm else {}) | record_json(meta))
 
 
 def read_meta(folder: Path) -> SavedModelMeta:

@@ -128,37 +128,28 @@ def _what_would_fix_it(found: Mapping[str, Shape], expected: Mapping[str, Shape]
         file = read_sizes(found, origin="The file")
     except ValueError as error:
         return [f"{error}."]
-    fixes: list[str] = []
-    if file.trunk != model.trunk:
-        variant = variant_of(file)
-        fixes.append(
-            f"The file holds a {variant}: give --variant {variant}."
-            if variant
-            else f"The file holds a model of other sizes: give {file.in_words()} and its --heads."
-        )
-    if file.pool != model.pool:
-        fixes.append(f"The file pools by {file.pool}, the model by {model.pool}: give pool {file.pool}.")
-    if file.class_token_position != model.class_token_position:
-        fixes.append(
-            f"The file's class_token_position is {file.class_token_position}, the model's "
-            f"{model.class_token_position}: give the file's."
-        )
-    if file.layer_scale != model.layer_scale:
-        fixes.append(
-            "The file has layer scale (blocks.*.ls1, ls2), the model has none: give layer_scale."
-            if file.layer_scale
-            else "The model has layer_scale, the file has none: leave it out."
-        )
-    if file.grid_size != model.grid_size:
-        fixes.append(_other_grid(file, model))
-    if (file.head, file.num_classes) != (model.head, model.num_classes):
-        fixes.append(_other_head(file, model))
-    if fixes:
-        return fixes
-    return [
+    token, tokens = file.class_token_position, model.class_token_position
+    fixes = {
+        _other_trunk(file): file.trunk != model.trunk,
+        f"The file pools by {file.pool}, the model by {model.pool}: give pool {file.pool}.": file.pool != model.pool,
+        f"The file's class_token_position is {token}, the model's {tokens}: give the file's.": token != tokens,
+        "The file has layer scale (blocks.*.ls1, ls2), the model has none: give layer_scale.": (
+            file.layer_scale and not model.layer_scale
+        ),
+        "The model has layer_scale, the file has none: leave it out.": model.layer_scale and not file.layer_scale,
+        _other_grid(file, model): file.grid_size != model.grid_size,
+        _other_head(file, model): (file.head, file.num_classes) != (model.head, model.num_classes),
+    }
+    return [fix for fix, is_needed in fixes.items() if is_needed] or [
         f"{other} Sizes, resolution and classes are the same: the file is incomplete, or of a model with parts that "
         "this one does not have."
     ]
+
+
+def _other_trunk(file: StateSizes) -> str:
+    if variant := variant_of(file):
+        return f"The file holds a {variant}: give --variant {variant}."
+    return f"The file holds a model of other sizes: give {file.in_words()} and its --heads."
 
 
 def _other_grid(file: StateSizes, model: StateSizes) -> str:

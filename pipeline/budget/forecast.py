@@ -13,10 +13,18 @@ from pipeline.budget.communication import Links, Traffic, Way, Workload, ZeroKin
 from pipeline.budget.cost import StageCost, stage_cost
 from pipeline.budget.gpus import Gpu
 from pipeline.budget.length import Length
-from pipeline.budget.memory import MAX_LIVE_ELEMENTS, ZERO_STAGES, Activations, State, ZeroStage, state_of
-from pipeline.budget.saving import Saving, copied_bytes, saving
-from pipeline.budget.speed import Speed, host_seconds, nearest_anchor
-from pipeline.budget.workers import Reading, ReadingAhead, reading, reading_ahead
+from pipeline.budget.memory import (
+    MAX_LIVE_ELEMENTS,
+    ZERO_STAGES,
+    Activations,
+    Saving,
+    State,
+    ZeroStage,
+    copied_bytes,
+    saving,
+    state_of,
+)
+from pipeline.budget.speed import Reading, ReadingAhead, Speed, host_seconds, nearest_anchor, reading, reading_ahead
 from pipeline.checkpoint.disk_space import estimate_bytes
 from pipeline.engine.zero_config import deepspeed_config, overlaps, reduces_at_once
 from pipeline.recipe.schema import Recipe

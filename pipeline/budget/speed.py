@@ -1,18 +1,31 @@
-"""Images/s of one GPU, from a share of its peak (MFU) or a measurement.
+"""Images/s of one GPU, from a share of its peak (MFU) or a measurement; and the reading and data workers it needs.
 
 MFU is the FLOPs that the model needs, without recomputation, over the GPU's peak. The default shares are anchors, not
 promises: what a well-tuned run of such a model reaches on a Hopper GPU in bf16. Small models and small batches are
 bound by the processor that launches the kernels: `host_seconds`.
+
+Decoding is estimated from one benchmark (launch/bench/records/data.txt: photographs of 107 kB and 0.2 megapixels,
+cropped to 224 px, one core of a Xeon): decoding grows with an image's bytes, the rest with the pixels of the crop.
+`launch.bench.data` measures other images and processors.
+
+Before the first step the GPU's speed is the plan's anchor for such a model. Too many workers cost memory and little
+else, too few make the GPU wait: so there is a margin, and for an unknown GPU all cores but one are used.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from data_shards.loading.memory import ahead_bytes, staged_bytes
 from model.config import ModelConfig
 from pipeline.budget.communication import ZeroKind
+from pipeline.budget.cost import stage_cost
+from pipeline.budget.gpus import Gpu
+from pipeline.recipe.schema import Recipe
+from pipeline.recipe.vocabulary import StageName
 
 # Targets for one H200 in bf16, not limited by data. S/16: between a TPU v3-8 (90 epochs of ImageNet in 6 to 7 hours)
 # and measurements of small ViTs on an H100 (23 %).
@@ -35,6 +48,12 @@ PASS_SECONDS: dict[ZeroKind, float] = {"ddp": 0.0218, 1: 0.0199, 2: 0.0398, 3: 0
 STEP_SECONDS: dict[ZeroKind, float] = {"ddp": 0.0077, 1: 0.0023, 2: 0.0030, 3: 0.0214}
 """Optimizer step under each engine."""
 _TENSORS_PER_BLOCK, _OTHER_TENSORS = 12, 8
+
+
+MOST_WORKERS = 32  # that `auto` starts; an image of 0.2 megapixels needs no more on one GPU
+_MARGIN = 1.3  # over the workers that would just keep up: images differ, and so do a worker's turns
+_BENCH_IMAGE_BYTES, _BENCH_PIXELS = 107_000, 224
+_DECODE_MS, _REST_MS = 0.99, 0.36  # of the 1.35 ms of CPU time for an image
 
 
 @dataclass(frozen=True)
@@ -66,3 +85,83 @@ def host_seconds(depth: int, *, zero_stage: ZeroKind, passes: int) -> float:
     """Estimate the processor time to launch one optimizer step of `passes` forward and backward passes."""
     share = (_TENSORS_PER_BLOCK * depth + _OTHER_TENSORS) / _MEASURED_TENSORS
     return share * (PASS_SECONDS[zero_stage] * passes + STEP_SECONDS[zero_stage]) / _CORE_SPEED
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Reading and decoding that keep the GPUs busy."""
+
+    images_per_second: float  # of all GPUs together
+    bytes_per_second: float | None  # read from the shards, over all nodes; None: their size is unknown
+    decode_ms: float  # processor time per image
+    cores: float  # busy decoding, over all nodes
+    assumed_image_bytes: float | None = None  # mean size of an image if it is unknown; None: it is known
+
+
+def reading(images_per_second: float, *, image_bytes: float | None, image_size: int) -> Reading:
+    """Forecast reading for images of `image_bytes` on average; None: the benchmark's, less for a small `image_size`."""
+    size = image_bytes
+    if size is None:
+        size = _BENCH_IMAGE_BYTES * min(1.0, (image_size / _BENCH_PIXELS) ** 2)
+    decode_ms = _DECODE_MS * size / _BENCH_IMAGE_BYTES + _REST_MS * (image_size / _BENCH_PIXELS) ** 2
+    return Reading(
+        images_per_second,
+        bytes_per_second=None if image_bytes is None else images_per_second * image_bytes,
+        decode_ms=decode_ms,
+        cores=images_per_second * decode_ms / 1000,
+        assumed_image_bytes=size if image_bytes is None else None,
+    )
+
+
+@dataclass(frozen=True)
+class ReadingAhead:
+    """Data workers of one process, and the host memory that they use."""
+
+    workers: int  # from the recipe, or those of auto with enough cores
+    ahead_bytes: int  # micro-batches read ahead
+    page_locked_bytes: int  # on the way to the GPU
+
+
+def reading_ahead(
+    recipe: Recipe, *, image_size: int, micro_batch: int, decode_seconds: float, speed: float
+) -> ReadingAhead:
+    """Forecast workers and memory for a GPU that trains on `speed` images/s."""
+    workers = recipe.data.workers
+    if workers == "auto":
+        workers = min(MOST_WORKERS, workers_needed(decode_seconds=decode_seconds, images_per_second=speed))
+    return ReadingAhead(
+        workers,
+        ahead_bytes(workers, images=micro_batch, image_size=image_size),
+        staged_bytes(micro_batch, image_size=image_size),
+    )
+
+
+def workers_needed(*, decode_seconds: float, images_per_second: float) -> int:
+    """Workers that keep a GPU of `images_per_second` busy; at least 1."""
+    return max(1, math.ceil(_MARGIN * decode_seconds * images_per_second))
+
+
+def workers_within(cores: float, *, needed: int | None) -> int:
+    """Limit the workers `needed` (None: not known) to the process's cores, less one for the training loop."""
+    most = max(1, min(MOST_WORKERS, int(cores) - 1))
+    return most if needed is None else min(needed, most)
+
+
+def anchored_speed(recipe: Recipe, *, stage: StageName, num_classes: int, gpu: Gpu) -> tuple[float, str]:
+    """Estimate images/s of one GPU in a stage; with the number's source."""
+    config = recipe.train_stage(stage)
+    cost = stage_cost(recipe.model, stage=config, engine=recipe.engine, num_classes=num_classes)
+    mfu, basis = nearest_anchor(recipe.model, tokens=cost.tokens)
+    return mfu * gpu.peak_flops(recipe.engine.precision) / cost.training_flops, basis
+
+
+def own_cores(
+    mine: Collection[int], *, on_this_host: Sequence[Collection[int]], quota_cores: float | None = None
+) -> float:
+    """Count the cores of one process, each divided by the number of this host's processes that may use it, too.
+
+    `on_this_host`: the cores of each process, this one included; `quota_cores`: granted by the container to all of
+    them together. Under SLURM each may have cores of its own; elsewhere all share one set.
+    """
+    share = sum(1 / sum(core in other for other in on_this_host) for core in mine)
+    return share if quota_cores is None else min(share, quota_cores / len(on_this_host))

@@ -10,7 +10,7 @@ from data_shards.text import counted, show_bytes
 from pipeline.budget.communication import GOOD_KEPT_SHARE
 from pipeline.budget.forecast import Hardware, StageForecast
 from pipeline.budget.gpus import RESERVE_SHARE
-from pipeline.budget.workers import MOST_WORKERS, workers_needed
+from pipeline.budget.speed import MOST_WORKERS, workers_needed
 from pipeline.recipe.schema import Recipe
 
 _FULL_IMAGES = 64  # per micro-batch, from which a GPU is well used (B/16 and larger)

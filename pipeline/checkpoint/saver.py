@@ -40,7 +40,7 @@ from pipeline.checkpoint.train_state import TrainState
 from pipeline.engine.base import Engine
 from pipeline.engine.saved_state.host_copy import HostBuffer, HostCopy, copy_bytes
 from pipeline.engine.saved_state.state_files import Abandoned, Seal, StateFile, text_file, write_file
-from pipeline.ranks.group import Agreement, Ranks
+from pipeline.ranks.group import Ranks
 from pipeline.recipe.vocabulary import RECIPE_FILE
 from pipeline.runs.run_folder import checkpoint_folders
 
@@ -129,15 +129,15 @@ class CheckpointSaver:
         self._hooks = hooks
         self._writing: _Writing | None = None
         self._committing: _Beside | None = None  # what `_writing` wrote
-        self._pending: Agreement | None = None
-        self._told_of_memory = False
+        self._pending: Callable[[], tuple[bool, ...]] | None = None
+        self._warned_of_memory = False
         self._buffer = HostBuffer(engine.device)
         self._pruning: _Beside | None = None
 
     def save(self, state: TrainState) -> None:
         """Save `state` and the engine's, after finishing a save in flight. UserError: the disk has no room or cannot be
         written, now or for the one in flight; SaveFailed: the disk failed."""
-        with self._standing_still():
+        with self._counting_stall():
             self._finish()
             state = copy.deepcopy(state)  # the loop goes on counting in its own
             room_bytes, problem = self._open_folder(state.step)
@@ -174,9 +174,9 @@ class CheckpointSaver:
         all ranks alike, while one is in flight. Raises as `save`."""
         if self._writing is None:
             return False
-        with self._standing_still():
+        with self._counting_stall():
             if self._pending is not None:  # asked a step ago, so that nobody waits for the answer
-                (busy,) = self._pending.result()
+                (busy,) = self._pending()
                 self._pending = None
                 if not busy:
                     self._go_on()
@@ -186,7 +186,7 @@ class CheckpointSaver:
 
     def finish(self) -> None:
         """Wait for the save in flight, if any, and commit it. Raises as `save`."""
-        with self._standing_still():
+        with self._counting_stall():
             self._finish()
 
     def close(self) -> None:
@@ -201,12 +201,12 @@ class CheckpointSaver:
         self._buffer.free()
 
     def _wait_for(self, copy_of: HostCopy) -> None:
-        with self._standing_still():
+        with self._counting_stall():
             copy_of.wait()
 
     def _finish(self) -> None:
         if self._pending is not None:
-            self._pending.result()
+            self._pending()
             self._pending = None
         while self._writing is not None:
             self._go_on()
@@ -295,17 +295,17 @@ class CheckpointSaver:
             local = [need for need in needs if need.host == host]
             copies, spare = sum(need.copy_bytes for need in local), min(need.spare_bytes for need in local)
             if copies > spare:
-                if self._ranks.place.is_main and not self._told_of_memory:
+                if self._ranks.place.is_main and not self._warned_of_memory:
                     self._hooks.say(
                         f"checkpoints are written while training stands still: a copy takes {show_bytes(copies)} of "
                         f"{host}'s memory, {show_bytes(spare)} are left"
                     )
-                self._told_of_memory = True
+                self._warned_of_memory = True
                 return False
         return True
 
     @contextlib.contextmanager
-    def _standing_still(self) -> Iterator[None]:
+    def _counting_stall(self) -> Iterator[None]:
         begin = time.perf_counter()
         try:
             yield

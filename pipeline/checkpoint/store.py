@@ -1,15 +1,12 @@
-"""Commit, prune and restore checkpoints, each complete or absent. `saver` writes them.
+"""Commit, prune, restore and read checkpoints, each complete or absent. `saver` writes them.
 
 A checkpoint is a folder `step-00000400`: the engine's sharded state, our `state.json`, the resolved recipe, and
 `manifest.json` with every file's size and digest. It is written beside (`.writing-step-...`), the manifest last,
-flushed and read back, then renamed; so a folder of that name is complete, whatever was killed when. Older ones are
-pruned after that, each renamed first (`.removing-...`). There is no pointer to the newest that could be wrong: it is
-the highest number.
-
-Restoring checks every digest and falls back to the next older checkpoint if one is damaged; if none is good, that is an
-error, never a silent start from step 0. It reads the state twice: for digests (half a GiB/s a core, each rank an
-equal share), and to load it. A commit takes nine operations on the file server, whatever the number of
-files; rank 0 reads names, manifest and state for all.
+flushed and read back, then renamed: a folder of that name is complete, whatever was killed when. Pruning renames first
+(`.removing-...`). The newest is the highest number, without a pointer that could be wrong. Restoring checks every
+digest (half a GiB/s a core, each rank an equal share) and falls back to the next older checkpoint; if none is good,
+that is an error, never a silent start from step 0. A commit takes nine operations on the file server, whatever the
+number of files; rank 0 reads names, manifest and state for all.
 """
 
 from __future__ import annotations
@@ -25,13 +22,19 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from data_shards.durable import flush, write_text
 from data_shards.errors import UserError
 from pipeline.checkpoint.identity import check_identity, read_state_file
 from pipeline.checkpoint.train_state import TrainState
 from pipeline.engine.base import Engine
+from pipeline.engine.saved_state.average import AVERAGE
+from pipeline.engine.saved_state.portable import WEIGHT, open_state
 from pipeline.engine.saved_state.state_files import Seal, piece_digests, piece_sizes, whole_digest
 from pipeline.ranks.group import Ranks
+from pipeline.recipe.vocabulary import WeightsKind
 from pipeline.runs.run_folder import FOLDER_PREFIX, checkpoint_folders
 
 MANIFEST = "manifest.json"
@@ -202,6 +205,35 @@ def damage_of(folder: Path) -> str:
     """Describe the first damage of a checkpoint's files; "": none."""
     seals = _listed(folder)
     return f"no readable {MANIFEST}" if seals is None else _damage(folder, seals, share=(0, 1))
+
+
+def checkpoint_weights(folder: Path, *, model: nn.Module, of: WeightsKind = "weights") -> dict[str, Tensor]:
+    """Read the weights of RUNS/NAME/STAGE/checkpoints/step-*, or their moving average, under the names of `model`: the
+    same bits as the engine's `weights`, float32 on the CPU, in seconds for ViT-L. `model`, perhaps on the meta device,
+    gives names, order and shapes. Runs no code from a file, and does not look for damage.
+
+    Raises:
+        UserError: the checkpoint is of another model, no engine wrote it, or it has no moving average.
+    """
+    try:
+        return assemble(folder, written=read_state_file(folder)["identity"], model=model, of=of)
+    except UserError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:  # well-formed, but not ours
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(f"checkpoint {folder} is not what an engine writes ({reason}): take another one") from error
+
+
+def assemble(
+    folder: Path, *, written: Mapping[str, Any], model: nn.Module, of: WeightsKind = "weights"
+) -> dict[str, Tensor]:
+    """The weights of a checkpoint with the identity `written`."""
+    saved = open_state(folder, written=written, model=model)
+    if of == "ema" and saved.average_updates is None:
+        raise UserError(f"checkpoint {folder} has no moving average of the weights: its stage was trained without ema")
+    tensors = AVERAGE if of == "ema" else WEIGHT
+    state = {name: saved.whole(name, of=tensors).clone() for name in saved.shapes}  # the checkpoint may be removed
+    return state | {name: buffer.detach().to(torch.float32) for name, buffer in saved.buffers.items()}
 
 
 def _listed(folder: Path) -> dict[str, Seal] | None:

@@ -24,9 +24,9 @@ def open_engine(recipe: Recipe, *, stage: StageName, plan: StagePlan, model: nn.
     keep_out_of_optimizers()
     match recipe.engine.backend:
         case "deepspeed" if recipe.engine.zero_stage == 0:
-            from pipeline.engine.ddp_engine import DdpEngine as Backend
+            from pipeline.engine.replicated import DdpEngine as Backend
         case "deepspeed":
             from pipeline.engine.deepspeed_engine import DeepSpeedEngine as Backend
         case "accelerate":
-            from pipeline.engine.accelerate_engine import AccelerateEngine as Backend
+            from pipeline.engine.replicated import AccelerateEngine as Backend
     return Backend(model, config=recipe.engine, stage=config, plan=plan, ranks=ranks)

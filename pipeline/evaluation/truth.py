@@ -1,29 +1,94 @@
 """The request of `shardvit eval`: open its shards, and map their labels (or others) to the model's classes.
 
-Classes are matched by name, in any order; shards may have only some of them. ReaL labels are found by sample key.
+Classes are matched by name, in any order; shards may have only some of them. ImageNet's names differ between models
+("tench", "tench, Tinca tinca", "0"), so its classes are identified by WordNet number (n01440764), or by position where
+all 1,000 come in the usual order. Its ReaL labels (arXiv 2006.07159) are found by sample key; both come with timm.
 Imports torch only once there are batches.
 """
 
 from __future__ import annotations
 
+import json
+import pkgutil
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from data_shards.errors import UserError
-from data_shards.reading.opening import open_shards
-from data_shards.shards.shard_set import ShardSet, ShardsSpec
-from data_shards.store.cache import CacheConfig
-from data_shards.store.store import Store
 from data_shards.text import named, one_line
 from data_shards.vocabulary import EvalProtocol, LabelKind
-from pipeline.evaluation.imagenet import numbered_classes, real_labels, usual_classes
-from pipeline.recipe.stage_plan import chosen_metrics
 from pipeline.recipe.vocabulary import EvalMetric, WeightsKind
 
 if TYPE_CHECKING:
     from data_shards.loading.batch import Batch
+    from data_shards.shards.shard_set import ShardSet
+    from data_shards.store.store import Store
+
+
+_CLASSES = 1000
+_REAL_FILE = "_info/imagenet_real_labels.json"
+_NUMBER = re.compile(r"n\d{8}")  # a WordNet number
+_KEY = re.compile(r"ILSVRC2012_val_(\d{8})")
+_MOST_RENAMED = 0.1  # share of the classes whose name other projects have changed
+
+
+@cache
+def wordnet_numbers() -> tuple[str, ...]:
+    """WordNet numbers of class 0, 1, ...; the usual class order sorts by them."""
+    from timm.data.imagenet_info import ImageNetInfo
+
+    return tuple(ImageNetInfo("imagenet-1k").label_names())
+
+
+def usual_classes(names: Sequence[str]) -> list[int] | None:
+    """The usual class number of each name; None if they are not ImageNet's classes, or it is unclear."""
+    if all(map(_NUMBER.fullmatch, names)):  # else do not import timm, which takes seconds
+        numbers = {name: number for number, name in enumerate(wordnet_numbers())}
+        if all(name in numbers for name in names):
+            return [numbers[name] for name in names]
+    return list(range(_CLASSES)) if _are_in_usual_order(names) else None
+
+
+def numbered_classes(names: Sequence[str]) -> list[int] | None:
+    """Class numbers of names that are numbers, as ImageNet-v2's folders; None: one is not."""
+    known = {str(number) for number in range(_CLASSES)}
+    return [int(name) for name in names] if known.issuperset(names) else None
+
+
+def real_labels(key: str) -> tuple[int, ...] | None:
+    """The usual numbers of an image's ReaL labels, none if it has none; None: the key does not name an image of the
+    validation set, ILSVRC2012_val_00000001 to 00050000."""
+    found = _KEY.search(key)
+    every = _real()
+    if found is None or not 1 <= int(found[1]) <= len(every):
+        return None
+    return every[int(found[1]) - 1]
+
+
+def _are_in_usual_order(names: Sequence[str]) -> bool:
+    if len(names) != _CLASSES:
+        return False
+    if list(names) == [str(number) for number in range(_CLASSES)]:
+        return True
+    from timm.data.imagenet_info import ImageNetInfo
+
+    usual = ImageNetInfo("imagenet-1k").label_descriptions()
+    alike = sum(_first(name) == _first(other) for name, other in zip(names, usual, strict=True))
+    return alike >= (1 - _MOST_RENAMED) * _CLASSES
+
+
+def _first(name: str) -> str:
+    return name.partition(",")[0].strip().lower().replace("_", " ")
+
+
+@cache
+def _real() -> tuple[tuple[int, ...], ...]:
+    content = pkgutil.get_data("timm.data", _REAL_FILE)
+    assert content is not None
+    return tuple(map(tuple, json.loads(content)))
 
 
 LabelSet = Literal["shards", "real", "imagenet_v2"]
@@ -141,6 +206,11 @@ def _columns(model: tuple[str, ...], ours: tuple[str, ...], *, matching: Matchin
 
 def open_set(request: EvalRequest, *, report: Callable[[str], None]) -> tuple[ShardSet, Store]:
     """The shards, and what reads them; damage is reported."""
+    from data_shards.reading.opening import open_shards  # numpy: not for the command's help
+    from data_shards.shards.shard_set import ShardsSpec
+    from data_shards.store.cache import CacheConfig
+    from data_shards.store.store import Store
+
     store = Store(CacheConfig(), commands="run")
     spec = ShardsSpec(
         request.shards,
@@ -163,6 +233,8 @@ def what_is_asked(
     truth = find_truth(class_names, shards, label_set=request.labels, matching=request.classes, among=request.among)
     if request.labels == "real" and request.metrics is None:
         return truth, ("top5",)
+    from pipeline.recipe.stage_plan import chosen_metrics
+
     metrics = chosen_metrics(
         "auto" if request.metrics is None else request.metrics,
         label_kind=truth.label_kind,

@@ -8,7 +8,7 @@ error is the mean over images of their bin's distance from the diagonal (expecte
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,15 +99,14 @@ def draw_per_class(request: DrawRequest, one: EvaluatedSet) -> Drawn | None:
     scores, name = [each for each in class_scores(one.evaluation) if each.images], _score_name(one.evaluation)
     if len(scores) < 2:
         return None
-    is_long = len(scores) > _MOST_DOTS
     caption = _MEANING[name] + " Worst first; on the right: images of the class."
     if name == "accuracy":
         caption += " Bars: 95 % intervals."
-    if is_long:
+    if len(scores) > _MOST_DOTS:
         caption += f" Above: all {len(scores):,} classes by rank; below: the {_WORST} worst."
     title, alt = f"{name.capitalize()} by class", _alt(one.evaluation, scores)
     picture = one.picture("class_scores", title, caption=caption, alt=alt)
-    return picture, (_ranked if is_long else _dots)(one.evaluation, scores)
+    return picture, _spread(one.evaluation, scores)
 
 
 def _score_name(evaluation: Evaluation) -> str:
@@ -130,27 +129,25 @@ def _alt(evaluation: Evaluation, scores: list[ClassScore]) -> str:
     )
 
 
-def _dots(evaluation: Evaluation, scores: list[ClassScore]) -> Figure:
-    figure, [[axes]] = new_figure(width=6.6, height=1.0 + 0.27 * len(scores))
-    _draw_dots(axes, evaluation, scores)
-    mean = 100 * float(np.mean([each.score for each in scores]))
-    axes.axvline(mean, color=BAD, linewidth=1.2, linestyle="--")
-    place = {"transform": axes.get_xaxis_transform(), "va": "bottom", "color": BAD}
-    axes.text(mean, 1.0, f"mean {percent(mean / 100)}", ha="right" if mean > 50 else "left", **place)
-    return figure
-
-
-def _ranked(evaluation: Evaluation, scores: list[ClassScore]) -> Figure:
-    heights = (2.0, 0.5 + 0.27 * _WORST)
-    figure, [[top], [bottom]] = new_figure(width=6.6, height=0.6 + sum(heights), rows=2, height_ratios=heights)
+def _spread(evaluation: Evaluation, scores: list[ClassScore]) -> Figure:
+    """The classes as dots; of many, the curve of all above the worst as dots."""
     values = 100 * np.array([each.score for each in scores])
     mean = float(values.mean())
+    line: dict[str, Any] = {"color": BAD, "linewidth": 1.2, "linestyle": "--"}
+    label: dict[str, Any] = {"s": f"mean {percent(mean / 100)}", "va": "bottom", "color": BAD}
+    if len(scores) <= _MOST_DOTS:
+        figure, [[axes]] = new_figure(width=6.6, height=1.0 + 0.27 * len(scores))
+        _draw_dots(axes, evaluation, scores)
+        axes.axvline(mean, **line)
+        axes.text(mean, 1.0, ha="right" if mean > 50 else "left", transform=axes.get_xaxis_transform(), **label)
+        return figure
+    heights = (2.0, 0.5 + 0.27 * _WORST)
+    figure, [[top], [bottom]] = new_figure(width=6.6, height=0.6 + sum(heights), rows=2, height_ratios=heights)
     ranks = np.arange(1, len(values) + 1)
     top.fill_between(ranks, values, color=ACCENT, alpha=0.15, linewidth=0)
     top.plot(ranks, values, color=ACCENT)
-    top.axhline(mean, color=BAD, linewidth=1.2, linestyle="--")
-    place = {"transform": top.get_yaxis_transform(), "va": "bottom", "color": BAD}
-    top.text(0.01, mean, f"mean {percent(mean / 100)}", **place)
+    top.axhline(mean, **line)
+    top.text(0.01, mean, transform=top.get_yaxis_transform(), **label)
     top.set(xlim=(1, len(values)), ylim=(0, 100), ylabel=f"{_score_name(evaluation)}, %", xlabel="class, worst first")
     plain_numbers(top.xaxis)
     top.grid(visible=True)

@@ -1,15 +1,12 @@
 """Join the process group, and exchange small things between ranks (losses, flags, digests).
 
-Big tensors are the engine's; these exchanges use gloo on the host and never wait in a GPU's stream. Every method is
-collective, called by all ranks in the same order, and takes about log2(ranks) messages in turn. Above `_MOST_MESHED`
-ranks gloo connects two of them when they first talk: a rank then holds some 20 connections instead of one to each.
+Uses gloo on the host and never waits in a GPU's stream; big tensors are the engine's. Every method is collective,
+called by all ranks in the same order, and takes about log2(ranks) messages in turn: gathers are Bruck's algorithm (IEEE
+TPDS 8(11), 1997), in whose round k each rank sends the min(2^k, n - 2^k) blocks that it has to the rank 2^k below it.
+At 1,024 ranks an exchange waits for 10 messages, where gloo's ring waits for 1,023; a rank holds some 20 connections.
 
 On one machine `shardvit run` gives the ranks a fresh private folder, where rank 0 writes the free port that it listens
 on, so no other program can take it first. MASTER_ADDR and MASTER_PORT of other launchers are used as given.
-
-Gathers are Bruck's algorithm (IEEE TPDS 8(11), 1997): in round k each rank sends the min(2^k, n - 2^k) blocks that it
-has to the rank 2^k below it, and receives as many from above. At 1,024 ranks an exchange waits for 10 messages, where
-gloo's ring waits for 1,023.
 """
 
 from __future__ import annotations
@@ -152,11 +149,17 @@ class Ranks:
         distributed.broadcast(sent, src=0, group=self._host_group)
         return value if self.place.is_main else pickle.loads(sent.numpy().data)
 
-    def start_any(self, *flags: bool) -> Agreement:
-        """Start to find out which flags are set on any rank."""
+    def start_any(self, *flags: bool) -> Callable[[], tuple[bool, ...]]:
+        """Start to find out which flags are set on any rank; calling the result waits for the answer."""
         raised = torch.tensor([int(flag) for flag in flags], dtype=torch.int32)
         work = distributed.all_reduce(raised, op=distributed.ReduceOp.MAX, group=self._host_group, async_op=True)
-        return Agreement(raised, work)
+        assert work is not None
+
+        def answer() -> tuple[bool, ...]:
+            work.wait()
+            return tuple(bool(flag) for flag in raised.tolist())
+
+        return answer
 
     def barrier(self) -> None:
         distributed.barrier(group=self._host_group)
@@ -168,18 +171,6 @@ class Ranks:
         """Tag of the next exchange: equal on all ranks, which exchange in the same order."""
         self._exchanges = (self._exchanges + 1) % _TAGS
         return self._exchanges
-
-
-class Agreement:
-    """The pending answer of `Ranks.start_any`."""
-
-    def __init__(self, flags: torch.Tensor, work: distributed.Work) -> None:
-        self._flags, self._work = flags, work
-
-    def result(self) -> tuple[bool, ...]:
-        """Wait for the answer: for each flag, whether any rank had it set; the same on every rank."""
-        self._work.wait()
-        return tuple(bool(flag) for flag in self._flags.tolist())
 
 
 def join_group(place: Place, *, backend: str, timeout_seconds: float, gpu: torch.device | None = None) -> None:

@@ -55,7 +55,7 @@ class StartClock:
         self._seconds: dict[str, float] = {}
         self._over = threading.Event()
         if say is not None:
-            threading.Thread(target=self._tell_what_lasts, daemon=True, name="start-clock").start()
+            threading.Thread(target=self._report_slow_parts, daemon=True, name="start-clock").start()
 
     def set_status(self, part: str, far: str = "") -> None:
         """Begin a part, or update its progress (`far`); free once the first step is done."""
@@ -93,7 +93,7 @@ class StartClock:
             f"{self._what}: first step after {sum(self._seconds.values()):.1f} s ({cpu_seconds:.1f} s of CPU): {parts}"
         )
 
-    def _tell_what_lasts(self) -> None:
+    def _report_slow_parts(self) -> None:
         while not self._over.wait(_TOLD_SECONDS / 4):
             lasts = time.monotonic() - self._part_began
             if lasts >= self._tell_after and self.say is not None:

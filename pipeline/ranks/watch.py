@@ -1,14 +1,12 @@
-"""Ranks watch each other: one that died, hangs or is stopped is named, and the run ends so that it can restart.
+"""Watch each other: name a rank that died, hangs or is stopped, and end the run so that it can restart.
 
-A thread of each rank writes a heartbeat and looks
-- every second at the other ranks' processes on this host, for one that died;
-- at all heartbeats, once this rank has made no progress for a quarter of `hang_seconds`: when no rank has for all of
-  it, `find_suspects` names those that hang. Each host's ranks dump their stacks to STAGE/ranks/stack-rank-N.txt; one
-  process per host prints what happened, kills the hanging ones on its host and exits with 1.
-
-Cost: a 4 KiB file every 2 seconds, less often above 64 ranks. It cannot end a process alone on its host that is stopped
-or in a C call holding the GIL (the other hosts name it and end; the launcher must kill it), nor one in an
-uninterruptible system call. If a host's ranks are not numbered consecutively, a dead one is only found as a hang.
+A thread of each rank writes a heartbeat, looks every second for dead processes of this host, and, once this rank has
+made no progress for a quarter of `hang_seconds`, at all heartbeats: when no rank has for all of it, `find_suspects`
+names those that hang. Each host's ranks dump their stacks to STAGE/ranks/stack-rank-N.txt; one process per host prints
+what happened, kills the hanging ones on its host and exits with 1. Costs a 4 KiB file every 2 seconds, less often above
+64 ranks. It cannot end a process alone on its host that is stopped or in a C call holding the GIL (the other hosts name
+it and end; the launcher must kill it), nor one in an uninterruptible system call. If a host's ranks are not numbered
+consecutively, a dead one is only found as a hang.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from data_shards.errors import UserError
 from data_shards.shards.location import redact_text
 from data_shards.text import one_line
 from pipeline.recipe.mistakes import mistakes, truths
-from pipeline.recipe.roles import fill_paths, lacks_paths, read_paths
+from pipeline.recipe.roles import with_paths
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.sources import (
     SETS,
@@ -64,8 +64,8 @@ def load_recipe(source: str, *, overrides: Sequence[str] = (), paths: Path | Non
     tree, keys = _overridden(with_finetune(tree, beside=beside, model=model, said_by=said_by), changes)
     if tree.get("model") is None and model is not None:  # the folder's
         tree["model"] = model
-    if paths is not None and lacks_paths(tree):  # a resolved recipe has its own, on hosts that have no such file, too
-        tree = fill_paths(tree, read_paths(paths))
+    if paths is not None:  # unread for a resolved recipe, so hosts need no such file
+        tree = with_paths(tree, file=paths)
     return _validate(tree, origin=str(path), overridden=keys)
 
 

@@ -86,27 +86,21 @@ def read_paths(file: Path) -> Paths:
     return tree
 
 
-def lacks_paths(tree: dict[str, Any]) -> bool:
-    """True if a stage of the recipe's tree has a role but lacks shards."""
+def with_paths(tree: dict[str, Any], *, file: Path) -> dict[str, Any]:
+    """Add the missing paths of each stage that has a role; reads `file` only if some are missing."""
     stages = tree.get("stages")
-    return isinstance(stages, dict) and any(
-        isinstance(stage, dict) and stage.get("data") is not None and any(stage.get(key) is None for key in _KEYS)
-        for stage in stages.values()
-    )
-
-
-def fill_paths(tree: dict[str, Any], paths: Paths) -> dict[str, Any]:
-    """Add the missing paths of each stage that has a role."""
-    stages = tree.get("stages")
-    if not isinstance(stages, dict):
+    lacking = {
+        name: stage
+        for name, stage in (stages.items() if isinstance(stages, dict) else ())
+        if isinstance(stage, dict) and stage.get("data") is not None and None in map(stage.get, _KEYS)
+    }
+    if not isinstance(stages, dict) or not lacking:
         return tree
-    filled = {}
-    for name, stage in stages.items():
-        role = stage.get("data") if isinstance(stage, dict) else None
-        known = paths.get(role, {}) if isinstance(role, str) else {}
-        missing = {key: known[key] for key in _KEYS if key in known and stage.get(key) is None}
-        filled[name] = {**stage, **missing} if missing else stage
-    return tree | {"stages": filled}
+    paths = read_paths(file)
+    for name, stage in lacking.items():
+        known = paths.get(stage["data"], {}) if isinstance(stage["data"], str) else {}
+        lacking[name] = stage | {key: known[key] for key in _KEYS if key in known and stage.get(key) is None}
+    return tree | {"stages": stages | lacking}
 
 
 def role_of(config: TrainStage) -> Role | None:

@@ -18,7 +18,7 @@ from data_shards.loading.loader import TrainBatches
 from data_shards.loading.workers import start_fork_server
 from data_shards.vocabulary import WorkerKind
 from pipeline.budget.gpus import gpu_of_driver
-from pipeline.budget.workers import anchored_speed, own_cores, workers_needed, workers_within
+from pipeline.budget.speed import anchored_speed, own_cores, workers_needed, workers_within
 from pipeline.ranks.group import Ranks
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import StageName

@@ -1,35 +1,47 @@
-"""Make the parts of a stage's training from its recipe and wire them together."""
+"""Make the parts of a stage's training from its recipe, wire them together, and write the result."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import closing, nullcontext
 
 import torch
 from torch import nn
 
+from data_shards.durable import make_folders
 from data_shards.loading.device_prefetch import prefetch_to_device
-from data_shards.loading.loader import TrainLoader
+from data_shards.loading.loader import TrainLoader, eval_batches
+from model.formats.export import save_for_others
 from pipeline.checkpoint.disk_space import check_free_space, estimate_bytes
 from pipeline.checkpoint.identity import checkpoint_identity
 from pipeline.checkpoint.saver import CheckpointSaver, Origin, SaveHooks
 from pipeline.checkpoint.store import Retention
 from pipeline.checkpoint.train_state import TrainState
 from pipeline.engine.base import Engine
+from pipeline.evaluation.evaluate import Evaluated, evaluate, keep_evaluations
+from pipeline.evaluation.scores import one_answer
 from pipeline.ranks.phases import Phases
 from pipeline.ranks.stopping import Requests
 from pipeline.ranks.watch import Watch
 from pipeline.recipe.io import dump_recipe
 from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage import TrainStage
-from pipeline.recipe.vocabulary import CORRUPT_SAMPLES_FILE
+from pipeline.recipe.vocabulary import CORRUPT_SAMPLES_FILE, METRICS_FILE, WeightsKind
+from pipeline.report.best import best_results, describe_best
 from pipeline.report.reporter import Report
+from pipeline.runs.logs import iter_metrics
+from pipeline.runs.run_folder import weights_digest
 from pipeline.runs.written_by import written_by
-from pipeline.stage.batches import train_stream
+from pipeline.stage.batches import held_out, train_stream
 from pipeline.stage.context import StageContext
 from pipeline.stage.damage import FaultLedger
-from pipeline.stage.data_workers import data_workers
-from pipeline.stage.stage_data import Stage
+from pipeline.stage.data_workers import DataWorkers, data_workers
+from pipeline.stage.initial_model import StageStart, stage_model
+from pipeline.stage.stage_data import Stage, asked_metrics
 from pipeline.stage.task import Task
-from pipeline.training.after_step import TrainJob
-from pipeline.training.stage_evaluation import stage_evaluation
+from pipeline.training.after_step import TrainingFailed, TrainJob
+from pipeline.transfer.during_training import few_shot_evaluation
 
 
 def make_job(
@@ -62,7 +74,7 @@ def make_job(
         workers=workers.count,
         kind=workers.kind,
     )
-    evaluate = stage_evaluation(
+    evaluate = _make_evaluation(
         context, stage, task=task, engine=engine, faults=faults, workers=workers, watch=watch, report=report
     )
     return TrainJob(
@@ -77,6 +89,61 @@ def make_job(
         ranks=ranks,
         requests=Requests(context.stop, saved_step=state.step, save_minutes=stage.config.save_every_minutes),
     )
+
+
+def _make_evaluation(
+    context: StageContext,
+    stage: Stage,
+    *,
+    task: Task,
+    engine: Engine,
+    faults: FaultLedger,
+    workers: DataWorkers,
+    watch: Watch,
+    report: Report,
+) -> Callable[[int], dict[str, float]]:
+    """Make a function of the step that evaluates, keeps what the pictures need, and returns the metrics; collective."""
+    ranks, ema = context.ranks, stage.config.ema
+    parts = {name: held_out(stage, shards, place=ranks.place) for name, shards in stage.data.held_out.items()}
+    few_shot = few_shot_evaluation(context, stage, engine=engine, workers=workers, watch=watch, say=report.note)
+
+    def evaluate_sets(step: int, *, of: WeightsKind) -> list[Evaluated]:
+        found: list[Evaluated] = []
+        for name, part in parts.items():
+            loader = eval_batches(part, workers=workers.count, kind=workers.kind)
+            metrics = asked_metrics(stage.config, shards=stage.data.held_out[name], stage=stage.name)
+            with closing(prefetch_to_device(loader, device=engine.device)) as batches:
+                found.append(
+                    evaluate(
+                        batches,
+                        task=task,
+                        ranks=ranks,
+                        faults=faults,
+                        of=of,
+                        set_name=name,
+                        metrics=metrics,
+                        progress=lambda: watch.progress(step, status="evaluation"),
+                    )
+                )
+        return found
+
+    def evaluate_stage(step: int) -> dict[str, float]:
+        found = kept = evaluate_sets(step, of="weights")
+        if ema:
+            with engine.averaged():
+                of_average = evaluate_sets(step, of="ema")
+            found, kept = [*found, *of_average], of_average if ema.model == "ema" else found
+        metrics = {name: value for each in found for name, value in each.metrics.items()}
+        metrics |= few_shot(step)
+        if ranks.place.is_main:
+            keep_evaluations(stage.folder, kept, step=step, say=report.note)
+            context.draw(stage.name, "evaluated", step)
+            for each in kept if step == stage.plan.total_steps else ():
+                if each.record and (warning := one_answer(each.record)):
+                    report.note(f"{stage.name}: {warning}")
+        return metrics
+
+    return evaluate_stage
 
 
 def _make_saver(
@@ -137,3 +204,30 @@ def check_disk(stage: Stage, *, model: nn.Module) -> None:
         ema=stage.config.ema,
     )
     check_free_space(stage.checkpoints, needed_bytes=needed_bytes)
+
+
+def write_result(context: StageContext, stage: Stage, *, job: TrainJob, state: TrainState, start: StageStart) -> None:
+    """Write the model and mark the stage as done; collective. TrainingFailed: the last held-out loss is not finite."""
+    config, name, model, report = stage.config, stage.name, stage.run.model(stage.name), job.report
+    if not math.isfinite(loss := state.evaluation[config.judged_by("loss")]):
+        raise TrainingFailed(
+            f"the held-out loss after the last step, {state.step:,}, is {loss}; only the checkpoint is kept: lower "
+            f"stages.{name}.optimizer.lr or lengthen its schedule.warmup, then use --restart {name}"
+        )
+    report.note(
+        f"{name}: training stood still for its checkpoints for {job.saver.stall_seconds:.1f} s, "
+        f"{job.saver.stall_seconds / report.attempt_seconds:.1%} of the time"
+    )
+    with job.engine.averaged() if config.ema and config.ema.model == "ema" else nullcontext():
+        weights = job.engine.weights()
+    if not context.ranks.place.is_main:
+        return
+    rows = iter_metrics(stage.folder / METRICS_FILE)
+    best = best_results(rows, last=state.evaluation, by=judged_by(config, task=job.task))
+    if best:
+        report.note(f"{name}: {describe_best(best, stage=name, checkpoints=stage.checkpoints)}")
+    make_folders(stage.folder, below=stage.run.path)  # fails if the run folder is gone
+    meta = stage_model(stage.recipe, stage=name, classes=stage.data.train.classes, start=start)
+    save_for_others(model, weights, meta=meta)
+    stage.update(state="done", results={**state.evaluation, **best}, model_digest=weights_digest(model))
+    context.draw(name, "end", state.step)

@@ -9,7 +9,7 @@ from contextlib import closing
 
 from torch import nn
 
-from model.layers.activation_checkpointing import checkpoint_blocks
+from model.vit import checkpoint_blocks
 from pipeline.checkpoint.store import Restored
 from pipeline.checkpoint.train_state import RollBack, TrainState
 from pipeline.engine.base import Engine
@@ -24,9 +24,8 @@ from pipeline.stage.initial_model import StageStart, stage_model
 from pipeline.stage.stage_data import Stage
 from pipeline.stage.start_summary import describe_start
 from pipeline.stage.task import make_task
-from pipeline.training.assembly import check_disk, make_job, make_phases
+from pipeline.training.assembly import check_disk, make_job, make_phases, write_result
 from pipeline.training.rollback import record_rollback, restore
-from pipeline.training.stage_result import write_result
 from pipeline.training.train_loop import train
 
 

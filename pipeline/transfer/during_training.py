@@ -38,10 +38,9 @@ from pipeline.stage.context import StageContext
 from pipeline.stage.data_workers import DataWorkers
 from pipeline.stage.stage_data import Stage
 from pipeline.transfer.classifiers import LinearClassifier, fit_least_squares
-from pipeline.transfer.data_sets import TransferSet, few_shot_of, open_few_shot
-from pipeline.transfer.features import Features, extract, merged, shot_features
+from pipeline.transfer.features import Features, Int64s, choose_shots, extract, merged, shot_features
 from pipeline.transfer.results import few_shot_name
-from pipeline.transfer.shots import Int64s, choose_shots
+from pipeline.transfer.settings import TransferSet, few_shot_of, open_few_shot
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,9 @@ A folder for each (weights, model, preprocessing, shards, layer), named by their
 samples, written whole: an interrupted command resumes, and a second method computes only what is missing. Numbers do
 not depend on the data workers, and on the batch size only by rounding. Costs 4 KB a sample of 1,024 features; above
 20 GB the least recently used folders go. Damaged images are left out and named.
+
+Images are chosen by hash of (seed, sample number): the 5 shots are among the 10 shots, and if an image is damaged the
+next one of its class replaces it and nothing else changes.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from data_shards.durable import replaced
@@ -30,15 +34,15 @@ from data_shards.loading.assemble import Access
 from data_shards.loading.batch import Batch, Fault
 from data_shards.loading.device_prefetch import Batches, prefetch_to_device
 from data_shards.loading.loader import EvalBatches, eval_batches
+from data_shards.order.randomness import hash_words
 from data_shards.reading.shard_reader import UNKNOWN
 from data_shards.shards.shard_set import ShardSet
 from data_shards.store.store import Store
-from data_shards.vocabulary import GOOGLES, Normalisation
+from data_shards.vocabulary import GOOGLES, Normalisation, RandomStream
 from model.layers.head import MlpHead
 from pipeline.ranks.start_clock import StartClock
 from pipeline.recipe.vocabulary import FeatureLayer
 from pipeline.stage.task import model_input
-from pipeline.transfer.shots import Int64s, choose_shots
 from pipeline.using.predict import Predictor
 
 _FORMAT = 1
@@ -303,3 +307,32 @@ def captured_features(model: nn.Module, *, layer: FeatureLayer) -> Iterator[list
         yield captured
     finally:
         hook.remove()
+
+
+Int64s = NDArray[np.int64]
+
+
+def choose_shots(labels: Int64s, *, shots: int, seed: int) -> Int64s:
+    """Numbers of up to `shots` samples per class, by class, then in the order drawn. `labels`: classes of the samples,
+    int64 [n]; those below 0 are not taken."""
+    keys = hash_words(RandomStream.FEW_SHOT, seed, np.arange(len(labels)))
+    order = np.lexsort((keys, labels))
+    order = order[labels[order] >= 0]
+    sorted_labels = labels[order]
+    first_of_class = np.searchsorted(sorted_labels, sorted_labels, side="left")
+    return order[np.arange(len(order)) - first_of_class < shots].astype(np.int64)
+
+
+def choose_images(num_samples: int, *, most: int) -> Int64s:
+    """Numbers of up to `most` samples of a set, ascending; always the same ones."""
+    keys = hash_words(RandomStream.TRANSFER_IMAGES, 0, np.arange(num_samples))
+    return np.sort(np.argsort(keys, kind="stable")[:most]).astype(np.int64)
+
+
+def held_out_rows(samples: Int64s, *, share: float) -> NDArray[np.bool_]:
+    """Mask of the samples that choose the regularisation: bool [n], round(share * n), at least one and not all."""
+    count = min(max(1, round(share * len(samples))), len(samples) - 1)
+    keys = hash_words(RandomStream.TRANSFER_HOLD_OUT, 0, samples)
+    chosen = np.zeros(len(samples), dtype=np.bool_)
+    chosen[np.argsort(keys, kind="stable")[:count]] = True
+    return chosen

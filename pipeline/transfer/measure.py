@@ -17,11 +17,9 @@ from data_shards.errors import UserError
 from data_shards.loading.batch import Fault
 from data_shards.reading.shard_reader import UNKNOWN, label_column
 from pipeline.transfer.classifiers import fit_least_squares, fit_probe, knn_votes
-from pipeline.transfer.data_sets import TransferSet
-from pipeline.transfer.features import Features, FeatureStore, shot_features
+from pipeline.transfer.features import Features, FeatureStore, Int64s, choose_images, choose_shots, shot_features
 from pipeline.transfer.results import Setting, TransferScore, UsedSet
-from pipeline.transfer.settings import FewShotSettings, KnnSettings, ProbeSettings, Settings
-from pipeline.transfer.shots import Int64s, choose_images, choose_shots
+from pipeline.transfer.settings import FewShotSettings, KnnSettings, ProbeSettings, Settings, TransferSet
 
 _BLOCK = 8192  # images whose scores are held at once
 _TOP5_CLASSES = 6  # the fewest for which top-5 is given
@@ -93,8 +91,8 @@ def _few_shot(
             accuracies.append(right / len(held_out.labels))
             strengths.append(fitted.strength)
         l2 = strengths[0] if len(set(strengths)) == 1 else strengths
-        said: dict[str, Setting] = {"shots": shots, "images": images, "l2": l2, "seeds": settings.seeds}
-        scores += _scores(data, settings, {"top1": accuracies}, said=said)
+        given: dict[str, Setting] = {"shots": shots, "images": images, "l2": l2, "seeds": settings.seeds}
+        scores += _scores(data, settings, {"top1": accuracies}, given=given)
     counts = np.bincount(labels[labels >= 0], minlength=data.train.num_classes)
     notes = tuple(
         f"{few:,} of {len(counts):,} classes have fewer than {shots} images to learn from: all that they have are taken"
@@ -135,7 +133,7 @@ def _probe(
     metrics = {"top1": [first / count], "top5": [fifth / count], "loss": [loss / count]}
     if math.isinf(loss):  # a class without a training image
         del metrics["loss"]
-    return _scores(data, settings, metrics, said={"c": probe.seen.strength})
+    return _scores(data, settings, metrics, given={"c": probe.seen.strength})
 
 
 def _knn(
@@ -155,13 +153,13 @@ def _knn(
     for k, table in zip(settings.k, votes, strict=True):
         first, fifth = _ranked(table, held_out.labels)
         count = len(held_out.labels)
-        said: dict[str, Setting] = {"k": k, "temperature": settings.temperature}
-        scores += _scores(data, settings, {"top1": [first / count], "top5": [fifth / count]}, said=said)
+        given: dict[str, Setting] = {"k": k, "temperature": settings.temperature}
+        scores += _scores(data, settings, {"top1": [first / count], "top5": [fifth / count]}, given=given)
     return scores
 
 
 def _scores(
-    data: TransferSet, settings: Settings, metrics: dict[str, list[float]], *, said: dict[str, Setting]
+    data: TransferSet, settings: Settings, metrics: dict[str, list[float]], *, given: dict[str, Setting]
 ) -> list[TransferScore]:
     """`metrics`: a value for each seed."""
     few = data.train.num_classes < _TOP5_CLASSES
@@ -173,7 +171,7 @@ def _scores(
             metric=name,
             value=statistics.fmean(values),
             values=tuple(values),
-            settings=dict(said),
+            settings=dict(given),
         )
         for name, values in metrics.items()
         if not (few and name == "top5")

@@ -21,9 +21,8 @@ from data_shards.errors import UserError
 from data_shards.store.store import Store
 from data_shards.text import one_line
 from pipeline.recipe.yaml_text import read_yaml_file
-from pipeline.transfer.data_sets import Say, TransferSet, open_set
 from pipeline.transfer.results import TransferRecord, TransferScore, UsedSet, load_record, save_record
-from pipeline.transfer.settings import AnySet, TransferTable
+from pipeline.transfer.settings import AnySet, Say, TransferSet, TransferTable, open_set
 
 if TYPE_CHECKING:
     from pipeline.transfer.features import FeatureStore

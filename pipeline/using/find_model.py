@@ -11,7 +11,7 @@ A checkpoint of a stage with a moving average (EMA) has two models: the caller c
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,15 +32,15 @@ _SHOWN: dict[WeightsKind, str] = {"weights": "the weights as trained", "ema": "t
 class FoundModel:
     """A model and where it was found."""
 
-    meta: SavedModelMeta  # its record
-    state: dict[str, Tensor]  # its weights under our names, on the CPU
-    origin: str  # where it is from, for people
+    meta: SavedModelMeta
+    state: dict[str, Tensor]  # under our names, on the CPU
+    origin: str  # its path, for people
     notes: tuple[str, ...] = ()  # assumptions, a sentence each
 
 
 def find_model(path: Path, *, weights: WeightsKind | None = None) -> FoundModel:
     """Find the model at `path`, see above; `weights`: as trained, or their moving average; None: the stage's choice.
-    UserError: it is missing or broken, or lacks these weights."""
+    Raises UserError if it is missing or broken, or lacks these weights."""
     found = _find(path, weights=weights)
     if weights is not None and weights != _kind(found.meta):
         here, wanted = _SHOWN[_kind(found.meta)], _SHOWN[weights]
@@ -51,24 +51,27 @@ def find_model(path: Path, *, weights: WeightsKind | None = None) -> FoundModel:
     return found
 
 
-def _kind(meta: SavedModelMeta) -> WeightsKind:
-    return "weights" if meta.ema_decay is None else "ema"
-
-
 def find_record(path: Path) -> SavedModelMeta | None:
-    """Read the record of the model at `path` without torch; None: it must be inferred from the weights. UserError as
-    `find_model`: there is no model."""
+    """Read the record of the model at `path` without torch; None: it must be inferred from the weights. Raises
+    UserError if there is no model."""
     place = _there(path).absolute()
     if (path / RECIPE_FILE).is_file():
         place = _model_of_run(path)
     stage = place.parent.parent if place.parent.name == CHECKPOINTS_FOLDER else place
     try:
         if stage.name in ALL_STAGES and (stage.parent / RECIPE_FILE).is_file():
-            folder = RunFolder(runs_root=stage.parent.parent, name=stage.parent.name)
-            return SavedModelMeta.model_validate(folder.record(stage.name).model)
+            return SavedModelMeta.model_validate(_run(stage.parent).record(stage.name).model)
         return read_meta(place)
     except ValueError:
         return None
+
+
+def _kind(meta: SavedModelMeta) -> WeightsKind:
+    return "weights" if meta.ema_decay is None else "ema"
+
+
+def _run(path: Path) -> RunFolder:
+    return RunFolder(runs_root=path.parent, name=path.name)
 
 
 def _there(path: Path) -> Path:
@@ -80,9 +83,13 @@ def _there(path: Path) -> Path:
 def _find(path: Path, *, weights: WeightsKind | None) -> FoundModel:
     place = _there(path).absolute()  # also for "." and for a folder's bare name within its run
     if place.name.startswith(FOLDER_PREFIX) and place.parent.name == CHECKPOINTS_FOLDER:  # has a recipe too
+        from pipeline.checkpoint.store import damage_of
+
+        if damage := damage_of(path):
+            raise UserError(f"checkpoint {path} is damaged ({damage}): take another one")
         return _of_checkpoint(path, weights=weights)
     if (path / RECIPE_FILE).is_file():
-        return _of_folder(_model_of_run(path))
+        return _read(_model_of_run(path), load_model)
     if place.name in ALL_STAGES and (place.parent / RECIPE_FILE).is_file():
         return _of_stage(path.parent if path.name else place.parent, stage=place.name, weights=weights)
     if (path / CONFIG_FILE).is_file():
@@ -91,42 +98,10 @@ def _find(path: Path, *, weights: WeightsKind | None) -> FoundModel:
         except ValueError:
             pass  # timm's or transformers': below
         else:
-            return _of_folder(path)
+            return _read(path, load_model)
     from model.formats.detect import import_file
 
     return _read(path, import_file)
-
-
-def _model_of_run(run: Path) -> Path:
-    folder = RunFolder(runs_root=run.parent, name=run.name)
-    done: list[StageName] = [name for name in ALL_STAGES if name != "swap_head" and folder.record(name).state == "done"]
-    if done:
-        return folder.model(done[-1])
-    begun = [name for name in ALL_STAGES if checkpoint_folders(folder.checkpoints(name))]
-    advice = f"give {run / begun[-1]} for its newest checkpoint" if begun else "run it first"
-    raise UserError(f"{run}: none of its stages is done: {advice}")
-
-
-def _of_stage(run: Path, *, stage: StageName, weights: WeightsKind | None) -> FoundModel:
-    from pipeline.checkpoint.store import damage_of
-
-    folder = RunFolder(runs_root=run.parent, name=run.name)
-    if folder.record(stage).state == "done":
-        return _of_folder(folder.model(stage))
-    damaged: list[str] = []
-    for checkpoint in checkpoint_folders(folder.checkpoints(stage)):
-        damage = damage_of(checkpoint)
-        if not damage:
-            found = _of_whole_checkpoint(checkpoint, weights=weights)
-            notes = (f"{stage} is not done: this is its checkpoint {checkpoint.name}", *damaged, *found.notes)
-            return FoundModel(found.meta, found.state, found.origin, notes)
-        damaged.append(f"{checkpoint} is damaged ({damage})")
-    why = f" ({'; '.join(damaged)})" if damaged else ""
-    raise UserError(f"{run / stage} is not done and has no whole checkpoint{why}: run it first")
-
-
-def _of_folder(folder: Path) -> FoundModel:
-    return _read(folder, load_model)
 
 
 def _read(path: Path, reader: Callable[[Path], tuple[SavedModelMeta, dict[str, Tensor]]]) -> FoundModel:
@@ -137,27 +112,52 @@ def _read(path: Path, reader: Callable[[Path], tuple[SavedModelMeta, dict[str, T
     return FoundModel(meta, state, origin=str(path))
 
 
-def _of_checkpoint(checkpoint: Path, *, weights: WeightsKind | None) -> FoundModel:
+def _model_of_run(path: Path) -> Path:
+    run = _run(path)
+    done: list[StageName] = [name for name in ALL_STAGES if name != "swap_head" and run.record(name).state == "done"]
+    if done:
+        return run.model(done[-1])
+    begun = [name for name in ALL_STAGES if checkpoint_folders(run.checkpoints(name))]
+    advice = f"give {path / begun[-1]} for its newest checkpoint" if begun else "run it first"
+    raise UserError(f"{path}: none of its stages is done: {advice}")
+
+
+def _of_stage(path: Path, *, stage: StageName, weights: WeightsKind | None) -> FoundModel:
     from pipeline.checkpoint.store import damage_of
 
-    damage = damage_of(checkpoint)
-    if damage:
-        raise UserError(f"checkpoint {checkpoint} is damaged ({damage}): take another one")
-    return _of_whole_checkpoint(checkpoint, weights=weights)
+    run = _run(path)
+    if run.record(stage).state == "done":
+        return _read(run.model(stage), load_model)
+    damaged: list[str] = []
+    for checkpoint in checkpoint_folders(run.checkpoints(stage)):
+        damage = damage_of(checkpoint)
+        if not damage:
+            found = _of_checkpoint(checkpoint, weights=weights)
+            which = f"{stage} is not done: this is its checkpoint {checkpoint.name}"
+            return replace(found, notes=(which, *damaged, *found.notes))
+        damaged.append(f"{checkpoint} is damaged ({damage})")
+    why = f" ({'; '.join(damaged)})" if damaged else ""
+    raise UserError(f"{path / stage} is not done and has no whole checkpoint{why}: run it first")
 
 
-def _of_whole_checkpoint(checkpoint: Path, *, weights: WeightsKind | None) -> FoundModel:
+def _of_checkpoint(checkpoint: Path, *, weights: WeightsKind | None) -> FoundModel:
     import torch
 
-    from pipeline.checkpoint.whole_weights import checkpoint_weights
+    from pipeline.checkpoint.store import checkpoint_weights
 
     stage_folder = checkpoint.absolute().parent.parent
-    run, stage = stage_folder.parent, stage_folder.name
-    if stage not in ALL_STAGES or not (run / RECIPE_FILE).is_file():
+    path, stage = stage_folder.parent, stage_folder.name
+    if stage not in ALL_STAGES or not (path / RECIPE_FILE).is_file():
         raise UserError(f"{checkpoint} is not in a run's folder RUNS/NAME/STAGE/checkpoints: its recipe.yaml is needed")
-    meta = _describe_stage(run, stage=stage)
+    file, described = stage_folder / STAGE_FILE, _run(path).record(stage).model
+    if not described:
+        raise UserError(f"{file} does not say what its model is: run the recipe again, which writes it down")
+    try:
+        meta = SavedModelMeta.model_validate(described)
+    except ValueError as error:
+        raise UserError(f"{file}: its model cannot be understood: {'; '.join(str(error).splitlines())}") from None
     if weights is not None and weights != _kind(meta):
-        ema = parse_recipe(run / RECIPE_FILE).train_stage(stage).ema
+        ema = parse_recipe(path / RECIPE_FILE).train_stage(stage).ema
         if ema is None:
             raise UserError(
                 f"--weights ema: {checkpoint} has no moving average: stages.{stage} was trained without ema"
@@ -167,16 +167,3 @@ def _of_whole_checkpoint(checkpoint: Path, *, weights: WeightsKind | None) -> Fo
         model = build_described(meta)
     state = checkpoint_weights(checkpoint, model=model, of=_kind(meta))
     return FoundModel(meta, state, origin=str(checkpoint))
-
-
-def _describe_stage(run: Path, *, stage: StageName) -> SavedModelMeta:
-    """Read the record of the stage's future model from its stage.json."""
-    folder = RunFolder(runs_root=run.parent, name=run.name)
-    file = folder.stage(stage) / STAGE_FILE
-    described = folder.record(stage).model
-    if not described:
-        raise UserError(f"{file} does not say what its model is: run the recipe again, which writes it down")
-    try:
-        return SavedModelMeta.model_validate(described)
-    except ValueError as error:
-        raise UserError(f"{file}: its model cannot be understood: {'; '.join(str(error).splitlines())}") from None

@@ -1,8 +1,8 @@
 """Classify image files with a trained model of any format.
 
-Images are decoded, resized, cropped and normalised as in evaluation, per the model's record, in float32. Probabilities
-are the softmax of the logits, or, after training with the sigmoid loss, each logit's sigmoid, which do not sum to one.
-Memory: the model, two batches of images, and the names of all files. Decoding takes a thread per core, one batch ahead.
+Images are prepared as in evaluation, per the model's record, in float32. After training with the sigmoid loss,
+probabilities are each logit's own and do not sum to one. Memory: the model, two batches of images, and all file names.
+Decoding takes a thread per core, one batch ahead.
 """
 
 from __future__ import annotations
@@ -71,18 +71,20 @@ class ImagePrediction:
 
 
 def open_predictor(path: Path, *, device: DeviceChoice = "auto", weights: WeightsKind | None = None) -> Predictor:
-    """Load an ONNX file of ours, or anything that `find_model` finds; auto: the GPU if there is one. ONNX runs
-    on the CPU. `weights`: see there.
-
-    Raises:
-        UserError: there is no model, it is broken or no classifier, or there is no such device.
-    """
+    """Load an ONNX file of ours, to run on the CPU, or anything that `find_model` finds; auto: a GPU if there is one.
+    Raises UserError if there is no model, it is broken or no classifier, or there is no such device."""
     chosen = chosen_device(device)
     settle_threads(cores=num_cores(), asked=None)
     if path.suffix == ONNX_ENDING and path.is_file():
         if weights is not None:
             raise UserError(f"--weights {weights}: {path} is an ONNX file, which holds one model only: leave it out")
-        return _open_onnx(path, device=device)
+        if device == "cuda":
+            raise UserError(f"--device cuda: {path} is ONNX, which runs on the CPU here; leave it out")
+        try:
+            program = open_onnx(path)
+        except ValueError as error:  # model/ does not know UserError
+            raise UserError(str(error)) from None
+        return Predictor(program.meta, program, device=torch.device("cpu"), origin=str(path))
     found = find_model(path, weights=weights)
     if found.meta.head == "masked_patch":
         raise UserError(
@@ -95,7 +97,7 @@ def open_predictor(path: Path, *, device: DeviceChoice = "auto", weights: Weight
 
 
 def chosen_device(device: DeviceChoice) -> torch.device:
-    """Choose the device; UserError: it does not exist."""
+    """Choose the device. Raises UserError if there is no such device."""
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no CUDA device here; leave it out")
     return torch.device("cpu" if device == "cpu" or not torch.cuda.is_available() else "cuda")
@@ -104,12 +106,8 @@ def chosen_device(device: DeviceChoice) -> torch.device:
 def predict_images(
     predictor: Predictor, images: Iterable[Path], *, top: int, batch_images: int, pixel_limit: PixelLimit = USUAL_LIMIT
 ) -> Iterator[ImagePrediction]:
-    """Predict images in order, `batch_images` per forward pass; the `top` classes of each, all if there are fewer.
-    Unreadable ones, and those beyond `pixel_limit`, are returned with the reason.
-
-    Raises:
-        UserError: the model's logits are not finite.
-    """
+    """Predict images in order, `batch_images` per forward pass: the `top` classes of each, or why it cannot be read
+    (`pixel_limit` included). Raises UserError if the logits are not finite."""
     meta = predictor.meta
     transform = EvalTransform(meta.image_size, protocol=meta.eval_protocol, crop_share=meta.eval_crop_share)
     squares = _squares(images, transform=transform, limit=pixel_limit, ahead=batch_images)
@@ -121,16 +119,6 @@ def predict_images(
                 yield ImagePrediction(image, fault=square)
             else:
                 yield ImagePrediction(image, classes=next(answers))
-
-
-def _open_onnx(path: Path, *, device: DeviceChoice) -> Predictor:
-    if device == "cuda":
-        raise UserError(f"--device cuda: {path} is ONNX, which runs on the CPU here; leave it out")
-    try:
-        program = open_onnx(path)
-    except ValueError as error:  # model/ does not know UserError
-        raise UserError(str(error)) from None
-    return Predictor(program.meta, program, device=torch.device("cpu"), origin=str(path))
 
 
 def _squares(

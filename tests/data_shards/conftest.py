@@ -1,54 +1,34 @@
 """Servers and shards for the tests of what is read from elsewhere."""
 
 import dataclasses
-import hashlib
-import io
-import random
-import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from data_shards.shards.labels import LabelSpec
-from data_shards.shards.shard_set import ShardEntry
 from data_shards.store.cache import CacheConfig
 from data_shards.store.store import RetryPolicy, Store
 from tests.data_shards.http_server import FaultServer, serve
-from tests.data_shards.opened import MakeEntry, MakeTar, StoreFor
+from tests.data_shards.opened import QUICK, StoreFor
 
-# Faults are waited out here, too, but not for minutes. What a slow machine takes for an answer is no fault.
-QUICK = RetryPolicy(
-    first_delay_seconds=0.01,
-    most_delay_seconds=0.02,
-    give_up_seconds=240.0,
-    wrong_attempts=3,
-    connect_timeout_seconds=240.0,
-    stall_timeout_seconds=240.0,
-)
 STALL_SECONDS = 1.0  # where a server or a command does stall; a slow one may seem to as well
 
 
 @pytest.fixture
-def quick() -> RetryPolicy:
-    return QUICK
+def store(tmp_path: Path) -> Store:
+    return Store(CacheConfig(folder=tmp_path / "cache", limit_bytes=50_000_000), retry=QUICK, commands="run")
 
 
 @pytest.fixture
-def store(tmp_path: Path, quick: RetryPolicy) -> Store:
-    return Store(CacheConfig(folder=tmp_path / "cache", limit_bytes=50_000_000), retry=quick, commands="run")
-
-
-@pytest.fixture
-def store_for(tmp_path: Path, quick: RetryPolicy) -> StoreFor:
+def store_for(tmp_path: Path) -> StoreFor:
     """`store_for(faults)`: a store for a server with these faults, and the waits between its attempts."""
 
     def make(faults: list[str]) -> tuple[Store, list[float]]:
         waits: list[float] = []
         if any(fault.startswith("stall") for fault in faults):
-            policy = dataclasses.replace(quick, stall_timeout_seconds=STALL_SECONDS)
+            policy = dataclasses.replace(QUICK, stall_timeout_seconds=STALL_SECONDS)
         else:
-            policy = quick
+            policy = QUICK
         cache = CacheConfig(folder=tmp_path / "cache", limit_bytes=50_000_000)
         return Store(cache, retry=policy, sleep=waits.append), waits
 
@@ -56,15 +36,15 @@ def store_for(tmp_path: Path, quick: RetryPolicy) -> StoreFor:
 
 
 @pytest.fixture
-def impatient(tmp_path: Path, quick: RetryPolicy) -> Store:
+def impatient(tmp_path: Path) -> Store:
     """Gives up after two to a handful of attempts, however slow the machine: it does not really wait."""
-    return make_impatient(tmp_path, quick)
+    return make_impatient(tmp_path, QUICK)
 
 
 @pytest.fixture
-def impatient_with_stalls(tmp_path: Path, quick: RetryPolicy) -> Store:
+def impatient_with_stalls(tmp_path: Path) -> Store:
     """The same, and soon takes a transfer for lost that has stalled."""
-    return make_impatient(tmp_path, dataclasses.replace(quick, stall_timeout_seconds=STALL_SECONDS))
+    return make_impatient(tmp_path, dataclasses.replace(QUICK, stall_timeout_seconds=STALL_SECONDS))
 
 
 def make_impatient(tmp_path: Path, policy: RetryPolicy) -> Store:
@@ -78,42 +58,6 @@ def make_impatient(tmp_path: Path, policy: RetryPolicy) -> Store:
 def server() -> Iterator[FaultServer]:
     with serve(FaultServer()) as told:
         yield told
-
-
-@pytest.fixture
-def make_tar() -> MakeTar:
-    """`make_tar(seed, num_bytes=...)`: the bytes of a tar with four samples, about that large."""
-
-    def make(seed: int, *, num_bytes: int = 100_000, key: str = "k") -> bytes:
-        draw = random.Random(seed)
-        stream = io.BytesIO()
-        with tarfile.open(fileobj=stream, mode="w") as tar:
-            for number in range(4):
-                for name, content in (("jpg", draw.randbytes(num_bytes // 4)), ("cls", b"%d" % number)):
-                    member = tarfile.TarInfo(f"{key}{number}.{name}")
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))
-        return stream.getvalue()
-
-    return make
-
-
-@pytest.fixture
-def make_entry() -> MakeEntry:
-    """`make_entry(url, content=...)`: an entry that knows the digest of its content, or without it none."""
-
-    def make(url: str, *, content: bytes | None = None, size: int | None = None) -> ShardEntry:
-        return ShardEntry(
-            url=url,
-            name=url.rpartition("/")[2],
-            num_samples=4,
-            num_bytes=size if content is None else len(content),
-            sha256="" if content is None else hashlib.sha256(content).hexdigest(),
-            index=None,
-            labels=LabelSpec(),
-        )
-
-    return make
 
 
 @pytest.fixture(scope="session")

@@ -1,16 +1,49 @@
 """Read all that a store hands out, list what it leaves behind, and wait for other processes."""
 
+import hashlib
+import io
 import os
+import random
+import tarfile
 import time
 from collections.abc import Callable
 
+from data_shards.shards.labels import LabelSpec
 from data_shards.shards.shard_set import ShardEntry
-from data_shards.store.store import Store
+from data_shards.store.store import RetryPolicy, Store
 from tests.data_shards.http_server import FaultServer
 
-MakeTar = Callable[..., bytes]
-MakeEntry = Callable[..., ShardEntry]
 StoreFor = Callable[[list[str]], tuple[Store, list[float]]]
+
+# Faults are waited out here, too, but not for minutes. What a slow machine takes for an answer is no fault.
+QUICK = RetryPolicy(
+    first_delay_seconds=0.01,
+    most_delay_seconds=0.02,
+    give_up_seconds=240.0,
+    wrong_attempts=3,
+    connect_timeout_seconds=240.0,
+    stall_timeout_seconds=240.0,
+)
+
+
+def make_tar(seed: int, *, num_bytes: int = 100_000, key: str = "k") -> bytes:
+    """Make a tar with four samples, about that large."""
+    draw = random.Random(seed)
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as tar:
+        for number in range(4):
+            for name, content in (("jpg", draw.randbytes(num_bytes // 4)), ("cls", b"%d" % number)):
+                member = tarfile.TarInfo(f"{key}{number}.{name}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    return stream.getvalue()
+
+
+def make_entry(url: str, *, content: bytes | None = None, size: int | None = None) -> ShardEntry:
+    """Make an entry that knows the digest of its content, or without it none."""
+    num_bytes, sha256 = (size, "") if content is None else (len(content), hashlib.sha256(content).hexdigest())
+    name = url.rpartition("/")[2]
+    return ShardEntry(url, name, num_samples=4, num_bytes=num_bytes, sha256=sha256, index=None, labels=LabelSpec())
 
 
 def content_of(store: Store, entry: ShardEntry) -> bytes:

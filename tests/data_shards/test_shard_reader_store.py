@@ -14,8 +14,9 @@ from data_shards.shards.manifest import Manifest
 from data_shards.shards.shard_set import ShardEntry
 from data_shards.store.cache import CacheConfig
 from data_shards.store.download import StoreError
-from data_shards.store.store import RetryPolicy, Store
+from data_shards.store.store import Store
 from tests.data_shards.http_server import FaultServer
+from tests.data_shards.opened import QUICK
 from tests.data_shards.small_set import by_webdataset, needs_proc, open_files, pack_small, places
 
 
@@ -31,9 +32,9 @@ def elsewhere(manifest: Manifest, server: FaultServer) -> str:
 
 
 def test_shards_of_another_machine_read_the_same(
-    manifest: Manifest, elsewhere: str, server: FaultServer, tmp_path: Path, quick: RetryPolicy
+    manifest: Manifest, elsewhere: str, server: FaultServer, tmp_path: Path
 ):
-    store = Store(CacheConfig(tmp_path / "cache", limit_bytes=10**8), retry=quick)
+    store = Store(CacheConfig(tmp_path / "cache", limit_bytes=10**8), retry=QUICK)
     reader = ShardReader(open_shards(elsewhere, store=store), store=store)
     copy = pickle.loads(pickle.dumps(reader))
     for each in (reader, copy):
@@ -61,11 +62,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @needs_proc
 def test_what_the_cache_evicts_is_closed_when_nobody_has_read_it_for_a_while(
-    manifest: Manifest, elsewhere: str, tmp_path: Path, quick: RetryPolicy, clock: Clock
+    manifest: Manifest, elsewhere: str, tmp_path: Path, clock: Clock
 ):
     """Room for three shards: the disk has no more than that and what was read in the last seconds."""
     limit = 3 * max(path.stat().st_size for path in manifest.shard_paths)
-    store = Store(CacheConfig(tmp_path / "cache", limit_bytes=limit), retry=quick)
+    store = Store(CacheConfig(tmp_path / "cache", limit_bytes=limit), retry=QUICK)
     reader = ShardReader(open_shards(elsewhere, store=store), store=store)
     draw = random.Random(2)
     expected = by_webdataset(manifest)
@@ -86,12 +87,12 @@ def test_what_the_cache_evicts_is_closed_when_nobody_has_read_it_for_a_while(
 
 
 def test_an_evicted_shard_in_use_is_not_downloaded_again(
-    manifest: Manifest, elsewhere: str, server: FaultServer, tmp_path: Path, quick: RetryPolicy, clock: Clock,
-    monkeypatch: pytest.MonkeyPatch,
+    manifest: Manifest, elsewhere: str, server: FaultServer, tmp_path: Path, clock: Clock,
+    monkeypatch: pytest.MonkeyPatch
 ):  # fmt: skip
     """Room for two shards of the six that are read in turns, and downloads that take their time."""
     limit = 2 * max(path.stat().st_size for path in manifest.shard_paths)
-    store = Store(CacheConfig(tmp_path / "cache", limit_bytes=limit), retry=quick)
+    store = Store(CacheConfig(tmp_path / "cache", limit_bytes=limit), retry=QUICK)
     reader = ShardReader(open_shards(elsewhere, store=store), store=store)
     download = store.open
 
@@ -110,9 +111,9 @@ def test_an_evicted_shard_in_use_is_not_downloaded_again(
 
 @needs_proc
 def test_a_full_disk_gets_back_what_was_evicted_before_the_reader_gives_up(
-    manifest: Manifest, elsewhere: str, tmp_path: Path, quick: RetryPolicy, monkeypatch: pytest.MonkeyPatch
+    manifest: Manifest, elsewhere: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    store = Store(CacheConfig(tmp_path / "cache", limit_bytes=10**8), retry=quick)
+    store = Store(CacheConfig(tmp_path / "cache", limit_bytes=10**8), retry=QUICK)
     reader = ShardReader(open_shards(elsewhere, store=store), store=store)
     for shard in range(3):
         reader.read(shard, row=0)
@@ -133,10 +134,8 @@ def test_a_full_disk_gets_back_what_was_evicted_before_the_reader_gives_up(
     assert held == [3, 0, 1]
 
 
-def test_a_shard_that_cannot_be_had_stops_with_its_name(
-    elsewhere: str, server: FaultServer, tmp_path: Path, quick: RetryPolicy
-):
-    store = Store(CacheConfig(tmp_path / "cache", limit_bytes=10**8), retry=quick)
+def test_a_shard_that_cannot_be_had_stops_with_its_name(elsewhere: str, server: FaultServer, tmp_path: Path):
+    store = Store(CacheConfig(tmp_path / "cache", limit_bytes=10**8), retry=QUICK)
     shards = open_shards(elsewhere, store=store)
     name = shards.shards[1].name.rpartition("/")[2]
     del server.files[f"/{name}"]

@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from model.layers.activation_checkpointing import checkpoint_blocks
+from model.vit import checkpoint_blocks
 from pipeline.engine.open import open_engine
 from pipeline.kernels.compiled_blocks import compile_blocks
 from pipeline.ranks.group import Ranks

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from model.saved.model_folder import SavedModelMeta, build_from_saved, save_model
-from pipeline.checkpoint.whole_weights import assemble
-from pipeline.ranks.group import Ranks
+from pipeline.checkpoint.store import assemble
 from tests.workers import run_ranks
 
 WORKER = Path(__file__).with_name("engine_worker.py")
@@ -171,19 +170,6 @@ def test_a_flag_that_one_rank_raises_all_see_in_the_same_step(case, results):
 
 def test_no_shared_memory_is_left_behind(results):
     assert not list(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"))
-
-
-def test_gathering_stacks_in_rank_order():
-    from pipeline.ranks.place import Place
-
-    ranks = Ranks(Place(), timeout_seconds=30)
-    try:
-        assert ranks.gather(torch.tensor([1.5, 2.5])).tolist() == [[1.5, 2.5]]
-        assert ranks.start_any(True, False).result() == (True, False)
-        assert ranks.start_any(False).result() == (False,)
-        assert ranks.gather_objects({"a": 1}) == [{"a": 1}]
-    finally:
-        ranks.leave()
 
 
 @pytest.mark.parametrize("case", worker.CASES, ids=str)

@@ -27,17 +27,6 @@ def test_zero_logits_cost_what_ignorance_costs() -> None:
     assert loss_function("sigmoid")(logits, indices).item() == pytest.approx(7 * math.log(2))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_computed_in_float32(kind: LossKind, dtype: torch.dtype) -> None:
-    logits = (4 * torch.randn(6, 50)).to(dtype)
-    targets = torch.rand(6, 50)
-    targets = (targets / targets.sum(dim=1, keepdim=True)).to(dtype)
-    loss = loss_function(kind, label_smoothing=0.05)
-    assert loss(logits, targets).dtype == torch.float32
-    assert torch.equal(loss(logits, targets), loss(logits.float(), targets.float()))
-
-
 def test_sigmoid_smoothing_is_on_and_off_values_of_each_class() -> None:
     logits, indices = torch.randn(4, 6), torch.tensor([5, 0, 3, 3])
     smoothed = torch.where(F.one_hot(indices, 6).bool(), 0.9999, 0.0001)
@@ -94,14 +83,6 @@ def test_softmax_weighs_each_row_by_the_sum_of_its_targets() -> None:
     both, none = torch.tensor([[0.0, 1, 0, 1, 0]]), torch.zeros(1, 5)
     torch.testing.assert_close(loss(logits, both), first + second)
     assert loss(logits, none).item() == 0
-
-
-def test_extreme_logits_stay_finite() -> None:
-    logits = torch.tensor([[1e4, -1e4, 0.0]], requires_grad=True)
-    for kind in KINDS:
-        value = loss_function(kind)(logits, torch.tensor([1]))
-        (gradient,) = torch.autograd.grad(value, logits)
-        assert value.isfinite() and gradient.isfinite().all()
 
 
 @pytest.mark.parametrize(("kind", "label_smoothing"), [("softmax", 1.0), ("softmax", -0.1), ("sigmoid", 0.5)])

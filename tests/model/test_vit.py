@@ -3,6 +3,8 @@
 The numbers themselves are compared with independent implementations in tests/oracles.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest
@@ -11,22 +13,11 @@ from torch import nn
 
 from model.config import ModelConfig, Regularisation
 from model.init import initialise
-from model.layers.activation_checkpointing import checkpoint_blocks
-from model.vit import PatchProjection, build_model, timm_arguments
+from model.variants import HYBRIDS, RESNETS
+from model.vit import PatchProjection, build_model, checkpoint_blocks, timm_arguments
 from tests.model.comparing import randomise
 
 SMALL = ModelConfig(width=48, depth=2, heads=4, mlp_dim=80, patch_size=4)
-
-
-@pytest.mark.parametrize(
-    ("variant", "num_parameters"),
-    [("B/16", 86_567_656), ("B/32", 88_224_232), ("L/16", 304_326_632), ("H/14", 632_045_800)],
-)
-def test_number_of_parameters_at_1000_classes(variant: str, num_parameters: int) -> None:
-    """The figures of google-research/vision_transformer `models_test.py`."""
-    with torch.device("meta"):
-        model = build_model(ModelConfig(variant=variant), image_size=224, num_classes=1000, head="linear")
-    assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
 
 
 @pytest.mark.parametrize("variant", ["g/14", "G/14"])
@@ -84,11 +75,12 @@ def _after_last_block(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
     return model.blocks(tokens)
 
 
-def test_building_and_initialising_leave_the_global_random_stream_alone() -> None:
+@pytest.mark.parametrize("config", [SMALL, ModelConfig(resnet_layers=(1, 1))], ids=["vit", "resnet"])
+def test_building_and_initialising_leave_the_global_random_stream_alone(config: ModelConfig) -> None:
     torch.manual_seed(3)
     expected = torch.randn(4)
     torch.manual_seed(3)
-    initialise(build_model(SMALL, image_size=16, num_classes=5, head="mlp"), seed=0)
+    initialise(build_model(config, image_size=16, num_classes=5, head="mlp"), seed=0)
     assert torch.equal(torch.randn(4), expected)
 
 
@@ -145,3 +137,42 @@ def test_a_hybrids_projection_stays_a_convolution() -> None:
     config = SMALL.model_copy(update={"resnet_layers": (1,), "width": 64, "patch_size": 8})
     model = build_model(config, image_size=16, num_classes=5, head="linear")
     assert type(model.get_submodule("patch_embed.proj")) is nn.Conv2d
+
+
+def _build(variant: str, *, head: str = "linear") -> nn.Module:
+    with torch.device("meta"):
+        return build_model(ModelConfig(variant=variant), image_size=224, num_classes=1000, head=head)
+
+
+def _count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("variant", "num_parameters"),
+    [
+        ("B/16", 86_567_656),
+        ("B/32", 88_224_232),
+        ("L/16", 304_326_632),
+        ("H/14", 632_045_800),
+        ("R50+B/16", 98_659_112),
+        ("R+Ti/16", 6_337_704),
+    ],
+)
+def test_the_figures_of_google(variant: str, num_parameters: int) -> None:
+    """google-research/vision_transformer, `models_test.py`."""
+    assert _count(_build(variant)) == num_parameters
+
+
+@pytest.mark.parametrize(
+    ("variant", "millions"),
+    [("R50x1", 25.5), ("R50x3", 217.3), ("R101x1", 44.5), ("R101x3", 387.9), ("R152x2", 236.3), ("R152x4", 936.5)],
+)
+def test_the_figures_of_bit(variant: str, millions: float) -> None:
+    """google-research/big_transfer's models at 1000 classes, as timm's cards print them."""
+    assert round(_count(_build(variant)) / 1e6, 1) == millions
+
+
+def test_every_source_names_a_paper_or_a_file() -> None:
+    assert all("arXiv" in variant.source for variant in RESNETS.values())
+    assert all("ViT paper" in variant.source for variant in HYBRIDS.values())

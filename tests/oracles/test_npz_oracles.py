@@ -198,7 +198,7 @@ def test_stacked_blocks_give_the_same(tmp_path: Path, pool: Pool, measured: Meas
 def test_fixed_positions_give_the_same_with_a_note(tmp_path: Path, measured: Measured) -> None:
     arrays, images, logits = _flax_file(FlaxVit("big_vision", "gap", "mlp", "sincos_2d"))
     np.savez(tmp_path / "model.npz", **arrays)
-    foreign = read_google_npz(tmp_path / "model.npz", said=UserHints(position="sincos_2d"))
+    foreign = read_google_npz(tmp_path / "model.npz", hints=UserHints(position="sincos_2d"))
     assert foreign.config.position == "sincos_2d"
     assert foreign.image_size == 224
     assert any("sincos_2d" in note for note in foreign.notes)

@@ -44,6 +44,7 @@ def test_the_same_logits_at_every_stop(
     wrapped = AutoModelForImageClassification.from_pretrained(tmp_path / "timm").eval()
     assert isinstance(wrapped, TimmWrapperForImageClassification)
     stop("2. to timm, its own class", logits(wrapped, pixels), expected)
+    assert wrapped.config.id2label == dict(enumerate(meta.class_names))
 
     export_model(*import_file(tmp_path / "timm"), to="transformers", out=tmp_path / "transformers")
     native = AutoModelForImageClassification.from_pretrained(tmp_path / "transformers").eval()

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from model.config import ModelConfig
 from model.counting.flops import account
-from model.layers.activation_checkpointing import checkpoint_blocks
-from model.vit import build_model
+from model.vit import build_model, checkpoint_blocks
 
 SMALL: dict[str, Any] = {"width": 192, "depth": 3, "heads": 3, "patch_size": 8}
 

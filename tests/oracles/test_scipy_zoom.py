@@ -6,8 +6,7 @@ import torch
 from scipy.ndimage import zoom
 from torch.nn import functional as F
 
-from model.config import ModelConfig
-from model.positions.interpolation import interpolate_pos_embed, resize_state
+from model.positions.interpolation import interpolate_pos_embed
 from tests.oracles.conftest import Measured
 
 SEMANTIC, ORACLE = "interpolation of positions, kernel google", "scipy.ndimage.zoom, order 1"
@@ -33,32 +32,6 @@ def test_equals_scipy_zoom(old: int, new: int, measured: Measured) -> None:
         "scipy.ndimage.zoom, order 1",
         "embeddings",
         found,
-        theirs,
-        below=1e-6,
-    )
-
-
-@pytest.mark.parametrize(("old", "new"), [(14, 24), (16, 37), (37, 16), (7, 12)])
-def test_a_table_of_columns_and_one_of_rows_are_the_zoomed_grid(old: int, new: int, measured: Measured) -> None:
-    config = ModelConfig(width=8, depth=1, heads=1, patch_size=2, position="learned_2d")
-    generator = torch.Generator().manual_seed(0)
-    column, row = torch.randn(old, 4, generator=generator), torch.randn(old, 4, generator=generator)
-    names = ("position.tables.0.column", "position.tables.0.row")
-    resized = resize_state(
-        dict(zip(names, (column, row), strict=True)), config=config, from_image_size=2 * old, to_image_size=2 * new
-    )
-
-    def grid(columns: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        shape = (len(rows), len(columns), 4)
-        return np.concatenate([np.broadcast_to(columns, shape), np.broadcast_to(rows[:, None], shape)], axis=-1)
-
-    ours = grid(*(resized[name].numpy() for name in names))
-    theirs = zoom(grid(column.numpy(), row.numpy()), (new / old, new / old, 1), order=1)
-    measured(
-        "interpolation of positions, kernel google, learned_2d",
-        "scipy.ndimage.zoom, order 1",
-        "embeddings",
-        ours,
         theirs,
         below=1e-6,
     )

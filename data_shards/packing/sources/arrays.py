@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from data_shards.errors import UserError
 from data_shards.packing.sources.archive import read_small, rows_by_name
-from data_shards.packing.sources.base import Files, ImageSet, Int64s, Source, SplitName, array_images
+from data_shards.packing.sources.base import Files, ImageSet, Int64s, Source, SplitName, array_images, published_source
 
 _DIGITS_FILE = "datasets/data/digits.csv.gz"  # what its load_digits reads: 64 pixels and the digit a line
 _DIGITS_MOST = 16  # each pixel counts the set points in a 4x4 block of the scan
@@ -167,16 +167,12 @@ def cifar_source(files: Files, *, labels: CifarLabels = "fine") -> Source:
         raise UserError(f"{files.path}: {missing[0]} is missing beside {beside}; fetch the archive again")
     version = _Version(files, rows, layout, labels)
     classes = version.classes()
-    return Source(
-        spec=str(files.path.resolve()),
-        classes=classes,
-        splits={
-            "train": version.images("train", layout.train, num_classes=len(classes)),
-            "val": version.images("test", (layout.test,), num_classes=len(classes)),
-        },
-        notes=(f"{files.path}: recognised as CIFAR-{layout.num_classes}; its test part becomes val",),
-        empty_classes="report",  # the classes are a list, which a part of the set need not fill
-    )
+    splits: dict[SplitName, ImageSet] = {
+        "train": version.images("train", layout.train, num_classes=len(classes)),
+        "val": version.images("test", (layout.test,), num_classes=len(classes)),
+    }
+    title = f"CIFAR-{layout.num_classes}; its test part becomes val"
+    return published_source(files.path, classes, splits, title=title)
 
 
 class _Version(NamedTuple):

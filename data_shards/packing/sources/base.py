@@ -115,6 +115,12 @@ class Source:
         return digest.hexdigest()
 
 
+def published_source(path: Path, classes: Iterable[str], splits: Mapping[SplitName, ImageSet], *, title: str) -> Source:
+    """Make the source of a set known by its files; a part of it need not have images of all its classes."""
+    note = f"{path}: recognised as {title}"
+    return Source(str(path.resolve()), tuple(classes), splits, notes=(note,), empty_classes="report")
+
+
 @dataclass(frozen=True)
 class ArrayFiles:
     """Images in memory, uint8 [num_images, height, width] or [..., 3], read as PNG; a size is that of the pixels."""

@@ -313,8 +313,7 @@ def _by_name(path: Path, table: list[tuple[int, str | None, str]], names: list[s
         if found.setdefault(name, label) != label:
             raise UserError(f"{path}, line {line}: {name!a} has the class {found[name]!a} above; correct one of them")
     if missing := [name for name in names if _stem(name) not in found]:
-        more = f" (and {len(missing) - 1:,} more)" if len(missing) > 1 else ""
-        raise UserError(f"{path}: it has no class for {missing[0]}{more}; give the list of these very images")
+        raise UserError(f"{path}: no class for {named(missing, most=1)}; give the list of these very images")
     return [found[_stem(name)] for name in names]
 
 

@@ -36,6 +36,7 @@ from data_shards.packing.sources.base import (
     Source,
     SplitName,
     file_images,
+    published_source,
     refuse_all,
     walk_folder,
 )
@@ -103,13 +104,7 @@ def path_lists_source(train: Path, val: Path | None, *, spec: Path) -> Source:
         splits[split] = _images(file, rows, np.array([label for _, _, (label,) in rows], dtype=np.int64), root=root)
     num_classes = 1 + max(int(images.labels.max()) for images in splits.values())
     what = ", ".join(f"{file.name} is {each}" for each, file in lists.items())
-    return Source(
-        spec=str(spec.resolve()),
-        classes=tuple(map(str, range(num_classes))),
-        splits=splits,
-        notes=(f"{spec}: recognised as lists of images: {what}",),
-        empty_classes="report",
-    )
+    return published_source(spec, map(str, range(num_classes)), splits, title=f"lists of images: {what}")
 
 
 def clean_path(text: str, *, root: Path) -> str:

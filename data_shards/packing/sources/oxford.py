@@ -16,8 +16,9 @@ import numpy as np
 
 from data_shards.errors import UserError
 from data_shards.packing.sources.archive import Unpacking, is_archive, open_files, read_small, rows_by_name
-from data_shards.packing.sources.base import Files, ImageSet, Int64s, Source, SplitName, is_image
+from data_shards.packing.sources.base import Files, ImageSet, Int64s, Source, SplitName, is_image, published_source
 from data_shards.packing.sources.imagenet import read_mat
+from data_shards.text import named
 
 PETS_IMAGES, PETS_LISTS = ("images.tar.gz", "images"), ("annotations.tar.gz", "annotations")
 FLOWERS_IMAGES, FLOWERS_LABELS, FLOWERS_SPLITS = ("102flowers.tgz", "jpg"), "imagelabels.mat", "setid.mat"
@@ -55,13 +56,9 @@ def pets_source(root: Path, *, unpacking: Unpacking) -> Source:
     for split, its in pets.items():
         labels = np.array([number - 1 for _, number in its], dtype=np.int64)
         splits[split] = _listed(images, rows, [f"{name}.jpg" for name, _ in its], labels, by=_PETS_SETS[split])
-    return Source(
-        spec=str(root.resolve()),
-        classes=tuple(breeds[number] for number in sorted(breeds)),
-        splits=splits,
-        notes=(f"{root}: recognised as Oxford-IIIT Pets: trainval.txt becomes train, test.txt val",),
-        empty_classes="report",
-    )
+    classes = [breeds[number] for number in sorted(breeds)]
+    title = "Oxford-IIIT Pets: trainval.txt becomes train, test.txt val"
+    return published_source(root, classes, splits, title=title)
 
 
 def flowers_source(root: Path, *, unpacking: Unpacking) -> Source:
@@ -84,13 +81,8 @@ def flowers_source(root: Path, *, unpacking: Unpacking) -> Source:
             raise UserError(f"{root / FLOWERS_SPLITS}: {name} has images that {FLOWERS_LABELS} does not label")
         names = [f"image_{number:05d}.jpg" for number in ids.tolist()]
         splits[split] = _listed(images, rows, names, labels[ids - 1] - 1, by=FLOWERS_SPLITS)
-    return Source(
-        spec=str(root.resolve()),
-        classes=classes,
-        splits=splits,
-        notes=(f"{root}: recognised as Oxford Flowers-102, with its own train, val and test",),
-        empty_classes="report",  # the published splits have all classes; a part of the set need not
-    )
+    title = "Oxford Flowers-102, with its own train, val and test"
+    return published_source(root, classes, splits, title=title)
 
 
 def is_pet(name: str) -> bool:
@@ -128,8 +120,8 @@ def _open_part(root: Path, names: tuple[str, ...], title: str, unpacking: Unpack
 
 def _listed(files: Files, rows: dict[str, int], names: list[str], labels: Int64s, *, by: str) -> ImageSet:
     if missing := [name for name in names if name not in rows]:
-        more = f" (and {len(missing) - 1:,} more)" if len(missing) > 1 else ""
-        raise UserError(f"{files.path}: {missing[0]}, which {by} names, is not in it{more}; fetch it again")
+        which = named(missing, most=1)
+        raise UserError(f"{files.path}: {by} names images that are not in it ({which}); fetch it again")
     return ImageSet(files, np.array([rows[name] for name in names], dtype=np.int64), labels)
 
 

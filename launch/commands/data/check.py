@@ -13,8 +13,7 @@ from cyclopts import Parameter
 from data_shards.durable import replace_lines
 from data_shards.errors import UserError
 from data_shards.text import printable
-from launch.flags import JsonFlag, ShardsOptions, demand_counts, pixel_limit, switch
-from launch.target import Force, demand_target
+from launch.flags import Force, JsonFlag, ShardsOptions, demand_counts, demand_target, pixel_limit, switch
 
 if TYPE_CHECKING:
     from data_shards.checking.scan import CheckOptions

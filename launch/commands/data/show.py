@@ -15,9 +15,17 @@ from cyclopts import Parameter
 from data_shards.errors import UserError
 from data_shards.shards.location import redacted
 from data_shards.text import printable
-from launch.flags import DataFile, ShardsOptions, demand_counts, pixel_limit
+from launch.flags import (
+    INDEX_FILE,
+    DataFile,
+    Force,
+    ShardsOptions,
+    demand_counts,
+    demand_target,
+    page_mark,
+    pixel_limit,
+)
 from launch.local.env import paths_file
-from launch.target import INDEX_FILE, Force, demand_target, page_mark
 
 if TYPE_CHECKING:
     from launch.pages.shards_page import Inspect, Shown
@@ -63,34 +71,40 @@ def show(
         shardvit show digits pretrain.augment.mixup_alpha=0.2 --output look
         shardvit show "laion/{00000..00099}.tar" --label json:label
     """
-    demand_counts(images=images, labels=labels)
-    if images > _MOST_IMAGES:
-        raise UserError(f"--images: it is {images:,}; give {_MOST_IMAGES} at the most, or the page cannot be read")
-    if not 0 <= seed < 2**63:
-        raise UserError(f"--seed: it is {seed}; give 0 or more")
+    _demand_numbers(images=images, labels=labels, seed=seed)
     recipe = _recipe(what, overrides, data=data)
     output = output or Path("show") / (_folder_name(redacted(what)) if recipe is None else recipe.name)
     demand_target(output, flag="--output", force=force, mark=page_mark("show"), file=INDEX_FILE)
+    if recipe is None:
+        given = {"OVERRIDES": overrides, "--stage": stage, "--step": step is not None, "--data": data is not None}
+        _refuse(given, to=f"{what}, which are shards")
+    else:
+        given = {
+            f"--{each.name.replace('_', '-')}": getattr(options, each.name) != each.default for each in fields(options)
+        }
+        _refuse(given, to=f"{what}, which is a recipe: it has keys for that")
 
     from data_shards.reading.overview import inspect_shards
     from launch.pages.shards_page import show_recipe
 
     inspect = partial(inspect_shards, images=images, most_labels=labels, seed=seed)
     if recipe is None:
-        given = {"OVERRIDES": overrides, "--stage": stage is not None, "--step": step is not None}
-        _refuse(given | {"--data": data is not None}, to=f"{what}, which are shards")
         made = _show_shards(what, options, inspect)
     else:
-        given = {
-            f"--{each.name.replace('_', '-')}": getattr(options, each.name) != each.default for each in fields(options)
-        }
-        _refuse(given, to=f"{what}, which is a recipe: it has keys for that")
         made = show_recipe(recipe, stage=_stage(recipe, stage), step=step or 0, inspect=inspect, report=_report)
     page = made.write(output, command="show")
     for line in made.notes:
         _report(f"note: {line}")
     print(page)
     return 0
+
+
+def _demand_numbers(*, images: int, labels: int, seed: int) -> None:
+    demand_counts(images=images, labels=labels)
+    if images > _MOST_IMAGES:
+        raise UserError(f"--images: it is {images:,}; give {_MOST_IMAGES} at the most, or the page cannot be read")
+    if not 0 <= seed < 2**63:
+        raise UserError(f"--seed: it is {seed}; give 0 or more")
 
 
 def _show_shards(what: str, options: ShardsOptions, inspect: Inspect) -> Shown:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,8 +12,7 @@ from cyclopts import Parameter
 
 from data_shards.errors import UserError
 from data_shards.text import printable
-from launch.flags import WhichWeights, flag_mistake
-from launch.target import Force, demand_target
+from launch.flags import Force, WhichWeights, demand_target, flag_mistake
 from model.vocabulary import ExportFormat, Gelu, Interpolation, LossKind, check_ending
 
 if TYPE_CHECKING:
@@ -33,8 +32,8 @@ _ENDINGS: dict[ExportFormat, str] = {
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class TrunkOptions:
-    """Flags that describe a file's model: keys of the recipe's `model`."""
+class ImportOptions:
+    """Flags that describe a file's model (keys of the recipe's `model`), and what to change of it."""
 
     variant: Annotated[str | None, Parameter(help='What FILE is, such as "B/16".')] = None
     width: Annotated[int | None, Parameter(help="Size of a token; with the next four, in place of --variant.")] = None
@@ -49,6 +48,23 @@ class TrunkOptions:
     )
     position: Annotated[
         Literal["sincos_2d", "none"] | None, Parameter(help="Of a model whose file has no position embeddings.")
+    ] = None
+    image_size: Annotated[
+        int | None, Parameter(help="Resolution in pixels to interpolate the position embeddings to.")
+    ] = None
+    num_classes: Annotated[
+        int | None, Parameter(help="Another number of classes: the head is replaced by a linear layer of zeros.")
+    ] = None
+    class_names: Annotated[
+        str | None,
+        Parameter(help="File with the classes' names, one a line, or imagenet-1k, or imagenet-21k (Google's order)."),
+    ] = None
+    loss: Annotated[
+        LossKind | None,
+        Parameter(
+            help="That its head was trained with; default: as its record says, sigmoid for 21,843, 18,291 and"
+            " 29,593 classes (Google's on ImageNet-21k and JFT), else softmax."
+        ),
     ] = None
 
     def config(self) -> ModelConfig | None:
@@ -69,7 +85,8 @@ class TrunkOptions:
         return self._checked(lambda: type(found)(**found.model_dump(exclude_unset=True) | given))
 
     def _given(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        others = ("image_size", "num_classes", "class_names", "loss")
+        return {name: value for name, value in vars(self).items() if value is not None and name not in others}
 
     def _checked(self, make: Callable[[], ModelConfig]) -> ModelConfig:
         from pydantic import ValidationError
@@ -85,24 +102,7 @@ def import_model(
     out: Path,
     /,
     *,
-    trunk: TrunkOptions = TrunkOptions(),
-    image_size: Annotated[
-        int | None, Parameter(help="Resolution in pixels to interpolate the position embeddings to.")
-    ] = None,
-    num_classes: Annotated[
-        int | None, Parameter(help="Another number of classes: the head is replaced by a linear layer of zeros.")
-    ] = None,
-    class_names: Annotated[
-        str | None,
-        Parameter(help="File with the classes' names, one a line, or imagenet-1k, or imagenet-21k (Google's order)."),
-    ] = None,
-    loss: Annotated[
-        LossKind | None,
-        Parameter(
-            help="That its head was trained with; default: as its record says, sigmoid for 21,843, 18,291 and"
-            " 29,593 classes (Google's on ImageNet-21k and JFT), else softmax."
-        ),
-    ] = None,
+    options: ImportOptions = ImportOptions(),
     force: Force = False,
 ) -> int:
     """Import weights from another project's format as a model of shardvit.
@@ -120,25 +120,25 @@ def import_model(
         shardvit import ViT-B_16.npz models/vit-b16-384 --image-size 384 --num-classes 10
         shardvit import ViT-B_16-imagenet.npz models/b16 --class-names imagenet-1k
     """
-    from model.formats.adapt import adapt
     from model.formats.detect import read_external
     from model.formats.export import save_for_others
-    from model.formats.external_model import UserHints
+    from model.formats.external_model import UserHints, adapt
 
     demand_target(out, flag="OUT", force=force)
-    config = trunk.config()
-    names = None if class_names is None else _class_names(class_names)
+    config, num_classes = options.config(), options.num_classes
+    names = None if options.class_names is None else _class_names(options.class_names)
     with _mistakes(out):
-        said = UserHints(depth=trunk.depth, position=trunk.position, loss=loss)
-        foreign = read_external(file, config=config, said=said)
+        hints = UserHints(depth=options.depth, position=options.position, loss=options.loss)
+        foreign = read_external(file, config=config, hints=hints)
         if config is None:
-            foreign = replace(foreign, config=trunk.changed(foreign.config))
+            foreign = replace(foreign, config=options.changed(foreign.config))
         if names is not None and num_classes is None and foreign.num_classes not in (0, len(names)):
             raise UserError(
                 f"--class-names: {len(names):,} names, but {file} has {foreign.num_classes:,} classes: give as many, "
                 f"or --num-classes {len(names)} to replace its head by zeros"
             )
-        meta, state = adapt(foreign, image_size=image_size, num_classes=num_classes, class_names=names, loss=loss)
+        changes = {"image_size": options.image_size, "num_classes": num_classes, "loss": options.loss}
+        meta, state = adapt(foreign, class_names=names, **changes)
         save_for_others(out, state, meta=meta)
     new_head = f"the head is new, for {meta.num_classes:,} classes and all zeros: fine-tune it"
     for note in (*foreign.notes, *([new_head] if meta.num_classes != foreign.num_classes else [])):

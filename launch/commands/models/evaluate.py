@@ -17,17 +17,20 @@ from data_shards.vocabulary import USUAL_MOST_PIXELS, EvalProtocol
 from launch.evaluation.rank import read_result, write_request
 from launch.flags import (
     Device,
+    Force,
+    JsonFile,
     MaxImagePixels,
     TarClasses,
     TarLabel,
     TarsAreMultiLabel,
     WhichWeights,
     demand_counts,
+    demand_target,
     pixel_limit,
+    tell_result,
 )
 from launch.local.env import experiment_name, num_gpus, tracking_uri
-from launch.local.output import say
-from launch.target import Force, JsonFile, demand_target, tell_result
+from launch.local.output import say, say_model
 from pipeline.evaluation.truth import Among, EvalRequest, LabelSet, Matching, open_set, what_is_asked
 from pipeline.recipe.vocabulary import EXIT_USER_ERROR, EvalMetric
 
@@ -173,10 +176,7 @@ def _finish(result: ModelEvaluated, request: EvalRequest, options: EvalOptions) 
     from pipeline.evaluation.scores import one_answer
     from pipeline.runs.evaluations import write_evaluation
 
-    if result.origin != request.model:
-        say(f"the model is {result.origin}")
-    for note in result.notes:
-        say(f"note: {note}")
+    say_model(request.model, origin=result.origin, notes=result.notes)
     for fault in result.damaged[:_NAMED_FAULTS]:
         say(f"image {fault.key!r} of {fault.shard} is damaged ({fault.reason}): it does not count")
     if len(result.damaged) > _NAMED_FAULTS:

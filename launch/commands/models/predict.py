@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,7 +19,7 @@ from data_shards.errors import UserError
 from data_shards.text import one_line
 from data_shards.vocabulary import USUAL_MOST_PIXELS
 from launch.flags import Device, MaxImagePixels, WhichWeights, demand_counts, pixel_limit, switch
-from launch.local.output import say
+from launch.local.output import say, say_model
 
 if TYPE_CHECKING:
     from pipeline.using.predict import ImagePrediction
@@ -68,13 +68,17 @@ def predict(
     from pipeline.using.predict import open_predictor, predict_images
 
     predictor = open_predictor(model, device=device, weights=weights)
-    if predictor.origin != str(model):
-        say(f"the model is {predictor.origin}")
-    for note in predictor.notes:
-        say(f"note: {note}")
+    say_model(model, origin=predictor.origin, notes=predictor.notes)
     predictions = predict_images(predictor, files, top=top, batch_images=batch_size, pixel_limit=limit)
     longest = sorted(len(one_line(name)) for name in predictor.meta.class_names)[-top:]
-    line = _layout(files, class_widths=longest)
+    faults = _show(predictions, as_json=as_json, line=_layout(files, class_widths=longest))
+    if faults:
+        say(f"{faults:,} of {len(files):,} images could not be read")
+    return 1 if faults else 0
+
+
+def _show(predictions: Iterable[ImagePrediction], *, as_json: bool, line: Callable[[ImagePrediction], str]) -> int:
+    """Print each answer at once; returns how many images could not be read."""
     faults, before = 0, "["
     for prediction in predictions:
         if as_json:
@@ -87,9 +91,7 @@ def predict(
             print(line(prediction), flush=True)
     if as_json:
         print("]")
-    if faults:
-        say(f"{faults:,} of {len(files):,} images could not be read")
-    return 1 if faults else 0
+    return faults
 
 
 def _as_json(prediction: ImagePrediction) -> dict[str, object]:

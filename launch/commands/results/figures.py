@@ -9,8 +9,19 @@ from cyclopts import Parameter
 
 from data_shards.errors import UserError
 from data_shards.vocabulary import USUAL_MOST_PIXELS
-from launch.flags import Device, MaxImagePixels, TarClasses, TarLabel, WhichWeights, demand_counts, pixel_limit
-from launch.target import INDEX_FILE, Force, demand_target, page_mark
+from launch.flags import (
+    INDEX_FILE,
+    Device,
+    Force,
+    MaxImagePixels,
+    TarClasses,
+    TarLabel,
+    WhichWeights,
+    demand_counts,
+    demand_target,
+    page_mark,
+    pixel_limit,
+)
 
 
 def figures(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from data_shards.errors import UserError
-from launch.target import Force, demand_target, page_mark
+from launch.flags import Force, demand_target, page_mark
 from pipeline.recipe.vocabulary import PAGE_FILE
 
 if TYPE_CHECKING:
@@ -68,9 +68,9 @@ def compare(*runs: Path, output: PageFile = None, no_draw: NoDraw = False, force
     output = output and _place(output)
     demand_target(output, flag="--output", force=force, mark=page_mark("report"))
     from launch.pages.compare import comparison
-    from launch.pages.sections import drawn, run_names, write_runs
+    from launch.pages.sections import drawn, named, write_runs
 
-    print(comparison(histories, run_names(histories)))
+    print(comparison(named(histories)))
     if output is not None:
         histories = histories if no_draw else drawn(histories)
         print(f"\nreport  {write_runs(histories, output=output)}")

@@ -5,15 +5,15 @@ Each comes with a table of all numbers, also those that the figure has no room f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import ceil, floor, log10
 from typing import TYPE_CHECKING
 
 from data_shards.text import counted
 from pipeline.pictures.evaluated import percent
 from pipeline.pictures.paper.measured_runs import CostPoint, FewShotPoint, cost_points, few_shot_points
-from pipeline.pictures.style import DASHES, SERIES, draw_level, new_figure
+from pipeline.pictures.style import DASHES, SERIES, Drawn, draw_level, new_figure
 from pipeline.runs.pictures import Cell, Picture
 from pipeline.runs.read import Run
 
@@ -34,24 +34,15 @@ _HEADS = {  # of the tables' columns
 _ATTRIBUTES = {"pre-training set, images": "training_images", "exaFLOPs": "exaflops", "top-1, %": "top1"}
 
 
-@dataclass(frozen=True)
-class FigureOfRuns:
-    """A figure, its texts, and its numbers by column."""
-
-    picture: Picture
-    figure: Figure
-    table: dict[str, list[Cell]]
-
-
-def few_shot_over_size(runs: Mapping[str, Run]) -> FigureOfRuns | None:
-    """Draw few-shot accuracy over the size of pre-training, of runs by name; None: no run has measured any.
+def few_shot_over_size(runs: Mapping[str, Run]) -> Iterator[Drawn]:
+    """Draw few-shot accuracy over the size of pre-training, of runs by name; nothing if no run has measured any.
 
     Where runs of one model were pre-trained on sets of different sizes, a line is a model over these sizes, each run at
     its end: the paper's Figure 4. Otherwise a line is a run over the images that it had seen.
     """
     points = [point for name, run in runs.items() for point in few_shot_points(run, name=name)]
     if not points:
-        return None
+        return
     by_end = {(each.run, each.measure): each for each in sorted(points, key=lambda each: each.images_seen)}
     last = list(by_end.values())
     sizes = {(each.model, each.training_images) for each in points if each.training_images}
@@ -84,18 +75,19 @@ def few_shot_over_size(runs: Mapping[str, Run]) -> FigureOfRuns | None:
         f"({best.measure}) after {best.images_seen:,} images.",
         group="paper",
     )
-    return FigureOfRuns(picture, figure, _table(points))
+    yield picture, figure
+    yield _table(picture, points)
 
 
-def transfer_over_cost(runs: Mapping[str, Run]) -> FigureOfRuns | None:
-    """Draw accuracy after transfer over the FLOPs of pre-training, of runs by name; None: no run has both.
+def transfer_over_cost(runs: Mapping[str, Run]) -> Iterator[Drawn]:
+    """Draw accuracy after transfer over the FLOPs of pre-training, of runs by name; nothing if no run has both.
 
     A run without pre-training is a dashed line; one that was pre-trained elsewhere is in the table alone.
     """
     points = [point for name, run in runs.items() for point in cost_points(run, name=name)]
     priced = [(point.exaflops, point) for point in points if point.exaflops]
     if not priced:
-        return None
+        return
     measures = _most_frequent([point.measure for _, point in priced])
     prefix, unit = next((each for each in _FLOPS if max(cost for cost, _ in priced) >= each[1]), _FLOPS[-1])
     figure, panels = _panels(measures, x=f"pre-training cost ({prefix}FLOPs)")
@@ -126,13 +118,17 @@ def transfer_over_cost(runs: Mapping[str, Run]) -> FigureOfRuns | None:
         f"{percent(best.top1)} ({best.measure}) for {cost / unit:.3g} {prefix}FLOPs.",
         group="paper",
     )
-    return FigureOfRuns(picture, figure, _table(points))
+    yield picture, figure
+    yield _table(picture, points)
 
 
-def _table(points: Sequence[FewShotPoint] | Sequence[CostPoint]) -> dict[str, list[Cell]]:
+def _table(picture: Picture, points: Sequence[FewShotPoint] | Sequence[CostPoint]) -> Drawn:
+    """The numbers of a picture."""
     names = {head: _ATTRIBUTES.get(head, head.replace(" ", "_")) for head in _HEADS[type(points[0])]}
-    columns = {head: [getattr(each, name) for each in points] for head, name in names.items()}
-    return {**columns, "top-1, %": [round(100 * each.top1, 2) for each in points]}
+    columns: dict[str, list[Cell]] = {head: [getattr(each, name) for each in points] for head, name in names.items()}
+    columns["top-1, %"] = [round(100 * each.top1, 2) for each in points]
+    words = replace(picture, name=f"{picture.name}_numbers", title=f"{picture.title}: the numbers", caption="")
+    return words, columns
 
 
 def _most_frequent(measures: Sequence[str]) -> list[str]:

@@ -26,9 +26,10 @@ from data_shards.reading.opening import open_shards
 from data_shards.reading.tar_summary import spread
 from data_shards.shards.shard_set import ShardsSpec
 from data_shards.store.cache import CacheConfig
-from data_shards.store.store import RetryPolicy, Store
+from data_shards.store.store import Store
 from tests.data_shards.external_tars import opened, write_tar
 from tests.data_shards.http_server import FaultServer
+from tests.data_shards.opened import QUICK
 from tests.data_shards.small_set import touch_up
 
 
@@ -146,24 +147,22 @@ def test_a_suspect_is_read_wholly_where_its_digest_is_known(shards: Path, monkey
     assert compare_suspects(now, before, [1, 3]) == {1: False, 3: True}
 
 
-def test_a_packed_set_elsewhere_costs_no_request_for_a_shard(shards: Path, server: FaultServer, quick: RetryPolicy):
+def test_a_packed_set_elsewhere_costs_no_request_for_a_shard(shards: Path, server: FaultServer):
     for path in (shards / "train").iterdir():
         server.files[f"/set/{path.name}"] = path.read_bytes()
-    found = identify(open_shards(f"{server.url}/set", store=Store(retry=quick)))
+    found = identify(open_shards(f"{server.url}/set", store=Store(retry=QUICK)))
     assert {path for _, path, _ in server.requests} == {"/set/manifest.json"}
     here = identify(open_shards(str(shards / "train")))
     assert differences(here, found) == [] and suspects(here, found) == []  # moved into a store, it is the same
 
 
 @pytest.mark.parametrize("place", ["local", "remote"])
-def test_a_tar_of_another_tool_with_other_pixels_is_noticed(
-    tmp_path: Path, server: FaultServer, quick: RetryPolicy, place: str
-):
+def test_a_tar_of_another_tool_with_other_pixels_is_noticed(tmp_path: Path, server: FaultServer, place: str):
     def look(image: bytes, *, time: int) -> tuple[SetIdentity, int]:
         path = write_tar(tmp_path / "a.tar", [("0.cls", b"1"), ("0.png", b"one"), ("1.cls", b"0"), ("1.png", image)])
         os.utime(path, (time, time))
         server.files["/a.tar"] = path.read_bytes()
-        store = Store(CacheConfig(tmp_path / "cache", limit_bytes=100_000_000), retry=quick)
+        store = Store(CacheConfig(tmp_path / "cache", limit_bytes=100_000_000), retry=QUICK)
         location = f"{server.url}/a.tar" if place == "remote" else str(path)
         shards = opened(ShardsSpec(location), store=store, index_folder=tmp_path / "index")
         return identify(shards), len(server.requests)

@@ -230,16 +230,6 @@ def test_upcoming_shards_are_named_once_an_epoch_in_the_step_that_needs_them(
             last_read[shard] = max(epoch, last_read.get(shard, -1))
 
 
-def test_upcoming_shards_come_again_in_the_next_epoch():
-    order = make_order([[10] * 6], weights=None, seed=0, lanes=1, global_batch_images=10, window_images=10)
-    upcoming = list(itertools.islice(upcoming_shards(order, rank=0, world_size=1, start_step=0), 12))
-    assert [step for step, _ in upcoming] == list(range(12))
-    assert all(len(shards) == 1 for _, shards in upcoming)
-    assert (
-        sorted(shard for _, (shard,) in upcoming[:6]) == sorted(shard for _, (shard,) in upcoming[6:]) == list(range(6))
-    )
-
-
 # ---- what is refused
 
 

@@ -18,9 +18,10 @@ from data_shards.reading.shard_reader import RawSample
 from data_shards.shards import tar_walk
 from data_shards.shards.shard_set import ShardsSpec
 from data_shards.store.cache import CacheConfig
-from data_shards.store.store import RetryPolicy, Store
+from data_shards.store.store import Store
 from tests.data_shards.external_tars import IMAGES, Samples, by_shard_writer, numbered, opened, read_all, write_tar
 from tests.data_shards.http_server import FaultServer
+from tests.data_shards.opened import QUICK
 
 
 @pytest.fixture(autouse=True)
@@ -277,11 +278,11 @@ def test_of_processes_that_open_at_once_one_indexes(tmp_path: Path):
 # ---- from elsewhere
 
 
-def test_tars_over_http_are_indexed_from_the_stores_cache(tmp_path: Path, server: FaultServer, quick: RetryPolicy):
+def test_tars_over_http_are_indexed_from_the_stores_cache(tmp_path: Path, server: FaultServer):
     folder = by_shard_writer(tmp_path / "set", numbered(20), per_shard=2)
     for path in folder.glob("*.tar"):
         server.files[f"/data/{path.name}"] = path.read_bytes()
-    store = Store(CacheConfig(tmp_path / "cache", limit_bytes=100_000_000), retry=quick)
+    store = Store(CacheConfig(tmp_path / "cache", limit_bytes=100_000_000), retry=QUICK)
     spec = ShardsSpec(server.url.replace("://", "://user:secret@") + "/data/x-{000000..000009}.tar")
     shards = opened(spec, store=store)
     here = opened(folder)
@@ -289,17 +290,17 @@ def test_tars_over_http_are_indexed_from_the_stores_cache(tmp_path: Path, server
     assert read_all(shards, store=store) == read_all(here)
     assert max(server.totals().values()) == 1  # what was indexed lies in the cache
     assert "secret" not in repr((shards.name, shards.source, [shard.name for shard in shards.shards]))
-    assert opened(spec, store=Store(store.cache, retry=quick)) == shards
+    assert opened(spec, store=Store(store.cache, retry=QUICK)) == shards
     assert max(server.totals().values()) == 1
     kept = Path(os.environ["XDG_CACHE_HOME"])
     assert not any(b"secret" in path.read_bytes() for path in kept.rglob("*") if path.is_file())
 
 
-def test_a_broken_or_absent_tar_over_http(tmp_path: Path, server: FaultServer, quick: RetryPolicy):
+def test_a_broken_or_absent_tar_over_http(tmp_path: Path, server: FaultServer):
     folder = by_shard_writer(tmp_path / "set", numbered(8), per_shard=4)
     first, second = (path.read_bytes() for path in sorted(folder.glob("*.tar")))
     server.files = {"/x-0.tar": first, "/x-1.tar": second[: len(second) // 2]}
-    store = Store(CacheConfig(tmp_path / "cache", limit_bytes=100_000_000), retry=quick)
+    store = Store(CacheConfig(tmp_path / "cache", limit_bytes=100_000_000), retry=QUICK)
     spec = ShardsSpec(server.url + "/x-{0..2}.tar")
     with pytest.raises(UserError, match=r"http://.*/x-1\.tar: the tar is cut short.*\(and 1 more tars are damaged\)"):
         opened(spec, store=store)
@@ -309,9 +310,9 @@ def test_a_broken_or_absent_tar_over_http(tmp_path: Path, server: FaultServer, q
     assert 4 < len(found) < 8 and found == read_all(opened(folder))[: len(found)]
 
 
-def test_the_output_of_a_command(tmp_path: Path, quick: RetryPolicy):
+def test_the_output_of_a_command(tmp_path: Path):
     folder = by_shard_writer(tmp_path / "set", numbered(8), per_shard=4)
-    store = Store(CacheConfig(tmp_path / "cache", limit_bytes=300_000_000), retry=quick, commands="run")
+    store = Store(CacheConfig(tmp_path / "cache", limit_bytes=300_000_000), retry=QUICK, commands="run")
     shards = opened(f"pipe:cat {folder}/x-{{000000..000001}}.tar", store=store)
     assert read_all(shards, store=store) == read_all(opened(folder))
     assert shards.num_bytes is None

@@ -19,9 +19,10 @@ from data_shards.shards.manifest import Manifest, Shard, read_manifest, write_ma
 from data_shards.shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets
 from data_shards.shards.tar_index import build_index, index_path, write_index
 from data_shards.store.cache import CacheConfig
-from data_shards.store.store import RetryPolicy, Store
+from data_shards.store.store import Store
 from tests.data_shards.external_tars import write_tar
 from tests.data_shards.http_server import FaultServer
+from tests.data_shards.opened import QUICK
 
 
 def pack_by_hand(root: Path, *, shards: int = 3, labels: LabelSpec | None = None, suffix: str = "") -> Manifest:
@@ -141,18 +142,18 @@ def upload(server: FaultServer, root: Path) -> None:
     server.files |= {f"/sets/{path.name}": path.read_bytes() for path in root.iterdir()}
 
 
-def test_a_packed_set_over_http_asks_for_its_manifest_alone(tmp_path: Path, server: FaultServer, quick: RetryPolicy):
+def test_a_packed_set_over_http_asks_for_its_manifest_alone(tmp_path: Path, server: FaultServer):
     manifest = pack_by_hand(tmp_path / "a")
     upload(server, tmp_path / "a")
     url = server.url.replace("://", "://user:secret@") + "/sets"
-    shards = open_shards(url, store=Store(retry=quick))
+    shards = open_shards(url, store=Store(retry=QUICK))
     assert [path for _, path, _ in server.requests] == ["/sets/manifest.json"] * 2  # its first byte, then all
     here = open_shards(str(tmp_path / "a"))
     assert shards.digest == manifest.digest and replace(shards, source="", shards=here.shards) == replace(
         here, source=""
     )
     assert shards.source == f"{server.url}/sets" and "secret" not in shards.source + shards.shards[0].name
-    store = Store(CacheConfig(tmp_path / "cache", limit_bytes=10**8), retry=quick)
+    store = Store(CacheConfig(tmp_path / "cache", limit_bytes=10**8), retry=QUICK)
     assert keys(shards, store=store) == keys(here)
     assert open_shards(server.url + "/sets/").num_samples == 6  # a store of its own will do for a manifest
 
@@ -160,11 +161,11 @@ def test_a_packed_set_over_http_asks_for_its_manifest_alone(tmp_path: Path, serv
 @pytest.mark.parametrize(
     ("content", "message"), [(b"{", "Invalid JSON"), (b"{}", "'version'"), (None, r"x-\{000..127\}\.tar")]
 )
-def test_a_broken_manifest_elsewhere(server: FaultServer, quick: RetryPolicy, content: bytes | None, message: str):
+def test_a_broken_manifest_elsewhere(server: FaultServer, content: bytes | None, message: str):
     if content is not None:
         server.files["/sets/manifest.json"] = content
     with pytest.raises(UserError, match=rf"http://127.*/sets/manifest\.json.*{message}"):
-        open_shards(server.url + "/sets", store=Store(retry=quick))
+        open_shards(server.url + "/sets", store=Store(retry=QUICK))
 
 
 # ---- several sets laid end to end

@@ -14,9 +14,9 @@ from data_shards.errors import UserError
 from data_shards.reading.shard_reader import RawSample
 from data_shards.shards.manifest import Manifest
 from data_shards.store.cache import CacheConfig
-from data_shards.store.download import RetryPolicy
 from data_shards.store.store import Store
 from tests.data_shards.http_server import FaultServer
+from tests.data_shards.opened import QUICK
 from tests.data_shards.small_set import by_webdataset, needs_proc, open_files, pack_small
 
 
@@ -73,11 +73,9 @@ def test_tars_without_a_manifest_and_names_that_look_like_urls(manifest: Manifes
         as_webdataset(folder, shard_numbers=range(7))
 
 
-def test_shards_from_elsewhere_come_through_the_cache(
-    manifest: Manifest, server: FaultServer, tmp_path: Path, quick: RetryPolicy
-):
+def test_shards_from_elsewhere_come_through_the_cache(manifest: Manifest, server: FaultServer, tmp_path: Path):
     server.files = {f"/set/{path.name}": path.read_bytes() for path in manifest.root.iterdir()}
-    store = Store(CacheConfig(tmp_path / "cache", 10**9), retry=quick)
+    store = Store(CacheConfig(tmp_path / "cache", 10**9), retry=QUICK)
     dataset = as_webdataset(f"{server.url}/set", store=store)
     assert read(dataset) == by_webdataset(manifest) == read(dataset)
     tars = {path: count for path, count in server.totals().items() if path.endswith(".tar")}

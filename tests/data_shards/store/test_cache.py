@@ -20,9 +20,9 @@ from data_shards.shards.shard_index import ShardIndex, Texts
 from data_shards.shards.shard_set import ShardEntry
 from data_shards.store import cache as cache_module
 from data_shards.store.cache import Cache, CacheConfig, CacheFull, is_evicted, touch
-from data_shards.store.store import RetryPolicy, Store, StoreError
+from data_shards.store.store import Store, StoreError
 from tests.data_shards.http_server import FaultServer
-from tests.data_shards.opened import MakeEntry, MakeTar
+from tests.data_shards.opened import QUICK, make_entry, make_tar
 
 NAMES = [f"shard{number}-{number:032x}" for number in range(20)]
 
@@ -159,7 +159,7 @@ def test_a_shard_of_the_wrong_size_is_no_shard(tmp_path: Path):
     assert present(cache) == []
 
 
-def test_a_broken_index_is_built_anew(tmp_path: Path, make_tar: MakeTar, make_entry: MakeEntry, server: FaultServer):
+def test_a_broken_index_is_built_anew(tmp_path: Path, server: FaultServer):
     server.files["/a.tar"] = make_tar(0)
     store = Store(CacheConfig(folder=tmp_path / "cache", limit_bytes=10**7))
     entry = make_entry(f"{server.url}/a.tar", content=make_tar(0))
@@ -252,15 +252,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_real_full_disk(
-    small_disk: Path,
-    server: FaultServer,
-    make_tar: MakeTar,
-    make_entry: MakeEntry,
-    quick: RetryPolicy,
-    monkeypatch: pytest.MonkeyPatch,
-):
-    store = Store(CacheConfig(folder=small_disk / "cache", limit_bytes=10**9), retry=quick)
+def test_a_real_full_disk(small_disk: Path, server: FaultServer, monkeypatch: pytest.MonkeyPatch):
+    store = Store(CacheConfig(folder=small_disk / "cache", limit_bytes=10**9), retry=QUICK)
     entries = []
     for number in range(6):
         content = server.files[f"/{number}.tar"] = make_tar(number, num_bytes=300_000)
@@ -307,9 +300,7 @@ def read_many(
     results.put(f"right {evicted}")
 
 
-def test_readers_get_right_bytes_while_shards_are_evicted_under_them(
-    server: FaultServer, tmp_path: Path, make_tar: MakeTar, make_entry: MakeEntry
-):
+def test_readers_get_right_bytes_while_shards_are_evicted_under_them(server: FaultServer, tmp_path: Path):
     entries = []
     for number in range(12):
         content = server.files[f"/{number}.tar"] = make_tar(number)

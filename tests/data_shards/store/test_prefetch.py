@@ -17,16 +17,16 @@ from data_shards.store import cache as cache_module
 from data_shards.store import prefetch as prefetch_module
 from data_shards.store.cache import CacheConfig
 from data_shards.store.prefetch import Prefetcher, start_prefetch
-from data_shards.store.store import MissingObject, RetryPolicy, Store
+from data_shards.store.store import MissingObject, Store
 from tests.data_shards.http_server import FaultServer
-from tests.data_shards.opened import MakeEntry, MakeTar, wait_until
+from tests.data_shards.opened import QUICK, make_entry, make_tar, wait_until
 
 COUNT = 10
 SIZE = 115_000  # of a shard, roughly; with its index
 
 
 @pytest.fixture
-def entries(server: FaultServer, make_tar: MakeTar, make_entry: MakeEntry) -> list[ShardEntry]:
+def entries(server: FaultServer) -> list[ShardEntry]:
     for number in range(COUNT):
         server.files[f"/{number}.tar"] = make_tar(number)
     return [make_entry(f"{server.url}/{number}.tar", content=make_tar(number)) for number in range(COUNT)]
@@ -67,11 +67,9 @@ def is_here(folder: Path, number: int) -> bool:
     return any(folder.glob(f"{number}-*.tar"))
 
 
-def test_it_stays_so_far_ahead_and_follows(
-    server: FaultServer, folder: Path, entries: list[ShardEntry], quick: RetryPolicy
-):
+def test_it_stays_so_far_ahead_and_follows(server: FaultServer, folder: Path, entries: list[ShardEntry]):
     size = entries[0].num_bytes or 0
-    with prefetching(folder, entries, lookahead_bytes=3 * size, retry=quick) as prefetcher:
+    with prefetching(folder, entries, lookahead_bytes=3 * size, retry=QUICK) as prefetcher:
         wait_until(lambda: is_here(folder, 2))
         time.sleep(0.3)
         assert not is_here(folder, 3)
@@ -125,16 +123,16 @@ def test_what_is_ahead_stays_marked_as_wanted(folder: Path, entries: list[ShardE
 
 
 def test_errors_are_left_to_the_reader_and_tried_again(
-    server: FaultServer, folder: Path, entries: list[ShardEntry], monkeypatch: pytest.MonkeyPatch, quick: RetryPolicy
+    server: FaultServer, folder: Path, entries: list[ShardEntry], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(prefetch_module, "_FIRST_DELAY_SECONDS", 0.01)
     server.faults["/0.tar"] = deque(["503", "cut:500"])
     missing = server.files.pop("/1.tar")
-    with prefetching(folder, entries, lookahead_bytes=10 * SIZE, retry=quick) as prefetcher:
+    with prefetching(folder, entries, lookahead_bytes=10 * SIZE, retry=QUICK) as prefetcher:
         wait_until(lambda: isinstance(prefetcher.error, MissingObject))
         assert is_here(folder, 0)
         with pytest.raises(MissingObject, match=r"/1\.tar is not there"):
-            Store(CacheConfig(folder=folder), retry=quick).open(entries[1])
+            Store(CacheConfig(folder=folder), retry=QUICK).open(entries[1])
         server.files["/1.tar"] = missing
         wait_until(lambda: is_here(folder, 2))
 
@@ -173,7 +171,7 @@ def test_an_error_while_planning_ends_only_the_prefetching(folder: Path, entries
     assert is_here(folder, 0)
 
 
-def test_local_sets_need_none(tmp_path: Path, make_entry: MakeEntry):
+def test_local_sets_need_none(tmp_path: Path):
     def upcoming() -> Iterator[tuple[int, list[int]]]:
         raise AssertionError("planned for nothing")
         yield 0, [0]

@@ -4,7 +4,7 @@ import pytest
 
 from data_shards.store.store import Store, StoreError
 from tests.data_shards.http_server import FaultServer
-from tests.data_shards.opened import MakeEntry, MakeTar, content_of
+from tests.data_shards.opened import content_of, make_entry, make_tar
 
 
 @pytest.mark.parametrize(
@@ -21,9 +21,7 @@ from tests.data_shards.opened import MakeEntry, MakeTar, content_of
         ("", "HTTP status 302"),
     ],
 )
-def test_a_redirect_that_is_not_followed_ends_at_once(
-    place: str, reason: str, server: FaultServer, store: Store, make_entry: MakeEntry
-):
+def test_a_redirect_that_is_not_followed_ends_at_once(place: str, reason: str, server: FaultServer, store: Store):
     server.redirects["/a.tar"] = place
     with pytest.raises(StoreError, match="check the location") as caught:
         store.open(make_entry(f"{server.url}/a.tar"))
@@ -32,7 +30,7 @@ def test_a_redirect_that_is_not_followed_ends_at_once(
 
 
 def test_a_redirect_leads_into_this_machine_only_from_there(
-    server: FaultServer, store: Store, make_tar: MakeTar, make_entry: MakeEntry, monkeypatch: pytest.MonkeyPatch
+    server: FaultServer, store: Store, monkeypatch: pytest.MonkeyPatch
 ):
     outside, place = "http://203.0.113.7/a.tar", server.url.replace("127.0.0.1", "localhost") + "/b.tar"
     server.files["/b.tar"] = make_tar(0)

@@ -15,21 +15,19 @@ from data_shards.shards.location import CommandRefused
 from data_shards.shards.webdataset_parts import part
 from data_shards.store.store import MissingObject, Store, StoreError
 from tests.data_shards.http_server import FaultServer
-from tests.data_shards.opened import MakeEntry, MakeTar, StoreFor, assert_attempts, content_of, parts
+from tests.data_shards.opened import StoreFor, assert_attempts, content_of, make_entry, make_tar, parts
 
 # ---- commands ------------------------------------------------------------------------------------------------------
 
 
-def test_the_output_of_a_command_is_a_shard(tmp_path: Path, store: Store, make_tar: MakeTar, make_entry: MakeEntry):
+def test_the_output_of_a_command_is_a_shard(tmp_path: Path, store: Store):
     (tmp_path / "a.tar").write_bytes(make_tar(0))
     entry = make_entry(f"pipe:cat '{tmp_path}/a.tar' && echo x >> '{tmp_path}/count'")
     assert content_of(store, entry) == content_of(store, entry) == make_tar(0)
     assert (tmp_path / "count").read_text() == "x\n"  # the cache has it
 
 
-def test_a_command_that_fails_after_it_wrote_a_whole_shard_has_failed(
-    tmp_path: Path, store: Store, make_tar: MakeTar, make_entry: MakeEntry
-):
+def test_a_command_that_fails_after_it_wrote_a_whole_shard_has_failed(tmp_path: Path, store: Store):
     (tmp_path / "a.tar").write_bytes(make_tar(0))
     (tmp_path / "fail").write_text("echo first >&2; echo no credits for $1 left >&2; exit 3")
     command = f"cat {tmp_path}/a.tar; sh {tmp_path}/fail SECRETTOKEN"
@@ -41,7 +39,7 @@ def test_a_command_that_fails_after_it_wrote_a_whole_shard_has_failed(
     assert parts(store) == []
 
 
-def test_a_command_that_fails_once(tmp_path: Path, store: Store, make_tar: MakeTar, make_entry: MakeEntry):
+def test_a_command_that_fails_once(tmp_path: Path, store: Store):
     (tmp_path / "a.tar").write_bytes(make_tar(0))
     mark = tmp_path / "mark"
     command = (
@@ -50,16 +48,14 @@ def test_a_command_that_fails_once(tmp_path: Path, store: Store, make_tar: MakeT
     assert content_of(store, make_entry(f"pipe:{command}")) == make_tar(0)
 
 
-def test_a_command_whose_output_is_cut_short_without_a_word(
-    tmp_path: Path, store: Store, make_tar: MakeTar, make_entry: MakeEntry
-):
+def test_a_command_whose_output_is_cut_short_without_a_word(tmp_path: Path, store: Store):
     (tmp_path / "a.tar").write_bytes(make_tar(0))
     with pytest.raises(StoreError, match="byte"):
         store.open(make_entry(f"pipe:head -c 60000 {tmp_path}/a.tar | cat"))
 
 
 def test_commands_that_hang_or_do_not_exist(
-    impatient: Store, impatient_with_stalls: Store, make_entry: MakeEntry, monkeypatch: pytest.MonkeyPatch
+    impatient: Store, impatient_with_stalls: Store, monkeypatch: pytest.MonkeyPatch
 ):
     started: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
@@ -83,9 +79,7 @@ def test_commands_that_hang_or_do_not_exist(
 # ---- the S3 protocol -----------------------------------------------------------------------------------------------
 
 
-def test_a_shard_from_a_bucket_in_several_ranges(
-    s3: FaultServer, put: Callable[[str, bytes], None], store: Store, make_tar: MakeTar, make_entry: MakeEntry
-):
+def test_a_shard_from_a_bucket_in_several_ranges(s3: FaultServer, put: Callable[[str, bytes], None], store: Store):
     content = make_tar(0, num_bytes=20_000_000)
     put("train/a b.tar", content)
     assert content_of(store, make_entry("s3://shards/train/a b.tar", content=content)) == content
@@ -98,12 +92,7 @@ def test_a_shard_from_a_bucket_in_several_ranges(
     "faults", [["503"], ["cut:5000"], ["stall:5000"], ["short:5000"], ["garbage"], ["500", "cut:0"]]
 )
 def test_faults_of_a_bucket_are_waited_out(
-    faults: list[str],
-    s3: FaultServer,
-    put: Callable[[str, bytes], None],
-    store_for: StoreFor,
-    make_tar: MakeTar,
-    make_entry: MakeEntry,
+    faults: list[str], s3: FaultServer, put: Callable[[str, bytes], None], store_for: StoreFor
 ):
     put("a.tar", make_tar(0))
     s3.faults["/shards/a.tar"] = deque(faults)
@@ -114,12 +103,7 @@ def test_faults_of_a_bucket_are_waited_out(
 
 @pytest.mark.parametrize("most_bytes", [3_000_000, 50_000])
 def test_a_bucket_behind_a_proxy_that_cuts_every_transfer(
-    most_bytes: int,
-    s3: FaultServer,
-    put: Callable[[str, bytes], None],
-    store_for: StoreFor,
-    make_tar: MakeTar,
-    make_entry: MakeEntry,
+    most_bytes: int, s3: FaultServer, put: Callable[[str, bytes], None], store_for: StoreFor
 ):
     content = make_tar(0, num_bytes=4 * most_bytes)
     put("a.tar", content)
@@ -129,7 +113,7 @@ def test_a_bucket_behind_a_proxy_that_cuts_every_transfer(
 
 
 def test_a_bucket_that_lacks_a_shard_has_a_truncated_one_or_is_down(
-    s3: FaultServer, put: Callable[[str, bytes], None], impatient: Store, make_tar: MakeTar, make_entry: MakeEntry
+    s3: FaultServer, put: Callable[[str, bytes], None], impatient: Store
 ):
     with pytest.raises(MissingObject, match=r"s3://shards/none\.tar is not there"):
         impatient.open(make_entry("s3://shards/none.tar", content=b"x"))
@@ -172,9 +156,7 @@ def gopen_schemes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return table
 
 
-def test_a_scheme_of_gopen_is_a_shard(
-    tmp_path: Path, store: Store, make_tar: MakeTar, make_entry: MakeEntry, gopen_schemes: dict[str, Any]
-):
+def test_a_scheme_of_gopen_is_a_shard(tmp_path: Path, store: Store, gopen_schemes: dict[str, Any]):
     """A handler of one's own, and one that runs a program, as those of webdataset do."""
     (tmp_path / "a.tar").write_bytes(make_tar(0))
 
@@ -195,18 +177,14 @@ def test_a_scheme_of_gopen_is_a_shard(
     assert parts(store) == []
 
 
-def test_a_program_of_gopen_that_is_not_installed_is_named(
-    impatient: Store, make_entry: MakeEntry, gopen_schemes: dict[str, Any]
-):
+def test_a_program_of_gopen_that_is_not_installed_is_named(impatient: Store, gopen_schemes: dict[str, Any]):
     gopen_schemes["robot"] = lambda url, mode, bufsize: part("gopen").Pipe(["no-such-program", url], mode=mode)
     with pytest.raises(StoreError, match=r"cannot be read \(no-such-program, which gopen runs for robot://") as caught:
         impatient.open(make_entry("robot://box/a.tar"))
     assert not isinstance(caught.value, MissingObject)
 
 
-def test_a_program_of_gopen_that_hangs_is_killed(
-    impatient_with_stalls: Store, make_entry: MakeEntry, gopen_schemes: dict[str, Any]
-):
+def test_a_program_of_gopen_that_hangs_is_killed(impatient_with_stalls: Store, gopen_schemes: dict[str, Any]):
     started: list[Any] = []
 
     def run(url: str, mode: str, bufsize: int) -> Any:

@@ -20,12 +20,21 @@ from data_shards.store import remote
 from data_shards.store.cache import CacheConfig
 from data_shards.store.store import MissingObject, RetryPolicy, Store, StoreError
 from tests.data_shards.http_server import FaultServer
-from tests.data_shards.opened import MakeEntry, MakeTar, StoreFor, assert_attempts, content_of, parts, wait_until
+from tests.data_shards.opened import (
+    QUICK,
+    StoreFor,
+    assert_attempts,
+    content_of,
+    make_entry,
+    make_tar,
+    parts,
+    wait_until,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_a_local_shard_needs_no_cache(tmp_path: Path, make_tar: MakeTar, make_entry: MakeEntry):
+def test_a_local_shard_needs_no_cache(tmp_path: Path):
     path = tmp_path / "a.tar"
     path.write_bytes(make_tar(0))
     assert content_of(Store(), make_entry(str(path))) == make_tar(0)
@@ -35,9 +44,7 @@ def test_a_local_shard_needs_no_cache(tmp_path: Path, make_tar: MakeTar, make_en
         Store().open(make_entry("http://127.0.0.1:1/a.tar"))
 
 
-def test_a_second_opening_asks_the_server_nothing(
-    server: FaultServer, store: Store, make_tar: MakeTar, make_entry: MakeEntry
-):
+def test_a_second_opening_asks_the_server_nothing(server: FaultServer, store: Store):
     content = make_tar(0, key="with white space ")
     server.files["/a.tar"] = content
     entry = make_entry(f"{server.url}/a.tar", content=content)
@@ -69,12 +76,7 @@ def test_a_second_opening_asks_the_server_nothing(
 )
 @pytest.mark.parametrize("has_ranges", [True, False], ids=["ranges", "no ranges"])
 def test_faults_of_a_server_are_waited_out(
-    faults: list[str],
-    has_ranges: bool,
-    server: FaultServer,
-    store_for: StoreFor,
-    make_tar: MakeTar,
-    make_entry: MakeEntry,
+    faults: list[str], has_ranges: bool, server: FaultServer, store_for: StoreFor
 ):
     content = make_tar(0)
     server.files["/a.tar"], server.faults["/a.tar"], server.has_ranges = content, deque(faults), has_ranges
@@ -85,9 +87,7 @@ def test_faults_of_a_server_are_waited_out(
 
 
 @pytest.mark.parametrize("fault", ["cut:70000", "close:70000"])
-def test_a_cut_is_found_without_a_digest(
-    fault: str, server: FaultServer, store: Store, make_tar: MakeTar, make_entry: MakeEntry
-):
+def test_a_cut_is_found_without_a_digest(fault: str, server: FaultServer, store: Store):
     server.files["/a.tar"], server.faults["/a.tar"] = make_tar(0), deque([fault, fault])
     assert content_of(store, make_entry(f"{server.url}/a.tar")) == make_tar(0)
 
@@ -103,12 +103,7 @@ def test_a_cut_is_found_without_a_digest(
     ],
 )
 def test_a_cut_transfer_goes_on_where_it_was(
-    fault: str,
-    tag: Literal["strong", "weak"],
-    server: FaultServer,
-    store_for: StoreFor,
-    make_tar: MakeTar,
-    make_entry: MakeEntry,
+    fault: str, tag: Literal["strong", "weak"], server: FaultServer, store_for: StoreFor
 ):
     most_bytes = int(fault.partition(":")[2])  # of an answer, or of all answers of a connection
     content = make_tar(0, num_bytes=20 * most_bytes)
@@ -123,7 +118,7 @@ def test_a_cut_transfer_goes_on_where_it_was(
 
 
 def test_a_transfer_ends_where_all_of_a_cut_answer_is_lost(
-    server: FaultServer, store_for: StoreFor, make_tar: MakeTar, make_entry: MakeEntry, monkeypatch: pytest.MonkeyPatch
+    server: FaultServer, store_for: StoreFor, monkeypatch: pytest.MonkeyPatch
 ):
     """A slow client has read nothing when the connection ends, and then its buffer is gone."""
 
@@ -140,16 +135,14 @@ def test_a_transfer_ends_where_all_of_a_cut_answer_is_lost(
     assert len(waits) < 60
 
 
-def test_a_single_cut_costs_a_few_requests(server: FaultServer, store: Store, make_tar: MakeTar, make_entry: MakeEntry):
+def test_a_single_cut_costs_a_few_requests(server: FaultServer, store: Store):
     content = make_tar(0, num_bytes=40_000_000)
     server.files["/a.tar"], server.faults["/a.tar"] = content, deque(["", "cut:5000000"])
     assert content_of(store, make_entry(f"{server.url}/a.tar", content=content)) == content
     assert 5 < server.count("/a.tar") < 20
 
 
-def test_ranges_of_what_may_be_two_files_are_not_put_together(
-    server: FaultServer, store: Store, make_tar: MakeTar, make_entry: MakeEntry
-):
+def test_ranges_of_what_may_be_two_files_are_not_put_together(server: FaultServer, store: Store):
     content, server.tag = make_tar(0), "weak"
     server.files["/a.tar"], server.faults["/a.tar"] = content, deque(["cut:70000"])
     assert content_of(store, make_entry(f"{server.url}/a.tar")) == content  # no digest would notice
@@ -160,9 +153,7 @@ def test_ranges_of_what_may_be_two_files_are_not_put_together(
     ]
 
 
-def test_a_shard_that_changes_during_a_cut_is_read_anew(
-    server: FaultServer, store: Store, make_tar: MakeTar, make_entry: MakeEntry
-):
+def test_a_shard_that_changes_during_a_cut_is_read_anew(server: FaultServer, store: Store):
     old, new = make_tar(0), make_tar(1)
     server.files["/a.tar"], server.faults["/a.tar"] = old, deque(["cut:50000"])
 
@@ -186,14 +177,7 @@ def test_a_shard_that_changes_during_a_cut_is_read_anew(
     ],
 )
 def test_an_error_names_the_shard_the_reason_and_what_to_do(
-    fault: str,
-    reason: str,
-    advice: str,
-    server: FaultServer,
-    impatient: Store,
-    impatient_with_stalls: Store,
-    make_tar: MakeTar,
-    make_entry: MakeEntry,
+    fault: str, reason: str, advice: str, server: FaultServer, impatient: Store, impatient_with_stalls: Store
 ):
     store = impatient_with_stalls if fault.startswith("stall") else impatient
     content, server.has_ranges = make_tar(0), False
@@ -216,9 +200,7 @@ def test_an_unknown_host_is_an_error_after_all_attempts():
         store.read_small("http://u:p@no-such-host.invalid/a.tar", most_bytes=10)
 
 
-def test_a_shard_of_another_size_than_the_manifest_says(
-    server: FaultServer, store: Store, make_tar: MakeTar, make_entry: MakeEntry
-):
+def test_a_shard_of_another_size_than_the_manifest_says(server: FaultServer, store: Store):
     server.files["/a.tar"] = make_tar(0)
     with pytest.raises(StoreError, match=rf"it has {len(make_tar(0))} bytes where 5 are expected, 3 times"):
         store.open(make_entry(f"{server.url}/a.tar", size=5))
@@ -226,9 +208,7 @@ def test_a_shard_of_another_size_than_the_manifest_says(
         store.open(make_entry(f"{server.url}/a.tar", size=900_000))
 
 
-def test_a_broken_tar_is_named_with_the_offset(
-    server: FaultServer, store: Store, make_tar: MakeTar, make_entry: MakeEntry
-):
+def test_a_broken_tar_is_named_with_the_offset(server: FaultServer, store: Store):
     broken = make_tar(0)[:60_000]
     server.files["/a.tar"] = broken
     with pytest.raises(StoreError, match=r"a\.tar.*byte \d+.*, 3 times"):
@@ -242,13 +222,11 @@ def test_a_broken_tar_is_named_with_the_offset(
     os.close(descriptor)
 
 
-def test_a_changed_object_is_another_file(
-    server: FaultServer, store: Store, make_tar: MakeTar, make_entry: MakeEntry, quick: RetryPolicy
-):
+def test_a_changed_object_is_another_file(server: FaultServer, store: Store):
     entry = make_entry(f"{server.url}/a.tar")  # no digest is known
     for seed in range(2):
         server.files["/a.tar"] = make_tar(seed)
-        assert content_of(Store(store.cache, retry=quick), entry) == make_tar(seed)
+        assert content_of(Store(store.cache, retry=QUICK), entry) == make_tar(seed)
     assert content_of(store, entry) == make_tar(1)
     server.files["/a.tar"] = make_tar(2)  # behind the back of a store that has seen the old one
     assert store.cache is not None
@@ -257,9 +235,7 @@ def test_a_changed_object_is_another_file(
         store.open(entry)
 
 
-def test_passwords_and_signatures_do_not_make_another_file(
-    server: FaultServer, store: Store, make_tar: MakeTar, make_entry: MakeEntry
-):
+def test_passwords_and_signatures_do_not_make_another_file(server: FaultServer, store: Store):
     content = make_tar(0)
     server.files["/a.tar"] = content
     for access in ("", "u:p@", "v:q@"):
@@ -315,7 +291,7 @@ def start_process(server: FaultServer, folder: Path, content: bytes) -> subproce
     return subprocess.Popen([sys.executable, "-c", PROCESS, *args], cwd=ROOT, stdout=subprocess.PIPE)
 
 
-def test_three_processes_download_a_shard_once(server: FaultServer, tmp_path: Path, make_tar: MakeTar):
+def test_three_processes_download_a_shard_once(server: FaultServer, tmp_path: Path):
     content = make_tar(0, num_bytes=1_000_000)
     server.files["/a.tar"], server.pause_seconds = content, 0.05
     processes = [start_process(server, tmp_path / "cache", content) for _ in range(3)]
@@ -325,7 +301,7 @@ def test_three_processes_download_a_shard_once(server: FaultServer, tmp_path: Pa
 
 
 def test_a_process_killed_while_it_downloads_leaves_nothing_that_is_taken_for_whole(
-    server: FaultServer, tmp_path: Path, make_tar: MakeTar, make_entry: MakeEntry, quick: RetryPolicy
+    server: FaultServer, tmp_path: Path
 ):
     content = make_tar(0, num_bytes=4_000_000)
     server.files["/a.tar"], server.always["/a.tar"] = content, f"stall:{len(content) // 2}"
@@ -346,7 +322,7 @@ def test_a_process_killed_while_it_downloads_leaves_nothing_that_is_taken_for_wh
     server.always.clear()
     other = make_entry(f"{server.url}/b.tar", content=make_tar(1))
     server.files["/b.tar"] = make_tar(1)
-    store = Store(CacheConfig(folder=tmp_path / "cache", limit_bytes=50_000_000), retry=quick)
+    store = Store(CacheConfig(folder=tmp_path / "cache", limit_bytes=50_000_000), retry=QUICK)
     store.prefetch(other)
     assert list((tmp_path / "cache").glob("*.part")) == []  # what the dead one left is gone
     assert content_of(store, make_entry(f"{server.url}/a.tar", content=content)) == content

@@ -119,7 +119,7 @@ CHART = DrawnChart("0", "c", "", "", "<svg></svg>" * 9000, ())
         (PageTable(("a",) * 100_000, [(1,) * 100_000], title="t"), 1, "no room"),
         (PageTable(("a", LONG), [(LONG, 1)], title=LONG, caption=LONG), 9, "no room"),
         (PageText(20 * LONG, title="t"), 2, "no room"),
-        (PagePicture(LONG, LONG, LONG, [PageImage(png())] * 60), 40, "no room"),
+        (PagePicture(LONG, LONG, LONG, [PageImage(png())] * 60), 2, "no room"),
         (ChartBlock("t", (CHART,) * 20, {"key": "k", "charts": [{"label": "<" * 300}] * 20}), 4, "no room"),
     ],
 )

@@ -34,26 +34,6 @@ def test_the_rule(outcomes: list[Outcome], chosen: str | None):
     assert (best.name if best else None) == chosen
 
 
-@pytest.mark.parametrize(
-    ("results", "state"),
-    [
-        ({"val/top1": 0.5, "val/loss": 1.0}, "done"),
-        ({"val/accuracy": 0.5, "val/loss": 1.0}, "done"),
-        ({"val/top1": 0.5, "val/loss": math.nan}, "failed"),
-        ({"val/top1": 0.5, "val/loss": math.inf}, "failed"),
-        ({"val/top1": math.nan, "val/loss": 1.0}, "failed"),
-    ],
-)
-def test_what_is_not_finite_has_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, results: dict[str, float], state: str
-):
-    folder = RunFolder(runs_root=tmp_path, name="run")
-    folder.path.mkdir()
-    record = folder.record("finetune")
-    monkeypatch.setattr(RunFolder, "peek", lambda self, name: type(record)(state="done", results=results))
-    assert outcome(folder, RECIPE, stage="finetune", values={}).state == state
-
-
 def test_a_run_that_ended_has_failed_until_it_is_done(tmp_path: Path):
     folder = RunFolder(runs_root=tmp_path, name="run")
     assert outcome(folder, RECIPE, stage="finetune", values={}).state == "new"
@@ -61,8 +41,15 @@ def test_a_run_that_ended_has_failed_until_it_is_done(tmp_path: Path):
     folder.update("finetune", state="running")
     assert outcome(folder, RECIPE, stage="finetune", values={}).state == "begun"
     assert outcome(folder, RECIPE, stage="finetune", values={}, failed="exit code 1").state == "failed"
-    folder.update("finetune", state="done", results={"val/top1": 0.5, "val/loss": 1.0})
-    assert outcome(folder, RECIPE, stage="finetune", values={}, failed="exit code 1").state == "done"
+    for score, loss, state in (
+        (0.5, 1.0, "done"),
+        (0.5, math.nan, "failed"),
+        (0.5, math.inf, "failed"),
+        (math.nan, 1, "failed"),
+    ):
+        for name in ("val/top1", "val/accuracy"):
+            folder.update("finetune", state="done", results={name: score, "val/loss": float(loss)})
+            assert outcome(folder, RECIPE, stage="finetune", values={}, failed="exit code 1").state == state
 
 
 def test_the_file_is_json_and_tells_what_failed(tmp_path: Path):

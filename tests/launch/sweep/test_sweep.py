@@ -92,36 +92,14 @@ def test_the_runs_their_order_and_their_images(work: Machine, told: Told, capsys
     assert (tree["chosen"], tree["final"]["score"], tree["hold_out"]) == ("lr-0.3", 0.3, 0.1)
     assert told[0] == ("RUNNING", None) and told[-1] == ("FINISHED", "lr-0.3")
     assert "chosen" in capsys.readouterr().out
-
-
-def test_the_final_run_is_the_recipe_with_the_chosen_values(work: Machine):
-    sweep = plan(work, f"{LR}=0.01,0.3")
-    run_sweep(sweep)
+    assert run_sweep(sweep) == 0 and started(work) == []
     final = parse_recipe(sweep.root / "final" / "recipe.yaml")
-    shards = [f"stages.{s}.{k}={work.root / 'shards' / v}" for s in ("pretrain", "finetune") for k, v in USES]
-    assert recipe_digest(final, stage="finetune") == recipe_digest(
-        load_recipe("digits", overrides=[*shards, f"{LR}=0.3"]), stage="finetune"
-    )
-
-
-USES = (("train", "train"), ("eval", "val"))
-
-
-def test_points_have_the_shared_stage_in_their_folders_and_survive_a_move(work: Machine):
-    sweep = plan(work, f"{LR}=0.01,0.3")
-    run_sweep(sweep)
-    moved = sweep.root.parent.rename(work.root / "elsewhere")
+    alone = load_recipe("digits", overrides=[*on_shards(work.root / "shards"), f"{LR}=0.3"])
+    assert recipe_digest(final, stage="finetune") == recipe_digest(alone, stage="finetune")
+    moved = sweep.root.parent.rename(work.root / "elsewhere")  # each run is complete, with its link
     for name in ("lr-0.01", "lr-0.3", "final"):
         folder = RunFolder(runs_root=moved / sweep.root.name, name=name)
-        assert folder.record("pretrain").state == "done" and folder.is_complete(
-            parse_recipe(folder.path / "recipe.yaml")
-        )
-
-
-def test_typed_again_nothing_is_started(work: Machine):
-    run_sweep(plan(work, f"{LR}=0.01,0.3"))
-    started(work)
-    assert run_sweep(plan(work, f"{LR}=0.01,0.3")) == 0 and started(work) == []
+        assert folder.is_complete(parse_recipe(folder.path / "recipe.yaml"))
 
 
 def test_an_interrupted_point_goes_on_and_done_ones_are_kept(work: Machine, told: Told):
@@ -196,8 +174,16 @@ def test_a_grid_is_not_widened_into_what_the_recipe_refuses(work: Machine, capsy
 def test_the_command_widens_what_it_has_read_three_times_at_most(
     work: Machine, call: Callable[..., tuple[int, str, str]], told: Told
 ) -> None:
-    shards = [f"stages.{s}.{k}={work.root / 'shards' / v}" for s in ("pretrain", "finetune") for k, v in USES]
-    asked = ("sweep", "digits", *shards, f"{LR}=0.01,0.02", "--hold-out", "10%", "--runs", str(work.root / "runs"))
+    asked = (
+        "sweep",
+        "digits",
+        *on_shards(work.root / "shards"),
+        f"{LR}=0.01,0.02",
+        "--hold-out",
+        "10%",
+        "--runs",
+        str(work.root / "runs"),
+    )
     code, out, _ = call(*asked, "--widen", "--dry-run")
     assert code == 0 and "--widen" in out and started(work) == []
     code, out, _ = call(*asked, "--widen")
@@ -216,11 +202,15 @@ def test_a_failed_point_is_shown_not_chosen_and_tried_again(work: Machine, capsy
     assert started(work) == [("lr-0.5", "finetune")]
 
 
-def test_if_all_fail_it_ends_with_1_and_no_final_run(work: Machine, told: Told, capsys: pytest.CaptureFixture[str]):
-    sweep = plan(work, f"{LR}=0.5,0.3")
+def test_a_key_of_an_earlier_stage_trains_that_once_for_each_value_and_if_all_fail_there_is_no_final_run(
+    work: Machine, told: Told, capsys: pytest.CaptureFixture[str]
+):
     work.outcome = fail
-    assert run_sweep(sweep) == 1 and told[-1][0] == "FAILED"
-    assert not (sweep.root / "final").exists() and "failed" in capsys.readouterr().out
+    sweep = plan(work, "stages.pretrain.optimizer.lr=0.001,0.002", f"{LR}=0.01,0.3")
+    assert run_sweep(sweep) == 1 and told[-1][0] == "FAILED" and "failed" in capsys.readouterr().out
+    runs = started(work)
+    assert sum(stage == "pretrain" for _, stage in runs) == 2 == len(sweep.shared_stages)
+    assert len({point.name for point in sweep.points}) == 4 and not (sweep.root / "final").exists()
 
 
 def fail(launch: Launch) -> int:
@@ -240,14 +230,6 @@ def test_nothing_is_started_if_one_of_the_points_could_not_run(work: Machine):
     with pytest.raises(UserError, match="64"):
         run_sweep(plan(work, "stages.finetune.global_batch_size=64,128"))
     assert started(work) == [] and not (work.root / "runs").exists()
-
-
-def test_a_key_of_an_earlier_stage_trains_that_once_for_each_value(work: Machine):
-    sweep = plan(work, "stages.pretrain.optimizer.lr=0.001,0.002", f"{LR}=0.01,0.3")
-    assert run_sweep(sweep) == 0
-    runs = started(work)
-    assert sum(stage == "pretrain" for _, stage in runs) == 2 and len(sweep.shared_stages) == 2
-    assert len({point.name for point in sweep.points}) == 4 and runs.count(("final", "pretrain")) == 0
 
 
 def test_the_stage_before_is_taken_from_the_recipes_own_run_if_that_has_it(work: Machine):
@@ -333,12 +315,12 @@ def test_the_outline_has_the_sizes_and_starts_nothing(work: Machine):
 
 
 def test_the_command_takes_the_share_as_people_write_it(work: Machine, call: Callable[..., tuple[int, str, str]]):
-    shards = [f"stages.{s}.{k}={work.root / 'shards' / v}" for s in ("pretrain", "finetune") for k, v in USES]
+    given = ("sweep", "digits", *on_shards(work.root / "shards"), f"{LR}=0.01,0.3", "--hold-out")
     for text, held_out in (("7%", "7"), ("0.25", "25"), ("0.5 %", "1")):
-        code, out, _ = call("sweep", "digits", *shards, f"{LR}=0.01,0.3", "--hold-out", text, "--dry-run")
+        code, out, _ = call(*given, text, "--dry-run")
         assert code == 0 and next(line for line in out.splitlines() if "lr-0.01" in line).split()[-2] == held_out
     for text in ("0", "100%", "1.5", "much", "nan"):
-        code, _, error = call("sweep", "digits", *shards, f"{LR}=0.01,0.3", "--hold-out", text, "--dry-run")
+        code, _, error = call(*given, text, "--dry-run")
         assert code == 2 and "--hold-out" in error
 
 

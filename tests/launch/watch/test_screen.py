@@ -121,19 +121,6 @@ def test_a_running_stage_is_shown_with_its_numbers(run: Run) -> None:
     assert max(map(len, text.splitlines())) <= 80 and "\x1b" not in text
 
 
-def test_new_points_are_seen_and_what_a_resumed_stage_takes_back_is_forgotten(run: Run) -> None:
-    run.beat(0)
-    watcher = run.watcher()
-    assert watcher.look().stages[0].step == 400
-    run.log(range(450, 601, 50), resume_step=400)
-    view = watcher.look().stages[0]
-    assert (view.step, [step for step, _ in view.on_disk.points("train/loss")]) == (600, list(range(50, 601, 50)))
-    run.log(range(400, 451, 50), resume_step=350)  # the file is replaced by a shorter one
-    run.folder.update("pretrain", last_saved_step=350)
-    view = watcher.look().stages[0]
-    assert (view.step, [step for step, _ in view.on_disk.points("train/loss")]) == (450, list(range(50, 451, 50)))
-
-
 def test_a_held_out_score_takes_the_place_of_the_training_batchs(run: Run) -> None:
     assert run.watcher().look().stages[0].score[0] == "train/top1"
     run.log(range(450, 451), resume_step=400, **{"val/top1": 0.75})

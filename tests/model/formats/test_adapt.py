@@ -1,4 +1,4 @@
-"""`model.formats.adapt`: another resolution, other classes, and what may not change."""
+"""`model.formats.external_model`: another resolution, other classes, and what may not change."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,8 +8,7 @@ import torch
 from scipy import ndimage
 
 from model.config import ModelConfig
-from model.formats.adapt import adapt
-from model.formats.external_model import ExternalModel
+from model.formats.external_model import ExternalModel, adapt
 from model.positions.interpolation import resize_state
 from tests.model.formats.small_model import CONFIG, NAMES, described, images, logits, random_model, rebuilt
 

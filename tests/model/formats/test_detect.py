@@ -26,7 +26,7 @@ def test_a_state_dict_without_its_last_blocks_is_no_shallower_model(tmp_path: Pa
     save_file(state, tmp_path / "m.safetensors")
     with pytest.raises(ValueError, match=r"m.safetensors has 2 blocks where Ti has 12.*--depth 2"):
         read_external(tmp_path / "m.safetensors")
-    assert read_external(tmp_path / "m.safetensors", said=UserHints(depth=2)).config.sizes.depth == 2
+    assert read_external(tmp_path / "m.safetensors", hints=UserHints(depth=2)).config.sizes.depth == 2
     given = ModelConfig(width=192, depth=2, heads=3, patch_size=4)
     assert read_external(tmp_path / "m.safetensors", config=given).config.sizes == given.sizes
 
@@ -57,7 +57,7 @@ def test_the_loss_is_the_users_word_or_that_of_googles_data_sets(
     meta = described(num_classes=num_classes, class_names=tuple(map(str, range(num_classes))))
     export_model(meta, random_model(meta).state_dict(), to="npz", out=tmp_path / "m.npz")
     (tmp_path / "m.npz.json").unlink()
-    foreign = read_external(tmp_path / "m.npz", config=CONFIG, said=UserHints(loss=said))
+    foreign = read_external(tmp_path / "m.npz", config=CONFIG, hints=UserHints(loss=said))
     assert foreign.loss == loss
     assert any(loss in note and "--loss" in note for note in foreign.notes) == (said is None)
 

@@ -66,7 +66,7 @@ def test_a_named_variant_is_recognised_by_its_shapes(variant: str, layout: Any) 
 def test_almost_a_named_variant_is_told_by_its_sizes(tmp_path: Path, other: dict[str, int]) -> None:
     sizes = {"width": 192, "depth": 12, "heads": 3, "mlp_dim": 768} | other  # Ti's but for one
     path = save(tmp_path / "model.npz", arrays_of(tmp_path, **sizes))
-    assert read_google_npz(path, said=UserHints(depth=sizes["depth"])).config == ModelConfig(**sizes, patch_size=4)
+    assert read_google_npz(path, hints=UserHints(depth=sizes["depth"])).config == ModelConfig(**sizes, patch_size=4)
 
 
 def test_big_vision_of_before_2022_has_positions_in_the_encoder_and_for_the_class_token(tmp_path: Path) -> None:
@@ -321,11 +321,8 @@ def test_an_array_shorter_than_it_says_is_refused(tmp_path: Path) -> None:
     [
         ("vision_transformer", {"gelu": "erf"}, "GELU"),
         ("vision_transformer", {"layer_norm_eps": 1e-12}, "1e-12"),
-        ("vision_transformer", {"layer_scale": 0.1}, "layer scale"),
         ("vision_transformer", {"position": "learned_2d"}, "learned_2d at stem, and theirs is learned_1d"),
         ("vision_transformer", {"pool": "map"}, "only big_vision"),
-        ("vision_transformer", {"head": "masked_patch"}, "masked-patch"),
-        ("big_vision", {"position": "relative"}, "relative at stem"),
         ("big_vision", {"position": "learned_2d"}, "learned_2d at stem"),
         ("big_vision", {"position_at": "every_layer"}, "learned_1d at every_layer"),
         ("big_vision", {"variant": "R26+S/32", "image_size": 32}, "ResNet stem"),
@@ -339,15 +336,6 @@ def test_what_the_names_cannot_hold_is_not_written(
     with pytest.raises(ValueError, match=message):
         export_model(meta, {}, to=to, out=tmp_path / "model.npz")
     assert not list(tmp_path.iterdir())
-
-
-def test_weights_of_another_model_are_not_written(tmp_path: Path) -> None:
-    path, meta = tmp_path / "model.npz", meta_of()
-    write_google_npz(path, state_of(meta), meta=meta, names="vision_transformer")
-    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    with pytest.raises(ValueError, match=r"(?s)not written.*cls_token"):
-        write_google_npz(path, state_of(meta_of(pool="gap")), meta=meta, names="vision_transformer")
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 def test_an_earlier_file_is_replaced_and_the_same_weights_are_the_same_bytes(tmp_path: Path) -> None:

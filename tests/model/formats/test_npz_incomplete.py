@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from model.formats.adapt import adapt
-from model.formats.external_model import UserHints
+from model.formats.external_model import UserHints, adapt
 from model.formats.google_npz import (
     GoogleNames,
     read_google_npz,
@@ -40,7 +39,7 @@ def test_a_file_without_positions_is_a_model_with_fixed_ones_only_if_the_user_sa
     with pytest.raises(ValueError, match=r"model.npz: it has no position embeddings.*--position sincos_2d"):
         read_google_npz(path)
     for position in ("sincos_2d", "none"):
-        foreign = read_google_npz(path, said=UserHints(position=position))
+        foreign = read_google_npz(path, hints=UserHints(position=position))
         assert (foreign.config.position, foreign.image_size) == (position, 224)
         assert any("224 pixels" in note for note in foreign.notes)
 

@@ -122,22 +122,6 @@ def test_a_named_variant_is_loaded_into_its_builder() -> None:
     assert space["model"].encoder.pos_embedding.shape == (1, 577, 768)
 
 
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        (ModelConfig(**SIZES, pool="map"), "no pooling map"),
-        (ModelConfig(**SIZES, layer_scale=0.1), "no layer scale"),
-        (ModelConfig(**SIZES, position="learned_2d"), "no position embedding learned_2d"),
-        (ModelConfig(variant="R50+B/16"), "neither a hybrid"),
-    ],
-)
-def test_what_it_cannot_hold_is_refused(tmp_path: Path, config: ModelConfig, says: str) -> None:
-    meta = described(config, image_size=224)
-    with pytest.raises(ValueError, match=f"torchvision cannot hold this model: .*{says}"):
-        export_model(meta, {}, to="torchvision", out=tmp_path / "vit.pth")
-    assert not any(tmp_path.iterdir())
-
-
 def test_a_broken_record_is_named(tmp_path: Path) -> None:
     meta = described()
     export_model(meta, random_model(meta).state_dict(), to="torchvision", out=tmp_path / "vit.pth")

@@ -22,7 +22,6 @@ from model.formats.detect import import_file, read_external
 from model.formats.export import export_model
 from tests.model.comparing import SMALL_TOKENS, randomise, relative_difference
 from tests.model.formats.small_model import (
-    CONFIG,
     NAMES,
     described,
     images,
@@ -211,21 +210,3 @@ def test_weights_in_several_files_are_read(tmp_path: Path) -> None:
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
     meta, state = import_file(tmp_path / "theirs")
     assert relative_difference(logits(rebuilt(meta, state), images()), logits(theirs, images())) < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("config", "changes", "says"),
-    [
-        (CONFIG, {"head": "mlp"}, "its head is mlp"),
-        (ModelConfig(**_sizes(), pool="gap"), {}, "no pooling gap"),
-        (ModelConfig(**_sizes(), layer_scale=0.1), {}, "no layer scale"),
-        (ModelConfig(**_sizes(), position="learned_2d"), {}, "no position embedding learned_2d"),
-    ],
-)
-def test_what_it_cannot_hold_is_refused(
-    tmp_path: Path, config: ModelConfig, changes: dict[str, Any], says: str
-) -> None:
-    meta = described(config, **changes)
-    with pytest.raises(ValueError, match=f"transformers cannot hold this model: .*{says}"):
-        export_model(meta, {}, to="transformers", out=tmp_path / "out")
-    assert not any(tmp_path.iterdir())

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from model.config import ModelConfig, Regularisation
 from model.layers import dropout
-from model.layers.activation_checkpointing import checkpoint_blocks
 from model.layers.dropout import SampleDropout, SampleWords, by_sample, drop, mix_words, signed, words_of
 from model.masked_patch import build_masked_patch
-from model.vit import build_model
+from model.vit import build_model, checkpoint_blocks
 from model.vocabulary import Pool
 from tests.model.comparing import randomise
 

@@ -96,19 +96,6 @@ def test_it_is_for_training_only_and_leaves_no_trace_in_the_state(rates: dict[st
         assert (model.train()(images) - plain(images)).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("position", ["learned_1d", "learned_2d", "relative"])
-def test_rates_of_zero_are_the_plain_model(position: str) -> None:
-    config = _config(position=position)
-    model = _build(config, dropout=0.0, stochastic_depth=0.0, patch_dropout=0.0)
-    images = torch.randn(4, 3, 24, 24)
-    with torch.no_grad():
-        trained = model.train()(images)
-        assert torch.equal(trained, model(images))
-        assert torch.equal(trained, model.eval()(images))
-    assert not _drop_paths(model)
-    assert isinstance(model.patch_drop, nn.Identity)
-
-
 @pytest.mark.parametrize("position", ["learned_1d", "learned_2d", "relative", "sincos_2d", "none"])
 def test_dropout_comes_between_the_stems_positions_and_the_first_block(position: str) -> None:
     model = _build(_config(position=position), dropout=0.5).train()

@@ -11,6 +11,7 @@ from pipeline.budget.length import stage_length
 from pipeline.recipe.optimizer import Schedule
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import StagePlan
+from tests.small_recipe import small_recipe, small_stage
 
 IMAGES = 1_281_167
 
@@ -26,26 +27,15 @@ def recipe(
     data: dict[str, Any] | None = None,
 ) -> Recipe:
     """One stage of pre-training with a linear head."""
-    return Recipe.model_validate(
-        {
-            "name": "planned",
-            "model": {"variant": variant} if isinstance(variant, str) else variant,
-            "data": {"lanes": lanes, **(data or {})},
-            "engine": engine or {},
-            "stages": {
-                "pretrain": {
-                    "train": "none",
-                    "eval": "none",
-                    "image_size": image_size,
-                    "global_batch_size": batch,
-                    "duration": "1000 steps",
-                    "optimizer": {"name": "adamw", "lr": 0.001},
-                    "head": "linear",
-                    **(stage or {}),
-                }
-            },
-        }
+    keys = {"image_size": image_size, "global_batch_size": batch, "duration": "1000 steps", "head": "linear"}
+    tree = small_recipe(
+        "planned",
+        model={"variant": variant} if isinstance(variant, str) else variant,
+        data={"lanes": lanes, **(data or {})},
+        engine=engine or {},
+        pretrain_=small_stage(**keys, optimizer={"name": "adamw", "lr": 0.001}) | (stage or {}),
     )
+    return Recipe.model_validate(tree)
 
 
 def forecast(
@@ -81,8 +71,5 @@ def stage_plan(*, processes: int = 1, accumulation: int = 1, micro_batch: int = 
         lanes=processes,
         total_steps=1000,
         schedule=Schedule(),
-        log_steps=0,
-        eval_steps=0,
-        save_steps=0,
         samples_per_epoch=IMAGES,
     )

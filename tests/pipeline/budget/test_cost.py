@@ -14,21 +14,13 @@ from pipeline.budget.cost import stage_cost
 from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage import MaskedPatchStage
 from tests.pipeline.budget.planning import forecast, recipe
+from tests.small_recipe import small_stage
 
 SMALL: dict[str, Any] = {"width": 64, "depth": 2, "heads": 2, "patch_size": 4}
 
 
 def masked_stage(image_size: int) -> MaskedPatchStage:
-    return MaskedPatchStage.model_validate(
-        {
-            "train": "none",
-            "eval": "none",
-            "image_size": image_size,
-            "global_batch_size": 64,
-            "duration": "10 steps",
-            "optimizer": {"name": "adamw", "lr": 0.001},
-        }
-    )
+    return MaskedPatchStage.model_validate(small_stage(image_size=image_size))
 
 
 @pytest.mark.parametrize("pool", ["cls", "map"])

@@ -12,7 +12,7 @@ import pytest
 from pipeline.budget import memory
 from pipeline.budget.communication import Workload, links_of, traffic
 from pipeline.budget.gpus import find_gpu
-from pipeline.budget.saving import copied_bytes
+from pipeline.budget.memory import copied_bytes
 from tests.pipeline.budget import engine_memory_worker as worker
 from tests.pipeline.budget.planning import forecast, stage_plan
 from tests.workers import run_ranks

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from model.layers.activation_checkpointing import checkpoint_blocks
-from model.vit import build_model
+from model.vit import build_model, checkpoint_blocks
 from pipeline.budget.memory import state_of
 from pipeline.optimizers.optim import build_optimizer
 from pipeline.recipe.schema import Recipe

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.budget.gpus import GPUS
-from pipeline.budget.saving import Saving
+from pipeline.budget.memory import Saving
 from tests.pipeline.budget.planning import forecast, recipe
 
 

@@ -10,8 +10,7 @@ from data_shards.errors import UserError
 from pipeline.budget.communication import ZeroKind
 from pipeline.budget.forecast import GivenSpeed, Shards
 from pipeline.budget.gpus import GPUS, find_gpu, gpu_of_driver
-from pipeline.budget.speed import PASS_SECONDS, STEP_SECONDS, host_seconds
-from pipeline.budget.workers import reading
+from pipeline.budget.speed import PASS_SECONDS, STEP_SECONDS, host_seconds, reading
 from tests.conftest import ROOT
 from tests.pipeline.budget.planning import forecast, recipe
 

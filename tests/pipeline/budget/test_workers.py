@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.budget.gpus import find_gpu
-from pipeline.budget.workers import (
+from pipeline.budget.speed import (
     MOST_WORKERS,
     anchored_speed,
     own_cores,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.engine.ddp_engine import DdpEngine
+from pipeline.engine.replicated import DdpEngine
 from pipeline.engine.saved_state.state_files import write_file
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.place import Place

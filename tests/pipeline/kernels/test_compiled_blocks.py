@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from data_shards.errors import UserError
-from model.layers.activation_checkpointing import checkpoint_blocks
 from model.layers.dropout import words_of
 from model.masked_patch import build_masked_patch
-from model.vit import build_model, set_patch_dropout
+from model.vit import build_model, checkpoint_blocks, set_patch_dropout
 from pipeline.engine.saved_state.frozen import freeze
 from pipeline.kernels import compiled_blocks
 from pipeline.kernels.compiled_blocks import CompiledBlocks, compile_blocks, why_not_compiled

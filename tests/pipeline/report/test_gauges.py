@@ -17,20 +17,14 @@ from pipeline.report.gauges import Gauges, ImageWork, peak_flops, stage_work
 WORK = ImageWork(flops=2 * 10**12, last_flops=3 * 10**12, last_from=10)
 
 
-class Clock:
-    """Stands where it is put."""
-
-    now = 100.0
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now=100.0)  # stands where it is put
     monkeypatch.setattr(gauges, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     return clock
 
 
-def test_the_times_of_steps_leave_out_what_is_aside_and_begin_anew_at_each_point(clock: Clock) -> None:
+def test_the_times_of_steps_leave_out_what_is_aside_and_begin_anew_at_each_point(clock: SimpleNamespace) -> None:
     one = Gauges(WORK, processes=1, peak=None, on_gpu=False)
     aside = 0.0
     for seconds in range(1, 101):  # of the steps, in any order
@@ -48,7 +42,7 @@ def test_the_times_of_steps_leave_out_what_is_aside_and_begin_anew_at_each_point
     assert not any("step_seconds" in name for name in one.read(step=101, images_per_second=1.0))
 
 
-def test_arithmetic_is_of_one_process_and_utilisation_only_where_the_peak_is_known(clock: Clock) -> None:
+def test_arithmetic_is_of_one_process_and_utilisation_only_where_the_peak_is_known(clock: SimpleNamespace) -> None:
     known = Gauges(WORK, processes=4, peak=5 * 10**12, on_gpu=False).read(step=10, images_per_second=4.0)
     assert known["perf/model_tflops_per_s"] == 2.0 and known["perf/mfu"] == 0.4
     later = Gauges(WORK, processes=4, peak=5 * 10**12, on_gpu=False).read(step=11, images_per_second=4.0)
@@ -58,7 +52,7 @@ def test_arithmetic_is_of_one_process_and_utilisation_only_where_the_peak_is_kno
 
 
 def test_hours_are_of_all_attempts_and_processes_and_named_for_what_they_are(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
+    clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gauges.torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
     cpu, gpu = (Gauges(WORK, processes=8, peak=None, on_gpu=on_gpu, process_seconds=7200.0) for on_gpu in (False, True))

@@ -54,15 +54,9 @@ def report_to(
     return Report(kept, kept, events, gauges, phases=parts, plan=plan, earlier_seconds=training_seconds)
 
 
-class Clock:
-    """Stands where it is put."""
-
-    now = 100.0
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now=100.0)  # stands where it is put
     for module in (reporter, phases):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     return clock
@@ -73,7 +67,7 @@ def point(one: Report, step: int, *, stall_seconds: float = 0.0, ratio: float | 
     one.curve(state, loss=0.5, more={}, lr=0.1, grad_norm=1.0, slowest_rank_ratio=ratio, stall_seconds=stall_seconds)
 
 
-def test_the_share_of_the_time_lost_to_checkpoints_is_that_of_this_attempt_so_far(clock: Clock) -> None:
+def test_the_share_of_the_time_lost_to_checkpoints_is_that_of_this_attempt_so_far(clock: SimpleNamespace) -> None:
     kept = Notebook()
     one = report_to(kept, training_seconds=1000.0)
     for now, stall_seconds in ((110.0, 0.5), (150.0, 5.0)):
@@ -83,7 +77,7 @@ def test_the_share_of_the_time_lost_to_checkpoints_is_that_of_this_attempt_so_fa
     assert (one.attempt_seconds, one.training_seconds) == (50.0, 1050.0)
 
 
-def test_a_window_counts_its_own_images_and_waiting_and_leaves_out_what_is_aside(clock: Clock) -> None:
+def test_a_window_counts_its_own_images_and_waiting_and_leaves_out_what_is_aside(clock: SimpleNamespace) -> None:
     kept = Notebook()
     one = report_to(kept)
     for step in (1, 2):
@@ -102,7 +96,7 @@ def test_a_window_counts_its_own_images_and_waiting_and_leaves_out_what_is_aside
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_threads_that_wait_for_a_core_are_named_once_and_in_each_line(
-    clock: Clock, threads: int, monkeypatch: pytest.MonkeyPatch
+    clock: SimpleNamespace, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reporter.torch, "get_num_threads", lambda: threads)
     kept, waiting = Notebook(), iter((0.1, 0.6, 0.4, 0.2))
@@ -123,7 +117,7 @@ def test_threads_that_wait_for_a_core_are_named_once_and_in_each_line(
         assert ["core wait" in line for line in lines] == [False, True, True, False]
 
 
-def test_counters_of_the_state_and_the_slowest_rank_are_on_record(clock: Clock) -> None:
+def test_counters_of_the_state_and_the_slowest_rank_are_on_record(clock: SimpleNamespace) -> None:
     kept = Notebook()
     one = report_to(kept)
     point(one, 1)
@@ -163,7 +157,7 @@ def test_beside_each_top1_stand_balanced_accuracy_and_the_share_of_the_commonest
 
 
 def test_steps_that_were_skipped_are_told_as_ranges_at_the_next_point_and_at_the_end(
-    clock: Clock, tmp_path: Path
+    clock: SimpleNamespace, tmp_path: Path
 ) -> None:
     with EventsLog(tmp_path / "events.jsonl") as events:
         kept = Notebook()

@@ -30,9 +30,6 @@ def _plan(world_size: int, micro_batch: int, *, seed: int = 5) -> StagePlan:
         lanes=GLOBAL_BATCH,
         total_steps=10,
         schedule=Schedule(),
-        log_steps=1,
-        eval_steps=0,
-        save_steps=0,
         samples_per_epoch=100,
         seed=seed,
     )

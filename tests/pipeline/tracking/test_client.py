@@ -88,6 +88,5 @@ def test_other_stores_are_left_alone(uri: str):
 
 
 def test_a_database_that_is_there_is_left_alone(tmp_path: Path):
-    path = tmp_path / "mlflow.db"
-    path.touch()
-    make_database(f"sqlite:///{path}", create=lambda uri: pytest.fail("it was made again"))
+    (tmp_path / "mlflow.db").touch()
+    make_database(f"sqlite:///{tmp_path}/mlflow.db", create=lambda uri: pytest.fail("it was made again"))

@@ -1,3 +1,5 @@
+"""mlflow.json: read back, damaged, or of an earlier version; no passwords."""
+
 import json
 from pathlib import Path
 

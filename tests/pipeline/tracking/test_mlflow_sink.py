@@ -134,17 +134,11 @@ def test_a_resumed_stage_goes_on_in_its_run_with_a_whole_curve(client: Any, sett
     assert run.data.tags["shardvit.params_changed.2"] == "plan.lanes: 4 -> 8"
     assert (run.data.tags["shardvit.attempt"], run.info.status) == ("2", "FINISHED")
     assert len(run.inputs.dataset_inputs) == 2
-
-
-def test_a_rollback_adds_a_point_to_each_repeated_step_only(client: Any, settings: Settings) -> None:
-    first = Attempt(settings)
-    first.log(1, 2, 3)
-    first.close("KILLED")
-    time.sleep(0.002)  # another millisecond: else the points would be equal and collapse
-    second = Attempt(settings, resume_step=2)
-    second.log(3, 4)
-    second.close("FINISHED")
-    assert [step for step, _ in curve(client, settings)] == [1, 2, 3, 3, 4]
+    time.sleep(0.002)  # another millisecond: else the repeated points would be equal and collapse
+    third = Attempt(again, resume_step=4)
+    third.log(5, 6)
+    third.close("FINISHED")
+    assert [step for step, _ in curve(client, settings)] == [1, 2, 3, 4, 5, 5, 6]
 
 
 def test_non_finite_values_reach_the_store(client: Any, settings: Settings) -> None:

@@ -32,7 +32,7 @@ from pipeline.runs.written_by import written_by
 from pipeline.stage.context import StageContext
 from pipeline.stage.initial_model import StageStart
 from pipeline.stage.stage_data import Stage, open_data
-from pipeline.training import stage_result, stage_training
+from pipeline.training import assembly, stage_training
 from pipeline.training.after_step import TrainingFailed, TrainJob
 from pipeline.training.assembly import make_job
 from pipeline.training.stage_training import train_stage
@@ -155,7 +155,7 @@ def test_the_stages_model_are_the_weights_or_their_average(
     numbers, saved = [1.0], []
     ends.engine.averaged = lambda: contextlib.closing(SimpleNamespace(close=numbers.pop, at=numbers.append(2.0)))
     ends.engine.weights = lambda: {"w": numbers[-1]}
-    monkeypatch.setattr(stage_result, "save_for_others", lambda *where, meta: saved.append((where[1], meta.ema_decay)))
+    monkeypatch.setattr(assembly, "save_for_others", lambda *where, meta: saved.append((where[1], meta.ema_decay)))
     ends.train(ema=ema)
     assert saved == [({"w": written}, 0.9999 if written == 2.0 else None)]
     assert ends.folder.record("pretrain").model.get("ema_decay") == saved[0][1]
@@ -227,8 +227,8 @@ def ends(stage: OwnStage, monkeypatch: pytest.MonkeyPatch) -> OwnStage:
     monkeypatch.setattr(stage_training, "open_engine", lambda *arguments, **more: stage.engine)
     monkeypatch.setattr(stage_training, "stage_report", silent_report)
     monkeypatch.setattr(stage_training, "train", trained)
-    monkeypatch.setattr(stage_result, "save_for_others", lambda *arguments, **more: None)
-    monkeypatch.setattr(stage_result, "weights_digest", lambda folder: "digest")
+    monkeypatch.setattr(assembly, "save_for_others", lambda *arguments, **more: None)
+    monkeypatch.setattr(assembly, "weights_digest", lambda folder: "digest")
     return stage
 
 
@@ -294,7 +294,7 @@ def test_a_stage_whose_held_out_loss_is_not_finite_has_failed_and_leaves_no_mode
 ) -> None:
     written: list[object] = []
     ends.engine.averaged = contextlib.nullcontext  # pyright: ignore[reportAttributeAccessIssue]
-    monkeypatch.setattr(stage_result, "save_for_others", lambda *where, **more: written.append(where))
+    monkeypatch.setattr(assembly, "save_for_others", lambda *where, **more: written.append(where))
     monkeypatch.setattr(
         stage_training, "train", lambda job, state: replace(state, step=TOTAL_STEPS, evaluation=evaluation)
     )

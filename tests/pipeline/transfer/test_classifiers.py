@@ -16,7 +16,7 @@ from threadpoolctl import ThreadpoolController, threadpool_info
 
 from pipeline.transfer import classifiers
 from pipeline.transfer.classifiers import fit_least_squares, fit_probe, knn_votes
-from pipeline.transfer.shots import held_out_rows
+from pipeline.transfer.features import held_out_rows
 
 CPU = torch.device("cpu")
 CLASSES = 4

@@ -14,11 +14,9 @@ from data_shards.errors import UserError
 from data_shards.packing.pack import pack
 from data_shards.shards.shard_set import ShardSet
 from pipeline.ranks.start_clock import StartClock
-from pipeline.transfer.data_sets import TransferSet
-from pipeline.transfer.features import FeatureStore
+from pipeline.transfer.features import FeatureStore, choose_images
 from pipeline.transfer.measure import measure
-from pipeline.transfer.settings import FewShotSettings, KnnSettings, ProbeSettings
-from pipeline.transfer.shots import choose_images
+from pipeline.transfer.settings import FewShotSettings, KnnSettings, ProbeSettings, TransferSet
 from tests.pipeline.transfer.small_model import CLASSES, damage, digits, open_small, pack_digits, save_small, store_for
 
 

@@ -25,7 +25,6 @@ from model.config import ModelConfig
 from model.formats.export import ExportFormat, export_model
 from model.masked_patch import build_masked_patch
 from model.saved.model_folder import SavedModelMeta, build_described, build_from_saved, save_model
-from pipeline.runs.run_folder import RunFolder
 from pipeline.stage.task import model_input
 from pipeline.using import predict as predict_module
 from pipeline.using.predict import Predictor, open_predictor, predict_images
@@ -115,22 +114,11 @@ def test_predictions_are_what_evaluation_computes(tmp_path: Path, photos: Path, 
     np.testing.assert_allclose(sorted(found), sorted(expected), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("to", "name"),
-    [
-        ("npz", "model.npz"),
-        ("big_vision", "model.npz"),
-        ("timm", "model-timm"),
-        ("transformers", "model-transformers"),
-        ("torchvision", "model.pth"),
-        ("onnx", "model.onnx"),
-        ("torch_export", "model.pt2"),
-    ],
-)
-def test_every_format_gives_the_same_top_5(tmp_path: Path, photos: Path, to: ExportFormat, name: str) -> None:
-    if to == "onnx":
-        pytest.importorskip("onnxscript")
-        pytest.importorskip("onnxruntime")
+@pytest.mark.parametrize(("to", "name"), [("onnx", "model.onnx"), ("npz", "model.npz")])
+def test_a_file_of_another_format_gives_the_same_top_5(
+    tmp_path: Path, photos: Path, to: ExportFormat, name: str
+) -> None:
+    """tests/model/formats has the other formats."""
     meta = meta_of(eval_protocol="big_vision", mean=(0.4, 0.5, 0.6))
     model = save_random(tmp_path / "model", meta)
     export_model(meta, model.state_dict(), to=to, out=tmp_path / name)
@@ -247,32 +235,6 @@ def test_weights_that_give_no_numbers_are_refused(tmp_path: Path, photos: Path) 
         list(predict_images(open_predictor(tmp_path / "model"), image_files([photos]), top=1, batch_images=4))
 
 
-def test_a_run_means_its_last_trained_stage(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path, "mine")
-    run.path.mkdir()
-    (run.path / "recipe.yaml").write_text("name: mine\n")
-    with pytest.raises(UserError, match="mine: none of its stages is done"):
-        open_predictor(run.path)
-    for seed, stage in enumerate(("pretrain", "swap_head", "finetune")):
-        save_random(run.model(stage), meta_of(), seed=seed)
-        if stage != "finetune":
-            run.update(stage, state="done")
-    run.update("finetune", state="running")  # begun again: what is there may be an earlier result
-    images = torch.rand(2, 3, 32, 32)
-
-    def logits_of(stage: str) -> torch.Tensor:
-        with torch.no_grad():
-            return build_from_saved(run.model(stage))[1].eval()(images)  # pyright: ignore[reportArgumentType]
-
-    assert torch.equal(open_predictor(run.path)(images), logits_of("pretrain"))
-    run.update("finetune", state="done")
-    predictor = open_predictor(run.path)
-    assert predictor.origin == str(run.model("finetune"))
-    assert torch.equal(predictor(images), logits_of("finetune"))
-    assert torch.equal(open_predictor(run.stage("swap_head"))(images), logits_of("swap_head"))
-    assert not torch.equal(logits_of("swap_head"), logits_of("pretrain"))
-
-
 def test_a_model_without_classes_is_refused(tmp_path: Path) -> None:
     meta = meta_of(head="masked_patch", num_classes=512, class_names=tuple(map(str, range(512))))
     model = build_masked_patch(meta.model, image_size=32)
@@ -282,11 +244,9 @@ def test_a_model_without_classes_is_refused(tmp_path: Path) -> None:
 
 
 def test_wrong_models_and_devices_are_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "empty").mkdir()
     (tmp_path / "broken.onnx").write_bytes(b"broken")
     (tmp_path / "broken.pt2").write_bytes(b"broken")
-    (tmp_path / "photo.jpg").write_bytes(b"broken")
-    for name in ("nowhere", "nowhere.onnx", "empty", "broken.onnx", "broken.pt2", "photo.jpg"):
+    for name in ("broken.onnx", "broken.pt2"):
         with pytest.raises(UserError, match=name):
             open_predictor(tmp_path / name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -298,17 +258,12 @@ def test_wrong_models_and_devices_are_refused_in_words(tmp_path: Path, monkeypat
         open_predictor(tmp_path / "broken.onnx", device="cuda")
 
 
-def test_folders_are_walked_in_order(tmp_path: Path, photos: Path) -> None:
+def test_folders_are_walked_in_order(photos: Path) -> None:
     found = image_files([photos / "flower", photos / "china/1.jpg", photos])
     flower = sorted(path for path in photos.rglob("*.*") if path.parent.name == "flower")
     china = sorted(path for path in photos.rglob("*.*") if path.parent.name == "china")
     assert found == [*flower, photos / "china/1.jpg", *china, *flower]
     assert image_files([photos / "notes.txt"]) == [photos / "notes.txt"]  # its content will tell
-    with pytest.raises(UserError, match=r"nowhere\.jpg: there is no such image or folder"):
-        image_files([photos, photos / "nowhere.jpg"])
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="empty: there is no image in this folder"):
-        image_files([tmp_path / "empty"])
 
 
 @pytest.mark.gpu

@@ -97,7 +97,7 @@ def change_lists(name: str, text: Callable[[str], str]) -> Callable[[Path], None
     ("change", "message"),
     [
         (lambda root: (root / "annotations/test.txt").unlink(), r"no test\.txt"),
-        (lambda root: (root / "images/Birman_2.jpg").unlink(), r"Birman_2\.jpg, which trainval\.txt names"),
+        (lambda root: (root / "images/Birman_2.jpg").unlink(), r"trainval\.txt names .*\(Birman_2\.jpg\)"),
         (change_lists("test.txt", lambda text: text + "Abyssinian_9\n"), r"test\.txt, line 4"),
         (change_lists("test.txt", lambda text: text + "Abyssinian_9 x 1 1\n"), r"test\.txt, line 4"),
         (change_lists("test.txt", lambda text: text + "Birman_33 1 1 1\n"), r"test\.txt, line 4"),
@@ -129,7 +129,7 @@ def test_an_archive_of_class_folders_may_be_called_images(tmp_path: Path):
     [
         (lambda root: (root / "setid.mat").unlink(), r"setid\.mat is missing"),
         (lambda root: (root / "imagelabels.mat").unlink(), r"imagelabels\.mat is missing"),
-        (lambda root: (root / "jpg/image_00103.jpg").unlink(), r"image_00103\.jpg, which setid\.mat names"),
+        (lambda root: (root / "jpg/image_00103.jpg").unlink(), r"setid\.mat names .*\(image_00103\.jpg\)"),
         (lambda root: (root / "imagelabels.mat").write_bytes(b"nonsense" * 40), r"imagelabels\.mat: labels cannot"),
         (lambda root: (root / "imagelabels.mat").write_bytes(mat(labels=np.full((1, 306), 103))), "1 to 102"),
         (lambda root: (root / "imagelabels.mat").write_bytes(mat(labels=np.full((1, 306), 0.5))), "whole numbers"),

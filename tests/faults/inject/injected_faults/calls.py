@@ -64,8 +64,7 @@ def install() -> None:
             {
                 "pipeline.checkpoint.train_state": _patch_state,
                 "pipeline.engine.deepspeed_engine": lambda module: _patch_engine(module.DeepSpeedEngine),
-                "pipeline.engine.ddp_engine": lambda module: _patch_engine(module.DdpEngine),
-                "pipeline.engine.accelerate_engine": lambda module: _patch_engine(module.AccelerateEngine),
+                "pipeline.engine.replicated": lambda module: _patch_engine(module.ReplicatedEngine),
                 "pipeline.checkpoint.saver": _patch_saver,
                 "model.layers.head": _patch_head,
                 "data_shards.loading.assemble": _patch_assemble,

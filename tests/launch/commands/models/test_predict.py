@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from model.config import ModelConfig
 from model.formats.programs import write_torch_export
 from model.saved.model_folder import SavedModelMeta, build_described, save_model
 from pipeline.runs.run_folder import RunFolder
-from tests.conftest import ROOT
 from tests.launch.conftest import Call
 
 CLASSES = ("black", "grey", "white")
@@ -153,17 +151,3 @@ def test_on_a_terminal_what_is_too_wide_goes_below(call: Call, monkeypatch: pyte
         found[columns] = call("predict", "shades.pt2", "one.png")
     assert found["30"] == (0, "one.png:\n  100.0 %  white\n    0.0 %  grey\n    0.0 %  black\n", "")
     assert found["100"] == (0, "one.png: white 100.0 %, grey 0.0 %, black 0.0 %\n", "")
-
-
-def test_a_reader_that_has_seen_enough(work: Path) -> None:
-    """`| head -1`: no traceback."""
-    command = f"{sys.executable} -m launch.cli predict shades.pt2 {'one.png ' * 50} --batch-size 1 | head -1"
-    done = subprocess.run(
-        ["bash", "-c", command],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert (done.stdout, done.stderr) == ("one.png: white 100.0 %, grey 0.0 %, black 0.0 %\n", "")

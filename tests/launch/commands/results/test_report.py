@@ -13,7 +13,7 @@ from launch.commands.results.report import compare, report
 from launch.pages.blocks import ShownNumber
 from launch.pages.compare import WIDTH
 from launch.pages.facts import held_out_fact, held_out_table
-from launch.pages.sections import run_names, runs_page, write_beside
+from launch.pages.sections import named, runs_page, write_beside
 from pipeline.recipe.io import dump_recipe, load_recipe
 from pipeline.runs.logs import EventsLog
 from pipeline.runs.read import read_run
@@ -63,7 +63,7 @@ def test_beside_the_score_stands_what_it_is_to_be_compared_with(runs: list[RunFo
         ShownNumber("61.40 %", 0.614),
     ]
     assert pretrain["balanced accuracy"] is None  # of an older run
-    html = runs_page([history, read_run(runs[1])], ["one", "two"]).html
+    html = runs_page({"one": history, "two": read_run(runs[1])}).html
     assert "50.02 %" in html and "commonest class" in html
 
 
@@ -109,9 +109,8 @@ def test_several_runs_have_one_beside_them_or_where_it_is_asked_for(
 def test_runs_are_told_apart_by_their_folders_where_names_are_alike(runs: list[RunFolder], tmp_path: Path) -> None:
     shutil.copytree("runs/one", tmp_path / "elsewhere" / "one")
     histories = [read_run(folder) for folder in (runs[0], RunFolder(tmp_path / "elsewhere", "one"))]
-    names = run_names(histories)
-    assert len(set(names)) == 2
-    assert run_names(histories[:1]) == ["one"]
+    assert list(named(histories).values()) == histories
+    assert named(histories[:1]) == {"one": histories[0]}
 
 
 def test_a_run_beside_others_shows_what_they_share(runs: list[RunFolder]) -> None:

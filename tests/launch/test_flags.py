@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from data_shards.errors import UserError
-from launch.target import INDEX_FILE, demand_target, page_mark
+from launch.flags import INDEX_FILE, demand_target, page_mark
 from tests.launch.conftest import Call
 from tests.launch.report.runs import make_run
 
