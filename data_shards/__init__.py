@@ -1,7 +1,5 @@
 """Images -> WebDataset shards -> samples -> batches. Knows nothing of `model` or `pipeline`."""
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """Limits that a batch system or container sets, from Linux's control groups (versions 1 and 2), and the user's name."""
 
-from __future__ import annotations
-
 import getpass
 import os
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Surviving a power failure costs one flush of the disk per file and folder; survi
 raise OSError when the disk is full or fails.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

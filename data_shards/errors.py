@@ -4,8 +4,6 @@ The command line prints a `UserError` without a traceback and exits with code 2.
 counted by the loader, or stops it. Any other exception is a bug or a machine fault, and keeps its traceback.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from data_shards.text import printable

@@ -1,7 +1,5 @@
 """Helper processes of a command: how many to start, Ctrl-C, ending with the command, work in parts."""
 
-from __future__ import annotations
-
 import logging
 import math
 import multiprocessing

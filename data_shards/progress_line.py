@@ -1,7 +1,5 @@
 """Show progress of long work on images: tqdm's bar on a terminal, otherwise a line every few seconds."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

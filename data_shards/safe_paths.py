@@ -1,7 +1,5 @@
 """Read only what lies inside a stranger's folder: no links out of it, no FIFOs or devices (30 µs a file)."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -1,7 +1,5 @@
 """Text for people: sizes, durations, tables, and names from files, which `printable` and `one_line` escape."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -4,8 +4,6 @@ Plain Python: reading a recipe or printing --help needs neither numpy nor torch.
 kind of worker is a name here and a branch where it is made.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import IntEnum, unique
 from typing import Literal
@@ -15,7 +13,7 @@ from typing import Literal
 class RandomStream(IntEnum):
     """First word of every key of `randomness`, so that no two uses of one seed share random numbers, in any package.
 
-    The numbers never change: a resumed run would go on with another order. A new stream takes a number never used.
+    The numbers never change: a resumed run would continue with another order. A new stream takes a number never used.
     """
 
     SHARD_ORDER = 1

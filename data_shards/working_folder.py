@@ -4,8 +4,6 @@
 `launch/__init__.py` drops the folder where it was not set: too late for a `launch.py` in there.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """The `shardvit` command. Heavy libraries are imported inside the commands, so that `--help` answers at once."""
 
-from __future__ import annotations
-
 import errno
 import sys
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Points of one column are averaged and joined to the next by a straight line; values that are not finite are left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Literal
 

@@ -4,8 +4,6 @@ Pydantic only, so that reading a recipe and `shardvit --help` import neither tor
 and dropout belong to a stage: they change between pre-training and fine-tuning.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
@@ -78,7 +76,7 @@ class ModelConfig(BaseModel):
             if missing and set(given) - {"resnet_layers", "resnet_width_factor"}:
                 yield f"without a variant, {', '.join(missing)} must be given too"
         if self.resnet_width_factor is not None and self.resnet_layers is None:
-            yield "resnet_width_factor means nothing without resnet_layers: leave it out, or give both"
+            yield "resnet_width_factor has no effect without resnet_layers: leave it out, or give both"
         if self.kind == "resnet":
             ignored = [name for name in OF_TRANSFORMERS if getattr(self, name) != type(self).model_fields[name].default]
             if ignored:
@@ -109,10 +107,10 @@ class ModelConfig(BaseModel):
                 f"not for {self.position}: leave it out"
             )
         if self.class_token_position == "none" and self.pool != "cls":
-            yield f"class_token_position means nothing to pool {self.pool}, which has no class token: leave it out"
+            yield f"class_token_position has no effect with pool {self.pool}, which has no class token: leave it out"
         if self.class_token_position == "none" and not learned:
             yield (
-                f"class_token_position means nothing to position {self.position}, which adds nothing to the class "
+                f"class_token_position has no effect with position {self.position}, which adds nothing to the class "
                 "token anyway: leave it out"
             )
         if self.position == "sincos_2d" and sizes.width % 4:
@@ -199,7 +197,7 @@ class Regularisation:
     masks: DropoutMasks = "process"  # the process's generator; sample: given words (`model.layers.dropout`)
 
     def check(self, config: ModelConfig) -> None:
-        """Raise ValueError if a rate is out of range, or means nothing to this model."""
+        """Raise ValueError if a rate is out of range, or has no effect with this model."""
         for name in ("dropout", "stochastic_depth", "patch_dropout"):
             rate = getattr(self, name)
             if not 0.0 <= rate < 1.0:

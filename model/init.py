@@ -10,8 +10,6 @@ Each parameter has a random stream from (seed, its name), independent of the dev
 different heads start from the same trunk. Costs a second for B/16, about 10 for H/14.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

@@ -8,8 +8,6 @@ The model must be in evaluation mode, on any device. A pure ResNet has no attent
 images.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ float32, so that large logits neither overflow nor lose precision in the sum ove
 its name and its row of `LOSSES` in `model/vocabulary.py`, a function and its cases here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

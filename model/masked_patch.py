@@ -9,8 +9,6 @@ A trunk with attention pooling (`pool: map`) is built without it, so that weight
 decayed nor saved; `classifier_of` adds them. Draws no random numbers.
 """
 
-from __future__ import annotations
-
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn

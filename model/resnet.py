@@ -13,8 +13,6 @@ has other epsilons (1e-10 under the root, and 1e-5), which move a random model's
 largest. Standardising costs one pass over the kernels per forward pass, uneven padding (stride 2) a copy of the input.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal

@@ -4,8 +4,6 @@ A pure Transformer takes any patch size (the 16 of "B/16"), a hybrid's stem only
 `VARIANTS`, `HYBRIDS` or `RESNETS`.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from dataclasses import dataclass, field, replace

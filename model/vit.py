@@ -19,8 +19,6 @@ activations are needed at once. k = 1 costs a third more arithmetic. No gradient
 is compiled in place is recomputed by its compiled code.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -4,8 +4,6 @@ To add one: its name here, and a loss in `LOSSES` and `model/loss.py`, a head in
 position embedding in `positions/embedding.py`, initial values in `init.py`, an export format in `formats/export.py`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path

@@ -5,8 +5,6 @@ one function from it for a detection kernel. Both are deferred until they are ca
 differently imports the compiler as usual.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 `python -m pipeline.metrics_table` writes it anew; a test holds the page to it. For developers: nothing imports it.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from pipeline.recipe.vocabulary import METRICS

@@ -1,7 +1,5 @@
 """What a run leaves, said once for the fast and the slow tests: its files, and its runs in MLflow."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Iterable
 from contextlib import closing

@@ -1,7 +1,5 @@
 """A training job on stand-ins around a real model: what the loop decides itself is seen in what it asks of them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

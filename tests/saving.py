@@ -1,7 +1,5 @@
 """What the tests of checkpoints share: an engine of a few numbers, ranks in threads, and one save after another."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ share a fixture of the session. Anything else that a test looks at (processes, p
 temporary files) it must know to be its own by a mark, so that any two files can run at the same time.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

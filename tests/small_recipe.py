@@ -1,7 +1,5 @@
 """The smallest recipe that trains, as a tree of keys, to which a test adds; and the curve of a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

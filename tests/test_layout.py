@@ -1,7 +1,5 @@
 """Laws of the layout: size of rooms, unique file names, and that CONTRIBUTING and README name only what exists."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter

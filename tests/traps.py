@@ -1,7 +1,5 @@
 """A working folder of somebody's own repository, whose modules have the names of ours, of torch and of Python's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

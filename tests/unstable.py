@@ -5,8 +5,6 @@ If more than MOST tests fail, none is run again. Nothing else is retried: no col
 stopped early (-x), no test in which a worker process died.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What the tests of several ranks share: the processes of one file of theirs, from their start to their end."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

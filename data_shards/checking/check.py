@@ -9,8 +9,6 @@ Every byte is read: 0.5 to 1.5 GB a second and core, or the disk's speed, plus 2
 some 110 bytes a sample, and an image per process.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ A problem is damage, or data that silently make results wrong: exit code 1. A wa
 kinds' names appear in `--json`, so they must not change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args

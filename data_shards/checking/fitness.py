@@ -4,8 +4,6 @@ Figures are those of epoch 0 with seed 0 in `order.Order`; other epochs read oth
 about a percent. Takes a second for any number of samples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

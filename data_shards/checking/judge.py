@@ -3,8 +3,6 @@
 Duplicates are found by sorting 16-byte hashes: about a second and 80 MB for a million samples.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence

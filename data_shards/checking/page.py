@@ -4,8 +4,6 @@ The JSON's keys are stable: those of `as_json`, and the fields of `SplitSummary`
 New ones may be added; `version` changes if any is removed or changes its meaning. A finding names at most 1,000 places.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence

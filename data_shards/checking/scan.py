@@ -5,8 +5,6 @@ image is read and hashed (16 bytes are kept), and with `decode` decoded in full.
 disk's or SHA-256's time for large ones, and 1.9 ms to decode a photograph.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

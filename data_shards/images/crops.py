@@ -10,8 +10,6 @@ others 0.417. Compared with TensorFlow 2.21's own op: `launch/bench/records/goog
 from the sample's draws, so a sample's crop does not depend on who draws it. Cost: 3 µs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -17,7 +17,7 @@ leaves it its fast transform, 43 to 45 dB away. What real data sets hold, whatev
     more pixels than data.max_image_pixels                     refused before anything is decoded
     truncated (no end marker)                                  refused, wherever the crop lies, unless so many other
                                                                bytes follow that libjpeg takes them for the rest
-    damaged in the middle, where libjpeg goes on               taken as libjpeg repairs it, with a line on stderr
+    damaged in the middle, where libjpeg continues               taken as libjpeg repairs it, with a line on stderr
     bytes after the end                                        ignored
 
 Whether a JPEG can be read does not depend on the crop, with one exception: damage below the crop that spells a marker

@@ -6,8 +6,6 @@ alone. The GPU part has never been run on a GPU. It copies the pixels back to th
 (400 MB), and nvJPEG upsamples chroma more simply, so coloured edges differ a little.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import threading

@@ -3,7 +3,7 @@
     bilinear, bicubic; antialiased   torch's kernels for uint8: 57 dB against a float reference, 73 to 77 dB from
                                      Pillow's
     bilinear; not antialiased        Google's `tf.image.resize`, by torch's kernel: within one level of TensorFlow's
-                                     result rounded, 58 dB from the floats that vision_transformer goes on with
+                                     result rounded, 58 dB from the floats that vision_transformer continues with
     the same, cast                   as big_vision does, which cuts the fraction off and makes pixels half a level
                                      darker: TensorFlow's exactly
     area                             big_vision's `resize_small`: the average over the area that a pixel covers, the

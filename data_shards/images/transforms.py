@@ -17,8 +17,6 @@ Evaluation protocols (`size` is the square's side, `share` is `crop_share`):
 A training crop at 224 pixels takes 0.2 ms for an ImageNet photograph, once it is decoded.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

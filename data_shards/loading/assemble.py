@@ -5,8 +5,6 @@ attempt): the same for any world size and after any restart, with the damaged on
 image is not counted, since each image must count once. Both are named in `Batch.faults`.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable

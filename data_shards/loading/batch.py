@@ -1,7 +1,5 @@
 """A micro-batch of uint8 pixels and labels; flip, normalisation and mixing follow on the device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

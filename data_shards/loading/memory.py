@@ -1,7 +1,5 @@
 """Host memory for reading ahead, from counts and sizes alone; `shardvit plan` prints it."""
 
-from __future__ import annotations
-
 PREFETCH = 4  # items of a worker, ready or in progress
 STAGES = 2  # page-locked buffers on the way to a GPU: one is filled while the other's copy runs
 

@@ -10,8 +10,6 @@ the edges, and the weight is the area that is left. Cost: 0.1 ms a batch. Needs 
 distribution, so that a draw is a function of one number.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

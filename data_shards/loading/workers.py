@@ -6,8 +6,6 @@ fork would copy locks that other threads (CUDA's) hold. They ignore the signals 
 and then ends them. Each costs 0.03 s and 25 MB once the server has loaded torch (2 s, 300 MB).
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import multiprocessing.connection

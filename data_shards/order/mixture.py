@@ -12,8 +12,6 @@ set k is off by less than 1 + w_k * (sets - 2) positions, and in any contiguous 
 by less than twice that. Neighbours are random, so that mixup does not always pair two sets. Memory: 1.6 MB.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from itertools import count

@@ -6,8 +6,6 @@ bits. The mixer is the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast Spl
 resumed run must not depend on that. About 10 ns a word, vectorised over whole batches. Not for cryptography.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 

@@ -6,8 +6,6 @@ both as pairs. Decodes every training image once more; fingerprints are kept in 
 killed does not decode them again.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass

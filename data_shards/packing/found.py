@@ -5,8 +5,6 @@ have several) and whether it was packed. OUT/unreadable.jsonl (beside OUT if the
 path, split, label, reason. Neither is written empty. Costs 16 bytes and some 0.5 µs per image.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,7 +153,7 @@ def unreadable_error(files: Sequence[Line], source: Source, plan: PackPlan, out:
     more = f"; and {len(files) - _MOST_NAMED:,} more" if len(files) > _MOST_NAMED else ""
     return UserError(
         f"{source.spec}: {len(files):,} of {plan.num_images:,} images cannot be read: {first}{more}; all are listed "
-        f"in {path}: fix or remove them, or add --skip-unreadable, and the command goes on from here"
+        f"in {path}: fix or remove them, or add --skip-unreadable, and the command resumes from here"
     )
 
 

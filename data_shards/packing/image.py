@@ -5,8 +5,6 @@ run. With `Resize`, a large image is reduced (Lanczos, antialiased) and encoded 
 metadata: no orientation tag, so a viewer shows what training sees. A photograph takes 1.2 ms, 3 more if reduced.
 """
 
-from __future__ import annotations
-
 import io
 from dataclasses import dataclass
 

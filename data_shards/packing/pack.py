@@ -16,8 +16,6 @@ byte-identical. Costs one decode per image (60,000 JPEGs of 32x32: 6 CPU seconds
 space of the images plus 1.5 to 2 kB each (tar's blocks).
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
@@ -82,7 +80,7 @@ def pack(
         request = replace(request, holdout_list=listed)
     try:
         result = _pack(source_spec, out, request, report)
-    finally:  # an attempt that left shards goes on with it
+    finally:  # an attempt that left shards continues with it
         if not work_path(out).is_dir():
             shutil.rmtree(unpacked_path(out), ignore_errors=True)
     result = replace(result, seconds=time.monotonic() - start)
@@ -170,7 +168,7 @@ class _Packing:
         except OSError as error:
             if error.errno not in _DISK_FULL:
                 raise
-            kept = f", it goes on from the finished shards in {work.path}" if work.has_records else ""
+            kept = f", it resumes from the finished shards in {work.path}" if work.has_records else ""
             reason = f"the disk is full ({os.strerror(error.errno)}); make room and type the same command again{kept}"
             raise UserError(f"{self.out}: {reason}") from None
 

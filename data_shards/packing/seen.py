@@ -5,8 +5,6 @@ archive's), 16 the digest of its bytes, zeros if they were not read. Names and s
 `Source.fingerprint`; here the times are, and the bytes of images with other times, or of all.
 """
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

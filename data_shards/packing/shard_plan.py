@@ -5,8 +5,6 @@ version or the number of cores, and an image stays in train or val whichever cla
 has the same images. Costs about 2 us per image.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

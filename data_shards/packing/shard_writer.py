@@ -10,8 +10,6 @@ Threads suffice: decoding, hashing and I/O release the GIL, and the rest is 80 Â
 thread, as stored and decoded (at most 0.5 GB). A shard is one thread's work, so few large shards use few cores.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

@@ -5,8 +5,6 @@ as hold a given number of labels. Remote shards are fetched whole, so only a few
 Needs no torch.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass
 
@@ -164,7 +162,7 @@ class _Inspection:
         return image
 
     def draw(self, count: int) -> tuple[DrawnImage, ...]:
-        """Draw from each class in turn, until there are enough; damaged images are passed over."""
+        """Draw from each class in turn, until there are enough; damaged images are skipped."""
         queues = self._queues()
         drawn: list[tuple[int, int, DrawnImage]] = []
         while queues and len(drawn) < count:

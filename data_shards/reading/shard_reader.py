@@ -5,8 +5,6 @@ every read: 5 µs from a warm cache, and two copies of the bytes: 23 µs for a p
 shards are closed first. A shard that the cache evicts stays open in use, and is closed seconds after its last read.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections import OrderedDict

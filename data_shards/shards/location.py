@@ -5,8 +5,6 @@ No file or network is touched. A location is a local path (or "file:PATH"), a UR
 signatures: whatever is printed, logged or stored goes through `redacted` first.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

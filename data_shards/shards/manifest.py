@@ -5,8 +5,6 @@ for: `sizes.json` (open_clip, webdataset) and, one folder up, `_info.json` (timm
 `stat` a shard; digests are not verified. Needs no torch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

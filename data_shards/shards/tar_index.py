@@ -5,8 +5,6 @@ samples, then a line each with "extension offset size member" for each part). Bu
 (10 µs a sample), reading 5 µs a sample. Samples are grouped as webdataset does; only image and label are indexed.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ Unlike tarfile and webdataset, it never ignores damage: an invalid header, an ea
 raise `TarDamage`. Compressed tars (no usable offsets) and sparse members are refused.
 """
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections.abc import Iterator
@@ -44,7 +42,7 @@ def walk_tar(
     """Yield the regular files of an open tar, in order; raises TarDamage after the last member that could be read.
 
     The tar may be a part of the file, from byte `start` to before `end` (a tar that is a member of another one). The
-    names of hard and symbolic links, which are passed over, are added to `links`.
+    names of hard and symbolic links, which are skipped, are added to `links`.
     """
     num_bytes = os.fstat(descriptor).st_size if end is None else end
     for kind, member in _members(descriptor, start, num_bytes):

@@ -4,8 +4,6 @@ webdataset needs torch only for the base classes of its pipelines. Its modules f
 package of another name, whose `pytorch` module is empty: 0.1 s.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import re

@@ -5,8 +5,6 @@ command with all its children. gopen's own pipes do not do that, take status 141
 command of a shell pipeline fails, only the tar's missing end shows it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

@@ -6,8 +6,6 @@ every connection it still ends, as long as any bytes arrive. Missing or refused 
 failing commands are retried a few times: the source itself may be wrong. The digest is computed at 0.5 to 1.5 GB/s.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import random

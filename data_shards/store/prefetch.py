@@ -81,7 +81,7 @@ class Prefetcher:
                     self._fetch(shard, step=step)
         except DownloadStopped:
             pass
-        except Exception as error:  # noqa: BLE001 - without prefetching, training goes on more slowly
+        except Exception as error:  # noqa: BLE001 - without prefetching, training continues more slowly
             self.error = error
 
     def _fetch(self, shard: int, *, step: int) -> None:

@@ -3,8 +3,6 @@
 The kind decides whether to retry; the reason is printable: no URL with a password, no query string.
 """
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

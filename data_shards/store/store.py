@@ -4,8 +4,6 @@ Local shards are opened in place. All others are downloaded once per node, verif
 describes a store's settings. Opening a cached shard takes about a millisecond. Needs no torch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

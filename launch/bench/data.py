@@ -12,8 +12,6 @@ Costs about 8 minutes on two cores (2 with --quick) and 2.5 GB in the folder for
 cache: disks and networks are not measured.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -8,8 +8,6 @@
 Imports are late: the time to the first batch includes each method's.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Methods that the data benchmark compares, and the folders they read. Imports nothing heavy."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal

@@ -5,8 +5,6 @@ our pixels is the whole image decoded by Pillow, the same box cut out, and torch
 float32, not rounded.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import statistics

@@ -5,8 +5,6 @@ iterator of batches of 64, with two workers (threads where it has threads). None
 `import_module` imports them where they are used, because a type checker may not find them.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module

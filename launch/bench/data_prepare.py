@@ -10,8 +10,6 @@ Everything is in the page cache afterwards: the benchmark measures loaders, not 
 torchvision code fails on or treats otherwise (CMYK, other formats) are left out and counted.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import tarfile
@@ -25,7 +23,7 @@ from data_shards.packing.pack import pack
 from data_shards.shards.manifest import read_manifest, write_manifest
 from launch.bench.data_methods import QUALITY, SHORT_SIDE, Work
 
-CLASSES = 10  # in turns; labels mean nothing here
+CLASSES = 10  # in turns; labels are arbitrary here
 SHARDS = 8
 MANY_SHARDS = 1000
 

@@ -1,7 +1,5 @@
 """Results of the data benchmark, its targets, and both as text. Pure."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

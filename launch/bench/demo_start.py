@@ -9,8 +9,6 @@ Target: the first step after at most half the time of `--before`, the median of 
 a demo on 2 cores.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -10,8 +10,6 @@ first, with the bar before and after ours; the table names what there was no tim
 GPUs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

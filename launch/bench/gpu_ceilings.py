@@ -4,8 +4,6 @@ Products are those of training: forward (x W'), the input's gradient (dy W), the
 and backward together; its FLOPs are three times the forward pass's, recomputation not counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial

@@ -14,8 +14,6 @@ All clip at 1.0 and use fused AdamW. The peers keep float32 weights (autocast), 
 float32 masters. Each drives its own loop and calls a `Meter`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

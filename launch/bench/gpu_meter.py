@@ -8,8 +8,6 @@ Kinds are found by the names that NVIDIA's libraries, torch and Triton give kern
 elementwise, which includes norms and reductions. On a CPU the operators' own times stand for kernels.
 """
 
-from __future__ import annotations
-
 import re
 import statistics
 import time

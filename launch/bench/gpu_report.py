@@ -4,8 +4,6 @@ A row whose losses do not agree with the bar's is void and enters no ratio. MFU 
 the product's own account, over the data sheet's peak, and over the matrix products of this GPU at these shapes.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -128,7 +126,7 @@ def report(results: GpuResults) -> Iterator[str]:
         yield from _size(size, rows=here, results=results, peak=peak, gemm=gemm.get(size))
     found = targets(rows, peak_flops=peak)
     if found:
-        yield "\nOurs" + ("" if machine.gpu else ", on a CPU, where the bounds mean nothing")
+        yield "\nOurs" + ("" if machine.gpu else ", on a CPU, where the bounds do not apply")
     for each in found:
         sign = ">=" if each.at_least else "<="
         missed = "" if each.met or not machine.gpu else "  MISSED"

@@ -5,8 +5,6 @@ stays on the device, so that nothing but training is measured. The head does not
 agree whatever the trunk computes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any

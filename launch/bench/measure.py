@@ -5,8 +5,6 @@ machine's speed changes within seconds and then hits all methods alike. Reading 
 milliseconds, twice a second. Linux only: elsewhere there is no proportional set size.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

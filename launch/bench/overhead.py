@@ -9,8 +9,6 @@ all. Plain torch is the same model in the same type with fused AdamW; it neither
 values. Bytes sent are those of rings of many ranks. Takes five minutes on two cores.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -5,8 +5,6 @@ JSON. A fresh process a case, because ZeRO 3 replaces torch's linear layer. The 
 they are so small that their size does not matter. AdamW is the fused one, as on a GPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

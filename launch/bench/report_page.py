@@ -7,8 +7,6 @@ and pictures of noise, which compresses worst. The command makes each page in a 
 Targets: below 20 s of CPU time, below 5 MB, and the spike is on the page.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -8,8 +8,6 @@ Each measure runs in a fresh process. Costs about two minutes, 2 GB of memory an
 files. Networks and file servers are not measured; there, only the number of operations is known.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

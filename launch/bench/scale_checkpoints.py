@@ -5,8 +5,6 @@ checkpoint, one after the other, with rank 0's messages; the files that they ope
 of ViT-L/16's and ViT-H/14's. Disks and networks are not measured.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import tempfile

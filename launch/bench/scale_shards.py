@@ -4,8 +4,6 @@ The tars are empty files of the real number, and the manifest has its real size 
 fresh process.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

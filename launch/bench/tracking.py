@@ -8,8 +8,6 @@ computing counts as if training had waited for it. The process that draws and se
 Target: below 1 % of a step, at the default `log_every` of 20 steps. Takes 3 minutes on two idle cores.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

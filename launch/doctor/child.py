@@ -3,8 +3,6 @@
 Each child has its own session, killed at the end. Output goes to files, so no child blocks on a full pipe.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -12,8 +12,6 @@ The keys of the JSON are stable; new ones may be added (`version` changes if one
     reports          what torch's collect_env and DeepSpeed's ds_report print; empty with --quick
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from textwrap import indent

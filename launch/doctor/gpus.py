@@ -1,7 +1,5 @@
 """The GPUs and a Transformer's arithmetic, on the CPU where there is none: `try_...` runs in a child process."""
 
-from __future__ import annotations
-
 import re
 import statistics
 import time

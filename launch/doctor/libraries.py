@@ -1,7 +1,5 @@
 """The packages, against the versions that pyproject.toml asks for. Reads metadata only, in milliseconds."""
 
-from __future__ import annotations
-
 import tomllib
 from importlib import metadata
 from pathlib import Path

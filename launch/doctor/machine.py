@@ -3,8 +3,6 @@
 Thresholds are what the demo or a run of ViT-L/16 takes. torch's collect_env, printed above, has the other facts.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import resource

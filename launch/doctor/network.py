@@ -1,7 +1,5 @@
 """An all-reduce of two processes here (not between machines), and MLflow's server."""
 
-from __future__ import annotations
-
 import http.client
 import statistics
 import time

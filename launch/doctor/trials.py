@@ -4,8 +4,6 @@ The child announces each part, so a crash or hang has a name. All parts take som
 of it imports.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

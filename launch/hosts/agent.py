@@ -12,8 +12,6 @@ An agent first kills processes with this run folder in their environment: they a
 caller holds the run folder's lock. Costs one small process per host.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -5,8 +5,6 @@ on all hosts but the first `connect` (at which addresses they reach it). Costs r
 the manifests.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import importlib.metadata

@@ -8,8 +8,6 @@ A slot is one process with one GPU. `--include worker-0@worker-1:0,2` takes all 
 `--exclude` takes all others. Order is the hostfile's: the first host has rank 0. Contacts no host.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 import shutil

@@ -5,8 +5,6 @@ Python in the same folder. Input goes through standard input, so there is no she
 list. Costs one ssh process per host; ssh closes a connection that is silent for half a minute.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

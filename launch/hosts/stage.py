@@ -5,8 +5,6 @@ port, no wait for a slow file server. --master-port fixes it. When a host is los
 by themselves (`pipeline.ranks.watch`) or are killed after `_FOLLOW_SECONDS`; an unreachable host's agent ends its own.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import math

@@ -4,8 +4,6 @@ Those of `shardvit run` with one of `PREFIXES`, then those in `.deepspeed_env` o
 (DS_ENV_FILE renames it); later ones win. A host has everything else from its own login.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ SLURM_STEP_NUM_TASKS. Tasks meet on the step's first node, on a port from job an
 Linux's ephemeral ports).
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -5,8 +5,6 @@ or the next opened file would get their number and the prints. A failed write to
 its output (`OutputLost`); after `go_on` it is dropped, as on stderr always. Python itself ignores SIGPIPE.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import os

@@ -5,8 +5,6 @@ torchrun gives each rank its own session, a killed launcher leaves orphans, and 
 Launchers report signal n as -n, 256 - n or 128 + n.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -8,8 +8,6 @@ seconds a stage), and have exit codes of their own. The ranks meet through a fol
 as they do (`pipeline.ranks.group`), so two runs never compete for a port.
 """
 
-from __future__ import annotations
-
 import shutil
 import signal
 import sys
@@ -37,7 +35,7 @@ class Launch:
     runs_root: Path
     stage: StageName
     processes: int  # of a training stage
-    then: tuple[StageName, ...] = ()  # the stages that the same processes go on with
+    then: tuple[StageName, ...] = ()  # the stages that the same processes continue with
 
     @property
     def stages(self) -> tuple[StageName, ...]:

@@ -3,8 +3,6 @@
 torchrun itself always ends with 1, which hides a user's mistake (2) and a stop after saving (75).
 """
 
-from __future__ import annotations
-
 import sys
 
 from data_shards.working_folder import leave_out

@@ -6,8 +6,6 @@ Where not all fit, older steps go first, then the largest become WebP, smaller, 
 tenth of a second an image.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """Compare runs as plain text of 80 columns: recipes, final metrics with differences to the first run, and curves."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 

@@ -119,7 +119,7 @@ def stage_charts(
     """Make all charts of a stage (None: nothing to draw), and list the titles of those that are always zero.
 
     Args:
-        stages: by run; those without rows are passed over.
+        stages: by run; those without rows are skipped.
         key: for the script, without blanks.
         title: of the block.
         runs: all runs of the page, in the order of their colours.

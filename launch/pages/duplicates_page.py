@@ -3,8 +3,6 @@
 The most alike come first: equal bytes, equal pixels, near-duplicates, and those that are unsure. Takes 2 ms a pair.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 Reads records alone, without torch; what a hostile or damaged record says is shown or left out, never trusted.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Make the page of `shardvit figures`: find model and images, draw, and write all to a folder."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 Files are read one by one, 30 MB at the most each. A run's own pictures are drawn by `pipeline.pictures.drawing`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Everything that can be read is shown; what cannot is a line at the head of the page.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -325,7 +323,7 @@ def _commands(history: Run) -> PageSection:
     done = {each.name for each in stages if each.record.state == "done"}
     lines: list[str] = []
     if not done or len(done) < len(stages):
-        lines += ["# go on", f"shardvit run {recipe} --runs {runs}", "# look on", f"shardvit watch {run}"]
+        lines += ["# continue", f"shardvit run {recipe} --runs {runs}", "# watch", f"shardvit watch {run}"]
     trained: list[StageName] = (
         [name for name in history.recipe.stages.trained if name in done] if history.recipe else []
     )
@@ -335,4 +333,4 @@ def _commands(history: Run) -> PageSection:
         first, *others = sorted(formats, key=lambda each: each != "timm")
         lines += [f"shardvit export {run} --format {first}  # or {', '.join(others)}"]
     lines += ["# make this page again", f"shardvit report {run}"]
-    return PageSection("Commands to go on", [PageText("\n".join(lines), "code")], state="closed")
+    return PageSection("Commands to continue", [PageText("\n".join(lines), "code")], state="closed")

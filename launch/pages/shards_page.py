@@ -1,10 +1,8 @@
 """Gather and write the page of `shardvit show`: index.html, and each picture as PNG and SVG beside it.
 
-Shards are opened as a recipe's are, damage is named and passed over, and a batch is read by training's own code (see
+Shards are opened as a recipe's are, damage is named and skipped, and a batch is read by training's own code (see
 `pipeline.pictures.training_batch`). Takes some seconds, most of them for drawing.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace

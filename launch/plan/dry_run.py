@@ -4,8 +4,6 @@ Checks all it can; names missing shards, and leaves open what depends on them. S
 parameters are counted by formula.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Literal

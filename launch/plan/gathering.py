@@ -1,8 +1,6 @@
 """Turn a recipe, its shards and the user's flags into a `RecipeForecast`. Writes nothing; needs torch only to check the
 names of frozen weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from data_shards.errors import UserError
@@ -35,7 +33,7 @@ def make_plan(recipe: Recipe, options: PlanOptions, *, driver: Path = DRIVER) ->
     num_classes = _by_stage(options.classes, flag="classes", names=names)
     kind = find_gpu(options.gpu) if options.gpu else _gpu_here(driver)
     if kind is None and (options.mfu, options.node_gbps) != (None, None):
-        raise UserError("--mfu, --node-gbps: they mean nothing without a GPU's peak and links; give --gpu too")
+        raise UserError("--mfu, --node-gbps: they have no effect without a GPU's peak and links; give --gpu too")
     count = options.gpus or (recipe.processes if recipe.processes != "auto" else max(1, num_gpus()))
     links = links_of(kind, gpus_per_node=options.gpus_per_node, node_gbps=options.node_gbps) if kind else None
     machine, measured = Hardware(gpus=count, gpu=kind, links=links), options.images_per_second

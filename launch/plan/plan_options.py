@@ -1,7 +1,5 @@
 """The flags of `shardvit plan`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

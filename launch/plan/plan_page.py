@@ -1,7 +1,5 @@
 """Format a plan as a page for people who have never computed one, and as JSON. Computes nothing."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass

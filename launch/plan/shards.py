@@ -3,8 +3,6 @@
 Indexes tars without a manifest, as a run would. Gives up on a silent bucket after half a minute.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ stage's places is named. A renamed folder takes its open files along, and anothe
 folder is held open and compared (one stat). It is never made again (`data_shards.durable.make_folders`).
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import tempfile
@@ -17,8 +15,8 @@ from pathlib import Path
 from data_shards.errors import UserError
 
 _ADVICE = {
-    errno.ENOSPC: "the disk is full: make room there, and the same command goes on",
-    errno.EDQUOT: "your quota there is used up: make room, and the same command goes on",
+    errno.ENOSPC: "the disk is full: make room there, and the same command resumes",
+    errno.EDQUOT: "your quota there is used up: make room, and the same command resumes",
     errno.EROFS: "it is on a read-only file system: mount it writable, or choose another folder with --runs",
     errno.EACCES: "permission denied: change its owner or mode, or choose another folder with --runs",
     errno.EPERM: "the system does not permit it: change its owner or mode, or choose another folder with --runs",
@@ -57,7 +55,7 @@ def gone(folder: Path) -> str:
     """Return the sentence for a lost run folder."""
     return (
         f"the run folder {folder} is gone: it was deleted or renamed during the run, and nothing was written in its "
-        "place; restore it under this name, and the same command goes on"
+        "place; restore it under this name, and the same command resumes"
     )
 
 

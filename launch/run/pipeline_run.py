@@ -205,7 +205,7 @@ class PipelineRun:
         """Pause before the restart of an unfinished stage and return 0, or say how to resume it and return the code."""
         saved_step = self.folder.record(stage).last_saved_step
         saved = f"step {saved_step:,}" if saved_step else "its beginning"
-        remedy = f"the same command{' without --restart' if self.restart else ''} goes on from {saved}"
+        remedy = f"the same command{' without --restart' if self.restart else ''} resumes from {saved}"
         if code != EXIT_STOPPED:
             refusal = restarts.after_failure(stage, last_saved_step=saved_step)
             if refusal is None:
@@ -219,7 +219,7 @@ class PipelineRun:
         return EXIT_STOPPED if code == EXIT_STOPPED else 1
 
     def _together(self, stages: Sequence[StageName]) -> tuple[StageName, ...]:
-        """The first of `stages` and those that can go on in its processes."""
+        """The first of `stages` and those that can continue in its processes."""
         if self.fleet is not None and stages[0] == "swap_head":  # its model may be on this machine alone
             return (stages[0],)
         count = 1

@@ -4,8 +4,6 @@ One restart without progress may be a transient fault (memory of a dead process,
 row mean that the stage fails at the same place.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 PAUSE_SECONDS = 5.0  # for a transient cause to pass, and for a user to press Ctrl-C

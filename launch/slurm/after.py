@@ -10,8 +10,6 @@ after two attempts in a row without progress. What SLURM takes away (preemption,
 requeues itself, and that does not count; cancelled jobs stay cancelled.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time
@@ -72,16 +70,16 @@ def decide(
         return Verdict(0, "done")
     saved = f"step {record.last_saved_step:,}" if record.last_saved_step else "its beginning"
     if cancelled:
-        return Verdict(EXIT_FAILED, f"cancelled: shardvit submit goes on from {saved}")
+        return Verdict(EXIT_FAILED, f"cancelled: shardvit submit resumes from {saved}")
     if ending.ended_by_slurm:
-        return Verdict(EXIT_FAILED, f"SLURM ends the job ({ending.queue}): it goes on from {saved}")
+        return Verdict(EXIT_FAILED, f"SLURM ends the job ({ending.queue}): it resumes from {saved}")
     if ending.code == EXIT_USER_ERROR:
         return Verdict(EXIT_USER_ERROR, "not finished: change what the message above names, then run shardvit submit")
     why = f"signal {ending.signal}" if ending.signal != "none" else reason(ending.code, out_of_memory=None)
     refusal = _refusal(ending, record=record, earlier=earlier, max_restarts=max_restarts)
     if refusal is None:
-        return Verdict(EXIT_STOPPED, f"not finished ({why}): requeued, it goes on from {saved}")
-    return Verdict(EXIT_FAILED, f"not finished ({why}) and given up: {refusal}; shardvit submit goes on from {saved}")
+        return Verdict(EXIT_STOPPED, f"not finished ({why}): requeued, it resumes from {saved}")
+    return Verdict(EXIT_FAILED, f"not finished ({why}) and given up: {refusal}; shardvit submit resumes from {saved}")
 
 
 def _refusal(ending: Ending, *, record: StageRecord, earlier: Sequence[End], max_restarts: int) -> str | None:

@@ -4,8 +4,6 @@ Jobs are recorded as cancelled first, so that none requeues itself; pending ones
 signal to save. Those that are late, or all with "now", are cancelled by SLURM, which kills half a minute later.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """SLURM's commands: the only place that starts sbatch, squeue, scancel and sacct. Each call is one process."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

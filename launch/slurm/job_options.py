@@ -3,8 +3,6 @@
 The command line, checks, [sbatch] keys of a site file and #SBATCH lines come from it. Imports nothing heavy.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

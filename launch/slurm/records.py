@@ -5,8 +5,6 @@ STAGE.ends.json   how the attempts at a stage ended, written by `after`
 cancelled.json    jobs that `shardvit cancel` was asked to end: they are not requeued
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

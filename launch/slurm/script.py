@@ -1,7 +1,5 @@
 """Render a stage, or a step of a sweep, as a batch script from `templates/`. Pure; every value is quoted."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Sequence

@@ -22,8 +22,6 @@ Everything is optional, unknown keys are errors. Only `setup` holds shell code; 
 `job_of` completes `shardvit submit`'s options with it.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from dataclasses import dataclass, field, replace

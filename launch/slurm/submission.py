@@ -5,8 +5,6 @@ processes; if SLURM refuses a job, those before it are cancelled. Jobs read a co
 edits do not change them.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Sequence

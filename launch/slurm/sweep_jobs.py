@@ -6,12 +6,10 @@
     final-STAGE ...                            jobs as of any run, after `choose` was successful
     sum-up                                     sweep.json, the table (sum-up.log) and MLflow, whatever came of it
 
-Each task saves before its time limit, is requeued and goes on, like the job of a run. Everything is checked before
+Each task saves before its time limit, is requeued and continues, like the job of a run. Everything is checked before
 anything is submitted; if SLURM refuses a job, those before it are cancelled. Scripts, logs and jobs.json lie in
 RUNS/NAME-sweep/slurm. Typed again, what is not done is submitted.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace

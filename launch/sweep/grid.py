@@ -4,8 +4,6 @@ A comma separates values unless it is in quotes, [] or {}: `key=[0.05,1]` is one
 are two. A key with one value overrides all points. The points are the product of the other keys, the last fastest.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

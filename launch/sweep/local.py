@@ -1,10 +1,8 @@
 """Run a sweep on this machine: one run after another, then the choice and the final run. Resumable.
 
-All runs are checked before the first one starts. The sweep goes on past a point that fails, which the next command
+All runs are checked before the first one starts. The sweep continues past a point that fails, which the next command
 retries; a mistake or a full disk (exit code 2) and a stop (75) end it.
 """
-
-from __future__ import annotations
 
 import signal
 from collections.abc import Callable

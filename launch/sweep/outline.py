@@ -1,7 +1,5 @@
 """`shardvit sweep --dry-run`: list the runs of a sweep, their progress and steps, and the cost. Starts nothing."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TypeVar
 

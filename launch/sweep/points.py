@@ -9,8 +9,6 @@ The shared stage is taken from RUNS/NAME if that has trained it. Points and the 
 them is a complete run folder.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ accuracy), at equal scores the lower held-out loss, then comes first. A point th
 finite, is shown but never chosen.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

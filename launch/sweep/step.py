@@ -8,8 +8,6 @@ run with its values in slurm/finals/POINT.yaml. Exit code 0; 1: no point can be 
 the folder is damaged.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

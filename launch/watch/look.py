@@ -4,8 +4,6 @@ Files may be half written, damaged or hostile: what cannot be read is left out a
 is new of curves and events, and a heartbeat file of each rank; on SLURM, a thread asks squeue every 30 seconds.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import threading

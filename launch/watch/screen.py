@@ -4,8 +4,6 @@ Readable in 80 columns, without colours and from a pipe; text from files is esca
 first, then events, then curves.
 """
 
-from __future__ import annotations
-
 import math
 import textwrap
 import time

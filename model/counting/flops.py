@@ -9,8 +9,6 @@ layers' inputs, statistics of norms and attention; 32 * tokens * width for a usu
 gradients, optimizer state, loss, dropout's masks, kernels' workspace.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

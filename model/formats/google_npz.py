@@ -138,7 +138,7 @@ def _read(npz: _Npz, *, meta: SavedModelMeta | None, hints: UserHints) -> Extern
     if model.num_classes == 0:
         notes += [] if model.notes and model.headless in model.notes[-1] else ["The file has no head."]
     elif not state["head.weight" if model.head == "linear" else "head.logits.weight"].any():
-        notes.append("The head is all zero: its predictions mean nothing, fine-tune it.")
+        notes.append("The head is all zero: its predictions are meaningless, fine-tune it.")
     if others := sorted({precision for _, precision in headers.values()} - {"float32"}):
         notes.append(f"Its numbers are {' and '.join(others)}, and are float32 here.")
     if left_out := len(npz.names) - len(headers):

@@ -14,8 +14,6 @@ no more than that is asked of them.
 Nothing is kept for the backward pass, which draws the mask again.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable

@@ -22,8 +22,6 @@ It costs 2 T (2 T - 1) D FLOPs per image and layer more than plain attention, an
 fits one number of tokens only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 

@@ -10,8 +10,6 @@ Both are separable with weights that sum to 1, so resizing the two tables of a l
 grid. Computed or absent positions need nothing; relative ones are offsets in a sequence, undefined on another grid.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

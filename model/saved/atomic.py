@@ -1,7 +1,5 @@
 """Replace files and folders atomically, once complete and flushed; `data_shards.durable` for `model`."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

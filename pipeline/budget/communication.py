@@ -15,8 +15,6 @@ ZeRO 2 averages after every micro-batch, the others after the last one. ZeRO 3 h
 with the latency of a ring of n; all but the first and last few overlap with compute.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

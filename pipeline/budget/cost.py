@@ -4,8 +4,6 @@ Extends `model.counting` (bf16, no dropout) by the masked-patch head, dropout ma
 of the backward pass. Checked against torch's MemTracker (tests/pipeline/budget/test_memory_tracker.py).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -4,8 +4,6 @@ Only assembles; the reasons for each number are in the file that computes it. Ho
 compiling and waiting for data. `shardvit plan --json` prints these classes' fields.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

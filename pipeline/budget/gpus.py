@@ -4,8 +4,6 @@ Peaks are for dense matrix products with float32 accumulation; float32 without T
 measured: `speed` has the share of the peak that training reaches, `communication` that of the links.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from dataclasses import dataclass

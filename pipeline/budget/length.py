@@ -1,7 +1,5 @@
 """Count a stage's batches and steps even if the GPUs do not fit the recipe or the data set's size is unknown."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from data_shards.errors import UserError

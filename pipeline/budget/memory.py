@@ -30,8 +30,6 @@ next step's passes (`engine.host_copy`); any excess is the stall. Seconds are co
 processes' agreement. A blocking save waits for the disk, which is not planned.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Literal
 

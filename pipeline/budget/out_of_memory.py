@@ -4,8 +4,6 @@ The plan ignores rounding and fragmentation in allocators, so memory may run out
 gives both, and what would take less. If the state alone is too large, a smaller micro-batch is not advised.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from data_shards.text import show_bytes

@@ -12,8 +12,6 @@ Before the first step the GPU's speed is the plan's anchor for such a model. Too
 else, too few make the GPU wait: so there is a margin, and for an unknown GPU all cores but one are used.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Warnings before a run starts, each with its remedy, worst first: what cannot run, does not fit, or wastes GPUs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from itertools import chain

@@ -5,8 +5,6 @@ control groups (version 2, Linux) are read as well, as batch systems and contain
 has. File pages that the kernel can drop count as free.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

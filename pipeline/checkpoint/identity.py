@@ -6,8 +6,6 @@ under `dropout_masks: process`: only in distribution). Backend and precision mus
 their state in other forms.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -42,17 +40,17 @@ def check_identity(found: dict[str, Any], expected: dict[str, Any], *, folder: P
     """Refuse a checkpoint of another run; UserError names what differs."""
     if found.get("lanes") != expected.get("lanes"):
         raise UserError(
-            f"checkpoint {folder} was written by {found.get('processes')} processes: data.lanes auto gives another "
-            f"order of samples to {FEW_PROCESSES} processes at the most than to more, and to more it gave "
-            f"{found.get('lanes') or expected.get('lanes')} lanes: go on with a number of processes on the same side, "
-            "or begin again with data.lanes set to a number that both divide"
+            f"checkpoint {folder} was written by {found.get('processes')} processes: data.lanes auto orders samples "
+            f"differently for up to {FEW_PROCESSES} processes and for more, which had "
+            f"{found.get('lanes') or expected.get('lanes')} lanes: use a number of processes on the same side, or begin "
+            "again with data.lanes set to a number that both divide"
         )
     different = [
         key for key, value in expected.items() if key not in found or (found[key] != value and key not in _LAYOUT)
     ]
     if not different:
         return
-    advice = "go on with the recipe that wrote it (and, before its first release, with that version of shardvit)"
+    advice = "continue with the recipe that wrote it (and, before 0.1, with that version of shardvit)"
     engine = [key for key in different if key in _FIXED_ENGINE and key in found]
     if engine and {"recipe", *engine}.issuperset(different):
         advice = "set " + " and ".join(f"engine.{key}={found[key]}" for key in engine)

@@ -5,8 +5,6 @@ resumes from there, with nothing left to train after the last step, and writes t
 runs a stage and holds the run folder's lock. Reads the checkpoint once, for its digests.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Save checkpoints: in the background while training goes on, or blocking.
+"""Save checkpoints: in the background while training continues, or blocking.
 
 In a background save a thread of each rank copies the state to host memory during the next forward and backward pass;
 only the next change of the state waits for it (`host_copy`). Then it writes. The main threads learn by one tiny
@@ -102,7 +102,7 @@ class CheckpointSaver:
 
     Args:
         root: the stage's folder of checkpoints.
-        mode: "background" if training goes on while the files are written.
+        mode: "background" if training continues while the files are written.
 
     Attributes:
         stall_seconds: how long this process's training has waited for saves; excludes waits of a GPU's stream.
@@ -139,7 +139,7 @@ class CheckpointSaver:
         written, now or for the one in flight; SaveFailed: the disk failed."""
         with self._counting_stall():
             self._finish()
-            state = copy.deepcopy(state)  # the loop goes on counting in its own
+            state = copy.deepcopy(state)  # the loop continues counting in its own
             room_bytes, problem = self._open_folder(state.step)
             files = self._engine.snapshot()
             if self._ranks.place.is_main:
@@ -270,7 +270,7 @@ class CheckpointSaver:
                 if problem.transient
                 else "make room or repair the disk"
             )
-            words += "; the same command goes on"
+            words += "; the same command resumes"
         raise (SaveFailed if problem.transient else UserError)(self._ranks.gather_objects(words)[0])
 
     def _open_folder(self, step: int) -> tuple[int, _Problem | None]:

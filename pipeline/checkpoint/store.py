@@ -9,8 +9,6 @@ that is an error, never a silent start from step 0. A commit takes nine operatio
 number of files; rank 0 reads names, manifest and state for all.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -5,8 +5,6 @@ Plain values, which survive JSON to the last bit. Weights and optimizer are the 
 place in the global batch (`dropout_masks`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -5,8 +5,6 @@ plain data parallelism, for debugging and comparison. Per optimizer step the loo
 each micro-batch, then `step`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from abc import ABC, abstractmethod
@@ -211,4 +209,4 @@ class Engine(ABC):
         """All weights in float32 on the CPU, from the master copy; collective; complete on rank 0."""
 
     def close(self) -> None:  # noqa: B027 - nothing to do where nothing else holds the engine
-        """Let go of all memory: the process goes on with another stage. Nothing of the engine is used after that."""
+        """Let go of all memory: the process continues with another stage. Nothing of the engine is used after that."""

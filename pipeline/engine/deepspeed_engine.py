@@ -10,8 +10,6 @@ is not finite. Where DeepSpeed 0.19 falls short, this file adds:
 - Its import takes mlflow along, and its first use may compile a kernel of its own (`import_deepspeed`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

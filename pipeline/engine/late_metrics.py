@@ -4,8 +4,6 @@ A GPU copies them to pinned memory and records an event; they are read when the 
 the same steps are handed out at the same point, however fast the device was.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Recipe -> engine. A backend's library is imported only when the recipe names it."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -6,8 +6,6 @@ of pieces clip and skip on the device, for others (those of whole parameters) th
 precision takes 4 bytes a parameter for float32 gradients while it steps.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any, ClassVar

@@ -2,10 +2,8 @@
 
 A measured step copies this process's masters before it (4 bytes a parameter, given back after it) and takes the norm of
 the difference: about four passes over the masters. Nothing comes to the host before `take`. Without room for the copy,
-or with offloaded masters, the change is not measured and training goes on.
+or with offloaded masters, the change is not measured and training continues.
 """
-
-from __future__ import annotations
 
 import contextlib
 import math

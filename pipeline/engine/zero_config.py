@@ -3,8 +3,6 @@
 Overrides those of DeepSpeed's defaults that cost speed or safety, each with its reason.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from pipeline.recipe.optimizer import OptimizerConfig

@@ -6,8 +6,6 @@ any number of processes (batches have the same samples on all: `EvalBatches`). M
 scores, a few classes at a time; keys and top five are exchanged for 128 images.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace

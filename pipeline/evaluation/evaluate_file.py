@@ -4,8 +4,6 @@ In float32, as `shardvit predict`; training evaluates in the stage's precision. 
 number of processes. A process reads ahead with threads and holds the model and a few batches.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import closing

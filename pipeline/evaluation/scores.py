@@ -4,8 +4,6 @@ Counts are integers; sums of losses and probabilities are rounded once (`math.fs
 images; a confusion matrix of C classes takes 8 C^2 bytes, so it ends at 1,000 classes.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -15,8 +15,6 @@ The rules, where torch's sources are `aten/src/ATen/native/transformers/cuda/sdp
 - the CPU has a fused kernel, which torch calls flash, for every precision.
 """
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ Inductor runs what it reads from its cache, and a run folder may be somebody els
 has a random name that only this user's own cache holds; whatever else lies in RUN/compiled/ is not read.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 from pathlib import Path

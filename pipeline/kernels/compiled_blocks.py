@@ -9,8 +9,6 @@ them, because a resumed run must repeat the same bits. Rounding differs from unc
 norm, pooling and head are not compiled.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 import warnings

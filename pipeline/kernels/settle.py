@@ -10,8 +10,6 @@ A step's arithmetic repeats its bits on the same GPU, with two exceptions that n
 That costs nothing up to 256 tokens in half precision on compute capability 9 and 10; else a slower attention.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence

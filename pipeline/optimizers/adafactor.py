@@ -6,8 +6,6 @@ step t is min(0.999, 1 - t^-0.8); the learning rate is not scaled by the paramet
 itself, moves the weights by the rounded value, and factors from dimensions of 16, not 32.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

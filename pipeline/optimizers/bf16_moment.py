@@ -8,8 +8,6 @@ each stepped tensor (parameters at ZeRO 0, flattened groups at ZeRO 1 to 3). Cli
 `grad_scale` and `found_inf`, as torch's fused optimizers do.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar

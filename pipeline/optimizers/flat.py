@@ -6,8 +6,6 @@ segments of equal learning rate factor and weight decay, each a parameter of the
 clipping factor and the verdict as tensors: no number comes to the host. Does not import DeepSpeed.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple

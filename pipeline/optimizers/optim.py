@@ -4,8 +4,6 @@ The engine clips gradients, and sets each group's learning rate before a step: t
 `lr_scale`. To add an optimizer: an entry in `pipeline.recipe.vocabulary` and a case in `optimizer_over`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

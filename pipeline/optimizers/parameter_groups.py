@@ -4,8 +4,6 @@ Groups are found from names and module types, so they hold for every model here.
 flax's `kernel`s), timm's `param_groups_weight_decay` and `param_groups_layer_decay`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -5,8 +5,6 @@ and yields pictures with their figures or tables, kept in STAGE/pictures as they
 costs its own pictures. What has been drawn is in STAGE/pictures/drawn.json.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -60,7 +58,7 @@ def drawers(moment: Moment) -> Sequence[Drawer]:
 
 
 def draw(request: DrawRequest, *, moment: Moment, say: Say) -> None:
-    """Draw all that is due at a moment; a drawer that fails is named, and the others go on."""
+    """Draw all that is due at a moment; a drawer that fails is named, and the others continue."""
     begun, at, failed = time.monotonic(), f"{request.stage}, step {request.step}", 0
     for drawer in drawers(moment):
         try:

@@ -3,8 +3,6 @@
 Reads evaluation.json and arrays.npz of each set: milliseconds, tenths of a second with 1,000 classes. No torch.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator

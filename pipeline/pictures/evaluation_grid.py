@@ -3,8 +3,6 @@
 The first ones are the same at every step, so steps can be compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

@@ -4,8 +4,6 @@ Drawers read no remote shard that is not in this machine's cache: they must neit
 cache what training needs. Costs milliseconds an image, and opening the set.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal

@@ -4,8 +4,6 @@ One forward pass of the stage's model over eight images, on the CPU in float32. 
 evaluation (`corruption_held_out`), so the pictures of two runs can be compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -135,7 +135,7 @@ def stage_steps(recipe: Recipe, *, stage: StageName, data: StageData, lanes: int
 
 
 def draw_training_batch(request: DrawRequest) -> Sequence[Drawn]:
-    """Draw the next step's batch of a run, and its first image over epochs; once, as a run may go on many times."""
+    """Draw the next step's batch of a run, and its first image over epochs; once, as a run may continue many times."""
     if any(each.picture.name == "augmentation" for each in kept_pictures(request.stage_folder)):
         return ()
     recipe, stage = request.recipe, request.stage

@@ -8,8 +8,6 @@ Where all hosts write to one log (SLURM, `shardvit run` over ssh), the first to 
 killed between the two, only its launcher tells.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -9,8 +9,6 @@ On one machine `shardvit run` gives the ranks a fresh private folder, where rank
 on, so no other program can take it first. MASTER_ADDR and MASTER_PORT of other launchers are used as given.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import socket

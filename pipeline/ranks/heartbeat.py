@@ -4,8 +4,6 @@ Files are overwritten in place at the same size, so that readers on a network fi
 file, or one of an earlier attempt, counts as none. They hold no time: readers use their own clock.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -6,8 +6,6 @@ Under ZeRO 3 it waits for the others' weights, so only reading counts. The first
 save, and those beside which a checkpoint is written do not count; a rank with pictures drawn beside it is excused.
 """
 
-from __future__ import annotations
-
 import platform
 import time
 from collections.abc import Callable, Iterator

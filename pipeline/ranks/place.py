@@ -1,7 +1,5 @@
 """Rank, world size and how the ranks find each other. Read from the environment by `launch.local.env`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal

@@ -1,7 +1,5 @@
 """Identify this process for locks and ranks; set its open files and threads; reset it between stages."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

@@ -1,7 +1,5 @@
 """Decide which rank is slow, from each rank's own time for a micro-batch, window by window. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 

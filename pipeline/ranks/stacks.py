@@ -1,9 +1,7 @@
-"""Dump stacks: on SIGUSR2 a rank appends the stacks of all its threads to a file, and goes on.
+"""Dump stacks: on SIGUSR2 a rank appends the stacks of all its threads to a file, and continues.
 
 faulthandler dumps in a C signal handler, so it works even while the main thread waits or holds the GIL in a C call.
 """
-
-from __future__ import annotations
 
 import faulthandler
 import os

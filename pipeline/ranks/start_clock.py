@@ -8,8 +8,6 @@ Costs a few reads of clocks, and a thread that ends with the first step. On a GP
 submitted, not when the device has done it. No torch here: it runs while torch is imported.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

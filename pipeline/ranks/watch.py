@@ -286,7 +286,7 @@ class Watch:
                 self._has_complained = True
                 self._tell(
                     f"rank {self._place.rank}: heartbeats cannot be written to {self._folder} ({error.strerror}), so "
-                    "the wrong process may be named if one hangs; training goes on"
+                    "the wrong process may be named if one hangs; training continues"
                 )
 
     def _is_run_gone(self) -> bool:

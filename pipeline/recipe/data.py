@@ -1,7 +1,5 @@
 """The recipe's keys for data: which shards, how to read them, how to augment images."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -52,7 +50,7 @@ class ShardsConfig(Strict):
         if self.part and self.hold_out is None:
             yield f"part {self.part} of which share? Give hold_out, too, such as hold_out: 0.01"
         if self.hold_out is not None and not self.part:
-            yield "hold_out means nothing without part: give part: held_out or part: rest, too"
+            yield "hold_out has no effect without part: give part: held_out or part: rest, too"
 
     @field_validator("shards")
     @classmethod
@@ -253,4 +251,4 @@ class FewShotConfig(Strict):
 
     def problems(self) -> Iterator[str]:
         if self.train.weight is not None or self.eval.weight is not None:
-            yield "a weight means nothing to a single set of shards: leave it out"
+            yield "a weight has no effect on a single set of shards: leave it out"

@@ -3,8 +3,6 @@
 A length becomes optimizer steps once the batch size, data set size and, for percentages, the stage's steps are known.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator
@@ -35,7 +33,7 @@ class Strict(BaseModel):
         """Name those of these keys that are not at their defaults, as they would be ignored."""
         for key in keys:
             if getattr(self, key) != type(self).model_fields[key].default:
-                yield f"{group}{key} means nothing {means_nothing}: leave it out"
+                yield f"{group}{key} has no effect {means_nothing}: leave it out"
 
     @model_validator(mode="after")
     def _no_problem(self) -> Self:

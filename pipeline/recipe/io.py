@@ -3,8 +3,6 @@
 Files (see `sources`), overrides and missing paths of roles (see `roles`) are merged first, then validated once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal

@@ -3,8 +3,6 @@
 Accepted values come from the recipe's JSON schema, so a new key needs no text here.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

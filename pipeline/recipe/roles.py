@@ -9,8 +9,6 @@ Any name is a role; those in `ROLES` have published sizes, so runs can be planne
 at the current folder, as in a recipe.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Unknown keys are errors. Derived numbers are not stored: micro-batch and accumul
 the world size (`stage_plan`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal

@@ -9,8 +9,6 @@ stage set to null is left out. The recipe's own keys win over `finetune: SET`; `
 swap_head and finetune. Both are resolved here; no resolved recipe has them.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

@@ -1,7 +1,5 @@
 """The recipe's keys for each stage, and which stages go together. Imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 from typing import Annotated, Any, Literal
@@ -175,7 +173,7 @@ class TrainStage(Strict):
         if self.eval:
             held_out["eval"] = self.eval
         if any(each.weight is not None for each in held_out.values()) or (weighted and len(train) == 1):
-            yield "a weight means nothing to a single set of shards: leave it out"
+            yield "a weight has no effect on a single set of shards: leave it out"
         for one, (key, of) in product(train, held_out.items()):
             if one.shards != of.shards:
                 continue

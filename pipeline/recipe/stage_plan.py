@@ -3,8 +3,6 @@
 Runs before launch, and again on every rank. Errors name the key and values that fit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -230,7 +228,7 @@ def chosen_metrics(
     for each in asked:
         if each in refused:
             these = "images have several labels each" if label_kind == "multi" else "each image has one label"
-            raise UserError(f"{flag} names {each}, which means nothing where {these}: leave it out")
+            raise UserError(f"{flag} names {each}, which has no effect where {these}: leave it out")
     needed = 4 * num_images * num_classes
     if "mean_average_precision" in asked and needed > _MOST_SCORE_BYTES:
         raise UserError(

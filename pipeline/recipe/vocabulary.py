@@ -4,8 +4,6 @@ Imports nothing, so everything may import it. A new optimizer is a name and an e
 `optimizers.optim.build_optimizer`; a new metric is an entry here and the line that computes it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args

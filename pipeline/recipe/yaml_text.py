@@ -4,8 +4,6 @@ Dates, on, off, yes and no are text. Numbers that YAML 1.1 reads differently (01
 refused. Depth, size, aliases and digits are bounded, so that any file is read or refused in a moment.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -181,7 +179,7 @@ _REASONS = (
     (r"found character '\\t'", "a tab is where only spaces may be: indent by spaces"),
     ("could not find expected ':'", "there is no colon behind a key: write key: value"),
     ("but found another document", "a second document begins: leave out the ---"),
-    (r"could not determine a constructor for the tag '([^']*)'", r"a tag (\1) means nothing in a recipe: leave it out"),
+    (r"could not determine a constructor for the tag '([^']*)'", r"a tag (\1) has no effect in a recipe: leave it out"),
     (r"found undefined alias '?([^']*)'?", r"the alias *\1 names no anchor: write &\1 where it is to come from"),
     ("found unhashable key", "a group or list stands where a key must be: quote the text"),
     (

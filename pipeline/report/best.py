@@ -1,7 +1,5 @@
 """A stage's best evaluation, if it was not the last: in its record's results under "best/..."."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ behind its host, but the loop reads each step's numbers when the next one is que
 shows one step late, and a window's sum is the GPU's. Costs a clock read a step; nothing waits for the device.
 """
 
-from __future__ import annotations
-
 import resource
 import sys
 import time

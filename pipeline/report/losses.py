@@ -9,8 +9,6 @@ deviations of the losses' logarithms too: losses near zero are skewed, and the f
 step of a run whose losses scatter by half. A loss that is not finite is always a spike.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

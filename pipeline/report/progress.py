@@ -6,8 +6,6 @@ in a job whose time limit comes before it, it is `ETA 5:02 h, 3 requeues left`. 
 (a terminal at most every 0.1 s, a file every 10 s).
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import time

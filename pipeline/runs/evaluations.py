@@ -5,8 +5,6 @@ kB. Floats read back to the same bits. A run folder may be a stranger's: no pick
 together is refused.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,11 +5,9 @@
 
 Rank 0 writes them, each line in one `write` of a few hundred bytes, so readers see whole lines and a kill loses nothing
 that was appended; a power failure may cost the last seconds, as nothing is flushed. A resumed stage first cuts
-metrics.jsonl back to its checkpoint; events.jsonl keeps all attempts, and training goes on if it cannot be written.
+metrics.jsonl back to its checkpoint; events.jsonl keeps all attempts, and training continues if it cannot be written.
 NaN and Infinity are written as Python's json does, which strict readers refuse.
 """
-
-from __future__ import annotations
 
 import json
 import os

@@ -4,8 +4,6 @@ The .json has the texts and comes last: without it there is no picture. A table 
 All steps are kept; the report shows the newest. No torch and no matplotlib here.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import re

@@ -19,8 +19,6 @@ Finished stages are not run again, interrupted ones resume, and a changed recipe
 Nothing is deleted: `--restart` moves what it begins again aside. No torch here.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time
@@ -194,7 +192,7 @@ class RunFolder:
         if changed:
             lines = "".join(f"\n  {key}: {text}" for key, text in changed.items())
             raise UserError(
-                f"the recipe differs from the one that {self.path} was started with; go on with the old values, "
+                f"the recipe differs from the one that {self.path} was started with; continue with the old values, "
                 f"give the run another name, or begin a stage again with --restart STAGE:{lines}"
             )
 

@@ -4,8 +4,6 @@ A difference is reported, never refused. MLflow itself finds the commit for `pyt
 (some 20 ms) and reads of packages' metadata, once a stage; git may be missing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import getpass

@@ -1,7 +1,5 @@
 """Translate a stage's order, crops, augmentation and mixing for the data path."""
 
-from __future__ import annotations
-
 from data_shards.images.decode import PixelLimit
 from data_shards.images.rand_augment import RandAugment
 from data_shards.images.transforms import EvalTransform, TrainTransform

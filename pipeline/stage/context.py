@@ -1,7 +1,5 @@
 """What every stage is given: recipe, run folder, process group, stop flag, start time."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -5,8 +5,6 @@ STAGE/corrupt_samples.jsonl, a line per image, read again on resume so that an i
 substitutes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import asdict, dataclass

@@ -10,8 +10,6 @@ sets itself.
 Costs rank 0 as much as `open_data`, the others 13 MB and milliseconds for 10^5 shards, and each host 6 `stat`s.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 from dataclasses import dataclass, replace

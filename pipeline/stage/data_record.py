@@ -4,8 +4,6 @@
 the digest, so a lost or altered data.json is noticed. No torch here.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ auto decodes a few dozen of the stage's first images, which are read anyway (hal
 of samples does not depend on it. On a CPU it starts none: they would take the cores that train.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Callable

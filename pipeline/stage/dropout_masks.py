@@ -5,8 +5,6 @@ images do not depend on the number of processes, so neither do the masks. Costs 
 is still busy with the previous micro-batch.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

@@ -4,8 +4,6 @@ A stage writes its model's record into stage.json at its start, so `predict` and
 swap_head's model before it starts any process, the stage again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 Needs no torch: `shardvit run` opens the shards before it starts any process, and each rank opens them again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

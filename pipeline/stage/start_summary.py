@@ -1,7 +1,5 @@
 """Summarise a stage on rank 0 before its first step: sizes, cost, damage, and what was restored."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -72,7 +70,7 @@ def describe_restored(restored: Restored, *, stage: Stage) -> Iterator[str]:
         position = f"the next image is number {row} of {name}, learning rate {lr:.3g}"
     yield from restored.notes
     yield (
-        f"going on from {restored.folder}, {max(0.0, age_minutes):.0f} minutes old: step {state.step:,} of "
+        f"resuming from {restored.folder}, {max(0.0, age_minutes):.0f} minutes old: step {state.step:,} of "
         f"{plan.total_steps:,}, {state.images_seen:,} images seen, epoch "
         f"{state.images_seen / plan.samples_per_epoch:.2f}; {position}; {state.skipped_steps} steps skipped so "
         "far; weights, optimizer and loss scale are restored, random numbers are functions of seed and step"

@@ -7,8 +7,6 @@ on the device: on a GPU that reads and writes 24 bytes per value (44 with mixup)
 the expensive one. Nothing here makes the host wait for a GPU.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal

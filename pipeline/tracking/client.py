@@ -4,8 +4,6 @@ Costs 2 to 4 s of import, and 2 to 6 s to make an SQLite store. The database in 
 copied names artifacts in the old place; it is changed to those beside it, or a copy would write into the original.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import sqlite3

@@ -4,8 +4,6 @@ The terminal and the command's file have the result anyway: a store that fails c
 most. Takes 2 to 4 s for importing mlflow.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence

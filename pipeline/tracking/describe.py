@@ -250,7 +250,7 @@ def end_attempt(folder: RunFolder, stage: StageName, status: FinalStatus) -> Non
 
 
 def try_writing(write: Callable[[], object], *, say: Callable[[str], None]) -> None:
-    """Write facts; training goes on whatever goes wrong."""
+    """Write facts; training continues whatever goes wrong."""
     try:
         write()
     except FileNotFoundError:  # the run folder is gone, which is said elsewhere

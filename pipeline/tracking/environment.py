@@ -4,8 +4,6 @@ Written once an attempt, beside training; takes some tenths of a second of one c
 hold secrets.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

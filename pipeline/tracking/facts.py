@@ -5,8 +5,6 @@ and ends, without passwords of URLs
 mlflow.json         which run of the tracking service this is, and what was sent; only the sender writes it
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

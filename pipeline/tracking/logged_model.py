@@ -7,8 +7,6 @@ Costs one copy of the weights in memory, two on disk and one sent, and some seco
 model's curves stay with its run; its last evaluation is also the model's.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 import warnings

@@ -9,8 +9,6 @@ two there (the later timestamp counts; the tag shardvit.attempt.N has the step w
 metrics.jsonl. Exact duplicates (step, time, value) collapse. MLflow stores infinity as 1.8e308, and NaN as NaN.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ costs nothing, and the next attempt sends what this one could not. A failure is 
 ... 60 seconds. An item that a live service refuses three times is dropped.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -359,7 +357,7 @@ def follow(sender: Sender, *, over: threading.Event) -> None:
             if again:
                 wait_seconds = pause_seconds
         except Exception as error:  # noqa: BLE001  (whatever it was, it is tried again)
-            kept = "training goes on, MLflow is retried, and metrics.jsonl has every value"
+            kept = "training continues, MLflow is retried, and metrics.jsonl has every value"
             sender.say_once("outage", f"MLflow: {type(error).__name__}: {str(error)[:_LONGEST_REASON]} ({kept})")
             tries_at_end += is_ending
             if tries_at_end >= _TRIES:

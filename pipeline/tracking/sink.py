@@ -6,8 +6,6 @@ Methods may raise anything: the sender asks `answers`, waits for a dead service,
 three times.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

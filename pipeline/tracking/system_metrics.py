@@ -4,8 +4,6 @@ MLflow's own monitor, every ten seconds, in a process beside the first rank of e
 training nothing but some seconds of one core for importing mlflow. Values during an outage are lost.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import platform

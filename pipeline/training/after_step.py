@@ -4,8 +4,6 @@ A step's numbers arrive one step late (`late_metrics`), so no step waits for the
 checkpoint, a decision to end) waits until it is exact.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

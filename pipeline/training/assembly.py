@@ -1,7 +1,5 @@
 """Make the parts of a stage's training from its recipe, wire them together, and write the result."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import closing, nullcontext

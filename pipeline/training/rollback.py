@@ -6,8 +6,6 @@ whichever checkpoint it was and whatever was killed in between. PaLM was trained
 restart about 100 steps before a spike, skip 200 to 500 batches).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The loop is `train_loop`, `assembly` makes its parts, `stages` has the differences between stages.
 """
 
-from __future__ import annotations
-
 from contextlib import closing
 
 from torch import nn

@@ -8,8 +8,6 @@ A stage starts only from the last one's `STAGE/model/`, without its optimizer st
     finetune      position embeddings interpolated to the new grid   -> trained at the higher resolution
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import torch

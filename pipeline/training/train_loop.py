@@ -4,8 +4,6 @@ It knows the engine only through its protocol and writes nothing itself. Batches
 step, so resuming at step k is the same as never having stopped.
 """
 
-from __future__ import annotations
-
 from model.vit import set_patch_dropout
 from pipeline.checkpoint.train_state import TrainState, seed_step
 from pipeline.stage.dropout_masks import draw_masks

@@ -9,8 +9,6 @@ Nothing here may end a run: unreadable images are left out; missing shards or fe
 and the metric.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, nullcontext

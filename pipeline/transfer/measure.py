@@ -3,8 +3,6 @@
 Random choices are by hash, so the numbers depend only on the model, the shards and the settings.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

@@ -25,8 +25,6 @@ set's first top-1 as in VTAB (null until all are measured), and "asked", a diges
 Written atomically; `transfer_records` skips files that are broken or of another format.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -6,8 +6,6 @@ kNN: as DINO's (arXiv 2104.14294, appendix F): k 20, temperature 0.07, cosine.
 Mistakes in shards show before anything is loaded or started.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -154,7 +152,7 @@ class TransferSet:
 def open_set(shards: ShardsConfig, *, store: Store, say: Say) -> ShardSet:
     """Open a set that the user names; report and leave out damage. UserError: it is missing or broken."""
     if shards.weight is not None:
-        raise UserError(f"{shards.shards}: a weight means nothing to a single set of shards: leave it out")
+        raise UserError(f"{shards.shards}: a weight has no effect on a single set of shards: leave it out")
     opened = open_shards(shards_spec(shards), damaged="report", report=say, store=store)
     for damage in opened.damage:
         say(damage)

@@ -5,8 +5,6 @@ probabilities are each logit's own and do not sum to one. Memory: the model, two
 Decoding takes a thread per core, one batch ahead.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

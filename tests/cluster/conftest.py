@@ -1,7 +1,5 @@
 """A SLURM for the session, a run to submit to it, and a stand-in for training where only the queue matters."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -20,7 +18,7 @@ from tests.cluster.slurm_cluster import Done, SlurmCluster, missing
 from tests.launch.machine import make_shards, on_shards
 
 ROOT = Path(__file__).resolve().parents[2]
-GO_ON = "go on"  # the order "until" of a stand-in that must not have ended before the test has done what it does
+GO_ON = "continue"  # the order "until" of a stand-in that must not have ended before the test has done what it does
 
 
 @pytest.fixture(scope="session")
@@ -113,7 +111,7 @@ class SubmittedRun:
     def wait_for_ranks(self, stage: StageName, *, from_step: int = 0) -> None:
         """Wait until both processes have begun."""
         for rank in (0, 1):
-            self.wait_for_log(stage, f"rank {rank} of 2 goes on from step {from_step}")
+            self.wait_for_log(stage, f"rank {rank} of 2 resumes from step {from_step}")
 
     def kill_a_rank(self) -> None:
         """As the kernel does for want of memory; not the first rank, which may be making MLflow's database."""
@@ -125,11 +123,11 @@ class SubmittedRun:
         next(process for process in ranks if process.environ()["SLURM_PROCID"] == "1").kill()
 
     def wait_for_attempt(self, stage: StageName, job: str, *, from_step: int, patience_seconds: float = 240.0) -> None:
-        """Wait until a requeued job goes on."""
+        """Wait until a requeued job continues."""
 
         def begun() -> bool:
             self.slurm.hurry(job)
-            return all(f"rank {rank} of 2 goes on from step {from_step}\n" in self.log(stage) for rank in (0, 1))
+            return all(f"rank {rank} of 2 resumes from step {from_step}\n" in self.log(stage) for rank in (0, 1))
 
         self.wait_for(begun, what=f"attempt from step {from_step}", patience_seconds=patience_seconds)
 

@@ -10,8 +10,6 @@ daemons are killed in any case. There is no accounting database, no cgroup and n
 Needs root (slurmd starts jobs as their user), Linux, and Debian's packages slurm-wlm and munge.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import os

@@ -9,10 +9,8 @@ Told to stop it saves and exits with 75, as a rank does. RUNS/NAME/orders.json m
     {"save_every": 5}        steps between checkpoints; 0: only when told to stop
     {"deaf": true}           signals are ignored
     {"lose": true}           nothing is ever saved
-    {"until": "go on"}       it goes on, past its last step too, until the run folder has this file
+    {"until": "continue"}       it resumes, past its last step too, until the run folder has this file
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -55,7 +53,7 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN if orders["deaf"] else ask)
     begun = step = folder.record(options.stage).last_saved_step
-    print(f"{options.stage} rank {place.rank} of {place.world_size} goes on from step {step}", flush=True)
+    print(f"{options.stage} rank {place.rank} of {place.world_size} resumes from step {step}", flush=True)
 
     def save(state: str) -> None:
         if place.is_main and not (orders["lose"] and state == "running"):

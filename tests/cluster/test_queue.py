@@ -1,7 +1,5 @@
 """Jobs of a real SLURM: chained, requeued, given up, cancelled. The training is a stand-in (see stand_in.py)."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal
@@ -28,7 +26,7 @@ def test_three_stages_run_one_after_the_other_on_two_nodes(stand_in_run: Submitt
     for stage in STAGES:
         assert run.wait_for_state(jobs[stage], "COMPLETED", "FAILED", "CANCELLED") == "COMPLETED"
         assert run.record(stage).state == "done"
-    assert "swap_head rank 0 of 1 goes on" in run.log("swap_head")
+    assert "swap_head rank 0 of 1 continues" in run.log("swap_head")
     assert "all stages are done" in run.cli("submit", *_again(run)).error
 
 
@@ -38,7 +36,7 @@ def test_a_job_that_is_told_of_its_time_limit_saves_is_requeued_and_goes_on(stan
     jobs = run.submit()
     run.wait_for_ranks("pretrain")
     run.slurm.run("scancel", "--signal=USR1", "--batch", jobs["pretrain"])  # what SLURM sends for --signal
-    run.wait_for_log("pretrain", "requeued, it goes on from step")
+    run.wait_for_log("pretrain", "requeued, it resumes from step")
     saved = run.record("pretrain").last_saved_step
     assert saved > 0 and run.record("pretrain").state == "running"
     run.wait_for_attempt("pretrain", jobs["pretrain"], from_step=saved)
@@ -64,7 +62,7 @@ def test_a_requeue_by_an_administrator_loses_nothing(stand_in_run: SubmittedRun)
     saved = run.record("pretrain").last_saved_step
     run.go_on()
     assert run.wait_for_state(jobs["pretrain"], "COMPLETED", "FAILED", "CANCELLED") == "COMPLETED"
-    assert f"goes on from step {saved}" in run.log("pretrain")
+    assert f"resumes from step {saved}" in run.log("pretrain")
     assert all(end.kind == "taken away" for end in run.ends("pretrain"))
 
 
@@ -79,7 +77,7 @@ def test_a_node_that_goes_down_takes_its_job_back_to_the_queue(stand_in_run: Sub
     run.wait_for(lambda: not _is_running(jobs["pretrain"]), what="end of the step, as on a node that is down")
     run.slurm.run("scontrol", "update", "NodeName=node2", "State=RESUME", check=False)  # it may be back by itself
     assert run.wait_for_state(jobs["pretrain"], "COMPLETED", "FAILED", "CANCELLED") == "COMPLETED"
-    assert run.log("pretrain").count("rank 0 of 2 goes on from step") >= 2
+    assert run.log("pretrain").count("rank 0 of 2 resumes from step") >= 2
     assert "requeued 1 times" in run.log("pretrain")
 
 
@@ -96,7 +94,7 @@ def test_a_job_of_higher_priority_takes_the_nodes_and_gives_them_back(stand_in_r
     assert saved > 0
     run.go_on()
     assert run.wait_for_state(jobs["pretrain"], "COMPLETED", "FAILED", "CANCELLED") == "COMPLETED"
-    assert f"goes on from step {saved}" in run.log("pretrain")
+    assert f"resumes from step {saved}" in run.log("pretrain")
 
 
 def test_a_crash_is_started_again_and_one_that_gets_no_further_given_up(stand_in_run: SubmittedRun):
@@ -104,7 +102,7 @@ def test_a_crash_is_started_again_and_one_that_gets_no_further_given_up(stand_in
     run.order(steps=20, save_every=5, crash_at=[7], lose=True)
     jobs = run.submit()
     assert run.wait_for_state(jobs["pretrain"], "FAILED", "COMPLETED") == "FAILED"
-    assert run.log("pretrain").count("rank 0 of 2 goes on from step 0") == 3
+    assert run.log("pretrain").count("rank 0 of 2 resumes from step 0") == 3
     assert "2 restarts in a row saved no later step" in run.ends("pretrain")[-1].sentence
     for stage in STAGES[1:]:  # rather than waiting for ever
         assert run.wait_for_state(jobs[stage], "CANCELLED", "") in ("CANCELLED", "")
@@ -145,7 +143,7 @@ def test_cancel_saves_and_nothing_comes_back(stand_in_run: SubmittedRun):
     )
     assert run.record("pretrain").last_saved_step > 0
     assert run.slurm.state(jobs["pretrain"]) == "FAILED"
-    assert "cancelled: shardvit submit goes on from step" in run.log("pretrain")
+    assert "cancelled: shardvit submit resumes from step" in run.log("pretrain")
     run.order(steps=5, save_every=0)
     assert run.wait_for_state(run.submit()["pretrain"], "COMPLETED", "FAILED") == "COMPLETED"
 
@@ -171,7 +169,7 @@ def test_the_real_time_limit(stand_in_run: SubmittedRun):
     run = stand_in_run
     run.order(steps=700, save_every=0)
     jobs = run.submit("--signal-seconds", "25", time="1")
-    run.wait_for_log("pretrain", "requeued, it goes on from step", patience_seconds=300)
+    run.wait_for_log("pretrain", "requeued, it resumes from step", patience_seconds=300)
     assert run.record("pretrain").last_saved_step > 0
     assert run.wait_for_state(jobs["pretrain"], "COMPLETED", "FAILED", patience_seconds=240) == "COMPLETED"
 
@@ -184,7 +182,7 @@ def test_processes_that_do_not_stop_go_on_from_their_last_checkpoint(stand_in_ru
     run.wait_for(lambda: run.record("pretrain").last_saved_step, what="checkpoint")
     run.order(steps=10)
     run.slurm.run("scancel", "--signal=USR1", "--batch", jobs["pretrain"])
-    run.wait_for_log("pretrain", "requeued, it goes on from step")
+    run.wait_for_log("pretrain", "requeued, it resumes from step")
     assert run.wait_for_state(jobs["pretrain"], "COMPLETED", "FAILED", "TIMEOUT") == "COMPLETED"
     assert [end.code for end in run.ends("pretrain")] == [128 + signal.SIGKILL]
 

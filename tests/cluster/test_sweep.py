@@ -1,7 +1,5 @@
 """A sweep on a real SLURM: an array of points, one of which is stopped and requeued, the choice, the final run."""
 
-from __future__ import annotations
-
 import json
 import re
 
@@ -39,14 +37,14 @@ def test_an_array_of_points_the_choice_and_the_final_run(stand_in_run: Submitted
     jobs = dict(re.findall(r"([\w.-]+): job (\d+)", told.out))
     assert list(jobs)[1:] == ["swap_head", "finetune", "choose", "final-swap_head", "final-finetune", "sum-up"]
     log = root / "slurm" / "finetune-1.log"
-    run.wait_for(lambda: log.exists() and "goes on from step 0" in log.read_text(), what="the second task")
+    run.wait_for(lambda: log.exists() and "resumes from step 0" in log.read_text(), what="the second task")
     status = run.cli("status", str(point.path), "--json")
     finetune = json.loads(status.out)["stages"][-1]
     assert (finetune["job"], finetune["queue"]) == (f"{jobs['finetune']}_1", "RUNNING")
     assert "has jobs in the queue" in run.cli("submit", *again, *options, check=False).error
 
     run.slurm.run("scancel", "--signal=USR1", "--batch", f"{jobs['finetune']}_1")  # what SLURM sends for --signal
-    run.wait_for(lambda: "requeued, it goes on from step" in log.read_text(), what="requeue")
+    run.wait_for(lambda: "requeued, it resumes from step" in log.read_text(), what="requeue")
     assert point.record("finetune").last_saved_step > 0
     (point.path / GO_ON).touch()
 

@@ -1,7 +1,5 @@
 """Real training on a real SLURM, submitted by `shardvit submit`: interrupted in every way, and nothing is lost."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys
@@ -110,7 +108,7 @@ def test_a_requeue_in_the_middle_of_training_changes_no_bit(slurm: SlurmCluster,
     slurm.run("scontrol", "requeue", jobs["pretrain"])
     Path(hold["release"]).touch()
     finish(run, jobs)
-    assert "requeued 1 times" in run.log("pretrain") and "going on from" in run.log("pretrain")
+    assert "requeued 1 times" in run.log("pretrain") and "resuming from" in run.log("pretrain")
     record = expected.record()
     assert curve(run.run / "pretrain") == expected.curve()
     assert run.record("pretrain").model_digest == record["model_digest"]
@@ -144,9 +142,9 @@ def test_what_takes_the_nodes_away_loses_nothing(
             run.wait_for_state(high, "COMPLETED")
         case "kill -9 of a process":
             run.kill_a_rank()
-            run.wait_for_log("pretrain", "requeued, it goes on from step", patience_seconds=300)
+            run.wait_for_log("pretrain", "requeued, it resumes from step", patience_seconds=300)
     finish(run, jobs)
-    assert "requeued 1 times" in run.log("pretrain") and "going on from" in run.log("pretrain")
+    assert "requeued 1 times" in run.log("pretrain") and "resuming from" in run.log("pretrain")
     is_the_same(run, expected)
     stages = json.loads(run.cli("status", str(run.run), "--json").out)["stages"]
     assert [(stage["state"], stage["restarts"]) for stage in stages[1:]] == [("done", 0), ("done", 0)]

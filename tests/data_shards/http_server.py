@@ -1,7 +1,5 @@
 """A real HTTP server on loopback whose answers go wrong when told to: from a table of files, or as a proxy."""
 
-from __future__ import annotations
-
 import hashlib
 import http.client
 import re

@@ -205,7 +205,7 @@ def read(
     start_step: int = 0,
     mixup: MixupConfig | None = None,
 ) -> Stream:
-    """Read some steps from `start_step` on, with loaders that would go on to `stop_step`."""
+    """Read some steps from `start_step` on, with loaders that would continue to `stop_step`."""
     found: list[list[Row]] = [[] for _ in range(steps)]
     inputs = [b""] * steps
     rows_each = order.global_batch_images // how.world_size // how.accumulation_steps

@@ -1,7 +1,5 @@
 """JSON that somebody else wrote, for everything here that reads it: one short sentence that names the file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

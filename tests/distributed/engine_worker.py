@@ -173,7 +173,7 @@ def computing(engine, *, stage: int) -> dict[str, torch.Tensor]:
 
 
 def run_case(case: tuple, ranks: Ranks, folder: Path) -> dict:
-    """Train with a moving average and evaluations of it; go on from the middle without either."""
+    """Train with a moving average and evaluations of it; resume from the middle without either."""
     plan, last = plan_for(ranks.place.world_size, accumulation=2), ranks.place.world_size - 1
 
     def fresh(*, ema: bool):

@@ -1,4 +1,4 @@
-"""Another number of processes, another ZeRO stage: what goes on is the saved state, and training follows its path."""
+"""Another number of processes, another ZeRO stage: what continues is the saved state, and training follows its path."""
 
 import importlib.util
 import os

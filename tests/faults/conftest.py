@@ -4,8 +4,6 @@ All rows are marked `faults`, which `make test` leaves out, but for those marked
 the table, with each row's promise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Nothing of it is seen outside, and it goes when the process does, however that e
 that is not given, `require_mounts` skips the test.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import functools

@@ -362,7 +362,7 @@ def send(process: psutil.Process, number: int) -> None:
 
 def went_on_from(ended: Ended) -> int:
     """The step that an attempt went on from; 0: from the beginning."""
-    found = re.findall(r"going on from .*?step ([\d,]+) of", ended.output, flags=re.DOTALL)
+    found = re.findall(r"resuming from .*?step ([\d,]+) of", ended.output, flags=re.DOTALL)
     return int(found[-1].replace(",", "")) if found else 0
 
 

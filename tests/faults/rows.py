@@ -1,7 +1,5 @@
 """A row of the table: what was promised, and what was seen. A row that leaves a question open has not passed."""
 
-from __future__ import annotations
-
 import fcntl
 import re
 import time

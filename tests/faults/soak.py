@@ -7,8 +7,6 @@ which is started again by this program where it was killed or stopped itself. Bo
 disturbed one about all of it. Exit code 0: weights and curve are equal to the last bit and nothing is left behind.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random
@@ -162,13 +160,13 @@ class Soak:
             time.sleep(0.1)
 
     def _count_losses(self) -> None:
-        """Look at where the attempts go on; metrics.jsonl is cut back to there a moment before they say so."""
-        notes = re.findall(r"going on from .*?step ([\d,]+) of", self._running.output, flags=re.DOTALL)
+        """Look at where the attempts continue; metrics.jsonl is cut back to there a moment before they say so."""
+        notes = re.findall(r"resuming from .*?step ([\d,]+) of", self._running.output, flags=re.DOTALL)
         for note in notes[self._seen_notes :]:
             step = int(note.replace(",", ""))
             lost = max(0, self._reached - step)
             self._tally.lost_steps += lost
-            self._tally.say(f"goes on from step {step:,}: {lost:,} to be done again")
+            self._tally.say(f"resumes from step {step:,}: {lost:,} to be done again")
             self._reached = step
         self._seen_notes = len(notes)
         self._reached = max(self._reached, self._last_point()[0])

@@ -5,8 +5,6 @@ gone shows as a time-out.
 Its exit code is the highest of the ranks', as srun's, a signal's as 128 + n: so it does not hang on who is seen first.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """What a disk can do to a checkpoint after it was written: noticed before anything is loaded, on all ranks."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +15,7 @@ FALLS_BACK = "A damaged checkpoint is noticed before anything is loaded, named, 
 LATEST = "No file but a checkpoint's own manifest decides which one is restored: a wrong `latest` changes nothing."
 ALL_DAMAGED = (
     "When every checkpoint is damaged the run refuses to start, with one sentence; it never begins again by itself, "
-    "and goes on as soon as one is brought back."
+    "and continues as soon as one is brought back."
 )
 
 
@@ -90,7 +88,7 @@ def test_a_latest_file_of_deepspeeds_kind(content: str, copy: Case, undisturbed:
     for folder in (newest(copy), newest(copy).parent):
         (folder / "latest").write_text("" if content == "empty" else "global_step999")
     ended = copy.start().wait()
-    row.ends(ended, code=0, says="going on from")
+    row.ends(ended, code=0, says="resuming from")
     row.recovers(copy, baseline, ended, reached=30, at_most=0, besides=["checkpoints/latest"])
 
 

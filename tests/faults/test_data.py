@@ -1,7 +1,5 @@
 """Damaged and missing data, failing stores, a tracking server that is down, gradients that are not finite."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal
@@ -26,7 +24,7 @@ CORRUPT = (
     "A damaged image is replaced by another one and listed, up to the recipe's budget; also across a kill the run ends "
     "as it would have without."
 )
-MISSING = "A shard that is cut short or gone is named in one sentence; brought back, the same command goes on."
+MISSING = "A shard that is cut short or gone is named in one sentence; brought back, the same command resumes."
 STORE = "A store that answers with errors is waited out: the run is the same as from local shards."
 TRACKER = "A tracking server that is down or silent neither stops nor changes a run; what it missed is sent later."
 NAN = (
@@ -74,7 +72,7 @@ def test_a_corrupt_image(own_shards: Path, tmp_path: Path, row: Row) -> None:
 def test_a_shard_is_damaged_while_the_run_is_killed(
     fault: str, own_shards: Path, new_case: NewCase, undisturbed: Undisturbed, row: Row
 ) -> None:
-    row.is_about(f"a tar {fault} when the run goes on", MISSING)
+    row.is_about(f"a tar {fault} when the run continues", MISSING)
     baseline, case = undisturbed(), new_case(content=recipe(own_shards))
     case.run_until_killed(step=KILLED_AT)
     tar = one_tar(own_shards)

@@ -1,7 +1,5 @@
 """What nobody kills but goes wrong: a rank that hangs or is slow, a dead worker, a clock that jumps, a second run."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipeline.runs.logs import read_events
@@ -11,17 +9,17 @@ from tests.faults.rows import Row
 
 HANGS = (
     "A rank that hangs is named after engine.hang_seconds, with its host, process, last step and stack; the run ends "
-    "with an error, and --max-restarts goes on by itself."
+    "with an error, and --max-restarts resumes by itself."
 )
 SLOW = (
     "A rank that takes engine.slow_rank_factor times as long as the others over four points of the curve in a row, and "
-    "makes them wait for engine.slow_rank_seconds, is named while training goes on."
+    "makes them wait for engine.slow_rank_seconds, is named while training continues."
 )
 SLOW_STOPS = (
     "With engine.slow_rank: stop, a rank that stays slow for twice as many points, and has made the others wait ten "
     "times as long, ends the run after everything is saved."
 )
-WORKER = "A reading process that is killed ends the run with its name; the same command goes on from the last save."
+WORKER = "A reading process that is killed ends the run with its name; the same command resumes from the last save."
 CLOCK = "A clock that jumps by a day changes nothing: not the training, not the time-outs, not the checkpoints."
 TWO_RUNS = "A second run on the same folder is refused and told who is at work there; the first does not notice."
 CRASH_LOOP = "A run that fails at the same place again and again is not restarted for ever, and what is saved stands."

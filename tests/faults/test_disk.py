@@ -1,6 +1,4 @@
-"""Disks that are full, too small or read-only: one sentence, the older checkpoints intact, and the command goes on."""
-
-from __future__ import annotations
+"""Disks that are full, too small or read-only: one sentence, the older checkpoints intact, and the command resumes."""
 
 import hashlib
 import signal
@@ -15,19 +13,19 @@ from tests.faults.rows import Row
 
 FULL = (
     "A disk that is full during a save ends the run on all ranks with one sentence; the older checkpoints stay, what "
-    "was half-written is removed, and with room made the same command goes on."
+    "was half-written is removed, and with room made the same command resumes."
 )
 FAILS = (
     "A disk that fails during a save, as when a file server is away, ends the run with exit code 1 and the older "
-    "checkpoints intact; --max-restarts goes on by itself."
+    "checkpoints intact; --max-restarts resumes by itself."
 )
 FULL_LOG = (
-    "A disk that is full for the metrics ends the run with one sentence; with room made the same command goes on."
+    "A disk that is full for the metrics ends the run with one sentence; with room made the same command resumes."
 )
 FULL_MLFLOW = "MLflow's disk being full is told and harms nothing: metrics.jsonl has every value."
-FULL_PACK = "A disk that is full while packing keeps the finished shards; the same command goes on, to the same bytes."
+FULL_PACK = "A disk that is full while packing keeps the finished shards; the same command resumes, to the same bytes."
 READ_ONLY = "A run folder that cannot be written is told in one sentence before training starts."
-SHM = "/dev/shm too small for worker processes ends the run with a message; with enough, or with threads, it goes on."
+SHM = "/dev/shm too small for worker processes ends the run with a message; with enough, or with threads, it resumes."
 
 DISK_BYTES = 16_000_000
 

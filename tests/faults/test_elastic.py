@@ -1,6 +1,4 @@
-"""Another number of processes, another ZeRO stage, other library versions, another recipe: what a run goes on with."""
-
-from __future__ import annotations
+"""Another number of processes, another ZeRO stage, other library versions, another recipe, and what resumes."""
 
 import hashlib
 import json
@@ -15,15 +13,15 @@ from tests.faults.harness import Case
 from tests.faults.rows import Row
 
 ELASTIC = (
-    "The same command goes on with another number of processes or another ZeRO stage by itself: same images, weights "
+    "The same command continues with another number of processes or another ZeRO stage by itself: same images, weights "
     "and optimizer, losses equal but for rounding."
 )
 DATA = (
     "Data that have changed since a stage began, be it two images of one tar whose size and time are kept, are refused "
-    "in one sentence that names the shard; with the old ones, or a copy of them, the run goes on."
+    "in one sentence that names the shard; with the old ones, or a copy of them, the run continues."
 )
-RECIPE = "A changed recipe is refused in one sentence that shows the difference; with the old one the run goes on."
-VERSIONS = "Other library versions than those that wrote the checkpoint are named, and the run goes on."
+RECIPE = "A changed recipe is refused in one sentence that shows the difference; with the old one the run continues."
+VERSIONS = "Other library versions than those that wrote the checkpoint are named, and the run continues."
 
 # In float32, where sums differ in the last digits; dropout is on.
 CHANGES = {"engine.precision": "fp32", "stages.pretrain.global_batch_size": 24}

@@ -1,7 +1,5 @@
 """The faults of this suite strike where they say: in one run, every point is passed."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """kill -9 of a rank, of the launcher, of `shardvit run`, and of everything, at every point of a step and of a save."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.faults.conftest import NewCase, Undisturbed
@@ -9,17 +7,17 @@ from tests.faults.harness import SAVE_STEPS, send
 from tests.faults.rows import Row
 
 A_RANK = (
-    "A killed rank ends the run within seconds; the same command goes on from the last save and ends as if nothing had "
+    "A killed rank ends the run within seconds; the same command resumes from the last save and ends as if nothing had "
     "happened."
 )
-EVERYTHING = "After a power failure the same command goes on from the last save and ends as if nothing had happened."
+EVERYTHING = "After a power failure the same command resumes from the last save and ends as if nothing had happened."
 IN_A_SAVE = (
     "Whatever is killed during a save, the checkpoint is there wholly or not at all, and the one before it stands."
 )
 SUPERVISOR = (
-    "When only `shardvit run` or the launcher is killed, the ranks do not live on, and the same command goes on."
+    "When only `shardvit run` or the launcher is killed, the ranks do not live on, and the same command resumes."
 )
-RESTARTED = "With --max-restarts, `shardvit run` goes on by itself after a rank was killed."
+RESTARTED = "With --max-restarts, `shardvit run` resumes by itself after a rank was killed."
 
 ZERO_3 = {"engine.zero_stage": 3, "engine.precision": "fp32"}
 STEP = 26  # the step that is hit; the save before it is that of step 20

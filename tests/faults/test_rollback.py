@@ -1,7 +1,5 @@
 """Going back to a checkpoint from before trouble: the run ends as if the batches that led to it had not been there."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -46,7 +44,7 @@ def test_three_steps_in_a_row_that_are_not_finite(new_case: NewCase, row: Row, p
     row.ends(ended, code=0, says="3 steps in a row.*going back.*rollback 1 of 2")
     assert case.record()["passed_over"] == list(range(FIRST - BEFORE, LAST + 1)) and case.record()["rollbacks"] == 1
     row.is_unharmed(case, baseline)
-    row.lost = "the batches that are passed over"
+    row.lost = "the batches that are skipped"
 
 
 def test_with_a_moving_average_and_in_the_first_steps(new_case: NewCase, row: Row) -> None:
@@ -62,7 +60,7 @@ def test_with_a_moving_average_and_in_the_first_steps(new_case: NewCase, row: Ro
     assert case.record()["passed_over"] == passed_over and case.record()["rollbacks"] == 2
     assert {row.step for row in read_metrics(case.stage / "metrics.jsonl") if "val/ema_loss" in row.metrics}
     row.is_unharmed(case, baseline)
-    row.lost = "the batches that are passed over"
+    row.lost = "the batches that are skipped"
 
 
 def test_killed_while_it_goes_back(new_case: NewCase, row: Row) -> None:

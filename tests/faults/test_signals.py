@@ -1,7 +1,5 @@
 """SIGTERM, SIGINT, SIGUSR1 and SIGHUP, to one rank, to `shardvit run`, and to everything; and a second Ctrl-C."""
 
-from __future__ import annotations
-
 import signal
 import time
 
@@ -13,7 +11,7 @@ from tests.faults.rows import Row
 
 STOPPED = (
     "SIGTERM, SIGINT, SIGUSR1 or SIGHUP (a terminal that is gone, without nohup) to any rank, to `shardvit run` or to "
-    "everything: all ranks finish the step, save and exit 75; the same command goes on with nothing lost."
+    "everything: all ranks finish the step, save and exit 75; the same command resumes with nothing lost."
 )
 SECOND = "A second Ctrl-C ends everything at once, also in the middle of a save, and harms nothing on disk."
 
@@ -55,7 +53,7 @@ def test_asked_to_stop(
     if target != "a rank":
         time.sleep(2)  # for the way through `shardvit run`
     attempt.release(hold)
-    row.ends(attempt.wait(), code=75, says="" if target == "a rank" else "the same command goes on")
+    row.ends(attempt.wait(), code=75, says="" if target == "a rank" else "the same command resumes")
     stopped = case.saved()[-1]
     assert STEP < stopped <= STEP + STOP_STEPS
     row.recovers(case, baseline, reached=stopped, at_most=0)

@@ -1,7 +1,5 @@
 """Kills at the seams of the pipeline: packing, the end of a stage, between stages, head swap, export."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -14,9 +12,9 @@ from tests.faults.conftest import NewCase
 from tests.faults.harness import STEPS, Case, recipe
 from tests.faults.rows import Row
 
-PACK = "A packing that is killed goes on with the finished shards by the same command, to the same bytes."
+PACK = "A packing that is killed continues with the finished shards by the same command, to the same bytes."
 END = "A stage killed while it writes its model writes it again by the same command: no step is trained twice."
-BETWEEN = "A pipeline killed between two stages goes on with the next one."
+BETWEEN = "A pipeline killed between two stages continues with the next one."
 SWAP = "A head swap that is killed is made again by the same command; there is no half model at any time."
 EXPORT = "An export that is killed leaves no half file under the name asked for; the same command makes it."
 

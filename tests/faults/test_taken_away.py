@@ -1,7 +1,5 @@
 """What is taken from a run while it is at work: its output, its folder; and afterwards: its record."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest
@@ -17,7 +15,7 @@ OUTPUT = (
 )
 GONE = (
     "A run folder that is deleted or renamed in mid-run ends the run within seconds, with one sentence and exit code "
-    "2; nothing is made in its place, and put back, it goes on by the same command."
+    "2; nothing is made in its place, and put back, it resumes by the same command."
 )
 RECORD = (
     "A stage.json that cannot be read is made again from the newest whole checkpoint by the same command and kept "

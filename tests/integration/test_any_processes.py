@@ -1,7 +1,5 @@
 """One run on one, two and four processes, with everything random switched on: the same losses but for rounding."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable
 

@@ -1,9 +1,7 @@
-"""A run that goes on in a hard-linked copy of all runs, MLflow's database with them: the original stays as it was.
+"""A run that continues in a hard-linked copy of all runs, MLflow's database with them: the original stays as it was.
 
 Real processes: `shardvit run`, stopped after a checkpoint, copied by `cp -rl`, and gone on with in the copy.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json

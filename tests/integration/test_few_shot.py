@@ -1,7 +1,5 @@
 """Few-shot measures while a stage trains change not one bit of it, and resume as if nothing had been."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable
 from pathlib import Path

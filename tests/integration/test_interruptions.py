@@ -1,4 +1,4 @@
-"""A run that loses power goes on by the same command and ends as an undisturbed one: `shardvit run`, two real ranks.
+"""A run that loses power continues by the same command and ends as an undisturbed one: `shardvit run`, two real ranks.
 
 Other interruptions are rows of tests/faults, and `python -m tests.faults.soak` has them one after another.
 """
@@ -33,7 +33,7 @@ def test_a_run_goes_on_after_a_power_failure_as_if_nothing_had_happened(
     # beside the steps, and the kill may come before they are all there.
     assert ended.code == -signal.SIGKILL and case.saved()[-1] in (20, 40), ended.output
     continued = case.start(how="run", environment=preloaded_environment).wait()
-    assert continued.code == 0 and "going on from" in continued.output, continued.output
+    assert continued.code == 0 and "resuming from" in continued.output, continued.output
     assert case.curve() == undisturbed.curve()
     assert case.record()["model_digest"] == undisturbed.record()["model_digest"]
     assert case.record()["results"] == undisturbed.record()["results"]

@@ -1,4 +1,4 @@
-"""Masked patch prediction by the real command: two processes learn the colours of digits, and a classifier goes on."""
+"""Masked patch prediction by the real command: two processes learn the colours of digits, then a classifier."""
 
 import json
 import math

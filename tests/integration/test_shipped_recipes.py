@@ -5,8 +5,6 @@ steps and batches to a few images, shards are a few images of noise; every other
 recipe of each combination of keys runs, all others under `-m slow`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """A sweep in real processes: killed in the middle of a point and typed again, and the same as ordinary runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 Real processes, one rank each.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

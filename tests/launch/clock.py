@@ -1,7 +1,5 @@
 """Clocks that a test sets on: what would take minutes takes none, and no slow machine can be earlier than the test."""
 
-from __future__ import annotations
-
 import socket
 import time
 from pathlib import Path

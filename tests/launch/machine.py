@@ -1,7 +1,5 @@
 """What the tests of whole runs share: packed shards of nothing, and a machine that starts no processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from hashlib import sha256

@@ -1,7 +1,5 @@
 """Mistakes in paths, manifests and classes are said before torch is loaded: here its import ends the command."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

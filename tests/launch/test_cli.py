@@ -1,7 +1,5 @@
 """The command line: every command's help, and every mistake as one sentence, exit code 2, and nothing touched."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -272,7 +270,7 @@ def test_pack_with_a_wrong_option(refused: Callable[..., str], option: list[str]
             "stages.finetune.global_batch_size is 64, but the training set has only 18",
         ),
         (["data.lanes=20", "stages.finetune.global_batch_size=16"], "data.lanes is 20, but the shards hold only 18"),
-        (["stages.pretrain.train={shards: shards/train, weight: 2}"], "a weight means nothing"),
+        (["stages.pretrain.train={shards: shards/train, weight: 2}"], "a weight has no effect"),
         (["data.lanes=3"], "global_batch_size 8 is not a multiple of data.lanes 3"),
         (
             ["stages.finetune.image_size=14"],

@@ -1,7 +1,5 @@
 """Every option that names an output file or folder: what the command did not write stays, and a run stays a run."""
 
-from __future__ import annotations
-
 import os
 import socket
 import stat

@@ -1,7 +1,5 @@
 """Whatever starts the ranks, the losses are the same: plain python, deepspeed, torchrun, ours, accelerate launch."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

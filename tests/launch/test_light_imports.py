@@ -1,7 +1,5 @@
 """Commands that train nothing answer soon: none imports a heavy library that it does not need."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

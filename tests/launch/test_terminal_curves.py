@@ -1,7 +1,5 @@
 """Curves of characters: the right values at the right places, of any numbers."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A run whose threads are more than its cores says so, and names what to set."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

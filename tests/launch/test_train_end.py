@@ -3,8 +3,6 @@
 Real ranks on a real full disk are in tests/faults.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

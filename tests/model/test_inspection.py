@@ -1,7 +1,5 @@
 """`model.inspection`: attention against numpy and the model's outputs; filters and positions against scikit-learn."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

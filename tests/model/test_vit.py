@@ -3,8 +3,6 @@
 The numbers themselves are compared with independent implementations in tests/oracles.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

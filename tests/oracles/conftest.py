@@ -3,8 +3,6 @@
 pytest tests/oracles --table docs/numerics.md       writes the rows between the table's two marks
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ images and labels times a, plus the batch rolled by one times 1 - a. The sigmoid
 Nothing of model/ or pipeline/engine is used here; batches come as pixels, labels and the mixing weight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`model.counting` against torch's FlopCounterMode and the modules' parameters: equal to every digit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -5,8 +5,6 @@ The real command trains; the other side reads the same batches by one process an
 included. Biases of the keys are left out: a softmax ignores them, and Adam blows up the rounding of their gradient.
 """
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ They agree within half a percent: on a CPU a bf16 norm keeps its statistics in b
 formula has it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

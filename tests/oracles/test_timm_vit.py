@@ -1,7 +1,5 @@
 """timm's own models, functions and initial weights: our state dicts in them, and our numbers beside theirs."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a rank imports up to its first step: every second of it is paid by every process at every start."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

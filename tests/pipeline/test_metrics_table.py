@@ -1,7 +1,5 @@
 """The README's table of metrics is the vocabulary's."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """How a stage measures its ranks' pace: by the recipe's keys, and only what is a rank's own."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any

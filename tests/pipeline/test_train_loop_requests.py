@@ -1,7 +1,5 @@
 """What comes one step late: the ranks' requests, and what became of a step; neither depends on when it is read."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a stage writes in place: in a hard-linked copy (`cp -rl`) it is the copy's own, and the original stays."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -8,8 +8,6 @@ ones. A fork has the caller's arguments, environment, folder, standard streams a
 caller's side.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -8,8 +8,6 @@ The smaller side is indexed, in blocks of 32,768 images (160 MB each), and the l
 part by part and on all cores. So memory is constant but for what is found.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

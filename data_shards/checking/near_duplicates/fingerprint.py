@@ -12,8 +12,6 @@ takes 1.2 ms on one core, most of it libjpeg-turbo, an image of 32 x 32 pixels 0
 process.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import threading

@@ -18,8 +18,6 @@ JPEG's noise alone; they are the same if at most a quarter of the blocks differs
 chosen on CIFAR-10's training images.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, Literal, NamedTuple
 

@@ -10,8 +10,6 @@ compared by its bytes alone, and counted. On one core a photograph takes 1.2 ms 
 looked up among 350 others, 1.8 among 50,000, and 7 for each candidate, 3 of them to decode both.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

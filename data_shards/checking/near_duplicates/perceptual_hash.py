@@ -19,8 +19,6 @@ A hash takes 2 us and 16 bytes, 56 more in the index, and a query 2,176 comparis
 (photographs: twice as many).
 """
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import product
 from typing import Any, NamedTuple

@@ -2,11 +2,9 @@
 
 A plain tar is walked once by its headers, and an image is one `pread`: nothing is unpacked, and memory holds names,
 offsets and sizes. Listings are kept in the user's cache folder. gzip cannot seek: a .tar.gz is decompressed once, into
-a folder that the caller names and removes. Devices and links are passed over, but links to images are refused (they
+a folder that the caller names and removes. Devices and links are skipped, but links to images are refused (they
 would be missing), and so are names that lead outside.
 """
-
-from __future__ import annotations
 
 import contextlib
 import fcntl

@@ -9,8 +9,6 @@ images, labels and order, and so the same shards; the test part becomes val. The
 published files, known by torchvision's MD5, are opened. Takes 180 MB.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import importlib.util

@@ -70,7 +70,7 @@ class _Listing:
             if not images:
                 self.skip(
                     f"{base / name}: there is no image in this class folder",
-                    consequence=", which was passed over",
+                    consequence=", which was skipped",
                     remedy="add some, remove the folder, or pass over it",
                 )
             by_class[name] = range(len(self.names), len(self.names) + len(images))

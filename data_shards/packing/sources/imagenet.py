@@ -10,8 +10,6 @@ Classes are the folders' names in code-point order, as everywhere: ImageNet's cl
 images takes one small read each, once; nothing is unpacked.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re

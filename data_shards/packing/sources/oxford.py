@@ -6,8 +6,6 @@ Flowers: 102flowers.tgz or the folder jpg/, imagelabels.mat and setid.mat. Split
 test of 6,149, as published; the paper trains on train and reports test.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

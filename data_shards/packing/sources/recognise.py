@@ -1,7 +1,5 @@
 """Open what the user typed: a known name first, otherwise the names inside the folder or archive decide what it is."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from itertools import islice

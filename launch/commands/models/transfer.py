@@ -1,7 +1,5 @@
 """`shardvit transfer`: the command line; imports are inside, so that --help is fast."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

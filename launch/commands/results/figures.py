@@ -1,7 +1,5 @@
 """`shardvit figures`: the paper's figures of any model that `shardvit predict` takes; heavy imports are inside."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`shardvit sync`: what MLflow lacks of runs, after an outage or from a cluster without a way out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -72,7 +72,7 @@ def watch(
         else:
             follow(watcher, console=console, interval_seconds=interval)
     except KeyboardInterrupt:
-        pass  # what is watched goes on
+        pass  # what is watched continues
     return 0
 
 
@@ -124,7 +124,7 @@ def follow(watcher: Watcher, *, console: Console, interval_seconds: float) -> No
 
     try:
         with _leaving_by_q() as typed, Live(console=console, auto_refresh=False, screen=True) as live:
-            footer = Text(f"{'q' if typed else 'Ctrl-C'} leaves, the run goes on", style="dim", no_wrap=True)
+            footer = Text(f"{'q' if typed else 'Ctrl-C'} leaves, the run continues", style="dim", no_wrap=True)
             while True:
                 view = watcher.look()
                 size = console.size

@@ -1,7 +1,5 @@
 """`shardvit doctor`: the command. The checks are imported inside, so that `--help` answers at once."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing

@@ -1,7 +1,5 @@
 """`shardvit plan`: whether a recipe fits, its time and cost. Starts and writes nothing; a second, no GPU, no torch."""
 
-from __future__ import annotations
-
 import json
 
 from launch.flags import DataFile, JsonFlag

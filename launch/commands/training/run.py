@@ -1,7 +1,5 @@
 """`shardvit run`, and `shardvit train`, which every launcher starts."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """The commands `shardvit submit` and `cancel`; imports are inside, so that --help is fast."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from pathlib import Path
@@ -36,7 +34,7 @@ def submit(
     """Submit a recipe's unfinished stages to SLURM, one job each, in order.
 
     Everything is checked first, as by `shardvit run --dry-run`. A job saves
-    before its time limit, is requeued and goes on; also after preemption, a
+    before its time limit, is requeued and continues; also after preemption, a
     node failure or a crash, if it makes progress. Scripts and logs lie in
     RUNS/NAME/slurm. The same command again resumes the run.
 
@@ -46,7 +44,7 @@ def submit(
         shardvit submit vit_b16_in21k finetune=pets --sweep --nodes 4 --gpus-per-node 8 --time 4:00:00
     """
     if not sweep and (hold_out, stage, at_once) != (None, None, None):
-        raise UserError("--hold-out, --stage and --at-once mean nothing without --sweep: give it, too")
+        raise UserError("--hold-out, --stage and --at-once have no effect without --sweep: give it, too")
     # Mistakes in the recipe are reported before anything slow is imported.
     if sweep:
         from launch.sweep.points import plan_sweep, read_share

@@ -1,7 +1,5 @@
 """`shardvit sweep`: choose values of a recipe's keys by a held-out part of the training set, as the ViT paper does."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Annotated

@@ -4,8 +4,6 @@ Costs 4 bytes a parameter, sharded as the masters are, and one pass over both af
 file of its own. Buffers are not averaged. Does not import DeepSpeed and is not collective.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, TypeVar
 

@@ -4,8 +4,6 @@ In half precision the forward pass computes with rounded values; the exact ones 
 parameter on each rank) and written by rank 0, since DeepSpeed would save the rounded ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from difflib import get_close_matches
 from fnmatch import fnmatchcase

@@ -1,12 +1,10 @@
-"""Copy a snapshot to host memory while training goes on: one buffer, kept and filled again at each save.
+"""Copy a snapshot to host memory while training continues: one buffer, kept and filled again at each save.
 
 A checkpoint's content changes in an optimizer step and when weights are swapped with their averages, not in forward and
 backward passes: a thread copies beside those, and only the next change waits (`Hold`). Costs as many bytes of host
 memory as the process writes. A CPU copies by one thread (about 5 GB/s); a GPU by its copy engine into page-locked
 memory, for which the next change's kernels wait, not the host. One snapshot at a time.
 """
-
-from __future__ import annotations
 
 import contextlib
 import ctypes

@@ -5,8 +5,6 @@ copy in every stage. DeepSpeed's own setters fail where the world size does not 
 moments. Relies on attributes of DeepSpeed 0.19's optimizers; does not import it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -243,7 +243,7 @@ class StateShards:
 def open_whole(file: Path, *, model: nn.Module) -> PortableState:
     """Open one file with everything (`ReplicatedEngine`), where torch numbers parameters. Errors as in `open_state`."""
     folder = file.parent
-    earlier = UserError(f"checkpoint {folder} was written by an earlier shardvit: go on with that version")
+    earlier = UserError(f"checkpoint {folder} was written by an earlier shardvit: continue with that version")
     if not file.exists() and (folder / DEEPSPEED_FOLDER).exists():  # ZeRO 0 was DeepSpeed's
         raise earlier
     content, average = read_state(file), folder / average_file(0)

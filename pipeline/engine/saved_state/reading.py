@@ -4,8 +4,6 @@ torch's restricted unpickler (`weights_only=True`) makes tensors and plain conta
 DeepSpeed 0.19's four extra types are read as `Record`, so DeepSpeed is not imported.
 """
 
-from __future__ import annotations
-
 import pickle
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Figures of a model's attention: rollout on images, maps of blocks and heads, mean distance over depth."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,7 +20,7 @@ _MOST_BLOCKS, _MOST_HEADS = 12, 16  # in the figure of all maps
 
 def draw_rollout(attention: SeenAttention, batch: Batch, *, meta: SavedModelMeta, classes: Sequence[str]) -> Drawn:
     """Draw the first images of `batch` beside themselves lit by their rollout; `classes`: of the images' labels; none:
-    the labels mean nothing here."""
+    the labels do not matter here."""
     cells: list[Cell] = []
     strongest: list[float] = []
     for number in range(min(SHOWN_IMAGES, len(batch.images))):

@@ -5,8 +5,6 @@ ones are left out. Costs 1.5 forward passes an image, and 64 MiB of probabilitie
 handles in half a minute: the paper's 128 for attention distance if the model is small, at least those that are shown.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

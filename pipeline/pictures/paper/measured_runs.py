@@ -8,8 +8,6 @@
 Missing or damaged records are left out. No torch.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator

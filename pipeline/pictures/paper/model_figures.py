@@ -1,7 +1,5 @@
 """The paper's figures of a model: all that it can have, why it lacks others, and a finished stage's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Two hosts for a test, and a run on them; skipped with the reason where there can be none."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """What is wrong with a host is found before any GPU's time, in a sentence each, on real hosts."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

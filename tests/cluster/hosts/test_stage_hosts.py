@@ -1,7 +1,5 @@
 """Ranks on two real hosts, and what becomes of them: asked to stop, killed, orphaned, cut off. Stand-ins train."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Real training over two hosts: the losses of two processes on one, stops, a cut cable, restarts, and nothing left."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 from collections.abc import Callable
@@ -106,7 +104,7 @@ def test_sigterm_saves_on_both_and_the_same_command_goes_on(hosts: TwoHosts, cas
     assert len(attempt.ranks()) == 2
     shardvit_run(case).send_signal(signal.SIGTERM)
     ended = attempt.wait()
-    assert ended.code == 75 and ended.sentence("the same command goes on from step"), ended.output
+    assert ended.code == 75 and ended.sentence("the same command resumes from step"), ended.output
     stopped = case.saved()[-1]
     assert STEP < stopped <= STEP + 2
     Row(name="stopped").leaves_nothing(case)

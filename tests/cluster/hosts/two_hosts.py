@@ -6,8 +6,6 @@ private /etc/hosts; keys lie in the fixture's folder and the caller's ~/.ssh is 
 iproute2 and OpenSSH's server.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

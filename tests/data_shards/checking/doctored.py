@@ -1,7 +1,5 @@
 """A small sound set, ways to damage it, and ways to ask the doctor."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """The shard doctor: every damage that is done to a sound set is found, named and counted, and nothing else is."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -176,7 +174,7 @@ def test_a_broken_manifest_does_not_keep_the_other_split_from_being_checked(shar
     found = only(result, "unusable-set")
     assert found.split == "train" and "manifest.json" in found.places[0].detail
     assert [split.split for split in result.splits] == ["val"] and result.exit_code == 1
-    assert result.fitness is None  # of held-out images it would mean nothing
+    assert result.fitness is None  # held-out images have none
 
 
 def test_a_lost_manifest_is_missed_where_the_other_split_has_one(shards: Path):

@@ -1,7 +1,5 @@
 """Findings in samples (images, labels, duplicates), and their report."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

@@ -1,7 +1,5 @@
 """How a set suits a number of processes: every visit of an epoch is the oracle; and what is said where it does not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a set of shards is known by: the same for any copy, another for any other content, wherever it is."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -126,7 +126,7 @@ def test_garbage_is_refused_without_an_address_in_memory(data: bytes, decoder: d
 
 def test_a_format_for_which_pillow_would_start_another_program_is_not_known():
     eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n"
-    assert Image.open(io.BytesIO(eps)).format == "EPS"  # Pillow itself would go on, to Ghostscript
+    assert Image.open(io.BytesIO(eps)).format == "EPS"  # Pillow itself would continue, to Ghostscript
     with pytest.raises(UnreadableImage, match="of no known format"):
         read_image(eps)
 

@@ -132,7 +132,7 @@ def test_it_is_a_function_of_seed_and_step():
     assert forwards == backwards[::-1]
     assert len(set(forwards)) > 45  # and steps differ
     assert forwards != [draw_mix(config, seed=6, step=step, image_size=64) for step in range(50)]
-    np.testing.assert_allclose(  # runs must be able to go on after an update of scipy
+    np.testing.assert_allclose(  # runs must be able to continue after an update of scipy
         [draw_mix(MixupConfig(0.2), seed=0, step=step, image_size=64).keep for step in range(3)], KEPT, rtol=1e-9
     )
 

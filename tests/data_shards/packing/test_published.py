@@ -1,7 +1,5 @@
 """Gzipped archives packed: through an interruption, and nothing of their copy is left."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Packing goes on after any end, and the result is the one of an undisturbed packing, to the byte."""
+"""Packing continues after any end, and the result is the one of an undisturbed packing, to the byte."""
 
 import os
 import select

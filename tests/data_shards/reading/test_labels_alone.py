@@ -1,7 +1,5 @@
 """Labels read alone are those that come with the images, for any part of a set, and damage is told by -1."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

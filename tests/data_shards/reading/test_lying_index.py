@@ -1,7 +1,5 @@
 """An index that says what its tar does not is never believed, whichever entry it is about; a damaged tar is no lie."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

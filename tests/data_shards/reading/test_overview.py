@@ -1,7 +1,5 @@
 """A look at a set: what is counted is what is there, few bytes are read for it, and damage is named."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -134,7 +134,7 @@ def test_a_missing_index_is_built_from_the_tar(manifest: Manifest):
     assert [reader.read(shard, row=row) for shard, row in places(manifest)] == expected
 
 
-# ---- damage while training goes on: a SampleError, as one process alone may come upon it, and launch/train lets only
+# ---- damage while training continues: a SampleError, as one process alone may come upon it, and launch/train lets only
 # that kind speak
 
 

@@ -129,7 +129,7 @@ def test_every_sample_has_the_same_chance_and_classes_do_not_matter():
 
 
 def test_the_held_out_samples_are_pinned():
-    """A run that goes on after a change would evaluate what it trained on."""
+    """A run that continues after a change would evaluate what it trained on."""
     assert stored_rows(parts(shard_set([5, 1, 30, 2]), 0.3)[0]) == GOLDEN
 
 

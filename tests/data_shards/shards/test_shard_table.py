@@ -1,7 +1,5 @@
 """Shards as columns: a table of what a manifest lists gives the entries that one would write by hand."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import replace
 

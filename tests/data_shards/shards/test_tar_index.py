@@ -1,4 +1,4 @@
-"""The index points at exactly the bytes that tarfile and webdataset find, and damage is never passed over."""
+"""The index points at exactly the bytes that tarfile and webdataset find, and damage is never skipped."""
 
 import os
 import tarfile

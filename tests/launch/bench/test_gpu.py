@@ -1,7 +1,5 @@
 """The GPU benchmark at a toy size on the CPU: contenders do the same work; the table says what was not measured."""
 
-from __future__ import annotations
-
 import copy
 import json
 import time

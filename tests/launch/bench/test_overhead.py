@@ -1,7 +1,5 @@
 """The engine beside plain torch: exact counts within their bounds, and the table that shows them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

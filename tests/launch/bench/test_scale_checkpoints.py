@@ -1,7 +1,5 @@
 """The measures of checkpoints in `launch.bench.scale`, in small: counts that must not grow, and who does what."""
 
-from __future__ import annotations
-
 import pytest
 
 from launch.bench import scale_checkpoints as bench

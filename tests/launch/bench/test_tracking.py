@@ -1,7 +1,5 @@
 """The bench of tracking adds up as it says, and misses its target aloud."""
 
-from __future__ import annotations
-
 import pytest
 
 from launch.bench.tracking import Costs, report

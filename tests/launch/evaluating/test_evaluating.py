@@ -1,7 +1,5 @@
 """`shardvit eval` as a user types it: a table, the same JSON by two processes, and mistakes as one sentence."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

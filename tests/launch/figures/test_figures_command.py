@@ -1,7 +1,5 @@
 """`shardvit figures`: which images it takes, what it writes, and mistakes in one sentence."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """An agent by itself, on this machine and without ssh: what it is told, what it says, and that it leaves no rank."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

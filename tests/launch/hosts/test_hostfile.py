@@ -1,7 +1,5 @@
 """Hostfiles and filters mean what DeepSpeed takes them to mean, and mistakes are named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ The `ssh` here is a script that answers as a host would, but holds answers back 
 asked one host after another would get no answer.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

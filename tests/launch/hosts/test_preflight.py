@@ -1,7 +1,5 @@
 """Verdicts on hosts, from facts alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The pure parts of a stage on hosts: the command of a node, the one exit code, the ssh command."""
 
-from __future__ import annotations
-
 import base64
 import json
 import subprocess

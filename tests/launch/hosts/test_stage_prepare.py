@@ -1,7 +1,5 @@
 """A pipeline on hosts: asked first, then trained there, with as many processes as there are slots."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What travels to the hosts is what DeepSpeed says travels, and its file is read as it reads it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,10 +1,8 @@
-"""Output that disappears: a run goes on, a command whose product is its output ends as other tools do.
+"""Output that disappears: a run resumes, a command whose product is its output ends as other tools do.
 
 Real processes and real descriptors: a pipe without a reader, /dev/full, closed streams. Whole runs are in
 tests/integration/test_output_lost.py.
 """
-
-from __future__ import annotations
 
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Ending processes and waiting for threads, where this process itself may have stood still meanwhile."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import subprocess

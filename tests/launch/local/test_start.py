@@ -1,7 +1,5 @@
 """What each rank is told, and what becomes of the ranks when somebody presses Ctrl-C or one of them ends badly."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

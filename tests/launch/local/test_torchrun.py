@@ -1,7 +1,5 @@
 """Our torchrun ends with its ranks' exit code, or the signal's that it was sent, and without a traceback."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,7 +1,5 @@
 """Curves: thinned without losing an extreme or a gap, over time without pauses; and which chart a metric is in."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A page of hostile texts and pictures: everything is text, nothing from elsewhere is markup, and it is small."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io

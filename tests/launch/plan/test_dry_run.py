@@ -1,7 +1,5 @@
 """`--dry-run`: a summary whose numbers are those of the run, the same recipe, and nothing started."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -4,8 +4,6 @@ One browser serves all tests of a file with one set of fonts, whichever else the
 console, and every breach of a page's policy, is kept.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

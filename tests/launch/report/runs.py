@@ -1,7 +1,5 @@
 """Run folders for the tests: as training leaves them, and hostile ones, without training."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

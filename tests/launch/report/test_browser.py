@@ -2,8 +2,6 @@
 and dark, on paper, with and without their script; hovering, zooming and sorting work, nothing of a hostile run runs.
 Skipped where there is no Chromium, or where the fonts of a set are not here."""
 
-from __future__ import annotations
-
 import base64
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`shardvit run` looks at a stage's data before it starts anything."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

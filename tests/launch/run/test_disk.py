@@ -3,8 +3,6 @@
 A whole run whose folder is renamed is in tests/integration/test_folder_gone.py.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A stage that failed is started again, as long as that may help and the user allows it."""
 
-from __future__ import annotations
-
 import signal
 from types import SimpleNamespace
 
@@ -128,6 +126,6 @@ def test_an_interrupted_restart_goes_on_without_that_flag(machine: Machine, caps
     """With it, it would begin again."""
     machine.outcome = Failing(machine, (1, 400))
     assert machine.open(restart="pretrain").execute() == 1
-    assert "the same command without --restart goes on from step 400" in capsys.readouterr().err
+    assert "the same command without --restart resumes from step 400" in capsys.readouterr().err
     machine.outcome = None
     assert machine.open().execute() == 0

@@ -1,7 +1,5 @@
 """A pipeline on one machine: stages in order, what is done is skipped, what failed is said, mistakes come first."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -70,10 +68,10 @@ def test_a_stage_that_the_recipe_lacks_is_refused(machine: Machine):
 @pytest.mark.parametrize(
     ("launcher", "saved", "ours", "said"),
     [
-        (0, 0, 1, "goes on from its beginning"),  # deepspeed's 0 when a signal killed it: not done is not done
-        (1, 400, 1, "goes on from step 400"),
-        (-9, 400, 1, "goes on from step 400"),
-        (EXIT_STOPPED, 1400, EXIT_STOPPED, "goes on from step 1,400"),
+        (0, 0, 1, "resumes from its beginning"),  # deepspeed's 0 when a signal killed it: not done is not done
+        (1, 400, 1, "resumes from step 400"),
+        (-9, 400, 1, "resumes from step 400"),
+        (EXIT_STOPPED, 1400, EXIT_STOPPED, "resumes from step 1,400"),
         (2, 0, 2, None),  # the rank has said why
     ],
 )
@@ -284,7 +282,7 @@ def test_a_user_who_stops_it_at_once_is_told_no_false_reason(
     else:
         assert machine.open().execute(max_restarts=5) == EXIT_STOPPED
         error = capsys.readouterr().err
-        assert error == ("shardvit: pretrain is not finished (stopped): the same command goes on from step 300\n")
+        assert error == ("shardvit: pretrain is not finished (stopped): the same command resumes from step 300\n")
     assert machine.started == stages
 
 

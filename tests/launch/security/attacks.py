@@ -1,7 +1,5 @@
 """The table: which command reads which kind of file, what is done to such files, and what becomes of it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """What is done to somebody's models."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

@@ -1,7 +1,5 @@
 """What is done to somebody's recipe, records and checkpoints."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

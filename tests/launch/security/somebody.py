@@ -3,8 +3,6 @@
 The digests always fit what was tampered with, as an attacker would make them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

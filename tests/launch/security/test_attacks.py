@@ -1,7 +1,5 @@
 """A malicious file of every kind for every command that reads one: no code runs, and what is refused is a sentence."""
 
-from __future__ import annotations
-
 import contextlib
 import pickle
 import shutil

@@ -1,7 +1,5 @@
 """A run from elsewhere whose files are links to another run's: nothing of that one is shown. No FIFO is waited for."""
 
-from __future__ import annotations
-
 import base64
 import os
 import shutil

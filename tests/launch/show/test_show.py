@@ -1,7 +1,5 @@
 """`shardvit show`: the page and its files, for shards and recipes; nothing else is touched; mistakes are a sentence."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

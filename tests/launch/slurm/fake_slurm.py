@@ -1,7 +1,5 @@
 """A cluster that does as the test says, in the place of SLURM's commands."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

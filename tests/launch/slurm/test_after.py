@@ -97,7 +97,7 @@ def test_the_sentences_say_why_and_from_where():
     ).sentence
     assert "saved no later step" in given_up and "--time" in given_up and "step 40" in given_up
     requeued = decide(ending(), record=StageRecord(), earlier=[], max_restarts=20, cancelled=False).sentence
-    assert requeued == "not finished (signal USR1): requeued, it goes on from its beginning"
+    assert requeued == "not finished (signal USR1): requeued, it resumes from its beginning"
 
 
 def ask(run: Path, *arguments: str) -> int:
@@ -111,7 +111,7 @@ def test_the_batch_script_asks_and_the_end_is_noted(tmp_path: Path, capsys: pyte
     run.mkdir()
     folder.update("pretrain", state="running", last_saved_step=5)
     assert ask(run, "--code", "75", "--signal", "USR1") == 75
-    assert "shardvit: pretrain: not finished (signal USR1): requeued, it goes on from step 5" in capsys.readouterr().err
+    assert "shardvit: pretrain: not finished (signal USR1): requeued, it resumes from step 5" in capsys.readouterr().err
     assert ask(run, "--code", "1") == 75
     assert [(end.kind, end.last_saved_step) for end in read_ends(run / "slurm", "pretrain")] == [
         ("stopped", 5),

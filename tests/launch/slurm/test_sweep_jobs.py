@@ -1,7 +1,5 @@
 """`shardvit submit --sweep`: an array of points, then the choice, then the final run; each after what it needs."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

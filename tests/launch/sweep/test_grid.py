@@ -1,7 +1,5 @@
 """The grid: which commas separate values, which points there are, and names that tell them apart."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """The choice: best score, then loss, then order; what failed or is not finite is shown and not chosen."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A sweep's runs: which there are, on which images, in which order; and what is done when it is typed again."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A sweep's own run in a real MLflow store."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

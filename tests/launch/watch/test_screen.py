@@ -1,7 +1,5 @@
 """The page of `shardvit watch`: what it says of a run, whatever state the run, its processes and its files are in."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

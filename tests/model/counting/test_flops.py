@@ -1,7 +1,5 @@
 """`model.counting.flops`: the papers' numbers, and laws (torch has the last word in tests/oracles)."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """`model.positions.embedding`: what each kind adds where, and relative attention by its formula."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """A saved model's folder, and what the shapes of a state dict tell when it does not fit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

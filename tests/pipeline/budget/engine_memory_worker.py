@@ -5,8 +5,6 @@ rank 0 writes OUT/results.json. As on a GPU, AdamW is the fused one, which needs
 ZeRO 3 leaves whole, are as small against this model as they are against a real one.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

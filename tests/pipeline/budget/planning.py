@@ -1,7 +1,5 @@
 """Recipes and forecasts for the tests of the budget."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pipeline.budget.communication import links_of

@@ -1,7 +1,5 @@
 """Laws of the traffic between GPUs; its numbers are in test_tables.py and, from real engines, test_engine_memory.py."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

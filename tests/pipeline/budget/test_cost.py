@@ -1,7 +1,5 @@
 """What a stage adds to its model: the masked-patch head against torch's counter and the modules' parameters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The plan's bytes against those that real engines allocate and send on two processes (gloo, CPU): within 5 %."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the assembly of a stage's forecast adds to its parts: disk, and which traffic an engine has."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

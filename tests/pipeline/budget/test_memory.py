@@ -1,7 +1,5 @@
 """Laws of the state's bytes, and the largest micro-batch. Real engines are in test_engine_memory.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ What is tracked is a whole training: forward, loss, backward and two AdamW steps
 float32, on one GPU without ZeRO. Kernels of the CPU are tracked; on a GPU attention keeps the same tensors.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

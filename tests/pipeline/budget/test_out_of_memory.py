@@ -1,7 +1,5 @@
 """Out of memory: recognised however it is said, and answered with numbers that the plan has for what is advised."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

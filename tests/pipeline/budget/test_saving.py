@@ -1,7 +1,5 @@
 """A save's copy and stall: by formula, and what they are for the paper's models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

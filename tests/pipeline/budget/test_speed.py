@@ -1,7 +1,5 @@
 """Where images a second come from: anchors, an MFU, a measurement; and the processor that launches the kernels."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -3,8 +3,6 @@
 Where the engine differs from the textbook that the tables follow, the plan follows the engine, and the test says so.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The warnings: each appears where it should, says what to change, and is gone once that is done."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

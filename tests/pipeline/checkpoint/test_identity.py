@@ -63,7 +63,7 @@ def test_a_layout_that_may_differ_does_not_hide_what_may_not(tmp_path: Path):
     with pytest.raises(UserError, match=r"precision fp32 \(now bf16\)") as caught:
         check_identity(identity(), now, folder=tmp_path)
     assert "processes" not in str(caught.value) and "zero_stage" not in str(caught.value)
-    with pytest.raises(UserError, match="go on with the recipe that wrote it"):
+    with pytest.raises(UserError, match="continue with the recipe that wrote it"):
         check_identity(identity(), identity("seed=1", processes=4), folder=tmp_path)
 
 

@@ -1,7 +1,5 @@
 """Killed before any operation on the disk: a model folder, a stage's record and a restart are whole or as before."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

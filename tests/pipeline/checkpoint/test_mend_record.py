@@ -1,7 +1,5 @@
 """A stage.json that cannot be read is rebuilt from the checkpoints; without any, a sentence; nothing is lost."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Saving in the background and standing still: what is written, and when it is visible."""
 
-from __future__ import annotations
-
 import errno
 import threading
 import time

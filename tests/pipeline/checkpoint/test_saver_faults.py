@@ -1,7 +1,5 @@
 """Every way that saving can fail: no room, a disk that refuses, our own mistakes, a kill at any moment."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """Checkpoints are whole or not there: what is committed in which order, damage anywhere, another run's folder."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -168,7 +166,7 @@ def test_a_damaged_one_is_passed_over_and_named(
 
 
 def test_a_flipped_bit_anywhere_in_the_manifest_is_harmless(tmp_path: Path, alone: Ranks):
-    """Either the checkpoint is passed over, or the bit bore on nothing and it is restored as it was saved."""
+    """Either the checkpoint is skipped, or the bit bore on nothing and it is restored as it was saved."""
     save(tmp_path, 1, ranks=alone)
     path = save(tmp_path, 2, ranks=alone) / MANIFEST
     good = path.read_bytes()

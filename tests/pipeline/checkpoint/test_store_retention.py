@@ -1,7 +1,5 @@
 """Laws of which checkpoints are kept, over all ways to save a run."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What a commit costs the file server, and how ranks share the reading of what they check."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -3,8 +3,6 @@
 That they are right under every engine is seen in tests/distributed/test_engines.py.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

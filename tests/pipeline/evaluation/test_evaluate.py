@@ -1,7 +1,5 @@
 """An evaluation by 1, 2, 3 and 4 real processes: the same to the last bit, and what scikit-learn says of the logits."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Metrics equal scikit-learn's and torchmetrics', and a direct computation, on random logits and their ties."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

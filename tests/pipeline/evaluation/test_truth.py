@@ -1,7 +1,5 @@
 """A model's classes and the shards' are matched by name, in any order; ReaL and ImageNet-v2 by ImageNet's own."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

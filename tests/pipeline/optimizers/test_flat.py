@@ -1,7 +1,5 @@
 """A flat tensor moves as its parameters do under torch's optimizers, with groups, clip_grad_norm_ and skipped steps."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from typing import Any

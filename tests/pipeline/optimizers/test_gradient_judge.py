@@ -1,7 +1,5 @@
 """A flat gradient is judged as torch's clip_grad_norm_ would, and nothing of it comes to the host."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

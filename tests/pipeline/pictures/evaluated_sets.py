@@ -1,7 +1,5 @@
 """Evaluations made of labels and probabilities that a test draws, by direct counting."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

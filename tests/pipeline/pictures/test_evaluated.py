@@ -1,7 +1,5 @@
 """The numbers drawn of an evaluation are those of its record, and no record, class name or failure spoils a picture."""
 
-from __future__ import annotations
-
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from dataclasses import replace

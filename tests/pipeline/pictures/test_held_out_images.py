@@ -1,7 +1,5 @@
 """Images beside predictions are those that evaluation sees, and masked patches those that it judges; else none."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

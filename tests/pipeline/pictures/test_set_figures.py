@@ -1,7 +1,5 @@
 """Figures of a set: the numbers that they show are the glance's, and names are text."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 from xml.etree import ElementTree

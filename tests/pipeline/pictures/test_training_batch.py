@@ -1,7 +1,5 @@
 """What is drawn of a training batch is what the loop feeds the model, bit for bit, whoever computes it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -207,7 +205,7 @@ def test_a_run_s_pictures_are_drawn_once_with_names_as_text(shards: Path, tmp_pa
     recipe = recipe_of(shards, augment="both")
     folder = begun(tmp_path, recipe, state="running", lanes=4)
     said: list[str] = []
-    for step in (0, 7):  # it goes on after step 7
+    for step in (0, 7):  # it resumes after step 7
         draw(DrawRequest(folder, recipe, "pretrain", step), moment="begin", say=said.append)
     assert not [line for line in said if "failed" in line]
     kept = {(each.picture.name, each.step): each for each in kept_pictures(folder.stage("pretrain"))}

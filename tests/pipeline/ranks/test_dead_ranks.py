@@ -1,8 +1,6 @@
 """A rank's death among many simulated ranks: each log names it, once, and few files are touched. Real deaths are in
 tests/distributed."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The process group, exchanges in log2(n) rounds, and waiting for rank 0."""
 
-from __future__ import annotations
-
 import math
 import os
 import queue

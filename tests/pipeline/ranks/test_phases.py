@@ -1,7 +1,5 @@
 """Each rank's own time, and which rank is slow."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -129,7 +127,7 @@ class Chorus:
 
 
 class Clock:
-    """A clock that goes on when it is told to."""
+    """A clock that continues when it is told to."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0

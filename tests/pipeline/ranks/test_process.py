@@ -1,7 +1,5 @@
 """One process: its limit of open files, its threads, its state between stages."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """Where the seconds before the first step go: parts that add up, told once, and aloud only what lasts."""
 
-from __future__ import annotations
-
 import queue
 import re
 import threading

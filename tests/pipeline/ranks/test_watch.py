@@ -294,7 +294,7 @@ def test_progress_within_a_step_is_counted(tmp_path):
 def test_the_first_step_may_take_ten_minutes_whatever_the_limit(tmp_path):
     watch = make_watch(tmp_path, [], hang_seconds=5.0)
     patience = []
-    for step in (0, 0, 400, 400, 401, 402):  # goes on from step 400
+    for step in (0, 0, 400, 400, 401, 402):  # resumes from step 400
         watch.progress(step)
         patience.append(watch._patience_seconds)
     assert patience == [600, 600, 600, 600, 5, 5]
@@ -307,7 +307,7 @@ def test_a_folder_that_cannot_be_written_is_told_once_and_training_goes_on(tmp_p
     with make_watch(tmp_path / "file" / "ranks", said) as watch:
         watch.progress(1)
         watch._write("running")
-    assert len(said) == 1 and "training goes on" in said[0]
+    assert len(said) == 1 and "training continues" in said[0]
 
 
 def test_a_stack_asked_for_after_the_end_is_harmless(tmp_path):

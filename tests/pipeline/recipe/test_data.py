@@ -1,4 +1,4 @@
-"""The recipe's part about data: short and long forms mean the same, and what means nothing is refused."""
+"""The recipe's part about data: short and long forms mean the same, and what has no effect is refused."""
 
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ def test_a_plain_location_stays_plain_in_what_is_printed(tmp_path: Path):
     ("changes", "message"),
     [
         ({"train": [{"shards": "a", "weight": 1}, "b"]}, "give every set a weight, or none"),
-        ({"train": {"shards": "a", "weight": 1}}, "a weight means nothing to a single set"),
+        ({"train": {"shards": "a", "weight": 1}}, "a weight has no effect on a single set"),
         ({"train": [{"shards": "a", "weight": 0}, {"shards": "b", "weight": 1}]}, "weight"),
         ({"train": [{"shards": "a", "waight": 1}]}, "waight, did you mean weight?"),
         ({"train": []}, "stages.pretrain.train: the list is empty"),
@@ -68,7 +68,7 @@ def test_a_plain_location_stays_plain_in_what_is_printed(tmp_path: Path):
         ({"data": {"cache": {"limit": "much"}}}, "'much' is no size"),
         ({"data": {"max_corrupt_share": 1.5}}, "data.max_corrupt_share"),
         ({"data": {"worker_kind": "fork"}}, "data.worker_kind"),
-        ({"eval_crop_share": 0.9}, "means nothing to eval_protocol vit"),
+        ({"eval_crop_share": 0.9}, "has no effect with eval_protocol vit"),
         ({"eval_protocol": "torch"}, "eval_protocol"),
         ({"augment": {"cutmix_share": 0.2, "mixup_alpha": 0.5}}, "set both alphas"),
         ({"augment": {"rand_augment": {"magnitude": 9.5}}}, "magnitude"),
@@ -161,12 +161,12 @@ def test_googles_data_path_reaches_it_too(tmp_path: Path):
     [
         ({"crop": "resize_and_crop"}, "resize_size"),
         ({"crop": "resize_and_crop", "resize_size": 7}, "augment.resize_size 7"),
-        ({"crop": "resize_and_crop", "resize_size": 9, "crop_area": [0.1, 1]}, "crop_area means nothing"),
-        ({"crop": "resize_and_crop", "resize_size": 9, "crop_ratio": [0.75, 1.33]}, "crop_ratio means nothing"),
-        ({"crop": "google", "resize_size": 9}, "resize_size means nothing"),
-        ({"interpolation": "bicubic", "antialias": "none"}, "antialias means nothing"),
-        ({"interpolation": "area", "antialias": "none"}, "antialias means nothing"),
-        ({"interpolation": "area", "antialias": "cast"}, "antialias means nothing"),
+        ({"crop": "resize_and_crop", "resize_size": 9, "crop_area": [0.1, 1]}, "crop_area has no effect"),
+        ({"crop": "resize_and_crop", "resize_size": 9, "crop_ratio": [0.75, 1.33]}, "crop_ratio has no effect"),
+        ({"crop": "google", "resize_size": 9}, "resize_size has no effect"),
+        ({"interpolation": "bicubic", "antialias": "none"}, "antialias has no effect"),
+        ({"interpolation": "area", "antialias": "none"}, "antialias has no effect"),
+        ({"interpolation": "area", "antialias": "cast"}, "antialias has no effect"),
         ({"crop_ratio": 0.5}, "two numbers"),
         ({"crop": "googel"}, "google"),
     ],

@@ -1,7 +1,5 @@
 """Mistakes that people make in recipes, each refused in one plain sentence that names the key and says what to give."""
 
-from __future__ import annotations
-
 import os
 import random
 import string

@@ -1,7 +1,5 @@
 """Data sets by role: where the shards are comes from overrides or a file; what is missing is told."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

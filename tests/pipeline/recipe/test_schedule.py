@@ -1,7 +1,5 @@
 """The learning rate against google-research/vision_transformer's formula, against optax, and at its landmarks."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

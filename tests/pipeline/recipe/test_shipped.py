@@ -1,7 +1,5 @@
 """The recipes that ship have the figures that were published: written down here a second time, from the sources."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A recipe made from several files: what extends what, which fine-tuning set lies below, and every mistake named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The vocabulary says what the code does: metrics that are logged, state that optimizers keep, exit codes."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

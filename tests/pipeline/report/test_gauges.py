@@ -1,7 +1,5 @@
 """Speed, arithmetic and cost at a point of the curve, by a clock that the test sets and against figures by hand."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

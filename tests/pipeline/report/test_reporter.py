@@ -1,7 +1,5 @@
 """What a stage tells of itself: shares of its time, spikes and evaluations; by a clock that the test sets."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from types import SimpleNamespace

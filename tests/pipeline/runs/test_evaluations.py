@@ -1,7 +1,5 @@
 """An evaluation is read back to the last bit; the newest two of a set stay; what is torn or hostile is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import pickle

@@ -1,7 +1,5 @@
 """Rank 0 opens the shards for all; a host with disks of its own looks at these, and says what is wrong there."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

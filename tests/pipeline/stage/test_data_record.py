@@ -1,6 +1,4 @@
-"""A stage goes on with the data that it began with: what has changed is named, what was merely copied goes on."""
-
-from __future__ import annotations
+"""A stage continues with the data that it began with: what has changed is named, what was merely copied continues."""
 
 import io
 import json
@@ -49,7 +47,7 @@ class Run:
         shutil.copytree(packed, self.shards)
 
     def attempt(self, train: object = None, *, eval_set: str = "") -> tuple[str, ...]:
-        """Begin the stage, or go on with it; what was said."""
+        """Begin the stage, or continue with it; what was said."""
         sets = {"train": train or f"{self.shards}/train", "eval": eval_set or f"{self.shards}/val"}
         recipe = Recipe.model_validate(small_recipe(pretrain_=small_stage(global_batch_size=8, **sets)))
         data = open_data(recipe, stage="pretrain", report=lambda line: None)

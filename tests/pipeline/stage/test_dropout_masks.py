@@ -173,5 +173,5 @@ def test_words_do_not_depend_on_which_other_sites_and_places_are_asked_for() -> 
     assert all_words.shape == (3, 10, 2) and all_words.dtype == np.int32
     assert np.array_equal(sample_words(3, step=2, sites=["c", "a"], places=np.arange(4, 7)), all_words[[2, 0], 4:7])
     assert len(np.unique(all_words)) == all_words.size
-    # Frozen: a run that goes on must draw what it would have drawn.
+    # Frozen: a run that continues must draw what it would have drawn.
     assert sample_words(1, step=2, sites=["pos_drop"], places=np.array([3]))[0, 0].tolist() == [-985400652, -1396839248]

@@ -1,7 +1,5 @@
 """What a stage says of itself before its first step."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """MLflow's database is there wholly or not at all, whoever is killed while it is made."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sqlite3

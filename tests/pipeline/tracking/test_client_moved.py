@@ -1,7 +1,5 @@
 """Real MLflow in a folder of runs that was moved or copied: what is sent lies beside it, and the original stays."""
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 from pathlib import Path

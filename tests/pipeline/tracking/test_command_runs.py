@@ -1,7 +1,5 @@
 """A command's result as one MLflow run, on real SQLite; MLflow in trouble costs one line."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run was computed with, without what nobody else is to see."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A real MLflow server on loopback: away from the start, or in the middle; after a sync it has every value once."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A node's metrics reach its stage's run from a process of their own, which ends with its rank."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

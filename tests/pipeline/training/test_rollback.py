@@ -1,7 +1,5 @@
 """Going back between two attempts of the loop: which checkpoints go, and when. Real runs are in tests/faults."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

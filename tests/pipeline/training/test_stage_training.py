@@ -1,7 +1,5 @@
 """A recipe's keys about saving, watching and slow ranks reach the part that does it; lost checkpoints are refused."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

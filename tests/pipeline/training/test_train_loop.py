@@ -3,8 +3,6 @@
 The rest of the loop is tested where it runs, by tests/integration.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What the tests of transfer share: digits in shards, a small model with either head, and what it computes of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Few-shot least squares, the probe and kNN equal scikit-learn (and big_vision's formula, written down once more)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

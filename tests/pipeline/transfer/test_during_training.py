@@ -1,7 +1,5 @@
 """Few-shot during training: the command's numbers on any number of ranks, no trace in the model, no end of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field

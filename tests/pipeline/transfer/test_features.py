@@ -1,7 +1,5 @@
 """Features: those of a direct forward pass, each sample once, whatever the batches and workers, and computed once."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

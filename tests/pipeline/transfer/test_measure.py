@@ -1,7 +1,5 @@
 """Scores of a whole measure: equal to scikit-learn on the same features; damage, mistakes and small sets."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

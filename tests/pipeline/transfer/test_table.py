@@ -1,7 +1,5 @@
 """A table resumes where it stopped and has its means; results read back to the same bits; mistakes are one sentence."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

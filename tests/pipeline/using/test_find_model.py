@@ -1,7 +1,5 @@
 """The model that a path means, among the folders of two real runs: of pre-training and of masked patch prediction."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """`pipeline.using.predict`: it says what evaluation computes, from every format, whatever else is in the folder."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -179,7 +177,7 @@ def test_damaged_images_are_named_and_the_others_predicted(tmp_path: Path, photo
 
 
 def test_only_some_images_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never more than two batches are decoded beyond what was handed out, and nothing goes on once nobody asks."""
+    """Never more than two batches are decoded beyond what was handed out, and nothing continues once nobody asks."""
     lock, decoded = threading.Lock(), 0
 
     def square(image: Path, transform: EvalTransform, limit: object) -> np.ndarray:

@@ -5,8 +5,6 @@ background to within a shift of 3 %, as product photographs do, so every two of 
 has the same outline in the same place, in another colour.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

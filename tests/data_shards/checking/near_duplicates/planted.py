@@ -1,7 +1,5 @@
 """Photographs, edited copies of them, and collections of both in memory."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 from collections.abc import Iterable

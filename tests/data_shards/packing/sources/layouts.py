@@ -1,7 +1,5 @@
 """Small sets in exactly the layouts that the real ones are published in: names, nesting, formats."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import tarfile

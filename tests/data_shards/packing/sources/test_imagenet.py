@@ -1,7 +1,5 @@
 """ImageNet: torchvision's images, labels and order of classes, from every form in which the set is kept."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pets and Flowers: torchvision's images, labels and splits, from the archives and from the folders."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -5,8 +5,6 @@ SHARDVIT_FAULT is a JSON list of objects, see `Fault`. They strike in two ways: 
 alone). A fault that no process has reached has no effect: a test looks for its `once` file, or for what it did.
 """
 
-from __future__ import annotations
-
 from injected_faults import calls, files
 from injected_faults.fault import planned
 

@@ -3,8 +3,6 @@
 The step at points of the loop is the number of steps that were done before the one in progress.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.abc
 import importlib.machinery

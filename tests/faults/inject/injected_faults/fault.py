@@ -1,7 +1,5 @@
 """One fault: where, when, what; and doing it."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import json

@@ -5,8 +5,6 @@ Opening goes through `open` (pathlib, shutil and torch.save use it too); what wr
 not pass here.
 """
 
-from __future__ import annotations
-
 import builtins
 import io
 import os

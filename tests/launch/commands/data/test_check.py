@@ -1,7 +1,5 @@
 """`shardvit check`: exit codes, text and JSON, remote shards, and mistakes as one sentence."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import subprocess

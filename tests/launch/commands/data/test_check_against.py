@@ -1,7 +1,5 @@
 """`shardvit check --against`: exit codes, text, JSON, and the report."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`shardvit import` and `shardvit export`: what their arguments do, what they print; every mistake is one sentence."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

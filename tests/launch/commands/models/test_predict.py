@@ -1,7 +1,5 @@
 """`shardvit predict`: lines for people, JSON for programs, and mistakes in one sentence."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

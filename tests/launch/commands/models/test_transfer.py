@@ -1,7 +1,5 @@
 """`shardvit transfer`: tables, JSON, what is kept and tracked, and mistakes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

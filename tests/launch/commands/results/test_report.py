@@ -1,7 +1,5 @@
 """`shardvit report` and `compare`, as typed."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command on a terminal, into a pipe, and when it is interrupted."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import select

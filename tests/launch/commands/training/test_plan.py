@@ -1,7 +1,5 @@
 """`shardvit plan`: a page that people can read, JSON, what is assumed where shards are missing, and mistakes."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

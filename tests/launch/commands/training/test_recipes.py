@@ -1,7 +1,5 @@
 """`shardvit recipes`: every run by name, what each says of itself held against `shardvit plan`, and one resolved."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A snapshot's copy on the host: the same bits, in the same memory at each save, and nothing of them later changed."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import threading

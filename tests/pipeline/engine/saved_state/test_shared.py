@@ -1,7 +1,5 @@
 """Many ranks open one state: each byte is read once, and every rank has what it would have read itself."""
 
-from __future__ import annotations
-
 import collections
 import pickle
 import threading

@@ -1,7 +1,5 @@
 """What is taken of an engine's state and written: every kind of view, exactly, no more bytes than it has."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import itertools
