@@ -40,8 +40,8 @@ def check_identity(found: dict[str, Any], expected: dict[str, Any], *, folder: P
     """Refuse a checkpoint of another run; UserError names what differs."""
     if found.get("lanes") != expected.get("lanes"):
         raise UserError(
-            f"checkpoint {folder} was written by {found.get('processes')} processes: data.lanes auto orders samples "
-            f"differently for up to {FEW_PROCESSES} processes and for more, which had "
+            f"checkpoint {folder} was written by {found.get('processes')} processes: data.lanes auto "
+            f"orders samples differently for up to {FEW_PROCESSES} processes and for more, which had "
             f"{found.get('lanes') or expected.get('lanes')} lanes: use a number of processes on the same side, or begin "
             "again with data.lanes set to a number that both divide"
         )
