@@ -40,10 +40,10 @@ def check_identity(found: dict[str, Any], expected: dict[str, Any], *, folder: P
     """Refuse a checkpoint of another run; UserError names what differs."""
     if found.get("lanes") != expected.get("lanes"):
         raise UserError(
-            f"checkpoint {folder} was written by {found.get('processes')} processes: data.lanes auto "
-            f"orders samples differently for up to {FEW_PROCESSES} processes and for more, which had "
-            f"{found.get('lanes') or expected.get('lanes')} lanes: use a number of processes on the same side, or begin "
-            "again with data.lanes set to a number that both divide"
+            f"checkpoint {folder} was written by {found.get('processes')} processes: data.lanes auto has one "
+            f"order of samples for up to {FEW_PROCESSES} processes and another for more, which had "
+            f"{found.get('lanes') or expected.get('lanes')} lanes: use a number of processes on the same side, or "
+            "begin again with data.lanes set to a number that both divide"
         )
     different = [
         key for key, value in expected.items() if key not in found or (found[key] != value and key not in _LAYOUT)
