@@ -1,4 +1,4 @@
-"""Limits that a batch system or container sets, from Linux's control groups (versions 1 and 2), and the user's name."""
+"""Read CPU and memory limits from Linux control groups (versions 1 and 2), and the user's name."""
 
 import getpass
 import os
@@ -12,19 +12,19 @@ def core_quota(root: Path = Path("/")) -> float | None:
     """CPU limit in cores; None: no limit."""
     limits = [_read(group / "cpu.max").split() for group in _groups(root, "")]
     limits += [[_read(group / f"cpu.cfs_{name}_us") for name in ("quota", "period")] for group in _groups(root, "cpu")]
-    # "max", or -1 in version 1: no limit.
+    # "max" (-1 in version 1) means no limit.
     return min((int(limit[0]) / int(limit[1]) for limit in limits if limit and limit[0].isdigit()), default=None)
 
 
 def memory_limit_bytes(root: Path = Path("/")) -> int | None:
-    """Memory limit, beyond which the kernel kills a process; None: no limit."""
+    """Memory limit, above which the kernel kills a process; None: no limit."""
     limits = [_read(group / "memory.max") for group in _groups(root, "")]
     limits += [_read(group / "memory.limit_in_bytes") for group in _groups(root, "memory")]
     return min((int(text) for text in limits if text.isdigit() and int(text) < _NO_LIMIT_BYTES), default=None)
 
 
 def user_name() -> str:
-    """The user's name, or number in a container without names."""
+    """Return the user's name, or the uid in a container without names."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -32,7 +32,7 @@ def user_name() -> str:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """List the folders of this process's cgroup and of those around it; controller "" is version 2."""
+    """Yield this process's cgroup folders, innermost first; controller "" is version 2."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         words = line.split(":", 2)
         if len(words) != 3 or controller not in words[1].split(","):
@@ -42,7 +42,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
         while group != top:
             yield group
             group = group.parent
-        yield top  # in a container the name above is often the host's, and this folder the container's own group
+        yield top  # in a container that name is often the host's, and this folder is the container's own group
 
 
 def _read(path: Path) -> str:

@@ -1,7 +1,7 @@
-"""Atomic replacement of files, and flushes to disk (`model` has its own: `model.saved.atomic`).
+"""Replace files atomically and flush them to disk (`model` has its own: `model.saved.atomic`).
 
-Surviving a power failure costs one flush of the disk per file and folder; surviving a kill costs nothing. All functions
-raise OSError when the disk is full or fails.
+To survive a power failure costs a disk flush per file and folder; a kill, nothing. OSError if the disk is full or
+fails.
 """
 
 import errno
@@ -19,7 +19,7 @@ Writers = Literal["one", "several"]
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
+    """Wait until a file, or a folder's list of names, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -28,7 +28,7 @@ def flush(path: Path) -> None:
 
 
 def make_folders(folder: Path, *, below: Path) -> None:
-    """Make `folder` and its parents below `below`; FileNotFoundError if `below`, such as a run folder, is gone."""
+    """Create `folder` and its parents below `below`; FileNotFoundError if `below`, such as a run folder, is gone."""
     for part in reversed([folder, *folder.parents]):
         if part != below and part.is_relative_to(below):
             part.mkdir(exist_ok=True)
@@ -43,22 +43,19 @@ def write_text(path: Path, text: str) -> None:
 
 
 def replace_text(path: Path, text: str, *, sync: Sync = "disk", writers: Writers = "one") -> None:
-    """`replaced` for a small text file."""
+    """Write a small text file with `replaced`."""
     with replaced(path, sync=sync, writers=writers) as beside:
         beside.write_text(text, encoding="utf-8")
 
 
 def replace_lines(path: Path, entries: Iterable[object]) -> None:
-    """`replaced` for a file of one JSON entry a line; bytes in names that are not UTF-8 become JSON escapes."""
+    """Write one JSON entry a line with `replaced`; bytes in names that are not UTF-8 become JSON escapes."""
     with replaced(path) as beside, open(beside, "w", encoding="utf-8", errors="backslashreplace") as stream:
         stream.writelines(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
 
 
 def break_links(path: Path) -> None:
-    """Give `path` a file of its own before it is written in place, if it is hard-linked, as after `cp -rl`.
-
-    A missing file is fine; OSError (ELOOP) for a symbolic link, through which nothing is written.
-    """
+    """Make a hard-linked `path` (`cp -rl`) a file of its own; missing is fine, a symbolic link an OSError (ELOOP)."""
     if path.is_symlink():
         raise OSError(errno.ELOOP, "it is a symbolic link", str(path))
     with suppress(FileNotFoundError):
@@ -69,7 +66,7 @@ def break_links(path: Path) -> None:
 
 @contextmanager
 def locked(path: Path, *, waiting: Callable[[], object] = bool) -> Iterator[None]:
-    """Hold a file's lock, which the kernel releases when the process ends; `waiting` is called before a wait for it."""
+    """Hold a file lock, which the kernel releases when the process ends; call `waiting` before blocking on it."""
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -81,11 +78,10 @@ def locked(path: Path, *, waiting: Callable[[], object] = bool) -> Iterator[None
 
 @contextmanager
 def replaced(path: Path, *, sync: Sync = "disk", writers: Writers = "one") -> Iterator[Path]:
-    """Yield a path to write to; when the block succeeds, that file atomically replaces `path`.
+    """Yield a path to write to; if the block succeeds, that file atomically replaces `path`.
 
-    A missing folder is not made. With sync "disk" the file is flushed before and its name after the rename, so that a
-    power failure leaves a whole file too; "none" flushes nothing. With writers "several" other processes may write the
-    same file, and the last one wins.
+    The folder must exist. Sync "disk" flushes file and folder, so that a power failure leaves a whole file too. Writers
+    "several" lets other processes write the same file; the last one wins.
     """
     beside = path.with_name(f".{path.name}.writing" if writers == "one" else f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -96,6 +92,6 @@ def replaced(path: Path, *, sync: Sync = "disk", writers: Writers = "one") -> It
     finally:
         beside.unlink(missing_ok=True)
     if sync == "disk":
-        for folder in (path.parent, path.parent.parent):  # the latter may have got the former just now
-            with suppress(PermissionError):  # a home's parent may be closed to its users
+        for folder in (path.parent, path.parent.parent):  # the folder itself may be new
+            with suppress(PermissionError):  # users may not open the parent of their home
                 flush(folder)

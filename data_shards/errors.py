@@ -1,7 +1,7 @@
-"""Exceptions of the data path: mistakes that the user can fix, and damaged samples.
+"""Exceptions of the data path: user mistakes and damaged samples.
 
-The command line prints a `UserError` without a traceback and exits with code 2. A `CorruptSample` is substituted and
-counted by the loader, or stops it. Any other exception is a bug or a machine fault, and keeps its traceback.
+The command line prints a `UserError` without a traceback and exits with code 2. The loader substitutes and counts a
+`CorruptSample`, or stops. Any other exception is a bug or a machine fault and keeps its traceback.
 """
 
 from dataclasses import dataclass
@@ -10,31 +10,31 @@ from data_shards.text import printable
 
 
 class UserError(ValueError):
-    """The user's mistake: one printable sentence with the file, key or flag and what to change."""
+    """A user's mistake, in one printable sentence: the file, key or flag, and what to change."""
 
     def __str__(self) -> str:
-        return printable(super().__str__())  # it may name what a file holds
+        return printable(super().__str__())  # it may quote a file
 
 
 class AgreedError(UserError):
-    """Found by one process and raised by all, so one of them reports it."""
+    """Found by one process, raised by all, reported by one."""
 
 
 class SampleError(UserError):
-    """A sample that cannot be read: only one process meets it, so that process must report it."""
+    """An unreadable sample: only one process meets it, so that process must report it."""
 
 
 class WorkerDied(RuntimeError):
-    """A data worker process has died; the message names the sample that it was reading."""
+    """A data worker died; the message names the sample it was reading."""
 
 
 class UnreadableImage(ValueError):
-    """Bytes that are not a whole image; `str(error)` is the reason, in a few words."""
+    """Bytes that are not a whole image; `str(error)` is a short reason."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A damaged sample, or a whole shard (then without a key)."""
+    """A damaged sample, or a whole shard (with an empty key)."""
 
     shard: str  # its printable name
     key: str
@@ -42,10 +42,10 @@ class Fault:
 
 
 class CorruptSample(ValueError):
-    """One sample is damaged; the rest of its shard may be whole. `shard` is a printable name, `reason` a few words."""
+    """A damaged sample, in a shard that may otherwise be whole. `shard` is a printable name, `reason` a few words."""
 
     def __init__(self, shard: str, key: str, reason: str) -> None:
-        super().__init__(shard, key, reason)  # not the message: pickling calls the class with these
+        super().__init__(shard, key, reason)  # not the message: unpickling calls the class with these
         self.shard = shard
         self.key = key
         self.reason = reason

@@ -1,4 +1,4 @@
-"""Helper processes of a command: how many to start, Ctrl-C, ending with the command, work in parts."""
+"""Run a command's helper processes: how many to start, Ctrl-C, exit with the parent, work in parts."""
 
 import logging
 import math
@@ -23,14 +23,14 @@ _own: tuple[Callable[[Any, Any], Any], Any] | None = None  # work and request of
 
 
 def num_cores() -> int:
-    """Cores that this process may use: a container or a batch system may grant fewer than the machine has."""
+    """Count the cores this process may use; a container or batch system may grant fewer than the machine has."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, math.ceil(core_quota() or cores))
 
 
 @contextmanager
 def block_interrupts() -> Iterator[None]:
-    """Block Ctrl-C for processes started meanwhile, which print a traceback on startup; this one gets it afterwards."""
+    """Block Ctrl-C while processes start, as they would print a traceback; this process gets it afterwards."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -39,7 +39,7 @@ def block_interrupts() -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """Exit this child of multiprocessing as soon as its parent is gone, even while it waits for a server."""
+    """Exit this multiprocessing child as soon as its parent is gone, even while it waits for a server."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
@@ -53,17 +53,17 @@ def run_parts(
     processes: int,
     done: Callable[[_Result], None],
 ) -> dict[_Part, _Result]:
-    """Run `work(request, part)` for each part on several processes; `done` gets each result as it comes.
+    """Run `work(request, part)` for each part in several processes; call `done` with each result as it arrives.
 
-    Only a part whose process crashes (a decoder, out of memory) is missing from the result. No process is started for
-    one part, with 1 for `processes`, or in a program read from standard input. `work` is a function of a module, whose
-    exceptions pass through; each process gets `request` once.
+    The result lacks only parts whose process crashed (a decoder, out of memory). A single part, `processes` 1 or a
+    program read from standard input starts no process. `work` is a module-level function; its exceptions pass through.
+    Each process gets `request` once.
     """
     results: dict[_Part, _Result] = {}
     can_start = processes > 1 and len(parts) > 1
     if can_start:
         results |= _run_in_pool(_pool(work, request, processes=min(processes, len(parts))), parts, done=done)
-        # After a crash, one process per part shows which part it was.
+        # After a crash, one process per part shows which part crashed.
         can_start = len(results) < len(parts) and _can_start_processes(work, request)
     for part in parts:
         if part not in results and can_start:
@@ -77,7 +77,7 @@ def run_parts(
 def run_threads(
     function: Callable[..., _Result], arguments: Iterable[tuple[Any, ...]], *, threads: int, stop: threading.Event
 ) -> Iterator[_Result]:
-    """Results of `function(*each)`, in order; after an exception, Ctrl-C too, `stop` tells the threads to end."""
+    """Yield the results of `function(*each)` in order; on an exception or Ctrl-C, set `stop` to end the threads."""
     with ThreadPoolExecutor(threads) as pool:
         futures = [pool.submit(function, *each) for each in arguments]
         try:
@@ -107,7 +107,7 @@ def _run_in_pool(
 
 
 def _can_start_processes(work: Callable[[Any, Any], Any], request: Any) -> bool:
-    """False for a program that is read from standard input."""
+    """False in a program read from standard input."""
     try:
         with block_interrupts(), _pool(work, request, processes=1) as pool:
             return pool.submit(os.getpid).result() > 0
@@ -116,7 +116,7 @@ def _can_start_processes(work: Callable[[Any, Any], Any], request: Any) -> bool:
 
 
 def _pool(work: Callable[[Any, Any], Any], request: Any, *, processes: int) -> ProcessPoolExecutor:
-    context = multiprocessing.get_context("spawn")  # Spawned: a fork copies locks of other threads.
+    context = multiprocessing.get_context("spawn")  # a fork would copy other threads' locks
     return ProcessPoolExecutor(processes, mp_context=context, initializer=_begin_worker, initargs=(work, request))
 
 
@@ -124,7 +124,7 @@ def _begin_worker(work: Callable[[Any, Any], Any], request: Any) -> None:
     global _own
     _own = work, request
     end_with_parent()
-    # libjpeg writes about damage here without naming the image; the findings do. What we say ourselves is seen.
+    # Silence libjpeg, whose warnings do not name the image (our findings do), but show our own log.
     logging.getLogger("data_shards").addHandler(logging.StreamHandler(os.fdopen(os.dup(2), "w")))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 

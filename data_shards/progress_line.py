@@ -1,4 +1,4 @@
-"""Show progress of long work on images: tqdm's bar on a terminal, otherwise a line every few seconds."""
+"""Show progress over images: a tqdm bar on a terminal, otherwise a line every few seconds."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ LINE_SECONDS = 5.0
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """Counts images, across threads; shows images/s, of which `done_images` are no part, and the time left."""
+    """Count images, across threads; show images/s (without `done_images`) and the time left."""
 
     def __init__(
         self, total_images: int, report: Callable[[str], None], *, status: str = "packing", done_images: int = 0
@@ -52,13 +52,11 @@ class Progress(AbstractContextManager["Progress"]):
 
 
 def open_bar(terminal: TextIO, *, total: int, initial: int, **options: Any) -> Any:
-    """Open tqdm's bar on a terminal; `initial` of `total` steps are done, `options` are tqdm's.
-
-    Some terminals (containers, CI, `script`) claim 0 columns or lines, with which tqdm would show nothing.
-    """
+    """Open a tqdm bar on a terminal; `initial` of `total` steps are done, `options` are tqdm's."""
     from tqdm import tqdm
 
     try:
+        # Some terminals (containers, CI, `script`) report 0 columns or lines, for which tqdm would draw nothing.
         sized = min(os.get_terminal_size(terminal.fileno())) > 0
     except (OSError, ValueError):
         sized = False

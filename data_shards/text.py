@@ -1,4 +1,4 @@
-"""Text for people: sizes, durations, tables, and names from files, which `printable` and `one_line` escape."""
+"""Format text for people: sizes, durations, tables, and names from files, which `printable` and `one_line` escape."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 PAGE_WIDTH = 120
-_NARROWEST = 30  # a last column gets that much, however wide the others are
+_NARROWEST = 30  # characters that a last column gets, however wide the others are
 
 _MOST_BYTES = 2**63
 _UNITS = {"": 1, "B": 1}
@@ -28,12 +28,12 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Escape line ends too, as in a name."""
+    """Escape like `printable`, and line ends too: for names."""
     return printable(text).replace("\n", "\\n")
 
 
 def parse_bytes(text: str) -> int:
-    """Read "500 GB", "1.5TB", "256MiB" or "1000" as bytes, in either case; ValueError for others."""
+    """Parse "500 GB", "1.5TB", "256MiB" or "1000", in either case; ValueError for anything else."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)\s*", text)
     size = float(match[1]) * _UNITS.get(match[2].upper(), 0) if match else 0
     if not 0 < size < _MOST_BYTES:
@@ -51,7 +51,7 @@ def show_bytes(num_bytes: float) -> str:
 
 
 def show_duration(seconds: float) -> str:
-    """`4.2 s`, `3:07 min`, `2:05 h`, `1 d 2:05 h`; `?` for NaN and infinity."""
+    """Format as `4.2 s`, `3:07 min`, `2:05 h`, `1 d 2:05 h`; `?` for NaN and infinity."""
     if not math.isfinite(seconds):
         return "?"
     if seconds < 59.95:
@@ -70,7 +70,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def named(names: Sequence[str], *, most: int = 5) -> str:
-    """List the first few names, and how many more there are."""
+    """List the first `most` names and count the rest."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(map(one_line, names[:most])) + more
 
@@ -83,10 +83,10 @@ def table(
     indent: str = "",
     width: int | None = None,
 ) -> str:
-    """Align rows of cells (all of one length) in columns, two spaces apart, without trailing spaces.
+    """Align rows of equally many cells in columns, two spaces apart, without trailing spaces.
 
-    `align` has "l" or "r" for each column, the last letter for all further ones; a "ruled" `heading` is the first row
-    with a rule below it. `width` is the page's in characters: the last column is wrapped between words to fit.
+    `align` has "l" or "r" for each column; its last letter covers all further ones. With `heading` "ruled" the first
+    row has a rule below it. `width` is the page width in characters; the last column wraps between words to fit.
     """
     from tabulate import tabulate
 
@@ -114,18 +114,18 @@ def table(
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Read JSON; ValueError if it is not JSON or text, is nested too deeply, or has a number that is too long."""
+    """Parse JSON; ValueError if it is malformed, nested too deeply, or has a number with thousands of digits."""
     try:
         return json.loads(text)
     except RecursionError:
         reason = "it is nested too deeply"
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         reason = str(error)
-    except ValueError:  # int() refuses such numbers, because it takes time that grows with their square
+    except ValueError:  # int() refuses such numbers: its time grows with the square of their length
         reason = "a number in it has thousands of digits"
     raise ValueError(f"not readable as JSON ({reason})")
 
 
 def brief(value: Any) -> str:
-    """Shorten what `parse_json` returned, for messages."""
+    """Shorten a value from `parse_json` for messages."""
     return reprlib.repr(value) if isinstance(value, list | dict) else json.dumps(value)[:40]

@@ -1,7 +1,7 @@
 """Names and numbers that several files share: keys of random streams, and the data path's names in recipes.
 
-Plain Python: reading a recipe or printing --help needs neither numpy nor torch. A new decoder, evaluation protocol or
-kind of worker is a name here and a branch where it is made.
+Plain Python, so that reading a recipe or printing --help needs neither numpy nor torch. A new decoder, evaluation
+protocol or worker kind is a name here and a branch where it is built.
 """
 
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from typing import Literal
 
 @unique
 class RandomStream(IntEnum):
-    """First word of every key of `randomness`, so that no two uses of one seed share random numbers, in any package.
+    """First word of every `randomness` key, so that no two uses of a seed share random numbers, in any package.
 
-    The numbers never change: a resumed run would continue with another order. A new stream takes a number never used.
+    Never change a number: a resumed run would get another order. A new stream takes a number never used before.
     """
 
     SHARD_ORDER = 1
@@ -47,16 +47,16 @@ WorkerKind = Literal["thread", "process"]
 OnCorrupt = Literal["stop", "substitute"]  # a damaged training image
 LabelPart = Literal["cls", "json", "txt"]  # the tar member that holds the label
 PartName = Literal["held_out", "rest"]  # of a set of shards
-LabelKind = Literal["single", "multi"]  # one class for each sample, or a list
+LabelKind = Literal["single", "multi"]  # one class per sample, or a list
 
-MOST_PIXELS = 178_956_970  # where Pillow speaks of a decompression bomb: 2 * (2**30 // 4 // 3)
-# Pillow takes up to 17 bytes a pixel, so 0.85 GB a worker; the photographs of most cameras pass.
+MOST_PIXELS = 178_956_970  # Pillow's decompression bomb limit: 2 * (2**30 // 4 // 3)
+# Pillow takes up to 17 bytes a pixel: 0.85 GB a worker. Most cameras' photographs pass.
 USUAL_MOST_PIXELS = 50_000_000
 
 
 @dataclass(frozen=True)
 class Normalisation:
-    """Pixels x in 0 to 255 become (x - 255 mean) / (255 std), channel by channel."""
+    """Map pixels x in 0 to 255 to (x - 255 mean) / (255 std), per channel."""
 
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
@@ -64,5 +64,5 @@ class Normalisation:
 
 GOOGLES = Normalisation()  # (x - 127.5) / 127.5, in vision_transformer and big_vision alike
 
-# Of a data set; val stands before test, whose labels are often not public.
+# Splits of a data set; val comes before test, whose labels are often not public.
 SPLIT_FOLDERS = ("train", "val", "validation", "test")

@@ -1,17 +1,17 @@
 """Keep the working folder, which may hold a user's `model.py` or `torch.py`, out of our processes' imports.
 
-`python -m` and `python -c` look there first unless PYTHONSAFEPATH is set, so our commands set it for all they start.
-`launch/__init__.py` drops the folder where it was not set: too late for a `launch.py` in there.
+`python -m` and `python -c` search it first unless PYTHONSAFEPATH is set, so our commands set it for every process they
+start. `launch/__init__.py` drops the folder where it was not set: too late for a `launch.py` in it.
 """
 
 import os
 from collections.abc import Mapping
 
-SAFE_PATH = {"PYTHONSAFEPATH": "shardvit"}  # any value switches it on; this one says that the user did not
+SAFE_PATH = {"PYTHONSAFEPATH": "shardvit"}  # any value switches it on; this one marks it as ours
 
 
 def leave_out() -> None:
-    """Set it for all processes that this one starts."""
+    """Set PYTHONSAFEPATH for every process started from here."""
     for name, value in SAFE_PATH.items():
         os.environ.setdefault(name, value)
 

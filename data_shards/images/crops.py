@@ -1,13 +1,12 @@
-"""Draw training crops: two laws of the random-resized ("Inception") crop, and a place for a fixed size.
+"""Draw training crops: two laws of the random-resized ("Inception") crop, and a crop of fixed size.
 
-    torchvision  area uniform between its bounds, ratio log-uniform (RandomResizedCrop); after 10 attempts the centre
-    google       TensorFlow's sample_distorted_bounding_box, as google-research/vision_transformer and big_vision call
-                 it: ratio uniform, then the height a uniform integer between those of the area's bounds; after 100
-                 attempts the whole image
+    torchvision  area uniform between its bounds, ratio log-uniform (RandomResizedCrop); the centre after 10 attempts
+    google       TensorFlow's sample_distorted_bounding_box, as called by google-research/vision_transformer and
+                 big_vision: ratio uniform, height a uniform integer between those of the area's bounds; the whole
+                 image after 100 attempts
 
-google's crops are smaller: of 375 x 500 pixels and areas from 0.05 to 1 they take 0.343 of the image on average, the
-others 0.417. Compared with TensorFlow 2.21's own op: `launch/bench/records/google_path.txt`. Both take their numbers
-from the sample's draws, so a sample's crop does not depend on who draws it. Cost: 3 µs.
+google's crops are smaller: for 375 x 500 pixels and areas from 0.05 to 1 they average 0.343 of the image, torchvision's
+0.417. Compared with TensorFlow 2.21's own op: `launch/bench/records/google_path.txt`. Cost: 3 µs.
 """
 
 import math
@@ -26,9 +25,8 @@ _TORCHVISION_ATTEMPTS = 10  # torchvision's RandomResizedCrop
 _GOOGLE_ATTEMPTS = 100  # TensorFlow's default
 TORCHVISION_RATIO = (3 / 4, 4 / 3)
 
-# A sample's numbers: two for each of the first attempts at a crop, two for its place, one for the flip, one for
-# RandAugment, one from which google's later attempts draw theirs. New ones come at the end, so that runs keep their
-# pixels.
+# A sample's draws: two for each of the first attempts at a crop, two for its place, one for the flip, one for
+# RandAugment, one that keys google's later attempts. Append new ones, so that runs keep their pixels.
 _TOP_DRAW, _LEFT_DRAW, FLIP_DRAW, RAND_AUGMENT_DRAW, _LATER_DRAW = range(
     2 * _TORCHVISION_ATTEMPTS, 2 * _TORCHVISION_ATTEMPTS + 5
 )
@@ -56,9 +54,9 @@ class Box:
 def torchvision_crop(
     height: int, width: int, *, area: tuple[float, float], ratio: tuple[float, float], draws: NDArray[np.float64]
 ) -> Box:
-    """Draw a box by the sample's numbers: area uniform, width / height log-uniform; the centre where none fits."""
+    """Draw a box with uniform area and log-uniform width / height; the centre if no attempt fits."""
     log_low, log_high = math.log(ratio[0]), math.log(ratio[1])
-    numbers: list[float] = draws.tolist()  # the same bits, three times as fast to reckon with
+    numbers: list[float] = draws.tolist()  # the same bits; Python floats are three times as fast here
     for attempt in range(_TORCHVISION_ATTEMPTS):
         target_area = height * width * (area[0] + (area[1] - area[0]) * numbers[2 * attempt])
         shape = math.exp(log_low + (log_high - log_low) * numbers[2 * attempt + 1])
@@ -75,14 +73,14 @@ def torchvision_crop(
 def google_crop(
     height: int, width: int, *, area: tuple[float, float], ratio: tuple[float, float], draws: NDArray[np.float64]
 ) -> Box:
-    """Draw a box in pixels by TensorFlow's law (tensorflow/core/kernels/image/sample_distorted_bounding_box_op.cc).
+    """Draw a box by TensorFlow's law (tensorflow/core/kernels/image/sample_distorted_bounding_box_op.cc).
 
-    Ratio r = width / height uniform. The heights of the area's bounds are round(sqrt(area / r)), the upper one lowered
-    until round(height * r) fits the width; between them the height is a uniform integer, the width round(height * r),
-    the place uniform among all but the last row and column that fit (the op never takes these). A box whose
-    rounded area is out of bounds gets a row more, or less; if that does not help, the attempt has failed.
+    The ratio r = width / height is uniform. The area's bounds give heights round(sqrt(area / r)); the upper one is
+    lowered until round(height * r) fits the width. The height is a uniform integer between them, the width round(height
+    * r), the place uniform among all but the last row and column that fit (the op never takes these). A box whose
+    rounded area is out of bounds gains or loses a row; if that does not help, the attempt fails.
     """
-    # In float32 as there, so that a box of just the least area counts
+    # float32 as in TensorFlow, so that a box of exactly the least area counts
     least, most = (float(np.float32(bound) * np.float32(width) * np.float32(height)) for bound in area)
     numbers: list[float] = draws.tolist()
     for of_ratio, of_height in _attempts(numbers):
@@ -107,20 +105,20 @@ def google_crop(
 
 
 CROP_LAWS = {"torchvision": torchvision_crop, "google": google_crop}
-"""The random-resized crops of `vocabulary.CropLaw`; a new one also needs its name there."""
+"""Random-resized crops by `vocabulary.CropLaw`; a new one also needs its name there."""
 
 
 def place_of(size: int, *, height: int, width: int, draws: NDArray[np.float64]) -> Box:
-    """Place a square of `size` pixels anywhere in an image that is no smaller, uniformly."""
+    """Place a square of `size` pixels uniformly in an image at least as large."""
     top = int(float(draws[_TOP_DRAW]) * (height - size + 1))
     left = int(float(draws[_LEFT_DRAW]) * (width - size + 1))
     return Box(top=top, left=left, height=size, width=size)
 
 
 def _attempts(numbers: list[float]) -> Iterator[tuple[float, float]]:
-    """Yield two numbers for each attempt; from the eleventh on, of a generator keyed by one of the sample's numbers."""
+    """Yield two numbers for each attempt; from the eleventh on, from a generator keyed by one of the draws."""
     for attempt in range(_TORCHVISION_ATTEMPTS):
         yield numbers[2 * attempt + 1], numbers[2 * attempt]
-    seed = int(numbers[_LATER_DRAW] * 2**53)  # all the bits that it has
+    seed = int(numbers[_LATER_DRAW] * 2**53)  # all its bits
     later = uniforms(RandomStream.CROP_ATTEMPTS, seed, draws=2 * (_GOOGLE_ATTEMPTS - _TORCHVISION_ATTEMPTS))[0]
     yield from zip(later[::2].tolist(), later[1::2].tolist(), strict=True)

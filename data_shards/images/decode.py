@@ -1,28 +1,28 @@
-"""Decode images: size at once, pixels of the whole or of a box on demand.
+"""Decode images: the size first, pixels of the whole image or of a box on demand.
 
 A random-resized crop needs a third of an average photograph, so where nvImageCodec is installed only the crop's region
-of a JPEG is decoded. All CPU decoders are builds of libjpeg-turbo with its exact transform and smooth chroma; their
-pixels are bit-identical (55 dB is the promise), and to TensorFlow's with dct_method="INTEGER_ACCURATE"; Google's code
-leaves it its fast transform, 43 to 45 dB away. What real data sets hold, whatever the decoder:
+of a JPEG is decoded. All CPU decoders are builds of libjpeg-turbo with its exact transform and smooth chroma. Their
+pixels are bit-identical (55 dB is the promise), also to TensorFlow's with dct_method="INTEGER_ACCURATE"; Google's code
+uses TensorFlow's fast transform, 43 to 45 dB away. Kinds of images, with any decoder:
 
-    plain JPEG: 8 bits, Huffman-coded, grey or three colours   the decoder that is asked for
+    plain JPEG: 8 bits, Huffman-coded, grey or three colours   the requested decoder
     CMYK JPEG, arithmetic coding, lossless                     Pillow: libjpeg's plain conversion to RGB, or refused
     12-bit JPEG                                                refused (Pillow reads none)
-    PNG, WebP, GIF, BMP, TIFF, PPM, AVIF, JPEG 2000            Pillow, the first frame; nothing else is tried
+    PNG, WebP, GIF, BMP, TIFF, PPM, AVIF, JPEG 2000            Pillow, the first frame; no other format is tried
     grey                                                       three equal channels
     palette, transparency                                      its colours; alpha is dropped, not blended
     16 bits                                                    the upper 8
     integers or floats without a fixed range                   refused
     orientation tag                                            not applied, as in Google's code
-    more pixels than data.max_image_pixels                     refused before anything is decoded
-    truncated (no end marker)                                  refused, wherever the crop lies, unless so many other
-                                                               bytes follow that libjpeg takes them for the rest
-    damaged in the middle, where libjpeg continues               taken as libjpeg repairs it, with a line on stderr
+    more pixels than data.max_image_pixels                     refused before decoding
+    truncated (no end marker)                                  refused, whatever the crop, unless enough other bytes
+                                                               follow for libjpeg to take them for the rest
+    damaged in the middle, but libjpeg continues               as libjpeg repairs it, with a line on stderr
     bytes after the end                                        ignored
 
-Whether a JPEG can be read does not depend on the crop, with one exception: damage below the crop that spells a marker
+The crop does not affect whether a JPEG can be read, with one exception: damage below the crop that spells a marker
 after which libjpeg cannot continue. Cost: 3 µs for the size; then 1.0 ms for a training crop of an ImageNet photograph
-(0.88 in libjpeg-turbo itself), or for the whole photograph 1.1 (simplejpeg) or 1.4 (Pillow). Two thirds are Huffman
+(0.88 in libjpeg-turbo itself), or 1.1 (simplejpeg) or 1.4 (Pillow) for the whole photograph. Two thirds go to Huffman
 codes above the crop's end, which cannot be skipped.
 """
 
@@ -53,17 +53,17 @@ _FRAMES = frozenset({0xC0, 0xC1, 0xC2})  # start of frame: baseline, extended an
 _OTHER_FRAMES = frozenset(range(0xC3, 0xD0)) - {0xC4, 0xC8, 0xCC}  # lossless, hierarchical, arithmetic-coded
 _START_OF_SCAN, _FILL = 0xDA, 0xFF
 
-# Smaller images go to simplejpeg even for a region: at 32 pixels a side that takes 0.7 of the time.
+# Smaller images go to simplejpeg even for a region: 0.7 of the time at 32 pixels a side.
 _REGION_PAYS_PIXELS = 96 * 96
 
-# The formats that Pillow decodes by itself (its EPS reader starts Ghostscript on the file), most frequent first: it
-# tries them in turn, and loads the plugins of the last four only if it gets there.
+# Formats that Pillow decodes itself (its EPS reader runs Ghostscript on the file), most frequent first: it tries
+# them in turn, and loads the plugins of the last four only if it gets there.
 _PILLOW_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "AVIF", "JPEG2000")
 
 
 @dataclass(frozen=True)
 class PixelLimit:
-    """The most pixels that an image may have, and the name of the recipe's key or flag."""
+    """Most pixels an image may have, and the recipe's key or flag that says so."""
 
     pixels: int = USUAL_MOST_PIXELS
     name: str = "data.max_image_pixels"
@@ -78,14 +78,14 @@ USUAL_LIMIT = PixelLimit()
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """An image that is not decoded yet; sizes in pixels. `decode` needs a box inside the image; use `pixels`."""
+    """An image not decoded yet; sizes in pixels. Call `pixels`: `decode` needs a box inside the image."""
 
     height: int
     width: int
     decode: Callable[[Box], Pixels]
 
     def pixels(self, box: Box | None = None) -> Pixels:
-        """uint8 [height, width, 3] of the box or the whole image, contiguous; raises UnreadableImage if damaged."""
+        """Decode the box or the whole image: contiguous uint8 [height, width, 3]; UnreadableImage if damaged."""
         box = box or Box(top=0, left=0, height=self.height, width=self.width)
         assert box.top >= 0 and box.left >= 0 and box.bottom <= self.height and box.right <= self.width
         assert box.height > 0 and box.width > 0
@@ -93,11 +93,11 @@ class EncodedImage:
 
 
 def read_image(data: bytes, *, decoder: DecoderName = "auto", limit: PixelLimit = USUAL_LIMIT) -> EncodedImage:
-    """Read the header of one image; no pixels are allocated yet.
+    """Read an image's header; no pixels are allocated yet.
 
-    The decoder is for JPEGs: auto is nvImageCodec on the CPU where it is installed and decoding a region pays,
-    otherwise simplejpeg; gpu is nvImageCodec on the current CUDA device. What they decline goes to Pillow. Raises
-    UnreadableImage if it is not an image or exceeds `limit`, UserError if the decoder does not work here.
+    `decoder` is for JPEGs: auto is nvImageCodec on the CPU where it is installed and decoding a region pays, otherwise
+    simplejpeg; gpu is nvImageCodec on the rank's GPU. Pillow takes what they decline. UnreadableImage if it is not an
+    image or exceeds `limit`; UserError if the decoder does not work here.
     """
     require_decoder(decoder)
     header = _read_header(data) if data[:3] == _JPEG_MAGIC else None
@@ -112,10 +112,9 @@ def read_image(data: bytes, *, decoder: DecoderName = "auto", limit: PixelLimit 
 def read_reduced(
     data: bytes, *, least_pixels: int, colours: Literal["RGB", "GRAY"], limit: PixelLimit = USUAL_LIMIT
 ) -> tuple[int, int, NDArray[np.uint8]]:
-    """Read height, width and pixels, perhaps reduced: uint8 [height', width', 3], greys without the 3.
+    """Read height, width and pixels, perhaps reduced: uint8 [height', width', 3], or [height', width'] for greys.
 
-    A JPEG is decoded at 1/2 to 1/8 of its size where both sides keep `least_pixels`, its greys without its colours: a
-    photograph takes 0.9 ms. Raises UnreadableImage as `read_image` and `EncodedImage.pixels` do.
+    JPEGs are decoded at 1/2 to 1/8 of their size if both sides keep `least_pixels`: 0.9 ms. Raises UnreadableImage.
     """
     header = _read_header(data) if data[:3] == _JPEG_MAGIC else None
     if header is not None and header.is_plain and header.is_complete:
@@ -137,7 +136,7 @@ def read_reduced(
 
 
 def peek_size(start: bytes) -> tuple[int, int] | None:
-    """Read height and width from an image's first bytes, if they tell; decodes nothing."""
+    """Read height and width from an image's first bytes, without decoding; None if they do not tell."""
     header = _read_header(start) if start[:3] == _JPEG_MAGIC else None
     if header is not None:
         return header.height, header.width
@@ -150,7 +149,7 @@ def peek_size(start: bytes) -> tuple[int, int] | None:
 
 @cache
 def require_decoder(decoder: DecoderName) -> None:
-    """Raise UserError unless a decoder is installed and works; the answer is cached for the life of the process."""
+    """UserError unless the decoder is installed and works here; cached for the life of the process."""
     complaint = None
     if decoder in ("nvimgcodec", "gpu"):
         complaint = decode_nvimgcodec.complaint("gpu" if decoder == "gpu" else "cpu")
@@ -164,8 +163,8 @@ def require_decoder(decoder: DecoderName) -> None:
 class _Header:
     height: int
     width: int
-    is_plain: bool  # every decoder reads it and they agree on the colours
-    is_complete: bool  # the end marker is there
+    is_plain: bool  # every decoder reads it, with the same colours
+    is_complete: bool  # it has an end marker
 
 
 def _read_header(data: bytes) -> _Header | None:
@@ -192,7 +191,7 @@ def _read_header(data: bytes) -> _Header | None:
         height=height,
         width=width,
         is_plain=marker in _FRAMES and precision == 8 and components in (1, 3) and height > 0 and width > 0,
-        # Coded data has no end marker inside, so one after the frame's header ends the image and the rest is padding.
+        # Coded data contains no end marker, so one after the frame's header ends the image and the rest is padding.
         # Thumbnails, which have end markers too, come before.
         is_complete=data.endswith(_END_OF_IMAGE) or data.rfind(_END_OF_IMAGE, position) >= 0,
     )
@@ -233,7 +232,7 @@ def _simplejpeg(data: bytes, box: Box) -> Pixels | None:
 
 
 def _open_with_pillow(data: bytes) -> Image.Image:
-    """Read the header; UnreadableImage: not an image, or more pixels than Pillow allows."""
+    """Read the header; UnreadableImage if it is not an image or has more pixels than Pillow allows."""
     from PIL import Image
 
     with _refusals():
@@ -243,7 +242,7 @@ def _open_with_pillow(data: bytes) -> Image.Image:
 def _pillow_pixels(image: Image.Image, box: Box) -> Pixels:
     with _refusals():
         part = _eight_bit(image).crop((box.left, box.top, box.right, box.bottom))
-        return np.array(part.convert("RGB"))  # a copy: torch wants memory that it may write to
+        return np.array(part.convert("RGB"))  # a copy: torch wants writable memory
 
 
 @contextmanager
@@ -254,9 +253,9 @@ def _refusals() -> Iterator[None]:
         yield
     except MemoryError:
         raise  # the machine's fault, not the image's
-    except UnidentifiedImageError as error:  # its own message has a memory address in it
+    except UnidentifiedImageError as error:  # its message has a memory address in it
         raise UnreadableImage("not a readable image (of no known format)") from error
-    except Exception as error:  # Pillow's parsers raise whatever damaged bytes lead to
+    except Exception as error:  # damaged bytes can make Pillow raise anything
         raise UnreadableImage(f"not a readable image ({str(error) or type(error).__name__})") from error
 
 

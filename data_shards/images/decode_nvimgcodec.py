@@ -1,9 +1,9 @@
-"""Decode a region of a JPEG by nvImageCodec, on the CPU (libjpeg-turbo) or on the GPU (nvJPEG).
+"""Decode a region of a JPEG with nvImageCodec, on the CPU (libjpeg-turbo) or on the GPU (nvJPEG).
 
-The CPU part needs neither GPU nor driver: 5 ms and 6 MB to load, 0.1 ms a photograph beyond libjpeg-turbo's own time.
-The library would also load OpenCV, TIFF and GPU codecs and report missing ones on stderr, so it is shown libjpeg-turbo
-alone. The GPU part has never been run on a GPU. It copies the pixels back to the host, gives workers a CUDA context
-(400 MB), and nvJPEG upsamples chroma more simply, so coloured edges differ a little.
+The CPU path needs neither GPU nor driver: 5 ms and 6 MB to load, 0.1 ms a photograph on top of libjpeg-turbo's time.
+The library would also load OpenCV, TIFF and GPU codecs and report missing ones on stderr, so we show it libjpeg-turbo
+alone. The GPU path has never been run on a GPU. It copies pixels back to the host and gives each worker a CUDA context
+(400 MB). nvJPEG upsamples chroma more simply, so coloured edges differ a little.
 """
 
 import os
@@ -30,7 +30,7 @@ _of_thread = threading.local()
 
 
 def decode_jpeg(data: bytes, *, box: Box, device: Device) -> Pixels | None:
-    """Decode a box inside the image, uint8 [h, w, 3]; None where the library declines (it gives no reason)."""
+    """Decode a box inside the image to uint8 [h, w, 3]; None if the library declines (it gives no reason)."""
     decoder = _decoder(device)
     library = decoder.library
     try:
@@ -46,7 +46,7 @@ def decode_jpeg(data: bytes, *, box: Box, device: Device) -> Pixels | None:
 
 @cache
 def complaint(device: Device) -> str | None:
-    """Say why it cannot be used in this process, else None. Loads the library and decodes a few pixels."""
+    """Say why nvImageCodec cannot be used in this process, else None; loads it and decodes a few pixels."""
     try:
         if find_spec("nvidia.nvimgcodec") is None:
             return f"the package {_PACKAGE} is not installed"
@@ -64,7 +64,7 @@ def complaint(device: Device) -> str | None:
 
 
 class _Decoder:
-    """The library's objects, made once; not shared between threads, nor with a forked child."""
+    """The library's objects; not shared between threads, nor with a forked child."""
 
     def __init__(self, device: Device) -> None:
         with _importing, _only_what_is_needed(device):
@@ -72,7 +72,7 @@ class _Decoder:
         self.library = library = cast(Any, nvimgcodec)
         if device == "cpu":
             where = library.NVIMGCODEC_DEVICE_CPU_ONLY
-            kinds = [library.BackendKind.CPU_ONLY]  # without which it asks for a GPU all the same
+            kinds = [library.BackendKind.CPU_ONLY]  # without this it asks for a GPU anyway
         else:
             import torch
 
@@ -81,12 +81,12 @@ class _Decoder:
             kinds = [library.BackendKind.HW_GPU_ONLY, library.BackendKind.GPU_ONLY, library.BackendKind.HYBRID_CPU_GPU]
         backends = [library.Backend(kind) for kind in kinds]
         self.decoder = library.Decoder(device_id=where, max_num_cpu_threads=1, backends=backends)
-        # It would turn the image by its orientation tag, and the box with it.
+        # By default it rotates the image, and the box with it, by the orientation tag.
         self.params = library.DecodeParams(apply_exif_orientation=False)
 
 
 def _decoder(device: Device) -> _Decoder:
-    """Return this thread's decoder. A forked child neither uses nor releases the parent's: its threads are gone."""
+    """Return this thread's decoder. A forked child neither uses nor frees the parent's, whose threads are gone."""
     made: dict[tuple[int, Device], _Decoder] = _of_thread.__dict__.setdefault("made", {})
     key = os.getpid(), device
     if key not in made:
@@ -96,7 +96,7 @@ def _decoder(device: Device) -> _Decoder:
 
 @contextmanager
 def _only_what_is_needed(device: Device) -> Iterator[None]:
-    """Set the variables that the library's first import reads, unless the user has set them."""
+    """Set the variables that the library reads on import, unless the user has set them."""
     wanted = {"PYNVIMGCODEC_VERBOSITY": "0"}
     with tempfile.TemporaryDirectory(prefix="shardvit-nvimgcodec-") as folder:
         spec = find_spec("nvidia.nvimgcodec")

@@ -1,27 +1,27 @@
 """RandAugment(n, m) (Cubuk et al., arXiv 1909.13719): n random operations of strength m, as a function of one number.
 
-ranges timm: timm's `rand-m{m}-n{n}-p1-mmax{max(m, 10)}`. All n operations are applied (`p1`; timm's default skips half
-of them) with strength m (no `mstd` noise; m above 10 is not cut off: "How to train your ViT?" goes to 20), out of 15
-(no `inc`: posterize and solarize would grow stronger with m; Google's grow weaker). Shifts reach 45 % of a side at
-m = 10; what is turned is interpolated. timm draws from the global generators of `random` and numpy, which are seeded
-here from the sample's number and then restored.
+ranges timm: timm's `rand-m{m}-n{n}-p1-mmax{max(m, 10)}`. n operations out of 15 are all applied (`p1`; timm's default
+skips half), at strength m without `mstd` noise. m above 10 is not clipped: "How to train your ViT?" goes to 20. There
+is no `inc`, with which posterize and solarize would grow stronger with m; Google's grow weaker. Shifts reach 45 % of a
+side at m = 10; geometric operations interpolate. timm draws from the global generators of `random` and numpy, which we
+seed from the sample's number and then restore.
 
-ranges big_vision: the 16 operations of big_vision (`pp/archive/randaug.py`, EfficientNet's), on timm's code:
+ranges big_vision: the 16 operations of big_vision (`pp/archive/randaug.py`, from EfficientNet), on timm's code:
 
     ShearX, ShearY               0.03 m, in a random direction
     TranslateX, TranslateY       10 m pixels, whatever the image's size, in a random direction
     Rotate                       3 m degrees, in a random direction
     Color, Brightness, Contrast, Sharpness   factor 0.1 + 0.18 m
-    Posterize                    int(0.4 m) bits stay; where that is 0 or above 8, one (TensorFlow clamps the shift)
-    Solarize                     threshold int(25.6 m) modulo 256, as TensorFlow makes it uint8: m = 10 and 20 invert
+    Posterize                    keeps int(0.4 m) bits; one if that is 0 or above 8 (TensorFlow clamps the shift)
+    Solarize                     threshold int(25.6 m) modulo 256, TensorFlow's cast to uint8: m = 10 and 20 invert
     SolarizeAdd                  int(11 m) added below 128
-    Cutout                       a grey square of twice int(4 m) pixels around a random pixel
+    Cutout                       a grey square of side 2 int(4 m) pixels around a random pixel
     AutoContrast, Equalize, Invert
 
-Unlike timm's: Cutout; shifts in pixels; solarize above m = 9; moved pixels are not interpolated; and Contrast, whose
-grey is min(255, pixels / 256), 196 at 224 pixels, not the image's mean. Equal to big_vision's own code on TensorFlow
-2.21 bit for bit (m = 10 and 15), but for Color and Sharpness (a level or two: Pillow rounds) and pixels of a shear or
-rotation that come from exact halves (up to 3 %).
+Differences from timm: Cutout; shifts in pixels; solarize above m = 9; no interpolation; and Contrast, whose grey is
+min(255, pixels / 256), 196 at 224 pixels, not the image's mean. Bit-identical to big_vision's own code on TensorFlow
+2.21 (m = 10 and 15), except for Color and Sharpness (a level or two: Pillow rounds) and sheared or rotated pixels that
+come from exact halves (up to 3 %).
 
 Uncovered pixels are (128, 128, 128) in both. Another version of Python (ranges timm) or timm may augment differently.
 Cost: 0.1 ms for timm's seeds, and 0.1 to 1.4 ms an operation at 224 pixels: 1.2 ms an image for two of them.
@@ -56,15 +56,15 @@ OPERATIONS = (
 )
 _FULL_STRENGTH = 10  # timm's and Google's scale of m
 _GREY = (128, 128, 128)
-_GENERATORS = threading.Lock()  # there is one of each in a process, and data workers may be threads
+_GENERATORS = threading.Lock()  # each process has one of each, and data workers may be threads
 
 
 @dataclass(frozen=True)
 class RandAugment:
-    """n operations of strength m, drawn with replacement. Raises UserError for numbers out of range."""
+    """n operations of strength m, drawn with replacement; UserError for numbers out of range."""
 
-    num_ops: int  # operations on each image
-    magnitude: int  # their strength, a whole number as timm wants it; 10 is the end of most operations' scale
+    num_ops: int  # per image
+    magnitude: int  # strength, a whole number as timm wants it; most operations' scale ends at 10
     ranges: RandAugmentRanges = "timm"
 
     def __post_init__(self) -> None:
@@ -78,10 +78,10 @@ class RandAugment:
         return f"rand-m{magnitude}-n{self.num_ops}-p1-mmax{max(magnitude, _FULL_STRENGTH)}"
 
     def __call__(self, image: Pixels, *, draw: float) -> Pixels:
-        """uint8 [h, w, 3] and a uniform number in [0, 1) -> uint8 [h, w, 3]."""
+        """Augment uint8 [h, w, 3]; `draw` is a uniform number in [0, 1)."""
         from PIL import Image
 
-        seed = int(draw * 2**53)  # all the bits that it has
+        seed = int(draw * 2**53)  # all its bits
         picture = Image.fromarray(image)
         if self.ranges == "big_vision":
             draws = uniforms(RandomStream.RAND_AUGMENT, seed, draws=4 * self.num_ops)
@@ -95,10 +95,7 @@ class RandAugment:
 
 
 def apply_big_visions(name: str, image: Image.Image, *, magnitude: int, draws: list[float]) -> Image.Image:
-    """Apply one of `OPERATIONS` at strength `magnitude` to an RGB image.
-
-    `draws`: three uniform numbers in [0, 1), for the direction and for a cutout's place (from the top, from the left).
-    """
+    """Apply one of `OPERATIONS` to an RGB image; `draws`: uniforms in [0, 1) for direction, cutout top, cutout left."""
     timm, share = timms_operations(), magnitude / 10
     factor, directed, bits = 0.1 + 1.8 * share, -share if draws[0] < 0.5 else share, int(4 * share)
     moved = {"fillcolor": _GREY, "resample": 0}  # Pillow's nearest
@@ -126,12 +123,12 @@ def apply_big_visions(name: str, image: Image.Image, *, magnitude: int, draws: l
 def _contrast(image: Image.Image, factor: float) -> Image.Image:
     from PIL import Image
 
-    level = min(255, image.width * image.height // 256)  # the mean of a histogram's 256 counts, not of the image
+    level = min(255, image.width * image.height // 256)  # the mean of the histogram's 256 counts, not of the image
     return Image.blend(Image.new("RGB", image.size, (level,) * 3), image, factor)
 
 
 def _sheared(image: Image.Image, level: float, *, along: Literal["x", "y"]) -> Image.Image:
-    """Shear as timm, but about the first pixel's centre, where TensorFlow counts from, not its corner."""
+    """Shear about the first pixel's centre, as TensorFlow does; timm shears about its corner."""
     from PIL import Image
 
     x, y = (1, level, -level / 2), (level, 1, -level / 2)
@@ -141,7 +138,7 @@ def _sheared(image: Image.Image, level: float, *, along: Literal["x", "y"]) -> I
 
 
 def _cutout(image: Image.Image, reach: int, *, draws: list[float]) -> Image.Image:
-    """Grey from `reach` pixels before a random pixel to `reach` behind it, which is left out, cut at the border."""
+    """Grey from `reach` pixels before a random pixel to `reach` after it (exclusive), cut at the border."""
     top, left = int(draws[1] * image.height), int(draws[2] * image.width)
     image = image.copy()
     image.paste(_GREY, (max(0, left - reach), max(0, top - reach), left + reach, top + reach))
@@ -150,7 +147,7 @@ def _cutout(image: Image.Image, reach: int, *, draws: list[float]) -> Image.Imag
 
 @cache
 def timms_operations() -> ModuleType:
-    """Load timm's file of operations alone: all of timm costs each worker 200 MB and 1.4 s."""
+    """Load only timm's file of operations: all of timm costs each worker 200 MB and 1.4 s."""
     timm = find_spec("timm")
     assert timm is not None and timm.submodule_search_locations
     file = Path(timm.submodule_search_locations[0], "data", "auto_augment.py")
@@ -163,7 +160,7 @@ def timms_operations() -> ModuleType:
 
 @cache
 def _timms(config: str) -> Callable[[Image.Image], Image.Image]:
-    """Make timm's transform, with posterize mended: black below m = 3, where no bit is kept, which Pillow refuses."""
+    """Make timm's transform, but posterize to black below m = 3, where no bit is kept, which Pillow refuses."""
     from PIL import Image
 
     module = timms_operations()

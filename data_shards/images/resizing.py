@@ -1,16 +1,15 @@
-"""Resize uint8 pixels to uint8 by five kernels.
+"""Resize uint8 pixels to uint8 with five kernels.
 
-    bilinear, bicubic; antialiased   torch's kernels for uint8: 57 dB against a float reference, 73 to 77 dB from
-                                     Pillow's
+    bilinear, bicubic; antialiased   torch's uint8 kernels: 57 dB from a float reference, 73 to 77 dB from Pillow
     bilinear; not antialiased        Google's `tf.image.resize`, by torch's kernel: within one level of TensorFlow's
-                                     result rounded, 58 dB from the floats that vision_transformer continues with
-    the same, cast                   as big_vision does, which cuts the fraction off and makes pixels half a level
-                                     darker: TensorFlow's exactly
-    area                             big_vision's `resize_small`: the average over the area that a pixel covers, the
-                                     fraction cut off: TensorFlow's pixels exactly
+                                     result rounded, 58 dB from the floats that vision_transformer keeps
+    the same, cast                   as big_vision, which truncates and so darkens pixels by half a level: exactly
+                                     TensorFlow's
+    area                             big_vision's `resize_small`: the average over the area of each output pixel,
+                                     truncated: exactly TensorFlow's
 
-Compared with TensorFlow 2.21's own: `launch/bench/records/google_path.txt`. 0.05 to 0.12 ms for a training crop of 224
-pixels from an ImageNet photograph; in numpy cast 0.5 ms, area 10 ms.
+Compared with TensorFlow 2.21's own: `launch/bench/records/google_path.txt`. Cost: 0.05 to 0.12 ms for a training crop
+of 224 pixels from an ImageNet photograph; in numpy, cast 0.5 ms and area 10 ms.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ def resize(
 ) -> Pixels:
     """Resize uint8 [H, W, 3] to [height, width, 3], in `into` if given; may return the image itself.
 
-    `antialias` says nothing of area, and bicubic is antialiased. Pixels' centres are at halves; beyond the border the
-    border's pixels repeat.
+    `antialias` is for bilinear: leave it at its default for others. Pixel centres are at halves; the border repeats.
     """
     if image.shape[:2] == (height, width):
         return placed(image, into)
@@ -51,7 +49,7 @@ def resize(
         into = np.empty((height, width, 3), dtype=np.uint8)
     import torch
 
-    # Called by torch.nn.functional.interpolate, which cannot write into given memory.
+    # torch.nn.functional.interpolate calls these, but cannot write into given memory.
     aten = torch.ops.aten
     if antialias == "none":
         assert interpolation == "bilinear"
@@ -64,7 +62,7 @@ def resize(
 
 
 def placed(pixels: Pixels, into: Pixels | None) -> Pixels:
-    """Return the pixels contiguous, or copied to `into`."""
+    """Return contiguous pixels, copied to `into` if given."""
     if into is None:
         return np.ascontiguousarray(pixels)
     into[...] = pixels
@@ -72,17 +70,15 @@ def placed(pixels: Pixels, into: Pixels | None) -> Pixels:
 
 
 def _channels_last(image: Pixels) -> torch.Tensor:
-    """View [h, w, 3] as torch's [1, 3, h, w], with the strides that it resizes 2 to 4 times faster.
-
-    In this order: numpy's [None] would give the new axis stride 0, permute before unsqueeze stride 3.
-    """
+    """View [h, w, 3] as torch's [1, 3, h, w], with the strides that it resizes 2 to 4 times faster."""
     import torch
 
+    # In this order: numpy's [None] would give the new axis stride 0, permute before unsqueeze stride 3.
     return torch.from_numpy(image).unsqueeze(0).permute(0, 3, 1, 2)
 
 
 def _bilinear_cast(image: Pixels, *, height: int, width: int) -> Pixels:
-    """Resize across, then down, in float32 and TensorFlow's form, low + share * (high - low): even areas stay even."""
+    """Resize across, then down, in float32 and TensorFlow's form, low + share * (high - low): flat areas stay flat."""
     left, right, across = _neighbours(image.shape[1], width)
     top, bottom, down = _neighbours(image.shape[0], height)
     rows, place = np.unique(np.concatenate([top, bottom]), return_inverse=True)
@@ -103,10 +99,7 @@ def _neighbours(length: int, size: int) -> tuple[NDArray[np.int64], NDArray[np.i
 
 
 def _area_average(image: Pixels, *, height: int, width: int) -> Pixels:
-    """Average the rectangle that each output pixel covers, parts of pixels included; enlarging repeats pixels.
-
-    Sums in float32 in TensorFlow's order, so that what lies at a whole number is cut off alike.
-    """
+    """Average each output pixel's area, in TensorFlow's order of float32 sums so that whole numbers truncate alike."""
     columns, column_share = _spans(image.shape[1], width)
     rows, row_share = _spans(image.shape[0], height)
     across = np.zeros((image.shape[0], width, 3), dtype=np.float32)
@@ -119,8 +112,7 @@ def _area_average(image: Pixels, *, height: int, width: int) -> Pixels:
 
 
 def _spans(length: int, size: int) -> tuple[list[tuple[NDArray[np.int64], NDArray[np.float32]]], np.float32]:
-    """List the first, second, ... pixel that each of `size` equal spans of `length` touches, and its share (0 past the
-    end); and a span's length in pixels."""
+    """List the n-th pixel of each of `size` equal spans of `length` and its part inside; return a span's length too."""
     one, share = np.float32(1), np.float32(length) / np.float32(size)
     low = np.arange(size, dtype=np.float32) * share
     high = np.arange(1, size + 1, dtype=np.float32) * share

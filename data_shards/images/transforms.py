@@ -1,20 +1,20 @@
-"""Make uint8 squares of images, for training (random crop, resize, RandAugment) and for evaluation.
+"""Make uint8 squares of images for training (random crop, resize, RandAugment) and evaluation.
 
-Random numbers come from (seed, epoch, sample), so a sample looks the same for any world size, number of workers, and
-after a restart. Flip and normalisation happen per batch on the device. Kernels: `resizing`; laws of crops: `crops`.
+Random numbers come from (seed, epoch, sample), so a sample looks the same for any world size and number of workers, and
+after a restart. Flip and normalisation run per batch on the device.
 
 Evaluation protocols (`size` is the square's side, `share` is `crop_share`):
 
     vit         the whole image squashed to the square, bilinear, antialiased
-    vit_exact   the same without antialiasing, as google-research/vision_transformer: 33 dB from vit on ImageNet's
+    vit_exact   the same without antialiasing, as google-research/vision_transformer: 33 dB from vit on ImageNet
                 photographs, about what a JPEG loses
     big_vision  short side to round(size / share), then the centre, as `resize_small(256)|central_crop(224)`: share
                 0.875; bilinear, antialiased
-    big_vision_exact  the same with areas averaged, as google-research/big_vision: 38 to 45 dB from big_vision
+    big_vision_exact  the same with area averages, as google-research/big_vision: 38 to 45 dB from big_vision
     timm        short side to floor(size / share), bicubic, then the centre, as `timm.data.create_transform` for most
-                of its Vision Transformers: share 0.9; 73 dB apart
+                of its Vision Transformers: share 0.9; 73 dB from timm's pixels
 
-A training crop at 224 pixels takes 0.2 ms for an ImageNet photograph, once it is decoded.
+A training crop at 224 pixels takes 0.2 ms for an ImageNet photograph, once decoded.
 """
 
 import math
@@ -32,7 +32,7 @@ from data_shards.vocabulary import Antialias, CropInterpolation, CropLaw, EvalPr
 
 _CROP_SHARES: dict[EvalProtocol, float] = {"big_vision": 224 / 256, "big_vision_exact": 224 / 256, "timm": 0.9}
 
-# An image of one pixel by 65,000 would be blown up to gigabytes before its centre is cut out.
+# An image of 1 x 65,000 pixels would be blown up to gigabytes before its centre is cut out.
 _MOST_ELONGATED = 16
 
 
@@ -40,18 +40,18 @@ _MOST_ELONGATED = 16
 class TrainTransform:
     """A random crop, resized; mirror flip; optionally RandAugment.
 
-    resize_and_crop, big_vision's for fine-tuning, is its `resize_small(resize_size)|random_crop(image_size)`. Google
-    flips before RandAugment, with the same distribution: every directed operation takes both directions equally often.
+    resize_and_crop is big_vision's `resize_small(resize_size)|random_crop(image_size)` for fine-tuning. Google flips
+    before RandAugment, with the same distribution: every directed operation takes both directions equally often.
     """
 
-    image_size: int  # side of the square that comes out, in pixels
+    image_size: int  # side of the output square, in pixels
     crop: CropLaw = "torchvision"
     crop_area: tuple[float, float] = (0.05, 1.0)  # range of a random-resized crop's share of the image's area
-    crop_ratio: tuple[float, float] = TORCHVISION_RATIO  # and of its width / height
+    crop_ratio: tuple[float, float] = TORCHVISION_RATIO  # range of its width / height
     resize_size: int | None = None  # for resize_and_crop: the short side in pixels, at least `image_size`
     interpolation: CropInterpolation = "bilinear"  # of the resize
     antialias: Antialias = "antialiased"  # of a bilinear resize
-    flip: float = 0.5  # share of the samples that are mirrored (0.5, or 0 where left and right have a meaning)
+    flip: float = 0.5  # share of samples mirrored (0.5, or 0 where left and right have a meaning)
     rand_augment: RandAugment | None = None
 
     def __call__(
@@ -59,7 +59,7 @@ class TrainTransform:
     ) -> tuple[Pixels, bool]:
         """Return uint8 [size, size, 3], in `into` if given, and whether to mirror it on the device.
 
-        `draws`: the sample's `crops.DRAWS_PER_SAMPLE` random numbers. Raises UnreadableImage if the image is damaged.
+        `draws`: the sample's `crops.DRAWS_PER_SAMPLE` random numbers. UnreadableImage if the image is damaged.
         """
         square = self._cropped(image, draws=draws, into=into)
         if self.rand_augment is not None:
@@ -86,14 +86,11 @@ class TrainTransform:
 
 @dataclass(frozen=True)
 class EvalTransform:
-    """The evaluation protocol; UserError for a `crop_share` outside (0, 1], or one where the whole image is squashed.
+    """An evaluation protocol; UserError for a `crop_share` outside (0, 1], or where the whole image is squashed."""
 
-    `crop_share` is the square's side over the short side it is cut from; None: the protocol's.
-    """
-
-    image_size: int  # side of the square that comes out, in pixels
+    image_size: int  # side of the output square, in pixels
     protocol: EvalProtocol = "vit"
-    crop_share: float | None = None
+    crop_share: float | None = None  # the square's side over the short side it is cut from; None: the protocol's
 
     def __post_init__(self) -> None:
         if self.crop_share is not None and (self.protocol not in _CROP_SHARES or not 0 < self.crop_share <= 1):
@@ -103,7 +100,7 @@ class EvalTransform:
             )
 
     def __call__(self, image: EncodedImage, *, into: Pixels | None = None) -> Pixels:
-        """uint8 [size, size, 3], in `into` if given. Raises UnreadableImage if the image is damaged."""
+        """Return uint8 [size, size, 3], in `into` if given; UnreadableImage if the image is damaged."""
         size = self.image_size
         match self.protocol:
             case "vit" | "vit_exact":
@@ -130,7 +127,6 @@ class EvalTransform:
 def _short_side_to(
     side: int, image: EncodedImage, *, interpolation: CropInterpolation, antialias: Antialias = "antialiased"
 ) -> Pixels:
-    """Resize the short side to `side` pixels, keeping proportions; far ends of a very long image are cut."""
     box = _without_far_ends(image)
     ratio = side / min(box.height, box.width)
     return resize(
@@ -143,7 +139,7 @@ def _short_side_to(
 
 
 def _without_far_ends(image: EncodedImage) -> Box:
-    """Box the whole image, or the middle of one more elongated than any photograph."""
+    """Return the box of the whole image, or of its middle if it is more elongated than any photograph."""
     most = _MOST_ELONGATED * min(image.height, image.width)
     height, width = min(image.height, most), min(image.width, most)
     return Box(top=(image.height - height) // 2, left=(image.width - width) // 2, height=height, width=width)

@@ -1,8 +1,8 @@
 """SampleRefs -> `Batch`: read, decode and transform the samples, and handle damaged ones.
 
-A damaged training image is replaced by another of its lane's window, chosen by a hash of (seed, epoch, sample,
-attempt): the same for any world size and after any restart, with the damaged one's crop and flip. A damaged held-out
-image is not counted, since each image must count once. Both are named in `Batch.faults`.
+A damaged training image is replaced by another from its lane's window, chosen by a hash of (seed, epoch, sample,
+attempt), with the same crop and flip: the same for any world size and after any restart. A damaged held-out image is
+not counted, since each image must count once. `Batch.faults` names both.
 """
 
 import math
@@ -26,17 +26,17 @@ from data_shards.shards.shard_set import ShardSet
 from data_shards.store.store import Store
 from data_shards.vocabulary import DecoderName, OnCorrupt
 
-# Substitutes tried for one sample. With a share c of damaged samples all fail with probability c**16: never, unless the
-# whole shard is lost, and then the run must stop.
+# Substitutes tried for one sample. If a share c of samples is damaged, all fail with probability c**16: never, unless
+# the whole shard is lost, and then the run must stop.
 _MOST_ATTEMPTS = 16
-PADDING = -1  # fills the label rows of samples with fewer labels than others
+PADDING = -1  # fills label rows of samples with fewer labels than others
 
-_Transform = Callable[[EncodedImage, Pixels], None]  # of an image, into a row
+_Transform = Callable[[EncodedImage, Pixels], None]  # image, row to fill
 
 
 @dataclass(frozen=True)
 class Access:
-    """Settings for reading samples, in training and evaluation alike."""
+    """Settings for reading samples, shared by training and evaluation."""
 
     shards: ShardSet
     store: Store | None = None  # None: every shard is a local file
@@ -46,8 +46,6 @@ class Access:
 
 
 class _Rows:
-    """A batch in progress; images are written directly to their place."""
-
     def __init__(self, refs: SampleRefs, *, image_size: int) -> None:
         count = len(refs.sample)
         self.images = _empty_images(count, image_size)
@@ -74,12 +72,12 @@ class _Rows:
 
 
 class Assembler:
-    """Makes the batches of one data set. Picklable and thread-safe."""
+    """Make batches of one data set. Picklable and thread-safe."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
         self._is_multi_label = access.shards.is_multi_label
-        self._of_thread = threading.local()  # each reader keeps track of its own open shards
+        self._of_thread = threading.local()  # each reader keeps its own shards open
 
     def __reduce__(self) -> tuple[object, ...]:
         return Assembler, (self._access,)
@@ -99,10 +97,9 @@ class Assembler:
         draws: NDArray[np.float64],
         mix: Mix | None = None,
     ) -> Batch:
-        """Make a training batch of these samples, or substitutes; `draws` has a row for each.
+        """Make a training batch of these samples or their substitutes; `draws` has a row for each.
 
-        With `mix` the last row is only mixed into the one before it. Raises SampleError for a damaged sample where none
-        is allowed, or if no substitute is whole.
+        With `mix` the last row is only mixed into the one before. SampleError for damage that is not substituted.
         """
         rows = _Rows(refs, image_size=transform.image_size)
         for slot, (shard, row) in enumerate(zip(refs.shard.tolist(), refs.row.tolist(), strict=True)):
@@ -129,7 +126,7 @@ class Assembler:
         )
 
     def evaluate(self, refs: SampleRefs, *, counted: NDArray[np.bool_], transform: EvalTransform) -> Batch:
-        """Make a held-out batch; padding and damaged images are not counted. SampleError where no damage is allowed."""
+        """Make a held-out batch, without counting padding and damaged images; SampleError if no damage is allowed."""
         rows = _Rows(refs, image_size=transform.image_size)
 
         def centre(image: EncodedImage, into: Pixels) -> None:
@@ -147,7 +144,7 @@ class Assembler:
         return self._reader.describe(shard, row=row)
 
     def _fill(self, rows: _Rows, slot: int, *, shard: int, row: int, transform: _Transform) -> bool:
-        """Read and transform one sample into a row; False, and a fault in `rows`, if it is damaged."""
+        """Read and transform one sample into a row; False, with a fault in `rows`, if it is damaged."""
         _note(shard, row)
         access = self._access
         try:
@@ -171,7 +168,7 @@ class Assembler:
 
 
 def _empty_images(count: int, size: int) -> torch.Tensor:
-    """uint8 [count, size, size, 3], not filled: in a worker process shared memory."""
+    """Allocate uint8 [count, size, size, 3], in shared memory in a worker process."""
     shape = (count, size, size, 3)
     if get_worker_info() is None:
         return torch.empty(shape, dtype=torch.uint8)
@@ -179,7 +176,7 @@ def _empty_images(count: int, size: int) -> torch.Tensor:
 
 
 def _note(shard: int, row: int) -> None:
-    """Note, in a worker process, which sample comes next, so that a report of its death can name it."""
+    """Note the next sample in a worker process, so that a report of its death can name it."""
     info = get_worker_info()
     if info is not None and (notes := getattr(info.dataset, "notes", None)) is not None:  # of `workers`
         notes[2 * info.id : 2 * info.id + 2] = shard, row

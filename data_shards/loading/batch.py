@@ -11,17 +11,17 @@ from data_shards.loading.mixing import Mix
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of n samples from the loader; with `mix`, n + 1 rows.
+    """One micro-batch of n samples; with `mix`, n + 1 rows.
 
-    The last row is then the next slot's sample, which is mixed into the row before it and not trained on otherwise.
-    Images, `mirrored` and labels may be on a GPU (`device_prefetch`); the others stay on the host, where they are used.
+    The last row is then the next slot's sample, used only to mix into the row before it. Images, `mirrored` and labels
+    may be on a GPU (`device_prefetch`); the other fields stay on the host, where they are used.
     """
 
     images: torch.Tensor  # uint8 [n, size, size, 3]
-    mirrored: torch.Tensor  # bool [n]: to be flipped left to right on the device
-    labels: torch.Tensor  # int64 [n], or [n, k] filled up with -1 where samples have several labels or none
+    mirrored: torch.Tensor  # bool [n]: flip left to right on the device
+    labels: torch.Tensor  # int64 [n], or [n, k] padded with -1 where samples have several labels or none
     counted: torch.Tensor  # bool [n]: False for padding and damage in evaluation
-    substituted: torch.Tensor  # bool [n]: True where another sample replaces a damaged one
+    substituted: torch.Tensor  # bool [n]: this sample replaces a damaged one
     samples: torch.Tensor  # int64 [n]: numbers in the set
     epochs: torch.Tensor  # int64 [n]
     keys: tuple[str, ...]  # WebDataset keys
@@ -30,7 +30,7 @@ class Batch:
 
 
 def batch_of(images: torch.Tensor, *, keys: Sequence[str]) -> Batch:
-    """Wrap pixels uint8 [n, S, S, 3] as a batch without labels (-1)."""
+    """Wrap uint8 pixels [n, S, S, 3] as a batch without labels (-1)."""
     count = len(images)
     return Batch(
         images=images,

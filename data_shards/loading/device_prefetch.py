@@ -1,8 +1,8 @@
-"""Copy the next batch to the GPU before it is asked for, by a thread, on a stream of its own; nothing on a CPU.
+"""Copy the next batch to the GPU ahead of time, in a thread and on a stream of its own; do nothing on a CPU.
 
-A copy overlaps the GPU's work only from page-locked memory, so each batch is first copied into one of `STAGES` reused
-buffers. Taking a batch makes the GPU's stream wait for its copy, never the processor. Costs, for 256 images of 224 px:
-a copy in host memory, 5 to 10 ms of a core [estimated from its bandwidth], two batches of GPU memory, 128 MiB of
+Copies overlap the GPU's work only from page-locked memory, so each batch is first copied into one of `STAGES` reused
+buffers. Taking a batch makes the GPU's stream wait for its copy, never the processor. Cost for 256 images of 224 px: a
+copy in host memory, 5 to 10 ms of a core [estimated from its bandwidth], two batches of GPU memory, 128 MiB of
 page-locked memory (`memory.staged_bytes`). Faults and steps count only in batches that are taken.
 """
 
@@ -39,11 +39,11 @@ def prefetch_to_device(batches: Batches, *, device: torch.device) -> Batches:
 
 
 class DevicePrefetch:
-    """Iterates over `batches` in a thread, one batch ahead; its exceptions are raised to the batch's user."""
+    """Iterate over `batches` one ahead, in a thread; its exceptions are raised where the batch is taken."""
 
     def __init__(self, batches: Batches, *, copies: CudaCopies) -> None:
         self._batches, self._copies = batches, copies
-        self._may_begin = threading.Semaphore(1)  # to bring another batch
+        self._may_begin = threading.Semaphore(1)  # to fetch another batch
         self._ready: SimpleQueue[Callable[[], Batch] | BaseException] = SimpleQueue()
         self._closed = threading.Event()
         self._end: BaseException | None = None  # what ended the stream
@@ -67,7 +67,7 @@ class DevicePrefetch:
         return batch
 
     def close(self) -> None:
-        """Stop reading. A thread that waits for a store is left behind, and closes the batches when it is done."""
+        """Stop reading. A thread that is waiting for a store is left behind; it closes the batches when it is done."""
         self._end = StopIteration()
         self._closed.set()
         self._may_begin.release()
@@ -81,31 +81,31 @@ class DevicePrefetch:
             self._copies.prepare()
             while self._may_begin.acquire() and not self._closed.is_set():
                 self._ready.put(self._copies.start(next(self._batches)))
-        except BaseException as error:  # noqa: BLE001 - whoever asks for the next batch gets it, the stream's end too
+        except BaseException as error:  # noqa: BLE001 - raised to whoever takes the next batch, the stream's end too
             self._ready.put(error)
         finally:
-            self._batches.close()  # here: a generator cannot be closed while another thread is in it
+            self._batches.close()  # here: a generator cannot be closed while another thread runs it
 
 
 class CudaCopies:
-    """Copies through page-locked buffers that are used in turns, by a stream beside the current one."""
+    """Copy through page-locked buffers, used in turn, on a stream beside the current one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._buffers: list[dict[str, torch.Tensor]] = [{} for _ in range(STAGES)]  # uint8 [bytes], by field
-        self._waits: list[Callable[[], object]] = [bool] * STAGES  # until the last copy out of each is done
+        self._waits: list[Callable[[], object]] = [bool] * STAGES  # for the last copy out of each buffer
         self._turn = 0
 
     def prepare(self) -> None:
-        """Select the GPU, or the thread's page-locked memory would belong to, and cost memory on, the first."""
+        """Select the GPU; otherwise the thread's page-locked memory would belong to, and take memory on, the first."""
         torch.cuda.set_device(self._device)
 
     def start(self, batch: Batch) -> Callable[[], Batch]:
-        """Begin to copy; call the result for the batch on the device."""
+        """Start copying; call the result to get the batch on the device."""
         turn, self._turn = self._turn, (self._turn + 1) % STAGES
         self._waits[turn]()
-        copied = torch.cuda.Event(blocking=True)  # to wait for it takes no core
+        copied = torch.cuda.Event(blocking=True)  # waiting for it uses no core
         on_device: dict[str, torch.Tensor] = {}
         with torch.cuda.stream(self._stream):
             for name in _ON_DEVICE:
@@ -117,7 +117,7 @@ class CudaCopies:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(copied)
             for tensor in on_device.values():
-                tensor.record_stream(current)  # its memory is another's only after this stream's work on it
+                tensor.record_stream(current)  # its memory is reused only after this stream's work on it
             return replace(batch, **on_device)
 
         return take
@@ -126,7 +126,7 @@ class CudaCopies:
         """Copy to page-locked memory, which grows to the largest batch."""
         buffers = self._buffers[turn]
         if name not in buffers or buffers[name].nbytes < tensor.nbytes:
-            buffers.pop(name, None)  # first gives back what it has
+            buffers.pop(name, None)  # free the old one first
             buffers[name] = _page_locked(tensor.nbytes)
         return buffers[name][: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 

@@ -1,8 +1,8 @@
 """The stream of batches: order -> read -> decode -> transform -> `Batch`, with any number of workers.
 
-Everything is a function of the micro-batch's number: the stream does not depend on workers or world size, and resuming
-needs a few numbers, no replay. Evaluation counts every sample exactly once. A thread of the rank prefetches remote
-shards for the node. Cost: 1 to 3 ms of CPU a photograph, nearly all of it decoding; memory: see `memory`.
+Everything is a function of the micro-batch's number, so the stream does not depend on workers or world size, and
+resuming needs a few numbers and no replay. Evaluation counts every sample exactly once. One thread per rank prefetches
+remote shards for the node. Cost: 1 to 3 ms of CPU a photograph, nearly all of it decoding; memory: see `memory`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from data_shards.order.sample_order import Int64s, SampleRefs, refs_in_set_order
 from data_shards.store.prefetch import Prefetcher, start_prefetch
 from data_shards.vocabulary import RandomStream, WorkerKind
 
-# Planned at once, at a ninth of the cost of 64 at a time; each worker process plans for itself.
+# Planned together, at a ninth of the cost of 64 at a time; each worker process plans for itself.
 _PLANNED_IMAGES = 1024
 _TRIED_IMAGES, _TRIED_AT_ONCE, _TRIED_SECONDS = 64, 4, 0.5  # to time decoding
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The part of each global batch that this process reads, and its micro-batches."""
+    """This process's part of each global batch, and its micro-batches."""
 
     rank: int
     world_size: int
@@ -43,7 +43,7 @@ class Layout:
 
 
 class TrainBatches:
-    """Micro-batch number i of this rank's training stream; it belongs to step i // accumulation."""
+    """Micro-batches of this rank's training stream by number; number i belongs to step i // accumulation."""
 
     def __init__(
         self,
@@ -59,21 +59,21 @@ class TrainBatches:
         self.order, self.layout, self.seed = order, layout, seed
         self._transform, self._mixup = transform, mixup
         is_mixing = draw_mix(mixup, seed=seed, step=0, image_size=transform.image_size) is not None
-        self._rows = layout.micro_batch_size + is_mixing  # of a micro-batch; the last is the next slot's sample
+        self._rows = layout.micro_batch_size + is_mixing  # per micro-batch; the added one is the next slot's sample
         self._plans: dict[int, tuple[SampleRefs, NDArray[np.float64]]] = {}
 
     def describe(self, shard: int, *, row: int) -> str:
         return self._assembler.describe(shard, row=row)
 
     def __getitem__(self, number: int) -> Batch:
-        """Make a micro-batch; with mixing it has one row more, the next slot's sample."""
+        """Make a micro-batch; mixing adds one row, the next slot's sample."""
         step = number // self.layout.accumulation_steps
         mix = draw_mix(self._mixup, seed=self.seed, step=step, image_size=self._transform.image_size)
         refs, draws = self.plan(number)
         return self._assembler.train(refs, order=self.order, transform=self._transform, draws=draws, mix=mix)
 
     def decode_seconds(self, number: int) -> float | None:
-        """Measure CPU seconds an image by some of a micro-batch, in half a second; None if one cannot be read."""
+        """Measure CPU seconds an image on part of a micro-batch, in half a second; None if one cannot be read."""
         refs, draws = self.plan(number)
         spent, count = 0.0, 0
         try:
@@ -83,7 +83,7 @@ class TrainBatches:
                 batch = self._assembler.train(
                     refs.part(part), order=self.order, transform=self._transform, draws=draws[part]
                 )
-                if first or self._rows <= _TRIED_AT_ONCE:  # the first ones load the decoder and open shards
+                if first or self._rows <= _TRIED_AT_ONCE:  # the first part loads the decoder and opens shards
                     spent, count = spent + time.process_time() - before, count + len(batch.keys)
                 if spent > _TRIED_SECONDS:
                     break
@@ -100,7 +100,7 @@ class TrainBatches:
         if plan is None:
             plan = self._planned(np.arange(block * batches, (block + 1) * batches, dtype=np.int64))
             if len(self._plans) >= 4:  # workers are a few micro-batches apart
-                self._plans.pop(min(self._plans), None)  # another thread may have been here
+                self._plans.pop(min(self._plans), None)  # another thread may have dropped it
             self._plans[block] = plan
         refs, draws = plan
         own = slice(place * rows, (place + 1) * rows)
@@ -118,18 +118,17 @@ class TrainBatches:
         return refs, draws
 
     def upcoming(self, start_step: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield (step, the shards that it is the first to touch) for the prefetcher."""
+        """Yield (step, shards first touched in it) for the prefetcher."""
         layout = self.layout
         where = {"rank": layout.rank, "world_size": layout.world_size, "start_step": start_step}
         return upcoming_shards(self.order, **where, beyond=self._rows - layout.micro_batch_size)
 
 
 class EvalBatches:
-    """Batch number i of this rank's part of an evaluation: a contiguous block of `samples` (ascending; None: all).
+    """This rank's evaluation batches by number: a contiguous block of `samples` (ascending; None: all).
 
-    Blocks are whole batches, so that each has the same samples, and the same outputs to the last bit, on any number of
-    ranks. They are padded to equal length by the last sample with `counted` False: ZeRO-3 gathers weights in every
-    forward pass, so all ranks must make equally many.
+    Blocks are whole batches, so each batch has the same samples, and bit-identical outputs, on any number of ranks. The
+    last sample, with `counted` False, pads blocks to equal length: ZeRO-3 needs equally many forward passes.
     """
 
     def __init__(
@@ -158,12 +157,12 @@ class EvalBatches:
         return self._assembler.describe(shard, row=row)
 
     def __getitem__(self, number: int) -> Batch:
-        """Make a batch, always `batch_size` long, so that compiled shapes stay the same."""
+        """Make a batch, always `batch_size` long so that compiled shapes stay the same."""
         refs, counted = self._refs(number)
         return self._assembler.evaluate(refs, counted=counted, transform=self._transform)
 
     def upcoming(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield (batch, the shards that it is the first to touch) for the prefetcher."""
+        """Yield (batch, shards first touched in it) for the prefetcher."""
         last = -1
         for number in range(len(self)):
             shards = [shard for shard in np.unique(self._refs(number)[0].shard).tolist() if shard > last]
@@ -181,10 +180,10 @@ class EvalBatches:
 
 
 class TrainLoader:
-    """Iterates over the micro-batches of [start_step, stop_step), without the steps `passed_over`.
+    """Iterate over the micro-batches of steps [start_step, stop_step), except `passed_over`.
 
     Its position is one number, `step`, whatever the number of processes. With 0 `workers` the calling thread reads and
-    decodes. Iteration raises UserError for a sample that cannot be read, and WorkerDied, which names the sample.
+    decodes. Iteration raises UserError for an unreadable sample, and WorkerDied, which names the sample.
     """
 
     def __init__(
@@ -224,7 +223,7 @@ class TrainLoader:
         return self._delivered // self._batches.layout.accumulation_steps
 
     def close(self) -> None:
-        """Stop the workers and the downloads; the loader can be used again."""
+        """Stop workers and downloads; the loader can be used again."""
         if self._prefetcher is not None:
             self._prefetcher.close()
         if self._iterator is not None:
@@ -245,7 +244,7 @@ class TrainLoader:
 def eval_batches(
     batches: EvalBatches, *, workers: int, kind: WorkerKind = "process", first: int = 0
 ) -> Generator[Batch]:
-    """Yield the batches of an evaluation from number `first` on; raises as `TrainLoader` does."""
+    """Yield the evaluation batches from number `first` on; raises as `TrainLoader` does."""
     upcoming = ((number, shards) for number, shards in batches.upcoming() if number >= first)
     prefetcher = start_prefetch(batches.access.store, batches.access.shards, upcoming=upcoming)
     try:

@@ -1,7 +1,7 @@
 """Host memory for reading ahead, from counts and sizes alone; `shardvit plan` prints it."""
 
-PREFETCH = 4  # items of a worker, ready or in progress
-STAGES = 2  # page-locked buffers on the way to a GPU: one is filled while the other's copy runs
+PREFETCH = 4  # items per worker, ready or in progress
+STAGES = 2  # page-locked buffers on the way to a GPU: one fills while the other is copied
 
 
 def ahead_bytes(workers: int, *, images: int, image_size: int) -> int:
@@ -10,6 +10,6 @@ def ahead_bytes(workers: int, *, images: int, image_size: int) -> int:
 
 
 def staged_bytes(images: int, *, image_size: int) -> int:
-    """Page-locked memory of one stream of micro-batches; torch rounds each buffer up to a power of two."""
+    """Page-locked memory for one stream of micro-batches; torch rounds each buffer up to a power of two."""
     tensors = (images * 3 * image_size**2, images, 8 * images)  # bytes of pixels, flips, one label each
     return STAGES * sum(2 ** (num_bytes - 1).bit_length() for num_bytes in tensors)

@@ -1,13 +1,12 @@
-"""Mixup (arXiv 1710.09412) and CutMix (arXiv 1905.04899), drawn as a function of (seed, step).
+"""Draw mixup (arXiv 1710.09412) and CutMix (arXiv 1905.04899) as a function of (seed, step); the device mixes.
 
 In the global batch of step s, slot i is mixed with slot i + 1 (the last with the first), as in big_vision (timm
-reverses the batch). One weight and one box, functions of the seed and s, hold for the whole batch, so the mixed images
-do not depend on the world size; a process needs one sample more than its own. The mixing happens on the device.
+reverses the batch). The whole batch shares one weight and one box, functions of the seed and s, so the mixed images do
+not depend on the world size; a process needs one sample more than its own.
 
-Mixup gives the own image the weight max(lambda, 1 - lambda), as big_vision does: the smaller one would repeat the same
-pairs. CutMix pastes timm's box: its sides are sqrt(1 - lambda) of the image's, its centre is anywhere, it is cut off at
-the edges, and the weight is the area that is left. Cost: 0.1 ms a batch. Needs scipy for the inverse of the Beta
-distribution, so that a draw is a function of one number.
+Mixup gives an image itself the weight max(lambda, 1 - lambda), as big_vision does: the smaller one would repeat the
+same pairs. CutMix pastes timm's box: sides sqrt(1 - lambda) of the image's, centre anywhere, cut off at the edges; the
+weight is the area left. scipy inverts the Beta distribution, so that a draw needs one number. Cost: 0.1 ms a batch.
 """
 
 import math
@@ -26,7 +25,7 @@ class MixupConfig:
 
     mixup_alpha: float = 0.0  # 0: off; 0.2 and 0.5 in big_vision's recipes
     cutmix_alpha: float = 0.0  # 0: off; 1.0 in its paper
-    switch_share: float = 0.5  # of the batches that get CutMix, where both are on
+    switch_share: float = 0.5  # share of batches with CutMix, if both are on
 
     def __post_init__(self) -> None:
         for name in ("mixup_alpha", "cutmix_alpha"):
@@ -41,12 +40,12 @@ class Mix:
     """The mixing of one global batch."""
 
     kind: Literal["mixup", "cutmix"]
-    keep: float  # weight of the own image and labels; the partner has the rest
-    box: Box | None = None  # CutMix: the part that comes from the partner, after its flip; None if that is nothing
+    keep: float  # weight of the image itself and its labels; the partner has the rest
+    box: Box | None = None  # CutMix: the part taken from the partner, after its flip; None if empty
 
 
 def draw_mix(config: MixupConfig | None, *, seed: int, step: int, image_size: int) -> Mix | None:
-    """Draw how the global batch of `step` is mixed; None: not at all. `image_size` is the images' side in pixels."""
+    """Draw the mixing of step `step`'s global batch, or None for no mixing; `image_size` is the side in pixels."""
     if config is None or (config.mixup_alpha == 0 and config.cutmix_alpha == 0):
         return None
     which, share, down, right = uniforms(RandomStream.MIX, seed, step, draws=4)[0].tolist()
@@ -67,7 +66,7 @@ def _beta(alpha: float, share: float) -> float:
 
 
 def _cut(area: float, *, size: int, down: float, right: float) -> Box | None:
-    """Cut a square of that share of the image, centred at (down, right), at the image's edges."""
+    """Cut a square with that share of the image's area, centred at (down, right), at the image's edges."""
     side = int(size * math.sqrt(area))
     centre_y, centre_x = int(down * size), int(right * size)
     top, bottom = max(centre_y - side // 2, 0), min(centre_y + (side + 1) // 2, size)

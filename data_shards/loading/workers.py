@@ -1,9 +1,9 @@
-"""Data workers: threads of the training process, or processes, that read and decode ahead.
+"""Read and decode ahead in data workers: threads of the training process, or processes.
 
-Threads need no second torch and no copy, and give a first batch at once. But a tenth of the work is Python, where they
-contend for the GIL with the training loop; so beyond some number, processes. These come from a fork server, since a
-fork would copy locks that other threads (CUDA's) hold. They ignore the signals that stop a job: their rank saves first
-and then ends them. Each costs 0.03 s and 25 MB once the server has loaded torch (2 s, 300 MB).
+Threads need no second torch and no copy, and give their first batch immediately. But a tenth of the work is Python,
+where they contend for the GIL with the training loop, so larger numbers of workers are processes. These come from a
+fork server, since a fork would copy locks held by other threads (CUDA's). They ignore the signals that stop a job:
+their rank saves first, then ends them. Each costs 0.03 s and 25 MB once the server has loaded torch (2 s, 300 MB).
 """
 
 import atexit
@@ -36,7 +36,7 @@ Item = TypeVar("Item")
 Produced = TypeVar("Produced", covariant=True)
 
 _LEAST_SHARED_BYTES = 1 << 16  # smaller arrays are pickled
-_EXIT_SECONDS = 5.0  # for worker threads to finish their item, which takes a fraction of one
+_EXIT_SECONDS = 5.0  # for worker threads to finish their item, which takes a fraction of a second
 _NEWS_SECONDS = 30.0  # for the fork server to report a dead worker, which takes a millisecond
 
 _shared: dict[int, tuple[weakref.ref[NDArray[Any]], torch.Tensor]] = {}  # by the array's id, for all workers
@@ -47,7 +47,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 class NamedItems(Protocol[Produced]):
-    """A data set: item number i, and the name of a sample for messages."""
+    """A data set: items by number, and sample names for messages."""
 
     def __getitem__(self, number: int) -> Produced: ...
 
@@ -57,10 +57,9 @@ class NamedItems(Protocol[Produced]):
 def iterate(
     dataset: NamedItems[Item], *, numbers: Sequence[int], workers: int, kind: WorkerKind = "process"
 ) -> Generator[Item]:
-    """Yield the items of `numbers`, in order; with 0 workers the calling thread makes them.
+    """Yield the items of `numbers` in order; with 0 workers the calling thread makes them.
 
-    The data set must be picklable for processes, thread-safe for threads. Its UserErrors pass through; WorkerDied is
-    raised if a worker process crashed or was killed.
+    The data set must be picklable (processes) or thread-safe (threads). Raises its UserErrors, and WorkerDied.
     """
     if not workers:
         return (dataset[number] for number in numbers)
@@ -72,7 +71,7 @@ def iterate(
 
 
 def _in_threads(dataset: NamedItems[Item], *, numbers: Sequence[int], workers: int) -> Generator[Item]:
-    """Daemon threads, since those of a ThreadPoolExecutor would delay the exit until a store's last retry."""
+    """Use daemon threads: those of a ThreadPoolExecutor would delay the exit until a store's last retry."""
     upcoming = iter(numbers)
     jobs: SimpleQueue[tuple[int, Future[Item]] | None] = SimpleQueue()
     ahead: deque[Future[Item]] = deque()
@@ -102,19 +101,19 @@ def _work(dataset: NamedItems[Item], jobs: SimpleQueue[tuple[int, Future[Item]] 
     while (job := jobs.get()) is not None:
         number, future = job
         _at_work.add(me)
-        if _exiting.is_set():  # asked after the line above, or the exit might not see this thread
+        if _exiting.is_set():  # checked after the line above, or the exit might miss this thread
             return
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(dataset[number])
-            except BaseException as error:  # noqa: BLE001 - the reader of the future gets it
+            except BaseException as error:  # noqa: BLE001 - raised to whoever reads the future
                 future.set_exception(error)
         del job, future
         _at_work.discard(me)
 
 
 def _end_threads() -> None:
-    """Wait for threads at exit: ended inside torch, one would crash the process; waiting for a store, it does not."""
+    """Wait at exit for busy threads: ending one inside torch would crash the process; ending a store's wait is safe."""
     _exiting.set()
     end = time.monotonic() + _EXIT_SECONDS
     for thread in list(_at_work):
@@ -133,7 +132,7 @@ def _in_processes(dataset: NamedItems[Item], *, numbers: Sequence[int], workers:
         prefetch_factor=PREFETCH,
         multiprocessing_context="forkserver",
         worker_init_fn=_prepare_worker,
-        # The DataLoader draws a seed for its workers, by default from the global generator, which that would advance.
+        # The DataLoader draws a seed for its workers, which would advance the default: the global generator.
         generator=torch.Generator(),
     )
     iterator: Any = iter(loader)
@@ -142,9 +141,9 @@ def _in_processes(dataset: NamedItems[Item], *, numbers: Sequence[int], workers:
             item = next(iterator)
         except StopIteration:
             return
-        except (RuntimeError, OSError, EOFError) as error:  # OSError: of a batch that the dead one did not hand over
-            if "in DataLoader worker process" not in str(error):  # torch's words for what the dataset raised
-                # The fork server reports the death, on a busy machine later than the lost item is missed.
+        except (RuntimeError, OSError, EOFError) as error:  # OSError: a batch that the dead worker did not hand over
+            if "in DataLoader worker process" not in str(error):  # torch's words for an exception of the dataset
+                # The fork server reports the death; on a busy machine, after we have missed the lost item.
                 multiprocessing.connection.wait([each.sentinel for each in iterator._workers], timeout=_NEWS_SECONDS)
             if all(process.is_alive() for process in iterator._workers):
                 raise
@@ -155,10 +154,8 @@ def _in_processes(dataset: NamedItems[Item], *, numbers: Sequence[int], workers:
 
 
 def _reduce(array: NDArray[Any]) -> Any:
-    """Hand large arrays to workers in shared memory, which they must not write to; it goes with its last descriptor.
-
-    A set of 10^5 shards and its order are 20 MB: pickled for 16 workers of 8 ranks, 2.5 GB at each start.
-    """
+    """Hand large arrays to workers in shared memory, which they must not write to; it goes with its last descriptor."""
+    # A set of 10^5 shards and its order are 20 MB: pickled for 16 workers of 8 ranks, 2.5 GB at each start.
     if array.nbytes < _LEAST_SHARED_BYTES or array.dtype.hasobject or array.dtype.fields:
         return array.__reduce_ex__(2)
     return _restore, (_in_shared_memory(array), array.dtype.str, array.shape)
@@ -180,13 +177,10 @@ def _restore(content: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> NDArr
 
 
 class _WithErrors(Dataset["Item | UserError"]):
-    """Returns a `UserError` as a value: raised in a worker, it would come wrapped in the worker's traceback.
-
-    `notes`, which workers share with the rank, has shard and row of each worker's current sample (see `assemble`).
-    """
+    """Return a `UserError` as a value: raised in a worker, it would arrive wrapped in the worker's traceback."""
 
     def __init__(self, dataset: NamedItems[Item], notes: Any) -> None:
-        self._dataset, self.notes = dataset, notes
+        self._dataset, self.notes = dataset, notes  # shared with the rank: shard and row of each worker's sample
 
     def __getitem__(self, number: int) -> Item | UserError:
         try:
@@ -203,7 +197,7 @@ def _death_report(dataset: NamedItems[Item], processes: list[Any], notes: Any) -
         shard, row = notes[2 * number], notes[2 * number + 1]
         try:
             where = f"reading sample {dataset.describe(shard, row=row)}" if shard >= 0 else "not reading yet"
-        except Exception as error:  # noqa: BLE001 - the death must be reported, even where the sample has no name
+        except Exception as error:  # noqa: BLE001 - report the death even if the sample has no name
             where = f"reading row {row} of shard {shard}, which cannot be opened ({error})"
         code = process.exitcode
         how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
@@ -213,18 +207,17 @@ def _death_report(dataset: NamedItems[Item], processes: list[Any], notes: Any) -
 
 
 def start_fork_server() -> None:
-    """Start it with torch loaded: a worker then takes 0.03 s and 25 MB of its own instead of 1 s and 310 MB.
+    """Start the fork server, which loads torch while this process does other things; no wait, and no effect if it runs.
 
-    Returns at once, also if it runs; called early, it loads torch while this process does other things. It blocks the
-    signals that stop a job (a block passes through fork and exec): Slurm signals every process, and without their
-    server the workers die.
+    It blocks the signals that stop a job (a block survives fork and exec): Slurm signals every process, and workers die
+    with their server.
     """
     atexit.unregister(_kill_workers)
     atexit.register(_kill_workers)
     forkserver.set_forkserver_preload(["torch", "data_shards.loading.loader"])
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
-        resource_tracker.ensure_running()  # the fork server would start it, but it unblocks signals when it is started
+        resource_tracker.ensure_running()  # the fork server would start it, but starting it unblocks signals
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
         forkserver.ensure_running()
     finally:
@@ -241,8 +234,8 @@ def _kill_workers() -> None:
 def _prepare_worker(worker: int) -> None:
     for stop in _STOP_SIGNALS:
         signal.signal(stop, signal.SIG_IGN)
-    torch.set_num_threads(1)  # the workers share the cores among themselves
-    # torch's workers watch their parent, but here that is the fork server, which lives as long as any of them.
+    torch.set_num_threads(1)  # the workers share the cores
+    # torch's workers watch their parent, here the fork server, which outlives them all.
     end_with_parent()
 
 

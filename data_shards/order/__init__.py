@@ -1,1 +1,1 @@
-"""Sample order: which sample stands at which position of which epoch. Pure functions."""
+"""Sample order: which sample is at which position of which epoch. Pure functions."""

@@ -1,15 +1,15 @@
-"""Mix several data sets by weight into one stream, as exact and elastic as one; and tell what a rank reads next.
+"""Mix several data sets by weight into one stream, as exact and elastic as one, and say what a rank reads next.
 
-Every data set has an `Order` of its own, with the same lanes. A fixed pattern of `PATTERN` positions says which set
-each position belongs to: set k holds quota_k of them, its weight rounded by largest remainder (to 1 in 100,000; at
-least 1 position). Slot i of global batch s belongs to set pattern[(s*c + i) mod PATTERN], where c = global batch /
-lanes; so lane l begins l*c positions into the pattern. The n-th position that a lane gives to set k is position n of
-that lane in the set's own order, so each sample is visited exactly once in each of the set's own epochs. Lookup tables
-resolve any position in constant time. Unlike for a single data set, another global batch size is another stream.
+Every data set has its own `Order`, with the same lanes. A fixed pattern of `PATTERN` positions gives each position to a
+set: set k holds quota_k of them, its weight rounded by largest remainder (to 1 in 100,000; at least 1 position). Slot i
+of global batch s belongs to set pattern[(s*c + i) mod PATTERN], where c = global batch / lanes; so lane l starts l*c
+positions into the pattern. The n-th position that a lane gives to set k is position n of that lane in the set's own
+order, so each sample is visited exactly once in each of its set's epochs. Lookup tables resolve any position in
+constant time. Unlike for a single data set, another global batch size is another stream.
 
-The pattern is stratified: one position of set k falls at random into each of quota_k equal spans. So in a prefix of it
-set k is off by less than 1 + w_k * (sets - 2) positions, and in any contiguous run, such as a batch or a lane's stream,
-by less than twice that. Neighbours are random, so that mixup does not always pair two sets. Memory: 1.6 MB.
+The pattern is stratified: one position of set k falls at random into each of quota_k equal spans. In a prefix of it,
+set k is off by less than 1 + w_k * (sets - 2) positions; in any contiguous run, such as a batch or a lane's stream, by
+less than twice that. Neighbours are random, so that mixup does not always pair the same sets. Memory: 1.6 MB.
 """
 
 import math
@@ -30,8 +30,8 @@ MOST_SETS = 256  # so that rounding up small weights to 1 position never uses up
 class MixedOrder(LaneStream):
     """The order of one training stream over several data sets; UserError for weights that do not fit.
 
-    Shards and samples are numbered consecutively across the sets. Epochs are those of the sample's own set. With one
-    data set it is that set's `Order`. `weights` are the sets' shares in any unit; None: their samples.
+    Shards and samples are numbered consecutively across the sets. Epochs are those of the sample's own set. `weights`
+    are the sets' shares in any unit; None: their numbers of samples.
     """
 
     def __init__(self, orders: Sequence[Order], *, weights: Sequence[float] | None, seed: int) -> None:
@@ -43,8 +43,8 @@ class MixedOrder(LaneStream):
         self._first_sample = np.cumsum([0, *samples], dtype=np.int64)
         self._first_shard = np.cumsum([0, *shards], dtype=np.int64)
         self._pattern = _pattern(self.quotas, seed=seed)
-        # For each position of the pattern, how many before it are of the same set; for each set and lane, how many come
-        # before the lane's first position.
+        # For each position of the pattern: how many before it belong to the same set.
+        # For each set and lane: how many of the set's positions come before the lane's first.
         self._earlier = np.empty(PATTERN, dtype=np.int64)
         self._before_lane = np.empty((len(orders), self.lanes), dtype=np.int64)
         rounds, start = np.divmod(np.arange(self.lanes, dtype=np.int64) * self.images_per_lane, PATTERN)
@@ -54,7 +54,7 @@ class MixedOrder(LaneStream):
             self._before_lane[number] = rounds * quota + np.searchsorted(own, start)
 
     def resolve(self, lane: Int64s, position: Int64s, *, attempt: int = 0) -> SampleRefs:
-        """See `LaneStream.resolve`; substitutes are of the same data set."""
+        """See `LaneStream.resolve`; substitutes come from the same data set."""
         rounds, at = np.divmod(position + lane * self.images_per_lane, PATTERN)
         component = self._pattern[at]
         own_position = rounds * self.quotas[component] + self._earlier[at] - self._before_lane[component, lane]
@@ -80,10 +80,7 @@ def make_order(
     global_batch_images: int,
     window_images: int,
 ) -> AnyOrder:
-    """Make the order over one data set or several: `component_sizes` are the samples of each shard of each set.
-
-    See `MixedOrder` for the weights, `Order` for the rest and for the UserErrors.
-    """
+    """Order one data set or several; `component_sizes`: samples of each shard of each set. See `Order`."""
     is_mixed = len(component_sizes) > 1
     orders = [
         Order(
@@ -102,10 +99,9 @@ def make_order(
 def upcoming_shards(
     order: LaneStream, *, rank: int, world_size: int, start_step: int, beyond: int = 0
 ) -> Iterator[tuple[int, list[int]]]:
-    """For each step from `start_step` on, without end: (step, the shards that the rank first touches in an epoch).
+    """Yield (step, shards that the rank first touches in an epoch) for each step from `start_step`, without end.
 
-    Shards come in the order of need. With `beyond` the rank also reads that many slots of the next one, for mixing.
-    Memory: 8 bytes a shard. Raises UserError for a world size that does not divide the lanes.
+    Shards come in order of need; `beyond` slots of the next rank's part are included. UserError as in `rank_batch`.
     """
     last_epoch = np.full(order.num_shards, -1, dtype=np.int64)
     for step in count(start_step):
@@ -153,5 +149,5 @@ def _pattern(quotas: Int64s, *, seed: int) -> Int64s:
 
 
 def set_seed(seed: int, *, number: int) -> int:
-    """Derive a set's seed; the first keeps the seed itself, so that a mixture of one is that set's order."""
+    """Derive a set's seed; the first set keeps the seed itself, so that a mixture of one is that set's order."""
     return seed if number == 0 else int(hash_words(RandomStream.SET_SEED, seed, number)[0])

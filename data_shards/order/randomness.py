@@ -1,9 +1,9 @@
-"""Random numbers as functions of what they are for, such as (seed, epoch, sample), never of who draws them.
+"""Random numbers as functions of their use, such as (seed, epoch, sample), never of who draws them.
 
-A number depends only on its key (first a `vocabulary.RandomStream`), so any process, worker or restart gets the same
-bits. The mixer is the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators",
-2014), chained over the words; our own, because NumPy does not promise the same stream in its next release, and a
-resumed run must not depend on that. About 10 ns a word, vectorised over whole batches. Not for cryptography.
+A number depends only on its key (which starts with a `vocabulary.RandomStream`), so any process, worker or restart gets
+the same bits. The mixer is the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
+Generators", 2014), chained over the words. It is our own because a resumed run must not depend on NumPy's stream, which
+may change between releases. About 10 ns a word, vectorised over whole batches. Not for cryptography.
 """
 
 import numpy as np
@@ -16,8 +16,8 @@ _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
 
-# Four are enough for large ranges; for a range of 3 to 64, as the last window of a lane may be, four leave a bias that
-# a chi-square test sees in 40,000 keys, six less of it, eight none.
+# Four suffice for large ranges. For 3 to 64, as in the last window of a lane, four leave a bias that a chi-square test
+# sees in 40,000 keys, six leave less, eight none.
 _FEISTEL_ROUNDS = 8
 
 
@@ -30,7 +30,7 @@ def mix(value: Uint64s) -> Uint64s:
 
 
 def hash_words(*words: ArrayLike) -> Uint64s:
-    """One 64-bit hash of several words (integers or integer arrays, broadcast together); their order matters."""
+    """Hash words (integers or integer arrays, broadcast together) to 64 bits; their order matters."""
     state = np.zeros(1, dtype=np.uint64)
     with np.errstate(over="ignore"):
         for word in words:
@@ -39,14 +39,14 @@ def hash_words(*words: ArrayLike) -> Uint64s:
 
 
 def uniforms(*words: ArrayLike, draws: int) -> NDArray[np.float64]:
-    """Uniform numbers in [0, 1), float64 [n, draws]; row i depends only on the i-th key (scalars or arrays [n])."""
+    """Draw uniform float64 in [0, 1), [n, draws]; row i depends only on the i-th key (scalars or arrays [n])."""
     key = hash_words(*words)[:, None]
     bits = hash_words(key, np.arange(draws, dtype=np.uint64)[None, :])
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def permute(index: ArrayLike, *, size: ArrayLike, key: ArrayLike) -> NDArray[np.int64]:
-    """Send `index` through a keyed random permutation of [0, size), elementwise over arrays [n], in constant memory.
+    """Map `index` through a keyed random permutation of [0, size), elementwise over arrays [n], in constant memory.
 
     A balanced Feistel network over the smallest even number of bits that holds `size`, cycle-walked into the range
     (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): at most four steps on average.

@@ -10,8 +10,8 @@ does not divide N, the lanes take turns with a span longer by one sample: after 
 floor((e*N + l) / lanes) samples, which sums to exactly e*N over the lanes (Hermite's identity). So each sample comes
 exactly once an epoch; only the batch on the boundary may mix samples of two epochs.
 
-Cost: constant time a sample; 16 bytes a shard for each epoch in use (measured with 10^9 samples in 10^5
-shards). Every product is at most the number of images seen, so 64-bit integers last for `MOST_IMAGES`.
+Cost: constant time a sample; 16 bytes a shard for each epoch in use (measured with 10^9 samples in 10^5 shards). Every
+product is at most the number of images seen, so 64-bit integers last for `MOST_IMAGES`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from data_shards.vocabulary import RandomStream
 
 Int64s = NDArray[np.int64]
 
-MOST_IMAGES = 2**62  # that a stream can be resolved for; sums of two such numbers still fit into 64 bits
+MOST_IMAGES = 2**62  # a stream's end; sums of two such numbers still fit into 64 bits
 
 
 @dataclass(frozen=True)
 class SampleRefs:
-    """The samples at some positions of the stream; all arrays have shape [n]."""
+    """Samples at some positions of the stream; all arrays have shape [n]."""
 
     epoch: Int64s  # from 0
     shard: Int64s  # number in the manifest
@@ -48,17 +48,14 @@ class SampleRefs:
 
 
 def refs_in_set_order(samples: Int64s, *, shard_starts: Int64s) -> SampleRefs:
-    """Refer to samples by number, as evaluation does; `shard_starts`: the number of each shard's first sample."""
+    """Refer to samples by number, as evaluation does; `shard_starts` has the number of each shard's first sample."""
     shard, zeros = np.searchsorted(shard_starts, samples, side="right") - 1, np.zeros_like(samples)
     row = samples - shard_starts[shard]
     return SampleRefs(epoch=zeros, shard=shard, row=row, sample=samples, lane=zeros, position=samples)
 
 
 class LaneStream(ABC):
-    """An order of samples: lanes, the global batches cut from them, and the ranks' parts of those.
-
-    The world size must divide `lanes`, the spans of an epoch, and `lanes` must divide `global_batch_images`.
-    """
+    """A stream of samples in lanes: the world size must divide `lanes`, and these `global_batch_images`."""
 
     def __init__(self, num_samples: int, *, num_shards: int, lanes: int, global_batch_images: int) -> None:
         self.num_samples, self.num_shards = num_samples, num_shards
@@ -69,16 +66,15 @@ class LaneStream(ABC):
     def resolve(self, lane: Int64s, position: Int64s, *, attempt: int = 0) -> SampleRefs:
         """Resolve positions of lanes' streams; `lane` and `position` have shape [n], in any order.
 
-        Positions count from 0; the images of all lanes together must stay below `MOST_IMAGES`. `attempt` is 0 for the
-        samples themselves, above 0 for their substitutes.
+        Positions count from 0, up to `MOST_IMAGES` over all lanes. `attempt` above 0 resolves to substitutes.
         """
 
     def substitute(self, refs: SampleRefs, *, attempt: int) -> SampleRefs:
-        """Find other samples for refs whose own is damaged, of the same epochs, lanes and positions.
+        """Replace damaged samples, keeping epochs, lanes and positions; `attempt` counts from 1.
 
-        Drawn by a hash of (seed, epoch, sample) and `attempt` (from 1) from the place's window, so that the rank has
-        the shard open; from the whole lane if the window has only one place, from the whole epoch if the lane has.
-        Never the own sample if there is another, and never one twice before all were tried.
+        A hash of (seed, epoch, sample) and `attempt` picks from the place's window, so that the rank has the shard
+        open; from the whole lane if the window has one place, from the whole epoch if the lane has one. It never picks
+        the damaged sample if there is another, nor repeats one before all were tried.
         """
         assert attempt >= 1, "attempt 0 is the sample itself"
         return self.resolve(refs.lane, refs.position, attempt=attempt)
@@ -88,7 +84,7 @@ class LaneStream(ABC):
     ) -> SampleRefs:
         """Return one rank's samples of global batch `step`, in lane order; `start` and `stop` select a micro-batch.
 
-        The ranks' parts, one after another, are the global batch. UserError names the world sizes that fit.
+        The ranks' parts, concatenated, are the global batch. UserError for a world size that does not fit.
         """
         check_world_size(self.lanes, world_size=world_size)
         own_lanes = self.lanes // world_size
@@ -103,8 +99,7 @@ class LaneStream(ABC):
 class Order(LaneStream):
     """The order of a stream over one data set; UserError for sizes that do not fit, naming those that do.
 
-    `shard_sizes` are the samples of each shard in the manifest's order, `window_images` the places of a lane that are
-    shuffled among themselves; `holder` owns the samples in the message.
+    `shard_sizes`: samples of each shard; `window_images`: places of a lane shuffled together; `holder`: for messages.
     """
 
     def __init__(
@@ -142,7 +137,7 @@ class Order(LaneStream):
         place = first + window_first + permute(offset - window_first, size=window_size, key=key)
         shard, row = self._laid(epoch, place)
         if attempt:
-            # The substitute is drawn from the window, or the lane's span, or the epoch.
+            # Draw the substitute from the window, the lane's span or the epoch.
             narrow, lonely = window_size == 1, span == 1
             low = np.where(lonely, 0, first + np.where(narrow, 0, window_first))
             size = np.where(lonely, self.num_samples, np.where(narrow, span, window_size))
@@ -152,7 +147,7 @@ class Order(LaneStream):
         return SampleRefs(epoch=epoch, shard=shard, row=row, sample=sample, lane=lane, position=position)
 
     def _given(self, lane: Int64s, epoch: Int64s) -> Int64s:
-        """Count the samples that the lane has been given after `epoch` epochs."""
+        """Count the samples given to the lane after `epoch` epochs."""
         return (epoch * self.num_samples + lane) // self.lanes
 
     def _given_below(self, lane: Int64s, epoch: Int64s) -> Int64s:
@@ -162,7 +157,7 @@ class Order(LaneStream):
 
     def _laid(self, epoch: Int64s, place: Int64s) -> tuple[Int64s, Int64s]:
         shard, row = np.empty_like(place), np.empty_like(place)
-        for one_epoch in sorted(set(epoch.tolist())):  # numpy's `unique` imports its masked arrays, in 0.05 s
+        for one_epoch in sorted(set(epoch.tolist())):  # numpy's `unique` imports masked arrays, in 0.05 s
             here = epoch == one_epoch
             permuted_shards, first_place = self._epoch_layout(one_epoch)
             laid = np.searchsorted(first_place, place[here], side="right") - 1
@@ -170,21 +165,21 @@ class Order(LaneStream):
         return shard, row
 
     def _epoch_layout(self, epoch: int) -> tuple[Int64s, Int64s]:
-        """Lay out an epoch: the shards in its order, and the place where each begins; the last few are cached."""
+        """Return an epoch's order of shards and the place where each starts; the last few are cached."""
         if (known := self._layouts.get(epoch)) is not None:
             return known
         shards = np.arange(len(self._sizes), dtype=np.uint64)
         drawn = hash_words(RandomStream.SHARD_ORDER, self.seed, epoch, shards)
         permuted = np.argsort(drawn, kind="stable").astype(np.int64)
         sizes = self._sizes[permuted]
-        if len(self._layouts) >= 4:  # a batch spans two epochs at the most, unless an epoch is shorter than a batch
-            self._layouts.pop(min(self._layouts), None)  # another thread may have been here
+        if len(self._layouts) >= 4:  # a batch spans at most two epochs, unless an epoch is shorter than a batch
+            self._layouts.pop(min(self._layouts), None)  # another thread may have dropped it
         self._layouts[epoch] = layout = permuted, np.cumsum(sizes) - sizes
         return layout
 
 
 def _another(place: Int64s, *, low: Int64s, size: Int64s, key: NDArray[np.uint64], attempt: int) -> Int64s:
-    """Take entry `attempt` of a keyed permutation of the places of [low, low + size) without `place`."""
+    """Take entry `attempt` of a keyed permutation of the places [low, low + size) without `place`."""
     others = np.maximum(size - 1, 1)
     skip = permute((attempt - 1) % others, size=others, key=key) + 1
     return low + (place - low + skip) % size
@@ -193,7 +188,7 @@ def _another(place: Int64s, *, low: Int64s, size: Int64s, key: NDArray[np.uint64
 def check_sizes(
     num_samples: int, *, lanes: int, global_batch_images: int, window_images: int, holder: str = "the shards hold"
 ) -> None:
-    """Raise UserError for sizes that do not fit an `Order`, naming the recipe's key and what to change."""
+    """UserError for sizes that do not fit an `Order`, naming the recipe's key and what to change."""
     if lanes < 1 or global_batch_images < 1 or window_images < 1:
         raise UserError("data.lanes, global_batch_size and data.shuffle_window_images must each be 1 or more")
     if lanes > num_samples:
@@ -211,7 +206,7 @@ def check_sizes(
 
 
 def check_world_size(lanes: int, *, world_size: int) -> None:
-    """Raise UserError unless `world_size` divides the lanes, naming world sizes that do."""
+    """UserError unless `world_size` divides the lanes, naming world sizes that do."""
     if world_size < 1 or lanes % world_size:
         fitting = ", ".join(str(n) for n in range(1, lanes + 1) if lanes % n == 0)
         raise UserError(

@@ -1,7 +1,6 @@
-"""Indexed tars of other tools -> `ShardSet`: its classes, and what to do about damage.
+"""Turn indexed tars of other tools into a `ShardSet`, and refuse or report damaged and unusable samples.
 
-Classes come from the user's file or from the labels: numbers give classes "0" to the highest, names are sorted. Damaged
-or unusable samples are refused, or reported in `damage`.
+Classes come from the user's file or from the labels: numbers give classes "0" to the highest, names are sorted.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def open_external(
     report: Report,
     store: Store | None,
 ) -> ShardSet:
-    """Open the tars `urls`, which have no manifest; arguments and errors as for `opening.open_shards`."""
+    """Open the tars `urls`, which have no manifest; arguments and errors as in `opening.open_shards`."""
     source = str(local_path(spec.location)) if is_local(spec.location) else redacted(spec.location)
     indexing = Indexing(spec, urls, source, index_folder or default_index_folder(), report, store)
     indexed = indexing.result()
@@ -61,7 +60,7 @@ def open_external(
             if damaged == "refuse":
                 raise UserError(f"{sentence}: add it there, or choose another file or label")
             damage.append(sentence)
-    # Keys, image sizes, labels and classes in order, not pixels: the same for a copy elsewhere.
+    # Keys, image sizes, labels and classes in order, not pixels: a copy elsewhere has the same digest.
     content = [[facts[number].digest for number in used], classes, indexed.label.text, indexed.label.kind]
     return ShardSet(
         name=_name(source),
@@ -113,7 +112,7 @@ def _damage(name: str, summary: TarSummary) -> list[str]:
 
 
 def _cut_samples(facts: Sequence[TarSummary]) -> int:
-    """Estimate the samples that damaged tars have lost: the tars of one set, except the last, have one size."""
+    """Estimate the samples lost by damaged tars: the tars of a set have one size, except the last."""
     sizes = [(one.num_samples + one.left_out, one.damage) for one in facts]
     usual = max((size for size, damage in sizes if not damage), default=0)
     return sum(max(1, usual - size) for size, damage in sizes if damage)
@@ -142,7 +141,7 @@ def _found_classes(indexed: Indexed, *, source: str) -> tuple[str, ...]:
 
 
 def _unknown(found: FoundLabels, classes: tuple[str, ...], *, labels: LabelSpec) -> str:
-    """Find a label that is not a class; "" if all are."""
+    """Find a label that is not a class; "" if there is none."""
     for name in sorted(found.names - set(classes)):
         if not (labels.part == "txt" and _is_number(name) and int(name) < len(classes)):
             return repr(name[:80])
@@ -154,7 +153,7 @@ def _is_number(text: str) -> bool:
 
 
 def _name(source: str) -> str:
-    """Name the set by its folder, of a split with the folder above, or by the common beginning of its tars' names."""
+    """Name the set by its folder (a split with its parent's name), or by the common start of its tars' names."""
     *above, last = re.split(r"[/\\]", source.partition("::")[0].rstrip("/"))
     parts = [*filter(None, (*above, re.sub(r"[-_.]?(\{.*|\d*)\.tar$", "", last)))] or [last]
     return "-".join(parts[-2:] if parts[-1] in SPLIT_FOLDERS else parts[-1:])

@@ -2,7 +2,7 @@
 
 They are indexed once, in parallel (see `tar_summary`), into a folder of the user's cache: one file per tar and finally
 `set.json`, so an interrupted run resumes. The next open compares each tar's size and mtime, or its ETag (one request
-each, concurrently), never a `pipe:`. Other processes of the machine wait for the one that indexes. Files of changed
+each, concurrently), never a `pipe:`. Other processes on the machine wait for the one that indexes. Files of changed
 tars stay behind; the folder can be deleted at any time.
 """
 
@@ -34,7 +34,7 @@ from data_shards.text import counted, show_duration
 if TYPE_CHECKING:
     from data_shards.store.store import Store
 
-_VERSION = 1  # of the indexes; raised when older ones cannot be used
+_VERSION = 1  # of the indexes; increased when older ones are unusable
 # Indexing holds the GIL, so threads do not help; but a process takes 0.2 to 2 s to start.
 _WORTH_PROCESSES_SECONDS = 4.0
 _MOST_PROCESSES = 32
@@ -48,7 +48,7 @@ _ABSENT = IndexedTar(TarSummary(0, 0, "there is no such tar", 0, (), "", ""), Fo
 
 @dataclass(frozen=True)
 class Tar:
-    """One tar: the name of its index file, and what was found in it."""
+    """One tar: its index file's name, and the findings in it."""
 
     file: str
     facts: TarSummary
@@ -56,7 +56,7 @@ class Tar:
 
 @dataclass(frozen=True)
 class Indexed:
-    """All tars in their order, and their labels: the content of set.json."""
+    """All tars in order, and their labels: the content of set.json."""
 
     source: str
     label: LabelSpec
@@ -82,19 +82,19 @@ class _Work:
 
 @dataclass(frozen=True)
 class Indexing:
-    """Indexes tars, or reads the indexes of an earlier run."""
+    """Index tars, or read the indexes of an earlier run."""
 
     spec: ShardsSpec  # says where the labels are
     urls: Sequence[str]  # absolute local paths, URLs, pipes
     source: str  # the set's name in messages
-    index_folder: Path  # of all sets; this one gets a folder in it
-    report: Report  # takes progress lines
-    store: Store | None  # for what is not local
+    index_folder: Path  # for all sets; each has a folder in it
+    report: Report  # for progress lines
+    store: Store | None  # for tars that are not local
 
     def result(self) -> Indexed:
-        """Index the tars, or take an earlier run's indexes if the tars are unchanged.
+        """Index the tars, or use an earlier run's indexes if the tars are unchanged.
 
-        Raises UserError for an ambiguous label or a folder that cannot be written, StoreError for a tar out of reach.
+        UserError for an ambiguous label or a folder that cannot be written, StoreError for an unreachable tar.
         """
         try:
             stated = None if self.spec.label is None else LabelSpec.parse(self.spec.label, kind=self.spec.kind)
@@ -106,7 +106,7 @@ class Indexing:
             self._folder.mkdir(parents=True, exist_ok=True)
             waiting = f"{self.source}: another process is indexing it; waiting for that"
             with locked(self._folder / "lock", waiting=lambda: self.report(waiting)):
-                # Another process may have done it meanwhile.
+                # Another process may have indexed it meanwhile.
                 return self._saved() or self._index(stated or self._cls_if_there())
         except OSError as error:
             raise UserError(
@@ -134,7 +134,7 @@ class Indexing:
             url=url,
             name=redacted(url),
             num_samples=summary.num_samples,
-            # The store's cache key depends on it, and a pipe's size is not known beforehand.
+            # The store's cache key depends on it, and a pipe's size is unknown beforehand.
             num_bytes=summary.num_bytes if is_local(url) else None,
             sha256="",
             index=self._targets[number],
@@ -150,7 +150,7 @@ class Indexing:
 
     @cached_property
     def _found(self) -> list[tuple[str, str]]:
-        """For each tar its fingerprint ("absent" for none) and its entry's `stamp`."""
+        """Each tar's fingerprint ("absent" for none) and its entry's `stamp`."""
         with ThreadPoolExecutor(_STAT_THREADS) as pool:
             return list(pool.map(self._fingerprint, self.urls))
 
@@ -160,7 +160,7 @@ class Indexing:
         try:
             if is_local(url):
                 status = os.stat(local_path(url))
-                # mtime, which can be set at will, and ctime, which cannot.
+                # mtime can be set at will, ctime cannot.
                 return f"{status.st_size} {status.st_mtime_ns}", f"{status.st_mtime_ns} {status.st_ctime_ns}"
             if url.startswith(PIPE):
                 return "pipe", ""
@@ -197,7 +197,7 @@ class Indexing:
             work = _Work([str(local_path(url)) for url in self.urls], self._targets, labels)
             while todo:
                 add(work.index(todo.pop(0)))
-                # A daemon, such as a worker of the loader, may have no processes.
+                # Daemons, such as the loader's workers, may not start processes.
                 processes = 1 if multiprocessing.current_process().daemon else min(num_cores(), _MOST_PROCESSES)
                 if processes > 1 and (time.monotonic() - begun) / len(done) * len(todo) > _WORTH_PROCESSES_SECONDS:
                     run_parts(_Work.index, work, todo, processes=processes, done=add)
@@ -232,7 +232,7 @@ class Indexing:
             return
         assert self.store is not None
         with open(self.store.open_file(self.entry(number, labels, _ABSENT.facts)), "rb") as tar:
-            yield f"/dev/fd/{tar.fileno()}"  # it may be evicted from the cache meanwhile
+            yield f"/dev/fd/{tar.fileno()}"  # the cache may evict it meanwhile
 
     def _cls_if_there(self) -> LabelSpec:
         labels = LabelSpec(kind=self.spec.kind)
@@ -247,7 +247,7 @@ class Indexing:
             parts |= parts_here
             suggestions |= dict.fromkeys(suggestions_here)
         if not parts:
-            return labels  # No tar can be read: the damage is what to report.
+            return labels  # No tar can be read: report the damage instead.
         choice = f"give label: {' or '.join(suggestions)}" if suggestions else "none of these can be a label"
         found = ", ".join(sorted(parts))
         raise UserError(f"{self.source}: its samples have no .cls member to be the label, only {found}: {choice}")

@@ -1,7 +1,6 @@
-"""Any location of shards -> `ShardSet`: a packed folder, local or remote, or tars that other tools made.
+"""Open shards at any location as a `ShardSet`: a packed folder, local or remote, or other tools' tars.
 
-A packed set costs its manifest and, locally, one `stat` a shard; no shard is read. Tars without a manifest are indexed
-once (see `indexing`), and then open as fast. Needs no torch.
+A packed set costs its manifest and, locally, one `stat` a shard; other tars are indexed once (`indexing`). No torch.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ def open_shards(
     report: Report = print,
     store: Store | None = None,
 ) -> ShardSet:
-    """Open a set of shards; `spec` may be just a location, `store` is for what is not local.
+    """Open a set of shards; `spec` may be just a location, `store` is for locations that are not local.
 
     Damage is refused, or reported in the set's `damage`. Indexes of tars without a manifest are kept in `index_folder`,
-    by default in the user's cache; `report` takes progress lines. Raises UserError if nothing is there, for a broken
-    manifest, damage or ambiguous labels, and StoreError if the location cannot be reached.
+    by default in the user's cache; `report` receives progress lines. UserError if nothing is there, or for a broken
+    manifest, damage or ambiguous labels; StoreError if the location cannot be reached.
     """
     if isinstance(spec, str):
         spec = ShardsSpec(spec)
@@ -76,13 +75,13 @@ def open_shards(
 
 
 def open_all_splits(locations: Sequence[str], *, store: Store, report: Report = print) -> list[ShardSet]:
-    """Open each set of shards, or of a folder with splits all of them. Raises what `open_shards` does."""
+    """Open each set of shards, and all splits of a folder that has some; raises as `open_shards` does."""
     places = [place for each in locations for place in splits_below(each, store=store).values() or (each,)]
     return [open_shards(place, store=store, report=report) for place in places]
 
 
 def splits_below(location: str, *, store: Store) -> dict[str, str]:
-    """{name: location} of the splits in a folder that is not a set of shards itself."""
+    """Return {name: location} of the splits in a folder that is not a set of shards itself."""
     if is_local(location):
         folder = local_path(location)
         if not folder.is_dir() or (folder / MANIFEST_FILE).is_file() or any(folder.glob("*.tar")):
@@ -109,7 +108,7 @@ def _is_there(url: str, *, store: Store) -> bool:
 
 
 def is_packed(location: str) -> bool:
-    """True if a manifest is required: not for a local folder with tars, a pattern or a tar."""
+    """True if a manifest is required: not for a local folder of tars, a pattern or a tar."""
     if location.startswith(PIPE):
         return False
     if is_local(location) and (path := local_path(location)).is_dir():
@@ -125,7 +124,7 @@ def tar_urls(location: str) -> list[str]:
 
 
 def _open_local(location: str, *, damaged: Damaged) -> ShardSet:
-    manifest = load_manifest(local_path(location))  # not made absolute: messages show paths as the user typed them
+    manifest = load_manifest(local_path(location))  # not absolute: messages show paths as the user typed them
     files = shard_files(manifest)
     found = list(files.damage.values())
     if found and damaged == "refuse":
@@ -138,7 +137,7 @@ def _open_local(location: str, *, damaged: Damaged) -> ShardSet:
 
 
 def _lost_samples(entry: ShardEntry) -> int:
-    """Count the samples missing from a damaged local shard, by the index beside it, else by the tar's headers."""
+    """Count samples missing from a damaged local shard, by the index beside it, or else by the tar's headers."""
     try:
         num_bytes = os.stat(entry.url).st_size
     except OSError:

@@ -1,8 +1,7 @@
-"""Look at a set of shards before training on it: labels, sizes of images, and a few of them, drawn by a seed.
+"""Inspect a set of shards before training: labels, image sizes, and a few images drawn by a seed.
 
-Of a local set it reads labels alone (10 µs each) and the first kilobytes of images; of a large set, only as many shards
-as hold a given number of labels. Remote shards are fetched whole, so only a few are. Damage is named and left out.
-Needs no torch.
+Locally it reads only labels (10 µs each) and the first kilobytes of images; in a large set, only enough shards for a
+given number of labels. Remote shards are fetched whole, so only a few. Damage is named and left out. Needs no torch.
 """
 
 from collections import deque
@@ -23,11 +22,11 @@ from data_shards.store.store import Store
 from data_shards.vocabulary import RandomStream
 
 MOST_LABELS = 200_000  # read by default
-MOST_SIZES = 2_000  # images whose height and width are read
+MOST_SIZES = 2_000  # images to read height and width of
 _MOST_FETCHED = 4  # remote shards
-_HEAD_BYTES = (4096, 65_536)  # of an image whose size is wanted; the second where the first do not tell
-_LONGEST_SIDE = 512  # pixels of an image that is kept
-_SHARDS, _IMAGES, _SIZES, _CLASSES = range(4)  # what is drawn
+_HEAD_BYTES = (4096, 65_536)  # read to find an image's size; the second if the first does not tell
+_LONGEST_SIDE = 512  # pixels of a drawn image
+_SHARDS, _IMAGES, _SIZES, _CLASSES = range(4)  # uses of the random stream
 
 
 @dataclass(frozen=True)
@@ -35,11 +34,11 @@ class DrawnImage:
     """A drawn image."""
 
     key: str
-    shard: int  # its number in the set, and the image's row in it
+    shard: int  # number in the set; `row` in the shard
     row: int
     labels: tuple[int, ...]
     pixels: Pixels  # uint8 [height, width, 3], perhaps reduced
-    height: int  # of the image as it is stored
+    height: int  # of the stored image
     width: int
 
 
@@ -51,7 +50,7 @@ class Overview:
     seed: int
     images_of_class: Int64s  # [classes], among the labelled; an image with several labels counts several times
     labelled: int  # images whose labels were read
-    without_label: int  # of these
+    without_label: int  # among them
     opened: int  # shards
     sizes: Int64s  # [n, 3]: height, width and bytes of n images
     images: tuple[DrawnImage, ...]  # by class
@@ -73,7 +72,7 @@ def inspect_shards(
     most_labels: int = MOST_LABELS,
     limit: PixelLimit = USUAL_LIMIT,
 ) -> Overview:
-    """Look at a set; `images` are drawn, from each class equally many as far as there are, each from any shard."""
+    """Inspect a set and draw `images` from any shards, equally many of each class as far as there are enough."""
     look = _Inspection(shards, store=store, seed=seed, limit=limit)
     look.read_labels(most_labels)
     sizes, drawn = look.sizes(), look.draw(images)
@@ -111,7 +110,7 @@ class _Inspection:
                     try:
                         labels = self.reader.labels(shard, row=row)
                     except CorruptSample as error:
-                        if entry.state == "whole":  # the set's `damage` has the others
+                        if entry.state == "whole":  # the set's `damage` has the rest
                             self.damaged[shard, row] = Fault(error.shard, error.key, error.reason)
                         continue
                     self.places.append((shard, row))
@@ -123,7 +122,6 @@ class _Inspection:
             self.images_of_class[list(labels)] += 1
 
     def _chosen_shards(self, most_labels: int) -> list[int]:
-        """Choose all shards, or random ones, in ascending order."""
         sizes = self.shards.shard_sizes
         chosen: list[int] = []
         labels = fetched = 0
@@ -162,7 +160,7 @@ class _Inspection:
         return image
 
     def draw(self, count: int) -> tuple[DrawnImage, ...]:
-        """Draw from each class in turn, until there are enough; damaged images are skipped."""
+        """Draw from each class in turn until there are enough, skipping damaged images."""
         queues = self._queues()
         drawn: list[tuple[int, int, DrawnImage]] = []
         while queues and len(drawn) < count:
@@ -179,7 +177,7 @@ class _Inspection:
         return tuple(image for _, _, image in sorted(drawn, key=lambda each: each[:2]))
 
     def _queues(self) -> dict[int, deque[int]]:
-        """Shuffle classes and their images; one with several labels is in its rarest class, one without in its own."""
+        """Shuffle classes and their images. Several labels: the rarest counts; no label: a queue of their own."""
         of_class: dict[int, deque[int]] = {}
         for number in _shuffled(len(self.labels), _IMAGES, seed=self.seed).tolist():
             labels = self.labels[number]
@@ -206,7 +204,7 @@ class _Inspection:
 
 
 def reduced(pixels: Pixels, *, longest_side: int) -> Pixels:
-    """Shrink an image to that size at most, with its proportions: uint8 [height, width, 3]."""
+    """Shrink an image to a longest side of at most that, keeping proportions: uint8 [height, width, 3]."""
     if max(pixels.shape) <= longest_side:
         return pixels
     from PIL import Image
@@ -217,6 +215,5 @@ def reduced(pixels: Pixels, *, longest_side: int) -> Pixels:
 
 
 def _shuffled(count: int, what: int, *, seed: int) -> NDArray[np.int64]:
-    """Shuffle 0 to count - 1."""
     drawn = hash_words(RandomStream.OVERVIEW, seed, what, np.arange(count, dtype=np.uint64))
     return np.argsort(drawn, kind="stable").astype(np.int64)

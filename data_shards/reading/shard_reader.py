@@ -1,8 +1,8 @@
-"""Read a sample by its number: two `pread`s at known offsets of a tar, no streaming through it.
+"""Read a sample by number: two `pread`s at known offsets of a tar, without streaming through it.
 
 A shard's index (see `tar_index`) is read when the shard is first touched, and checked against the tar's headers at
-every read: 5 µs from a warm cache, and two copies of the bytes: 23 µs for a photograph. The least recently used
-shards are closed first. A shard that the cache evicts stays open in use, and is closed seconds after its last read.
+every read: 5 µs from a warm cache, and with two copies of the bytes 23 µs a photograph. The least recently used shards
+are closed first. A shard that the cache evicts stays open while in use, and is closed seconds after its last read.
 """
 
 import os
@@ -25,9 +25,9 @@ from data_shards.store.cache import TOUCH_SECONDS, is_evicted, touch
 from data_shards.store.download import StoreError
 from data_shards.store.store import Store
 
-_MOST_KNOWN = 65_536  # parsed labels that are kept
+_MOST_KNOWN = 65_536  # parsed labels kept
 _NAME_BYTES = 100  # of a tar's header
-_PREFIX_AT = 345  # where the rest of a long name would begin
+_PREFIX_AT = 345  # where the rest of a long name would start
 UNKNOWN = -1  # the class of a damaged sample
 
 
@@ -40,7 +40,7 @@ class RawSample(NamedTuple):  # 0.5 µs faster to make than a frozen dataclass
 
 
 class _Opened:
-    """An open shard, with its index as memoryviews: they give Python's integers in a fifth of numpy's time."""
+    """An open shard, with its index as memoryviews: they yield Python integers in a fifth of numpy's time."""
 
     def __init__(self, entry: ShardEntry, descriptor: int, index: ShardIndex) -> None:
         self.entry, self.descriptor = entry, descriptor
@@ -51,7 +51,7 @@ class _Opened:
         self._label_end = b".%s\0" % entry.labels.part.encode()
         self.image_offset, self.image_size = index.image_offset.data, index.image_size.data
         self.label_offset, self.label_size = index.label_offset.data, index.label_size.data
-        self.has_classes = entry.labels == LabelSpec()  # one an image: few different ones
+        self.has_classes = entry.labels == LabelSpec()  # one an image, few distinct values
         self.is_cached = not is_local(entry.url)
         self.read_at = 0.0  # for shards in the cache
 
@@ -64,7 +64,6 @@ class _Opened:
         return self._member(row, name, self.image_offset[row], self.image_size[row], most_bytes=most_bytes)
 
     def label(self, row: int) -> bytes:
-        """Read the label; raises as `image`."""
         name = self._key(row) + self._label_end
         return self._member(row, name, self.label_offset[row], self.label_size[row])
 
@@ -75,7 +74,7 @@ class _Opened:
         return self._extensions[self._extension_ends[row - 1] if row else 0 : self._extension_ends[row]]
 
     def _member(self, row: int, name: bytes, offset: int, size: int, *, most_bytes: int | None = None) -> bytes:
-        """Read a member's data with the header before it, which must state its name (with a final zero) and size."""
+        """Read a member's data and the header before it, which must state its name (with a final zero) and size."""
         wanted = size if most_bytes is None else min(size, most_bytes)
         header_bytes = min(BLOCK_BYTES, offset)
         try:
@@ -91,7 +90,7 @@ class _Opened:
         return data
 
     def _check_by_walk(self, row: int) -> None:
-        """Tell a long name, a damaged header and a wrong index apart by a walk through all headers."""
+        """Tell a long name, a damaged header and a wrong index apart by walking all headers."""
         key = self._index.keys[row]
         if self._walked is None:
             try:
@@ -142,26 +141,26 @@ class ShardReader:
         self._max_open_shards = max_open_shards
         self._label_map = shards.label_map
         self._num_classes = shards.num_classes
-        self._known_labels: dict[bytes, tuple[int, ...]] = {}  # of shards that have classes
+        self._known_labels: dict[bytes, tuple[int, ...]] = {}  # for shards with classes
         self._touched_at = 0.0
         self._opening_seconds = 0.0  # spent so far
 
     def read(self, shard: int, *, row: int) -> RawSample:
-        """Read a sample. Raises CorruptSample if it alone is damaged, SampleError if its shard cannot be read."""
+        """Read a sample; CorruptSample if only it is damaged, SampleError if its shard cannot be read."""
         opened = self._with_row(shard, row)
         image = opened.image(row)
         return RawSample(opened.key(row), image, self._parsed(opened, row))
 
     def labels(self, shard: int, *, row: int) -> tuple[int, ...]:
-        """Read a sample's labels without its image; raises as `read`, but misses damage of the image."""
+        """Read a sample's labels without its image; raises as `read`, but misses damage to the image."""
         return self._parsed(self._with_row(shard, row), row)
 
     def head(self, shard: int, *, row: int, most_bytes: int) -> bytes:
-        """Read the first bytes of a sample's image, or all of it; raises as `read`."""
+        """Read the first bytes of a sample's image, or all; raises as `read`."""
         return self._with_row(shard, row).image(row, most_bytes=most_bytes)
 
     def image_bytes(self, shard: int, *, row: int) -> int:
-        """Size of a sample's encoded image, by the index; raises as `read`."""
+        """Size of a sample's encoded image, from the index; raises as `read`."""
         return self._with_row(shard, row).image_size[row]
 
     def key(self, shard: int, *, row: int) -> str:
@@ -207,7 +206,7 @@ class ShardReader:
         entry = self.shards.shards[shard]
         try:
             opened = self._open_entry(entry)
-        except StoreError:  # perhaps of a full disk, which shards that were evicted but are open take up
+        except StoreError:  # perhaps the disk is full of evicted shards that are still open
             if not self._close_evicted(idle_seconds=0.0):
                 raise
             opened = self._open_entry(entry)
@@ -219,11 +218,11 @@ class ShardReader:
         return self._open[shard]
 
     def _now(self) -> float:
-        """Return a clock that stops while a shard is opened: during a long download no other one becomes idle."""
+        """Return a clock that stops while a shard is opened, so that no other becomes idle during a long download."""
         return time.monotonic() - self._opening_seconds
 
     def _touch(self) -> None:
-        """Tell the cache what is in use, and close evicted shards that have been idle for a while."""
+        """Tell the cache which shards are in use, and close evicted ones that have been idle for a while."""
         last, self._touched_at = self._touched_at, self._now()
         for opened in self._open.values():
             if opened.is_cached and opened.read_at >= last:
@@ -237,7 +236,7 @@ class ShardReader:
             opened = self._store.open(entry)
         except SampleError:
             raise
-        except UserError as error:  # perhaps in this process alone
+        except UserError as error:  # perhaps only in this process
             raise SampleError(str(error)) from error
         except OSError as error:
             raise SampleError(f"{entry.name}: cannot be opened ({error.strerror})") from error
@@ -274,7 +273,7 @@ class ShardReader:
 
 
 def _open_damaged(entry: ShardEntry) -> tuple[int, ShardIndex]:
-    """Open what is left of a shard that was damaged when the set was opened: its index may list more."""
+    """Open the rest of a shard that was damaged when the set was opened: its index may list more."""
     path = local_path(entry.url)
     try:
         index = read_index(index_path(path), label=entry.labels.part)
@@ -292,7 +291,7 @@ def _open_damaged(entry: ShardEntry) -> tuple[int, ShardIndex]:
 def label_column(
     shards: ShardSet, *, store: Store | None = None, first: int = 0, stop: int | None = None
 ) -> NDArray[np.int64]:
-    """Read the class of each sample from `first` to before `stop`: int64 [n], `UNKNOWN` where it is damaged.
+    """Read the classes of samples `first` to `stop` (exclusive): int64 [n], `UNKNOWN` for damaged ones.
 
     For sets with one label an image; 5 µs each from a warm cache, remote shards are fetched whole. Raises SampleError.
     """

@@ -1,7 +1,7 @@
 """Open a set of shards as a plain `webdataset.WebDataset`, for custom training loops.
 
-It streams through whole tars, in webdataset's order and with its shuffling; no index is read or made, so tars of other
-tools open at once. README.md's promises about order and resuming hold for our own loader only.
+It streams whole tars in webdataset's order, with its shuffling. No index is read or made, so other tools' tars open
+immediately. README.md's promises about order and resuming hold only for our own loader.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def as_webdataset(
     """Open shards as a `webdataset.WebDataset`: each sample once an epoch, its members undecoded.
 
     Args:
-        shards: what `open_shards` returned, or a location: a folder, a pattern of tars, a URL.
+        shards: the result of `open_shards`, or a location: a folder, a pattern of tars, a URL.
         shard_numbers: which of the shards, such as `range(10)`; None: all.
-        store: downloads, verifies and caches what is not local; None: webdataset streams it from its URL.
-        shardshuffle: how many shards are shuffled at a time; False: they come in order.
+        store: downloads, verifies and caches remote shards; None: webdataset streams them from their URLs.
+        shardshuffle: number of shards shuffled together; False: in order.
         options: more arguments of `WebDataset`. Several processes need a `nodesplitter`, such as
-            `webdataset.split_by_node`; DataLoader's workers share the shards, so use at most as many workers.
+            `webdataset.split_by_node`; DataLoader workers share the shards, so use at most as many workers.
 
-    Raises UserError as `open_shards`, and for an unknown shard, or both a store and a cache_dir.
+    UserError as in `open_shards`, and for an unknown shard, or both a store and a cache_dir.
     """
-    if store is not None and options.get("cache_dir"):  # webdataset would read past the store
+    if store is not None and options.get("cache_dir"):  # webdataset would bypass the store
         raise UserError("as_webdataset: give store or cache_dir, not both: the store has a cache of its own")
     entries = _entries(shards, store=store)
     if shard_numbers is not None:
@@ -76,7 +76,7 @@ def _entries(shards: ShardSet | Path | str, *, store: Store | None) -> list[Shar
 
 
 class _Opener:
-    """Replaces webdataset's `StreamingOpen`, which cuts a path at "?" and "#" and leaves files open."""
+    """Replaces webdataset's `StreamingOpen`, which cuts paths at "?" and "#" and leaves files open."""
 
     def __init__(self, entries: Mapping[str, ShardEntry], *, store: Store | None, otherwise: Any) -> None:
         self._entries, self._store, self._otherwise = entries, store, otherwise
@@ -89,7 +89,7 @@ class _Opener:
                 continue
             try:
                 stream = self._open(url)
-            except Exception as error:  # noqa: BLE001 - as webdataset has it: its handler decides
+            except Exception as error:  # noqa: BLE001 - webdataset's handler decides
                 if self._otherwise.handler(error):
                     continue
                 break

@@ -1,7 +1,7 @@
-"""Index one tar of another tool: its samples with a readable label; the rest is counted and named.
+"""Index one tar of another tool: the samples with a readable label; count and name the rest.
 
 One pass over the headers and one small read per label: about 40 µs a sample, once. Image bytes are not read, so a
-damaged image shows only when it is decoded. Runs in worker processes.
+damaged image shows only on decoding. Runs in worker processes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from data_shards.shards.tar_walk import TarDamage, walk_tar
 from data_shards.shards.webdataset_parts import split_name
 from data_shards.text import parse_json
 
-_MOST_NAMED = 3  # samples that are left out, in a message
+_MOST_NAMED = 3  # left-out samples in a message
 _PEEKED_MEMBERS = 64
-_MOST_PEEKED_BYTES = 1 << 20  # of a JSON that is searched for label keys
+_MOST_PEEKED_BYTES = 1 << 20  # of a JSON searched for label keys
 _PIXELS_ROWS, _PIXELS_BYTES = 16, 1 << 16
 _Count = Annotated[int, Field(ge=0, lt=MOST_TAR_BYTES)]
 
@@ -37,9 +37,9 @@ class TarSummary:
 
     num_samples: _Count  # in its index
     num_bytes: _Count  # of the tar
-    damage: str  # why nothing after some byte could be read; "" if the tar is whole
-    left_out: _Count  # samples that were found, but are not in the index
-    examples: tuple[str, ...]  # the first of these: key and reason
+    damage: str  # why reading stopped at some byte; "" if the tar is whole
+    left_out: _Count  # samples found, but not in the index
+    examples: tuple[str, ...]  # the first few left out: key and reason
     digest: str  # of keys, image sizes and labels
     pixels: str  # see `pixels_digest`; "" for a missing tar
 
@@ -65,7 +65,7 @@ class FoundLabels:
 
 @dataclass(frozen=True)
 class IndexedTar:
-    """One tar's summary and labels, as its index file keeps them."""
+    """One tar's summary and labels, as in its index file."""
 
     facts: TarSummary
     labels: FoundLabels
@@ -75,9 +75,9 @@ _INDEXED = TypeAdapter(IndexedTar)
 
 
 def index_tar(path: str, *, target: Path, labels: LabelSpec, name: str) -> IndexedTar:
-    """Index a local tar into the .npz `target`, unless that exists: its name stands for the tar's content.
+    """Index a local tar into the .npz `target`, unless that exists: its name identifies the tar's content.
 
-    Raises UserError if the tar cannot be read, OSError if `target` cannot be written.
+    UserError if the tar cannot be read, OSError if `target` cannot be written.
     """
     try:
         return _INDEXED.validate_json(load_note(target), strict=True)
@@ -102,7 +102,7 @@ def index_tar(path: str, *, target: Path, labels: LabelSpec, name: str) -> Index
 
 
 def pixels_digest(path: str, index: ShardIndex) -> str:
-    """Digest the first bytes of 16 images, spread evenly over the tar. Raises OSError if it cannot be read."""
+    """Digest the first bytes of 16 images, spread evenly over the tar; OSError if it cannot be read."""
     digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as tar:
         for row in spread(len(index), most=_PIXELS_ROWS):
@@ -112,7 +112,7 @@ def pixels_digest(path: str, index: ShardIndex) -> str:
 
 
 def spread(count: int, *, most: int) -> list[int]:
-    """Pick at most `most` of the numbers below `count`, evenly spread, the first and the last among them."""
+    """Pick at most `most` of the numbers below `count`, evenly spread, including the first and last."""
     if count <= most:
         return list(range(count))
     return [number * (count - 1) // max(1, most - 1) for number in range(most)]
@@ -121,7 +121,7 @@ def spread(count: int, *, most: int) -> list[int]:
 def _read_labels(
     path: str, index: ShardIndex, *, labels: LabelSpec, left_out: list[str]
 ) -> tuple[list[int], FoundLabels, str]:
-    """Return the rows with a readable label, all labels, and a digest; reasons for other rows go to `left_out`."""
+    """Return the rows with a readable label, all labels, and a digest; add reasons for other rows to `left_out`."""
     good: list[int] = []
     names: set[str] = set()
     below = num_values = 0
@@ -149,7 +149,7 @@ def peek(path: str) -> tuple[set[str], list[str]]:
     """Find the parts of a tar's first samples, and which could be labels, in `LabelSpec.parse`'s notation."""
     parts: set[str] = set()
     keys: dict[str, None] = {}
-    with open(path, "rb", buffering=0) as tar, suppress(TarDamage):  # reported when it is indexed
+    with open(path, "rb", buffering=0) as tar, suppress(TarDamage):  # indexing reports it
         for member in islice(walk_tar(tar.fileno()), _PEEKED_MEMBERS):
             if (split := split_name(member.name)) is None:
                 continue

@@ -1,9 +1,9 @@
-"""Split a set of shards into a held-out part and the rest, by a pure function that every run shares.
+"""Split a set of shards into a held-out part and the rest, by a pure function shared by all runs.
 
 Samples are hashed with a fixed seed, whatever their class. Of N samples round(share * N) are held out, at least one and
-not all; each shard gives its share rounded up or down (systematic sampling over the shards in random order), so that
-each sample has the same chance, in shards of one image too. Costs a second for 10^5 shards, then 0.5 µs a sample when a
-shard is opened. Both parts read every shard, so remote ones are fetched for both.
+not all. Each shard gives its share rounded up or down (systematic sampling over the shards in random order), so that
+each sample has the same chance, also in shards of one image. Costs a second for 10^5 shards, then 0.5 µs a sample when
+a shard is opened. Both parts read every shard, so both fetch all remote ones.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _SEED = 0  # not the recipe's: every run holds out the same samples
 
 
 def held_out_images(num_samples: int, *, share: float) -> int:
-    """Count the held-out samples of a set; UserError for a set of less than two."""
+    """Count the held-out samples of a set; UserError for fewer than two samples."""
     if num_samples < 2:
         raise UserError(f"a set of {num_samples} images cannot be cut into a held-out part and the rest: pack more")
     return min(max(1, int(share * num_samples + 0.5)), num_samples - 1)
 
 
 def take_portion(shards: ShardSet, portion: Portion) -> ShardSet:
-    """Take the samples of one part; the shards stay, and hold fewer. UserError if there are none."""
+    """Take the samples of one part; all shards stay, with fewer samples. UserError for fewer than two samples."""
     sizes = shards.shard_sizes
     counts = _held_out_of_shards(sizes, total=held_out_images(shards.num_samples, share=portion.hold_out))
-    (source,) = shards.shards.sources  # sets are mixed after their portions were taken
+    (source,) = shards.shards.sources  # sets are mixed after taking their portions
     sources = (replace(source, portion=portion),)
     table = replace(shards.shards, sources=sources, held_out=np.array(counts, np.int64))
     kept = int(table.used_samples.sum())
@@ -63,7 +63,7 @@ def rows_of(subset: ShardRows) -> NDArray[np.int64]:
 
 
 def index_of(subset: ShardRows | None, index: ShardIndex) -> ShardIndex:
-    """Keep the part's samples of a shard's index, except those that a damaged shard has lost at its end."""
+    """Keep the part's samples of a shard's index, except those lost at the end of a damaged shard."""
     if subset is None:
         return index
     rows = rows_of(subset)
@@ -71,7 +71,7 @@ def index_of(subset: ShardRows | None, index: ShardIndex) -> ShardIndex:
 
 
 def shared_images(one: ShardSet, other: ShardSet) -> int:
-    """Count the images of `one` that are also in `other`, by tars at one place or of the same bytes (10 µs a shard)."""
+    """Count images of `one` that are also in `other`, by tars at one place or of the same bytes (10 µs a shard)."""
     known = {mark: entry for entry in one.shards for mark in (entry.url, entry.sha256) if mark}
     shared: dict[str, int] = {}
     for entry in other.shards:
@@ -83,7 +83,7 @@ def shared_images(one: ShardSet, other: ShardSet) -> int:
 
 
 def _span(entry: ShardEntry) -> tuple[int, int]:
-    """The part's places among a shard's rows when the held-out ones come first (see `rows_of`)."""
+    """Return the part's range of a shard's rows, as if the held-out ones came first (see `rows_of`)."""
     if (part := entry.subset) is None:
         return 0, entry.num_samples
     return (0, part.held_out) if part.which == "held_out" else (part.held_out, part.stored)

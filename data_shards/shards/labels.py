@@ -1,4 +1,4 @@
-"""Labels: bytes of a tar member -> class numbers.
+"""Parse labels: bytes of a tar member -> class numbers.
 
 A label is one member of the sample: `cls` or `txt` (text), or a key in `json`. It holds class numbers or names, exactly
 one ("single") or any number ("multi"). Takes a microsecond for a number, a few for JSON. Needs neither torch nor numpy.
@@ -16,7 +16,7 @@ from data_shards.text import brief, parse_json
 from data_shards.vocabulary import LabelKind, LabelPart
 
 _MOST_DIGITS = 18  # int() of thousands is slow, and refused beyond 4300
-# Text that is a number, not a name; "-1" stands for "no label".
+# Text that is a number, not a name; "-1" means "no label".
 _NUMBER = {"cls": re.compile(r"-?[0-9]{1,18}"), "txt": re.compile(r"-[0-9]{1,18}")}
 
 
@@ -24,7 +24,7 @@ _NUMBER = {"cls": re.compile(r"-?[0-9]{1,18}"), "txt": re.compile(r"-[0-9]{1,18}
 class LabelSpec:
     """The member that holds a sample's label: its extension `part`, and for `json` a `key`.
 
-    Dots in the key go into nested objects, unless an object has a key with them in its name.
+    Dots in the key descend into nested objects, unless an object has a key with those dots in its name.
     """
 
     part: LabelPart = "cls"
@@ -39,7 +39,7 @@ class LabelSpec:
 
     @classmethod
     def parse(cls, text: str, *, kind: LabelKind = "single") -> LabelSpec:
-        """Parse "cls", "txt" or "json:KEY"; raises ValueError for anything else."""
+        """Parse "cls", "txt" or "json:KEY"; ValueError for anything else."""
         part, colon, key = text.partition(":")
         if part not in get_args(LabelPart) or (part == "json") != bool(key) or (colon and not key):
             raise ValueError(f"{text!r} is no place of a label: use cls, txt or json:KEY")
@@ -52,7 +52,7 @@ class LabelSpec:
 
 
 def similar_names(classes: Sequence[str]) -> list[list[str]]:
-    """Groups of names that differ only by case or blanks."""
+    """Group names that differ only by case or white space."""
     groups: dict[str, list[str]] = {}
     for name in classes:
         groups.setdefault("".join(name.split()).casefold(), []).append(name)
@@ -60,8 +60,8 @@ def similar_names(classes: Sequence[str]) -> list[list[str]]:
 
 
 def parse_label(content: bytes, *, spec: LabelSpec, label_map: Mapping[str, int], num_classes: int) -> tuple[int, ...]:
-    """Read a label's class numbers; one if `spec.kind` is "single". Raises ValueError that says what is wrong."""
-    if spec.part == "cls" and spec.kind == "single":  # by far the most frequent, and never a name if it is a number
+    """Read a label's class numbers, one if `spec.kind` is "single"; ValueError that says what is wrong."""
+    if spec.part == "cls" and spec.kind == "single":  # by far the most frequent; digits are never a name here
         digits = content.strip()
         if digits.isdigit() and len(digits) <= _MOST_DIGITS and int(digits) < num_classes:
             return (int(digits),)
@@ -70,10 +70,10 @@ def parse_label(content: bytes, *, spec: LabelSpec, label_map: Mapping[str, int]
 
 
 def read_values(content: bytes, *, spec: LabelSpec) -> list[int | str]:
-    """Read the class numbers and names in a label member, not looked up yet; one for a single label.
+    """Read the class numbers and names in a label member, without lookup; one for a single label.
 
-    Digits are a number for `cls`, but a name for `txt`, which `parse_label` looks up first. Raises ValueError for
-    anything that is not text or JSON with the key, or not a number, a name, or a list of these.
+    Digits are a number for `cls`, but a name for `txt`, which `parse_label` looks up first. ValueError for anything
+    that is not text or JSON with the key, or not a number, a name, or a list of these.
     """
     try:
         text = content.decode("utf-8")

@@ -1,8 +1,8 @@
 """Parse locations of shards (local paths, URLs, `pipe:` commands, patterns), and print them without secrets.
 
-No file or network is touched. A location is a local path (or "file:PATH"), a URL that fsspec opens
-("s3://bucket/x.tar"), or "pipe:COMMAND", whose output is the shard. URLs and commands may hold passwords and
-signatures: whatever is printed, logged or stored goes through `redacted` first.
+Touches no file or network. A location is a local path (or "file:PATH"), a URL that fsspec opens ("s3://bucket/x.tar"),
+or "pipe:COMMAND", whose output is the shard. URLs and commands may hold passwords and signatures: pass everything
+printed, logged or stored through `redacted` first.
 """
 
 import math
@@ -22,12 +22,12 @@ _PLAIN = {
     *("file", "local", "memory", "data", "http", "https", "ftp", "sftp", "ssh", "smb", "webdav", "webhdfs", "hdfs"),
     *("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "hf", "oci", "oss", "tos", "github", "gist"),
 }
-_MOST_LOCATIONS = 1_000_000  # of a pattern
+_MOST_LOCATIONS = 1_000_000  # in a pattern
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 # A pipe's program; `NAME=value` before it sets an environment variable, often a secret one.
 _PROGRAM = re.compile(r"[\w./+-]+")
 _TAR_NAME = re.compile(r"(?:^|[\s'\"/])([\w.+{},-]+\.tar)(?![\w.+{},-])")
-# Where a word of a command ends, from coarse to fine: a secret may hold any of these, or stand next to them.
+# Where a word of a command ends, from coarse to fine: a secret may contain any of these, or be next to them.
 _WORD_ENDS = (r"\s+", r"[\s'\"]+", r"[\s'\"=:;|&<>()]+")
 # "http://[::1]/x.tar" has a "::" that separates nothing.
 _SEPARATOR = re.compile(r"::(?![0-9A-Fa-f:.]*\])")
@@ -43,7 +43,7 @@ def protocol(location: str) -> str:
 
 
 def is_local(location: str) -> bool:
-    """True for a path of this machine."""
+    """True for a path on this machine."""
     return protocol(location) == "file"
 
 
@@ -62,11 +62,11 @@ def local_path(location: str) -> Path:
 
 
 class CommandRefused(UserError):
-    """A location that may run a program, where the caller only looks."""
+    """A location that may run a program, where the caller only inspects."""
 
 
 def require_no_command(location: str, *, commands: Commands) -> None:
-    """Raise CommandRefused for what may run a program (a pipe, an unknown kind of URL), unless `commands` is "run"."""
+    """CommandRefused if reading `location` may run a program (a pipe, an unknown scheme) and `commands` is "refuse"."""
     if commands == "refuse" and (why := command_reason(location)):
         raise CommandRefused(f"{redacted(location)} {why}: it is run to train or check, never to look")
 
@@ -129,7 +129,7 @@ def expand_braces(pattern: str) -> list[str]:
     """Expand a pattern in webdataset's syntax: "x-{000..127}.tar", "{a,b}.tar", and "::" between patterns.
 
     Unlike in webdataset, "::" separates nothing in an IPv6 address, nor in a pipe unless another "pipe:" follows.
-    Raises UserError for an unmatched brace, ${NAME} without WDS_NAME in the environment, too many tars.
+    UserError for an unmatched brace, ${NAME} without WDS_NAME in the environment, or too many tars.
     """
     separator = re.compile(r"::(?=pipe:)") if pattern.startswith(PIPE) else _SEPARATOR
     locations: list[str] = []
@@ -145,14 +145,14 @@ def expand_braces(pattern: str) -> list[str]:
             ) from None
         except ValueError:
             raise UserError(f"{redacted(part)}: a brace has no partner; write it like train-{{000..127}}.tar") from None
-        if part.startswith("${") and any(map(_SCHEME.match, expanded)):  # the text says whether it is a local path
+        if part.startswith("${") and any(map(_SCHEME.match, expanded)):  # whether a path is local depends on its text
             raise UserError(f"{redacted(part)}: write the scheme (such as s3://) before ${{NAME}}, not in the variable")
         locations += expanded
     return locations
 
 
 def _most_numbers(pattern: str) -> int:
-    """Bound the number of locations from below, by its ranges."""
+    """Return a lower bound of the number of locations, from its ranges."""
     spans = re.findall(r"\{(-?\d+)\.\.(-?\d+)\}", pattern)
     if any(len(number) > 18 for span in spans for number in span):
         return _MOST_LOCATIONS + 1

@@ -1,7 +1,7 @@
-"""The manifest of a split: its shards, how many samples each holds, and the names of the classes.
+"""Read and write a split's manifest: its shards, how many samples each holds, and the class names.
 
-`FOLDER/manifest.json` is written last, so a folder with one is complete. With it go the files that other tools look
-for: `sizes.json` (open_clip, webdataset) and, one folder up, `_info.json` (timm). Reading costs one small file and one
+`FOLDER/manifest.json` is written last, so a folder that has one is complete. Files for other tools go with it:
+`sizes.json` (open_clip, webdataset) and, one folder up, `_info.json` (timm). Reading costs one small file and one
 `stat` a shard; digests are not verified. Needs no torch.
 """
 
@@ -26,19 +26,19 @@ MANIFEST_FILE = "manifest.json"
 MANIFEST_VERSION = 1
 REMEDY = "make it with `shardvit pack SOURCE OUT`"
 
-# A `stat` on a network file system is a millisecond of waiting: threads make it 32 times faster for many shards.
+# A `stat` on a network file system waits a millisecond: for many shards, threads are 32 times faster.
 _STAT_THREADS = 32
 _STATS_IN_TURN = 64
 _SLOW_STAT_SECONDS = 100e-6  # a local one takes 3 µs, and threads would only take turns
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
-_PLAIN_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,1000}")  # surely inside the folder
+_PLAIN_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,1000}")  # certainly inside the folder
 _MOST_NAME = 1024  # characters of a shard's file
-_MOST = 1 << 48  # samples or bytes of one shard: far beyond any, and a sum of them still fits into 64 bits
+_MOST = 1 << 48  # samples or bytes of one shard: far beyond any, and sums still fit into 64 bits
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One tar: `file` is relative to the manifest's folder, `sha256` the digest of all its bytes, or "" if unknown."""
+    """One tar: `file` is relative to the manifest's folder, `sha256` digests all its bytes ("" if unknown)."""
 
     file: str
     num_samples: int
@@ -57,7 +57,7 @@ class Manifest:
     shards: tuple[Shard, ...]
     source: str
     labels: LabelSpec = field(default_factory=LabelSpec)
-    without_matches_of: tuple[str, ...] = ()  # digests of the sets whose images were left out
+    without_matches_of: tuple[str, ...] = ()  # digests of sets whose images were left out
 
     @property
     def num_samples(self) -> int:
@@ -94,13 +94,11 @@ class _Labels:
     kind: LabelKind
 
     def __post_init__(self) -> None:
-        LabelSpec(**vars(self))  # which key goes with which part
+        LabelSpec(**vars(self))  # checks that key and part match
 
 
 @dataclass(frozen=True)
 class _ManifestFile:
-    """The content of manifest.json."""
-
     version: Literal[1]
     name: str
     split: str
@@ -148,15 +146,15 @@ def write_timm_info(folder: Path, manifests: Iterable[Manifest]) -> None:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Replace `path` atomically; it is on the disk when this returns."""
+    """Replace `path` atomically and flush it to disk."""
     replace_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n", writers="several")
 
 
 def read_manifest(folder: Path | str) -> Manifest:
     """Read and check `folder/manifest.json`.
 
-    Raises UserError if the folder or the manifest is missing, broken, of another version or inconsistent, if a shard's
-    name leads outside the folder, or if a shard is missing or has another size. A shard may be a symbolic link.
+    UserError if the folder or the manifest is missing, broken, of another version or inconsistent, if a shard's name
+    leads outside the folder, or if a shard is missing or has another size. A shard may be a symbolic link.
     """
     manifest = load_manifest(folder)
     for damage in shard_files(manifest).damage.values():
@@ -165,7 +163,7 @@ def read_manifest(folder: Path | str) -> Manifest:
 
 
 def load_manifest(folder: Path | str) -> Manifest:
-    """Read the manifest as `read_manifest`, but do not look at the shards."""
+    """Read the manifest as `read_manifest` does, without checking the shards."""
     root = Path(folder)
     path = root / MANIFEST_FILE
     if not root.is_dir():
@@ -181,7 +179,7 @@ def load_manifest(folder: Path | str) -> Manifest:
 
 
 def parse_manifest(text: bytes, *, root: Path, name: str) -> Manifest:
-    """Parse a manifest; `name` is the file's in messages. Raises UserError as `read_manifest` does."""
+    """Parse a manifest; `name` is the file's in messages. UserError as in `read_manifest`."""
     from pydantic import TypeAdapter, ValidationError
 
     try:
@@ -208,12 +206,12 @@ def parse_manifest(text: bytes, *, root: Path, name: str) -> Manifest:
 class ShardFiles:
     """The state of a set's files."""
 
-    damage: dict[int, str]  # number of a shard -> an error message, in order
-    stamps: list[str]  # mtime, which can be set at will, and ctime, which cannot; "": not there
+    damage: dict[int, str]  # shard number -> error message, in order
+    stamps: list[str]  # mtime, which can be set at will, and ctime, which cannot; "" for a missing shard
 
 
 def shard_files(manifest: Manifest) -> ShardFiles:
-    """`stat` each shard: in turn if that is quick, in threads where each is a round trip over a network."""
+    """`stat` each shard: one by one if that is quick, in threads if each is a network round trip."""
     folder = os.path.join(manifest.root, "")
     paths = [folder + shard.file for shard in manifest.shards]  # pathlib takes ten times as long
     begin = time.perf_counter()
@@ -242,7 +240,7 @@ def _stat(path: str) -> tuple[int, str] | None:
 
 
 def _check(manifest: Manifest) -> None:
-    """Check what the types leave open; raises ValueError."""
+    """ValueError for mistakes that the types allow."""
     if not manifest.classes or len(set(manifest.classes)) != len(manifest.classes):
         raise ValueError("'classes' must be a list of different names")
     files = [shard.file for shard in manifest.shards]

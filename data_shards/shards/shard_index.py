@@ -1,7 +1,6 @@
-"""The table of one tar's samples, 40 bytes and a key each, and its binary form on disk.
+"""The table of one tar's samples, 40 bytes and a key each, and its binary form on disk (.npz without pickle).
 
-The binary form (.npz without pickle) loads in a millisecond and holds any key; `tar_index` has the text form that other
-tools read.
+That form loads in a millisecond and holds any key; `tar_index` has the text form that other tools read.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from numpy.typing import NDArray
 
 from data_shards.durable import replaced
 
-MOST_TAR_BYTES = 1 << 62  # twice that still fits into 64 bits
+MOST_TAR_BYTES = 1 << 62  # twice this still fits into 64 bits
 
 _ARRAYS = ("image_offset", "image_size", "label_offset", "label_size")
 
 
 class Texts(Sequence[str]):
-    """Many short texts in memory that workers can share (a list takes 60 bytes more for each).
+    """Many short texts in memory that workers can share; a list takes 60 bytes more for each.
 
-    They lie end to end in UTF-8 (`blob`, uint8), text i before `ends[i]` (int64); names that are not UTF-8 are kept.
+    `blob` (uint8) concatenates them in UTF-8; text i ends at `ends[i]` (int64). Names that are not UTF-8 are kept.
     """
 
     def __init__(self, blob: NDArray[np.uint8], ends: NDArray[np.int64]) -> None:
@@ -125,7 +124,7 @@ def save_index(index: ShardIndex, path: Path, *, note: str = "") -> None:
 
 
 def load_index(path: Path) -> ShardIndex:
-    """Read the binary form; raises FileNotFoundError, or ValueError if it is broken."""
+    """Read the binary form; FileNotFoundError if it is missing, ValueError if broken."""
     content = read_arrays(path, ["keys", "key_ends", "extensions", "extension_ends", *_ARRAYS])
     sizes = {content[name].shape for name in ("key_ends", "extension_ends", *_ARRAYS)}
     if len(sizes) != 1 or any(content[name].dtype != np.int64 for name in ("key_ends", "extension_ends", *_ARRAYS)):
@@ -144,15 +143,15 @@ def load_index(path: Path) -> ShardIndex:
 
 
 def load_note(path: Path) -> str:
-    """The note of an index; raises as `load_index` does."""
+    """Read the note of an index; raises as `load_index` does."""
     return read_arrays(path, ["note"])["note"].tobytes().decode()
 
 
 def read_arrays(path: Path, names: list[str]) -> dict[str, NDArray[np.int64]]:
-    """Read arrays of a .npz file; ValueError: it is broken, or lacks one."""
+    """Read arrays of a .npz file; ValueError if it is broken or lacks one."""
     with open(path, "rb") as stream:  # np.load() would leave a broken file open
         try:
             arrays = np.load(stream, allow_pickle=False)
             return {name: arrays[name] for name in names}
-        except Exception as error:  # noqa: BLE001 - zipfile and numpy raise a dozen kinds at what is broken
+        except Exception as error:  # noqa: BLE001 - zipfile and numpy raise a dozen kinds for broken files
             raise ValueError(f"not a readable index ({error})") from None

@@ -1,7 +1,4 @@
-"""A set of shards once it is open: plain values that hold no file open, 13 MB for 10^5 shards.
-
-Picklable; NumPy is imported with the first table.
-"""
+"""An opened set of shards: picklable values without open files, 13 MB for 10^5 shards."""
 
 from __future__ import annotations
 
@@ -28,19 +25,19 @@ Damaged = Literal["refuse", "report"]
 Report = Callable[[str], None]
 _Count = TypeVar("_Count", int, "NDArray[np.int64]")
 
-_BLOCK = 1024  # entries converted at once: a number of an array alone takes as long as fifty in a list
+_BLOCK = 1024  # entries converted together: one number from an array takes as long as fifty from a list
 _UNKNOWN = -1  # number of bytes
 
 
 @dataclass(frozen=True)
 class Portion:
-    """One of the two parts of a set (see `holdout`); `hold_out` is the held-out one's share, 0 to 1."""
+    """One of the two parts of a set (see `holdout`); `hold_out` is the share held out, 0 to 1."""
 
     which: PartName
     hold_out: float
 
     def used(self, stored: _Count, *, held_out: _Count) -> _Count:
-        """Samples of a shard, or of each, in this part."""
+        """Count this part's samples in one shard, or in each."""
         return held_out if self.which == "held_out" else stored - held_out
 
     def describe(self) -> str:
@@ -58,13 +55,13 @@ class ShardsSpec:
     location: str
     label: str | None = None  # "cls", "txt" or "json:KEY"; None: `cls`, if it exists
     kind: LabelKind = "single"
-    classes: Path | None = None  # a file with a name a line, a JSON list, or {name: number}; None: found in the labels
+    classes: Path | None = None  # file with one name a line, a JSON list, or {name: number}; None: found in the labels
     portion: Portion | None = None  # None: all samples
 
 
 @dataclass(frozen=True)
 class ShardRows:
-    """A tar's samples that are in one part of its set; see `holdout.rows_of`."""
+    """A tar's samples in one part of its set; see `holdout.rows_of`."""
 
     number: int  # of the shard in the whole set
     stored: int  # samples in the tar
@@ -74,7 +71,7 @@ class ShardRows:
 
 @dataclass(frozen=True)
 class TarFacts:
-    """Facts about a tar without a manifest, from indexing it; see `ShardEntry`."""
+    """Facts from indexing a tar without a manifest; see `ShardEntry`."""
 
     index: Path | None = None
     index_digest: str = ""
@@ -83,11 +80,7 @@ class TarFacts:
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """One tar of a set.
-
-    `state` is "damaged" if the shard did not match the manifest on opening, and that was tolerated. `stamp` (times or
-    the store's ETag on opening) changes when the file is written; "": unknown.
-    """
+    """One tar of a set."""
 
     url: str  # an absolute local path, a URL that fsspec opens, or "pipe:COMMAND"
     name: str  # for messages; has no credentials
@@ -96,10 +89,10 @@ class ShardEntry:
     sha256: str  # digest of all its bytes; "": unknown
     index: Path | None  # a local index file; None: beside the tar, or built from it
     labels: LabelSpec
-    state: Literal["whole", "damaged"] = "whole"
-    stamp: str = ""
+    state: Literal["whole", "damaged"] = "whole"  # "damaged": it did not match the manifest on opening
+    stamp: str = ""  # times, or the store's ETag, on opening: another one after the file is written; "": unknown
     index_digest: str = ""  # of the keys, image sizes and labels of a tar without a manifest
-    pixels_digest: str = ""  # of the first bytes of a few images; "": its index is older than this
+    pixels_digest: str = ""  # of the first bytes of a few images; "" from an older index
     subset: ShardRows | None = None  # None: all samples are used
 
     @property
@@ -110,19 +103,19 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class ShardSource:
-    """Properties that consecutive shards share: those of a manifest, or tars without one."""
+    """Properties shared by consecutive shards, from a manifest or from tars without one."""
 
-    folder: str  # absolute, or a URL; "": each shard's file is a location of its own
+    folder: str  # absolute, or a URL; "": each shard's file is a location itself
     shown_folder: str  # a local folder's name in messages; "" for others
     labels: LabelSpec
     num_shards: int
-    portion: Portion | None = None  # None: all of it
-    tars: tuple[TarFacts, ...] = ()  # of each shard without a manifest
+    portion: Portion | None = None  # None: all samples
+    tars: tuple[TarFacts, ...] = ()  # one for each shard without a manifest
 
 
 @dataclass(frozen=True, eq=False)
 class ShardTable(Sequence[ShardEntry]):
-    """The shards of one source after another, as columns; arrays are [shards]."""
+    """The shards of all sources in order, as columns; arrays are [shards]."""
 
     sources: tuple[ShardSource, ...]
     files: Texts  # in the source's folder
@@ -137,7 +130,7 @@ class ShardTable(Sequence[ShardEntry]):
     def of(
         cls, source: ShardSource, shards: Sequence[Shard], *, stamps: Sequence[str] = (), damaged: Sequence[int] = ()
     ) -> ShardTable:
-        """Make the table of a whole set; `damaged` are numbers of shards."""
+        """Make the table of a whole set; `damaged` lists shard numbers."""
         import numpy as np
 
         return cls(
@@ -153,7 +146,7 @@ class ShardTable(Sequence[ShardEntry]):
 
     @classmethod
     def of_entries(cls, entries: Sequence[ShardEntry]) -> ShardTable:
-        """Make the table of tars without a manifest, all of their samples used."""
+        """Make the table of tars without a manifest, using all their samples."""
         tars = tuple(TarFacts(each.index, each.index_digest, each.pixels_digest) for each in entries)
         labels = entries[0].labels if entries else LabelSpec()
         assert all(each.subset is None and each.labels == labels for each in entries)
@@ -226,7 +219,7 @@ class ShardTable(Sequence[ShardEntry]):
 
     @property
     def used_samples(self) -> NDArray[np.int64]:
-        """Samples of each shard that are in the source's portion."""
+        """Count each shard's samples in the source's portion."""
         used = self.num_samples.copy()
         for source, first, end in self.spans:
             if source.portion is not None:
@@ -239,7 +232,7 @@ class ShardTable(Sequence[ShardEntry]):
         files: list[str] = []
         for source, first, end in self.spans:
             ends = {"": [first, end - 1]} if first < end else {}
-            if not source.folder:  # of each folder of tars
+            if not source.folder:  # for each folder of tars
                 ends = {}
                 for number in filter(lambda number: is_local(self.files[number]), range(first, end)):
                     ends.setdefault(os.path.dirname(self.files[number]), [number, number])[1] = number
@@ -253,7 +246,6 @@ class ShardTable(Sequence[ShardEntry]):
 
     @staticmethod
     def join(tables: Sequence[ShardTable]) -> ShardTable:
-        """Lay tables end to end."""
         import numpy as np
 
         def joined(name: str) -> Any:
@@ -268,17 +260,17 @@ class ShardTable(Sequence[ShardEntry]):
 class ShardSet:
     """The samples of one split; class number `i` means `classes[i]`.
 
-    `lost_samples` are those known to be gone; reading finds the others. Packed shards still count them in
-    `num_samples`; tars without a manifest do not, and a damaged one is assumed to have been as large as the rest.
+    `lost_samples` counts those known to be gone; reading finds more. For packed shards `num_samples` still includes
+    them; for tars without a manifest it does not, and a damaged one is assumed to have been as large as the rest.
     """
 
     name: str  # the data set's name
     source: str  # where it was opened, without credentials
     split: str
     classes: tuple[str, ...]
-    shards: ShardTable  # in the order that sample numbers follow
+    shards: ShardTable  # sample numbers follow this order
     digest: str  # at most 32 hex digits that change with the content, not with the place
-    damage: tuple[str, ...] = ()  # what was tolerated, a sentence each
+    damage: tuple[str, ...] = ()  # tolerated damage, a sentence each
     lost_samples: int = 0
 
     @property
@@ -287,7 +279,7 @@ class ShardSet:
 
     @property
     def num_bytes(self) -> int | None:
-        """None if the size of one shard is unknown."""
+        """None if any shard's size is unknown."""
         sizes = self.shards.num_bytes
         return None if (sizes == _UNKNOWN).any() else int(sizes.sum())
 
@@ -301,12 +293,10 @@ class ShardSet:
 
     @property
     def is_multi_label(self) -> bool:
-        """True if a sample may have any number of classes."""
         return any(source.labels.kind == "multi" for source in self.shards.sources)
 
     @property
     def is_local(self) -> bool:
-        """True if all shards are local files."""
         return all(
             is_local(source.folder) if source.folder else all(map(is_local, self.shards.files[first:end]))
             for source, first, end in self.shards.spans
@@ -318,11 +308,10 @@ class ShardSet:
 
     @property
     def damaged_numbers(self) -> list[int]:
-        """The shards that were damaged on opening."""
         return self.shards.damaged.nonzero()[0].tolist()
 
     def with_damaged(self, numbers: Sequence[int], *, damage: tuple[str, ...], lost_samples: int) -> ShardSet:
-        """The set as another host has it on its own disks."""
+        """Return the set as another host finds it on its own disks."""
         import numpy as np
 
         shards = replace(self.shards, damaged=np.isin(np.arange(len(self.shards)), np.array(numbers, np.int64)))
@@ -330,7 +319,7 @@ class ShardSet:
 
 
 def merge_shard_sets(sets: Sequence[ShardSet]) -> ShardSet:
-    """Lay several sets end to end, one alone unchanged; UserError if classes differ or one is multi-label."""
+    """Concatenate sets (a single one is unchanged); UserError if classes differ or only some are multi-label."""
     first = sets[0]
     if len(sets) == 1:
         return first
@@ -356,7 +345,7 @@ def merge_shard_sets(sets: Sequence[ShardSet]) -> ShardSet:
 
 
 def class_difference(one: ShardSet, other: ShardSet, *, called: tuple[str, str]) -> str:
-    """Name the first class that differs, or the numbers of classes; "" if they are the same."""
+    """Describe the first class that differs, or the numbers of classes; "" if they are the same."""
     for number, (name, other_name) in enumerate(zip(one.classes, other.classes, strict=False)):
         if name != other_name:
             return f"class {number} is {name!r} in {called[0]} and {other_name!r} in {called[1]}"

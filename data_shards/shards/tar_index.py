@@ -1,8 +1,8 @@
-"""Index the samples of a tar, so that reading one is one `pread` instead of a walk through the tar.
+"""Index the samples of a tar, so that one `pread` reads a sample without walking through the tar.
 
 The index is kept beside the tar as NAME.idx, in the text form of DALI's `wds2idx` (v1.2: a header with the number of
 samples, then a line each with "extension offset size member" for each part). Building takes one pass over the headers
-(10 µs a sample), reading 5 µs a sample. Samples are grouped as webdataset does; only image and label are indexed.
+(10 µs a sample), reading 5 µs a sample. Samples are grouped as in webdataset; only image and label are indexed.
 """
 
 import os
@@ -26,7 +26,7 @@ _VERSION = "v1.2"
 
 @dataclass(frozen=True)
 class ReadableIndex:
-    """The usable part of a tar; `damage` says what is wrong and at which byte, and nothing after it is indexed."""
+    """The usable part of a tar; `damage` says what is wrong and at which byte, after which nothing is indexed."""
 
     index: ShardIndex  # of whole samples
     damage: str
@@ -41,8 +41,7 @@ def index_path(tar_path: Path | str) -> Path:
 def build_index(tar_path: Path | str, *, label: LabelPart = "cls", name: str = "") -> ShardIndex:
     """Index a tar by walking its headers; `name` (or the path) is for messages.
 
-    Raises UserError if it is not a plain tar, is damaged or cut short (tarfile and webdataset silently drop the rest of
-    such a tar), or holds a sample without exactly one image and one label.
+    UserError if it is not a plain tar, is damaged or cut short, or a sample lacks exactly one image and one label.
     """
     readable = readable_index(tar_path, label=label, name=name)
     name = name or str(tar_path)
@@ -55,7 +54,7 @@ def build_index(tar_path: Path | str, *, label: LabelPart = "cls", name: str = "
 
 
 def readable_index(tar_path: Path | str, *, label: LabelPart = "cls", name: str = "") -> ReadableIndex:
-    """Index the usable part of a tar that may be damaged; raises UserError only if it cannot be read."""
+    """Index the usable part of a tar that may be damaged; UserError only if it cannot be read."""
     try:
         descriptor = os.open(tar_path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -71,7 +70,7 @@ def readable_index(tar_path: Path | str, *, label: LabelPart = "cls", name: str 
 
 
 def readable_open(descriptor: int, *, label: LabelPart) -> ReadableIndex:
-    """Index the usable part of an open tar; raises OSError if it cannot be read."""
+    """Index the usable part of an open tar; OSError if it cannot be read."""
     members: list[Member] = []
     damage = ""
     try:
@@ -83,7 +82,7 @@ def readable_open(descriptor: int, *, label: LabelPart) -> ReadableIndex:
 
 
 def write_index(index: ShardIndex, path: Path | str, *, label: LabelPart = "cls") -> None:
-    """Write the text form. Raises UserError for a key with white space, which the form cannot express."""
+    """Write the text form; UserError for a key with white space, which it cannot express."""
     lines = [f"{_VERSION} {len(index)}"]
     for i, key in enumerate(index.keys):
         if re.search(r"\s", key):
@@ -122,7 +121,7 @@ def read_index(path: Path | str, *, label: LabelPart = "cls") -> ShardIndex:
 def open_index(
     tar_path: Path | str, *, label: LabelPart = "cls", index: Path | None = None, name: str = ""
 ) -> ShardIndex:
-    """Read the index in `index` or beside the tar, else build one. UserError also if it points behind the tar's end."""
+    """Read `index`, or the one beside the tar, else build it; UserError also if it points past the tar's end."""
     path = index_path(tar_path) if index is None else index
     if index is None and not path.is_file():
         return build_index(tar_path, label=label, name=name)
@@ -143,9 +142,9 @@ def _place(text: str) -> int:
 
 
 def _grouped(members: Iterable[Member], *, label: LabelPart, damage: str = "") -> ReadableIndex:
-    """Group members with one key into samples, and take those with exactly one image and one label."""
+    """Group members by key into samples, and take those with exactly one image and one label."""
     keys: list[str] = []
-    images: list[list[tuple[str, int, int]]] = []  # of each sample: extension, offset, size
+    images: list[list[tuple[str, int, int]]] = []  # per sample: extension, offset, size
     labels: list[list[tuple[int, int]]] = []
     for name, offset, size in members:
         if (split := split_name(name)) is None:
@@ -166,7 +165,7 @@ def _grouped(members: Iterable[Member], *, label: LabelPart, damage: str = "") -
         if len(images[row]) != 1 or len(labels[row]) != 1
     ]
     if damage and left_out and left_out[-1][0] == keys[-1]:
-        left_out.pop()  # what the damage cut through: the damage says it
+        left_out.pop()  # cut through by the damage, which is reported anyway
     places = np.array([(*images[row][0][1:], *labels[row][0]) for row in whole], dtype=np.int64).reshape(-1, 4)
     extensions = Texts.of(images[row][0][0] for row in whole)
     index = ShardIndex(Texts.of(keys[row] for row in whole), extensions, *np.ascontiguousarray(places.T))

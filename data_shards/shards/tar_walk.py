@@ -2,7 +2,7 @@
 
 Reads ustar, GNU (long names, sizes beyond 8 GB) and pax (webdataset writes an extra header for each member's mtime).
 Unlike tarfile and webdataset, it never ignores damage: an invalid header, an early end, or data after the end marker
-raise `TarDamage`. Compressed tars (no usable offsets) and sparse members are refused.
+raises `TarDamage`. Refuses compressed tars (no usable offsets) and sparse members.
 """
 
 import os
@@ -12,20 +12,20 @@ from typing import NamedTuple
 
 BLOCK_BYTES = 512  # tar pads every member to whole blocks
 
-# A pax header, its data, the member's own header, and mostly a label's data come in one read.
+# One read gets a pax header, its data, the member's own header, and usually a label's data.
 _READ_BYTES = 4096
-_MOST_EXTENDED_BYTES = 1 << 20  # of a pax header or a long name: far more than any; a damaged size could be anything
+_MOST_EXTENDED_BYTES = 1 << 20  # of a pax header or long name: above any real one; a damaged size may be anything
 _TAIL_READ_BYTES = 1 << 20
 _REGULAR = b"0\x007"
-_WITHOUT_DATA = b"123456"  # links, devices, folders: whatever their size says
+_WITHOUT_DATA = b"123456"  # links, devices, folders: whatever size they state
 _LINKS = b"12"
-_EXTENDED = b"LKxXg"  # headers that speak of the next member, or (g) of all
+_EXTENDED = b"LKxXg"  # headers about the next member, or (g) about all
 _ADLER_MODULUS = 65521
 _ZEROS = bytes(BLOCK_BYTES)
 
 
 class Member(NamedTuple):
-    """A regular file in a tar: its name, and where its bytes are."""
+    """A regular file in a tar, and where its bytes are."""
 
     name: str
     offset: int
@@ -39,24 +39,23 @@ class TarDamage(ValueError):
 def walk_tar(
     descriptor: int, *, start: int = 0, end: int | None = None, links: list[str] | None = None
 ) -> Iterator[Member]:
-    """Yield the regular files of an open tar, in order; raises TarDamage after the last member that could be read.
+    """Yield the regular files of an open tar, in order; TarDamage after the last readable member.
 
-    The tar may be a part of the file, from byte `start` to before `end` (a tar that is a member of another one). The
-    names of hard and symbolic links, which are skipped, are added to `links`.
+    `start` and `end` select a tar inside another one. Hard and symbolic links are skipped, their names added to
+    `links`.
     """
     num_bytes = os.fstat(descriptor).st_size if end is None else end
     for kind, member in _members(descriptor, start, num_bytes):
         if kind in _LINKS:
             if links is not None:
                 links.append(member.name)
-        elif kind in _REGULAR and not (kind == b"\0" and member.name.endswith("/")):  # ancient tars mark folders so
+        elif kind in _REGULAR and not (kind == b"\0" and member.name.endswith("/")):  # ancient tars' folders
             yield member
 
 
 def _members(descriptor: int, tar_start: int, num_bytes: int) -> Iterator[tuple[bytes, Member]]:
-    """Yield the type and place of each member, whatever it is."""
     chunk, chunk_start, position = b"", 0, tar_start
-    every: dict[bytes, bytes] = {}  # pax records for all that follow
+    every: dict[bytes, bytes] = {}  # pax records for all members that follow
     records: dict[bytes, bytes] = {}  # pax records (or a long name) for the next member
 
     def read(start: int, size: int) -> bytes:
@@ -99,9 +98,9 @@ def _members(descriptor: int, tar_start: int, num_bytes: int) -> Iterator[tuple[
 
 
 def stated_member(header: bytes) -> tuple[str, int]:
-    """Read name and size in the 512 bytes before a member's data; raises ValueError if they are not a header.
+    """Read name and size in the 512 bytes before a member's data; ValueError if they are not a header.
 
-    A header before those may give another name (a long one, or one that is not ASCII) or a size beyond 8 GB.
+    An earlier header may give another name (a long one, or one that is not ASCII) or a size beyond 8 GB.
     """
     if len(header) != BLOCK_BYTES:
         raise ValueError("no whole header")
@@ -117,7 +116,7 @@ def _size(header: bytes) -> int:
     # The low half of Adler-32 is 1 + the sum of all bytes, modulo 65521, computed in C. The field counts as spaces.
     total = (zlib.adler32(header) & 0xFFFF) - 1 - sum(field) + 8 * ord(" ")
     if (stated - total) % _ADLER_MODULUS:
-        signed = total - 256 * sum(byte > 127 for byte in header[:148] + header[156:])  # as ancient tars have it
+        signed = total - 256 * sum(byte > 127 for byte in header[:148] + header[156:])  # as in ancient tars
         if (stated - signed) % _ADLER_MODULUS:
             raise ValueError("its checksum does not fit")
     return _number(header[124:136])
@@ -126,7 +125,7 @@ def _size(header: bytes) -> int:
 def _number(field: bytes) -> int:
     digits = field.strip(b" \0")
     if not digits.isdigit():
-        if field[0] == 0x80:  # GNU's form of numbers that octal digits cannot hold
+        if field[0] == 0x80:  # GNU's form for numbers too large for octal digits
             return int.from_bytes(field[1:], "big")
         digits = field.partition(b"\0")[0].strip() or b"0"
         if not digits.isdigit():
@@ -147,7 +146,7 @@ def _decoded(name: bytes) -> str:
 
 def _records(kind: bytes, data: bytes) -> dict[bytes, bytes]:
     """Parse a GNU long name, or a pax header's records, each "LENGTH KEYWORD=VALUE" and a line feed."""
-    if kind in b"LK":  # K: of a link's target
+    if kind in b"LK":  # K: a link's target
         return {b"path": data.split(b"\0", 1)[0]} if kind == b"L" else {}
     records: dict[bytes, bytes] = {}
     start = 0

@@ -22,7 +22,7 @@ class _Writable(Protocol):
 
 
 def part(module: str) -> Any:
-    """`webdataset.MODULE`: "writer", "tariterators", "shardlists" or "gopen"."""
+    """Import `webdataset.MODULE`: "writer", "tariterators", "shardlists" or "gopen"."""
     if "torch" in sys.modules:
         return importlib.import_module(f"webdataset.{module}")
     with _lock:
@@ -38,19 +38,19 @@ def part(module: str) -> Any:
 
 
 def library() -> Any:
-    """All of webdataset, with torch, for its pipelines."""
+    """Import all of webdataset, with torch, for its pipelines."""
     return importlib.import_module("webdataset")
 
 
 def tar_writer(stream: _Writable) -> Any:
-    """A `TarWriter` whose bytes depend only on what is written: no time, no user, no group."""
+    """Make a `TarWriter` whose bytes depend only on the content: no time, user or group."""
     return part("writer").TarWriter(stream, user="", group="", mode=0o444, mtime=0, encoder=False, compress=False)
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """Split a tar member's name into (key, extension) by webdataset's rule, at the first dot of the file's name.
+    """Split a tar member's name into (key, extension) by webdataset's rule, at the first dot of the file name.
 
-    None for a name without a dot, a hidden file (webdataset takes a Mac's "d/._x.jpg" for a part of a sample "d/"), or
+    None for a name without a dot, a hidden file (webdataset takes a Mac's "d/._x.jpg" for part of a sample "d/"), or
     __SO__, its mark for metadata.
     """
     if name.rpartition("/")[2].startswith("."):
@@ -62,12 +62,9 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 def expand_urls(pattern: str) -> list[str]:
-    """Expand braces, and ${NAME} from the environment's WDS_NAME; in a pipe ${NAME} is the shell's.
-
-    Raises ValueError for an unmatched brace, KeyError if the environment has no WDS_NAME.
-    """
+    """Expand braces, and ${NAME} by WDS_NAME except in a pipe; ValueError for a lone brace, KeyError if unset."""
     shardlists = part("shardlists")
-    if pattern.startswith("pipe:") or "::" in pattern:  # an IPv6 address, which expand_urls would cut
+    if pattern.startswith("pipe:") or "::" in pattern:  # "::" may be an IPv6 address, which expand_urls would cut
         return list(shardlists.braceexpand.braceexpand(pattern))
     try:
         return shardlists.expand_urls(pattern)

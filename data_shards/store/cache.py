@@ -1,10 +1,10 @@
-"""Cache remote shards as files of this node: complete or absent, shared by its processes, within a size limit.
+"""Cache remote shards as files on this node: complete or absent, shared by its processes, within a size limit.
 
-NAME.tar.part is written by the holder of its lock (flock, which the kernel releases when the process ends), its space
-reserved first; verified and flushed, it is renamed to NAME.tar. Above the limit the least recently used shard goes, by
-the mtime that a reader refreshes with `touch`; its space is free once its readers close it. Only files with our own
-names are seen or removed. The folder must be on a local disk: the locks are those of one node. A download costs a lock
-and a listing of the folder, a few milliseconds for a thousand shards.
+The holder of its lock (flock, which the kernel releases when the process ends) writes NAME.tar.part, with its space
+reserved first; once verified and flushed, it is renamed to NAME.tar. Above the limit the least recently used shard
+goes, by the mtime that readers refresh with `touch`; its space is free once its readers close it. Only files with our
+own names are seen or removed. The folder must be on a local disk: the locks are those of one node. A download costs a
+lock and a listing of the folder, a few milliseconds for a thousand shards.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from data_shards.text import show_bytes
 
 Evict = Literal["any", "idle"]
 
-IDLE_SECONDS = 30.0  # untouched for so long, a shard is neither in use nor about to be
-TOUCH_SECONDS = 5.0  # how often a shard in use, or prefetched, needs `touch`
+IDLE_SECONDS = 30.0  # a shard untouched for longer is neither in use nor about to be
+TOUCH_SECONDS = 5.0  # interval at which shards in use, or prefetched, need `touch`
 _TAR, _PART = ".tar", ".tar.part"
 _OURS = re.compile(r"\.?[\w.+-]*-[0-9a-f]{32}(\.tar|\.tar\.part|\.[a-z]+\.npz|\.[a-z]+\.npz\.\d+\.tmp)")
-_GROWTH_BYTES = 64 * 2**20  # reserved at once, at most, for a shard of unknown size
+_GROWTH_BYTES = 64 * 2**20  # most to reserve at a time for a shard of unknown size
 _POLL_SECONDS = 0.05
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _CANNOT_RESERVE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 _FULL_POLL_SECONDS = 0.5
-_MOST_POLLS, _MOST_BUSY_POLLS = 30, 300  # of a full disk; the latter while others download
+_MOST_POLLS, _MOST_BUSY_POLLS = 30, 300  # of a full disk; the second while others download
 
 
 def default_cache_folder() -> Path:
-    """The user's own in the folder for temporary files ($TMPDIR or /tmp)."""
+    """The user's own folder in the one for temporary files ($TMPDIR or /tmp)."""
     return Path(tempfile.gettempdir()) / f"shardvit-cache-{user_name()}"
 
 
@@ -69,7 +69,7 @@ def is_evicted(descriptor: int) -> bool:
 
 def touch(descriptor: int) -> None:
     """Mark an open shard as in use (1 to 2 µs)."""
-    with contextlib.suppress(PermissionError):  # a cache that another user has filled
+    with contextlib.suppress(PermissionError):  # a cache filled by another user
         os.utime(descriptor)
 
 
@@ -83,7 +83,7 @@ class _CachedFile:
 
 
 class Cache:
-    """The files of one cache folder; several processes and threads may each have their own. Picklable."""
+    """The files of one cache folder; processes and threads may each have their own `Cache`. Picklable."""
 
     def __init__(self, config: CacheConfig) -> None:
         self.config = config
@@ -127,7 +127,7 @@ class Cache:
             return None
 
     def save_index(self, index: ShardIndex, name: str, *, label: str, evict: Evict) -> None:
-        """Keep an index beside its cached or partial shard, if there is room for it."""
+        """Keep an index beside its cached or partial shard, if there is room."""
         path = self._path(f"{name}.{label}.npz")
         try:
             save_index(index, path)
@@ -151,7 +151,7 @@ class Cache:
         return total_bytes <= most_bytes
 
     def files(self) -> list[_CachedFile]:
-        """List our files, after removing stale ones of dead processes; needs the folder's lock."""
+        """List our files, after removing those left by dead processes; needs the folder's lock."""
         files: list[_CachedFile] = []
         with os.scandir(self.config.folder) as entries:
             for entry in entries:
@@ -171,7 +171,7 @@ class Cache:
         return files
 
     def locked(self) -> AbstractContextManager[None]:
-        """Hold the folder's lock, which decisions over other processes' files need."""
+        """Hold the folder's lock, which decisions about other processes' files need."""
         return locked(self._path("cache.lock"))
 
     def _path(self, file: str) -> Path:
@@ -185,7 +185,7 @@ class Cache:
 
 
 class PartialShard:
-    """A shard in progress, whose lock this process holds; a `download.ByteSink`. Leaving it unpublished removes it.
+    """A shard in progress, locked by this process; a `download.ByteSink`. Exit without `publish` removes it.
 
     `begin` and `write` raise UserError for a shard larger than the limit or an unusable folder, StoreError for a full
     disk, CacheFull (prefetching) or Transient while there is no room, DownloadStopped if `stop` returned True.
@@ -204,11 +204,11 @@ class PartialShard:
 
     def __exit__(self, *exception: object) -> None:
         if self._descriptor >= 0:
-            self.path.unlink(missing_ok=True)  # before the lock is released, or it might be the next writer's
+            self.path.unlink(missing_ok=True)  # before releasing the lock, or it might be the next writer's
             os.close(self._descriptor)
 
     def begin(self, *, num_bytes: int | None) -> None:
-        """Start at the first byte, with room for `num_bytes` (None: unknown, as many as were wanted last time)."""
+        """Start at the first byte, with room for `num_bytes` (None: unknown, as much as was wanted last time)."""
         self._done = self._reserved = 0
         os.ftruncate(self._descriptor, 0)
         self._reserve(self._wanted if num_bytes is None else num_bytes, may_wait=self._evict == "any")
@@ -217,7 +217,7 @@ class PartialShard:
         if self._done + len(piece) > self._reserved:
             self._wanted = max(self._done + len(piece), min(self._reserved + self._growth, self._limit_bytes))
             try:
-                # Not waiting: two writers that hold some room and wait for more would deadlock.
+                # Do not wait: two writers that hold some room and wait for more would deadlock.
                 self._reserve(self._wanted, may_wait=False)
             except CacheFull:
                 if self._evict == "idle":
@@ -230,27 +230,27 @@ class PartialShard:
             except OSError as error:
                 if error.errno not in _FULL:
                     raise self._cache.unusable(error) from None
-                next(relief)  # a disk that cannot reserve
+                next(relief)  # this disk cannot reserve space
                 continue
             self._done += written
             view = view[written:]
 
     def finish(self) -> None:
-        """Truncate to the bytes that came; `path` then holds the whole shard, still invisible to others."""
+        """Truncate to the bytes received; `path` then holds the whole shard, still invisible to others."""
         os.ftruncate(self._descriptor, self._done)
 
     def publish(self) -> int:
-        """Make it visible to all, also after a power failure; the caller must close the returned descriptor."""
+        """Make it visible to all, durably; the caller must close the returned descriptor."""
         os.fsync(self._descriptor)
         os.utime(self._descriptor)
-        if _is_at(self._descriptor, self.path):  # else the folder was cleared: as good as evicted
+        if _is_at(self._descriptor, self.path):  # otherwise the folder was cleared, which is like eviction
             os.replace(self.path, self.path.with_name(self._name + _TAR))
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         descriptor, self._descriptor = self._descriptor, -1
         return descriptor
 
     def _reserve(self, upto_bytes: int, *, may_wait: bool) -> None:
-        """Grow the file to `upto_bytes`, within the limit and with its space reserved on the disk."""
+        """Grow the file to `upto_bytes`, within the limit and with its space reserved on disk."""
         if upto_bytes > self._limit_bytes:
             raise UserError(
                 f"data.cache.limit is {show_bytes(self._limit_bytes)}, but one shard alone needs "
@@ -263,7 +263,7 @@ class PartialShard:
                 if self._allocate(upto_bytes):
                     self._reserved = upto_bytes
                     return
-                # The disk has less than the limit. No claim while waiting: others may wait for us.
+                # The disk has less than the limit. Drop the claim while waiting: others may wait for us.
                 os.ftruncate(self._descriptor, before)
                 next(relief)
             elif not may_wait:
@@ -271,7 +271,7 @@ class PartialShard:
             elif self._stop():
                 raise DownloadStopped
             else:
-                time.sleep(_POLL_SECONDS)  # for downloads of others, which can be evicted when they are done
+                time.sleep(_POLL_SECONDS)  # for other downloads, which can be evicted when they are done
 
     def _claim(self, upto_bytes: int) -> bool:
         """Lengthen the file if there is room: other processes count its length."""
@@ -293,7 +293,7 @@ class PartialShard:
         return True
 
     def _relief(self, needed_bytes: int) -> Iterator[None]:
-        """Relieve a full disk: each step evicts a shard, or waits for one; then the caller retries."""
+        """Relieve a full disk: each step evicts a shard or waits for one, then the caller retries."""
         has_helped = False
         for steps in count(1):
             if self._stop():
@@ -323,14 +323,13 @@ class PartialShard:
 
 
 def _victims(files: list[_CachedFile], *, evict: Evict) -> list[_CachedFile]:
-    """Complete shards, least recently used first."""
+    """List complete shards, least recently used first."""
     latest = time.time() - IDLE_SECONDS if evict == "idle" else float("inf")
     tars = [file for file in files if file.kind == "tar" and file.modified <= latest]
     return sorted(tars, key=lambda file: file.modified)
 
 
 def _remove(victim: _CachedFile, files: list[_CachedFile]) -> int:
-    """Remove a shard and its indexes; returns their bytes."""
     to_delete = [file for file in files if file.stem == victim.stem and file.kind in ("tar", "npz")]
     for file in to_delete:
         file.path.unlink(missing_ok=True)
@@ -364,7 +363,6 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """True if the open file is the one at `path`."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

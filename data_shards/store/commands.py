@@ -1,7 +1,7 @@
 """Stream a program's output: `pipe:COMMAND`, and schemes of webdataset's `gopen` (ais, scp, ...).
 
 A nonzero exit status is a failure even if bytes came. A program that writes nothing for too long is killed, a `pipe:`
-command with all its children. gopen's own pipes do not do that, take status 141 for 0, and lose stderr. If an earlier
+command with all its children. gopen's own pipes kill nothing, take status 141 for 0, and lose stderr. If an earlier
 command of a shell pipeline fails, only the tar's missing end shows it.
 """
 
@@ -28,8 +28,8 @@ _SHELL_CANNOT_RUN = (126, 127)
 def pipe_pieces(url: str, *, stall_seconds: float, stop: Stop) -> Generator[bytes, None, None]:
     """Run a `pipe:` URL's command and yield its output; it starts with the first piece and is killed on closing.
 
-    Raises Wrong if the command fails (with its last line of stderr), Refused if the shell cannot run it, Transient
-    after `stall_seconds` without output, DownloadStopped if `stop` returned True.
+    Wrong if the command fails (with its last line of stderr), Refused if the shell cannot run it, Transient after
+    `stall_seconds` without output, DownloadStopped if `stop` returned True.
     """
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
@@ -39,12 +39,12 @@ def pipe_pieces(url: str, *, stall_seconds: float, stop: Stop) -> Generator[byte
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
-            start_new_session=True,  # a group of its own, so that all of it can be killed
+            start_new_session=True,  # its own group, so that we can kill all of it
         )
 
         def kill() -> None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # data workers ignore SIGTERM, and a child inherits that
+                os.killpg(process.pid, signal.SIGKILL)  # data workers ignore SIGTERM, and children inherit this
 
         yield from _output(process, kill=kill, stall_seconds=stall_seconds, stop=stop)
         if process.returncode:
@@ -53,7 +53,7 @@ def pipe_pieces(url: str, *, stall_seconds: float, stop: Stop) -> Generator[byte
 
 
 def gopen_pieces(url: str, *, stall_seconds: float, stop: Stop) -> Generator[bytes, None, None]:
-    """Yield what `gopen` reads; raises as `pipe_pieces`. A handler that runs no program has its own timeouts."""
+    """Yield the bytes `gopen` reads; raises as `pipe_pieces`. A handler that runs no program has its own timeouts."""
     with translate_errors():
         try:
             stream: Any = part("gopen").gopen(url, bufsize=0)
@@ -80,7 +80,7 @@ def gopen_pieces(url: str, *, stall_seconds: float, stop: Stop) -> Generator[byt
 def _output(
     process: subprocess.Popen[bytes], *, kill: Callable[[], None], stall_seconds: float, stop: Stop
 ) -> Generator[bytes, None, None]:
-    """Read until the program has closed its output and ended; what is left of it in the end is killed."""
+    """Read until the program has closed its output and ended; kill any processes left."""
     assert process.stdout is not None
     last = time.monotonic()
     try:

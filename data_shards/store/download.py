@@ -1,9 +1,9 @@
 """Download with retries: back-off with jitter, resumed transfers, verified digests.
 
 Transient faults (5xx, 429, timeouts, cut connections) are retried, by default for ten minutes without progress. A cut
-transfer resumes in ranges no larger than what came through, smaller each time nothing did: behind a proxy that cuts
-every connection it still ends, as long as any bytes arrive. Missing or refused objects fail at once. Wrong bytes and
-failing commands are retried a few times: the source itself may be wrong. The digest is computed at 0.5 to 1.5 GB/s.
+transfer resumes in ranges no larger than the bytes that came through, smaller each time none did: behind a proxy that
+cuts every connection it still ends, as long as any bytes arrive. Missing or refused objects fail immediately. Wrong
+bytes and failing commands are retried a few times: the source itself may be wrong. Digests take 1 s for 0.5 to 1.5 GB.
 """
 
 import hashlib
@@ -35,16 +35,16 @@ class MissingObject(StoreError):
 class RetryPolicy:
     """Delays and limits of retries."""
 
-    first_delay_seconds: float = 1.0  # longest wait after the first failure; doubles with each further one
+    first_delay_seconds: float = 1.0  # longest wait after the first failure; doubles with each more
     most_delay_seconds: float = 60.0
-    give_up_seconds: float = 600.0  # of failing in a row, waits included; 0: one attempt
+    give_up_seconds: float = 600.0  # of failures in a row, including waits; 0: one attempt
     wrong_attempts: int = 4  # after wrong bytes or a failing command
     connect_timeout_seconds: float = 20.0
     stall_timeout_seconds: float = 60.0  # without a byte
 
 
 class ByteSink(Protocol):
-    """Receives the bytes; `begin` discards those received so far, and announces `num_bytes` (None: unknown)."""
+    """Receives bytes; `begin` discards those received so far, and announces `num_bytes` (None: unknown)."""
 
     def begin(self, *, num_bytes: int | None) -> None: ...
 
@@ -52,10 +52,9 @@ class ByteSink(Protocol):
 
 
 class Backoff:
-    """Counts the failures of one task, waits after each, and gives up in the end.
+    """Count the failures of one task, wait after each, and finally give up.
 
-    The wait is drawn from [0, 1) of a limit that doubles ("full jitter": Brooker, "Exponential Backoff and Jitter", AWS
-    blog, 2015).
+    Full jitter (Brooker, "Exponential Backoff and Jitter", AWS blog, 2015): waits are uniform below a doubling limit.
     """
 
     def __init__(
@@ -66,12 +65,12 @@ class Backoff:
         self.progress()
 
     def progress(self) -> None:
-        """Start counting anew: the task got further than before."""
+        """Restart the count: the task got further than before."""
         self._failures, self._spent_seconds = 0, 0.0
         self._limit_seconds = self._policy.first_delay_seconds
 
     def wait(self, failure: Failure, *, spent_seconds: float) -> None:
-        """Wait after an attempt of `spent_seconds`; raises StoreError if it was the last one."""
+        """Wait after an attempt of `spent_seconds`; StoreError if it was the last one."""
         url = redacted(self._url)
         if isinstance(failure, Missing):
             raise MissingObject(f"{url} is not there ({failure}): check the location, or copy it there")
@@ -85,7 +84,7 @@ class Backoff:
         delay = self._draw() * min(self._limit_seconds, self._policy.most_delay_seconds)
         self._limit_seconds *= 2
         self._spent_seconds += spent_seconds + delay
-        if isinstance(failure, Wrong):  # by count alone: a slow machine does not make the network the culprit
+        if isinstance(failure, Wrong):  # by count alone: a slow machine must not make us blame the network
             if self._wrong >= self._policy.wrong_attempts:
                 advice = "run the command by hand" if self._url.startswith(PIPE) else "upload or pack it again"
                 raise StoreError(f"{url}: {failure}{_times(self._wrong)}: {advice}")
@@ -94,7 +93,7 @@ class Backoff:
                 f"{url}: {failure}{_times(self._failures)}: check the network and the server, "
                 "then run the same command again"
             )
-        if self._failures == 3:  # no hiccup any more, and the wait should not look like a hang
+        if self._failures == 3:  # more than a hiccup, and the wait should not look like a hang
             _log.warning("%s: %s; trying again", url, failure)
         self._sleep(delay)
 
@@ -104,7 +103,7 @@ def _times(count: int) -> str:
 
 
 class Downloads:
-    """Reads remote objects with retries; picklable if `sleep`, which takes seconds, is."""
+    """Read remote objects with retries; picklable if `sleep`, which takes seconds, is."""
 
     def __init__(
         self, policy: RetryPolicy, *, sleep: Callable[[float], None] = time.sleep, commands: Commands = "refuse"
@@ -113,7 +112,7 @@ class Downloads:
         self._remotes = Remotes(policy.connect_timeout_seconds, policy.stall_timeout_seconds, commands)
 
     def about(self, url: str, *, patiently: bool = True, stop: Stop = lambda: False) -> tuple[int | None, str]:
-        """Size and fingerprint of an object (None and "" if unknown); arguments and errors as of `download`."""
+        """Size and fingerprint of an object (None and "" if unknown); arguments and errors as in `download`."""
         backoff = self._backoff(url, patiently=patiently)
         remote = self._remotes.object(url, stop=stop)
         while True:
@@ -139,7 +138,7 @@ class Downloads:
         """Write all bytes of `url`, in order, to `sink`, which may restart; StoreError after the last attempt.
 
         `num_bytes`, `sha256` and `fingerprint` must match unless None or ""; then `verify` may raise `Wrong`. Without
-        `patiently` there is one attempt. `stop` is asked several times a second; if True, DownloadStopped is raised.
+        `patiently` there is one attempt. `stop` is called several times a second; DownloadStopped if it returns True.
         """
         backoff = self._backoff(url, patiently=patiently)
         remote = self._remotes.object(url, stop=stop)
@@ -163,7 +162,7 @@ class Downloads:
 
     def _backoff(self, url: str, *, patiently: bool) -> Backoff:
         policy = self.policy if patiently else replace(self.policy, give_up_seconds=0.0, wrong_attempts=1)
-        # A generator of its own: the jitter must differ between processes, and leave the global generator alone.
+        # Its own generator: jitter must differ between processes and leave the global generator alone.
         return Backoff(url, policy=policy, sleep=self._sleep, draw=random.SystemRandom().random)
 
 
@@ -176,7 +175,7 @@ class _Transfer:
 
     def forget(self) -> None:
         self.done = 0
-        self._found = ""  # fingerprint of the object whose bytes came
+        self._found = ""  # fingerprint of the object that the bytes came from
         self._digest = hashlib.sha256()
 
     def attempt(self, remote: Output | Stored) -> None:
@@ -191,7 +190,7 @@ class _Transfer:
             self._sink.begin(num_bytes=about.num_bytes if self._num_bytes is None else self._num_bytes)
         self._found = about.fingerprint
         begin = self.done
-        # With a digest to decide, the machines of one server may each have a fingerprint of their own.
+        # With a digest to decide, each machine behind one server may have its own fingerprint.
         asked = replace(about, fingerprint="") if self._sha256 else about
         try:
             with closing(
@@ -200,7 +199,7 @@ class _Transfer:
                 for piece in pieces:
                     self._take(piece)
         except Transient:
-            quarter = (self.done - begin or self._range_bytes) // 4  # the store asks for four ranges of a size
+            quarter = (self.done - begin or self._range_bytes) // 4  # the store requests four ranges of each size
             self._range_bytes = min(RANGE_BYTES, 2 ** (max(1, quarter).bit_length() - 1))
             raise
         if about.num_bytes is not None and self.done != about.num_bytes:

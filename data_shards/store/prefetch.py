@@ -1,7 +1,7 @@
 """Download upcoming shards during training: one background thread per rank, over the shared cache.
 
-It follows training order, up to a number of bytes ahead. These shards are marked as wanted, so that no prefetching
-evicts them; only idle shards make room. It retries until training has passed the shard, whose reader reports errors.
+It follows training order, up to a number of bytes ahead. It marks these shards as wanted, so that no prefetcher evicts
+them; only idle shards make room. It retries until training has passed the shard, whose reader reports errors.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from data_shards.store.cache import TOUCH_SECONDS, CacheFull
 from data_shards.store.remote_errors import DownloadStopped
 from data_shards.store.store import Store
 
-# The shards in use need room as well, and those of the node's other ranks, which share the cache.
+# Shards in use need room too, as do those of the node's other ranks, which share the cache.
 _LOOKAHEAD_SHARE = 1 / 4
-# Where everything is local already, steps cost only their planning; further ahead is of no use.
+# Once everything is local, steps cost only their planning; further ahead is useless.
 _MOST_STEPS_AHEAD = 1000
 _NO_ROOM_SECONDS = 1.0
 _FIRST_DELAY_SECONDS, _MOST_DELAY_SECONDS = 1.0, 30.0
@@ -35,9 +35,9 @@ def start_prefetch(
 
 
 class Prefetcher:
-    """Fetches upcoming shards in a thread that lives until `close`.
+    """Fetch upcoming shards in a thread that lives until `close`.
 
-    `upcoming` has (step, numbers of the shards that it needs first), in ascending order, maybe endless; only the thread
+    `upcoming` has (step, numbers of shards first needed there), in ascending order, maybe endless; only the thread
     iterates. `lookahead_bytes` limits the shards ahead of training; one is always allowed.
     """
 
@@ -56,18 +56,18 @@ class Prefetcher:
         self._closed = threading.Event()
         self._ahead: dict[int, tuple[int, int]] = {}  # shard -> the step that needs it, its bytes
         self._touched_at = time.monotonic()
-        self.error: Exception | None = None  # the last one, for debugging
+        self.error: Exception | None = None  # the latest, for debugging
         self._thread = threading.Thread(target=self._run, name="shard-prefetch", daemon=True)
         self._thread.start()
 
     def reached(self, step: int) -> None:
-        """All steps before `step` have their samples."""
+        """Say that all steps before `step` have their samples."""
         with self._changed:
             self._step = max(self._step, step)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Stop; a running transfer is aborted, and leaves nothing behind."""
+        """Stop; a running transfer is aborted and leaves nothing behind."""
         self._closed.set()
         with self._changed:
             self._changed.notify_all()
@@ -81,7 +81,7 @@ class Prefetcher:
                     self._fetch(shard, step=step)
         except DownloadStopped:
             pass
-        except Exception as error:  # noqa: BLE001 - without prefetching, training continues more slowly
+        except Exception as error:  # noqa: BLE001 - without prefetching, training is only slower
             self.error = error
 
     def _fetch(self, shard: int, *, step: int) -> None:
@@ -97,7 +97,7 @@ class Prefetcher:
                 self._pause(_NO_ROOM_SECONDS)
             except DownloadStopped:
                 raise
-            except Exception as error:  # noqa: BLE001 - the reader will have the same, and report it
+            except Exception as error:  # noqa: BLE001 - the reader will get the same error and report it
                 self.error = error
                 self._pause(delay)
                 delay = min(2 * delay, _MOST_DELAY_SECONDS)
@@ -108,7 +108,7 @@ class Prefetcher:
         return not self._ahead or ahead_bytes + (self._entries[shard].num_bytes or 0) <= self._lookahead_bytes
 
     def _wait_while(self, condition: Callable[[], bool], *, poll_seconds: float = TOUCH_SECONDS) -> None:
-        """Raises DownloadStopped on `close`."""
+        """DownloadStopped on `close`."""
         while condition():
             with self._changed:
                 if not self._closed.is_set():
@@ -117,12 +117,12 @@ class Prefetcher:
                 raise DownloadStopped
 
     def _pause(self, seconds: float) -> None:
-        """Wait, even if training gets there; raises DownloadStopped on `close`."""
+        """Wait, even if training gets there; DownloadStopped on `close`."""
         end = time.monotonic() + seconds
         self._wait_while(lambda: time.monotonic() < end, poll_seconds=min(seconds, TOUCH_SECONDS))
 
     def _pulse(self) -> bool:
-        """True to stop; every few seconds marks the shards ahead as still wanted. Called several times a second."""
+        """True to stop; every few seconds, mark shards ahead as still wanted. Called several times a second."""
         if not self._closed.is_set() and time.monotonic() - self._touched_at > TOUCH_SECONDS:
             self._touched_at = time.monotonic()
             for shard, (step, _) in list(self._ahead.items()):

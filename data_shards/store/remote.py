@@ -5,9 +5,9 @@ card, and fsspec's `get_file` can neither be stopped nor resumed. A web server w
 
 A store's settings are fsspec's own, from the environment or ~/.config/fsspec/*.json: `AWS_ENDPOINT_URL` or
 `FSSPEC_S3_ENDPOINT_URL` for MinIO and the like, `FSSPEC_S3_ANON=true` for public buckets without credentials,
-`FSSPEC_S3='{"profile": "x"}'` for anything else; HTTP takes passwords from the URL or ~/.netrc and proxies from the
-environment. Other stores need fsspec's package for them, such as adlfs for az://. File systems are made in the process
-that uses them, never shared with a fork or pickled.
+`FSSPEC_S3='{"profile": "x"}'` for anything else. HTTP takes passwords from the URL or ~/.netrc, and proxies from the
+environment. Other stores need their fsspec package, such as adlfs for az://. Each process makes its own file systems;
+they are never shared with a fork or pickled.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ RANGE_BYTES = 8 * 2**20
 _RANGES_OF_A_SIZE = 4
 _RANGES_IN_FLIGHT = 4
 _STREAM_PIECE_BYTES = 2**20
-# Average over the ranges in flight below which a server counts as stalled.
+# A server is stalled below this average over the ranges in flight.
 _LEAST_BYTES_PER_SECOND = 100_000
 _POLL_SECONDS = 0.1
 _FINGERPRINTS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "mtime", "updated")
@@ -56,18 +56,15 @@ _FINGERPRINTS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_
 
 @dataclass(frozen=True)
 class About:
-    """An object's size (None: unknown), and its fingerprint, which changes with it ("": unknown).
+    """Facts about a remote object."""
 
-    `ranges`: readable in ranges; in ranges, if a digest proves that they are of one object; or only as a whole.
-    """
-
-    num_bytes: int | None
-    fingerprint: str
-    ranges: Literal["yes", "with a digest", "no"]
+    num_bytes: int | None  # None: unknown
+    fingerprint: str  # changes with the object; "": unknown
+    ranges: Literal["yes", "with a digest", "no"]  # "with a digest": which must prove that ranges are of one object
 
 
 class Remotes:
-    """Opens remote objects by URL; picklable. A transfer without a byte for `stall_seconds` is lost."""
+    """Open remote objects by URL; picklable. A transfer without a byte for `stall_seconds` is lost."""
 
     def __init__(self, connect_seconds: float, stall_seconds: float, commands: Commands) -> None:
         self._connect_seconds, self._stall_seconds = connect_seconds, stall_seconds
@@ -91,7 +88,7 @@ class Remotes:
         return made_by(self._file_system(url), url, wait_seconds=wait_seconds, stop=stop)
 
     def _file_system(self, url: str) -> Any:
-        """Make fsspec's file system for a kind of URL, once a process."""
+        """Make fsspec's file system for a kind of URL, once per process."""
         kind = protocol(url)
         try:
             import fsspec
@@ -104,7 +101,7 @@ class Remotes:
                 options |= self._options(kind, conf.get(kind, {}))
                 self._file_systems[key] = made_by(**options, skip_instance_cache=True)
                 if kind in ("s3", "s3a"):
-                    self._file_systems[key].retries = 1  # trying again is `download`'s business
+                    self._file_systems[key].retries = 1  # `download` retries
         except ImportError as error:
             raise UserError(f"{redacted(url)}: for {kind}:// a Python package is missing: {error}") from None
         except ValueError as error:
@@ -157,7 +154,6 @@ class Stored:
         self._wait_seconds, self._stop = wait_seconds, stop
 
     def about(self) -> About:
-        """Ask for its size and fingerprint."""
         with translate_errors():
             fs = self._fs
             info = self._wait(fs._info(self._path)) if fs.async_impl else fs.info(self._path)
@@ -169,13 +165,13 @@ class Stored:
         return About(info["size"], fingerprint, "yes")
 
     def pieces(self, about: About, *, begin: int, range_bytes: int | None) -> Pieces:
-        """Yield its bytes from `begin` on, at most 8 MiB at once; closing it ends the transfer.
+        """Yield its bytes from `begin` on, at most 8 MiB at a time; closing the generator ends the transfer.
 
-        Raises `Wrong` if the object no longer has the fingerprint of `about` ("": not checked). `range_bytes` is the
-        size of the first ranges; None: no ranges, and `begin` is 0.
+        `Wrong` if the object lost the fingerprint of `about` (unless ""). The first ranges have `range_bytes`; None: no
+        ranges.
         """
         yield from self._ranges(about, begin=begin, range_bytes=range_bytes or RANGE_BYTES)
-        # The ranges may be of different objects.
+        # The ranges may come from different objects.
         if about.fingerprint and self.about() != about:
             raise Wrong("it was replaced while it was read")
 
@@ -225,13 +221,10 @@ class Stored:
 
 
 class _Page(Stored):
-    """A file of a web server, through the session of fsspec's file system.
-
-    fsspec's own `_info` turns any failure into a missing file, and its `_cat_file` reads all that comes, a part or not.
-    """
+    """A file on a web server, by fsspec's session: its own `_info` and `_cat_file` hide failures and wrong ranges."""
 
     def about(self) -> About:
-        # Not HEAD: a signature in the URL may allow GET alone.
+        # Not HEAD: a signature in the URL may allow only GET.
         with translate_errors():
             response = self._wait(self._get("bytes=0-0"))
             self._close(response)
@@ -319,7 +312,7 @@ def _check(response: Any, about: About) -> None:
 
 
 def _spans(begin: int, end: int, *, range_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield several ranges of a size, then of twice that: a single cut must not make the rest of the file slow."""
+    """Yield several ranges of one size, then of twice that: a single cut must not make the rest of the file slow."""
     while begin < end:
         for _ in range(_RANGES_OF_A_SIZE):
             if begin < end:
@@ -329,14 +322,12 @@ def _spans(begin: int, end: int, *, range_bytes: int) -> Iterator[tuple[int, int
 
 
 async def _check_redirect(session: Any, context: Any, redirect: Any) -> None:
-    """Refuse a redirect to other than http and https, or from another host into this machine or a private network.
-
-    Else whoever serves shards could have this machine ask what only it can reach, such as a cloud's metadata at
-    169.254.169.254. aiohttp follows ten in a row, and sends no credentials to another host.
-    """
+    """Refuse redirects to schemes other than http(s), and from another host into this machine or a private network."""
+    # Otherwise a server of shards could make this machine request what only it can reach, such as a cloud's metadata at
+    # 169.254.169.254. aiohttp follows ten redirects in a row, and sends no credentials to another host.
     url = redirect.url
     headers = redirect.response.headers
-    place = url.join(type(url)(headers.get("Location") or headers.get("URI") or ""))  # as aiohttp looks for it
+    place = url.join(type(url)(headers.get("Location") or headers.get("URI") or ""))  # as aiohttp does
     if place.scheme not in ("http", "https"):
         why = "which is no http or https"
     elif place.host != url.host and await _inner_addresses(place.host) - await _inner_addresses(url.host):
@@ -348,7 +339,7 @@ async def _check_redirect(session: Any, context: Any, redirect: Any) -> None:
 
 
 async def _inner_addresses(host: str) -> set[str]:
-    """List a host's addresses that are not of the public internet; none if its name is unknown here."""
+    """List a host's addresses outside the public internet; none if its name is unknown here."""
     try:
         found: list[Any] = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):  # the request itself will fail, or a proxy knows the name

@@ -1,7 +1,4 @@
-"""Classify why a remote read failed: exceptions of many libraries -> four kinds of `Failure`.
-
-The kind decides whether to retry; the reason is printable: no URL with a password, no query string.
-"""
+"""Classify failed remote reads: exceptions of many libraries -> four kinds of `Failure`, with printable reasons."""
 
 import errno
 from collections.abc import Callable, Iterator
@@ -12,10 +9,10 @@ from data_shards.shards.location import redact_text
 
 Stop = Callable[[], bool]
 
-# Neither botocore's errors nor aiohttp's have a common base that tells settings from the network.
+# No base class of botocore's or aiohttp's errors tells settings from the network.
 _SETTINGS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError", "InvalidURL"}
 _SETTINGS |= {"RedirectClientError", "ClientConnectorCertificateError"}
-# What s3fs makes of answers like "malformed" and "method not allowed".
+# s3fs raises these for answers like "malformed" and "method not allowed".
 _REFUSALS = {errno.EINVAL, errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENAMETOOLONG}
 
 
@@ -36,7 +33,7 @@ class Transient(Failure):
 
 
 class Wrong(Failure):
-    """The bytes are not the expected ones, or a command failed: a retry helps now and then."""
+    """The bytes are not the expected ones, or a command failed: a retry rarely helps."""
 
 
 class DownloadStopped(Exception):
@@ -45,12 +42,12 @@ class DownloadStopped(Exception):
 
 @contextmanager
 def translate_errors() -> Iterator[None]:
-    """Turn what a library raises into a `Failure`; not chained, since its text may hold a URL with a password."""
+    """Turn a library's exception into a `Failure`; not chained, since its text may hold a URL with a password."""
     try:
         yield
     except (Failure, DownloadStopped, UserError):
         raise
-    except Exception as error:  # noqa: BLE001 - each library has its own hundred
+    except Exception as error:  # noqa: BLE001 - each library has a hundred of its own
         raise failure_of(error) from None
 
 
@@ -70,14 +67,14 @@ def failure_of(error: Exception) -> Failure:
         return Transient("the connection was cut")
     if names & _SETTINGS or (isinstance(error, OSError) and error.errno in _REFUSALS):
         return Refused(reason)
-    # Some of aiohttp's errors of the connection are ValueErrors, too.
+    # Some of aiohttp's connection errors are also ValueErrors.
     if isinstance(error, PermissionError | TypeError | ValueError | AttributeError) and "ClientError" not in names:
         return Refused(reason)
     return Transient(reason)
 
 
 def failure_of_status(status: int) -> Failure:
-    """Classify an HTTP status of 300 or more, a redirect that leads nowhere included."""
+    """Classify an HTTP status of 300 or more, including a redirect that leads nowhere."""
     if status in (404, 410):
         return Missing(f"HTTP status {status}")
     if status in (408, 425, 429) or (status >= 500 and status not in (501, 505)):

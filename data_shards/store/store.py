@@ -27,7 +27,7 @@ _WAIT_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class OpenShard:
-    """A shard that can be read, even after the cache has evicted it; the caller must close the descriptor."""
+    """A shard that stays readable after the cache evicts it; the caller must close the descriptor."""
 
     descriptor: int
     index: ShardIndex
@@ -35,8 +35,6 @@ class OpenShard:
 
 @dataclass(frozen=True)
 class _Fetch:
-    """A shard to get into the cache, and how."""
-
     entry: ShardEntry
     evict: Evict = "any"
     stop: Stop = lambda: False
@@ -44,10 +42,10 @@ class _Fetch:
 
 
 class Store:
-    """Opens shards wherever they are; one per process. Picklable: a copy has no descriptors and no connections.
+    """Open shards wherever they are; one per process. Picklable: a copy has no descriptors and no connections.
 
-    Without a `cache`, remote shards are refused. `commands` is "run" only where the user has typed the locations, or
-    the recipe that contains them; "refuse" opens nothing that may run a program.
+    Without a `cache`, remote shards are refused. `commands` is "run" only if the user has typed the locations, or the
+    recipe that contains them; "refuse" opens nothing that may run a program.
     """
 
     def __init__(
@@ -69,10 +67,7 @@ class Store:
         return {**vars(self), "_fingerprints": dict(self._fingerprints)}
 
     def read_small(self, url: str, *, most_bytes: int) -> bytes:
-        """Read a small remote file, such as a manifest.
-
-        Raises MissingObject, StoreError if it cannot be read, UserError if it is larger than `most_bytes`.
-        """
+        """Read a small remote file; MissingObject or StoreError if that fails, UserError if above `most_bytes`."""
         sink = _Memory(url, most_bytes=most_bytes)
         self._downloads.download(url, sink=sink)
         return bytes(sink.content)
@@ -87,10 +82,7 @@ class Store:
         return f"{num_bytes} {fingerprint}" if fingerprint else ""
 
     def open(self, entry: ShardEntry) -> OpenShard:
-        """Open a shard and its index, fetched if necessary.
-
-        Raises StoreError if it cannot be fetched, UserError if it or its index is damaged, or the cache is unusable.
-        """
+        """Open a shard and its index; StoreError if it cannot be fetched, UserError for damage or an unusable cache."""
         if is_local(entry.url):
             index = open_index(local_path(entry.url), label=entry.labels.part, index=entry.index, name=entry.name)
             return OpenShard(_open_local(entry.url), index)
@@ -102,13 +94,13 @@ class Store:
             raise
 
     def open_file(self, entry: ShardEntry) -> int:
-        """Open a shard's file, complete but not indexed; raises StoreError and UserError as `open` does."""
+        """Open a shard's file, complete but not indexed; StoreError and UserError as in `open`."""
         return _open_local(entry.url) if is_local(entry.url) else self._cached(_Fetch(entry, wants_index=False))[0]
 
     def prefetch(self, entry: ShardEntry, *, stop: Stop = lambda: False) -> None:
         """Fetch a shard, or mark it as still wanted, in one attempt that evicts nothing in use.
 
-        Raises StoreError and UserError as `open`, CacheFull, and DownloadStopped if `stop` returned True.
+        StoreError and UserError as in `open`, CacheFull, and DownloadStopped if `stop` returned True.
         """
         if not is_local(entry.url):
             os.close(self._cached(_Fetch(entry, "idle", stop))[0])
@@ -161,7 +153,7 @@ class Store:
                 index = _read_or_build(entry, str(part.path))
             except UserError as error:
                 if entry.sha256:
-                    raise  # these are the bytes that were packed: another download would bring the same
+                    raise  # these bytes were packed: another download would bring the same
                 raise Wrong(str(error).removeprefix(f"{entry.name}: ")) from None
 
         self._downloads.download(
@@ -195,7 +187,7 @@ class Store:
         else:
             # The query stays: it may be all that identifies the file.
             identity = ["", re.sub(r"(?<=://)[^/?#]*@", "", url), self._fingerprint(fetch)]
-        # Of a pipe only the program and the tar are shown, and neither need be there or differ.
+        # A redacted pipe shows only program and tar, which may be absent or the same for several.
         if url.startswith(PIPE):
             identity.append(url)
         stem = re.sub(r"[^A-Za-z0-9_.+-]", "_", redacted(url).rstrip("/").rpartition("/")[2]).removesuffix(".tar")
