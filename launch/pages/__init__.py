@@ -1,1 +1,1 @@
-"""Self-contained HTML pages: the report of a run, figures, shards."""
+"""Render self-contained HTML pages: reports of runs, figures, shards."""

@@ -1,4 +1,4 @@
-"""Parts of a page: text, tables, pictures, drawings and charts. Plain values; `page` renders them."""
+"""Parts of a page as plain values: text, tables, pictures, drawings, charts. `page` renders them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class ShownNumber:
-    """A number with its unit: "3:07 min", sorted by `value`."""
+    """A number shown with its unit ("3:07 min"), sorted by `value`."""
 
     text: str
     value: float
@@ -21,7 +21,7 @@ Legend = tuple[tuple[str, str], ...]  # (class of the mark, label)
 
 @dataclass(frozen=True)
 class PageText:
-    """A paragraph; "code": verbatim, with its line ends; "note": set back."""
+    """A paragraph. "code": verbatim; "note": muted."""
 
     text: str
     kind: Literal["prose", "note", "code"] = "prose"
@@ -30,26 +30,25 @@ class PageText:
 
 @dataclass(frozen=True)
 class PageTable:
-    """A table, sorted by a click; numbers are right-aligned, None is an empty cell."""
+    """A table, sortable by clicking a column; numbers align right, None is an empty cell."""
 
     columns: tuple[str, ...]
     rows: Sequence[Sequence[PageCell]]
     title: str = ""
     caption: str = ""
-    folded: bool = False  # opened by a click on its title
+    folded: bool = False  # collapsed until its title is clicked
     highlight: Literal["none", "last_column"] = "none"
     of: str = ""  # which set or run, beside the title
 
     @property
     def numeric(self) -> tuple[bool, ...]:
-        """For each column: are all its cells numbers?"""
         columns = [[row[number] for row in self.rows if row[number] is not None] for number in range(len(self.columns))]
         return tuple(bool(cells) and not any(isinstance(cell, str) for cell in cells) for cells in columns)
 
 
 @dataclass(frozen=True)
 class PageImage:
-    """A picture at one step, as PNG or JPEG and perhaps as SVG; `step` None: there is only one."""
+    """A picture at one step, as PNG or JPEG and perhaps SVG; `step` is None if there is only one."""
 
     raster: bytes
     svg: bytes | None = None
@@ -58,7 +57,7 @@ class PageImage:
 
 @dataclass(frozen=True)
 class PagePicture:
-    """A picture with its words; the last image is shown, and a slider leads to the earlier ones."""
+    """A picture with its texts; shows the last image, with a slider for earlier ones."""
 
     title: str
     caption: str
@@ -69,7 +68,7 @@ class PagePicture:
 
 @dataclass(frozen=True)
 class PageDrawing:
-    """SVG markup of ours, inlined so that it takes the page's colours and fonts; its texts are escaped."""
+    """Trusted SVG markup, inlined to take the page's colours and fonts; its texts are already escaped."""
 
     title: str
     caption: str
@@ -79,7 +78,7 @@ class PageDrawing:
 
 @dataclass(frozen=True)
 class DrawnChart:
-    """One chart: `svg` is what a reader without scripts sees, `key` its name for the script."""
+    """One chart: `svg` for readers without scripts, `key` its name in the script."""
 
     key: str
     title: str
@@ -87,27 +86,27 @@ class DrawnChart:
     caption: str
     svg: str
     legend: Legend
-    rank: Literal["first", "more"] = "first"  # more: folded away
+    rank: Literal["first", "more"] = "first"  # more: collapsed
 
 
 @dataclass(frozen=True)
 class ChartBlock:
-    """Charts over one x axis, with one cursor and one zoom; `data`: what the script draws them from."""
+    """Charts sharing one x axis, cursor and zoom; `data` is for the script."""
 
     title: str
     charts: tuple[DrawnChart, ...]
     data: Mapping[str, Any]
-    legend: Legend = ()  # of all charts
+    legend: Legend = ()  # for all charts
 
 
 @dataclass(frozen=True)
 class PageSection:
-    """A fold: a heading, and what stands under it, other folds too."""
+    """A collapsible heading with blocks below it, including nested sections."""
 
     title: str
     blocks: Sequence[PageBlock]
     intro: str = ""
-    brief: str = ""  # beside the heading, seen while it is closed
+    brief: str = ""  # next to the heading, while closed
     state: Literal["open", "closed"] = "open"
 
 

@@ -1,9 +1,8 @@
-"""Keep a page below its limit of bytes, whatever a run's folder holds, and note what was left out.
+"""Keep a page below its size limit, whatever a run's folder holds, and note what was left out.
 
-A block takes at most half of the bytes that are left (charts: all); a table loses its last rows. A picture is embedded
-as SVG where that is not much larger than its raster: it is sharp, follows the dark scheme, and its text can be found.
-Where not all fit, older steps go first, then the largest become WebP, smaller, and at last none. Re-encoding takes a
-tenth of a second an image.
+A block takes at most half of the remaining bytes (charts: all); a table loses its last rows. Pictures become SVG unless
+that is much larger than the raster: it is sharp, searchable and follows the dark scheme. To fit, older steps go first;
+then the largest become ever smaller WebP (a tenth of a second each); then they go too.
 """
 
 import base64
@@ -20,27 +19,26 @@ from data_shards.text import one_line, printable, show_bytes
 from launch.pages.blocks import ChartBlock, PageImage, PagePicture, PageSection, PageTable
 from pipeline.pictures.style import PNG_DOTS_PER_INCH, plain
 
-_TAGS_BYTES, _CELL_BYTES = 300, 70  # the most that the markup of a block or a cell takes
+_TAGS_BYTES, _CELL_BYTES = 300, 70  # upper bounds on the markup of a block and a cell
 _SVG_MOST_BYTES, _SVG_MUCH_LARGER = 1_000_000, 3.0
 _MOST_EARLIER = 7
-_EARLIER_BYTES = 250_000  # of one picture's earlier steps together
-_WEBP = ((82, 1280), (72, 960), (60, 640))  # quality and longest side in pixels, from good to small
+_EARLIER_BYTES = 250_000  # for all earlier steps of a picture
+_WEBP = ((82, 1280), (72, 960), (60, 640))  # quality and longest side in pixels, best first
 _MOST_PIXELS = 60_000_000
-_SHOWN = 96 / PNG_DOTS_PER_INCH  # CSS pixels of an image's pixel: a figure keeps its inches, as its SVG does
+_SHOWN = 96 / PNG_DOTS_PER_INCH  # CSS pixels per image pixel: a figure keeps its size in inches, like its SVG
 _FORMATS = ("PNG", "JPEG")
 
 Embedding = tuple[str, bytes]  # MIME type, content
 
 
 class Fitting:
-    """`left_bytes` are for what comes next; `notes`: what was left out."""
+    """Remaining budget for the next blocks, and notes on what was left out."""
 
     def __init__(self, most_bytes: int) -> None:
         self.left_bytes = most_bytes
         self.notes: list[str] = []
 
     def section(self, section: PageSection) -> PageSection:
-        """Keep as much of the section's blocks as there is room for."""
         fitted = [self._block(block) for block in section.blocks]
         return replace(section, blocks=[block for block in fitted if block is not None])
 
@@ -65,13 +63,13 @@ class Fitting:
 
 
 def _html_bytes(value: Any) -> int:
-    """An upper bound on a block's markup; images are not counted."""
+    """Upper bound on a block's markup, without images."""
     match value:
         case str():
             return _CELL_BYTES // 2 + len(escape(printable(value)).encode())
-        case PagePicture():  # each image has words of its own
+        case PagePicture():  # each image repeats the texts
             return len(value.images) * (_TAGS_BYTES + _html_bytes([value.title, value.caption, value.alt]))
-        case Mapping():  # data for the script, in which markup is escaped
+        case Mapping():  # script data, with markup escaped
             text = json.dumps(value)
             return len(text) + 5 * sum(map(text.count, "<>&"))
         case tuple() | list():
@@ -85,7 +83,7 @@ def _html_bytes(value: Any) -> int:
 
 @dataclass(frozen=True)
 class EmbeddedImage:
-    """An <img>: its data, size in CSS pixels and step; a raster stays light in the dark scheme."""
+    """Data, size in CSS pixels and step of an <img>; rasters stay light in the dark scheme."""
 
     uri: str
     width: int
@@ -96,7 +94,7 @@ class EmbeddedImage:
 
 @dataclass
 class _Choice:
-    """One image, the way it is embedded (None: left out), and smaller ways."""
+    """One image: its current embedding (None: left out), and smaller alternatives."""
 
     picture: int
     image: PageImage
@@ -111,7 +109,7 @@ class _Choice:
 
 
 def embedded(pictures: Sequence[PagePicture], *, budget_bytes: int) -> tuple[list[list[EmbeddedImage]], list[str]]:
-    """Embed each picture's images, the newest last (none: left out), and list what was left out."""
+    """Embed each picture's images, newest last (possibly none), and list what was left out."""
     notes: list[str] = []
     choices: list[_Choice] = []
     for number, picture in enumerate(pictures):
@@ -156,7 +154,7 @@ def _quoted(block: Any) -> str:
 
 
 def _ways(image: PageImage, kind: str) -> Iterator[Embedding]:
-    """Ways to embed an image, from good to small."""
+    """Yield embeddings of an image, best first, then smaller."""
     svg = image.svg
     is_whole = svg is not None and b"<svg" in svg[:2000] and svg.rstrip().endswith(b"</svg>")
     if svg is not None and is_whole and len(svg) <= min(_SVG_MOST_BYTES, _SVG_MUCH_LARGER * len(image.raster)):
@@ -167,7 +165,7 @@ def _ways(image: PageImage, kind: str) -> Iterator[Embedding]:
 
 
 def _kind_and_size(raster: bytes) -> tuple[str, tuple[int, int]]:
-    """The MIME type, width and height of a whole PNG or JPEG; OSError, ValueError or SyntaxError: it is damaged."""
+    """MIME type, width and height of a PNG or JPEG. OSError, ValueError or SyntaxError if it is damaged."""
     from PIL import Image
 
     with warnings.catch_warnings():

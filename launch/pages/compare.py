@@ -1,4 +1,4 @@
-"""Compare runs as plain text of 80 columns: recipes, final metrics with differences to the first run, and curves."""
+"""Compare runs as plain text of 80 columns: recipes, final metrics with differences to the first run, curves."""
 
 import itertools
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ from pipeline.recipe.vocabulary import ALL_STAGES, METRICS
 from pipeline.runs.read import Run, RunStage
 
 WIDTH = 80
-_HEIGHT = 11  # of a curve, in lines
+_HEIGHT = 11  # lines of a curve
 _MARKS = "●○▲△■□◆"
 _LONGEST_VALUE = 24
-_CURVES = (("val/loss", "train/loss"), ("val/top1", "val/accuracy"), ("opt/lr",))  # the first known of each
+_CURVES = (("val/loss", "train/loss"), ("val/top1", "val/accuracy"), ("opt/lr",))  # draw the first available of each
 
 
 def comparison(named: Mapping[str, Run]) -> str:
-    """Make the whole text of runs by name, without a final line end."""
+    """Format the comparison of runs by name, without a trailing newline."""
     runs = {one_line(name): history for name, history in named.items()}
     marks = dict(zip(runs, itertools.cycle(_MARKS), strict=False))
     heads = [(f"{marks[name]} {name}", str(history.folder.path)) for name, history in runs.items()]
@@ -63,7 +63,6 @@ def _results(runs: Mapping[str, Run], stages: Mapping[str, RunStage], *, title: 
 
 
 def _metrics(stages: Mapping[str, RunStage]) -> str:
-    """The last value of each metric that two runs have, with the difference to the first."""
     known = {name: reached(stage) for name, stage in stages.items() if stage.rows}
     rows = []
     for metric in METRICS:
@@ -79,7 +78,6 @@ def _metrics(stages: Mapping[str, RunStage]) -> str:
 
 
 def _curves(stages: Mapping[str, RunStage], *, marks: Mapping[str, str]) -> list[str]:
-    """Held-out loss and score, or else those of training, and the learning rate."""
     found: list[str] = []
     for wanted in _CURVES:
         for metric in wanted:

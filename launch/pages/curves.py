@@ -1,8 +1,7 @@
-"""Turn a stage's metrics into charts: group them, choose an axis, thin them to what a page has room for.
+"""Turn a stage's metrics into charts: group them, choose axes, and thin curves to fit the page.
 
-A thinned curve keeps the lowest and highest point of each column of pixels, its ends and its gaps (values that are not
-finite), so no spike is lost; 100,000 points take a few milliseconds. `templates/page.js` draws the charts; the SVG made
-here, lines between their extremes, is for readers without scripts.
+Thinning keeps the extremes of each pixel column, the ends and gaps (non-finite values), so no spike is lost; it takes
+milliseconds for 100,000 points. `templates/page.js` draws the charts; the SVG is for readers without scripts.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ if TYPE_CHECKING:
 Scale = Literal["linear", "log"]
 
 DATA_BYTES = 1_000_000  # for all curves of a page
-_LATEST = 1e11  # unix seconds: a damaged row may say anything
+_LATEST = 1e11  # unix seconds; damaged rows may hold any value
 _BYTES_PER_POINT = 26
 _STATIC_COLUMNS, _LEAST_COLUMNS, _MOST_COLUMNS = 120, 30, 900
 _SCRIPT_DIGITS = 5
 _MARKED: tuple[EventKind, ...] = ("start", "rollback", "spike", "skipped", "failed", "stopped")
 _MOST_MARKS = 40
-_COLOURS = 7  # of the page's palette
+_COLOURS = 7  # in the page's palette
 _WIDTH, _HEIGHT = 400, 216
-_LOG_RATIO = 30.0  # of the highest to the lowest value, beyond which an axis may be logarithmic
-_MOST_VALUE = 1e30  # larger values count as missing: axes compute with them
+_LOG_RATIO = 30.0  # highest / lowest value above which an axis may be logarithmic
+_MOST_VALUE = 1e30  # larger values count as missing: axis arithmetic would overflow
 _MOST_CHARTS = 40  # a run folder may hold thousands of names
 _OF_EACH_SET = ("top1", "accuracy", "loss")
 _LONGEST_TITLE = 60
 _FEW_SHOT = "val/fewshot_"
-_NOT_DRAWN = re.compile(r"train/epoch$|val[^/]*/images$|model/")  # the x axis once more; constants
+_NOT_DRAWN = re.compile(r"train/epoch$|val[^/]*/images$|model/")  # the x axis itself, and constants
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,8 @@ class ChartKind:
     title: str
     metrics: tuple[tuple[str, str], ...]  # (name, label of its line)
     unit: str = ""
-    scale: Scale = "linear"  # log: if its values span enough
-    rank: Literal["first", "more"] = "first"  # more: folded away, for when something is wrong
+    scale: Scale = "linear"  # log: only if the values span enough
+    rank: Literal["first", "more"] = "first"  # more: collapsed, for troubleshooting
 
     def show(self, value: float) -> str:
         return f"{100 * value:.4g} %" if self.unit == "share" else short(value)
@@ -65,18 +64,17 @@ class ChartKind:
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric of a run's stage; arrays of one length, steps ascending."""
+    """One metric of a run's stage; arrays of equal length, by ascending step."""
 
     label: str
     style: str  # CSS classes
-    has_dots: bool  # few points, each of which counts
+    has_dots: bool  # few points: mark each
     steps: Counts
     images: Counts
-    seconds: Floats  # of training, without pauses between attempts
+    seconds: Floats  # training time, without pauses between attempts
     values: Floats  # finite, or NaN
 
     def at(self, indexes: NDArray[np.int64]) -> Curve:
-        """Keep these points."""
         arrays = ("steps", "images", "seconds", "values")
         return replace(self, **{name: getattr(self, name)[indexes] for name in arrays})
 
@@ -116,15 +114,8 @@ _TITLES = {
 def stage_charts(
     stages: Mapping[str, RunStage], *, key: str, title: str, runs: Sequence[str], data_bytes: int
 ) -> tuple[ChartBlock | None, list[str]]:
-    """Make all charts of a stage (None: nothing to draw), and list the titles of those that are always zero.
-
-    Args:
-        stages: by run; those without rows are skipped.
-        key: for the script, without blanks.
-        title: of the block.
-        runs: all runs of the page, in the order of their colours.
-        data_bytes: what the script's data may take, about.
-    """
+    """Chart a stage of `runs` (None: nothing to draw), and list the titles of all-zero charts. `runs`: all on the page,
+    in the order of their colours; `key`: the script's name for it, without spaces; `data_bytes`: approximate limit."""
     stages = {run: stage for run, stage in stages.items() if stage.rows}
     drawn: list[tuple[ChartKind, list[Curve]]] = []
     zero: list[str] = []
@@ -166,8 +157,7 @@ def stage_charts(
 
 
 def chart_kinds(names: Sequence[str]) -> list[ChartKind]:
-    """Group metrics into charts: well-known ones first, then other known ones, those of several held-out sets together,
-    then unknown ones."""
+    """Group metrics into charts: the usual, other held-out sets' and few-shot, other known, then unknown ones."""
     left = dict.fromkeys(name for name in names if not _NOT_DRAWN.match(name))
     kinds: list[ChartKind] = []
     for kind in _KINDS:
@@ -179,7 +169,7 @@ def chart_kinds(names: Sequence[str]) -> list[ChartKind]:
     others: dict[tuple[int, str], list[str]] = {}  # by rank and name
     for name in left:
         group, _, metric = name.partition("/")
-        if metric == "commonest_class_share":  # of other sets: a constant
+        if metric == "commonest_class_share":  # another set's: a constant
             continue
         key = (1 if name in METRICS else 2, name)
         if group.startswith("val_"):
@@ -207,24 +197,23 @@ def chart_kinds(names: Sequence[str]) -> list[ChartKind]:
 def read_curve(
     stage: RunStage, metric: str, *, label: str = "", style: str = "", has_dots: bool = False
 ) -> Curve | None:
-    """Read a metric of a stage; None: it has no value that can be drawn."""
+    """Read a metric of a stage; None if it has no drawable value."""
     steps, images, times, values = stage.columns(metric)
     values[~(np.abs(values) < _MOST_VALUE)] = np.nan
     if np.isnan(values).all():
         return None
-    order = np.argsort(steps, kind="stable")  # as written, but for a damaged file
+    order = np.argsort(steps, kind="stable")  # already sorted, unless the file is damaged
     return Curve(label, style, has_dots, steps, images, training_seconds(stage, times), values).at(order)
 
 
 def plausible(times: Iterable[float]) -> Floats:
-    """Sort unix times, and leave out those that a damaged file may hold."""
+    """Sort unix times, dropping values that only a damaged file would hold."""
     found = np.sort(np.fromiter(times, dtype=np.float64))
     return found[(found > 0) & (found < _LATEST)]
 
 
 def training_seconds(stage: RunStage, times: Floats) -> Floats:
-    """Seconds of training at unix `times`, without the pauses before it was resumed; steps that were done twice count
-    twice. Never descending."""
+    """Convert unix `times` to seconds of training without pauses, never descending; repeated steps count twice."""
     known = plausible([*stage.times, *(event.time for event in stage.events)])
     times = np.where((times > 0) & (times < _LATEST), times, 0.0)
     if not len(known) or not len(times):
@@ -238,7 +227,7 @@ def training_seconds(stage: RunStage, times: Floats) -> Floats:
 
 
 def thinned(curve: Curve, *, columns: int) -> Curve:
-    """Keep the lowest and highest point of each of `columns` along the x axis, the ends, and gaps."""
+    """Keep the lowest and highest point of each of `columns` along x, the ends, and gaps."""
     count = len(curve.values)
     if count <= 2 * columns:
         return curve
@@ -257,13 +246,13 @@ def thinned(curve: Curve, *, columns: int) -> Curve:
 
 
 def unit_of(metric: str) -> str:
-    """A metric's unit, also for other held-out sets and moving averages; "share": shown in per cent."""
+    """Look up a metric's unit, also for other held-out sets and moving averages; "share" is shown in per cent."""
     known = METRICS.get(metric) or METRICS.get(f"val/{metric.rpartition('/')[2].removeprefix('ema_')}")
     return known.unit if known is not None else "share" if re.search(r"_(top\d+|\d+shot)$", metric) else ""
 
 
 def metric_words(name: str) -> str:
-    """A metric's name without its group, in words: "top-1" for "top1"."""
+    """Put a metric's name without its group into words: "top-1" for "top1"."""
     words = re.sub(r"\btop(\d)", r"top-\1", name.removeprefix("ema_").replace("_", " "))
     return f"{words} of the moving average" if name.startswith("ema_") else words
 
@@ -280,12 +269,11 @@ def short(value: float, *, digits: int = 4) -> str:
 
 
 def text(value: str) -> str:
-    """Escape a text for SVG or HTML, with control characters shown."""
+    """Escape text for SVG or HTML, making control characters visible."""
     return escape(printable(value))
 
 
 def _styled(stage: RunStage, kind: ChartKind, number: int, *, run: str, runs: Sequence[str]) -> Curve | None:
-    """Read the chart's metric of that number, with its colour and label."""
     metric, label = kind.metrics[number]
     if len(runs) > 1:
         label = f"{run}, {label}" if label else run
@@ -312,7 +300,7 @@ def _marks(stages: Mapping[str, RunStage], *, is_named: bool) -> list[dict[str, 
 
 
 def _static_svg(kind: ChartKind, curves: Sequence[Curve], *, ends: tuple[float, float], is_log: bool) -> str:
-    """Draw curves between `ends`, their lowest and highest value, over images seen."""
+    """Draw curves between `ends` (lowest and highest value) over images seen."""
     first, last = min(each.images[0] for each in curves), max(each.images[-1] for each in curves)
     parts: list[str] = []
     for curve in (thinned(curve, columns=_STATIC_COLUMNS) for curve in curves):
@@ -320,7 +308,7 @@ def _static_svg(kind: ChartKind, curves: Sequence[Curve], *, ends: tuple[float, 
         xs = scaled(curve.images, first, last)
         places = [f"{4 + 392 * x:.1f} {196 - 176 * y:.1f}" for x, y in zip(xs.tolist(), ys.tolist(), strict=True)]
         path = "".join(
-            f"M{place}h.1" if number == 0 or "nan" in places[number - 1] else f"L{place}"  # h: a lone point is seen
+            f"M{place}h.1" if number == 0 or "nan" in places[number - 1] else f"L{place}"  # h: shows a lone point
             for number, place in enumerate(places)
             if "nan" not in place
         )
@@ -341,7 +329,7 @@ def _static_svg(kind: ChartKind, curves: Sequence[Curve], *, ends: tuple[float, 
 
 
 def _for_script(curve: Curve) -> dict[str, Any]:
-    """Differences between neighbours, which are short in JSON; times in tenths of a second."""
+    """Encode as differences between neighbours, short in JSON; times in tenths of a second."""
     columns = {"s": curve.steps, "i": curve.images, "t": np.rint(curve.seconds * 10).astype(np.int64)}
     return {
         **{"label": curve.label, "cls": curve.style, "dots": curve.has_dots},

@@ -1,7 +1,4 @@
-"""The page of `check --against` and of `pack --exclude`: images that are also in other sets, as pairs side by side.
-
-The most alike come first: equal bytes, equal pixels, near-duplicates, and those that are unsure. Takes 2 ms a pair.
-"""
+"""Write the page of `check --against` and `pack --exclude`: duplicate pairs, most alike first. Takes 2 ms a pair."""
 
 import io
 from collections.abc import Sequence
@@ -17,7 +14,7 @@ from launch.pages.page import render_page
 MATCHES_PAGE = "matches.html"
 TITLE = "Duplicates"
 MOST_PICTURES = 250  # pairs of each kind
-_PIXELS = 260  # of a picture's longer side; shown at 96 / 160 of it
+_PIXELS = 260  # of an image's longer side; displayed at 96 / 160 scale
 _GAP = 10
 _TITLES: dict[MatchKind, str] = {
     "equal-bytes": "Equal bytes",
@@ -30,7 +27,7 @@ _TITLES: dict[MatchKind, str] = {
 def write_duplicates(
     file: Path, found: Sequence[Matches], limit: PixelLimit, *, command: PageCommand = "check"
 ) -> None:
-    """Write the page of `command`. UserError: it cannot be written."""
+    """Write the page of `command`. UserError if that fails."""
     rows: list[list[PageCell]] = []
     for one in found:
         for number, other in enumerate(one.others):

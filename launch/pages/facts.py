@@ -1,7 +1,4 @@
-"""Put a run's results in numbers and words, for the page's head, its tables, and `shardvit compare`.
-
-Reads records alone, without torch; what a hostile or damaged record says is shown or left out, never trusted.
-"""
+"""Put a run's results into numbers and words, for `report` and `compare`. Trusts no record; needs no torch."""
 
 import math
 import re
@@ -18,7 +15,7 @@ from pipeline.report.best import SCORES
 from pipeline.runs.read import Run, RunStage
 
 _HEADS = ("mlp", "linear")
-BESIDE_SCORE = ("balanced accuracy", "commonest class")  # columns of tables
+BESIDE_SCORE = ("balanced accuracy", "commonest class")  # table columns
 _BALANCED, _COMMONEST = "balanced_accuracy", "commonest_class_share"
 _FIRST_METRICS = ("images", "top1", "ema_top1", "accuracy", "ema_accuracy", _BALANCED, _COMMONEST, "top5", "loss")
 _FEW_SHOT = re.compile(r"fewshot_(.+)_(\d+)shot")
@@ -28,19 +25,19 @@ _SAID_SHARE = re.compile(r"(\btop-1|\baccuracy|\d-shot)((?: was)? )([01]\.\d{2,}
 
 @dataclass(frozen=True)
 class StageResult:
-    """The score and progress of a stage; None: not known, or not begun."""
+    """Score and progress of a stage; None: unknown, or not started."""
 
     images_seen: int
     image_size: int | None
-    score: float | None  # top-1 or accuracy of the weights that became the model
-    best: float | None  # the best one while it trained
+    score: float | None  # top-1 or accuracy of the final model's weights
+    best: float | None  # best score during training
     best_step: int | None
     loss: float | None
-    beside: tuple[float | None, ...]  # to compare a top-1 with, see `BESIDE_SCORE`
+    beside: tuple[float | None, ...]  # baselines for a top-1, as in `BESIDE_SCORE`
 
 
 def stage_result(history: Run, stage: RunStage) -> StageResult:
-    """The stage's recorded evaluation; of an unfinished stage, the curve's last one."""
+    """The stage's recorded evaluation; for an unfinished stage, the curve's last one."""
     record, config = stage.record, train_config(history.recipe, stage.name)
     by, known = score_name(history.recipe, stage), reached(stage)
     points = [(value, -step) for step, value in stage.points(by) if math.isfinite(value)]
@@ -57,12 +54,12 @@ def stage_result(history: Run, stage: RunStage) -> StageResult:
 
 
 def reached(stage: RunStage) -> dict[str, float]:
-    """The last value of each metric, the record's before the curve's."""
+    """Last value of each metric; the record overrides the curve."""
     return {**stage.latest, **stage.record.results}
 
 
 def score_name(recipe: Recipe | None, stage: RunStage) -> str:
-    """The metric by which the stage is judged: val/top1, val/accuracy, or those of the moving average."""
+    """Metric that judges the stage: val/top1, val/accuracy, or their moving-average versions."""
     config, present = train_config(recipe, stage.name), reached(stage)
     for key in SCORES:
         name = key if config is None else config.judged_by(key.partition("/")[2])
@@ -72,19 +69,19 @@ def score_name(recipe: Recipe | None, stage: RunStage) -> str:
 
 
 def train_config(recipe: Recipe | None, stage: StageName) -> TrainStage | None:
-    """The recipe's keys of a stage, if it trains."""
+    """The stage's recipe section, if it trains."""
     return recipe.train_stage(stage) if recipe is not None and stage in recipe.stages.trained else None
 
 
 def last_trained(history: Run) -> RunStage | None:
-    """The last stage that has a held-out score, or else a curve."""
+    """Last stage with a held-out score, or else with a curve."""
     trained = [stage for stage in history.stages if stage.name != "swap_head" and (stage.rows or stage.record.results)]
     judged = [stage for stage in trained if stage_result(history, stage).score is not None]
     return next(reversed(judged or trained), None)
 
 
 def held_out_fact(history: Run) -> tuple[str, str] | None:
-    """The last held-out score and what it is; None: there is none yet."""
+    """Last held-out score and its label; None if there is none yet."""
     stage = last_trained(history)
     if stage is None or (result := stage_result(history, stage)).score is None:
         return None
@@ -100,7 +97,7 @@ def _score_word(history: Run, stage: RunStage) -> str:
 
 
 def held_out(stage: RunStage) -> dict[str, dict[str, float]]:
-    """Last metrics of each held-out set, by set (the stage's own, "val", first) and metric."""
+    """Last metrics of each held-out set (the stage's own, "val", first), by set and metric."""
     found: dict[str, dict[str, float]] = {OWN_SET: {}}
     for name, value in reached(stage).items():
         group, _, metric = name.partition("/")
@@ -112,12 +109,12 @@ def held_out(stage: RunStage) -> dict[str, dict[str, float]]:
 
 
 def set_label(history: Run, stage: StageName, name: str = OWN_SET) -> str:
-    """A held-out set's name on the page; the stage's own set: the last two folders of its location."""
+    """Name a held-out set on the page; the stage's own by the last two folders of its location."""
     return held_out_name(history, stage=stage) if name == OWN_SET else name
 
 
 def describe_model(recipe: Recipe) -> str:
-    """A few words: "ViT-B/16", "ViT 64 wide, 6 deep, patches of 4 px"."""
+    """Describe briefly: "ViT-B/16", "ViT 64 wide, 6 deep, patches of 4 px"."""
     model = recipe.model
     if model.variant is not None:
         return model.variant if model.variant.startswith("R") else f"ViT-{model.variant}"
@@ -129,7 +126,7 @@ def describe_model(recipe: Recipe) -> str:
 
 
 def parameters(history: Run, stage: RunStage) -> int | None:
-    """Count the parameters of the stage's model, head included; None if the record does not say enough."""
+    """Count the parameters of the stage's model, including its head; None if the record is incomplete."""
     from model.counting.flops import account
 
     saved = stage.record.model
@@ -143,7 +140,7 @@ def parameters(history: Run, stage: RunStage) -> int | None:
 
 
 def headline(history: Run) -> tuple[str, list[tuple[str, str]]]:
-    """A sentence, and the facts of the page's head, as (value, what it is)."""
+    """Return a lead sentence and the headline facts as (value, label)."""
     recipe, stage = history.recipe, last_trained(history)
     done = sum(each.record.state == "done" for each in history.stages)
     state = "finished" if done == len(history.stages) and done else f"{done} of {len(history.stages)} stages done"
@@ -169,7 +166,7 @@ def headline(history: Run) -> tuple[str, list[tuple[str, str]]]:
 
 
 def stage_brief(history: Run, stage: RunStage) -> str:
-    """Say in a few words what a stage reached, saw and took."""
+    """Summarise a stage's result, images seen and time."""
     result = stage_result(history, stage)
     parts = [f"{show_share(result.score)} {_score_word(history, stage)}"] if result.score is not None else []
     state = [] if stage.record.state == "done" else [stage.record.state]
@@ -177,7 +174,7 @@ def stage_brief(history: Run, stage: RunStage) -> str:
 
 
 def held_out_table(history: Run) -> PageTable | None:
-    """Held-out results, whichever metrics there are, the last stage first; None if there are none."""
+    """Tabulate held-out results with all available metrics, last stage first; None if there are none."""
     found = [(stage, *each) for stage in reversed(history.stages) for each in held_out(stage).items()]
     names = {metric for *_, metrics in found for metric in metrics}
     shown = dict.fromkeys([*_FIRST_METRICS, *(name.removeprefix(f"{OWN_SET}/") for name in METRICS), *sorted(names)])
@@ -191,7 +188,7 @@ def held_out_table(history: Run) -> PageTable | None:
 
 
 def stage_table(history: Run) -> PageTable:
-    """The stages, the last one first."""
+    """Tabulate the stages, last one first."""
     columns = ("stage", "state", "images seen", "time", "resolution", "best score", "after step")
     rows: list[list[PageCell]] = []
     for stage in reversed(history.stages):
@@ -204,22 +201,22 @@ def stage_table(history: Run) -> PageTable:
 
 
 def duration_cell(seconds: float) -> PageCell:
-    """A duration for a table, sorted by its seconds."""
+    """Make a table cell for a duration, sorted by seconds."""
     return ShownNumber(show_duration(seconds), seconds)
 
 
 def metric_cell(value: float | None, *, name: str = "val/top1") -> PageCell:
-    """A metric for a table, by default a score; shares are in per cent."""
+    """Make a table cell for a metric, by default a score; shares in per cent."""
     return value if value is None or unit_of(name) != "share" else ShownNumber(show_share(value), value)
 
 
 def show_share(value: float) -> str:
-    """Format a share in per cent, as on the whole page."""
+    """Format a share in per cent, as everywhere on the page."""
     return f"{100 * value:.2f} %" if math.isfinite(value) else "not a number"
 
 
 def in_per_cent(said: str) -> str:
-    """Rewrite the scores in a line of a run as the page has them."""
+    """Rewrite scores in a log line in the page's format."""
     return _SAID_SHARE.sub(lambda found: f"{found[1]}{found[2]}{show_share(float(found[3]))}", said)
 
 
@@ -229,7 +226,6 @@ def show_count(value: float) -> str:
 
 
 def _set_names(recipe: Recipe) -> list[str]:
-    """Names of the shard folders that the stages train on."""
     names: list[str] = []
     for stage in recipe.stages.trained:
         sets = recipe.train_stage(stage).train or ()

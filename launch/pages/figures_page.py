@@ -1,4 +1,4 @@
-"""Make the page of `shardvit figures`: find model and images, draw, and write all to a folder."""
+"""Make the page of `shardvit figures`: find the model and images, draw, and write a folder."""
 
 import io
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ _FAULTS_SHOWN = 5
 
 @dataclass(frozen=True)
 class Wanted:
-    """The user's arguments."""
+    """Arguments of the command."""
 
     model: Path
     images: tuple[str, ...]
@@ -53,7 +53,7 @@ class Wanted:
 
 
 def make_page(wanted: Wanted, *, limit: PixelLimit, folder: Path) -> Path:
-    """Draw and write everything; returns the page. UserError: the model, the images or the folder cannot be used."""
+    """Draw and write everything; return the page. UserError if the model, images or folder are unusable."""
     device = chosen_device(wanted.device)
     found = find_model(wanted.model, weights=wanted.weights)
     meta = found.meta
@@ -96,7 +96,7 @@ def _facts(meta: SavedModelMeta, *, images: int) -> tuple[tuple[str, str], ...]:
 def _images(
     wanted: Wanted, found: FoundModel, *, limit: PixelLimit, notes: list[str]
 ) -> tuple[Batch, tuple[str, ...]] | None:
-    """Read the images, and the classes of their labels; None: none are named, and the model is no run's."""
+    """Read the images and their label names; None if none are given and the model belongs to no run."""
     meta = found.meta
     count = wanted.count or images_to_look_at(meta)
     if not wanted.images:

@@ -1,7 +1,4 @@
-"""Show the pictures and tables that a run has kept on its page, and draw the paper's figures of several runs.
-
-Files are read one by one, 30 MB at the most each. A run's own pictures are drawn by `pipeline.pictures.drawing`.
-"""
+"""Put a run's saved pictures and tables on its page, one file at a time; draw the paper's figures across runs."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,20 +10,19 @@ from pipeline.pictures.style import rendered
 from pipeline.runs.pictures import KeptPicture, Picture, PictureGroup, kept_pictures, newest_pictures
 from pipeline.runs.read import Run, RunStage
 
-MOST_ROWS = 1200  # of a table on the page
+MOST_ROWS = 1200  # shown of a table
 _GROUPS: tuple[PictureGroup, ...] = ("evaluation", "data", "model", "paper")
-_ORDER = (  # of pictures in a group; others come after these
+_ORDER = (  # within a group; others follow
     *("training_batch", "augmentation", "evaluation_grid", "worst_mistakes", "confusion_matrix", "confused_pairs"),
     *("class_scores", "per_class", "reliability", "masked_patches", "attention_rollout", "attention_distance"),
     *("embedding_filters", "position_similarity"),
 )
 _MOST_FILE_BYTES = 30_000_000
-LONG_TABLE = 25  # rows: folded
+LONG_TABLE = 25  # rows above which a table is collapsed
 
 
 def stage_pictures(history: Run, stage: RunStage, *, notes: list[str]) -> list[PageSection]:
-    """Make a fold for each held-out set of a stage, its own first, then one for all other pictures; what cannot be read
-    is added to `notes`."""
+    """Make a section for each held-out set, the stage's own first, and one for other pictures; adds to `notes`."""
     pictures = _kept(stage, notes=notes)
     names = {each.picture.name for each in pictures}
     label, rest = set_label(history, stage.name), f"What the model saw and learned, {stage.name}"
@@ -35,7 +31,7 @@ def stage_pictures(history: Run, stage: RunStage, *, notes: list[str]) -> list[P
     for each in sorted(pictures, key=lambda each: (each.picture.group != "evaluation", _place(each.picture))):
         kind, _, of_set = each.picture.name.partition("__")
         if kind == "class_scores" and f"per_class{each.picture.name.removeprefix(kind)}" in names:
-            continue  # the table of classes says the same
+            continue  # the table of classes has the same content
         other = f"Held-out set {each.picture.title.rpartition(', set ')[2]}, {stage.name}"
         fold = rest if each.picture.group != "evaluation" else other if of_set else own
         folds.setdefault(fold, {}).setdefault(each.picture.name, []).append(each)
@@ -54,7 +50,7 @@ def _place(picture: Picture) -> tuple[int, int]:
 
 
 def pictures_beside(runs: Mapping[str, Run], *, notes: list[str]) -> PageSection:
-    """The evaluation's and the paper's pictures of each run by its name, those of one kind under one another."""
+    """Show each run's evaluation and paper pictures, grouped by kind."""
     found: list[tuple[tuple[int, int], str, PageBlock]] = []
     for name, history in runs.items():
         for stage in history.stages:
@@ -66,7 +62,7 @@ def pictures_beside(runs: Mapping[str, Run], *, notes: list[str]) -> PageSection
 
 
 def figures_across(runs: Mapping[str, Run], *, notes: list[str]) -> list[PageBlock]:
-    """Draw few-shot accuracy over size, and transfer over cost, as far as they have been measured."""
+    """Draw few-shot accuracy over size and transfer over cost, if measured."""
     from pipeline.pictures.paper.across_runs import few_shot_over_size, transfer_over_cost
 
     blocks: list[PageBlock] = []

@@ -1,8 +1,8 @@
-"""THE page: one HTML file with text, tables, pictures and curves, that needs no network and no other file.
+"""Render a page: one HTML file with text, tables, pictures and curves that needs no network or other files.
 
-`render_page` takes `blocks` and no markup: all text is escaped, control characters are shown, pictures are data in
-<img> (where an SVG runs no script), and the page's policy (CSP) allows only the one script and style sheet whose
-digests it names. Costs a few milliseconds, and those of `budget` for pictures.
+`render_page` takes `blocks`, never markup. All text is escaped, control characters too; pictures are data URLs in <img>
+(where SVG runs no scripts); the CSP allows one script and one style sheet, by digest. Costs milliseconds, plus
+`budget`.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 MOST_BYTES = 5_000_000  # of a page
-_FOR_THE_REST = 250_000  # of them: style, script, notes
+_FOR_THE_REST = 250_000  # of these, for style, script and notes
 _MOST_NOTES, _LONGEST_NOTE = 100, 500
 _TEMPLATES = Path(__file__).with_name("templates")
 
 
 @dataclass(frozen=True)
 class Page:
-    """A rendered page, and notes on what was left out of it."""
+    """A rendered page, and notes on what it leaves out."""
 
     html: str
     notes: tuple[str, ...] = ()
 
     def write(self, file: Path, *, command: PageCommand, beside: Mapping[str, bytes] | None = None) -> Path:
-        """Write the page, and with `beside` its folder and files by name. UserError: it cannot be written."""
+        """Write the page; with `beside`, create its folder and write these files by name. UserError if that fails."""
         contents = {file.name: (self.html + page_mark(command)).encode(), **(beside or {})}
         try:
             if beside is not None:
@@ -66,17 +66,8 @@ def render_page(
     legend: Sequence[str] = (),
     foot: str = "",
 ) -> Page:
-    """Render a page below `MOST_BYTES`.
-
-    Args:
-        title: and in the browser's tab.
-        sections: those without blocks are left out.
-        lead: a sentence below the title.
-        facts: (value, label) of the headline.
-        notes: what could not be read, a line each.
-        legend: names of the runs, in the order of their colours.
-        foot: the last line.
-    """
+    """Render a page below `MOST_BYTES`, leaving out empty sections. `facts`: (value, label) of the headline; `notes`:
+    what could not be read, a line each; `legend`: names of the runs, in the order of their colours."""
     fitting = Fitting(MOST_BYTES - _FOR_THE_REST)
     sections = [fitting.section(section) for section in sections if section.blocks]
     blocks = list(_within(sections))
@@ -108,13 +99,13 @@ def render_page(
 
 
 def script_json(value: object) -> str:
-    """JSON for a <script> block: ASCII without anything that looks like markup, and null for NaN."""
+    """JSON for a <script> block: ASCII with markup characters escaped, and null for NaN."""
     text = json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def show_number(value: float) -> str:
-    """Format a number for a table: thousands apart, four digits of a fraction, powers of ten where they are shorter."""
+    """Format a number for a table: thousands separators, four digits of a fraction, powers of ten where shorter."""
     size = abs(value)
     if isinstance(value, bool) or not math.isfinite(value):
         return str(value)
@@ -161,7 +152,7 @@ def _environment() -> Environment:
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
-        # Markup, which `safe` and macros return, is whole already
+        # Leave markup from `safe` and macros alone
         finalize=lambda value: printable(value) if isinstance(value, str) and not hasattr(value, "__html__") else value,
     )
     environment.filters["number"] = lambda value: value if isinstance(value, str) else show_number(value)

@@ -1,6 +1,6 @@
-"""Write the page of one run or of several: results, the last stage, the earlier ones, recipe, environment, commands.
+"""Write the page of one run or several: results, stages from the last, recipe, environment, commands.
 
-Everything that can be read is shown; what cannot is a line at the head of the page.
+Shows everything readable; notes at the top list the rest.
 """
 
 import os
@@ -44,7 +44,7 @@ _OVER_ONE_ANOTHER = "Pale lines are training, lines with dots held-out images; a
 
 
 def run_page(history: Run, *, everyone: Mapping[str, Run] = MappingProxyType({})) -> Page:
-    """Make the page of one run; `everyone`: runs by name, this one first, whose stages a section of it compares."""
+    """Make the page of one run; `everyone` (runs by name, this one first) adds a section comparing their stages."""
     notes = list(history.notes)
     lead, facts = headline(history)
     sections = [
@@ -60,7 +60,7 @@ def run_page(history: Run, *, everyone: Mapping[str, Run] = MappingProxyType({})
 
 
 def runs_page(runs: Mapping[str, Run]) -> Page:
-    """Make the page of several runs, by name, over one another."""
+    """Make the page comparing several runs, by name."""
     notes = [f"{name}: {note}" for name, history in runs.items() for note in history.notes]
     lines = [time_line(history, title=f"Time line of {name}") for name, history in runs.items()]
     tables = [*_comparison_tables(runs), *_transfer(runs)]
@@ -87,38 +87,37 @@ def runs_page(runs: Mapping[str, Run]) -> Page:
 
 
 def write_runs(runs: Sequence[Run], *, output: Path | None = None) -> Path:
-    """Write the page of one run or of several, and return its path. UserError: it cannot be written there."""
+    """Write the page of one run or several, and return its path. UserError if that fails."""
     page = run_page(runs[0]) if len(runs) == 1 else runs_page(named(runs))
     return _written(page, output or default_place(runs))
 
 
 def write_beside(folder: RunFolder, *, others: Sequence[RunFolder]) -> Path:
-    """Draw missing pictures, write a run's page with its stages beside those of other runs, and return its path.
-    UserError: it cannot be written."""
+    """Draw missing pictures, and write a run's page with its stages compared to `others`. UserError if that fails."""
     runs = drawn([read_run(each) for each in (folder, *others)])
     return _written(run_page(runs[0], everyone=named(runs)), default_place(runs[:1]))
 
 
 def drawn(runs: Sequence[Run]) -> list[Run]:
-    """Draw the pictures that training did not draw, and return the runs."""
+    """Draw the pictures training did not, and return the runs."""
     from pipeline.pictures.drawing import draw_missing
 
     for run in runs:
         try:
             draw_missing(run.folder, say=say)
-        except (UserError, OSError) as error:  # the page says what cannot be read
+        except (UserError, OSError) as error:  # the page lists what cannot be read
             say(f"{run.folder.path}: nothing is drawn ({error})")
     return list(runs)
 
 
 def named(runs: Sequence[Run]) -> dict[str, Run]:
-    """Name runs beside one another, by their folders where two have one name."""
+    """Key runs by name, or all by folder if names repeat."""
     by_name = {run.name: run for run in runs}
     return by_name if len(by_name) == len(runs) else {str(run.folder.path): run for run in runs}
 
 
 def default_place(runs: Sequence[Run]) -> Path:
-    """RUN/report.html; for several runs report.html in their common folder."""
+    """RUN/report.html; for several runs, report.html in their common folder."""
     common = Path(os.path.commonpath([run.folder.path.absolute() for run in runs]))
     return (common.relative_to(Path.cwd()) if common.is_relative_to(Path.cwd()) else common) / PAGE_FILE
 
@@ -144,7 +143,6 @@ def _results(history: Run, everyone: Mapping[str, Run], *, notes: list[str]) -> 
 
 
 def _stages(history: Run, *, notes: list[str]) -> list[PageSection]:
-    """A fold for each stage that has anything to show, the last one first and open."""
     curves, sections = dict(_curves({"": history}, notes=notes)), list[PageSection]()
     for stage in reversed(history.stages):
         blocks = [*curves.get(stage.name, ()), *stage_pictures(history, stage, notes=notes)]
@@ -157,7 +155,6 @@ def _stages(history: Run, *, notes: list[str]) -> list[PageSection]:
 def _curves(
     runs: Mapping[str, Run], *, notes: list[str], only: Sequence[StageName] = ALL_STAGES
 ) -> list[tuple[StageName, list[PageBlock]]]:
-    """The curves of each stage that has any, the last one first."""
     present = {stage.name for history in runs.values() for stage in history.stages if stage.rows}
     stages: list[StageName] = [name for name in reversed(only) if name in present]
     found: list[tuple[StageName, list[PageBlock]]] = []
@@ -177,13 +174,12 @@ def _curves(
 
 
 def _shared(runs: Mapping[str, Run]) -> list[StageName]:
-    """The stages that several of these runs have."""
+    """Stages with curves in at least two runs."""
     counts = [stage.name for history in runs.values() for stage in history.stages if stage.rows]
     return [name for name in ALL_STAGES if counts.count(name) > 1]
 
 
 def _beside(runs: Mapping[str, Run], *, notes: list[str]) -> list[PageSection]:
-    """The stages that several of these runs have, over one another."""
     shared, (_, *others) = _shared(runs), runs or [""]
     if not shared:
         return []
@@ -193,7 +189,6 @@ def _beside(runs: Mapping[str, Run], *, notes: list[str]) -> list[PageSection]:
 
 
 def _transfer(runs: Mapping[str, Run]) -> list[PageBlock]:
-    """The model's features on data that it was not trained on."""
     rows: list[list[PageCell]] = []
     means: list[list[PageCell]] = []
     first = ("run",) if len(runs) > 1 else ()
@@ -238,7 +233,7 @@ def _recipe_table(runs: Mapping[str, Run]) -> PageBlock:
 
 
 def recipe_rows(histories: Sequence[Run]) -> list[list[str]] | None:
-    """The keys that affect the result and differ, with each run's value; None: a recipe cannot be read."""
+    """List keys that differ and affect the result, with each run's value; None if a recipe cannot be read."""
     known = [history.recipe for history in histories if history.recipe is not None]
     if len(known) < len(histories):
         return None
@@ -247,7 +242,7 @@ def recipe_rows(histories: Sequence[Run]) -> list[list[str]] | None:
     missing = {f"stages.{name}": [getattr(recipe.stages, name) is None for recipe in known] for name in ALL_STAGES}
     missing = {key: absent for key, absent in missing.items() if any(absent) and not all(absent)}
     rows = [[key, *("—" if each else "has it" for each in absent)] for key, absent in missing.items()]
-    below = tuple(f"{stage}." for stage in missing)  # a stage that one has not at all is one line
+    below = tuple(f"{stage}." for stage in missing)  # a stage missing from a recipe is one line
     return rows + [[key, *(each.get(key, "—") for each in leaves)] for key in keys if not f"{key}.".startswith(below)]
 
 
@@ -286,7 +281,7 @@ def _recipe(history: Run) -> PageSection:
 
 
 def _text(file: Path) -> str:
-    """A short text file's content; empty: there is none that can be read."""
+    """Read a short text file; empty if unreadable."""
     try:
         with open_inside(file, folder=file.parent) as opened:
             return printable(opened.read(_MOST_TEXT_BYTES).decode(errors="replace"))
@@ -295,7 +290,7 @@ def _text(file: Path) -> str:
 
 
 def _environment(history: Run) -> PageSection:
-    """Versions, code revision and host, as the newest checkpoint of each stage says."""
+    """Tabulate versions, code revision and host from each stage's newest checkpoint."""
     written: dict[str, dict[str, str]] = {}
     for stage in history.stages:
         try:
@@ -328,7 +323,7 @@ def _commands(history: Run) -> PageSection:
         [name for name in history.recipe.stages.trained if name in done] if history.recipe else []
     )
     formats = formats_of(stage_model(history.recipe, stage=trained[-1]))[0] if history.recipe and trained else []
-    if formats:  # else it knows no classes
+    if formats:  # otherwise the model has no classes
         lines += ["# use the model", f"shardvit predict {run} IMAGE_OR_FOLDER", f"shardvit eval {run} SHARDS"]
         first, *others = sorted(formats, key=lambda each: each != "timm")
         lines += [f"shardvit export {run} --format {first}  # or {', '.join(others)}"]

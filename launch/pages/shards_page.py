@@ -1,7 +1,6 @@
-"""Gather and write the page of `shardvit show`: index.html, and each picture as PNG and SVG beside it.
+"""Gather and write the page of `shardvit show`: index.html, and each picture as a PNG and an SVG file.
 
-Shards are opened as a recipe's are, damage is named and skipped, and a batch is read by training's own code (see
-`pipeline.pictures.training_batch`). Takes some seconds, most of them for drawing.
+Skips and lists damage. Reads batches with training's own code. Takes some seconds, mostly drawing.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -26,17 +25,17 @@ from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import StageName
 from pipeline.stage.stage_data import open_data
 
-_MOST_DAMAGED = 50  # that are named on the page
+_MOST_DAMAGED = 50  # named on the page
 _MOST_CLASSES = 2_000  # rows of the table of classes
 
-Inspect = Callable[..., Overview]  # `inspect_shards` with how much to read; takes a set, its store and limit
+Inspect = Callable[..., Overview]  # `inspect_shards` with the amount to read bound; takes a set, its store and limit
 Report = Callable[[str], None]  # progress, a line each
 Facts = tuple[tuple[str, str], ...]
 
 
 @dataclass
 class Shown:
-    """A page in the making; `files`: by name, with the pictures."""
+    """A page under construction, with its files by name."""
 
     title: str = ""
     lead: str = ""
@@ -46,7 +45,6 @@ class Shown:
     notes: list[str] = field(default_factory=list)  # damage
 
     def pictures(self, drawn: Iterable[Drawn | None], *, prefix: str = "") -> list[PageBlock]:
-        """Render pictures for the page, and keep their files."""
         blocks: list[PageBlock] = []
         for words, figure in filter(None, drawn):
             assert not isinstance(figure, Mapping)
@@ -56,13 +54,13 @@ class Shown:
         return blocks
 
     def write(self, folder: Path, *, command: Literal["show", "figures"]) -> Path:
-        """Write index.html and the files into `folder`, which is made. UserError: they cannot be written."""
+        """Write index.html and the files into `folder`, creating it. UserError if that fails."""
         page = render_page(self.title, sections=self.sections, lead=self.lead, facts=self.facts, notes=self.notes)
         return page.write(folder / INDEX_FILE, command=command, beside=self.files)
 
 
 def show_shards(spec: ShardsSpec, *, store: Store, limit: PixelLimit, inspect: Inspect, report: Report) -> Shown:
-    """Show a set of shards, or the splits in a folder; UserError if there are none, or they cannot be opened."""
+    """Show a shard set, or the splits in a folder. UserError if there are none, or they cannot be opened."""
     splits = splits_below(spec.location, store=store) or {"": spec.location}
     seen: dict[str, Overview] = {}
     for split, location in splits.items():
@@ -80,10 +78,10 @@ def show_shards(spec: ShardsSpec, *, store: Store, limit: PixelLimit, inspect: I
 
 
 def show_recipe(recipe: Recipe, *, stage: StageName, step: int, inspect: Inspect, report: Report) -> Shown:
-    """Show a recipe's stage: a training batch as the model sees it, and both sets; UserError if shards are missing or
-    damaged beyond what the recipe allows, or the stage has no such step."""
+    """Show a training batch as the model sees it, and both sets of a stage. UserError if shards are missing or too
+    damaged for the recipe, or the stage has no such step."""
     data = open_data(recipe, stage=stage, report=report)
-    # Only now, with a recipe and shards that are good: torch takes seconds.
+    # Imported only once recipe and shards are known good: torch takes seconds.
     from pipeline.pictures.training_batch import batch_pictures, evaluation_crops, stage_steps
 
     plan = stage_steps(recipe, stage=stage, data=data)

@@ -1,7 +1,6 @@
-"""Draw the timeline: stages and attempts as bars; checkpoints, evaluations and trouble as ticks; over the clock.
+"""Draw a run's timeline: attempts at stages as bars, checkpoints, evaluations and trouble as ticks, over time.
 
-Drawn in per cent of the width, so that its words keep their size on a phone. A pause between two attempts longer than
-a tenth of the work is cut to a tenth, and says so.
+Per cent of the width keep text readable on a phone. Pauses above a tenth of the working time are cut to it, and marked.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ _LEGEND = (  # (class of the mark, label)
     ("mark", "a pause that is cut short"),
 )
 _LANE_HEIGHT, _BAR_HEIGHT, _AXIS_HEIGHT = 34, 18, 22
-_LONGEST_PAUSE = 0.1  # of the work
-_SHORT_PAUSE_SECONDS = 60.0  # is never cut
-_MOST_TICKS = 400  # of a lane
+_LONGEST_PAUSE = 0.1  # of the working time
+_SHORT_PAUSE_SECONDS = 60.0  # shorter pauses are never cut
+_MOST_TICKS = 400  # in a lane
 _MOST_LISTED = 300
 
-Spans = Sequence[tuple[float, float]]  # from, to: unix seconds
+Spans = Sequence[tuple[float, float]]  # (start, end) in unix seconds
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Unix times to the axis, with long pauses cut: linear between `times`, at `elapsed` seconds."""
+    """Map unix times to the axis, with long pauses cut: linear between `times`, at `elapsed` seconds."""
 
     times: list[float]
     elapsed: list[float]
@@ -71,12 +70,11 @@ class Clock:
         return cls(times, [0.0, *np.cumsum(lengths).tolist()], cuts)
 
     def percent(self, time: float) -> float:
-        """Place on the axis."""
         return float(np.interp(time, self.times, self.elapsed)) * 100 / (self.elapsed[-1] or 1.0)
 
 
 def time_line(history: Run, *, title: str = "") -> PageDrawing | None:
-    """Draw the timeline of a run; None: it has not begun."""
+    """Draw the timeline of a run; None if it has not started."""
     spans = {stage.name: found for stage in history.stages if (found := _attempts(stage))}
     everything = [span for attempts in spans.values() for span in attempts]
     if not everything or max(end for _, end in everything) <= min(everything)[0]:
@@ -117,7 +115,7 @@ def time_line(history: Run, *, title: str = "") -> PageDrawing | None:
 
 
 def event_table(history: Run) -> PageTable | None:
-    """Notable events, oldest first; None if there are none."""
+    """Tabulate notable events, oldest first; None if there are none."""
     found = [(event.time, stage.name, event) for stage in history.stages for event in stage.events]
     found = sorted((each for each in found if each[2].kind not in _ROUTINE), key=lambda each: each[0])
     if not found:
@@ -137,13 +135,13 @@ def _events(history: Run, kind: EventKind) -> list[Event]:
 
 
 def _attempts(stage: RunStage) -> list[tuple[float, float]]:
-    """When each attempt began and ended, by its events, or else by its rows."""
+    """Start and end of each attempt, from its events or else its rows."""
     times = plausible([*stage.times, *(event.time for event in stage.events)])
     if not len(times):
         return []
     starts = plausible(event.time for event in stage.events if event.kind == "start").tolist()
     if not any(event.kind == "start" for event in stage.events):
-        # The first row comes after the first steps, which the record's time knows of.
+        # The first row follows the first steps; the record's seconds include them.
         starts = [float(min(times[0], times[-1] - stage.record.seconds))]
     starts = starts or [float(times[0])]
     before = np.searchsorted(times, [*starts[1:], np.inf])  # times before the next attempt
@@ -154,7 +152,6 @@ def _attempts(stage: RunStage) -> list[tuple[float, float]]:
 
 
 def _upright(kind: str, percent: float, top: int, bottom: int) -> str:
-    """The beginning of an upright line."""
     return f'<line class="{kind}" x1="{percent:.2f}%" x2="{percent:.2f}%" y1="{top}" y2="{bottom}">'
 
 
@@ -163,7 +160,6 @@ def _work(attempts: Spans) -> str:
 
 
 def _words(spans: Mapping[str, Spans], lanes: Mapping[EventKind, Sequence[Event]]) -> Iterable[str]:
-    """The drawing in words."""
     for name, attempts in spans.items():
         yield f"{name} in {counted(len(attempts), 'attempt')}, {_work(attempts)}"
     for kind, events in lanes.items():

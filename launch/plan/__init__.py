@@ -1,1 +1,1 @@
-"""`shardvit plan` and `shardvit run --dry-run`: what a run will need and do."""
+"""Predict what a run will need and do: `shardvit plan` and `shardvit run --dry-run`."""

@@ -1,8 +1,5 @@
-"""`shardvit run --dry-run`: print a summary, and the keys that differ from the defaults, as a recipe.
-
-Checks all it can; names missing shards, and leaves open what depends on them. Starts nothing and needs no torch:
-parameters are counted by formula.
-"""
+"""`shardvit run --dry-run`: print a summary and the recipe, without torch. Leaves open what depends on missing
+shards."""
 
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -25,7 +22,7 @@ from pipeline.stage.initial_model import stage_model
 
 Keys = Literal["changed", "all"]
 
-_RECENT = 20  # points of an earlier attempt's curve; their median speed counts
+_RECENT = 20  # points of an earlier attempt's curve, whose median is its speed
 _WORDS = {
     "parameters": "head included",
     "": "= processes x accumulated x micro-batch",
@@ -36,8 +33,8 @@ _WORDS = {
 def summary(
     recipe: Recipe, *, folder: RunFolder, processes: int, stages: Sequence[StageName], state: Callable[[StageName], str]
 ) -> str:
-    """Summarise the run as aligned text; `state` says how far a stage is. UserError: shards are broken, or sizes do not
-    fit together."""
+    """Summarise the run as aligned text; `state` describes a stage. UserError if shards are broken or sizes do not
+    fit."""
     values: list[dict[str, str]] = []
     notes: list[str] = []
     for name in stages:
@@ -62,7 +59,7 @@ def summary(
 
 
 def printed(text: str, *, recipe: Recipe, keys: Keys) -> str:
-    """Put the summary into comments, before the recipe."""
+    """Print the summary as comments above the recipe."""
     what = "Every key:"
     if keys == "changed":
         what = "The keys that differ from the defaults (--all-keys shows every key, with its value):"
@@ -73,10 +70,9 @@ def printed(text: str, *, recipe: Recipe, keys: Keys) -> str:
 def _column(
     recipe: Recipe, *, stage: StageName, there: ShardsBefore, processes: int, images_per_second: float | None
 ) -> dict[str, str]:
-    """A training stage's value for each label, as far as its shards and the recipe tell."""
     config, images, classes = recipe.train_stage(stage), there.num_images, there.num_classes
     length = stage_length(recipe, stage=stage, num_images=images, processes=processes)
-    if length.problem:  # sizes that do not fit together, whatever the shards will be
+    if length.problem:  # sizes that do not fit together, whatever the shards
         raise UserError(length.problem)
     plan, duration = length.plan, parse_duration(config.duration)
     total = plan.total_steps * plan.global_batch_images if length.known else None
@@ -84,7 +80,7 @@ def _column(
     needs_classes = classes is None and config.head_kind != "masked_patch"
 
     def steps(text: str, number: int) -> str:
-        """A length in steps, or as the recipe has it if the training set's size is unknown."""
+        """A length in steps, or as written in the recipe if the training set's size is unknown."""
         given = parse_duration(text)
         is_known = images is not None or given.unit in ("steps", "images") or (given.unit == "%" and length.known)
         return "" if given.amount == 0 else counted(number, "step") if is_known else text
@@ -117,7 +113,6 @@ def _column(
 
 
 def _earlier_speed(folder: RunFolder, *, stage: StageName) -> float | None:
-    """Read the images per second of an earlier attempt, over all processes."""
     try:
         rows = read_metrics(folder.stage(stage) / "metrics.jsonl")
     except OSError:

@@ -1,5 +1,4 @@
-"""Turn a recipe, its shards and the user's flags into a `RecipeForecast`. Writes nothing; needs torch only to check the
-names of frozen weights."""
+"""Turn recipe, shards and flags into a `RecipeForecast`. Writes nothing; needs torch only to check frozen weights."""
 
 from pathlib import Path
 
@@ -20,13 +19,13 @@ from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import MaskedPatchStage
 from pipeline.recipe.vocabulary import StageName
 
-DRIVER = Path("/proc/driver/nvidia/gpus")  # a folder per GPU, with a file `information`
+DRIVER = Path("/proc/driver/nvidia/gpus")  # GPU/information for each GPU
 _ASSUMED_CLASSES = 1000
 _MOST_IMAGES = 10**12
 
 
 def make_plan(recipe: Recipe, options: PlanOptions, *, driver: Path = DRIVER) -> RecipeForecast:
-    """Forecast all stages; UserError: an option is out of range or contradicts another."""
+    """Forecast all stages. UserError if an option is out of range or contradicts another."""
     options.check()
     names = recipe.stages.trained
     num_images = _by_stage(options.images, flag="images", names=names)
@@ -44,7 +43,7 @@ def make_plan(recipe: Recipe, options: PlanOptions, *, driver: Path = DRIVER) ->
     for name in names:
         config = recipe.train_stage(name)
         if config.optimizer.frozen_needs_model:
-            from pipeline.training.stages import check_frozen  # torch, only if names of weights matter
+            from pipeline.training.stages import check_frozen  # imports torch
 
             check_frozen(recipe, stage=name)
         shards, missing = _shards(recipe, name, num_images=num_images.get(name), num_classes=num_classes.get(name))
@@ -83,11 +82,11 @@ def _by_stage(text: str | None, *, flag: str, names: tuple[StageName, ...]) -> d
 def _shards(
     recipe: Recipe, stage: StageName, *, num_images: int | None, num_classes: int | None
 ) -> tuple[Shards, list[str]]:
-    """Find out a stage's training set, with a sentence for each assumption."""
+    """Determine a stage's training set, with a sentence for each assumption."""
     config, problem = recipe.train_stage(stage), ""
     takes_classes = not isinstance(config, MaskedPatchStage)
     remote = not all(is_local(each.shards) for each in config.train or ())
-    if not (remote and num_images and num_classes):  # otherwise the download would be in vain
+    if not (remote and num_images and num_classes):  # otherwise nothing needs downloading
         try:
             there = look(recipe, stage=stage, at="training")
         except (UserError, OSError) as error:
@@ -117,7 +116,7 @@ def _shards(
 
 
 def _gpu_here(driver: Path) -> Gpu | None:
-    """Find this machine's kind of GPU in the driver's files; None: not in the table."""
+    """Identify this machine's GPU from the driver's files; None if it is not in the table."""
     if not num_gpus():
         return None
     for information in sorted(driver.glob("*/information")):

@@ -12,7 +12,7 @@ from launch.flags import demand_counts
 @Parameter(name="*")
 @dataclass(frozen=True)
 class PlanOptions:
-    """The machine and data to plan for, instead of this machine and the shards."""
+    """Machine and data to plan for, instead of this machine and the shards."""
 
     gpus: Annotated[
         int | None, Parameter(help="GPUs over all nodes; default: the recipe's processes, or this machine's.")
@@ -36,7 +36,7 @@ class PlanOptions:
     classes: Annotated[str | None, Parameter(help="Their classes: N, or STAGE=N,STAGE=N.")] = None
 
     def check(self) -> None:
-        """UserError: something is out of range or contradictory."""
+        """UserError if a value is out of range or contradicts another."""
         demand_counts(gpus=self.gpus, gpus_per_node=self.gpus_per_node)
         for flag, number in (("node-gbps", self.node_gbps), ("images-per-second", self.images_per_second)):
             if number is not None and number <= 0:

@@ -1,4 +1,4 @@
-"""Format a plan as a page for people who have never computed one, and as JSON. Computes nothing."""
+"""Format a plan as a page for people new to planning, and as JSON. Computes nothing."""
 
 import textwrap
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ UNKNOWN = "?"
 
 @dataclass(frozen=True)
 class RecipeForecast:
-    """What `shardvit plan` found out."""
+    """Findings of `shardvit plan`."""
 
     recipe: Recipe
     machine: Hardware
@@ -26,13 +26,12 @@ class RecipeForecast:
 
     @property
     def hours(self) -> float | None:
-        """Of all stages; None: one is unknown."""
         hours = [stage.time.hours if stage.time else None for stage in self.stages]
         return None if None in hours else sum(each or 0.0 for each in hours)
 
 
 def as_page(plan: RecipeForecast) -> str:
-    """Format the plan as aligned text, at most 120 columns."""
+    """Format the plan as aligned text, at most 120 columns wide."""
     lines = [_title(plan), "", *([_wrapped(f"! {text}") for text in plan.warnings] or ["No warnings."])]
     values = [_column(stage) for stage in plan.stages]
     rows = [[label, *(each.get(label, "") for each in values), words] for label, words in _words(plan).items()]
@@ -48,12 +47,12 @@ def as_page(plan: RecipeForecast) -> str:
 
 
 def columns(rows: list[list[str]]) -> str:
-    """Align labels left, values right, and wrap the words behind them."""
+    """Align labels left, values right, and wrap the explanations after them."""
     return table(rows, align=f"l{'r' * (len(rows[0]) - 2)}l", width=PAGE_WIDTH - 2)
 
 
 def engine_words(engine: EngineConfig) -> str:
-    """Name the engine, such as "DeepSpeed ZeRO 1, bf16"."""
+    """Name the engine: "DeepSpeed ZeRO 1, bf16"."""
     how = f"DeepSpeed ZeRO {engine.zero_stage}" if engine.backend == "deepspeed" else "accelerate (DDP)"
     return f"{how}, {engine.precision}"
 
@@ -91,7 +90,7 @@ def _column(stage: StageForecast) -> dict[str, str]:
         found |= {
             "MFU": _known(time.speed.mfu, lambda share: f"{share:.1%}", unknown=""),
             "images/s of one GPU": _number(time.speed.images_per_second),
-            "kept together": f"{time.kept_share:.1%}" if sent or plan.world_size == 1 else "",  # else links are unknown
+            "kept together": f"{time.kept_share:.1%}" if sent or plan.world_size == 1 else "",  # else links unknown
             "images/s in all": _number(time.images_per_second),
             "wall clock": _known(time.hours, lambda hours: show_duration(hours * 3600)),
             "GPU-hours": _known(time.gpu_hours, _number),
@@ -123,7 +122,6 @@ def _part(seconds: float, whole: float) -> str:
 
 
 def _words(plan: RecipeForecast) -> dict[str, str]:
-    """Labels of the table, in order, and their meanings."""
     bases = dict.fromkeys(stage.time.speed.basis for stage in plan.stages if stage.time)
     disks = (f"{stage.disk.most_checkpoints} of {show_bytes(stage.disk.checkpoint_bytes)}" for stage in plan.stages)
     assumed = [stage.reading.assumed_image_bytes for stage in plan.stages if stage.reading]
@@ -235,7 +233,7 @@ def _number(value: float) -> str:
 
 
 def as_json(plan: RecipeForecast) -> dict[str, Any]:
-    """Give the whole plan under the names of the code, in seconds, bytes and shares."""
+    """Return the whole plan under the code's names, in seconds, bytes and shares."""
     gpu, links = plan.machine.gpu, plan.machine.links
     return {
         "recipe": plan.recipe.name,
@@ -251,7 +249,7 @@ def as_json(plan: RecipeForecast) -> dict[str, Any]:
     }
 
 
-# Fields of the stage's plan that training alone needs: not in the JSON.
+# Fields only training needs: left out of the JSON.
 _OF_TRAINING = {"schedule", "save_after_evaluations", "patch_dropout", "max_skipped_steps", "slow_rank", "seed"}
 
 

@@ -1,6 +1,6 @@
-"""Open a stage's shards that exist before a run; no `pipe:`, because it is a command.
+"""Open a stage's existing shards before a run; never `pipe:`, which would run a command.
 
-Indexes tars without a manifest, as a run would. Gives up on a silent bucket after half a minute.
+Indexes tars without a manifest, as a run would. Gives up on an unresponsive bucket after half a minute.
 """
 
 import sys
@@ -28,17 +28,17 @@ _MOST_MANIFEST_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class ShardsBefore:
-    """A stage's shards."""
+    """A stage's shards, as far as they exist."""
 
     unopened: tuple[str, ...]  # a sentence for each set that was not opened
-    train: ShardSet | None  # the training sets, concatenated; None: one was not opened
-    held_out: ShardSet | None = None  # None: not opened, or not asked for
+    train: ShardSet | None  # training sets, concatenated; None: at least one was not opened
+    held_out: ShardSet | None = None  # None: not opened, or not requested
     also_eval: Mapping[str, ShardSet] = field(default_factory=dict)  # those opened
-    role: Role | None = None  # published facts, if `train` is unknown
+    role: Role | None = None  # published facts, if `train` is None
 
     @property
     def num_images(self) -> int | None:
-        """Training images: counted or published."""
+        """Training images, counted or published."""
         return self.train.num_samples if self.train else self.role.images if self.role else None
 
     @property
@@ -47,8 +47,8 @@ class ShardsBefore:
 
 
 def look(recipe: Recipe, *, stage: StageName, at: Literal["training", "all"] = "all") -> ShardsBefore:
-    """Open a training stage's sets that exist, and name those that do not; `at`: "training" leaves out the held-out
-    sets. UserError: shards exist and are broken; StoreError: a place cannot be reached."""
+    """Open the existing sets of a training stage, and name the others; `at="training"` skips held-out sets. UserError
+    if shards are broken, StoreError if a location cannot be reached."""
     config, store = recipe.train_stage(stage), Store(None, retry=RetryPolicy(give_up_seconds=GIVE_UP_SECONDS))
     missing: list[str] = []
 
@@ -74,7 +74,7 @@ def look(recipe: Recipe, *, stage: StageName, at: Literal["training", "all"] = "
 
 
 def _unopened(shards: ShardsConfig, *, store: Store) -> str | None:
-    """Say why a set is not opened; None: it exists."""
+    """Say why a set is not opened; None if it exists."""
     location = shards.shards
     if why := command_reason(location):
         return f"{redacted(location)} {why}, and none is started"

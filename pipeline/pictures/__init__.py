@@ -1,1 +1,1 @@
-"""Pictures of a stage, kept as PNG and SVG in its folder: how they look, and those of its data and results."""
+"""Draw a stage's data and results as PNG and SVG files in its folder."""

@@ -1,8 +1,8 @@
-"""Draw accuracy by class, worst first (a table and a figure), and over confidence (a reliability diagram).
+"""Draw accuracy by class, worst first (table and figure), and over confidence (reliability diagram).
 
-A class's score is accuracy, the share of its images predicted as it; with several labels an image, average precision.
-The diagram has the evaluation's bins: 15 of equal width, by the probability of the predicted class. The calibration
-error is the mean over images of their bin's distance from the diagonal (expected calibration error; Guo et al., 2017).
+A class's score is the share of its images predicted correctly or, for multi-label sets, average precision. The diagram
+has the evaluation's 15 equal bins of confidence; its error is Guo et al.'s (2017) expected calibration error: the mean
+over images of their bin's distance from the diagonal.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MOST_DOTS = 40  # classes that have a line each in the figure
-_WORST = 12  # lines of a figure of more classes
+_MOST_DOTS = 40  # up to this many classes, each has its line
+_WORST = 12  # classes with a line, if there are more
 _MEANING = {
     "accuracy": "Accuracy: share of a class's images that are predicted as it, in per cent.",
     "average precision": "Average precision: area below precision over recall of a class's probabilities, in per cent.",
 }
-_FEW = 20  # images in a bin: its interval is then some 40 points wide
+_FEW = 20  # images in a bin; with fewer, its interval is over 40 points wide
 _Z = 1.96  # of a two-sided 95 % interval
 
 Floats = NDArray[np.float64]
@@ -39,17 +39,17 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ClassScore:
-    """One class's score."""
+    """Score of one class."""
 
     number: int
     images: int
     score: float  # NaN without images
-    confused_with: int | None = None  # the class that most of its wrong images were taken for
+    confused_with: int | None = None  # most frequent wrong prediction
     confused_share: float = 0.0  # of its images
 
 
 def class_scores(evaluation: Evaluation) -> list[ClassScore]:
-    """All classes, the worst first, those without images last; at equal scores the one with more images first."""
+    """Sort classes worst first, those without images last; ties: more images first."""
     per_class, confusion = evaluation.per_class, evaluation.confusion
     scores = per_class.accuracy if per_class.average_precision is None else per_class.average_precision
     scores = np.where(per_class.images > 0, scores, np.nan)
@@ -66,7 +66,7 @@ def class_scores(evaluation: Evaluation) -> list[ClassScore]:
 
 @of_each_set
 def draw_per_class_table(request: DrawRequest, one: EvaluatedSet) -> Drawn:
-    """All classes of each held-out set."""
+    """Tabulate all classes of each held-out set."""
     evaluation, name = one.evaluation, _score_name(one.evaluation)
     classes = [one_line(each) for each in evaluation.classes]
     scores = class_scores(evaluation)
@@ -95,7 +95,7 @@ def draw_per_class_table(request: DrawRequest, one: EvaluatedSet) -> Drawn:
 
 @of_each_set
 def draw_per_class(request: DrawRequest, one: EvaluatedSet) -> Drawn | None:
-    """The spread over classes of each held-out set that has images of at least two."""
+    """Draw the spread over classes of each held-out set with images of at least two."""
     scores, name = [each for each in class_scores(one.evaluation) if each.images], _score_name(one.evaluation)
     if len(scores) < 2:
         return None
@@ -130,7 +130,6 @@ def _alt(evaluation: Evaluation, scores: list[ClassScore]) -> str:
 
 
 def _spread(evaluation: Evaluation, scores: list[ClassScore]) -> Figure:
-    """The classes as dots; of many, the curve of all above the worst as dots."""
     values = 100 * np.array([each.score for each in scores])
     mean = float(values.mean())
     line: dict[str, Any] = {"color": BAD, "linewidth": 1.2, "linestyle": "--"}
@@ -171,7 +170,7 @@ def _draw_dots(axes: Axes, evaluation: Evaluation, scores: list[ClassScore]) -> 
         axes.text(1.1, place, f"{each.images:,}", va="center_baseline", **right)
     axes.text(1.1, -0.6, "images", va="bottom", **right)
     axes.set_yticks(places, [plain(evaluation.classes[each.number], longest=26) for each in scores])
-    start = 10 * (10 * least // 1) if least > 0.3 else 0  # dots need no zero, but one that is near is shown
+    start = 10 * (10 * least // 1) if least > 0.3 else 0  # dots need no zero; include it if it is near
     margin, label = 0.02 * (100 - start), f"{_score_name(evaluation)}, %"
     axes.set(xlim=(start - margin, 100 + margin), ylim=(len(scores) - 0.4, -0.6), xlabel=label)
     axes.xaxis.set_major_locator(MaxNLocator(steps=[1, 2, 5, 10], integer=True))
@@ -181,7 +180,7 @@ def _draw_dots(axes: Axes, evaluation: Evaluation, scores: list[ClassScore]) -> 
 
 
 def wilson_interval(share: Floats, images: NDArray[np.int64]) -> tuple[Floats, Floats]:
-    """Bounds of the 95 % interval of a share of `images`, at least one (Wilson, 1927)."""
+    """95 % interval of a share of at least one image (Wilson, 1927)."""
     centre = (share + _Z**2 / (2 * images)) / (1 + _Z**2 / images)
     half = _Z * np.sqrt(share * (1 - share) / images + _Z**2 / (4 * images**2)) / (1 + _Z**2 / images)
     return np.clip(centre - half, 0, 1), np.clip(centre + half, 0, 1)
@@ -189,7 +188,7 @@ def wilson_interval(share: Floats, images: NDArray[np.int64]) -> tuple[Floats, F
 
 @of_each_set
 def draw_reliability(request: DrawRequest, one: EvaluatedSet) -> Drawn | None:
-    """The diagram of each held-out set whose evaluation measured calibration."""
+    """Draw the diagram of each held-out set whose evaluation measured calibration."""
     calibration = one.evaluation.calibration
     if calibration is None or not calibration.images.sum():
         return None

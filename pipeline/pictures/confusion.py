@@ -1,8 +1,7 @@
 """Draw the confusion matrix, and its most frequent pairs as bars.
 
-A matrix of more classes than `_MOST_NAMED` is ordered so that classes which are taken for one another are neighbours
-(average linkage over the two-way shares, optimal leaf order). Beyond `_MOST_CELLS` cells a side neighbours are summed
-into one cell. Takes two seconds with 1,000 classes.
+Above `_MOST_NAMED` classes, often confused classes become neighbours (average linkage over the two-way shares, optimal
+leaf order). Above `_MOST_CELLS`, neighbours are summed into one cell. Takes two seconds with 1,000 classes.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ if TYPE_CHECKING:
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
 
-_MOST_NUMBERED = 12  # classes for which numbers fit into the cells
-_MOST_NAMED = 30  # classes whose names all fit along an axis
-_MOST_CELLS = 150  # cells a side that can be told apart
-_MOST_DRAWN = 40  # cells a side that are shapes of their own; more are one image
+_MOST_NUMBERED = 12  # with more classes, numbers do not fit into the cells
+_MOST_NAMED = 30  # with more classes, not all names fit along an axis
+_MOST_CELLS = 150  # most cells a side that are still distinguishable
+_MOST_DRAWN = 40  # most cells a side drawn as shapes; more become one raster
 _MOST_PAIRS = 15
 _INCHES_A_LETTER = 0.068
-_RASTER = "#2f7fc6"  # of large matrices, one image for both palettes: stands out on white and on black
+_RASTER = "#2f7fc6"  # one raster serves both palettes: visible on white and on black
 _TICKS = (0, 0.001, 0.01, 0.05, 0.2, 0.5, 1)
 
 Counts = NDArray[np.int64]
@@ -37,7 +36,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ConfusedPair:
-    """Images of one class that were taken for another."""
+    """Images of one class predicted as another."""
 
     true: int
     predicted: int
@@ -46,8 +45,7 @@ class ConfusedPair:
 
 
 def confused_pairs(confusion: Counts, *, most: int) -> list[ConfusedPair]:
-    """The most frequent mistakes of `confusion` [C, C] (row: true), most images first; at equal counts the larger
-    share, then the first classes."""
+    """List the most frequent mistakes of `confusion` [C, C] (row: true), by images, then share, then class order."""
     totals = confusion.sum(axis=1)
     true, predicted = np.nonzero(confusion * ~np.eye(len(confusion), dtype=bool))
     images = confusion[true, predicted]
@@ -58,14 +56,13 @@ def confused_pairs(confusion: Counts, *, most: int) -> list[ConfusedPair]:
 
 
 def row_shares(confusion: Counts) -> Floats:
-    """Each row over its sum, [C, C]; NaN in the row of a class without images."""
+    """Divide each row by its sum, [C, C]; NaN for a class without images."""
     totals = confusion.sum(axis=1, keepdims=True)
     return np.divide(confusion, totals, out=np.full(confusion.shape, np.nan), where=totals > 0)
 
 
 def similar_order(confusion: Counts) -> Counts:
-    """Order the classes of `confusion` [C, C] so that those taken for one another are neighbours, [C]; classes that
-    nothing connects keep their places."""
+    """Order classes [C] so that confused ones are neighbours; unconnected classes keep their places."""
     from scipy.cluster.hierarchy import leaves_list, linkage
     from scipy.spatial.distance import squareform
 
@@ -80,8 +77,7 @@ def similar_order(confusion: Counts) -> Counts:
 
 
 def in_blocks(confusion: Counts, *, most: int) -> tuple[Counts, int]:
-    """Sum neighbours so that at most `most` cells a side are left; returns the cells, and the classes of one (the last
-    may have fewer)."""
+    """Sum neighbours to at most `most` cells a side; returns the cells and the classes per cell (fewer in the last)."""
     size = -(-len(confusion) // most)
     starts = np.arange(0, len(confusion), size)
     return np.add.reduceat(np.add.reduceat(confusion, starts, axis=0), starts, axis=1), size
@@ -89,7 +85,7 @@ def in_blocks(confusion: Counts, *, most: int) -> tuple[Counts, int]:
 
 @of_each_set
 def draw_confused_pairs(request: DrawRequest, one: EvaluatedSet) -> Drawn | None:
-    """The pairs of each held-out set in which anything was confused."""
+    """Draw the most confused pairs of each held-out set with any mistake."""
     confusion, classes = one.evaluation.confusion, one.evaluation.classes
     if confusion is None or not (pairs := confused_pairs(confusion, most=_MOST_PAIRS)):
         return None
@@ -121,7 +117,6 @@ def _bars(pairs: list[ConfusedPair], classes: tuple[str, ...]) -> Figure:
     axes.set(xlim=(0, 1.45 * counts[0]), ylim=(len(pairs) - 0.5, -0.6))
     axes.spines[["left", "bottom"]].set_visible(False)
     axes.tick_params(left=False, bottom=False, labelbottom=False)
-    # The shares stand in a column of their own, as numbers do in a table.
     right = {"ha": "right", "color": MUTED, "transform": axes.get_yaxis_transform()}
     for place, pair in zip(places, pairs, strict=True):
         text = counted(pair.images, "image") if place == 0 else f"{pair.images:,}"
@@ -134,7 +129,7 @@ def _bars(pairs: list[ConfusedPair], classes: tuple[str, ...]) -> Figure:
 
 @of_each_set
 def draw_confusion_matrix(request: DrawRequest, one: EvaluatedSet) -> Drawn | None:
-    """The matrix of each held-out set with at least two classes and an image."""
+    """Draw the matrix of each held-out set with at least two classes and one image."""
     confusion, classes = one.evaluation.confusion, one.evaluation.classes
     if confusion is None or len(confusion) < 2 or not confusion.sum():
         return None
@@ -174,7 +169,6 @@ def _matrix_alt(confusion: Counts, classes: tuple[str, ...]) -> str:
 
 
 def _matrix(shares: Floats, names: list[str]) -> Figure:
-    """Draw `shares` [n, n] with the n names of its rows and columns."""
     from matplotlib.colors import PowerNorm
 
     cells = len(shares)
@@ -214,7 +208,7 @@ def _matrix(shares: Floats, names: list[str]) -> Figure:
 
 
 def _fading(colour: str) -> LinearSegmentedColormap:
-    """From nothing to `colour`: on paper from white, on a dark screen from black; in grey as well."""
+    """Colour map from transparent to `colour`: works on white and on black, and in greyscale."""
     from matplotlib.colors import LinearSegmentedColormap, to_rgb
 
     rgb = to_rgb(colour)

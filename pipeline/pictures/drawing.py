@@ -1,8 +1,7 @@
 """Draw the pictures due at each moment of a stage, or still missing.
 
-A drawer is a function of a `DrawRequest` that reads what is on disk (the recipe, shards, STAGE/evaluations, the model)
-and yields pictures with their figures or tables, kept in STAGE/pictures as they come. One that fails is reported and
-costs its own pictures. What has been drawn is in STAGE/pictures/drawn.json.
+A drawer maps a `DrawRequest` to pictures, reading only files (recipe, shards, STAGE/evaluations, model). Each result is
+saved in STAGE/pictures as it comes; a failing drawer loses only its own. drawn.json there records what was drawn.
 """
 
 import json
@@ -29,8 +28,7 @@ _SHOWN: dict[Moment, str] = {"begin": "beginning", "evaluated": "evaluation", "e
 
 
 def drawers(moment: Moment) -> Sequence[Drawer]:
-    """Import the drawers of a moment, in order. begin: the data as the model will see it; evaluated: an evaluation's
-    results; end: the model itself."""
+    """Import the drawers of a moment: begin (data as the model sees it), evaluated (results), end (the model)."""
     match moment:
         case "begin":
             from pipeline.pictures.training_batch import draw_training_batch
@@ -58,7 +56,7 @@ def drawers(moment: Moment) -> Sequence[Drawer]:
 
 
 def draw(request: DrawRequest, *, moment: Moment, say: Say) -> None:
-    """Draw all that is due at a moment; a drawer that fails is named, and the others continue."""
+    """Draw everything due at a moment; report a failing drawer and continue with the others."""
     begun, at, failed = time.monotonic(), f"{request.stage}, step {request.step}", 0
     for drawer in drawers(moment):
         try:
@@ -73,8 +71,7 @@ def draw(request: DrawRequest, *, moment: Moment, say: Say) -> None:
 
 
 def draw_missing(folder: RunFolder, *, say: Say) -> None:
-    """Draw what training has not drawn, because it ended early or was told not to. UserError: the recipe cannot be
-    read, or a model is a link out of the run."""
+    """Draw what training did not. UserError if the recipe cannot be read, or a model links out of the run."""
     recipe = parse_recipe(folder.path / RECIPE_FILE)
     for stage in recipe.stages.names:
         record = folder.peek(stage)
@@ -94,7 +91,7 @@ def draw_missing(folder: RunFolder, *, say: Say) -> None:
 
 
 def _drawn(folder: RunFolder, *, stage: StageName) -> dict[str, int]:
-    """The last step drawn of each moment; empty if that cannot be read, as drawing again does no harm."""
+    """Last step drawn at each moment; empty if unreadable: drawing again is harmless."""
     own = folder.stage(stage)
     try:
         record = parse_json(read_inside(own / PICTURES_FOLDER / _DRAWN_FILE, folder=own))
@@ -112,7 +109,7 @@ def _note_drawn(request: DrawRequest, *, moment: Moment) -> None:
 
 
 def request_of(folder: RunFolder, *, stage: str, step: int) -> DrawRequest:
-    """Make the request from a run on disk. UserError: the recipe cannot be read, or has no such stage."""
+    """Build the request from a run on disk. UserError if the recipe cannot be read or lacks the stage."""
     recipe = parse_recipe(folder.path / RECIPE_FILE)
     for name in recipe.stages.names:
         if name == stage:

@@ -1,4 +1,4 @@
-"""Load the stored evaluations of a step for their pictures; name sets, shorten classes, format shares.
+"""Load a step's stored evaluations for drawing; name sets, shorten classes, format shares.
 
 Reads evaluation.json and arrays.npz of each set: milliseconds, tenths of a second with 1,000 classes. No torch.
 """
@@ -18,13 +18,13 @@ from pipeline.runs.pictures import DrawRequest, Picture
 
 @dataclass(frozen=True)
 class EvaluatedSet:
-    """One held-out set's evaluation."""
+    """Evaluation of one held-out set."""
 
     evaluation: Evaluation
     set_name: str
 
     def picture(self, name: str, title: str, *, caption: str, alt: str) -> Picture:
-        """A picture's texts; those of another set than the stage's own are named by the set."""
+        """Make a picture's texts; name and title include the set, unless it is the stage's own."""
         if self.set_name != OWN_SET:
             name = f"{name}__{re.sub('[^a-z0-9_]', '_', self.set_name.lower())}"
             title = f"{title}, set {one_line(self.set_name)}"
@@ -34,9 +34,9 @@ class EvaluatedSet:
 def of_each_set(
     draw: Callable[[DrawRequest, EvaluatedSet], Drawn | None],
 ) -> Callable[[DrawRequest], Iterator[Drawn]]:
-    """Turn `draw` into a drawer of every evaluation of the request's step that is still kept, the own set's first.
+    """Turn `draw` into a drawer of all stored evaluations of the request's step, the stage's own set first.
 
-    A set that cannot be read or drawn (ValueError, OSError) is raised after the others have been drawn.
+    A ValueError or OSError from one set is raised after the other sets.
     """
 
     @wraps(draw)
@@ -60,12 +60,12 @@ def of_each_set(
 
 
 def brief(name: str) -> str:
-    """Shorten a class's name for an alternative text."""
+    """Shorten a class name for alternative text."""
     return plain(name, longest=30)
 
 
 def percent(share: float) -> str:
-    """Format a share as "61.2 %", "-" for NaN; a small one does not become 0."""
+    """Format a share as "61.2 %", NaN as "-"; small shares become "< 0.1 %", not 0."""
     if not math.isfinite(share):
         return "-"
     return "< 0.1 %" if 0 < share < 0.0005 else f"{100 * share:.1f} %"

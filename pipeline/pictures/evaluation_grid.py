@@ -1,7 +1,4 @@
-"""Held-out images with the model's predictions: the set's first ones, and its most confident mistakes.
-
-The first ones are the same at every step, so steps can be compared.
-"""
+"""Draw held-out images with predictions: the set's first images (the same at every step), and the worst mistakes."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -18,15 +15,15 @@ from pipeline.runs.evaluations import Evaluation, Judged
 from pipeline.runs.pictures import DrawRequest
 
 _MOST_EXAMPLES, _MOST_MISTAKES, _MOST_IN_ALT = 36, 24, 8
-_grid = partial(image_grid, columns=6, cell_inches=1.2)  # these columns fill their rows
-_NAME_POINTS = 72 * 1.2 - 34  # of a cell's width, beside a tick and a probability
+_grid = partial(image_grid, columns=6, cell_inches=1.2)  # divides both limits above
+_NAME_POINTS = 72 * 1.2 - 34  # cell width less the tick and the probability
 
 Images = dict[int, NDArray[np.uint8]]
 
 
 @of_each_set
 def draw_evaluation_grid(request: DrawRequest, one: EvaluatedSet) -> Drawn | None:
-    """The first images of each held-out set."""
+    """Draw the first images of each held-out set."""
     examples = one.evaluation.examples[:_MOST_EXAMPLES]
     images = _images(request, one, examples)
     if not images:
@@ -48,7 +45,7 @@ def draw_evaluation_grid(request: DrawRequest, one: EvaluatedSet) -> Drawn | Non
 
 @of_each_set
 def draw_worst_mistakes(request: DrawRequest, one: EvaluatedSet) -> Drawn | None:
-    """The most confident mistakes of each held-out set that has any."""
+    """Draw the most confident mistakes of each held-out set that has any."""
     mistakes = one.evaluation.mistakes
     images = _images(request, one, mistakes)
     shown = [each for each in mistakes if each.sample in images][:_MOST_MISTAKES]
@@ -69,18 +66,18 @@ def draw_worst_mistakes(request: DrawRequest, one: EvaluatedSet) -> Drawn | None
 
 
 def is_right(judged: Judged) -> bool:
-    """True if the predicted class is the true one, or one of them."""
+    """True if the predicted class is among the true ones."""
     return judged.predicted in judged.true
 
 
 def _images(request: DrawRequest, one: EvaluatedSet, judged: Sequence[Judged]) -> Images:
-    """The images that are here, [S, S, 3], by their samples' numbers."""
+    """Images on this machine, [S, S, 3], by sample number."""
     if not judged:
         return {}
     keys = {each.sample: each.key for each in judged}
     batch = held_out_images(request, set_name=one.set_name, samples=list(keys))
     found = zip(batch.samples.tolist(), batch.keys, batch.images.numpy(), strict=True)
-    # Another key: the shards are not those that were evaluated.
+    # A different key means different shards than were evaluated.
     return {sample: image for sample, key, image in found if key == keys[sample]}
 
 
@@ -101,8 +98,6 @@ def _cell(evaluation: Evaluation, judged: Judged, images: Images) -> Cell:
 
 
 def _listed(evaluation: Evaluation, judged: Sequence[Judged]) -> str:
-    """The first predictions in words."""
-
     def said(each: Judged) -> str:
         predicted = f"{brief(evaluation.classes[each.predicted])} ({percent(each.probability)})"
         true = " and ".join(brief(evaluation.classes[label]) for label in each.true) or "no label"

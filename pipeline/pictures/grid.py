@@ -1,8 +1,7 @@
-"""Images with captions in rows and columns, as one figure: batches, predictions, mistakes, contact sheets.
+"""Draw images with captions in rows and columns: batches, predictions, mistakes, contact sheets.
 
-Small images (digits of 8 px) are enlarged by a whole number without smoothing, so each pixel stays a square in the PNG
-and in the SVG; photographs are reduced by an antialiasing filter and keep their proportions. Captions are escaped, and
-shortened with an ellipsis to the width of their cell. Takes some milliseconds a cell; reads no files.
+Small images (digits of 8 px) are scaled by a whole number without smoothing, in PNG and SVG; photographs are reduced
+with antialiasing. Captions are escaped and shortened to fit. Takes some milliseconds a cell; reads no files.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ MOST_LABELS = 3  # shown below an image
 _FONT_POINTS = 8.0
 _POINT = PNG_DOTS_PER_INCH / 72  # pixels
 _FONT, _LINE, _GAP = _FONT_POINTS * _POINT, 1.32 * _FONT_POINTS * _POINT, 5.0 * _POINT  # pixels
-_EDGE = round(2.0 * _POINT)  # pixels around everything: half of a frame lies outside its image
-_FRAME = {"none": (GRID, 0.4), "right": (MUTED, 0.8), "wrong": (BAD, 1.8)}  # colour, points; white images end somewhere
+_EDGE = round(2.0 * _POINT)  # pixels around everything: half a frame is outside its image
+_FRAME = {"none": (GRID, 0.4), "right": (MUTED, 0.8), "wrong": (BAD, 1.8)}  # colour, points; a white image needs one
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Cell:
     """One image of a grid."""
 
     image: NDArray[np.uint8]  # [height, width, 3]
-    lines: tuple[str, ...] = ()  # captions below it; text of any kind
+    lines: tuple[str, ...] = ()  # captions below it, unescaped
     mark: Mark = "none"  # a frame, and a tick or a cross before the first line
 
 
@@ -52,19 +51,12 @@ def image_grid(
     together: int = 1,
     column_titles: Sequence[str] = (),
 ) -> Figure:
-    """Draw at least one cell, row by row, in a figure that is as large as they need.
-
-    Args:
-        cells: images with their captions.
-        columns: cells in a row.
-        cell_inches: side of the square that an image is fitted into.
-        together: neighbours that belong together, such as an image and its crop; the gap after them is wider.
-        column_titles: above the first row, one for each column; or none.
-    """
+    """Draw at least one cell, row by row, fitting images into squares of `cell_inches`. `together`: cells per group,
+    such as an image and its crop, with a wider gap after it. `column_titles`: one per column, or none."""
     columns = min(columns, len(cells))
     side = round(cell_inches * PNG_DOTS_PER_INCH)
     longest = max(max(cell.image.shape[:2]) for cell in cells)
-    if longest <= side / 2:  # all are small: the square is as large as a whole number of times the largest
+    if longest <= side / 2:  # all are small: make the square a multiple of the largest
         side = longest * round(side / longest)
     gap, group_gap = (round(_GAP * 0.6), round(_GAP * 2.6)) if together > 1 else (round(_GAP * 1.4),) * 2
     lefts = [_EDGE + column * (side + gap) + column // together * (group_gap - gap) for column in range(columns)]
@@ -76,7 +68,7 @@ def image_grid(
 
     figure, grid = new_figure(width=width / PNG_DOTS_PER_INCH, height=height / PNG_DOTS_PER_INCH)
     figure.set_layout_engine("none")
-    axes: Axes = grid[0, 0]  # over all of the figure, in pixels, with y downwards
+    axes: Axes = grid[0, 0]  # covers the figure, in pixels, y downwards
     axes.set_position((0.0, 0.0, 1.0, 1.0))
     axes.set_axis_off()
     for left, title in zip(lefts, column_titles, strict=False):
@@ -94,7 +86,7 @@ def _draw(axes: Axes, cell: Cell, *, x: int, y: int, side: int) -> None:
     image, scale = _fitted(cell.image, side=side)
     height, width = image.shape[0] * scale, image.shape[1] * scale
     left, top = x + (side - width) // 2, y + side - height
-    how = "none" if scale > 1 else "nearest"  # none: the SVG has the image's own pixels, drawn as squares
+    how = "none" if scale > 1 else "nearest"  # none: the SVG embeds the original pixels
     axes.imshow(image, extent=(left, left + width, top + height, top), interpolation=how, aspect="auto")
     colour, points = _FRAME[cell.mark]
     frame = Rectangle((left, top), width, height, fill=False, color=colour, lw=2 * points, zorder=-1)
@@ -110,7 +102,7 @@ def _draw(axes: Axes, cell: Cell, *, x: int, y: int, side: int) -> None:
 
 
 def _fitted(image: NDArray[np.uint8], *, side: int) -> tuple[NDArray[np.uint8], int]:
-    """The image as it is and the whole number it is enlarged by, or resized to the square and 1."""
+    """Return a small image with its whole-number scale, or one resized to fit the square with scale 1."""
     from PIL import Image
 
     longest = max(image.shape[:2])
@@ -124,7 +116,7 @@ def _fitted(image: NDArray[np.uint8], *, side: int) -> tuple[NDArray[np.uint8], 
 
 
 def _tick_or_cross(axes: Axes, mark: Mark, *, x: float, y: float) -> None:
-    """Drawn, as fonts may lack the characters."""
+    """Drawn as lines, since fonts may lack the characters."""
     if mark == "right":
         strokes, style = [([0.0, 0.35, 1.0], [0.6, 0.95, 0.15])], {"color": MUTED, "lw": 1.0}
     else:
@@ -139,7 +131,7 @@ def _write(axes: Axes, x: float, y: float, text: str, *, room: float, va: Litera
 
 
 def shortened(text: str, *, points: float) -> str:
-    """Escape a name for a figure and leave out its middle if it is wider than `points` in 8-point letters."""
+    """Escape a name for a figure and elide its middle if it is wider than `points` in 8-point letters."""
     text = one_line(text)
     if _width(text) <= points:
         return text
@@ -152,7 +144,7 @@ def shortened(text: str, *, points: float) -> str:
 
 
 def label_names(labels: Sequence[int], *, classes: Sequence[str]) -> str:
-    """An image's labels in a line, the first of many; -1 is none."""
+    """List an image's labels on one line, at most `MOST_LABELS` entries; -1 means none."""
     names = [classes[label] for label in labels if label >= 0]
     if len(names) > MOST_LABELS:
         names = [*names[: MOST_LABELS - 1], f"{len(names) - MOST_LABELS + 1} more"]
@@ -160,22 +152,21 @@ def label_names(labels: Sequence[int], *, classes: Sequence[str]) -> str:
 
 
 def whole_percent(share: float) -> str:
-    """Format a share as "61 %"; a small one keeps a digit."""
+    """Format a share as "61 %"; below 1 % keep one digit."""
     return f"{100 * share:.0f} %" if share >= 0.01 else f"{100 * share:.1g} %"
 
 
 def _width(text: str) -> float:
-    """In points, without kerning."""
     return _FONT_POINTS * sum(map(_share_of_em, text))
 
 
 @lru_cache(maxsize=4096)
 def _share_of_em(character: str) -> float:
-    """The width of a character in letter sizes; wide ones, which fall to other fonts, are squares."""
+    """Width of a character in ems; wide ones fall back to other fonts and count as squares."""
     if unicodedata.east_asian_width(character) in "WF":
         return 1.0
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 
-    with warnings.catch_warnings(action="ignore"):  # of missing glyphs
+    with warnings.catch_warnings(action="ignore"):  # missing glyphs
         return text_to_path.get_text_width_height_descent(character, FontProperties(size=100.0), False)[0] / 100

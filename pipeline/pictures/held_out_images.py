@@ -1,7 +1,7 @@
-"""Read images of a held-out set by their numbers, decoded and cropped as evaluation does.
+"""Read held-out images by number, decoded and cropped as in evaluation.
 
-Drawers read no remote shard that is not in this machine's cache: they must neither wait for a store nor push out of the
-cache what training needs. Costs milliseconds an image, and opening the set.
+Drawers skip remote shards outside this machine's cache: they must neither wait for a store nor evict what training
+needs. Costs milliseconds an image, plus opening the set.
 """
 
 from collections.abc import Sequence
@@ -25,15 +25,14 @@ from pipeline.stage.stage_data import shards_spec, store_of
 
 
 def held_out_images(request: DrawRequest, *, set_name: str, samples: Sequence[int]) -> Batch:
-    """Read those of the `samples` that are whole and on this machine, in this order; it may be none. Raises as
-    `held_out_access` and `read_samples`."""
+    """Read the undamaged `samples` on this machine, in order; raises as `held_out_access` and `read_samples`."""
     access = held_out_access(request, set_name=set_name)
     transform = eval_transform(request.recipe.train_stage(request.stage))
     return read_samples(access, samples=samples, transform=transform, fetch="never")
 
 
 def held_out_access(request: DrawRequest, *, set_name: str) -> Access:
-    """Open a held-out set. UserError: it cannot be opened; ValueError: the recipe does not name it."""
+    """Open a held-out set. UserError if it cannot be opened, ValueError if the recipe does not name it."""
     recipe, config = request.recipe, request.recipe.train_stage(request.stage)
     named = config.eval if set_name == OWN_SET else config.also_eval.get(set_name)
     if named is None:
@@ -42,17 +41,17 @@ def held_out_access(request: DrawRequest, *, set_name: str) -> Access:
     return Access(
         open_shards(shards_spec(named), damaged="report", report=lambda line: None, store=store),
         store=store,
-        decoder="auto" if recipe.data.decoder == "gpu" else recipe.data.decoder,  # the GPU is training's
+        decoder="auto" if recipe.data.decoder == "gpu" else recipe.data.decoder,  # leave the GPU to training
         pixel_limit=PixelLimit(recipe.data.max_image_pixels),
-        on_corrupt="substitute",  # a damaged one is not counted
+        on_corrupt="substitute",  # substitutes are not counted: they are dropped below
     )
 
 
 def read_samples(
     access: Access, *, samples: Sequence[int], transform: EvalTransform, fetch: Literal["never", "missing"]
 ) -> Batch:
-    """Read those of the `samples` that are whole, in this order; it may be none. `fetch`: remote shards that are not in
-    the cache, or leave their samples out. ValueError: the set has no such sample, so it is not the evaluated one."""
+    """Read the undamaged `samples`, in order; possibly none. `fetch`: download uncached remote shards, or skip their
+    samples. ValueError if the set lacks a sample, so it is not the evaluated one."""
     numbers = np.asarray(samples, dtype=np.int64)
     ends = np.cumsum([0, *access.shards.shard_sizes], dtype=np.int64)
     if len(numbers) and not 0 <= numbers.min() <= numbers.max() < ends[-1]:

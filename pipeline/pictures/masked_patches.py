@@ -1,7 +1,6 @@
-"""Draw masked patch prediction on held-out images: the model's input, and the colours it fills in.
+"""Draw masked patch prediction on eight held-out images: the model's input and the colours it predicts.
 
-One forward pass of the stage's model over eight images, on the CPU in float32. The corruption is that of every
-evaluation (`corruption_held_out`), so the pictures of two runs can be compared.
+One forward pass on the CPU in float32. Images are corrupted as in every evaluation, so runs are comparable.
 """
 
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from pipeline.recipe.vocabulary import OWN_SET
 from pipeline.runs.pictures import DrawRequest, Picture
 
 _IMAGES = 8
-_PATCH_PIXELS = 16  # at least, a side, so that a frame and a hatch can be seen
+_PATCH_PIXELS = 16  # smallest side at which a frame and a hatch are visible
 _HATCH, _HATCH_GROUND, _FRAME = 0x6E, 0xB4, 0x14  # greys
 
 Pixels = NDArray[np.uint8]
@@ -29,10 +28,10 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class FilledIn:
-    """n images of N patches, of which K were corrupted."""
+    """Predictions for n images of N patches, K of them corrupted."""
 
     images: Pixels  # [n, S, S, 3]
-    source: Numbers  # [n, N], the patch that each was replaced by; N: the mask's embedding
+    source: Numbers  # [n, N], index of the replacing patch; N: mask embedding
     corrupted: Numbers  # [n, K], the patches to predict
     predicted: Numbers  # [n, K], their colour classes
     true: Numbers  # [n, K]
@@ -43,7 +42,7 @@ class FilledIn:
 
 
 def draw_masked_patches(request: DrawRequest) -> Iterator[Drawn]:
-    """Draw a finished masked_patch stage; nothing for another stage."""
+    """Draw a finished masked_patch stage; yield nothing for other stages."""
     if not isinstance(request.recipe.train_stage(request.stage), MaskedPatchStage):
         return
     filled = fill_in(request)
@@ -69,8 +68,7 @@ def draw_masked_patches(request: DrawRequest) -> Iterator[Drawn]:
 
 
 def fill_in(request: DrawRequest) -> FilledIn | None:
-    """Predict the first images of the stage's held-out set; None: none of them can be read. UserError: the set cannot
-    be opened; ValueError: the stage has no whole model."""
+    """Predict held-out images; None if none is readable. UserError: the set does not open; ValueError: no model."""
     import torch
 
     from model.masked_patch import colour_classes
@@ -97,7 +95,7 @@ def fill_in(request: DrawRequest) -> FilledIn | None:
 
 
 def colour_of(classes: Numbers) -> Pixels:
-    """The middle of a colour class (64 r + 8 g + b, 3 bits each), [..., 3]."""
+    """Centre colour [..., 3] of each class (64 r + 8 g + b, 3 bits a channel)."""
     levels = np.stack([classes // 64, classes // 8 % 8, classes % 8], axis=-1)
     return ((2 * levels + 1) * 255 // 16).astype(np.uint8)
 
@@ -121,7 +119,7 @@ def _cells(filled: FilledIn, row: int) -> list[Cell]:
 
 
 def _to_patches(image: Pixels, grid: int) -> Pixels:
-    """[S, S, 3] -> [N, P, P, 3], row by row."""
+    """Reshape [S, S, 3] to [N, P, P, 3], row by row."""
     side = len(image) // grid
     return image.reshape(grid, side, grid, side, 3).swapaxes(1, 2).reshape(grid * grid, side, side, 3)
 
@@ -132,7 +130,7 @@ def _to_image(patches: Pixels, grid: int) -> Pixels:
 
 
 def _hatched(side: int) -> Pixels:
-    """Diagonal stripes, which no photograph has patch by patch."""
+    """Make stripes, which cannot be mistaken for a photograph."""
     across, down = np.meshgrid(np.arange(side), np.arange(side))
     is_stripe = (across + down) % 8 < 3
     return np.where(is_stripe[..., None], _HATCH, _HATCH_GROUND).astype(np.uint8).repeat(3, axis=-1)

@@ -1,7 +1,4 @@
-"""Draw a set of shards: a contact sheet, the number of images in each class, and the images' sizes.
-
-Drawn from an `Overview`; the captions say how many images or labels each shows.
-"""
+"""Draw a set of shards from an `Overview`: contact sheet, images per class, image sizes."""
 
 from __future__ import annotations
 
@@ -20,14 +17,14 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-_MOST_BARS = 40  # classes that have a bar each
-_NAMED = 6  # at each end of the curve of more classes
+_MOST_BARS = 40  # up to this many classes, each has a bar
+_NAMED = 6  # largest and smallest classes named, if there are more
 _NAME_POINTS = 150.0
-_SPREAD = 20  # of values: beyond it their axis is logarithmic
+_SPREAD = 20  # largest / smallest value above which an axis is logarithmic
 
 
 def contact_sheet(seen: Overview) -> Drawn | None:
-    """The sampled images by class; None if there are none."""
+    """Draw the sampled images by class; None if there are none."""
     if not seen.images:
         return None
     classes = seen.shards.classes
@@ -51,7 +48,7 @@ def contact_sheet(seen: Overview) -> Drawn | None:
 
 
 def label_histogram(seen: Overview) -> Drawn | None:
-    """Images of each class, the largest first; None if no label was read."""
+    """Draw images per class, largest first; None if no label was read."""
     if not seen.labelled:
         return None
     counts, classes = seen.images_of_class, seen.shards.classes
@@ -85,8 +82,7 @@ def label_histogram(seen: Overview) -> Drawn | None:
 
 
 def image_sizes(seen: Overview, *, image_size: int | None = None) -> Drawn | None:
-    """Widths, heights, proportions and bytes of images; `image_size`: the model's, drawn as a line. None if no size
-    could be read."""
+    """Draw widths, heights, proportions and bytes, with the model's size as a line; None if no size could be read."""
     if not len(seen.sizes):
         return None
     height, width, num_bytes = seen.sizes.T
@@ -120,7 +116,6 @@ def image_sizes(seen: Overview, *, image_size: int | None = None) -> Drawn | Non
 
 
 def _bars(names: list[str], counts: list[int]) -> Figure:
-    """A bar for each class, with its number at the right."""
     figure, [[axes]] = new_figure(width=7.0, height=0.75 + 0.235 * len(names))
     places = np.arange(len(names))
     axes.barh(places, counts, height=0.68, color=ACCENT)
@@ -137,7 +132,6 @@ def _bars(names: list[str], counts: list[int]) -> Figure:
 
 
 def _ranked(names: list[str], counts: list[int]) -> Figure:
-    """The counts over the classes' ranks, and beside it the ends by name."""
     figure, [[axes, ends]] = new_figure(width=9.4, height=3.7, columns=2, width_ratios=[1.9, 1])
     ranks = np.arange(1, len(counts) + 1)
     axes.fill_between(ranks, counts, step="mid", color=SERIES[4], alpha=0.45, linewidth=0)
@@ -176,7 +170,7 @@ def _scatter(axes: Axes, width: np.ndarray, height: np.ndarray, *, image_size: i
     low, high = (shortest / 1.2, longest * 1.2) if is_wide else (0, longest * 1.05)
     axes.plot([low, high], [low, high], color=GRID, lw=1.0, zorder=0)
     _note(axes, "square", (high, high), xytext=(-4, -10), ha="right")
-    # Many images have the very same size: the more of them, the darker and larger.
+    # Many images share a size: the more, the larger the dot.
     places, times = np.unique(np.stack([width, height], axis=1), axis=0, return_counts=True)
     axes.scatter(places[:, 0], places[:, 1], s=6 + 60 * times / times.max(), color=ACCENT, alpha=0.45, linewidth=0)
     if image_size and low < image_size < high:
@@ -204,7 +198,6 @@ def _histogram(axes: Axes, values: np.ndarray, *, label: str, mark: float | None
 
 
 def _note(axes: Axes, text: str, place: tuple[float, float], *, color: str = MUTED, **how: Any) -> None:
-    """Write a small text some points from a place."""
     axes.annotate(text, place, textcoords="offset points", fontsize=8, color=color, **how)
 
 

@@ -1,7 +1,6 @@
-"""The look of all figures: one palette for paper and for dark screens, distinct in grey; text as text; no mathematics.
+"""Style all figures: one palette for light and dark, distinct in greyscale; text stays text; no math markup.
 
-Figures are drawn in the light palette. CSS in each SVG exchanges the palette's colours where the reader prefers dark,
-so one file serves both; viewers without CSS show the light one.
+Figures use the light palette. CSS in each SVG swaps colours where the reader prefers dark, so one file serves both.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ INK = "#1b1d22"  # text, axes, data
 MUTED = "#5d626d"  # labels and explanations
 GRID = "#dfe1e6"
 PAPER = "#ffffff"
-ACCENT = "#0a5fa5"  # the one thing to look at
-GOOD, BAD = "#00815f", "#c4480a"  # right and wrong; never by colour alone
-# Neighbours differ in lightness too, and no two look alike to colour-blind eyes (after Okabe and Ito).
+ACCENT = "#0a5fa5"  # emphasis
+GOOD, BAD = "#00815f", "#c4480a"  # right and wrong; never the only cue
+# Neighbours differ in lightness; all are distinct to colour-blind readers (after Okabe and Ito).
 SERIES = (ACCENT, "#d96a1b", "#2aa187", "#8e4585", "#5fb3e4", "#d9a514", "#7a7f8a")
-DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 3)))  # tell lines apart in grey prints
+DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 3)))  # distinguish lines in greyscale
 
 DARK = {
     INK: "#eceef2",
@@ -50,16 +49,14 @@ PNG_DOTS_PER_INCH = 160
 _EMBEDDED = re.compile(r"data:image/png;base64,([A-Za-z0-9+/=\s]+)")
 _WORTH_JPEG_BYTES, _MOST_COLOURS, _JPEG_QUALITY = 8_000, 4096, 85
 
-Drawn = tuple[Picture, "Figure | Mapping[str, Sequence[Cell]]"]  # a picture's texts, and a figure or a table's columns
+Drawn = tuple[Picture, "Figure | Mapping[str, Sequence[Cell]]"]  # texts, and a figure or a table's columns
 
 
 def new_figure(
     *, width: float, height: float, rows: int = 1, columns: int = 1, **grid: Any
 ) -> tuple[Figure, np.ndarray]:
-    """Make a figure of `width` x `height` inches and its axes [rows, columns]; `grid` as in `Figure.subplots`.
-
-    A page shows it at most 960 px wide: 6 to 10 inches for a figure of its own.
-    """
+    """Make a figure of `width` x `height` inches and its axes [rows, columns]; `grid` as in `Figure.subplots`. Pages
+    show at most 960 px: use 6 to 10 inches for a full-width figure."""
     _use_style()
     from matplotlib.figure import Figure
 
@@ -68,14 +65,14 @@ def new_figure(
 
 
 def draw_level(axes: Axes, y: float, text: str, **style: Any) -> None:
-    """Draw a dashed line across the axes with a text above its right end; `style` is the text's."""
+    """Draw a dashed line across the axes with a text above its right end; `style` applies to the text."""
     axes.axhline(y, color=MUTED, linestyle=(0, (4, 3)), linewidth=1.1)
     at = {"xycoords": ("axes fraction", "data"), "xytext": (0, 3), "textcoords": "offset points", "ha": "right"}
     axes.annotate(text, (1.0, y), color=MUTED, **at, **style)
 
 
 def plain_numbers(axis: Axis) -> None:
-    """Label an axis 10, 100, 1,000 where matplotlib would write powers."""
+    """Label an axis 10, 100, 1,000 instead of powers."""
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
@@ -84,14 +81,14 @@ def plain_numbers(axis: Axis) -> None:
 
 @cache
 def sequential() -> LinearSegmentedColormap:
-    """From paper to accent and ink: more is darker, in grey as well."""
+    """Colour map from paper over accent to ink; monotonic in greyscale."""
     from matplotlib.colors import LinearSegmentedColormap
 
     return LinearSegmentedColormap.from_list("shardvit", [PAPER, "#a9cdea", "#3f8fcb", ACCENT, "#0a2c4d"])
 
 
 def plain(text: str, *, longest: int = 40) -> str:
-    """Escape a name from a file for a figure, and leave out its middle beyond `longest` characters."""
+    """Escape a name for a figure, and elide its middle beyond `longest` characters."""
     text = one_line(text)
     if len(text) <= longest:
         return text
@@ -100,7 +97,7 @@ def plain(text: str, *, longest: int = 40) -> str:
 
 
 def keep_drawn(request: DrawRequest, drawn: Iterable[Drawn]) -> None:
-    """Write each picture or table as it is drawn; raises as `keep_image`, and what drawing raises."""
+    """Write each picture or table as it is drawn; raises as `keep_image` and the drawer."""
     for picture, content in drawn:
         if isinstance(content, Mapping):
             keep_table(request.stage_folder, picture, columns=content, step=request.step)
@@ -115,18 +112,18 @@ def keep_picture(stage_folder: Path, picture: Picture, *, figure: Figure, step: 
 
 
 def rendered(figure: Figure) -> tuple[bytes, bytes]:
-    """Render a figure as PNG and as SVG."""
+    """Render a figure as PNG and SVG."""
     png, svg = io.BytesIO(), io.StringIO()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"Glyph .* missing from")  # a class may have any name; the SVG has it
+        warnings.filterwarnings("ignore", message=r"Glyph .* missing from")  # any class name; the SVG keeps it
         figure.savefig(png, format="png")
-        figure.suppressComposite = True  # several images stay several
+        figure.suppressComposite = True  # keep images separate
         figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
     return png.getvalue(), finished_svg(_EMBEDDED.sub(_smaller, svg.getvalue())).encode()
 
 
 def _smaller(found: re.Match[str]) -> str:
-    """Re-encode an embedded photograph (opaque, with more colours than any palette) as JPEG."""
+    """Re-encode an embedded photograph (opaque, too many colours for a palette) as JPEG."""
     from PIL import Image
 
     content = base64.b64decode(found[1])
@@ -142,27 +139,27 @@ def _smaller(found: re.Match[str]) -> str:
 
 
 def finished_svg(svg: str) -> str:
-    """Add the palette for dark screens, and remove what XML forbids or a browser ignores."""
+    """Add the dark palette; remove what XML forbids and browsers ignore."""
     rules = "".join(
         f'[style*="{use}: {light}"]{{{use}:{dark}!important}}'
         for light, dark in DARK.items()
         for use in ("fill", "stroke")
     )
     style = f"<style>@media (prefers-color-scheme: dark){{{rules}}}</style>"
-    svg = re.sub(r"<!DOCTYPE[^>]*>\s*", "", svg, count=1)  # names a host
+    svg = re.sub(r"<!DOCTYPE[^>]*>\s*", "", svg, count=1)  # contains a URL
     svg = re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]", "\ufffd", svg)
     return re.sub(r"(<svg\b[^>]*>)", lambda found: found[1] + style, svg, count=1)
 
 
 @cache
 def _use_style() -> None:
-    """Set matplotlib's style for the whole process: most of it is read when text and axes are made."""
+    """Set matplotlib's style for the whole process, since most of it is read when text and axes are made."""
     import matplotlib
     from matplotlib.rcsetup import cycler
 
     settings: dict[Any, Any] = {
         "text.parse_math": False,  # a class may be called $x^2$
-        "font.family": ["DejaVu Sans"],  # matplotlib brings it
+        "font.family": ["DejaVu Sans"],  # ships with matplotlib
         "font.size": 9.5,
         "axes.titlesize": 10.5,
         "axes.titleweight": "bold",
@@ -192,7 +189,7 @@ def _use_style() -> None:
         **{f"{axis}tick.labelsize": 8.0 for axis in "xy"},
         "image.interpolation": "nearest",
         "savefig.dpi": PNG_DOTS_PER_INCH,
-        "svg.fonttype": "none",  # text stays text
-        "svg.hashsalt": "shardvit",  # the same figure is the same file
+        "svg.fonttype": "none",  # keep text as text
+        "svg.hashsalt": "shardvit",  # deterministic ids
     }
     matplotlib.rcParams.update(settings)

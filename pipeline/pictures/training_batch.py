@@ -1,9 +1,8 @@
-"""Images of a training step as the model sees them beside their originals; one image over epochs; evaluation's crops.
+"""Draw a training batch beside its originals, one image over epochs, and evaluation's crops.
 
-Rebuilt in another process by the code that training reads its batches with: order, crop, augmentation, flip and mixing
-are functions of recipe, shards and step. Only the first images of a step's global batch are read, the same for any
-number of processes. Pixels are shown with normalisation undone. Costs two decodings an image. Commands among the shards
-are not started for a run's pictures.
+Uses training's own reading code: order, crop, augmentation, flip and mixing depend only on recipe, shards and step.
+Reads only the first images of the global batch, the same for any number of processes; undoes normalisation. Costs two
+decodes an image. Never starts shard commands (`pipe:`) for a run's pictures.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ SHOWN_IMAGES = 32  # of a step's batch
 SHOWN_EPOCHS = 16  # of one image
 _PAIRS = 4  # in a row
 _EVALUATED = 16  # held-out images
-_LONGEST_SIDE = 512  # of an original that is kept in memory
+_LONGEST_SIDE = 512  # to which originals in memory are reduced
 _CPU = torch.device("cpu")
 _MIXES = {"mixup": "mixup", "cutmix": "CutMix"}
 
@@ -59,20 +58,20 @@ class SeenImage:
     """One image of a step's global batch."""
 
     key: str
-    sample: int  # its number in the training set; of the substitute, if it is damaged
+    sample: int  # index in the training set; the substitute's, if damaged
     seen: Pixels  # uint8 [size, size, 3], after crop, augmentation, flip and mixing
-    original: Pixels  # uint8 [height, width, 3], the whole image, reduced if it is large
+    original: Pixels  # uint8 [height, width, 3], the whole image, reduced if large
     own: str  # its classes
-    labels: tuple[tuple[str, float], ...]  # of `seen`: classes, and their shares of the loss's target
+    labels: tuple[tuple[str, float], ...]  # of `seen`: classes and their shares of the target
 
 
 @dataclass(frozen=True)
 class SeenBatch:
-    """The first images of a step's global batch."""
+    """First images of a step's global batch."""
 
-    step: int  # steps before it
+    step: int  # steps done before it
     images: tuple[SeenImage, ...]
-    inputs: torch.Tensor  # float32 [n, 3, size, size]: bit for bit what training casts to the engine's type
+    inputs: torch.Tensor  # float32 [n, 3, size, size]: bit-identical to training's, before its cast
     mix: Mix | None
 
 
@@ -86,15 +85,12 @@ def seen_batch(
     lanes: int = 0,
     normalisation: Normalisation = GOOGLES,
 ) -> SeenBatch:
-    """Read the first images of a step as training feeds them to the model.
-
-    `lanes`: of a begun run's order; 0: those of a run of few processes. UserError for sizes that do not fit together,
-    or a damaged image where none may be.
-    """
+    """Read the first images of a step as training feeds them to the model. `lanes`: of an existing run's order; 0: of a
+    run with few processes. UserError if sizes do not fit together, or an image is damaged where none may be."""
     recipe = _without_gpu(recipe)
     plan = stage_steps(recipe, stage=stage, data=data, lanes=lanes)
     count = min(images, plan.global_batch_images)
-    # The first places of the global batch, as if they were a process's micro-batch.
+    # Treat the head of the global batch as one process's micro-batch.
     first = replace(plan, micro_batch_size=count, accumulation_steps=1)
     no_run = RunFolder(Path(), name=recipe.name)
     batch = train_stream(Stage(recipe, stage, data, first, run=no_run), place=Place())[step]
@@ -114,8 +110,8 @@ def seen_batch(
 def seen_in_epochs(
     recipe: Recipe, *, stage: StageName, data: StageData, sample: int, most_epochs: int = SHOWN_EPOCHS
 ) -> list[Pixels]:
-    """One sample as the model sees it in each of the stage's first epochs, without mixing: uint8 [size, size, 3] each.
-    Raises CorruptSample or UnreadableImage if it is damaged."""
+    """Show one sample as the model sees it in each of the first epochs, without mixing: uint8 [size, size, 3] each.
+    CorruptSample or UnreadableImage if it is damaged."""
     recipe = _without_gpu(recipe)
     transform = train_transform(recipe.train_stage(stage))
     with closing(ShardReader(data.train, store=data.store)) as reader:
@@ -129,21 +125,21 @@ def seen_in_epochs(
 
 
 def stage_steps(recipe: Recipe, *, stage: StageName, data: StageData, lanes: int = 0) -> StagePlan:
-    """Plan the stage for one process, with the lanes of the run's order; UserError if sizes do not fit."""
+    """Plan the stage for one process with the run's lanes. UserError if sizes do not fit."""
     plan = plan_stage(recipe, stage=stage, samples_per_epoch=data.train.num_samples, world_size=1)
     return replace(plan, lanes=lanes) if lanes else plan
 
 
 def draw_training_batch(request: DrawRequest) -> Sequence[Drawn]:
-    """Draw the next step's batch of a run, and its first image over epochs; once, as a run may continue many times."""
+    """Draw the run's next batch, and its first image over epochs; only once, however often the run resumes."""
     if any(each.picture.name == "augmentation" for each in kept_pictures(request.stage_folder)):
         return ()
     recipe, stage = request.recipe, request.stage
     data = open_data(recipe, stage=stage, report=lambda line: None)
-    step = min(request.step, stage_steps(recipe, stage=stage, data=data).total_steps - 1)  # all are done: the last one
+    step = min(request.step, stage_steps(recipe, stage=stage, data=data).total_steps - 1)  # at the end: the last step
     drawn = batch_pictures(recipe, stage=stage, data=data, step=step, lanes=request.folder.peek(stage).lanes)
     keep_drawn(replace(request, step=step), drawn)
-    return ()  # they are kept, at the batch's own step
+    return ()  # already written, at the batch's own step
 
 
 def batch_pictures(recipe: Recipe, *, stage: StageName, data: StageData, step: int, lanes: int = 0) -> Iterator[Drawn]:
@@ -193,7 +189,7 @@ def batch_pictures(recipe: Recipe, *, stage: StageName, data: StageData, step: i
 def evaluation_crops(
     recipe: Recipe, *, stage: StageName, data: StageData, images: Sequence[DrawnImage]
 ) -> Iterator[Drawn]:
-    """Draw held-out images beside what evaluation's crop leaves of them; nothing without images."""
+    """Draw held-out images beside their evaluation crops; nothing without images."""
     config, recipe = recipe.train_stage(stage), _without_gpu(recipe)
     transform = eval_transform(config)
     cells: list[Cell] = []
@@ -217,14 +213,12 @@ def evaluation_crops(
 
 
 def _pairs(cells: Sequence[Cell], *, after: str) -> Figure:
-    """Originals, each beside what became of it."""
     columns = min(_PAIRS, len(cells) // 2)
     titles = ("original", after) * columns
     return image_grid(cells, columns=2 * columns, cell_inches=1.14, together=2, column_titles=titles)
 
 
 def _words(augment: AugmentConfig) -> str:
-    """The recipe's augmentation in a few words."""
     if augment.crop == "resize_and_crop":
         parts = [f"Short side resized to {augment.resize_size} px, then a random crop"]
     else:
@@ -240,7 +234,6 @@ def _words(augment: AugmentConfig) -> str:
 
 
 def _shares(batch: Batch, *, data: StageData) -> list[tuple[tuple[str, float], ...]]:
-    """The classes of each row's target, the largest share first."""
     classes = data.train.classes
     kind = "multi" if data.train.is_multi_label else "single"
     found = targets(batch, device=_CPU, num_classes=len(classes), label_kind=kind)
@@ -254,14 +247,14 @@ def _shares(batch: Batch, *, data: StageData) -> list[tuple[tuple[str, float], .
 
 
 def _as_pixels(inputs: torch.Tensor, normalisation: Normalisation) -> list[Pixels]:
-    """Undo normalisation, rounded."""
+    """Undo normalisation and round."""
     mean, std = (torch.tensor(each).view(3, 1, 1) * 255 for each in (normalisation.mean, normalisation.std))
     pixels = (inputs * std + mean).round_().clamp_(0, 255).to(torch.uint8)
     return list(pixels.permute(0, 2, 3, 1).contiguous().numpy())
 
 
 def _without_gpu(recipe: Recipe) -> Recipe:
-    """Decode JPEGs on the CPU: a GPU's decoder differs by a step or two of brightness."""
+    """Decode JPEGs on the CPU: the GPU decoder's pixels differ by a level or two."""
     if recipe.data.decoder != "gpu":
         return recipe
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"decoder": "auto"})})

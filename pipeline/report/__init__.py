@@ -1,1 +1,1 @@
-"""Record and show a stage: metrics.jsonl, events, the progress bar."""
+"""Record and show a stage's progress: metrics.jsonl, events, the progress bar."""

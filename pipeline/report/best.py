@@ -1,4 +1,4 @@
-"""A stage's best evaluation, if it was not the last: in its record's results under "best/..."."""
+"""Record and describe a stage's best evaluation, if it was not the last: results under "best/..."."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -9,15 +9,14 @@ from pipeline.runs.logs import MetricRow
 from pipeline.runs.run_folder import FOLDER_PREFIX, RunFolder
 
 SCORES = {"val/top1": "top-1", "val/accuracy": "accuracy"}  # on the screen
-AVERAGES_SCORES = {"val/ema_top1": "top-1", "val/ema_accuracy": "accuracy"}  # of the moving average of the weights
+AVERAGES_SCORES = {"val/ema_top1": "top-1", "val/ema_accuracy": "accuracy"}  # of the averaged weights
 _NAMES = SCORES | {"val/loss": "loss"}
 _NAMES |= {key.replace("/", "/ema_"): f"{name} of the moving average" for key, name in _NAMES.items()}
 _STEP = "best/step"
 
 
 def show_score(results: Mapping[str, float], key: str) -> str:
-    """Format the score `key` with what to compare it with, as far as known: "top-1 0.6141 (balanced accuracy 0.5000,
-    commonest class 0.6140)"."""
+    """Format score `key` with known baselines: "top-1 0.6141 (balanced accuracy 0.5000, commonest class 0.6140)"."""
     group, _, metric = key.partition("/")
     beside = {
         "balanced accuracy": f"{key.removesuffix('top1')}balanced_accuracy",
@@ -29,7 +28,7 @@ def show_score(results: Mapping[str, float], key: str) -> str:
 
 
 def best_results(rows: Iterable[MetricRow], *, last: Mapping[str, float], by: str) -> dict[str, float]:
-    """The step and value of the best evaluation by the metric `by`; empty: none was better than the last."""
+    """Return step and value of the best evaluation by metric `by`; empty if none beats the last."""
     sign = -1.0 if by.endswith("loss") else 1.0
     known = [(row.metrics[by], row.step) for row in rows if not math.isnan(row.metrics.get(by, math.nan))]
     if not known:
@@ -41,7 +40,7 @@ def best_results(rows: Iterable[MetricRow], *, last: Mapping[str, float], by: st
 
 
 def describe_best(results: Mapping[str, float], *, stage: str, checkpoints: Path) -> str:
-    """Say where the best evaluation was and how to keep its weights; empty: the last one was the best."""
+    """Describe the best evaluation and how to keep its weights; empty if it was the last one."""
     key = next((key for key in _NAMES if f"best/{key}" in results), None)
     if key is None or _STEP not in results:
         return ""
@@ -54,7 +53,7 @@ def describe_best(results: Mapping[str, float], *, stage: str, checkpoints: Path
 
 
 def describe_results(folder: RunFolder, *, stage: StageName) -> str:
-    """Describe a finished stage's score, and where it was better before, for the line "done"; "" for swap_head."""
+    """Describe a finished stage's final and best scores, for the "done" line; "" for swap_head."""
     record = folder.peek(stage)
     for key in SCORES:
         if key in record.results:

@@ -1,8 +1,7 @@
-"""Measure speed, FLOPs, memory and cost of a stage's training for points of the curve, as rank 0 sees them.
+"""Measure speed, FLOPs, memory and cost of training on rank 0, for points of the curve.
 
-A step's time is the host's, from the end of one step to the end of the next, without evaluation and saving. A GPU runs
-behind its host, but the loop reads each step's numbers when the next one is queued: a step that is slow on the GPU
-shows one step late, and a window's sum is the GPU's. Costs a clock read a step; nothing waits for the device.
+A step's time is host time between step ends, less evaluation and saving. The loop reads a step's numbers when it queues
+the next: a step slow on the GPU shows one step late, and a window's sum is the GPU's. Costs a clock read a step.
 """
 
 import resource
@@ -28,16 +27,16 @@ class ImageWork:
     """Training FLOPs of one image, forward and backward, without recomputation."""
 
     flops: int
-    last_flops: int  # after step `last_from`, when no patches are dropped any more
+    last_flops: int  # after step `last_from`, when patch dropout ends
     last_from: int
 
     def of_image(self, step: int) -> int:
-        """In step `step`, from 1."""
+        """FLOPs in step `step`, from 1."""
         return self.flops if step <= self.last_from else self.last_flops
 
 
 def stage_work(recipe: Recipe, *, stage: StageName, plan: StagePlan, num_classes: int) -> ImageWork:
-    """Count a stage's training FLOPs an image."""
+    """Count a stage's training FLOPs per image."""
     config = recipe.train_stage(stage)
 
     def flops(patch_dropout: float) -> int:
@@ -48,7 +47,7 @@ def stage_work(recipe: Recipe, *, stage: StageName, plan: StagePlan, num_classes
 
 
 def peak_flops(engine: EngineConfig, *, gpu_name: str | None) -> float | None:
-    """Peak FLOP/s of this process's GPU in the recipe's precision, by its data sheet; None: unknown, as TF32's is."""
+    """Data-sheet peak FLOP/s of this process's GPU in the recipe's precision; None if unknown, as for TF32."""
     gpu = None if gpu_name is None else gpu_of_driver(gpu_name)
     if gpu is None or (engine.precision == "fp32" and engine.fp32_matmul == "tf32"):
         return None
@@ -56,13 +55,8 @@ def peak_flops(engine: EngineConfig, *, gpu_name: str | None) -> float | None:
 
 
 class Gauges:
-    """Gauges read at each point of the curve.
-
-    Args:
-        peak: FLOP/s of one process's GPU; None: unknown, or a CPU.
-        on_gpu: the processes compute on GPUs.
-        process_seconds: of earlier attempts, summed over processes.
-    """
+    """Gauges for points of the curve. `peak`: FLOP/s of one process's GPU, None if unknown or a CPU; `process_seconds`:
+    of earlier attempts, summed over processes."""
 
     def __init__(
         self, work: ImageWork, *, processes: int, peak: float | None, on_gpu: bool, process_seconds: float = 0.0
@@ -76,17 +70,17 @@ class Gauges:
 
     @property
     def process_seconds(self) -> float:
-        """Seconds of all attempts, each times its processes."""
+        """Seconds of all attempts, summed over their processes."""
         return self._earlier_seconds + (time.perf_counter() - self._start) * self._processes
 
     def step_done(self, *, aside_seconds: float) -> None:
-        """Time the step that ended; `aside_seconds`: of this attempt so far, for evaluations and checkpoints."""
+        """Time the step that ended. `aside_seconds`: spent on evaluations and checkpoints, in this attempt so far."""
         now = time.perf_counter()
         self._step_seconds.append(max(0.0, now - self._step_ended - (aside_seconds - self._aside)))
         self._step_ended, self._aside = now, aside_seconds
 
     def read(self, *, step: int, images_per_second: float) -> dict[str, float]:
-        """Return the metrics of the window that ends after `step`, and begin the next."""
+        """Return the metrics of the window ending after `step`, and start the next."""
         rate = images_per_second / self._processes * self._work.of_image(step)
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         values = {"perf/model_tflops_per_s": rate / 1e12, "perf/host_memory_peak_gib": peak_bytes / _GIB}

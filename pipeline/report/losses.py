@@ -1,12 +1,12 @@
-"""Keep each step's loss and score on the device between two points of the curve, and search losses for spikes.
+"""Keep each step's loss and score on the device between points of the curve, and detect loss spikes.
 
-No step waits for a number. Every rank's values are added in rank order in float64, so the curve does not depend on how
-many steps are reduced together: a resumed run gives the same bits.
+No step waits for a number. Ranks are added in order in float64, so that the curve does not depend on how many steps are
+reduced together: a resumed run gives the same bits.
 
 Spikes follow OLMo-core's SkipStepOptimizer (src/olmo_core/optim/skip_step_optimizer.py): more than 6 standard
-deviations from the mean of the last 128 losses, once there are 64. Only rises count, and they must exceed 4.5
-deviations of the losses' logarithms too: losses near zero are skewed, and the first rule alone reports every thousandth
-step of a run whose losses scatter by half. A loss that is not finite is always a spike.
+deviations from the mean of the last 128 losses, once there are 64. Here only rises count, and they must exceed 4.5
+deviations of the log losses too: losses near zero are skewed, and the first rule alone reports every thousandth step of
+a run whose losses scatter by half. A non-finite loss is always a spike.
 """
 
 import math
@@ -20,21 +20,20 @@ from pipeline.ranks.group import Ranks
 _HISTORY_STEPS, _LEAST_STEPS = 128, 64  # OLMo-core's
 SIGMAS = 6.0  # OLMo-core's
 _LOG_SIGMAS = 4.5
-_SMALLEST_SIGMA = 1e-4  # of the mean: after flat losses not every rise is a spike
-_CUT = 4  # times the limit: a spike enters the history clipped to this; 1e30 would hide all others for 128 steps
+_SMALLEST_SIGMA = 1e-4  # relative to the mean: after flat losses, not every rise is a spike
+_CUT = 4  # times the limit: clips spikes in the history; 1e30 would hide all others for 128 steps
 
 
 @dataclass(frozen=True)
 class StepMeans:
-    """Per step of a window, means over its micro-batches and all ranks; nan for a skipped step."""
+    """Means over micro-batches and ranks for each step of a window; NaN for a skipped step."""
 
     losses: list[float]
-    scores: list[float]  # as many
+    scores: list[float]
 
 
 class LossWindow:
-    """Losses and scores since the last point of the curve; `losses`, `scores`: global means from a checkpoint, where
-    scores may be missing."""
+    """Losses and scores since the last point of the curve; a checkpoint's `scores` may be missing."""
 
     def __init__(self, losses: Sequence[float], scores: Sequence[float] = ()) -> None:
         missing = [math.nan] * (len(losses) - len(scores))
@@ -43,27 +42,27 @@ class LossWindow:
         self._micro: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def add(self, loss: torch.Tensor, score: torch.Tensor) -> None:
-        """Add the loss of one micro-batch, 0-dimensional."""
+        """Add a micro-batch's loss and score, both 0-dimensional."""
         self._micro.append((loss.detach().double(), score.detach().double()))
 
     def end_step(self) -> None:
-        """Make one step of the micro-batches added since the last call."""
+        """Combine the micro-batches added since the last call into one step."""
         loss, score = (torch.stack(each).mean() for each in zip(*self._micro, strict=True))
         self._local.append((loss, score))
         self._micro.clear()
 
     def pass_over(self, *, device: torch.device) -> None:
-        """Add NaN for a step that is not done."""
+        """Add NaN for a step not done."""
         nothing = torch.full((), math.nan, dtype=torch.float64, device=device)
         self._local.append((nothing, nothing))
 
     def reduce(self, ranks: Ranks) -> StepMeans:
-        """Return the global means of every step in the window; collective."""
+        """Return global means of every step in the window; collective."""
         if self._local:
             losses, scores = zip(*self._local, strict=True)
             everyone = ranks.gather(torch.stack([*losses, *scores]))
             total = everyone[0].clone()
-            for row in everyone[1:]:  # not .mean(dim=0): its order of addition depends on the number of steps
+            for row in everyone[1:]:  # .mean(dim=0) adds in an order that depends on the number of steps
                 total += row
             means = (total / len(everyone)).tolist()
             self._global.losses.extend(means[: len(losses)])
@@ -72,7 +71,7 @@ class LossWindow:
         return StepMeans(list(self._global.losses), list(self._global.scores))
 
     def take(self, ranks: Ranks) -> StepMeans:
-        """Empty the window and return its global means; collective."""
+        """Return the window's global means and empty it; collective."""
         means = self.reduce(ranks)
         self._global = StepMeans([], [])
         return means
@@ -80,7 +79,7 @@ class LossWindow:
 
 @dataclass(frozen=True)
 class Spike:
-    """A step whose loss is far above those before it."""
+    """Step with a loss far above the preceding ones."""
 
     step: int
     loss: float
@@ -97,7 +96,7 @@ class Spike:
 
 
 class SpikeFinder:
-    """Judges every step's loss once, in order; `recent_losses`: global means from a checkpoint."""
+    """Judge every step's loss once, in order; starts from a checkpoint's global means."""
 
     def __init__(self, recent_losses: Sequence[float] = (), *, sigmas: float = SIGMAS) -> None:
         self._sigmas = sigmas
@@ -105,11 +104,10 @@ class SpikeFinder:
 
     @property
     def recent_losses(self) -> list[float]:
-        """State to carry over: at most 128 finite floats."""
+        """State to checkpoint: at most 128 finite floats."""
         return list(self._recent)
 
     def look(self, losses: Mapping[int, float]) -> list[Spike]:
-        """The spikes among the next losses, by step."""
         spikes: list[Spike] = []
         for step, loss in losses.items():
             mean, sigma = _mean_and_sigma(self._recent)
@@ -126,12 +124,12 @@ class SpikeFinder:
         if min(self._recent) <= 0:  # not a cross-entropy
             return True
         mean, sigma = _mean_and_sigma([math.log(each) for each in self._recent])
-        # A recipe that asks for fewer deviations asks for fewer of the logarithms as well.
+        # A recipe with a lower limit lowers the one on logarithms as well.
         return math.log(loss) > mean + _LOG_SIGMAS * min(1.0, self._sigmas / SIGMAS) * sigma
 
 
 def _mean_and_sigma(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard deviation (never zero); nan if there are no values."""
+    """Mean and standard deviation (never zero); NaN without values."""
     if not values:
         return math.nan, math.nan
     mean = math.fsum(values) / len(values)

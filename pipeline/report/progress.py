@@ -1,9 +1,9 @@
-"""Show training's progress: a bar on a terminal, plain lines in a file, with the same content.
+"""Show training's progress as a bar on a terminal or as plain lines in a file, with the same content.
 
 A line: `pretrain step 400/1000 (40.0%) | loss 0.2513 | 512.3 images/s | ETA 1:33 min | lr 3.00e-04 | data wait 2.1% |
-25,600 images | elapsed 1:02 min`. The ETA follows the speed of the last minute, evaluations and checkpoints included;
-in a job whose time limit comes before it, it is `ETA 5:02 h, 3 requeues left`. Costs about 20 microseconds an update
-(a terminal at most every 0.1 s, a file every 10 s).
+25,600 images | elapsed 1:02 min`. The ETA follows the last minute's speed, evaluations and checkpoints included. If the
+job's time limit comes first, it reads `ETA 5:02 h, 3 requeues left`. Costs about 20 microseconds an update (a terminal
+at most every 0.1 s, a file every 10 s).
 """
 
 import math
@@ -22,7 +22,7 @@ _LINE_SECONDS = 10.0
 
 
 class TrainingProgress:
-    """The display of one stage, resumed from `start_step`."""
+    """Display of one stage, resumed from `start_step`."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class TrainingProgress:
         self._stage = stage
         self._total_steps = total_steps
         self._images_per_step = images_per_step
-        self._stream = stream or sys.stderr  # as it is now, not as it was when this file was imported
+        self._stream = stream or sys.stderr  # resolved now, not at import
         self._clock = clock
         self._started = clock()
         self._limit = limit
@@ -59,7 +59,7 @@ class TrainingProgress:
     def update(self, step: int, *, loss: float, lr: float, images_per_second: float, waits: str) -> None:
         now = self._clock()
         self._speed.add(step, now)
-        # The most important first: a narrow terminal cuts the line off at its right end.
+        # Most important first: a narrow terminal cuts off the right end.
         values = (
             f"loss {loss:.4f} | {images_per_second:.1f} images/s | ETA {self._eta()} | lr {lr:.2e} | {waits} | "
             f"{step * self._images_per_step:,} images | elapsed {show_duration(now - self._started)}"
@@ -73,7 +73,7 @@ class TrainingProgress:
             self._print_waiting_line(now)
 
     def note(self, text: str) -> None:
-        """Print a line of its own without breaking the bar. Thread-safe."""
+        """Print a separate line without breaking the bar. Thread-safe."""
         text = printable(text)
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
@@ -81,7 +81,7 @@ class TrainingProgress:
             self._print(text)
 
     def close(self) -> None:
-        """Print an update that still waits. Closing twice is harmless."""
+        """Print a pending update. Idempotent."""
         if self._bar is not None:
             self._bar.refresh()
             self._bar.close()
@@ -108,18 +108,18 @@ class TrainingProgress:
 
 
 class RecentSpeed:
-    """Steps per second over the last `window_seconds`, from the first step added on."""
+    """Steps per second over the last `window_seconds`."""
 
     def __init__(self, window_seconds: float) -> None:
         self._window_seconds = window_seconds
         self._seen: deque[tuple[int, float]] = deque()
 
     def add(self, step: int, now: float) -> None:
-        """Note that `step` was done at `now`, in seconds of any clock; an earlier step starts anew."""
+        """Record `step` as done at `now`, in seconds of any clock; an earlier step restarts the window."""
         if self._seen and step < self._seen[-1][0]:
             self._seen.clear()
         self._seen.append((step, now))
-        # Keep one mark from beyond the window, so that steps longer than the window still give a speed.
+        # Keep one mark outside the window: steps longer than the window still give a speed.
         while len(self._seen) > 2 and now - self._seen[1][1] >= self._window_seconds:
             self._seen.popleft()
 
@@ -134,6 +134,6 @@ class RecentSpeed:
 
 
 def format_count(step: int, total_steps: int) -> str:
-    """`step 400/1000 (40.0%)`; never 100.0% before the last step."""
+    """Format `step 400/1000 (40.0%)`; never 100.0% before the last step."""
     percent = min(100.0 * step / total_steps, 99.9) if step < total_steps else 100.0
     return f"step {step}/{total_steps} ({percent:.1f}%)"

@@ -1,7 +1,4 @@
-"""Report a stage on rank 0: metrics.jsonl, events.jsonl, facts for MLflow, and the progress bar.
-
-Also measures how long the loop waited for data, and images/s without evaluation and saving.
-"""
+"""Report a stage on rank 0: metrics.jsonl, events.jsonl, facts for MLflow, the progress bar, speed, data wait."""
 
 from __future__ import annotations
 
@@ -54,7 +51,7 @@ def stage_report(
     phases: Phases,
     tags: Mapping[str, str],
 ) -> Iterator[Report]:
-    """Open the report of one training stage; `tags` go to its MLflow run."""
+    """Open the report of a training stage; `tags` go to its MLflow run."""
     common: Any = {"phases": phases, "plan": plan, "earlier_seconds": state.training_seconds}
     if not context.ranks.place.is_main:
         yield Report(None, None, None, None, **common)
@@ -92,7 +89,7 @@ def stage_report(
 
 @contextmanager
 def attempt_events(context: StageContext, *, stage: StageName, state: TrainState, say: Say) -> Iterator[EventsLog]:
-    """Open a stage's events.jsonl, and record this attempt's start and end; `state` is read at both."""
+    """Open events.jsonl, and record this attempt's start and end from the current `state`."""
     place = context.ranks.place
     hosts = math.ceil(place.world_size / place.local_world_size)
     with EventsLog(context.folder.stage(stage) / EVENTS_FILE, say=say) as events:
@@ -132,8 +129,8 @@ def attempt_log(
     params: Mapping[str, str] = MappingProxyType({}),
     tags: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[MetricsLog]:
-    """Open a stage's metrics.jsonl from a step on (-1: anew), and write this attempt's facts for MLflow. OSError: the
-    disk is full or fails."""
+    """Open metrics.jsonl from `resume_step` on (-1: anew); write facts for MLflow. OSError if the disk is full or
+    fails."""
     recipe, folder = context.recipe, context.folder
     with MetricsLog(folder.stage(stage) / METRICS_FILE, resume_step=resume_step) as log:
         if log.dropped_broken_rows:
@@ -157,7 +154,7 @@ def attempt_log(
 
 @dataclass
 class Report:
-    """Takes the training loop's reports. The first four fields are None on ranks above 0."""
+    """Receive the training loop's reports. The first four fields are None on ranks above 0."""
 
     log: MetricsLog | None
     progress: TrainingProgress | None
@@ -167,7 +164,7 @@ class Report:
     phases: Phases
     plan: StagePlan
     earlier_seconds: float  # spent before this attempt
-    step_logged: int = 0  # of events without a step of their own
+    step_logged: int = 0  # default step of events
 
     def __post_init__(self) -> None:
         self._start = self._window_start = time.perf_counter()
@@ -177,12 +174,12 @@ class Report:
 
     @property
     def training_seconds(self) -> float:
-        """Seconds of this stage in all attempts, including evaluation and saving."""
+        """Seconds in all attempts, including evaluation and saving."""
         return self.earlier_seconds + self.attempt_seconds
 
     @property
     def process_seconds(self) -> float:
-        """The same times the processes of each attempt; 0 above rank 0."""
+        """Process-seconds in all attempts; 0 above rank 0."""
         return 0.0 if self.gauges is None else self.gauges.process_seconds
 
     @property
@@ -190,13 +187,12 @@ class Report:
         return time.perf_counter() - self._start
 
     def step(self, images: int) -> None:
-        """Count a step over `images` images of all ranks."""
         self._images += images
         if self.gauges is not None:
             self.gauges.step_done(aside_seconds=self.phases.aside_seconds)
 
     def skipped(self, step: int) -> None:
-        """Note that the gradients of `step`, from 1, were not finite."""
+        """Record a step, from 1, with non-finite gradients."""
         self._skipped.append(step)
 
     def curve(
@@ -210,9 +206,8 @@ class Report:
         slowest_rank_ratio: float | None,
         stall_seconds: float,
     ) -> None:
-        """Log a point of the training curve and start a new window. `loss`: mean since the last point; `more`: other
-        values, by metric; `slowest_rank_ratio` None: nothing to compare; `stall_seconds`: of this attempt, waiting for
-        checkpoints."""
+        """Log a point of the curve and start a new window. `loss`: mean since the last point; `more`: other metrics;
+        `stall_seconds`: waits for checkpoints in this attempt; `slowest_rank_ratio`: None with nothing to compare."""
         self._tell_skipped()
         now = time.perf_counter()
         spent = self.phases.take_seconds()
@@ -239,7 +234,7 @@ class Report:
         self._record(state, values)
         waits = f"data wait {data_wait:.1%}"
         share, threads = values.get("perf/core_wait_frac", 0.0), torch.get_num_threads()
-        if threads > 1 and share > WORTH_A_WORD:  # one could not be fewer
+        if threads > 1 and share > WORTH_A_WORD:  # a single thread cannot be reduced
             waits += f" | core wait {share:.0%}"
             if not self._is_crowded:
                 self.note(
@@ -251,7 +246,6 @@ class Report:
             self.progress.update(state.step, loss=loss, lr=lr, images_per_second=speed, waits=waits)
 
     def evaluation(self, state: TrainState) -> None:
-        """Log the state's evaluation, and print its losses and scores."""
         found = state.evaluation
         self._record(state, found)
         own = next(key for key in found if key in SCORES)
@@ -270,7 +264,7 @@ class Report:
             self.note(spike.describe(), kind="spike", step=spike.step)
 
     def faults(self, state: TrainState, new: Sequence[tuple[str, Fault]]) -> None:
-        """Record newly found damaged images; the first few are named."""
+        """Record newly found damaged images; name only the first few."""
         for use, fault in new[: max(0, _NAMED_FAULTS - self._named_faults)]:
             done = "another one takes its place" if use == "train" else "it is left out"
             said = f"image {fault.key!r} of {fault.shard} is damaged ({fault.reason}): {done}"
@@ -286,13 +280,13 @@ class Report:
         self.event(kind, text, step=step)
 
     def event(self, kind: EventKind, text: str, *, step: int | None = None) -> None:
-        """Record an event at a step, by default the last logged one, without printing it. Thread-safe."""
+        """Record an event, by default at the last logged step, without printing. Thread-safe."""
         if self.events is not None:
             step = self.step_logged if step is None else step
             self.events.append(kind, text, step=step, images_seen=step * self.plan.global_batch_images)
 
     def close(self) -> None:
-        """Write what is pending. Closing twice is harmless."""
+        """Flush what is pending. Idempotent."""
         self._tell_skipped()
         if self.progress is not None:
             self.progress.close()
@@ -310,7 +304,7 @@ class Report:
 
 
 def _ranges(steps: Sequence[int]) -> str:
-    """Increasing steps: `step 3, steps 7 to 9`."""
+    """Format increasing steps: `step 3, steps 7 to 9`."""
     runs: list[tuple[int, int]] = []
     for step in steps:
         if runs and step == runs[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""`shardvit figures`: the paper's figures of any model that `shardvit predict` takes; heavy imports are inside."""
+"""`shardvit figures`: draw the paper's figures of any model that `shardvit predict` takes. Heavy imports are lazy."""
 
 from pathlib import Path
 from typing import Annotated
@@ -42,16 +42,16 @@ def figures(
 ) -> int:
     """Draw the ViT paper's figures of a model: attention, its reach, filters, positions.
 
-    MODEL is anything that `shardvit predict` takes but ONNX, and a masked patch
-    model. IMAGES are files and folders of images, or shards (a packed folder, a
-    folder or pattern of tars, a URL); without any, the held-out shards of the
-    model's run.
+    MODEL is anything that `shardvit predict` takes (except ONNX), or a masked
+    patch model. IMAGES are files and folders of images, or shards (a packed
+    folder, a folder or pattern of tars, a URL); the default is the held-out
+    shards of the model's run.
 
-    Made are attention rollout (the paper's Figure 6), attention of each block
-    and head, mean attention distance over depth (Figure 7, right), filters of
-    the first layer (Figure 7, left) and similarity of position embeddings
-    (Figure 7, centre): each as PNG and SVG, all on one page, index.html, and
-    their numbers in numbers.npz.
+    Draws attention rollout (the paper's Figure 6), attention of each block and
+    head, mean attention distance over depth (Figure 7, right), filters of the
+    first layer (Figure 7, left) and similarity of position embeddings (Figure
+    7, centre). Writes each as PNG and SVG, all on one page, index.html, and the
+    numbers to numbers.npz.
 
     Some examples:
         shardvit figures runs/digits
@@ -74,7 +74,7 @@ def figures(
 
 
 def _name(model: Path) -> str:
-    """Name the folder by the model's path: RUN, RUN-STAGE, or a file's name."""
+    """Name the folder after the model's path: RUN, RUN-STAGE, or a file's name."""
     parts = [part for part in model.absolute().parts if part not in ("model", "checkpoints")]
     name = "-".join(parts[-2:]) if parts[-1] in ("pretrain", "finetune", "masked_patch") else parts[-1]
     return name.removesuffix(".npz").removesuffix(".pth") or "model"

@@ -1,4 +1,4 @@
-"""`shardvit report` and `shardvit compare`: flags, and where the page is written. Heavy imports are inside."""
+"""`shardvit report` and `shardvit compare`: flags and default locations. Heavy imports are lazy."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ NoDraw = Annotated[
 def report(*runs: Path, output: PageFile = None, no_draw: NoDraw = False, force: Force = False) -> int:
     """Write a run's results, curves, pictures and tables as one offline HTML page.
 
-    RUN is a run's folder, RUNS/NAME, of a run that trains or has trained.
-    Several runs stand over one another, with the difference of their recipes.
+    RUN is the folder of a run that is training or has trained, RUNS/NAME.
+    Several runs are overlaid, with the differences between their recipes.
 
     Some examples:
         shardvit report runs/digits
@@ -56,7 +56,7 @@ def report(*runs: Path, output: PageFile = None, no_draw: NoDraw = False, force:
 def compare(*runs: Path, output: PageFile = None, no_draw: NoDraw = False, force: Force = False) -> int:
     """Compare runs' recipes, metrics and curves, here or as a page.
 
-    The first run is the one that the others are compared with.
+    The others are compared with the first run.
 
     Some examples:
         shardvit compare runs/digits runs/digits-scratch

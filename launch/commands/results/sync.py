@@ -1,4 +1,4 @@
-"""`shardvit sync`: what MLflow lacks of runs, after an outage or from a cluster without a way out."""
+"""`shardvit sync`: send runs to MLflow after an outage, or from a cluster without network access."""
 
 from pathlib import Path
 from typing import Annotated
@@ -27,11 +27,11 @@ def sync(
 ) -> int:
     """Send to MLflow what it lacks of runs, each value once, however often you repeat it.
 
-    For runs whose server was away, from the start or for a while, and for those
-    trained with tracking.mode=offline; such a run's folder may be copied from a
-    cluster and sent from here. Sends metrics, params, tags, data sets, files,
-    pictures, tables, the model and how the run ended. A run that the server does
-    not have yet is made there.
+    Use it for runs whose server was unreachable, and for those trained with
+    tracking.mode=offline; you may copy such a run's folder from a cluster and
+    send it from here. Sends metrics, params, tags, data sets, files, pictures,
+    tables, the model and the final status. Creates runs that the server does
+    not have yet.
 
     Some examples:
         shardvit sync runs/vit-b16 --to http://mlflow:5000
@@ -48,7 +48,7 @@ def sync(
         raise UserError(f"--to {one_line(to)}: give the address of a server or database, such as http://mlflow:5000")
     code = 0
     for path in (run, *runs):
-        if runs and not (path / RECIPE_FILE).is_file():  # runs/* has other things, too
+        if runs and not (path / RECIPE_FILE).is_file():  # runs/* also matches other things
             continue
         try:
             folder = run_folder_at(path)

@@ -1,4 +1,4 @@
-"""The command `shardvit watch`; imports are inside, so that --help is fast."""
+"""`shardvit watch` and `shardvit status`. Imports are lazy to keep --help fast."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def watch(
     """Follow a run in the terminal: stages, speed, ETA, checkpoints, jobs, curves, log.
 
     RUN is its folder, RUNS/NAME; it may run here, on other hosts or in SLURM.
-    Only files of the folder are read, and SLURM's queue. Ends when the run is
-    done or deleted, or by q (or Ctrl-C), which does not touch the run. Of a
-    sweep, RUNS/NAME-sweep, the table is printed.
+    Reads only the folder's files and SLURM's queue. Ends when the run is done
+    or deleted, or when you press q (or Ctrl-C), which leaves the run alone.
+    For a sweep, RUNS/NAME-sweep, prints its table.
 
     Some examples:
         shardvit watch runs/digits
@@ -72,7 +72,7 @@ def watch(
         else:
             follow(watcher, console=console, interval_seconds=interval)
     except KeyboardInterrupt:
-        pass  # what is watched continues
+        pass  # the run continues
     return 0
 
 
@@ -82,7 +82,7 @@ def status(
     *,
     as_json: Annotated[bool, switch("Print it as JSON.", "--json")] = False,
 ) -> int:
-    """Print how far a run or a sweep is, as `shardvit watch RUN --once`.
+    """Print the progress of a run or a sweep, as `shardvit watch RUN --once`.
 
     Some examples:
         shardvit status runs/digits
@@ -92,7 +92,7 @@ def status(
 
 
 def open_console() -> Console:
-    """On standard output; without any escape sequence where that is no terminal."""
+    """Open a console on standard output, without escape sequences if it is no terminal."""
     from rich.console import Console
 
     is_terminal = sys.stdout.isatty()
@@ -107,7 +107,7 @@ def open_console() -> Console:
 
 
 def show_once(watcher: Watcher, *, console: Console) -> None:
-    """Print the page, as long as it is."""
+    """Print the page at full length."""
     from launch.watch.screen import page
 
     view = watcher.look(queue="wait for it")
@@ -115,7 +115,7 @@ def show_once(watcher: Watcher, *, console: Console) -> None:
 
 
 def follow(watcher: Watcher, *, console: Console, interval_seconds: float) -> None:
-    """Draw the page over and over until the run is done; the last one stays on the screen."""
+    """Redraw the page until the run is done; leave the last one on the screen."""
     from rich.console import Group
     from rich.live import Live
     from rich.text import Text
@@ -142,8 +142,8 @@ def _glyphs(console: Console) -> Glyphs:
 
 @contextmanager
 def _leaving_by_q() -> Iterator[Callable[[float], bool] | None]:
-    """Yield a function that waits so many seconds for `q` and returns whether it was typed; None: no terminal of ours.
-    Keys come one by one and unseen; SIGTERM and SIGHUP become KeyboardInterrupt, so that the terminal is put back."""
+    """Yield a function that waits that many seconds for `q` (True if typed); None without a terminal of ours. SIGTERM
+    and SIGHUP become KeyboardInterrupt, so that the terminal is restored."""
     from launch.local.processes import handled
 
     with handled((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler):
@@ -165,7 +165,7 @@ def _leaving_by_q() -> Iterator[Callable[[float], bool] | None]:
 def _is_ours() -> bool:
     try:
         return os.tcgetpgrp(_STDIN) == os.getpgrp()
-    except OSError:  # closed, no terminal, or another session's
+    except OSError:  # closed, not a terminal, or another session's
         return False
 
 

@@ -1,1 +1,1 @@
-"""The ViT paper's figures: of one model (attention, filters, positions), and of several runs (over size and cost)."""
+"""Draw the ViT paper's figures: of one model (attention, filters, positions) and across runs (over size and cost)."""

@@ -1,6 +1,6 @@
-"""The paper's figures of several runs: few-shot accuracy over size (its Figure 4), transfer over cost (its Figure 5).
+"""Draw the ViT paper's figures across runs: few-shot accuracy over size (Figure 4), transfer over cost (Figure 5).
 
-Each comes with a table of all numbers, also those that the figure has no room for.
+Each comes with a table of all numbers, including those left out of the figure.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _MOST_PANELS = 4
 _MOST_TICKS = 6
-_MARKERS = "osD^vPX"  # tell lines apart in grey prints
-_MOST_LABELS = 12  # of points in a panel; the table has all names
+_MARKERS = "osD^vPX"  # distinguish lines in greyscale
+_MOST_LABELS = 12  # of points in a panel; the table names all
 _FLOPS = (("exa", 1.0), ("peta", 1e-3), ("tera", 1e-6), ("giga", 1e-9))  # in exaFLOPs
 _FAMILIES = {"ViT": ("o", SERIES[0]), "hybrid": ("s", SERIES[1]), "ResNet": ("^", SERIES[2])}  # as in the paper
 _HEADS = {  # of the tables' columns
@@ -35,10 +35,10 @@ _ATTRIBUTES = {"pre-training set, images": "training_images", "exaFLOPs": "exafl
 
 
 def few_shot_over_size(runs: Mapping[str, Run]) -> Iterator[Drawn]:
-    """Draw few-shot accuracy over the size of pre-training, of runs by name; nothing if no run has measured any.
+    """Draw few-shot accuracy over pre-training size; nothing if no run measured it.
 
-    Where runs of one model were pre-trained on sets of different sizes, a line is a model over these sizes, each run at
-    its end: the paper's Figure 4. Otherwise a line is a run over the images that it had seen.
+    If runs of one model were pre-trained on sets of different sizes, a line is a model over these sizes, each run at
+    its end (the paper's Figure 4). Otherwise a line is a run over images seen.
     """
     points = [point for name, run in runs.items() for point in few_shot_points(run, name=name)]
     if not points:
@@ -80,10 +80,8 @@ def few_shot_over_size(runs: Mapping[str, Run]) -> Iterator[Drawn]:
 
 
 def transfer_over_cost(runs: Mapping[str, Run]) -> Iterator[Drawn]:
-    """Draw accuracy after transfer over the FLOPs of pre-training, of runs by name; nothing if no run has both.
-
-    A run without pre-training is a dashed line; one that was pre-trained elsewhere is in the table alone.
-    """
+    """Draw transfer accuracy over pre-training FLOPs; nothing if no run has both. A run without pre-training is a
+    dashed line; one pre-trained elsewhere is only in the table."""
     points = [point for name, run in runs.items() for point in cost_points(run, name=name)]
     priced = [(point.exaflops, point) for point in points if point.exaflops]
     if not priced:
@@ -123,7 +121,6 @@ def transfer_over_cost(runs: Mapping[str, Run]) -> Iterator[Drawn]:
 
 
 def _table(picture: Picture, points: Sequence[FewShotPoint] | Sequence[CostPoint]) -> Drawn:
-    """The numbers of a picture."""
     names = {head: _ATTRIBUTES.get(head, head.replace(" ", "_")) for head in _HEADS[type(points[0])]}
     columns: dict[str, list[Cell]] = {head: [getattr(each, name) for each in points] for head, name in names.items()}
     columns["top-1, %"] = [round(100 * each.top1, 2) for each in points]
@@ -132,13 +129,13 @@ def _table(picture: Picture, points: Sequence[FewShotPoint] | Sequence[CostPoint
 
 
 def _most_frequent(measures: Sequence[str]) -> list[str]:
-    """The few with most points, in the order they came in."""
+    """Keep the measures with the most points, in their original order."""
     kept = sorted(dict.fromkeys(measures), key=lambda each: -measures.count(each))[:_MOST_PANELS]
     return [measure for measure in dict.fromkeys(measures) if measure in kept]
 
 
 def _panels(measures: Sequence[str], *, x: str, sharey: bool = False) -> tuple[Figure, list[Axes]]:
-    """A panel for each measure, two or three in a row, with a logarithmic x and shares as y."""
+    """Make a panel for each measure, two or three in a row, with logarithmic x and shares as y."""
     columns = {1: 1, 3: 3}.get(len(measures), 2)
     rows, width = -(-len(measures) // columns), {1: 5.2, 2: 7.2, 3: 9.0}[columns]
     figure, axes = new_figure(width=width, height=3.1 * rows + 0.4, rows=rows, columns=columns, sharey=sharey)
@@ -155,7 +152,7 @@ def _panels(measures: Sequence[str], *, x: str, sharey: bool = False) -> tuple[F
 def _ticks(panel: Axes, values: Sequence[float], *, room: float) -> None:
     """Set a logarithmic x axis with ticks at 1, 2 and 5 times powers of ten; `room`: margin as a share of the span."""
     low, high = log10(min(values)), log10(max(values))
-    margin = max(0.15, room * (high - low), 0.4 - (high - low) / 2)  # 0.8 decades at least: two ticks
+    margin = max(0.15, room * (high - low), 0.4 - (high - low) / 2)  # at least 0.8 decades: two ticks
     low, high = low - margin, high + margin
     panel.set_xlim(10**low, 10**high)
     ticks: list[float] = []
@@ -170,7 +167,6 @@ def _ticks(panel: Axes, values: Sequence[float], *, room: float) -> None:
 
 
 def _short(number: float) -> str:
-    """300000 as 300k."""
     for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:g}{prefix}"
@@ -178,7 +174,6 @@ def _short(number: float) -> str:
 
 
 def _legend(figure: Figure, panels: Sequence[Axes], *, entries: int) -> None:
-    """One below all panels."""
     known = {}
     for panel in panels:
         handles, labels = panel.get_legend_handles_labels()

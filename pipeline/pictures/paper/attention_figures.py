@@ -1,4 +1,4 @@
-"""Figures of a model's attention: rollout on images, maps of blocks and heads, mean distance over depth."""
+"""Draw a model's attention: rollout on images, maps of blocks and heads, mean distance over depth."""
 
 from collections.abc import Sequence
 
@@ -13,14 +13,14 @@ from pipeline.pictures.paper.weight_figures import evenly, show_tiles, tiled
 from pipeline.pictures.style import ACCENT, INK, Drawn, draw_level, new_figure, sequential
 from pipeline.runs.pictures import Picture
 
-_SHOWN_PIXELS = 192  # side of an image in the figure, about
+_SHOWN_PIXELS = 192  # approximate side of an image in the figure
 _INPUT_INCHES = 1.3
-_MOST_BLOCKS, _MOST_HEADS = 12, 16  # in the figure of all maps
+_MOST_BLOCKS, _MOST_HEADS = 12, 16  # in the figure of maps
 
 
 def draw_rollout(attention: SeenAttention, batch: Batch, *, meta: SavedModelMeta, classes: Sequence[str]) -> Drawn:
-    """Draw the first images of `batch` beside themselves lit by their rollout; `classes`: of the images' labels; none:
-    the labels do not matter here."""
+    """Draw the first images of `batch`, each beside a copy lit by its rollout. `classes`: names for the labels; empty
+    if the labels do not apply to this model."""
     cells: list[Cell] = []
     strongest: list[float] = []
     for number in range(min(SHOWN_IMAGES, len(batch.images))):
@@ -59,11 +59,8 @@ def draw_rollout(attention: SeenAttention, batch: Batch, *, meta: SavedModelMeta
 
 
 def in_the_light_of(image: NDArray[np.uint8], shares: NDArray[np.float64]) -> NDArray[np.uint8]:
-    """Light an image [side, side, 3] by its patches' shares [grid, grid], smoothed over about one patch.
-
-    As the paper's authors draw it (google-research/vision_transformer, issue 27): enlarged, blurred by a Gaussian,
-    stretched from 0 to 1, in front of black.
-    """
+    """Light an image [side, side, 3] by its patches' shares [grid, grid], as the paper's authors do
+    (google-research/vision_transformer, issue 27): enlarge, blur over about one patch, stretch to 0..1, multiply."""
     from scipy.ndimage import gaussian_filter
 
     side, grid = len(image), len(shares)
@@ -75,13 +72,13 @@ def in_the_light_of(image: NDArray[np.uint8], shares: NDArray[np.float64]) -> ND
 
 
 def _enlarged(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Enlarge small images by a whole number, so that their pixels stay squares."""
+    """Enlarge small images by a whole number, so that pixels stay squares."""
     times = max(1, round(_SHOWN_PIXELS / len(image)))
     return image.repeat(times, axis=0).repeat(times, axis=1)
 
 
 def draw_maps(attention: SeenAttention, batch: Batch, *, meta: SavedModelMeta) -> Drawn:
-    """Draw the attention of each head of each block for the first image; of large models some blocks and heads."""
+    """Draw the attention of each block and head for the first image; for large models, a subset."""
     blocks = evenly(len(attention.maps), most=_MOST_BLOCKS)
     heads = evenly(attention.maps.shape[1], most=_MOST_HEADS)
     maps = attention.maps.numpy()[np.ix_(blocks, heads)]
@@ -94,7 +91,7 @@ def draw_maps(attention: SeenAttention, batch: Batch, *, meta: SavedModelMeta) -
     image.imshow(_enlarged(batch.images[0].numpy()), interpolation="none")
     image.set_title("input")
     image.set_axis_off()
-    show_tiles(shown, tiles, cmap=sequential(), vmin=-0.06, vmax=1.0)  # so that no attention is darker than the paper
+    show_tiles(shown, tiles, cmap=sequential(), vmin=-0.06, vmax=1.0)  # no attention is still darker than the page
     shown.set_xticks(*tiles.ticks("columns", names=[str(head + 1) for head in heads]))
     shown.set_yticks(*tiles.ticks("rows", names=[str(block + 1) for block in blocks]))
     shown.set(xlabel="head", ylabel="block")

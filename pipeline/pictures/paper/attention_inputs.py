@@ -1,8 +1,8 @@
-"""Read images for the figures of a model's attention, and run them through it once.
+"""Read images for the attention figures, and run them through the model once.
 
-Images are some of a set of shards, evenly spread, or files, decoded and cropped as the model's evaluation does; damaged
-ones are left out. Costs 1.5 forward passes an image, and 64 MiB of probabilities at a time. As many images as a core
-handles in half a minute: the paper's 128 for attention distance if the model is small, at least those that are shown.
+Reads files, or evenly spaced images of a set, decoded and cropped as in the model's evaluation; skips damaged ones.
+Takes as many as a core handles in half a minute: at most the paper's 128 for attention distance, at least those shown.
+Costs 1.5 forward passes an image, and 64 MiB of probabilities at a time.
 """
 
 from collections.abc import Sequence
@@ -32,32 +32,32 @@ from pipeline.stage.task import model_input
 
 PAPERS_IMAGES = 128  # of attention distance: ViT paper, appendix D
 SHOWN_IMAGES = 8
-_MOST_FLOPS = 1e12  # of all forward passes: half a minute of a core or two
+_MOST_FLOPS = 1e12  # for all forward passes: half a minute on one or two cores
 _MOST_BYTES = 64 << 20  # of probabilities held at once
 
 
 @dataclass(frozen=True)
 class SeenAttention:
-    """Attention over `images` images; `rollout` and `guesses` have rows for the first `SHOWN_IMAGES`."""
+    """Attention over `images` images; `rollout` and `guesses` cover the first `SHOWN_IMAGES`."""
 
     images: int
-    rollout: Tensor  # float32 [n, grid, grid]: each patch's share in the head's input
-    guesses: tuple[tuple[int, float], ...]  # most probable class and its probability; none: the model knows no classes
+    rollout: Tensor  # float32 [n, grid, grid]: each patch's share of the head's input
+    guesses: tuple[tuple[int, float], ...]  # top class and its probability; empty: the model has no classes
     maps: Tensor  # float32 [blocks, heads, grid, grid] of the first image: attention to patches
     distances: Tensor  # float64 [blocks, heads], pixels
-    uniform_distance: float  # pixels, of a head that attends to all patches alike
+    uniform_distance: float  # pixels, for a head with uniform attention
 
 
 def images_to_look_at(meta: SavedModelMeta) -> int:
-    """Number of images that a CPU handles in about half a minute: `SHOWN_IMAGES` to `PAPERS_IMAGES`."""
+    """Number of images a CPU handles in about half a minute: `SHOWN_IMAGES` to `PAPERS_IMAGES`."""
     head = "linear" if meta.head == "masked_patch" else meta.head
     cost = account(meta.model, image_size=meta.image_size, num_classes=meta.num_classes, head=head)
     return max(SHOWN_IMAGES, min(PAPERS_IMAGES, int(_MOST_FLOPS / cost.forward_flops)))
 
 
 def images_of_shards(access: Access, *, meta: SavedModelMeta, count: int, fetch: Literal["never", "missing"]) -> Batch:
-    """Read at most `count` whole images, evenly spread over the set; `fetch` as in `read_samples`. UserError: none can
-    be read, or none is here."""
+    """Read at most `count` undamaged, evenly spaced images; `fetch` as in `read_samples`. UserError if there are
+    none."""
     samples = evenly(access.shards.num_samples, most=count)
     batch = read_samples(access, samples=samples, transform=_transform(meta), fetch=fetch)
     if not batch.keys:
@@ -68,7 +68,7 @@ def images_of_shards(access: Access, *, meta: SavedModelMeta, count: int, fetch:
 def images_of_files(
     files: Sequence[Path], *, meta: SavedModelMeta, limit: PixelLimit = USUAL_LIMIT
 ) -> tuple[Batch, list[str]]:
-    """Read image files; also returns a sentence for each that cannot be read. UserError: none can."""
+    """Read image files; also return a sentence for each unreadable one. UserError if all are."""
     transform, squares, names, faults = _transform(meta), list[Pixels](), list[str](), list[str]()
     for file in files:
         try:
@@ -89,7 +89,7 @@ def _transform(meta: SavedModelMeta) -> EvalTransform:
 
 @torch.inference_mode()
 def look(model: VisionTransformer, batch: Batch, *, meta: SavedModelMeta) -> SeenAttention:
-    """Run all images of `batch`, at least one, through the model, on the model's device."""
+    """Run all images of `batch` (at least one) through the model, on its device."""
     device = next(model.parameters()).device
     grid = meta.model.grid_size(meta.image_size)
     distance = AttentionDistance(grid, patch_size=meta.model.sizes.patch_size)

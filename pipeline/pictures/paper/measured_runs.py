@@ -1,11 +1,11 @@
 """Read the numbers for the paper's figures over data-set size and cost from runs.
 
     few-shot accuracy     val/fewshot_SET_5shot of a pre-training stage's curve, and RUN/transfer/*.json
-    size                  images seen by then, and the images of the training set (data.json)
-    cost                  FLOPs of pre-training, forwards and backwards: images seen times `model.counting`'s
+    size                  images seen by then, and images in the training set (data.json)
+    cost                  pre-training FLOPs, forward and backward: images seen times `model.counting`'s
     transfer accuracy     top-1 after fine-tuning, and RUN/transfer/*.json
 
-Missing or damaged records are left out. No torch.
+Skips missing or damaged records. No torch.
 """
 
 import math
@@ -40,7 +40,7 @@ class FewShotPoint:
     data_set: str
     shots: int
     images_seen: int
-    training_images: int | None  # of the set that it was pre-trained on
+    training_images: int | None  # in its pre-training set
     top1: float
 
     @property
@@ -50,20 +50,20 @@ class FewShotPoint:
 
 @dataclass(frozen=True)
 class CostPoint:
-    """Cost of a run's pre-training, and one accuracy after it."""
+    """Pre-training cost of a run, and one accuracy reached after it."""
 
     run: str
     model: str
     family: Family
     images_seen: int
-    exaflops: float | None  # 0: nothing was pre-trained; None: it was elsewhere
-    hours: float | None  # of GPUs, or of processes on CPUs, as the curve has them
-    measure: str  # what was transferred to, and how
+    exaflops: float | None  # 0: no pre-training; None: pre-trained elsewhere
+    hours: float | None  # GPU-hours, or process-hours on CPUs, from the curve
+    measure: str  # target set and method
     top1: float
 
 
 def few_shot_points(run: Run, *, name: str) -> Iterator[FewShotPoint]:
-    """All of a run, called `name`, by images seen; a moment that was measured twice has one point."""
+    """Yield a run's points by images seen; a moment measured twice gives one point."""
     stage = run.stage("pretrain")
     found: dict[tuple[int, str, int], float] = {}  # by images seen, data set, shots
     for row in () if stage is None else stage.rows:
@@ -82,7 +82,7 @@ def few_shot_points(run: Run, *, name: str) -> Iterator[FewShotPoint]:
 
 
 def cost_points(run: Run, *, name: str) -> Iterator[CostPoint]:
-    """All of a run, called `name`: fine-tuning's, then what was measured of the pre-trained model."""
+    """Yield a run's points: fine-tuning first, then measurements of the pre-trained model."""
     if run.recipe is None:
         return
     begun = [stage for each in PRETRAINING if (stage := run.stage(each)) and stage.record.images_seen]
@@ -91,7 +91,7 @@ def cost_points(run: Run, *, name: str) -> Iterator[CostPoint]:
     exaflops = None if None in costs else sum(cost for cost in costs if cost is not None)
     swap = run.recipe.stages.swap_head
     if not begun and swap is not None and getattr(swap, "model", None):
-        exaflops = None  # its model comes from elsewhere
+        exaflops = None  # pre-trained elsewhere
     hours = [each.latest.get("perf/gpu_hours") or each.latest.get("perf/process_hours") or 0.0 for each in begun]
     family = _family(run.recipe.model)
     point = partial(CostPoint, plain(name), model_name(run), family, seen, exaflops, sum(hours) or None)
@@ -102,7 +102,7 @@ def cost_points(run: Run, *, name: str) -> Iterator[CostPoint]:
             yield point(f"fine-tuned, {held_out_name(run, stage='finetune')}", top1)
     for record in _records(run, stages=PRETRAINING):
         if record.images_seen not in (None, seen) and record.step is not None:
-            continue  # of a checkpoint before the end
+            continue  # measured on an intermediate checkpoint
         if record.mean is not None and _is_share(record.mean):
             yield point(f"mean of {plain(record.name)}", record.mean)
         for score in record.results:
@@ -113,7 +113,7 @@ def cost_points(run: Run, *, name: str) -> Iterator[CostPoint]:
 
 
 def model_name(run: Run) -> str:
-    """A few words: the variant, or sizes."""
+    """Name the model by its variant or sizes."""
     if run.recipe is None:
         return "?"
     config = run.recipe.model
@@ -140,7 +140,7 @@ def _is_share(value: float) -> bool:
 
 
 def _training_images(stage: RunStage | None) -> int | None:
-    """Size of the set that a stage began to train on."""
+    """Size of the training set when the stage began."""
     if stage is None:
         return None
     try:
@@ -151,7 +151,7 @@ def _training_images(stage: RunStage | None) -> int | None:
 
 
 def _exaflops(run: Run, stage: RunStage) -> float | None:
-    """Cost of a stage so far; None if stage.json does not describe its model."""
+    """Training cost of a stage so far; None if stage.json does not describe its model."""
     try:
         meta = SavedModelMeta.model_validate(stage.record.model)
         config = None if run.recipe is None else run.recipe.train_stage(stage.name)

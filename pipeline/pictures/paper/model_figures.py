@@ -1,4 +1,4 @@
-"""The paper's figures of a model: all that it can have, why it lacks others, and a finished stage's."""
+"""Draw all of the paper's figures that a model supports, and say why others are missing."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ from pipeline.using.find_model import FoundModel, find_model
 
 
 def built(found: FoundModel, *, device: torch.device) -> VisionTransformer | BitResnet:
-    """Build the model in evaluation mode, without gradients, on the very tensors of `found`."""
+    """Build the model in evaluation mode, without gradients, on the tensors of `found` (no copy)."""
     with torch.device("meta"):
         frame = build_described(found.meta)
     model = build_described(found.meta) if any(True for _ in frame.buffers()) else frame
@@ -40,14 +40,14 @@ def figures_of_weights(model: VisionTransformer | BitResnet, *, meta: SavedModel
 def figures_of_attention(
     attention: SeenAttention, batch: Batch, *, meta: SavedModelMeta, classes: Sequence[str] = ()
 ) -> Iterator[Drawn]:
-    """Draw what `look` saw in the images of `batch`; `classes`: of its labels, if it has any."""
+    """Draw what `look` found in `batch`; `classes`: names for its labels, if it has any."""
     yield draw_rollout(attention, batch, meta=meta, classes=classes)
     yield draw_maps(attention, batch, meta=meta)
     yield draw_distance(attention, meta=meta)
 
 
 def numbers_of(model: VisionTransformer | BitResnet, attention: SeenAttention | None) -> dict[str, NDArray[Any]]:
-    """The figures' data, arrays by figure name."""
+    """Return the figures' arrays by figure name."""
     numbers: dict[str, NDArray[Any]] = {"embedding_filters": first_filters(model).filters.numpy()}
     if isinstance(model, VisionTransformer) and (positions := patch_positions(model)) is not None:
         numbers["position_similarity"] = position_similarity(positions).numpy()
@@ -61,7 +61,7 @@ def numbers_of(model: VisionTransformer | BitResnet, attention: SeenAttention | 
 
 
 def left_out(meta: SavedModelMeta) -> tuple[str, ...]:
-    """Say which figures this model cannot have and why, a sentence each."""
+    """Explain, one sentence each, which figures this model cannot have."""
     if meta.model.kind == "resnet":
         return ("attention and position embeddings: a ResNet has none; its root's filters are shown",)
     reasons = {
@@ -74,8 +74,8 @@ def left_out(meta: SavedModelMeta) -> tuple[str, ...]:
 
 
 def draw_paper_figures(request: DrawRequest) -> Iterator[Drawn]:
-    """Draw the stage's model, with images of its own held-out set. UserError: the model is gone or damaged; or, after
-    the figures without images, the set cannot be opened or none of it is here."""
+    """Draw the stage's model with images of its own held-out set. UserError if the model is missing or damaged; or,
+    after the figures of weights, if the set cannot be opened or read here."""
     found = find_model(request.folder.model(request.stage))
     meta = found.meta
     model = built(found, device=torch.device("cpu"))

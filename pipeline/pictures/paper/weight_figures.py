@@ -1,7 +1,4 @@
-"""Figures of a model's weights: filters of the first layer, similarity of position embeddings; and maps as tiles.
-
-Many small maps are one raster, so that an SVG has one image in place of hundreds.
-"""
+"""Draw a model's first-layer filters and the similarity of its position embeddings, each as one tiled raster."""
 
 from __future__ import annotations
 
@@ -22,14 +19,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLUMNS = 7  # as in the paper: 4 rows of 7
-_MOST_PLACES = 14  # of patches along a side of the grid whose similarities are shown
+_MOST_PLACES = 14  # patches shown along a side of the grid
 _MOST_TABLES = 3
-_MOST_PIXELS = 1200  # of a raster's longer side, about, to which small maps are enlarged
+_MOST_PIXELS = 1200  # approximate longer side to which small maps are enlarged
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """The raster: float [rows, columns], NaN in the gaps, or [rows, columns, 4] with transparent gaps."""
+    """Raster of tiled maps: float [rows, columns] with NaN gaps, or [rows, columns, 4] with transparent gaps."""
 
     raster: NDArray[np.floating[Any]]
     steps: tuple[int, int]  # from one map to the next, down and across
@@ -37,7 +34,7 @@ class Tiles:
     gap: int
 
     def ticks(self, along: Literal["rows", "columns"], *, names: Sequence[str]) -> tuple[list[float], list[str]]:
-        """Centres of the maps with their names, as set_xticks takes them."""
+        """Return the maps' centres and names, as set_xticks takes them."""
         axis = 0 if along == "rows" else 1
         middle = (self.steps[axis] - self.gap - 1) / 2
         return [number * self.steps[axis] + middle for number in range(self.counts[axis])], list(names)
@@ -66,12 +63,12 @@ def show_tiles(axes: Axes, tiles: Tiles, **arguments: Any) -> Any:
 
 
 def evenly(count: int, *, most: int) -> list[int]:
-    """At most `most` of the numbers below `count`, evenly spaced, with the first and the last."""
+    """Pick at most `most` evenly spaced numbers below `count`, including the first and last."""
     return np.unique(np.rint(np.linspace(0, count - 1, min(count, most))).astype(int)).tolist()
 
 
 def draw_filters(found: FirstFilters, *, meta: SavedModelMeta) -> Drawn:
-    """Draw the first layer's filters as colours: grey is no weight, and each is stretched to its largest weight."""
+    """Draw the first layer's filters as colours: grey is zero, and each is scaled to its largest weight."""
     filters = found.filters.numpy()
     count, _, side, _ = filters.shape
     largest = np.maximum(np.abs(filters).max(axis=(1, 2, 3), keepdims=True), np.finfo(np.float32).tiny)
@@ -106,7 +103,7 @@ def draw_filters(found: FirstFilters, *, meta: SavedModelMeta) -> Drawn:
 
 
 def draw_positions(model: VisionTransformer, positions: np.ndarray, *, meta: SavedModelMeta) -> Drawn:
-    """Draw cosine similarities [tables, N, N] as a map for each patch, at its place in the grid."""
+    """Draw cosine similarities [tables, N, N] as one map per patch, at its place in the grid."""
     grid = meta.model.grid_size(meta.image_size)
     tables = evenly(len(positions), most=_MOST_TABLES)
     places = evenly(grid, most=_MOST_PLACES)
@@ -114,7 +111,7 @@ def draw_positions(model: VisionTransformer, positions: np.ndarray, *, meta: Sav
     width = 5.2 if len(tables) == 1 else 3.2 * len(tables)
     figure, [panels] = new_figure(width=width, height=width / len(tables) * 0.9, columns=len(tables))
     figure.set_layout_engine("compressed")
-    lowest = min(float(positions.min()), 0.99)  # fixed embeddings are alike by nine tenths
+    lowest = min(float(positions.min()), 0.99)  # sinusoidal embeddings have cosines around 0.9
     for axes, table in zip(panels, tables, strict=True):
         tiles = tiled(positions[table].reshape(grid, grid, grid, grid)[np.ix_(places, places)])
         show_tiles(axes, tiles, cmap=sequential(), vmin=lowest, vmax=1.0)
@@ -143,7 +140,7 @@ def draw_positions(model: VisionTransformer, positions: np.ndarray, *, meta: Sav
 
 
 def _near_and_far(similarity: np.ndarray, *, grid: int) -> tuple[float, float]:
-    """Mean cosine of patches beside or below one another, and of those at both ends of a row or column."""
+    """Mean cosine of adjacent patches, and of patches at opposite ends of a row or column."""
     if grid < 2:
         return 1.0, 1.0
     rows = similarity.reshape(grid, grid, grid, grid)  # [row, column, row, column]
