@@ -1,4 +1,4 @@
-"""From a command line to running processes, on one machine or on many."""
+"""Turn a command line into running processes, on one machine or many."""
 
 import os
 import sys
@@ -6,13 +6,13 @@ import sys
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
-    # Python is about to run a module of this package, and looks for what that imports in the working folder first.
+    # `python -m launch...` puts the working directory first in sys.path.
     if sys.path[0] != _ROOT:
         del sys.path[0]
-    else:  # a clone that need not be installed: so what is started from it gets told
+    else:  # a clone, perhaps not installed: pass its path on to child processes
         os.environ["PYTHONPATH"] = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 if "OMP_WAIT_POLICY" not in os.environ:
-    # How long torch's threads (libgomp's) spin while they wait for one another: its own number for more threads than
-    # cores, which nobody tells it. With the usual 300,000 they hold cores that the awaited thread could run on.
+    # Spin count of torch's threads (libgomp's) while they wait for one another: libgomp's own value for more threads
+    # than cores, which it cannot detect here. With its usual 300,000, waiting threads hold cores that others need.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -1,4 +1,4 @@
-"""The `shardvit` command. Heavy libraries are imported inside the commands, so that `--help` answers at once."""
+"""The `shardvit` command. Commands import heavy libraries lazily, which keeps `--help` fast."""
 
 import errno
 import sys
@@ -39,19 +39,19 @@ app = App(
     suppress_keyboard_interrupt=False,  # `_run_command` handles it
 )
 
-_GONE_COMMANDS = {  # and what to type instead
+_GONE_COMMANDS = {  # removed command -> what to type instead
     **{n: f"`shardvit transfer MODEL TRAIN_SHARDS EVAL_SHARDS --method {n}`" for n in ("fewshot", "probe", "knn")},
     "table8": "`shardvit sweep digits_positions model.position=none,learned_1d,learned_2d,relative,sincos_2d "
     "--hold-out 30%` (docs/recipes.md)",
 }
-_GONE_FLAGS = {  # of a command, and what to do instead
+_GONE_FLAGS = {  # (command, removed flag) -> what to do instead
     ("run", "--launcher"): "hosts are reached over ssh: leave it out",
     ("doctor", "--cache"): "the cache's disk is checked when shards are downloaded: leave it out",
 }
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the console script."""
     leave_out()
     guard()
     try:
@@ -68,7 +68,7 @@ def _run_command() -> int:
     try:
         _refuse_former(*sys.argv[1:])
         return app(exit_on_error=False, print_error=False, result_action="return_value") or 0
-    except KeyboardInterrupt:  # between two stages, while packing or exporting: files are renamed when they are whole
+    except KeyboardInterrupt:  # between stages, while packing or exporting: files are renamed when complete
         print("\nshardvit: interrupted: nothing is broken, type the same command again", file=sys.stderr)
         return EXIT_STOPPED
     except OSError as error:

@@ -1,11 +1,10 @@
-"""The process beside rank 0 that draws pictures, writes the run's page and sends everything to MLflow.
+"""Draw pictures, write the run's page and send everything to MLflow, in a child process of rank 0.
 
-    DrawAndSend.ask("pretrain", "begin", step=0)   ->   one line of JSON to its standard input   ->   `drawing.draw`
+    DrawAndSend.ask("pretrain", "begin", step=0)   ->   one line of JSON to its stdin   ->   `drawing.draw`
 
-It takes no GPU and no lock, runs at a low priority (drawing, in a thread, at the lowest), and ends with rank 0
-whatever that dies of. The sender, in another thread, follows the run's files. A request that does not fit into the pipe
-is dropped, as `shardvit report` draws what is missing; of several waiting evaluations only the last is drawn. Messages
-go to RUN/pictures.log, those about MLflow to standard error.
+The child uses no GPU and no lock, runs at low priority (its drawing thread at the lowest), and ends with rank 0 however
+that dies. Requests that do not fit into the pipe are dropped: `shardvit report` draws missing pictures. Of several
+queued evaluations only the last is drawn. Messages go to RUN/pictures.log, those about MLflow to stderr.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ from pipeline.runs.run_folder import RunFolder
 if TYPE_CHECKING:
     from pipeline.tracking.sender import Sender
 
-_SILENT_SECONDS = 2.0  # a longer wait at the end is announced
+_SILENT_SECONDS = 2.0  # announce a longer wait at the end
 _POLL_SECONDS = 0.1
-_SLACK_SECONDS = 5.0  # beyond the time that the process gets for its end
-_HURRIED_SECONDS = 30.0  # for sending when a run was stopped or has failed
-_SHARE_OF_SLOW_SERVICE = 1 / 3  # of the time at the end, for a service that does not answer
+_SLACK_SECONDS = 5.0  # on top of the time the child gets to finish
+_HURRIED_SECONDS = 30.0  # for sending after a stop or failure
+_SHARE_OF_SLOW_SERVICE = 1 / 3  # of the time to finish, for an unresponsive service
 _LOW_PRIORITY, _LOWEST_PRIORITY = 10, 19
 _PARENT_SECONDS = 2.0
 
@@ -52,8 +51,8 @@ Pictures = Literal["draw", "off"]
 
 
 class DrawAndSend(AbstractContextManager["DrawAndSend"]):
-    """Rank 0's side; starts the process at the first request. `environ`: without a launcher's ranks; `pictures` off:
-    only send; `say` prints a line."""
+    """Rank 0's side; the first request starts the process. `environ` excludes rank variables; `pictures="off"` only
+    sends."""
 
     def __init__(
         self, folder: RunFolder, *, environ: Mapping[str, str], pictures: Pictures, say: Callable[[str], None]
@@ -63,28 +62,27 @@ class DrawAndSend(AbstractContextManager["DrawAndSend"]):
         self._failed = self._is_closed = False
 
     def ask(self, stage: StageName, moment: Moment, step: int) -> None:
-        """Request the pictures of a moment of a stage; returns at once and raises nothing."""
+        """Request a stage's pictures; never blocks or raises."""
         try:
             self._write({"stage": stage, "moment": moment, "step": step})
-        except OSError as error:  # no memory for a process, it ended, or its pipe is full
+        except OSError as error:  # fork failed, the process ended, or its pipe is full
             if not self._failed:
                 self._failed = True
                 run = self._folder.path
                 self._say(f"no pictures for now ({error}): shardvit report {run} draws them, shardvit sync {run} sends")
 
     def cpu_seconds(self) -> float:
-        """CPU time of the process so far; 0 before it starts and after it ends."""
-        with suppress(psutil.Error):  # it has ended
+        """Return the process's CPU time so far; 0 before it starts and after it ends."""
+        with suppress(psutil.Error):  # already ended
             return 0.0 if self._child is None else sum(psutil.Process(self._child.pid).cpu_times()[:2])
         return 0.0
 
     def close(self, *, patience_seconds: float, hurry: Callable[[], bool] = lambda: False, draw: bool = True) -> None:
-        """Wait so long, or until `hurry`, for sending and (with `draw`) pictures, then end the process. Closing twice
-        is harmless."""
+        """Wait for sending and (with `draw`) pictures until patience runs out or `hurry`, then end the process."""
         if self._is_closed or (self._child is None and not draw):
             return
         self._is_closed = True
-        with suppress(OSError):  # swap_head alone requests no picture, and is sent now
+        with suppress(OSError):  # this starts the process if none is running: swap_head alone requests no pictures
             self._write({"end": patience_seconds, "draw": draw})
         if (child := self._child) is None:
             return
@@ -112,7 +110,7 @@ class DrawAndSend(AbstractContextManager["DrawAndSend"]):
     def _write(self, record: Mapping[str, object]) -> None:
         child = self._child = self._child or self._start()
         assert child.stdin is not None
-        if child.stdin.write(json.dumps(record).encode() + b"\n") is None:  # so short a line is written whole or not
+        if child.stdin.write(json.dumps(record).encode() + b"\n") is None:  # short writes to a pipe are atomic
             raise BlockingIOError(errno.EAGAIN, "too many requests wait")
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -126,16 +124,16 @@ class DrawAndSend(AbstractContextManager["DrawAndSend"]):
         return child
 
 
-# From here on: the process itself.
+# The child process.
 
 
 def main(runs_root: str, name: str, pictures: str) -> None:
-    """Draw the requests on standard input, and send, until that ends."""
+    """Draw what stdin requests, and send, until it says to end or closes."""
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(each, signal.SIG_IGN)  # rank 0 handles them, and its end ends this process
+        signal.signal(each, signal.SIG_IGN)  # rank 0 handles them, and this process ends with it
     os.nice(_LOW_PRIORITY)
     screen = os.dup(2)
-    os.dup2(1, 2)  # output of libraries goes to the log
+    os.dup2(1, 2)  # library output goes to the log
     folder = RunFolder(runs_root=Path(runs_root), name=name)
     sender = _open_sender(folder, say=partial(_say_on_screen, screen))
     asked: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
@@ -159,11 +157,10 @@ def main(runs_root: str, name: str, pictures: str) -> None:
         sender.say_once(
             "missing", f"MLflow: {missing} were not sent: `shardvit sync {folder.path}` sends them, or the next run"
         )
-    os._exit(0)  # whatever a thread is doing
+    os._exit(0)  # do not wait for threads
 
 
 def _open_sender(folder: RunFolder, *, say: Callable[[str], None]) -> Sender | None:
-    """None: the recipe sends nothing now."""
     from pipeline.tracking.mlflow_sink import sink_of
     from pipeline.tracking.sender import Sender
 
@@ -175,19 +172,19 @@ def _open_sender(folder: RunFolder, *, say: Callable[[str], None]) -> Sender | N
 
 
 def _listen(asked: SimpleQueue[dict[str, Any] | None]) -> dict[str, Any]:
-    """Pass on rank 0's requests until its last word, which is returned; end this process with it."""
+    """Queue rank 0's requests until its final one, which is returned; exit if rank 0 dies first."""
     parent, rest = os.getppid(), b""
     while True:
         if select.select([0], [], [], _PARENT_SECONDS)[0]:
             if not (more := os.read(0, 65_536)):
-                os._exit(1)  # rank 0 died, and the next attempt has a process of its own
+                os._exit(1)  # rank 0 died; the next attempt starts its own process
             *lines, rest = (rest + more).split(b"\n")
             for record in map(parse_json, lines):
                 if "end" in record:
                     asked.put(None)
                     return record
                 asked.put(record)
-        elif os.getppid() != parent:  # a data worker may still hold the pipe
+        elif os.getppid() != parent:  # rank 0 died, but a data worker still holds the pipe
             os._exit(1)
 
 
@@ -208,8 +205,7 @@ def _send_all(folder: RunFolder, sender: Sender | None, over: threading.Event) -
 def _draw_all(
     folder: RunFolder, lines: SimpleQueue[dict[str, Any] | None], sender: Sender | None, pictures: Pictures
 ) -> None:
-    """Draw the requests, and write the run's page after stages that ended."""
-    os.nice(_LOWEST_PRIORITY - _LOW_PRIORITY)  # on Linux, of this thread alone
+    os.nice(_LOWEST_PRIORITY - _LOW_PRIORITY)  # on Linux, only this thread's
     while pending := _pending(lines):
         if pictures == "off":
             continue
@@ -233,7 +229,7 @@ def _draw_all(
 
 
 def _pending(lines: SimpleQueue[dict[str, Any] | None]) -> list[dict[str, Any]]:
-    """Wait for requests, and return them without evaluations replaced by later ones; empty: the end."""
+    """Wait for requests; drops evaluations superseded by later ones. Empty: the end."""
     found = [lines.get()]
     while not lines.empty():
         found.append(lines.get())
@@ -249,7 +245,7 @@ def _say(text: str) -> None:
 
 
 def _say_on_screen(screen: int, text: str) -> None:
-    clear = "\r\x1b[K" if os.isatty(screen) else ""  # the line of rank 0's bar, which draws it again
+    clear = "\r\x1b[K" if os.isatty(screen) else ""  # erase rank 0's progress bar, which redraws itself
     with suppress(OSError):
         os.write(screen, f"{clear}{printable(text)}\n".encode())
 

@@ -1,7 +1,7 @@
-"""Flags that several commands share: types, checks of their values, and one rule for outputs, checked before any work.
+"""Flags shared by several commands: types, value checks, and the rule for outputs, checked before any work.
 
-An existing output is replaced if the same command wrote it, or with --force. Nothing is written into a run but a
-command's own place in it, and never to a device, FIFO, socket or symbolic link.
+Replace an existing output only if the same command wrote it, or with --force. Write into a run only at the command's
+own place there; never to a device, FIFO, socket or symbolic link.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def switch(words: str, name: str | None = None) -> Parameter:
-    """Describe a flag that is off unless given."""
+    """Declare a flag that is off by default."""
     return Parameter(name=name, negative="", show_default=False, help=words)
 
 
@@ -49,15 +49,15 @@ Force = Annotated[bool, switch("Replace what is there, whatever wrote it.", "--f
 _JSON_HELP = "Write the result as JSON, too; -: to standard output, alone."
 JsonFile = Annotated[Path | None, Parameter(name="--json", allow_leading_hyphen=True, help=_JSON_HELP)]
 PageCommand = Literal["report", "show", "figures", "check", "pack"]
-INDEX_FILE = "index.html"  # of a folder that is a page
-_MOST_BYTES = 2**26  # no result of ours is as large
+INDEX_FILE = "index.html"  # of a page written as a folder
+_MOST_BYTES = 2**26  # larger than any of our outputs
 _STDOUT = Path("-")
 
 
 @Parameter(name="*")
 @dataclass(frozen=True)
 class ShardsOptions:
-    """Flags of commands that read shards alone: labels of tars without a manifest, and the cache of remote ones."""
+    """Flags of commands that only read shards: labels of tars without a manifest, and the cache of remote shards."""
 
     label: TarLabel = None
     classes: TarClasses = None
@@ -71,14 +71,13 @@ class ShardsOptions:
     )
 
     def spec(self, location: str) -> ShardsSpec:
-        """Return the shards at `location`."""
         from data_shards.shards.shard_set import ShardsSpec
 
         kind = "multi" if self.multi_label else "single"
         return ShardsSpec(location, label=self.label, kind=kind, classes=self.classes)
 
     def cache_of(self, *locations: str) -> CacheConfig | None:
-        """Return the cache; None if all locations are local, and UserError if one of its flags is given then."""
+        """Return the cache, or None if all locations are local; UserError if cache flags are given then."""
         from data_shards.shards.location import is_local
         from data_shards.store.cache import CacheConfig, default_cache_folder
 
@@ -91,7 +90,7 @@ class ShardsOptions:
 
 
 def pixel_limit(max_image_pixels: int) -> PixelLimit:
-    """The flag's value for decoding; UserError if it is no number of pixels that can be allowed."""
+    """Convert the flag for decoding; UserError if the number is not allowed."""
     from data_shards.images.decode import PixelLimit
 
     return PixelLimit(max_image_pixels, name="--max-image-pixels")
@@ -105,14 +104,14 @@ def demand_counts(**flags: int | None) -> None:
 
 
 def flag_mistake(error: ValidationError) -> UserError:
-    """Return pydantic's first error in flags' values as a UserError."""
+    """Convert pydantic's first error to a UserError that names the flag."""
     first = error.errors(include_url=False, include_context=False)[0]
     flag = f"--{str(first['loc'][0]).replace('_', '-')}: " if first["loc"] else ""
     return UserError(f"{flag}{first['msg'].removeprefix('Value error, ')}")
 
 
 def size_bytes(flag: str, text: str | None) -> int | None:
-    """Parse a flag such as 256MB; None: left out. UserError if it is no size."""
+    """Parse a size such as 256MB; UserError if invalid."""
     from data_shards.text import parse_bytes
 
     try:
@@ -124,8 +123,8 @@ def size_bytes(flag: str, text: str | None) -> int | None:
 def demand_target(
     path: Path | None, *, flag: str, force: bool, mark: str = "", file: str = "", own_place: Path | None = None
 ) -> None:
-    """Raise UserError, which names `flag`, if `path` must not be written. `mark`: text in every output of the same
-    command (for a folder, in its `file`); empty: replacing needs --force. `own_place`: the command's in a run."""
+    """Raise UserError, naming `flag`, if `path` must not be written. `mark` is text in every output of the command (for
+    a folder, in its `file`); without it, replacing needs --force. `own_place` is the command's place in a run."""
     if path in (None, _STDOUT):
         return
     if path.is_symlink() or (path.exists() and not (path.is_file() or path.is_dir())):
@@ -148,12 +147,12 @@ def demand_target(
 
 
 def page_mark(command: PageCommand) -> str:
-    """Return the end of a page that the command wrote."""
+    """Return the last line of every page that the command writes."""
     return f"<!-- written by shardvit {command} -->\n"
 
 
 def tell_result(shown: str, *, as_json: str, json_file: Path | None) -> None:
-    """Print a result, or only its JSON, and write that to `json_file`. UserError: it cannot be written."""
+    """Print a result and write its JSON to `json_file`, or print only the JSON for -; UserError if unwritable."""
     print(as_json if json_file == _STDOUT else shown, flush=True)
     if json_file not in (None, _STDOUT):
         try:

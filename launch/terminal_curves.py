@@ -1,6 +1,6 @@
-"""Draw curves in characters with plotille: braille lines, or a mark for each of several curves.
+"""Draw curves in the terminal with plotille: braille lines, or a mark for each of several curves.
 
-Points of one column are averaged and joined to the next by a straight line; values that are not finite are left out.
+Averages the points of a column and joins columns by straight lines; leaves out non-finite values.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Glyphs = Literal["braille", "ascii"]
-_LABEL = 8  # characters of the values at the left
-_BRAILLE = (2, 4)  # dots of a character, across and down
+_LABEL = 8  # characters for the y labels
+_BRAILLE = (2, 4)  # dots per character, across and down
 
 
 def draw_curves(
@@ -23,8 +23,8 @@ def draw_curves(
     x_name: str = "step",
     show_x: Callable[[float], str] = "{:,.0f}".format,
 ) -> list[str]:
-    """Draw curves (x, values), the first on top, in `height` lines of at most `width` characters, between their highest
-    and lowest value, above a line with the first and last x. `marks`: a character for each curve; "" draws braille."""
+    """Draw curves (x, y), the first on top, in `height` lines of at most `width` characters, scaled to their range; the
+    last line has the first and last x. `marks` has a character per curve; "" draws braille."""
     from plotille import Canvas
 
     known = [
@@ -63,7 +63,7 @@ def draw_curves(
 
 
 def bar(share: float, *, width: int, glyphs: Glyphs = "braille") -> str:
-    """Draw a bar of `width` characters, `share` of them full; all only at 1."""
+    """Draw a bar of `width` characters; full only if `share` is 1."""
     full, empty = ("█", "░") if glyphs == "braille" else ("#", "-")
     filled = width if share >= 1 else min(width - 1, int(max(0.0, share) * width))
     return full * filled + empty * (width - filled)
@@ -74,7 +74,6 @@ def _arrays(curve: tuple[ArrayLike, ArrayLike]) -> tuple[NDArray[np.float64], ND
 
 
 def scaled(values: ArrayLike, low: float, high: float) -> NDArray[np.float64]:
-    """Scale values to 0 at `low` and 1 at `high`, all to 0.5 where these are equal; NaN stays. In halves, so that the
-    largest floats do not overflow."""
+    """Scale [low, high] to [0, 1], clipped; 0.5 if these are equal; NaN stays. Halves avoid overflow of huge floats."""
     halves, span = np.asarray(values, dtype=np.float64) / 2, high / 2 - low / 2
     return np.clip((halves - low / 2) / span, 0.0, 1.0) if span > 0 else 0.5 + 0 * halves

@@ -1,1 +1,1 @@
-"""Processes on this machine: start ranks, wait for them, signal and kill them, name their ends."""
+"""Processes on this machine: start, signal, kill and await ranks; read the environment; guard the output."""

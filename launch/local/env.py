@@ -1,8 +1,7 @@
-"""Read the environment, and only here: rank and world size from any launcher, visible GPUs, tracking. No torch.
+"""Read all environment variables: rank and world size from any launcher, visible GPUs, tracking. Imports no torch.
 
-srun: only inside a step is a process one of several; a batch script also has SLURM_PROCID and SLURM_NTASKS, but not
-SLURM_STEP_NUM_TASKS. Tasks meet on the step's first node, on a port from job and step number (20000 to 29999, below
-Linux's ephemeral ports).
+Only srun steps have SLURM_STEP_NUM_TASKS; batch scripts also have SLURM_PROCID and SLURM_NTASKS. Tasks rendezvous on
+the step's first node, at a port from job and step number (20000 to 29999, below Linux's ephemeral ports).
 """
 
 import os
@@ -22,8 +21,8 @@ from pipeline.ranks.stopping import TimeLimit
 
 SUPERVISOR_PID = "SHARDVIT_SUPERVISOR_PID"
 PATHS_FILE = "SHARDVIT_DATA"
-PICTURES = "SHARDVIT_PICTURES"  # off: no pictures while training, whatever the recipe says
-RUN_MARK = "SHARDVIT_RUN_ON_HOSTS"  # the run folder, for ranks that `launch.hosts` started
+PICTURES = "SHARDVIT_PICTURES"  # off: no pictures during training, whatever the recipe says
+RUN_MARK = "SHARDVIT_RUN_ON_HOSTS"  # the run folder, for ranks started by `launch.hosts`
 RENDEZVOUS = "SHARDVIT_RENDEZVOUS"  # a folder, see `pipeline.ranks.group`
 _RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _STEP_NAMES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID")
@@ -33,35 +32,34 @@ _PLACE_NAMES = (
     *_LAUNCHER_NAMES,
     *("MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", RENDEZVOUS),
 )
-_LONGEST_JOB_SECONDS = 366 * 86_400  # a job without a limit "ends" later
+_LONGEST_JOB_SECONDS = 366 * 86_400  # beyond it, the job has no limit
 FIRST_PORT, PORTS = 20_000, 10_000
-_STEPS_OF_A_JOB = 16  # that can run at the same time without another job's port
+_STEPS_OF_A_JOB = 16  # simultaneous steps with ports of their own
 
 
 @dataclass(frozen=True)
 class Step:
-    """One task's view of its step."""
+    """A task's view of its srun step."""
 
     task: int
     tasks: int
     local_task: int
-    tasks_here: int  # the most tasks on any of its nodes
-    first_host: str  # "" where SLURM does not say
+    tasks_here: int  # maximum over the step's nodes
+    first_host: str  # "" if SLURM does not say
     port: int
 
 
 @dataclass(frozen=True)
 class NodeShare:
-    """One process per GPU, started by an srun task with a whole node. All nodes need equally many GPUs."""
+    """One process per GPU, started by one srun task per node. All nodes need equally many GPUs."""
 
-    node: int  # its number in the step
+    node: int  # its index in the step
     nodes: int
     processes: int  # on each node
     address: str  # of the first node
     port: int
 
     def environ_of(self, local_rank: int) -> dict[str, str]:
-        """Variables that a launcher sets for one process."""
         return {
             "RANK": str(self.node * self.processes + local_rank),
             "WORLD_SIZE": str(self.nodes * self.processes),
@@ -73,17 +71,14 @@ class NodeShare:
 
 
 def paths_file(given: Path | None, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The file with the shards of each role, as given by --data or else SHARDVIT_DATA, if any."""
+    """Return the file with each role's shards, from --data or else SHARDVIT_DATA, if any."""
     named = environ.get(PATHS_FILE, "")
     return given or (Path(named) if named else None)
 
 
 def read_place(environ: Mapping[str, str] = os.environ, *, gpus: int | None = None) -> Place:
-    """Find this process's place by its launcher: deepspeed, torchrun, accelerate, srun, or none.
-
-    A launcher inside srun wins over srun, and srun over variables exported by hand. `gpus`: visible to this process,
-    counted by default. UserError: contradictory or incomplete variables.
-    """
+    """Find this process's place from deepspeed, torchrun, accelerate, srun, or no launcher. A launcher inside srun
+    overrides srun, and srun overrides exported variables. UserError if variables are contradictory or incomplete."""
     step = None if _has_launcher(environ) else read_step(environ)
     if step is not None and step.tasks > 1:
         world_size = environ.get("WORLD_SIZE", str(step.tasks))
@@ -103,7 +98,7 @@ def read_place(environ: Mapping[str, str] = os.environ, *, gpus: int | None = No
         place = _launchers_place(environ)
     else:
         return Place()
-    if place.world_size == 1:  # nobody to meet
+    if place.world_size == 1:  # no rendezvous
         return place
     if RUN_MARK in environ or "SLURM_STEP_NUM_TASKS" in environ:  # srun's output, or that of `shardvit run`
         place = replace(place, log="of the run")
@@ -116,8 +111,8 @@ def read_place(environ: Mapping[str, str] = os.environ, *, gpus: int | None = No
 def node_share(
     environ: Mapping[str, str] = os.environ, *, processes: int | Literal["auto"], gpus: int | None = None
 ) -> NodeShare | None:
-    """Plan a node's processes if srun gave each node one task that sees several GPUs; None: this process is a rank, as
-    also if the recipe's `processes` equals the number of tasks."""
+    """Plan a node's processes if srun started one task per node that sees several GPUs. None: this process is itself a
+    rank, also if the recipe's `processes` equals the number of tasks."""
     step = None if _has_launcher(environ) or "RANK" in environ else read_step(environ)
     if step is None or step.tasks_here != 1 or processes == step.tasks:
         return None
@@ -129,7 +124,7 @@ def node_share(
 
 
 def says_mistakes(environ: Mapping[str, str] = os.environ) -> bool:
-    """True if this process reports the mistakes that all ranks find, even if `read_place` fails."""
+    """True if this process reports errors that all ranks find; works even if `read_place` fails."""
     by_srun = "SLURM_STEP_NUM_TASKS" in environ and not _has_launcher(environ)
     return environ.get("SLURM_PROCID" if by_srun else "RANK", "0") == "0"
 
@@ -167,12 +162,12 @@ def _launchers_place(environ: Mapping[str, str]) -> Place:
 
 
 def without_place(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment without ranks of a launcher or batch script, for processes that get their own."""
+    """Return the environment without a launcher's or batch script's rank variables."""
     return {name: value for name, value in environ.items() if name not in _PLACE_NAMES}
 
 
 def num_gpus(environ: Mapping[str, str] = os.environ, *, devices: Path = Path("/dev")) -> int:
-    """Count the NVIDIA GPUs visible here without asking the driver."""
+    """Count the visible NVIDIA GPUs without calling the driver."""
     there = len([path for path in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and there:
@@ -183,7 +178,7 @@ def num_gpus(environ: Mapping[str, str] = os.environ, *, devices: Path = Path("/
 def tracking_uri(
     environ: Mapping[str, str] = os.environ, *, form: Literal["an address", "any"] = "an address"
 ) -> str | None:
-    """MLflow's server or database, if the user named one. UserError: MLflow would take it for a folder."""
+    """Return the user's MLflow server or database, if any; UserError if MLflow would take it for a folder."""
     uri = environ.get("MLFLOW_TRACKING_URI") or None
     if form != "any" and uri is not None and "://" not in uri and not uri.startswith(("databricks", "uc", "file:")):
         shown = one_line(uri.rpartition("@")[2])
@@ -192,18 +187,18 @@ def tracking_uri(
 
 
 def omp_num_threads(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Threads per process that the user or a launcher asks for, if any."""
+    """Return the threads per process that the user or a launcher requests, if any."""
     text = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(text) if text.isdecimal() and int(text) else None
 
 
 def experiment_name(environ: Mapping[str, str] = os.environ) -> str | None:
-    """MLflow's experiment, if the user named one."""
+    """Return the user's MLflow experiment, if any."""
     return environ.get("MLFLOW_EXPERIMENT_NAME") or None
 
 
 def pictures_wanted(environ: Mapping[str, str] = os.environ) -> bool:
-    """True if pictures may be drawn while training; UserError if SHARDVIT_PICTURES is neither auto nor off."""
+    """True if pictures may be drawn during training; UserError if SHARDVIT_PICTURES is neither auto nor off."""
     value = environ.get(PICTURES, "auto")
     if value not in ("auto", "off"):
         raise UserError(f"{PICTURES} is {value!r}: set it to auto or off")
@@ -211,7 +206,7 @@ def pictures_wanted(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def job_tags(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """MLflow tags of this attempt."""
+    """Return MLflow tags of this attempt: host, user, SLURM job."""
     tags = {"shardvit.host": platform.node(), "mlflow.user": user_name()}
     if "SLURM_JOB_ID" in environ:
         tags["shardvit.slurm_job_id"] = environ["SLURM_JOB_ID"]
@@ -219,7 +214,7 @@ def job_tags(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def time_limit(environ: Mapping[str, str] = os.environ, *, now: float | None = None) -> TimeLimit | None:
-    """Time limit of this process's SLURM job; None: unknown or over. `now`: unix seconds, by default the clock's."""
+    """Return the SLURM job's time limit; None if unknown or over. `now` in unix seconds, by default the clock's."""
     end, start = environ.get("SLURM_JOB_END_TIME", ""), environ.get("SLURM_JOB_START_TIME", "")
     now = time.time() if now is None else now
     if not end.isdecimal() or not 0 < int(end) - now < _LONGEST_JOB_SECONDS:
@@ -229,18 +224,18 @@ def time_limit(environ: Mapping[str, str] = os.environ, *, now: float | None = N
 
 
 def supervisor_pid(environ: Mapping[str, str] = os.environ) -> int | None:
-    """PID of the `shardvit run` that started this process, if one did."""
+    """Return the PID of the `shardvit run` that started this process, if any."""
     text = environ.get(SUPERVISOR_PID, "")
     return int(text) if text.isdigit() else None
 
 
 def rendezvous_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Folder where the ranks meet, if their launcher made one."""
+    """Return the folder where the ranks rendezvous, if the launcher made one."""
     return Path(environ[RENDEZVOUS]) if environ.get(RENDEZVOUS) else None
 
 
 def read_step(environ: Mapping[str, str]) -> Step | None:
-    """Read this task's step; None: not started by srun. UserError: a number is missing."""
+    """Read this task's step; None if not started by srun, UserError if a number is missing."""
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
     if not tasks.isdigit():
         return None
@@ -260,11 +255,8 @@ def read_step(environ: Mapping[str, str]) -> Step | None:
 
 
 def gpu_of_task(step: Step, *, visible_gpus: int) -> int | None:
-    """Choose this task's GPU among the visible ones; None: there is none, or use the task's local number.
-
-    A single visible one is the task's own (--gpus-per-task, --gpu-bind); NCCL reports it if it is shared. UserError:
-    the tasks of a node would share GPUs.
-    """
+    """Choose this task's GPU; None: no GPU, or use the local task number. A single visible GPU is the task's own
+    (--gpus-per-task, --gpu-bind); NCCL reports it if shared. UserError if tasks of a node would share GPUs."""
     if visible_gpus == 1 and step.tasks_here > 1:
         return 0
     if 0 < visible_gpus < step.tasks_here:
@@ -276,17 +268,17 @@ def gpu_of_task(step: Step, *, visible_gpus: int) -> int | None:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a list such as "gpu[03-05,7],login1", "" for an empty one."""
+    """Return the first host of a list such as "gpu[03-05,7],login1"; "" for ""."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    assert first is not None  # it matches nothing, too
+    assert first is not None  # it also matches ""
     return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0])
 
 
 def most_tasks(per_node: str) -> int:
-    """Return the most tasks on any node from a text such as "8(x63),4"; 0 for ""."""
+    """Return the largest number of tasks on a node from text such as "8(x63),4"; 0 for ""."""
     return max(map(int, re.findall(r"(?:^|,)(\d+)", per_node)), default=0)
 
 
 def meeting_port(*, job: int, step: int) -> int:
-    """Port where a step's tasks meet on its first node."""
+    """Return the port where a step's tasks rendezvous on its first node."""
     return FIRST_PORT + (job * _STEPS_OF_A_JOB + step) % PORTS

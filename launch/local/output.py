@@ -1,8 +1,8 @@
-"""Survive standard output and error that fail: a reader that leaves (`| head`), a closed terminal, a full disk.
+"""Survive failing stdout and stderr: a closed pipe (`| head`), a closed terminal, a full disk.
 
-`guard` comes first in each of our processes. It opens closed streams on /dev/null, also for children and C libraries,
-or the next opened file would get their number and the prints. A failed write to stdout ends a command whose product is
-its output (`OutputLost`); after `go_on` it is dropped, as on stderr always. Python itself ignores SIGPIPE.
+Call `guard` first in every process. It opens closed streams on /dev/null, also for children and C libraries; otherwise
+the next opened file gets their number and the prints. A failed write to stdout ends a command whose product is its
+output (`OutputLost`); after `go_on`, and always on stderr, it is dropped. Python itself ignores SIGPIPE.
 """
 
 import errno
@@ -20,12 +20,12 @@ _PATIENCE_SECONDS = 1.0  # for a non-blocking terminal or pipe
 
 
 def say(text: str) -> None:
-    """Print a sentence for the user on standard error."""
+    """Print a sentence for the user on stderr."""
     print(f"shardvit: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def say_model(asked: object, *, origin: str, notes: Iterable[str]) -> None:
-    """Tell the user which model was taken, if it is not the path `asked` itself, and what was assumed."""
+    """Report which model was used, unless it is the path `asked` itself, and any assumptions."""
     if origin != str(asked):
         say(f"the model is {origin}")
     for note in notes:
@@ -33,7 +33,7 @@ def say_model(asked: object, *, origin: str, notes: Iterable[str]) -> None:
 
 
 class OutputLost(Exception):
-    """Standard output cannot be written. `why`: the system's reason; empty: its reader has left, as `| head` does."""
+    """Stdout cannot be written. `why`: the system's reason; empty: its reader has closed the pipe."""
 
     def __init__(self, error: OSError) -> None:
         self.why = "" if error.errno == errno.EPIPE else (error.strerror or str(error))
@@ -41,8 +41,6 @@ class OutputLost(Exception):
 
 
 class _Stream(io.RawIOBase):
-    """Write to a descriptor until that fails."""
-
     def __init__(self, descriptor: int, *, name: str, when_lost: Literal["raise", "drop"]) -> None:
         self.name, self.when_lost = f"<{name}>", when_lost
         self._descriptor = descriptor
@@ -67,15 +65,15 @@ class _Stream(io.RawIOBase):
                     break
             except OSError as error:
                 if self.when_lost == "raise":
-                    self.when_lost = "drop"  # what is left in buffers must not raise again at exit
+                    self.when_lost = "drop"  # flushing buffers at exit must not raise again
                     raise OutputLost(error) from error
                 break
         return size
 
 
 def guard() -> None:
-    """Open closed descriptors, and replace sys.stdout and sys.stderr; streams that tests put there stay."""
-    for descriptor in (0, 1, 2):  # in this order: an opened file gets the lowest free number
+    """Open closed descriptors, and replace sys.stdout and sys.stderr, except streams that tests put there."""
+    for descriptor in (0, 1, 2):  # in order: open takes the lowest free number
         try:
             os.fstat(descriptor)
         except OSError:
@@ -85,7 +83,7 @@ def guard() -> None:
 
 
 def go_on() -> None:
-    """Drop failed writes to standard output from now on."""
+    """Drop failed writes to stdout from now on."""
     guard()
     stream = _stream_of(sys.stdout)
     if stream is not None:

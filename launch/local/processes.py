@@ -1,8 +1,7 @@
-"""Processes of a run on this machine: start ranks, wait for them, find, signal and kill them, explain exit codes.
+"""Start ranks on this machine, wait for them, find, signal and kill them, explain exit codes.
 
-They are found by a mark in their environment, in one scan of this user's processes. Groups and trees would not do:
-torchrun gives each rank its own session, a killed launcher leaves orphans, and on other hosts they are not children.
-Launchers report signal n as -n, 256 - n or 128 + n.
+Processes are found by a mark in their environment. Process groups and trees do not suffice: torchrun gives each rank
+its own session, and a killed launcher leaves orphans. Launchers report signal n as -n, 256 - n or 128 + n.
 """
 
 import math
@@ -26,12 +25,12 @@ from pipeline.recipe.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR
 
 RANK_COMMAND = ["-u", "-m", "launch.train"]
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-# For the other ranks after the first one's end: rank 0 may still be telling MLflow the rest; after a failure they
-# notice within seconds, unless they hang in a collective.
+# Granted to the other ranks after the first exits: rank 0 may still be sending to MLflow; after a failure they notice
+# within seconds, unless they hang in a collective.
 _FOLLOW_SECONDS, _FOLLOW_FAILED_SECONDS = 300.0, 30.0
 _POLL_SECONDS = 0.05
-_KILL_SECONDS = 30.0  # a process that waits for a broken disk dies later
-_LEAST_SCANS = 100  # even after that time, which may have passed while this process itself was paused
+_KILL_SECONDS = 30.0  # give up on a process stuck in disk I/O
+_LEAST_SCANS = 100  # even past the deadline, in case this process itself was paused
 _SCAN_SECONDS = 0.02
 _JOIN_SECONDS = 0.05
 _HINTS: dict[int, str] = {
@@ -45,7 +44,7 @@ Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 
 @contextmanager
 def handled(numbers: Sequence[signal.Signals], handler: Handler) -> Iterator[None]:
-    """Send these signals to `handler`, in the main thread; a SIGHUP that nohup ignores stays ignored."""
+    """Handle these signals within the block, main thread only; a SIGHUP that nohup ignores stays ignored."""
     numbers = [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
     before = [signal.signal(number, handler) for number in numbers]
     try:
@@ -56,12 +55,12 @@ def handled(numbers: Sequence[signal.Signals], handler: Handler) -> Iterator[Non
 
 
 def rank_environment(rank: int, *, ranks: int, rendezvous: Path) -> dict[str, str]:
-    """Environment of one rank on this machine, without the ranks of a launcher or batch script around us."""
+    """Return one rank's environment on this machine, without variables of an outer launcher or batch script."""
     return without_place() | place_here(rank, ranks=ranks, rendezvous=rendezvous)
 
 
 def place_here(rank: int, *, ranks: int, rendezvous: Path) -> dict[str, str]:
-    """Variables of a rank's place when all ranks are on this machine."""
+    """Return the launcher variables of a rank when all ranks are on this machine."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, RENDEZVOUS: rendezvous}
     return {name: str(value) for name, value in place.items()}
 
@@ -72,15 +71,14 @@ def run_ranks(
     *,
     on_stop: Callable[[], None] = lambda: None,
 ) -> tuple[int, bool]:
-    """Run Python processes to their end, each in its own session and environment, marked as this one's.
+    """Run Python processes, each in its own session, marked as this process's. Returns the most informative exit code
+    (negative: killed by a signal) and whether a stop was requested.
 
-    SIGINT, SIGTERM, SIGHUP and SIGUSR1 make them save and leave (SIGTERM), as does the failure of one. Those that
-    outlive the first one by too long are killed with everything they started. `on_stop` is called at the first signal.
-    Returns the most telling exit code (negative: killed by a signal), and whether a stop was requested; raises
-    KeyboardInterrupt at a second Ctrl-C, which kills them.
+    On SIGINT, SIGTERM, SIGHUP, SIGUSR1 or the failure of one, all get SIGTERM, and save and exit. Those that outlive
+    the first for too long are killed with their descendants. A second Ctrl-C kills all and raises KeyboardInterrupt.
     """
     mark = (SUPERVISOR_PID, str(os.getpid()))
-    received: list[int] = []  # handled by the loop, once all ranks are started
+    received: list[int] = []  # handled in the loop once all ranks have started
     ranks: list[subprocess.Popen[bytes]] = []
     with handled(STOP_SIGNALS, lambda number, frame: received.append(number)):
         try:
@@ -95,16 +93,16 @@ def run_ranks(
                 )
             code = _stand_by(ranks, received=received, on_stop=on_stop)
         finally:
-            kill_all(*mark)  # what a rank has started outlives it when it is killed
+            kill_all(*mark)  # a killed rank leaves its children
             for rank in ranks:
                 rank.wait()
     if not code and not received:
-        code = _overall(ranks)  # shows a rank that had to be killed; after a requested stop that does not count
+        code = _overall(ranks)  # includes ranks that had to be killed, which is fine after a requested stop
     return code, bool(received)
 
 
 def _stand_by(ranks: Sequence[subprocess.Popen[bytes]], *, received: list[int], on_stop: Callable[[], None]) -> int:
-    """Wait until all have ended or the rest must be killed; returns the most telling code so far."""
+    """Wait until all have exited or the rest must be killed; returns the most informative code so far."""
     seen = 0  # of `received`
     first: int | None = None
     kill_at = math.inf
@@ -114,7 +112,7 @@ def _stand_by(ranks: Sequence[subprocess.Popen[bytes]], *, received: list[int], 
             if seen == 1:
                 on_stop()
                 _terminate(ranks)
-            elif received[:seen].count(signal.SIGINT) > 1:  # batch systems repeat signals; only Ctrl-C is impatience
+            elif received[:seen].count(signal.SIGINT) > 1:  # batch systems repeat signals; only Ctrl-C means it
                 raise KeyboardInterrupt
         elif first is None and any(rank.returncode is not None for rank in ranks):
             first = _overall(ranks, stop_was_asked=bool(seen))
@@ -128,18 +126,18 @@ def _stand_by(ranks: Sequence[subprocess.Popen[bytes]], *, received: list[int], 
 
 
 def _overall(ranks: Sequence[subprocess.Popen[bytes]], *, stop_was_asked: bool = False) -> int:
-    """Combine the codes so far; 1 comes last, as ranks that notice another one's end also end with it."""
+    """Combine the codes so far; 1 comes last, as it is also the code of ranks that noticed another's end."""
     codes = [rank.returncode for rank in ranks if rank.returncode is not None]
     return overall_code(sorted(codes, key=lambda code: code == 1), stop_was_asked=stop_was_asked)
 
 
 def _terminate(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
     for rank in ranks:
-        rank.terminate()  # does nothing to one that has ended
+        rank.terminate()  # no-op if already exited
 
 
 def marked(name: str, value: str) -> list[psutil.Process]:
-    """Find all processes but this one whose environment variable `name` is `value`."""
+    """Find all other processes whose environment variable `name` is `value`."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):  # gone, or another user's
@@ -149,7 +147,7 @@ def marked(name: str, value: str) -> list[psutil.Process]:
 
 
 def marked_ranks(name: str, value: str) -> list[psutil.Process]:
-    """Filter `marked` for the processes that train."""
+    """Find the marked processes that are ranks."""
     found = []
     for process in marked(name, value):
         with suppress(psutil.Error):
@@ -159,7 +157,7 @@ def marked_ranks(name: str, value: str) -> list[psutil.Process]:
 
 
 def kill_all(name: str, value: str) -> None:
-    """Kill all marked processes and what they start meanwhile."""
+    """Kill all marked processes, rescanning for new children."""
     deadline, scans = time.monotonic() + _KILL_SECONDS, 0
     while (alive := marked(name, value)) and (scans < _LEAST_SCANS or time.monotonic() < deadline):
         scans += 1
@@ -170,7 +168,7 @@ def kill_all(name: str, value: str) -> None:
 
 
 def join_thread(thread: threading.Thread, *, seconds: float) -> None:
-    """Wait for a thread in short turns, so that a pause of this process costs only one."""
+    """Join a thread in short turns, so that a pause of this process uses up only one."""
     for _ in range(round(seconds / _JOIN_SECONDS)):
         thread.join(_JOIN_SECONDS)
         if not thread.is_alive():
@@ -178,23 +176,22 @@ def join_thread(thread: threading.Thread, *, seconds: float) -> None:
 
 
 def signal_of(code: int) -> int:
-    """Return the signal that an exit code stands for; 0: none."""
+    """Decode the signal from an exit code; 0: none."""
     return -code if code < 0 else 256 - code if code > 192 else code - 128 if code > 128 else 0
 
 
 def overall_code(codes: Sequence[int], *, stop_was_asked: bool) -> int:
-    """Combine exit codes, given in the order of ending: a user's mistake or a requested stop wins, then the first that
-    is not 0."""
+    """Combine exit codes, in order of exit: a user error or requested stop wins, then the first nonzero one."""
     winners = [EXIT_USER_ERROR, *([EXIT_STOPPED] if stop_was_asked else [])]
     return next((code for code in [*(each for each in winners if each in codes), *codes] if code), 0)
 
 
 def reason(code: int, *, out_of_memory: bool | None) -> str:
-    """Explain why a stage is not done; `out_of_memory`: the kernel killed a process for that (None: unknown)."""
+    """Explain why a stage is not done; `out_of_memory`: the kernel's OOM killer struck (None: unknown)."""
     number = signal_of(code)
     if code == EXIT_STOPPED:
         return "stopped and saved"
-    if code == 0:  # deepspeed's code even if its own watching process failed
+    if code == 0:  # deepspeed's code even if its monitor process failed
         return "its launcher was killed"
     if number == signal.SIGKILL:
         if out_of_memory:
@@ -207,8 +204,7 @@ def reason(code: int, *, out_of_memory: bool | None) -> str:
 
 
 def memory_kills(root: Path = Path("/")) -> int | None:
-    """Count the kernel's out-of-memory kills so far, in this cgroup or else this machine; None: unknown. Reads three
-    small files."""
+    """Count OOM kills so far in this cgroup, else on this machine; None: unknown. Reads up to three small files."""
     try:
         groups = dict(line.split(":", 2)[1:] for line in (root / "proc/self/cgroup").read_text().splitlines())
     except (OSError, ValueError):
@@ -229,7 +225,7 @@ def memory_kills(root: Path = Path("/")) -> int | None:
 
 
 def signal_name(number: int) -> str:
-    """Name a signal, such as SIGSEGV."""
+    """Return a signal's name, such as SIGSEGV."""
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal

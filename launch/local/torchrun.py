@@ -1,7 +1,5 @@
-"""torchrun that ends with the exit code of the first failed rank, and without a traceback of its own.
-
-torchrun itself always ends with 1, which hides a user's mistake (2) and a stop after saving (75).
-"""
+"""Run torchrun without its traceback, and exit with the first failed rank's code: torchrun's own is always 1, which
+hides a user error (2) and a stop after saving (75)."""
 
 import sys
 
@@ -21,8 +19,8 @@ def main() -> int:
         torchrun(sys.argv[1:])
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
-        return failure.exitcode  # of a signal: -n, which the shell sees as 256 - n
-    except SignalException as error:  # after waiting half a minute for the ranks to save, and killing the rest
+        return failure.exitcode  # for a signal -n, which the shell sees as 256 - n
+    except SignalException as error:  # torchrun waited half a minute for the ranks to save, and killed the rest
         return 128 + int(error.sigval)
     return 0
 

@@ -1,1 +1,1 @@
-"""`shardvit run`: the stages one after another, on this machine, on hosts or in a SLURM job."""
+"""`shardvit run`: run the stages in order, on this machine, on hosts or in a SLURM job."""

@@ -1,8 +1,7 @@
-"""Explain a full or read-only disk, or a run folder that was deleted or renamed, in one sentence.
+"""Explain a full or read-only disk, or a deleted or renamed run folder, in one sentence.
 
-The error of a full disk often has no path, as a write fails long after the file was opened: then the full one among the
-stage's places is named. A renamed folder takes its open files along, and another may have its name by now, so the
-folder is held open and compared (one stat). It is never made again (`data_shards.durable.make_folders`).
+Disk-full errors of writes carry no path: name whichever place is full. A renamed folder keeps its open files, and
+another may take its name, so hold it open and compare (one stat). It is never recreated (`durable.make_folders`).
 """
 
 import errno
@@ -21,20 +20,20 @@ _ADVICE = {
     errno.EACCES: "permission denied: change its owner or mode, or choose another folder with --runs",
     errno.EPERM: "the system does not permit it: change its owner or mode, or choose another folder with --runs",
 }
-_SHARED_MEMORY = Path("/dev/shm")  # where data workers hand over what they read
+_SHARED_MEMORY = Path("/dev/shm")  # through which data workers pass batches
 _SHM_ADVICE = "it is full: give it more room (docker run --shm-size), or read with threads (data.worker_kind=thread)"
 _FULL_BYTES = 2**20
 
 
 def disk_problem(error: BaseException, *, folder: Path) -> str | None:
-    """Return the sentence if `error` or one of its causes is such an error; `folder`: the run's."""
+    """Return the sentence if `error` or one of its causes is a disk error, else None; `folder` is the run's."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno in _ADVICE:
             path = seen.filename2 or seen.filename
             if isinstance(path, str | os.PathLike):
                 return f"{os.fspath(path)} cannot be written: {_ADVICE[seen.errno]}"
-            if seen.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):  # of a write to an open file, for certain
+            if seen.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):  # no path: a write to an open file
                 place = _full_place([folder, Path(tempfile.gettempdir()), _SHARED_MEMORY])
                 return f"{place} cannot be written: {_SHM_ADVICE if place == _SHARED_MEMORY else _ADVICE[seen.errno]}"
         seen = seen.__cause__
@@ -42,7 +41,6 @@ def disk_problem(error: BaseException, *, folder: Path) -> str | None:
 
 
 def _full_place(places: Sequence[Path]) -> Path:
-    """Return the first place on a full disk, else the first."""
     for place in places:
         with suppress(OSError):
             disk = os.statvfs(place)
@@ -70,7 +68,7 @@ class Presence:
             raise UserError(gone(folder)) from None
 
     def is_gone(self) -> bool:
-        """True if the folder has certainly lost its name; an unreachable file server is no proof."""
+        """True if the folder has certainly lost its name; an unreachable file server does not count."""
         try:
             return not os.path.samestat(os.stat(self.folder), os.fstat(self._descriptor))
         except OSError as error:
@@ -82,7 +80,7 @@ class Presence:
 
     @contextmanager
     def demanded(self) -> Iterator[None]:
-        """Turn an error within into a UserError if the folder is gone, which is then the cause."""
+        """Turn any error within into a UserError if the folder is gone."""
         try:
             yield
         except Exception as error:

@@ -1,19 +1,17 @@
-"""Lock a run folder for one process among all machines; a dead owner's lock is free again.
+"""Lock a run folder for one process across all machines; a dead owner's lock becomes free.
 
-The kernel's lock (flock) comes first: it excludes processes of one machine, and of all machines if the file system
-passes it on (NFS by default, Lustre with `-o flock`). Some have none, or one per machine, so the owner also writes a
-claim with a heartbeat. A claim that was never released is
-- of this machine: alive or dead at once (by flock, else by PID and start time);
-- of another machine: watched; if the heartbeat stops for that time, the owner is dead.
-A kill leaves nothing locked; after one on another machine the next start takes half a minute longer.
+flock excludes other processes on this machine, and on all machines if the file system forwards it (NFS by default,
+Lustre with `-o flock`). Some do not, so the owner also writes a claim with a heartbeat. An unreleased claim of this
+machine is checked by flock, else by PID and start time. A claim of another machine is watched for half a minute: its
+owner is dead if the heartbeat stops. So a kill leaves nothing locked.
 
-Claims lie beside the lock file PATH: PATH.1, PATH.2, ... The highest names the owner or says "free". A taker creates
-the next one, which only one process can (O_EXCL, also on NFS), and removes those below. The highest is never removed,
-so two newcomers can never both be the highest. (filelock's SoftFileLease takes over by renameat2's exchange, which NFS
-refuses: a dead owner would lock for ever.)
+Claims are files PATH.1, PATH.2, ... next to the lock file PATH. The highest names the owner or says "free". To take the
+lock, create the next one, which only one process can (O_EXCL, also on NFS), then remove the lower ones. The highest is
+never removed, so two processes can never both own it. (filelock's SoftFileLease needs renameat2's exchange, which NFS
+refuses: a dead owner would hold the lock forever.)
 
-Costs a small write and fsync every few seconds in a thread. An owner suspended for longer than the watch may lose the
-lock: its process then ends within seconds without saving.
+Costs a small write and fsync every 5 seconds in a thread. An owner suspended for longer than the watch may lose the
+lock; its process then exits within seconds without saving.
 """
 
 from __future__ import annotations
@@ -39,8 +37,8 @@ from pipeline.ranks.process import process_started, this_machine
 from pipeline.recipe.vocabulary import EXIT_FAILED, EXIT_USER_ERROR
 
 _BEAT_SECONDS = 5.0
-_WATCH_SECONDS = 30.0  # file servers pause, too
-_BEGIN_SECONDS = 5.0  # to fill a new claim; a slower owner loses it
+_WATCH_SECONDS = 30.0  # longer than a file server's pauses
+_BEGIN_SECONDS = 5.0  # to write a new claim; a slower owner loses it
 _POLL_SECONDS = 0.2
 _NO_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
 _FREE = "free"
@@ -54,10 +52,10 @@ class _InUse(Exception):
 class Owner:
     """A process that holds a lock."""
 
-    host: str  # for people
+    host: str  # for messages
     machine: str  # `pipeline.ranks.process.this_machine`
     pid: int
-    started: float  # a later process with the same PID has another
+    started: float  # distinguishes a later process with the same PID
     token: str  # unique to this claim
 
     def __str__(self) -> str:
@@ -67,7 +65,7 @@ class Owner:
 class Claim(NamedTuple):
     """The highest claim."""
 
-    number: int  # 0: there is none yet
+    number: int  # 0: none yet
     text: str  # changes with each heartbeat
     owner: Owner | None = None  # None: nobody, or half written
     is_free: bool = True
@@ -83,12 +81,11 @@ def locked(
     gone_seconds: float = 0.0,
     end_others: Callable[[], object] = lambda: None,
 ) -> Iterator[Presence]:
-    """Hold the lock file `path`, and yield its folder's presence.
+    """Hold the lock file `path`, and yield its folder's presence. Never removes `path`, which would admit two owners.
 
-    `path` is made if missing, and never removed, which would let two owners in. `what`: what is locked, for messages;
-    `say` reports the watch of an owner on another machine, and the takeover. If the folder is gone, this process has
-    `gone_seconds` to end by itself; then `end_others` is called and it is ended. Raises UserError if another process
-    holds the lock, and OSError if nothing can be written there.
+    `what` names the locked thing in messages. If the folder disappears, this process has `gone_seconds` to end by
+    itself; then `end_others` is called and it exits. UserError if another process holds the lock, OSError if the folder
+    is not writable.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -118,7 +115,7 @@ def locked(
 
 
 def _is_own(path: Path, descriptor: int) -> bool:
-    """Check that `descriptor` is `path` and not a hard-linked copy's original; else reopen it."""
+    """Check that `descriptor` is `path`, not the original of a hard-linked copy; else reopen it and return False."""
     break_links(path)
     own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     is_own = os.path.samestat(os.fstat(descriptor), os.fstat(own))
@@ -129,7 +126,7 @@ def _is_own(path: Path, descriptor: int) -> bool:
 
 
 def _flock(descriptor: int) -> bool | None:
-    """Take the kernel's lock; False: another process has it; None: this file system has no locks."""
+    """Take the kernel's lock. False: another process has it; None: no locks on this file system."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -142,7 +139,7 @@ def _flock(descriptor: int) -> bool | None:
 
 
 def _acquire(path: Path, *, has_flock: bool | None, what: str, say: Callable[[str], None]) -> OwnClaim:
-    """Make the highest claim once the present one has no living owner; _InUse if it has."""
+    """Make the highest claim once the current one has no live owner; _InUse if it has one."""
     while True:
         found = highest_claim(path)
         if has_flock is False:
@@ -184,13 +181,12 @@ def _make_sure_it_is_dead(
 def _heartbeat(
     claim: OwnClaim, *, what: str, there: Presence, gone_seconds: float, end_others: Callable[[], object]
 ) -> Iterator[None]:
-    """Write heartbeats within the block, and release the claim at its end."""
     over = threading.Event()
 
     def beat() -> None:
         while not over.wait(_BEAT_SECONDS):
-            with suppress(OSError):  # the file server is away, or the disk is full: retried
-                if there.is_gone() or not claim.numbers():  # the latter: it is being deleted
+            with suppress(OSError):  # file server unreachable or disk full: retried
+                if there.is_gone() or not claim.numbers():  # the latter: the folder is being deleted
                     if over.wait(gone_seconds):
                         return
                     try:
@@ -209,26 +205,26 @@ def _heartbeat(
         yield
     finally:
         over.set()
-        thread.join()  # a delayed heartbeat must not come after the release, nor into a closed file
+        thread.join()  # no heartbeat after the release or into a closed file
         with suppress(OSError):
             claim.release()
 
 
 def this_process() -> Owner:
-    """The owner that this process would be."""
+    """Describe this process as an owner."""
     pid = os.getpid()
     return Owner(os.uname().nodename, this_machine(), pid, process_started(pid) or 0.0, token=secrets.token_hex(8))
 
 
 def highest_claim(path: Path) -> Claim:
-    """Read the highest claim, from the file server rather than a cache."""
+    """Read the highest claim from the file server, not a cache."""
     while True:
         number = max(_numbers(path), default=0)
         if number == 0:
             return Claim(0, "")
         try:
             text = _claim_path(path, number).read_text(encoding="utf-8", errors="replace")
-        except FileNotFoundError:  # a higher one was made meanwhile
+        except FileNotFoundError:  # superseded by a higher one
             continue
         line = text.partition("\n")[0].strip()
         if line == _FREE:
@@ -242,7 +238,7 @@ def highest_claim(path: Path) -> Claim:
 
 
 class OwnClaim:
-    """A claim of this process; FileExistsError if another process was faster."""
+    """This process's claim; FileExistsError if another process was faster."""
 
     def __init__(self, path: Path, *, number: int, owner: Owner) -> None:
         self._path, self._number, self._owner = path, number, owner
@@ -251,19 +247,18 @@ class OwnClaim:
         self._beats = 0
         try:
             self.beat()
-        except OSError:  # a full disk; the empty claim stays, as a number must not be used twice
+        except OSError:  # disk full; the empty claim stays, as a number must not be reused
             os.close(self._descriptor)
             raise
 
     def beat(self) -> None:
-        self._write(json.dumps({**asdict(self._owner), "beat": f"{self._beats:012d}"}))  # always of one length
+        self._write(json.dumps({**asdict(self._owner), "beat": f"{self._beats:012d}"}))  # of constant length
         self._beats += 1
 
     def numbers(self) -> list[int]:
         return _numbers(self._path)
 
     def holds(self) -> bool:
-        """True if it is the highest."""
         return max(self.numbers(), default=0) == self._number
 
     def remove_lower(self) -> None:
@@ -279,12 +274,11 @@ class OwnClaim:
             os.close(self._descriptor)
 
     def withdraw(self) -> None:
-        """Take back a claim that is not the highest."""
         os.close(self._descriptor)
         _claim_path(self._path, self._number).unlink(missing_ok=True)
 
     def _write(self, line: str) -> None:
-        """Overwrite the line, on the server too."""
+        """Overwrite the line, through to the server."""
         os.pwrite(self._descriptor, f"{line}\n".encode(), 0)
         os.fsync(self._descriptor)
 

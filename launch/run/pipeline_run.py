@@ -1,7 +1,4 @@
-"""Run a whole pipeline: check everything, then start processes that run all stages that are not done. No torch.
-
-After a failure they are started again from the stage that failed.
-"""
+"""Run a pipeline without importing torch: check everything, start processes for unfinished stages, restart failures."""
 
 from __future__ import annotations
 
@@ -34,12 +31,12 @@ from pipeline.runs.run_folder import RunFolder
 from pipeline.stage.data_record import check_data, has_record
 from pipeline.stage.initial_model import model_from_elsewhere
 
-_GONE_SECONDS = 20.0  # for the ranks, which notice by themselves, to say it and to end
+_GONE_SECONDS = 20.0  # for the ranks to notice, report it and exit
 
 
 @dataclass(frozen=True)
 class PipelineRun:
-    """A recipe and its run folder, checked to fit."""
+    """A recipe and a run folder that matches it."""
 
     recipe: Recipe
     folder: RunFolder
@@ -61,11 +58,8 @@ class PipelineRun:
         shards: Literal["needed", "if there"] = "needed",
         difference: str = "",
     ) -> PipelineRun:
-        """Check everything, change nothing on disk; UserError for anything that would keep a stage from running.
-
-        `restart`: begin this stage and those after it again. `shards="if there"`, for a dry run: do not check missing
-        shards, start no `pipe:`.
-        """
+        """Check everything, write nothing; UserError for anything that would stop a stage from starting. `restart`
+        begins this stage and later ones again. `shards="if there"` skips missing shards and starts no `pipe:`."""
         if restart is not None and restart not in recipe.stages.names:
             raise UserError(f"--restart {restart}: the recipe has only the stages {', '.join(recipe.stages.names)}")
         processes = _processes_here(recipe) if fleet is None else _processes_of(fleet, recipe)
@@ -85,13 +79,9 @@ class PipelineRun:
         max_restarts: int = 0,
         keys: Literal["changed", "all"] = "changed",
     ) -> int:
-        """Run the stages that are not done; returns the exit code.
-
-        `only`: this stage alone. `mode="dry-run"`: print a summary and the recipe with these `keys`, start nothing.
-        `max_restarts`: of failed stages, over all stages. Raises UserError if there is no such stage, the run folder is
-        in use, or nothing can be written there, and KeyboardInterrupt if the user stopped it between two stages or
-        before a restart.
-        """
+        """Run the unfinished stages, or `only` one; returns the exit code. A dry run prints a summary and the recipe's
+        `keys`. `max_restarts` counts over all stages. UserError if there is no such stage or the run folder is in use
+        or not writable; KeyboardInterrupt if stopped between stages or before a restart."""
         names = self.recipe.stages.names
         if only is not None and only not in names:
             raise UserError(f"--stage {only}: the recipe has only the stages {', '.join(names)}")
@@ -103,7 +93,7 @@ class PipelineRun:
         if mode == "dry-run":
             from launch.plan.dry_run import printed, summary
 
-            self._starter()  # which checks the hosts
+            self._starter()  # checks the hosts
             text = summary(
                 self.recipe, folder=self.folder, processes=self.processes, stages=tuple(stages), state=self._state
             )
@@ -118,7 +108,7 @@ class PipelineRun:
             raise UserError(problem) from error
 
     def _run(self, stages: list[StageName], *, restarts: Restarts) -> int:
-        # Between two stages there is nothing to save: these signals do what Ctrl-C does.
+        # Between stages there is nothing to save: these signals act like Ctrl-C.
         interrupting = handled((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1), signal.default_int_handler)
         lock = locked(
             self.folder.path / ".run.lock",
@@ -139,7 +129,7 @@ class PipelineRun:
         return 0
 
     def _starter(self) -> Callable[[Launch], int]:
-        """Return the function that starts a stage, here or on the hosts, which are checked first."""
+        """Return the function that starts stages, here or on the hosts; checks the hosts first."""
         if self.fleet is None:
             return run_stage_locally
         from launch.hosts.stage import prepare
@@ -156,7 +146,7 @@ class PipelineRun:
     def _run_first(
         self, stages: list[StageName], *, start: Callable[[Launch], int], there: Presence, restarts: Restarts
     ) -> int:
-        """Run the first of `stages` and those after it in the same processes; removes what is done."""
+        """Run the first of `stages`, and in the same processes those after it; removes the done ones."""
         stage = stages[0]
         if self.folder.record(stage).state == "done":
             print(f"{stage}: done already{describe_results(self.folder, stage=stage)}", flush=True)
@@ -176,14 +166,14 @@ class PipelineRun:
         is_interrupted = False
         try:
             code = start(launch)
-            if code != EXIT_USER_ERROR:  # else the ranks may have said that it is gone
+            if code != EXIT_USER_ERROR:  # else the ranks may have reported it already
                 there.demand()
         except KeyboardInterrupt:
             is_interrupted, code = True, EXIT_STOPPED
         while stages and stages[0] in together and self.folder.record(stages[0]).state == "done":
             stages.pop(0)
         if not stages or stages[0] not in together:
-            last = together[-1]  # the ranks announced those before
+            last = together[-1]  # the ranks announced the earlier ones
             print(f"{last}: done{describe_results(self.folder, stage=last)}", flush=True)
             if is_interrupted and last != self.recipe.stages.names[-1]:
                 raise KeyboardInterrupt
@@ -193,7 +183,7 @@ class PipelineRun:
         kills = memory_kills()
         out_of_memory = None if kills is None or kills_before is None or self.fleet else kills > kills_before
         why = "stopped" if is_interrupted else reason(code, out_of_memory=out_of_memory)
-        if stages[0] != stage and self.folder.record(stages[0]).state == "new":  # the stage before it is done
+        if stages[0] != stage and self.folder.record(stages[0]).state == "new":  # ended between two stages
             if is_interrupted:
                 raise KeyboardInterrupt
             if code != EXIT_STOPPED:
@@ -202,7 +192,7 @@ class PipelineRun:
         return self._restart(stages[0], code=code, why=why, restarts=restarts)
 
     def _restart(self, stage: StageName, *, code: int, why: str, restarts: Restarts) -> int:
-        """Pause before the restart of an unfinished stage and return 0, or say how to resume it and return the code."""
+        """Pause before restarting an unfinished stage and return 0, or say how to resume it and return the code."""
         saved_step = self.folder.record(stage).last_saved_step
         saved = f"step {saved_step:,}" if saved_step else "its beginning"
         remedy = f"the same command{' without --restart' if self.restart else ''} resumes from {saved}"
@@ -211,7 +201,7 @@ class PipelineRun:
             if refusal is None:
                 count = f"restart {restarts.used} of {restarts.allowed} from {saved} in {PAUSE_SECONDS:g} seconds"
                 say(f"{stage} is not finished ({why}): {count}")
-                time.sleep(PAUSE_SECONDS)  # Ctrl-C ends it
+                time.sleep(PAUSE_SECONDS)  # Ctrl-C ends the run
                 return 0
             if restarts.allowed:
                 remedy = f"{refusal}; once the cause is fixed, {remedy}"
@@ -219,8 +209,8 @@ class PipelineRun:
         return EXIT_STOPPED if code == EXIT_STOPPED else 1
 
     def _together(self, stages: Sequence[StageName]) -> tuple[StageName, ...]:
-        """The first of `stages` and those that can continue in its processes."""
-        if self.fleet is not None and stages[0] == "swap_head":  # its model may be on this machine alone
+        """Return the first of `stages` and those that can follow in its processes."""
+        if self.fleet is not None and stages[0] == "swap_head":  # its model may exist only on this machine
             return (stages[0],)
         count = 1
         while count < len(stages) and self.folder.record(stages[count]).state != "done":
@@ -234,12 +224,12 @@ class PipelineRun:
         return f"{number} on this machine ({'GPU' if num_gpus() else 'CPU'})"
 
     def check_stages(self) -> list[str]:
-        """Check MLflow's address and every stage's data, sizes, model and checkpoints; returns what was not checked."""
-        from pipeline.recipe.stage_plan import plan_stage  # numpy and the network only for a valid recipe
+        """Check MLflow's address and every stage's data, sizes, model and checkpoints; returns what went unchecked."""
+        from pipeline.recipe.stage_plan import plan_stage  # imports numpy: only for a valid recipe
         from pipeline.stage.stage_data import open_data, training_order
         from pipeline.transfer.settings import open_few_shot
 
-        tracking_uri()  # UserError: it is no address
+        tracking_uri()  # UserError if it is no address
         notes: list[str] = []
         for stage in self.recipe.stages.names:
             is_open = not self._stays_done(stage)
@@ -249,13 +239,13 @@ class PipelineRun:
                     model_from_elsewhere(self.recipe)
                 continue
             if is_open and config.optimizer.frozen_needs_model:
-                # 5 s for torch and timm, only where names of weights matter.
+                # Imports torch and timm (5 s), only where weight names matter.
                 from pipeline.training.stages import check_frozen
 
                 check_frozen(self.recipe, stage=stage)
             data = None
             try:
-                if not self._unopened(stage):  # else the dry run's summary checks what it can
+                if not self._unopened(stage):  # else the dry run's summary checks as much as possible
                     data = open_data(self.recipe, stage=stage, commands=self.commands)
                     open_few_shot(self.recipe, stage=stage, commands=self.commands)
             except CommandRefused as error:
@@ -272,7 +262,7 @@ class PipelineRun:
         return notes
 
     def _unopened(self, stage: StageName) -> tuple[str, ...]:
-        """Sentences on the stage's shards that a dry run does not open."""
+        """Describe the stage's shards that a dry run does not open."""
         if self.shards == "needed" or stage not in self.recipe.stages.trained:
             return ()
         from launch.plan.shards import look
@@ -288,7 +278,6 @@ class PipelineRun:
         return record.state
 
     def _demand_earlier(self, stage: StageName) -> None:
-        """Raise UserError if the stage's model comes from one that is not done."""
         names = self.recipe.stages.names
         missing = [name for name in names[: names.index(stage)] if not self._stays_done(name)]
         if missing:

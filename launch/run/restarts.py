@@ -1,18 +1,18 @@
-"""Restart a failed stage as long as it saves later steps than before. Pure.
+"""Restart a failed stage as long as it makes progress. Pure.
 
-One restart without progress may be a transient fault (memory of a dead process, an unreachable file server); two in a
-row mean that the stage fails at the same place.
+One restart without a later saved step may be transient (a dead process's memory, an unreachable file server); two in a
+row mean that the stage always fails at the same place.
 """
 
 from dataclasses import dataclass
 
-PAUSE_SECONDS = 5.0  # for a transient cause to pass, and for a user to press Ctrl-C
+PAUSE_SECONDS = 5.0  # lets a transient cause pass, and the user press Ctrl-C
 _FRUITLESS_RESTARTS = 1
 
 
 @dataclass
 class Restarts:
-    """The restarts of one `shardvit run`."""
+    """Restart counts of one `shardvit run`."""
 
     allowed: int  # over all stages
     used: int = 0
@@ -20,7 +20,7 @@ class Restarts:
     _fruitless: int = 0
 
     def after_failure(self, stage: str, *, last_saved_step: int) -> str | None:
-        """Count a restart and return None, or return why the failed stage is not restarted."""
+        """Count a restart and return None, or return why the stage is not restarted."""
         failed_before, self._failed_before = self._failed_before, (stage, last_saved_step)
         stuck = failed_before is not None and failed_before[0] == stage and last_saved_step <= failed_before[1]
         self._fruitless = self._fruitless + 1 if stuck else 0

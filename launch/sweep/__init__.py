@@ -1,1 +1,1 @@
-"""`shardvit sweep`: a grid of runs, selection on held-out training images, and the final run on all of them."""
+"""`shardvit sweep`: train a grid of runs, select on held-out training images, train the final run on all images."""

@@ -1,7 +1,7 @@
-"""Parse `key=a,b,c` into the points of a grid, name them, and extend the grid. Pure.
+"""Parse `key=a,b,c` into grid points, name them, and extend the grid. Pure.
 
-A comma separates values unless it is in quotes, [] or {}: `key=[0.05,1]` is one value, a list, `key=[0.05,1],[0.2,1]`
-are two. A key with one value overrides all points. The points are the product of the other keys, the last fastest.
+Commas separate values except in quotes, [] or {}: `key=[0.05,1]` is one value, a list; `key=[0.05,1],[0.2,1]` are two.
+A key with one value overrides all points. The points are the product of the other keys, the last varying fastest.
 """
 
 import hashlib
@@ -14,21 +14,21 @@ from itertools import product
 from data_shards.errors import UserError
 from data_shards.text import one_line
 
-MOST_POINTS = 1000  # more is a typo; also SLURM's usual longest array
+MOST_POINTS = 1000  # more is likely a typo; also SLURM's usual array limit
 _LONGEST_NAME = 100
 _OPENING, _CLOSING, _QUOTES = "[{", "]}", "\"'"
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A key of the grid and its values as typed."""
+    """A grid key and its values as typed."""
 
     key: str
     values: tuple[str, ...]
 
 
 def read_grid(arguments: Sequence[str]) -> tuple[list[str], tuple[Axis, ...]]:
-    """Return the overrides of all points and the grid's axes. UserError: an empty value, or a key given twice."""
+    """Return the overrides of all points and the grid's axes; UserError if a value is empty or a key repeats."""
     overrides: list[str] = []
     axes: list[Axis] = []
     for argument in arguments:
@@ -46,7 +46,7 @@ def read_grid(arguments: Sequence[str]) -> tuple[list[str], tuple[Axis, ...]]:
 
 
 def grid_points(axes: Sequence[Axis]) -> list[dict[str, str]]:
-    """Return every point of the grid: key -> value. UserError: there are too many."""
+    """Return every grid point, key -> value; UserError if there are too many."""
     count = math.prod(len(axis.values) for axis in axes)
     if count > MOST_POINTS:
         raise UserError(f"the grid has {count:,} points, and a sweep takes {MOST_POINTS:,} at most: give fewer values")
@@ -55,8 +55,8 @@ def grid_points(axes: Sequence[Axis]) -> list[dict[str, str]]:
 
 
 def point_names(points: Sequence[dict[str, str]]) -> list[str]:
-    """Name each point's folder, such as lr-0.003 or lr-0.01_duration-90-epochs: distinct names whatever the values
-    are, which stay when values are added to the grid."""
+    """Name each point's folder, such as lr-0.003 or lr-0.01_duration-90-epochs: always distinct, and stable when
+    values are added to the grid."""
     if not points:
         return []
     short = _short(list(points[0]))
@@ -74,15 +74,15 @@ def point_names(points: Sequence[dict[str, str]]) -> list[str]:
 
 
 def standard_error(score: float, *, images: int) -> float:
-    """Standard error of a share, with one right and one wrong answer added, so that it is above 0 for a score of 1."""
+    """Estimate the standard error of a share; adds one right and one wrong answer, so it is above 0 at a score of 1."""
     share = (score * images + 1) / (images + 2)
     return math.sqrt(share * (1 - share) / images)
 
 
 def value_beyond(values: Collection[str], best: str) -> str | None:
-    """The next number beyond the edge of `values` where `best` lies: in even ratios if all are positive, else in even
-    steps. None: not at the edge; at zero, which hardly any key goes below; or no plain numbers (durations: longer is
-    better anyway)."""
+    """Extrapolate one number beyond the edge of `values` if `best` is there: geometrically if all are positive, else
+    linearly. None if it is not at an edge, is 0 (few keys go below), or values are no plain numbers (such as durations,
+    where longer is better anyway)."""
     try:
         edge, numbers = float(best), sorted({float(value) for value in values})
     except ValueError:
@@ -99,7 +99,7 @@ def value_beyond(values: Collection[str], best: str) -> str | None:
 def extend_grid(
     axes: Sequence[Axis], points: Sequence[Mapping[str, str]], *, best: Mapping[str, str]
 ) -> tuple[Axis, ...]:
-    """Add a value to each axis at whose edge the best point lies. `points`, `best`: values as the recipe has them."""
+    """Add a value to each axis where the best point is at an edge; `points` and `best` hold values as in the recipe."""
     more = [value_beyond({values[axis.key] for values in points}, best[axis.key]) for axis in axes]
     return tuple(
         replace(axis, values=(*axis.values, *filter(None, [value]))) for axis, value in zip(axes, more, strict=True)
@@ -107,12 +107,11 @@ def extend_grid(
 
 
 def _collides(name: str) -> bool:
-    """True if the name is hidden, or the sweep's folder uses it for something else."""
     return name.casefold() in ("final", "slurm") or not re.match("[A-Za-z0-9]", name)
 
 
 def _short(keys: list[str]) -> dict[str, str]:
-    """Shorten each key to the last parts that tell it from the others."""
+    """Shorten each key to its shortest unique suffix."""
     found = {}
     for key in keys:
         parts = key.split(".")
@@ -126,12 +125,11 @@ def _digest(values: dict[str, str]) -> str:
 
 
 def _split(text: str) -> list[str]:
-    """Split at commas outside of quotes and brackets."""
     parts, part, depth, quote = [], "", 0, ""
     for letter in text:
         if quote:
             quote = "" if letter == quote else quote
-        elif letter in _QUOTES and (depth or not part.strip()):  # as in YAML: within a word it is a letter
+        elif letter in _QUOTES and (depth or not part.strip()):  # as in YAML: within a word it is literal
             quote = letter
         elif letter in _OPENING:
             depth += 1

@@ -1,7 +1,7 @@
-"""Run a sweep on this machine: one run after another, then the choice and the final run. Resumable.
+"""Run a sweep on this machine: each run in turn, then the choice and the final run. Resumable.
 
-All runs are checked before the first one starts. The sweep continues past a point that fails, which the next command
-retries; a mistake or a full disk (exit code 2) and a stop (75) end it.
+Checks all runs before the first starts. A failed point does not end the sweep, and the next command retries it.
+A user error or full disk (exit code 2) or a stop (75) ends it.
 """
 
 import signal
@@ -23,18 +23,15 @@ _MOST_EXTENSIONS = 3
 
 
 def check_sweep(sweep: Sweep) -> None:
-    """Check every run as `shardvit run` does; UserError for anything that would keep one from running."""
+    """Check every run as `shardvit run` does; UserError if one could not start."""
     for _, recipe, restart in sweep.runs():
         PipelineRun.open(recipe, runs_root=sweep.root, restart=restart)
 
 
 def run_sweep(sweep: Sweep, *, max_restarts: int = 0, widen: Callable[..., Sweep] | None = None) -> int:
-    """Run what is not done; returns the exit code. `widen` plans the sweep with another `grid=`: used up to three times
-    while the best point lies at the edge.
-
-    Raises UserError if a run would not start or another process uses the sweep, and KeyboardInterrupt if it was stopped
-    between two stages.
-    """
+    """Run what is not done; returns the exit code. `widen` re-plans the sweep with another `grid=`, up to three times
+    while the best point is at an edge. UserError if a run would not start or another process holds the sweep;
+    KeyboardInterrupt if stopped between stages."""
     check_sweep(sweep)
     interrupting = handled((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1), signal.default_int_handler)
     with interrupting, locked(sweep.root / ".sweep.lock", what=f"sweep {sweep.root}"):
@@ -44,7 +41,7 @@ def run_sweep(sweep: Sweep, *, max_restarts: int = 0, widen: Callable[..., Sweep
 class _LocalSweep:
     def __init__(self, sweep: Sweep, *, max_restarts: int, widen: Callable[..., Sweep] | None) -> None:
         self._sweep, self._max_restarts, self._widen = sweep, max_restarts, widen
-        self._tried = set[str]()  # points that this command has run
+        self._tried = set[str]()  # points run by this command
         self._failed = failures(sweep.root)
         self._chosen: Point | None = None
 
@@ -82,7 +79,7 @@ class _LocalSweep:
         return self._run_one(FINAL, chosen.final, shared=chosen.shared)
 
     def _run_points(self) -> int:
-        """Run the shared stages, then the points; a code other than 0 ends the sweep."""
+        """Run the shared stages, then the points; a nonzero code ends the sweep."""
         sweep = self._sweep
         for shared in sweep.shared_stages:
             if shared.folder.runs_root != sweep.root:
@@ -101,7 +98,6 @@ class _LocalSweep:
         return 0
 
     def _extend(self) -> bool:
-        """Extend the grid if that is asked for, the best point lies at its edge, and the recipe takes the values."""
         sweep, best = self._sweep, choose(self._record().points)
         if self._widen is None or best is None:
             return False
@@ -119,7 +115,6 @@ class _LocalSweep:
         return True
 
     def _run_one(self, name: str, recipe: Recipe, *, shared: SharedStage | None) -> int:
-        """Run or resume one run folder, and record how it ended."""
         folder = self._sweep.folder(name)
         folder.check_recipe(recipe)
         open_point(folder, recipe, shared=shared)
@@ -146,7 +141,7 @@ class _LocalSweep:
 
 
 def begin_final(sweep: Sweep, chosen: Point) -> None:
-    """Move a final run with other values, which was chosen from another grid, aside."""
+    """Move aside a final run that an earlier grid chose with other values."""
     folder = sweep.folder(FINAL)
     path = folder.path / RECIPE_FILE
     if path.exists() and differences(parse_recipe(path), chosen.final):

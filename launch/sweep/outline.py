@@ -1,4 +1,4 @@
-"""`shardvit sweep --dry-run`: list the runs of a sweep, their progress and steps, and the cost. Starts nothing."""
+"""`shardvit sweep --dry-run`: list a sweep's runs with progress, steps and cost. Starts nothing."""
 
 from dataclasses import dataclass
 from typing import TypeVar
@@ -20,22 +20,20 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True)
 class _Row:
-    """One run, and the stages that it trains itself."""
-
     name: str
     values: tuple[str, ...]
     recipe: Recipe
     folder: RunFolder
     stages: tuple[StageName, ...]
-    shown: StageName  # whose images are counted
+    shown: StageName  # the stage whose images are counted
 
 
 def outline(sweep: Sweep) -> str:
-    """Format the table; UserError for anything that would keep a run from running. Shards may still be missing."""
+    """Format the table. UserError for anything that would stop a run from starting, except missing shards."""
     keys = [axis.key for axis in sweep.axes]
     shown, steps_left, seconds_left, notes, processes = [], 0, 0.0, dict[str, None](), 1
     for row in _rows(sweep):
-        if row.folder.runs_root == sweep.root:  # else another run has trained it
+        if row.folder.runs_root == sweep.root:  # else trained by another run
             restart = row.recipe.stages.names[0] if row.name == FINAL else None
             PipelineRun.open(row.recipe, runs_root=sweep.root, restart=restart, shards="if there")
         forecast = make_plan(row.recipe, PlanOptions())
@@ -64,7 +62,6 @@ def outline(sweep: Sweep) -> str:
 
 
 def _rows(sweep: Sweep) -> list[_Row]:
-    """The shared stages, the points, and the final run, as of the first point."""
     keys, first = len(sweep.axes), sweep.points[0]
     rows = [
         _Row(each.recipe.name, ("",) * keys, each.recipe, each.folder, (each.stage,), each.stage)
@@ -81,7 +78,7 @@ def _rows(sweep: Sweep) -> list[_Row]:
 
 
 def _cost(forecast: RecipeForecast, stages: tuple[StageName, ...]) -> tuple[int | None, float | None]:
-    """Steps and seconds of these stages; None: unknown. UserError: sizes that do not fit together."""
+    """Sum steps and seconds of these stages; None: unknown. UserError if the plan has a problem."""
     steps, hours = 0, 0.0
     for stage in forecast.stages:
         if stage.name in stages:

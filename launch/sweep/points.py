@@ -1,12 +1,11 @@
-"""Plan the runs of a sweep from a recipe and a grid: recipes and folders. Only `open_point` writes.
+"""Plan a sweep's recipes and run folders from a recipe and a grid. Only `open_point` writes.
 
-    RUNS/NAME-sweep/sweep.json          the grid, the state and result of each point, the choice
+    RUNS/NAME-sweep/sweep.json          the grid, each point's state and result, the choice
     RUNS/NAME-sweep/STAGE-DIGEST/       the stage before the swept one, trained once for all points that share it
-    RUNS/NAME-sweep/POINT/              an ordinary run, trained on all but the held-out part of the training set
+    RUNS/NAME-sweep/POINT/              an ordinary run, trained without the held-out part of the training set
     RUNS/NAME-sweep/final/              an ordinary run with the chosen values, on the whole training set
 
-The shared stage is taken from RUNS/NAME if that has trained it. Points and the final run link to it, so that each of
-them is a complete run folder.
+The shared stage comes from RUNS/NAME if trained there. Points and the final run link to it, so each is a complete run.
 """
 
 import os
@@ -28,10 +27,10 @@ from pipeline.runs.run_folder import RunFolder, recipe_digest
 
 FINAL = "final"  # the final run's folder
 
-# The ViT paper (arXiv 2010.11929), appendix B.1.1, by the role of the swept stage's data.
+# Held-out shares of the ViT paper (arXiv 2010.11929), appendix B.1.1, by the role of the swept stage's data.
 PAPERS_SHARES = {"imagenet": 0.01, "cifar10": 0.02, "cifar100": 0.02, "pets": 0.1, "flowers": 0.1}
 
-# The same paper's Table 4: learning rates of fine-tuning with SGD, by role.
+# Learning rates for fine-tuning with SGD, by role; the same paper's Table 4.
 _SMALL_SETS = ("0.001", "0.003", "0.01", "0.03")
 PAPERS_RATES = {
     "imagenet": ("0.003", "0.01", "0.03", "0.06"),
@@ -44,19 +43,19 @@ class SharedStage:
     """The trained stage before the swept one."""
 
     stage: StageName
-    recipe: Recipe  # with this stage alone
-    folder: RunFolder  # the run that trains it
+    recipe: Recipe  # with only this stage
+    folder: RunFolder  # of the run that trains it
 
 
 @dataclass(frozen=True)
 class Point:
-    """One point of the grid."""
+    """A grid point."""
 
     name: str  # of its folder
     values: dict[str, str]  # key -> value
     recipe: Recipe  # of its run
     final: Recipe  # of the final run if this point is chosen
-    shared: SharedStage | None  # None: the swept stage is the first one
+    shared: SharedStage | None  # None: the swept stage comes first
 
 
 @dataclass(frozen=True)
@@ -72,14 +71,13 @@ class Sweep:
 
     @property
     def shared_stages(self) -> list[SharedStage]:
-        """Stages trained once, before the points."""
         return list({point.shared.folder.path: point.shared for point in self.points if point.shared}.values())
 
     def folder(self, name: str) -> RunFolder:
         return RunFolder(runs_root=self.root, name=name)
 
     def runs(self) -> Iterator[tuple[RunFolder, Recipe, StageName | None]]:
-        """Yield folder, recipe and stage to restart from of every run, the final one as each point would have it."""
+        """Yield every run's folder, recipe and restart stage; the final run once per point, with its values."""
         for shared in self.shared_stages:
             if shared.folder.runs_root == self.root:
                 yield shared.folder, shared.recipe, None
@@ -98,12 +96,9 @@ def plan_sweep(
     hold_out: float | None = None,
     grid: tuple[Axis, ...] = (),
 ) -> Sweep:
-    """Read the recipe once for each point. `paths`: as for `load_recipe`; `stage` None: the last one that trains;
-    `hold_out` None: the paper's share; `grid` replaces that of the arguments.
-
-    UserError: a mistake in a recipe or the grid; points that are the same run or train on different data; a stage that
-    cannot be swept.
-    """
+    """Load the recipe for each point. `stage` defaults to the last that trains, `hold_out` to the paper's share; `grid`
+    replaces that of the arguments. UserError for a mistake in recipe or grid, points that are the same run or train on
+    different data, or a stage that cannot be swept."""
     overrides, axes = read_grid(arguments)
     axes = grid or axes
     if not axes:
@@ -145,7 +140,7 @@ def plan_sweep(
 
 
 def papers_grid(recipe: Recipe, *, stage: StageName) -> Axis:
-    """Learning rates of the ViT paper's Table 4 for fine-tuning with SGD on one of its data sets; else UserError."""
+    """Return the ViT paper's learning rates for fine-tuning with SGD (Table 4); UserError for any other stage."""
     config = recipe.train_stage(stage)
     rates = PAPERS_RATES.get(config.data or "") if stage == "finetune" and config.optimizer.name == "sgd" else None
     if rates is None:
@@ -157,7 +152,7 @@ def papers_grid(recipe: Recipe, *, stage: StageName) -> Axis:
 
 
 def changed_recipe(recipe: Recipe, *, name: str, stages: Mapping[str, Any]) -> Recipe:
-    """Rename a recipe and give it other stages, each a mapping of keys; UserError if they do not fit."""
+    """Rename a recipe and replace its stages, each a mapping of keys; UserError if they are invalid."""
     tree = recipe.model_dump(mode="json", exclude_defaults=True) | {"name": name, "stages": stages}
     try:
         return Recipe.model_validate(tree)
@@ -167,7 +162,7 @@ def changed_recipe(recipe: Recipe, *, name: str, stages: Mapping[str, Any]) -> R
 
 
 def open_point(folder: RunFolder, recipe: Recipe, *, shared: SharedStage | None) -> None:
-    """Make a point's or the final run's folder, with a relative link to the shared stage unless it has one itself."""
+    """Create a point's or the final run's folder, with a relative link to the shared stage unless it has its own."""
     folder.open(recipe)
     if shared is None:
         return
@@ -180,13 +175,13 @@ def open_point(folder: RunFolder, recipe: Recipe, *, shared: SharedStage | None)
 
 
 def _resolved(recipe: Recipe, *, values: Mapping[str, str]) -> dict[str, str]:
-    """Return the values as the recipe has them, so that 1e-2 and 0.01 are one point."""
+    """Normalize the values through the recipe, so that 1e-2 and 0.01 are one point."""
     known = flatten(recipe)
     return {key: known.get(key, known.get(f"stages.{key}", text)) for key, text in values.items()}
 
 
 def read_share(text: str | None) -> float | None:
-    """Parse --hold-out, such as 2% or 0.02; UserError if it is no share that leaves images."""
+    """Parse --hold-out, such as 2% or 0.02; UserError unless between 0 and 1."""
     if text is None:
         return None
     try:
@@ -197,7 +192,7 @@ def read_share(text: str | None) -> float | None:
         raise UserError(
             f"--hold-out: {text} is no share of the images: give one between 0 and 100%, such as 2% or 0.02"
         )
-    return round(share, 12)  # 0.07 of "7%"
+    return round(share, 12)  # "7%" is 0.07 exactly
 
 
 def _point(whole: Recipe, *, name: str, values: dict[str, str], stage: StageName, share: float, root: Path) -> Point:

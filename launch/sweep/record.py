@@ -1,8 +1,7 @@
-"""Judge the points of a sweep by their run folders, choose one, write and read sweep.json, print its tables.
+"""Judge a sweep's points from their run folders, choose one, write and read sweep.json, format its tables.
 
-The best point has the best held-out score of the swept stage's last evaluation (top-1; masked patch prediction:
-accuracy), at equal scores the lower held-out loss, then comes first. A point that failed, or whose score or loss is not
-finite, is shown but never chosen.
+The best point has the highest held-out score in the swept stage's last evaluation (top-1; for masked patches accuracy),
+then the lower held-out loss, then comes first. Points that failed or have a non-finite score or loss are never chosen.
 """
 
 import json
@@ -35,24 +34,24 @@ _MOST_NAMED = 4
 
 @dataclass(frozen=True)
 class Outcome:
-    """The state and result of a run, judged by its swept stage (the final run: by its last one)."""
+    """State and result of a run at its swept stage (the final run: at its last stage)."""
 
     name: str
     values: Mapping[str, str]
     state: Literal["new", "begun", "done", "failed"]
-    why: str = ""  # it failed
+    why: str = ""  # the reason if failed
     score: float | None = None
     loss: float | None = None
     images: int = 0  # evaluated for score and loss
     seconds: float = 0.0  # of training, over all attempts
     balanced_accuracy: float | None = None
-    commonest: float | None = None  # share of the commonest class among the images
+    commonest: float | None = None  # the most common class's share of the images
 
 
 def outcome(
     folder: RunFolder, recipe: Recipe, *, stage: StageName, values: Mapping[str, str], failed: str = ""
 ) -> Outcome:
-    """Read a run's state, and the results of the weights that become its model; `failed`: why it ended early."""
+    """Read a run's state and the results of the weights that become its model; `failed` is why it ended early."""
     config, record = recipe.train_stage(stage), folder.peek(stage)
     if record.state != "done":
         state = "failed" if failed else "new" if record.state == "new" else "begun"
@@ -75,8 +74,8 @@ def outcome(
 
 
 def choose(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """Return the best point that is done, if any."""
-    done = [one for one in outcomes if one.state == "done"]  # those have both
+    """Return the best done point, if any."""
+    done = [one for one in outcomes if one.state == "done"]  # has score and loss
     return max(done, key=lambda one: (one.score or 0.0, -(one.loss or 0.0)), default=None)
 
 
@@ -84,16 +83,16 @@ def choose(outcomes: Sequence[Outcome]) -> Outcome | None:
 class SweepRecord:
     """sweep.json."""
 
-    recipe: str  # its name
+    recipe: str  # the recipe's name
     stage: StageName
     hold_out: float
     grid: Mapping[str, Sequence[str]]
     points: Sequence[Outcome]
-    chosen: str | None = None  # a point's name; None: not yet
+    chosen: str | None = None  # a point's name
     final: Outcome | None = None
 
     def write(self, root: Path) -> None:
-        """Replace sweep.json atomically; OSError: the disk is full or fails."""
+        """Replace sweep.json atomically; OSError if the disk is full or fails."""
         tree = {"version": 1, "rule": RULE, **asdict(self)}
         for one in (*tree["points"], tree["final"] or {}):  # JSON has no NaN
             numbers = {key: value for key, value in one.items() if isinstance(value, float)}
@@ -105,7 +104,7 @@ _RECORD = TypeAdapter(SweepRecord)
 
 
 def read_record(root: Path) -> SweepRecord:
-    """Read sweep.json; UserError if it is missing or damaged."""
+    """Read sweep.json; UserError if missing or damaged."""
     path = root / SWEEP_FILE
     try:
         record = _RECORD.validate_json(read_inside(path, folder=root))
@@ -119,7 +118,7 @@ def read_record(root: Path) -> SweepRecord:
 
 
 def failures(root: Path) -> dict[str, str]:
-    """Return why points failed in the last sweep by name; {} if sweep.json is missing or damaged."""
+    """Return why points failed, by name; {} if sweep.json is missing or damaged."""
     try:
         return {one.name: one.why for one in read_record(root).points if one.state == "failed"}
     except UserError:
@@ -127,7 +126,7 @@ def failures(root: Path) -> dict[str, str]:
 
 
 def make_record(sweep: Sweep, *, failed: Mapping[str, str], chosen: Point | None = None) -> SweepRecord:
-    """Judge the run folders as they are now; `failed`: why points ended early."""
+    """Judge the current run folders; `failed` is why points ended early, by name."""
 
     def judged(name: str, recipe: Recipe, stage: StageName, values: Mapping[str, str]) -> Outcome:
         return outcome(sweep.folder(name), recipe, stage=stage, values=values, failed=failed.get(name, ""))
@@ -141,7 +140,7 @@ def make_record(sweep: Sweep, *, failed: Mapping[str, str], chosen: Point | None
 
 
 def as_table(record: SweepRecord) -> str:
-    """Format the points with their results, the rule, how far to trust the choice, and the final run."""
+    """Format the points' results, the rule, caveats and the final run."""
     rows = [(*record.grid, "held-out score", "balanced accuracy", "loss", "seconds", "")]
     for one in record.points:
         mark = {"failed": f"failed: {one.why}", "begun": "begun"}.get(one.state, "")
@@ -169,7 +168,6 @@ def as_table(record: SweepRecord) -> str:
 
 
 def _caveats(record: SweepRecord) -> list[str]:
-    """Name points that tie within the standard error, and keys whose best value may lie outside the grid."""
     best = choose(record.points)
     if best is None or best.score is None or not best.images:
         return []
@@ -194,7 +192,7 @@ def _number(value: float | None) -> str:
 
 
 def show_progress(root: Path, *, form: Literal["text", "json"]) -> str:
-    """Format how far each run is, and the choice. UserError: sweep.json is damaged."""
+    """Format each run's progress, and the choice; UserError if sweep.json is missing or damaged."""
     record = read_record(root)
     runs = {name: _progress(RunFolder(runs_root=root, name=name)) for name in [*(p.name for p in record.points), FINAL]}
     if form == "json":
@@ -210,7 +208,6 @@ def show_progress(root: Path, *, form: Literal["text", "json"]) -> str:
 
 
 def _progress(folder: RunFolder) -> dict[str, str | int]:
-    """The first stage that is not done, else the last one."""
     stages = read_run(folder, parts="records").stages if folder.is_begun() else ()
     stage = next((each for each in stages if each.record.state != "done"), stages[-1] if stages else None)
     if stage is None:
@@ -219,11 +216,11 @@ def _progress(folder: RunFolder) -> dict[str, str | int]:
 
 
 def log_to_mlflow(sweep: Sweep, record: SweepRecord, *, status: RunStatus) -> None:
-    """Update the sweep's own MLflow run, the parent of its runs; prints what goes wrong, raises nothing."""
+    """Update the sweep's own MLflow run, the parent of its runs; never raises, prints a failure."""
     from pipeline.tracking.command_runs import log_sweep
 
     chosen = next((one for one in record.points if one.name == record.chosen), None)
-    # All as tags: grid and share may change, and MLflow's params never do.
+    # Tags, not params, which are immutable in MLflow: grid and share may change.
     tags = {"sweep.stage": record.stage, "sweep.recipe": record.recipe, "sweep.hold_out": f"{record.hold_out:g}"}
     tags |= {f"sweep.{key}": ",".join(values) for key, values in record.grid.items()}
     metrics: dict[str, float] = {}

@@ -1,11 +1,10 @@
-"""The jobs of a sweep that train nothing: choose a point and prepare the final run, and sum up at the end.
+"""The SLURM jobs of a sweep that do not train: choose a point and prepare the final run; summarize at the end.
 
     python -m launch.sweep.step RUNS/NAME-sweep --do choose
     python -m launch.sweep.step RUNS/NAME-sweep --do sum-up
 
-They need neither the recipe's file nor the command: each point's recipe is in POINT/recipe.yaml, and that of the final
-run with its values in slurm/finals/POINT.yaml. Exit code 0; 1: no point can be chosen, or the final run is not done; 2:
-the folder is damaged.
+Reads recipes from the sweep's folder: POINT/recipe.yaml, and slurm/finals/POINT.yaml for a final run with the point's
+values. Exit code 1: no point can be chosen, or the final run is not done; 2: the folder is damaged.
 """
 
 import argparse
@@ -29,7 +28,7 @@ _FINALS = Path("slurm") / "finals"
 
 
 def store_finals(sweep: Sweep) -> None:
-    """Write the recipe that the final run would have for each point."""
+    """Write the final run's recipe for each point."""
     folder = sweep.root / _FINALS
     folder.mkdir(parents=True, exist_ok=True)
     for point in sweep.points:
@@ -37,7 +36,7 @@ def store_finals(sweep: Sweep) -> None:
 
 
 def read_sweep(root: Path) -> Sweep:
-    """Read a sweep from the folder of its points and finals; UserError: something is missing or damaged."""
+    """Read a sweep back from its folder; UserError if something is missing or damaged."""
     record = read_record(root)
     axes = tuple(Axis(key, tuple(values)) for key, values in record.grid.items())
     points = tuple(_read_point(root, one, stage=record.stage) for one in record.points)
@@ -56,7 +55,7 @@ def _read_point(root: Path, one: Outcome, *, stage: StageName) -> Point:
 
 
 def prepare_final(sweep: Sweep, record: SweepRecord) -> int:
-    """Make the final run's folder with the chosen values."""
+    """Create the final run's folder with the chosen values; returns the exit code."""
     chosen = next((point for point in sweep.points if point.name == record.chosen), None)
     if chosen is None:
         log_to_mlflow(sweep, record, status="FAILED")
@@ -72,21 +71,21 @@ def prepare_final(sweep: Sweep, record: SweepRecord) -> int:
 
 
 def sum_up(sweep: Sweep, record: SweepRecord) -> int:
-    """Report whether the final run is done."""
+    """Report to MLflow whether the final run is done; returns the exit code."""
     is_done = record.final is not None and record.final.state == "done"
     log_to_mlflow(sweep, record, status="FINISHED" if is_done else "FAILED")
     return 0 if is_done else EXIT_FAILED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do one of the two."""
+    """Run one of the two jobs; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m launch.sweep.step", description="Choose, or sum up, in a sweep.")
     parser.add_argument("root", type=Path, help="RUNS/NAME-sweep")
     parser.add_argument("--do", required=True, choices=("choose", "sum-up"))
     options = parser.parse_args(arguments)
     try:
         sweep = read_sweep(options.root)
-        # No run is at work any more, so those that are not done have failed.
+        # No run is active any more, so any that is not done has failed.
         failed = {point.name: "it is not done, see its log" for point in sweep.points}
         best = choose(make_record(sweep, failed=failed).points)
         chosen = next((point for point in sweep.points if best and point.name == best.name), None)

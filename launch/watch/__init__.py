@@ -1,1 +1,1 @@
-"""`shardvit watch`: a page in the terminal that follows a run, on this machine or in SLURM."""
+"""`shardvit watch`: follow a run in the terminal, on this machine or in SLURM."""

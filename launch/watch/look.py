@@ -1,7 +1,7 @@
-"""Collect a run's current state for `watch`: its files, its processes' heartbeats, and SLURM's queue.
+"""Collect a run's current state for `watch`: files, rank heartbeats and SLURM's queue.
 
-Files may be half written, damaged or hostile: what cannot be read is left out and named in `notes`. A look reads what
-is new of curves and events, and a heartbeat file of each rank; on SLURM, a thread asks squeue every 30 seconds.
+Files may be half written, damaged or hostile: `notes` lists what cannot be read. A refresh reads new rows and events,
+and a heartbeat file per rank; on SLURM a thread calls squeue every 30 seconds.
 """
 
 import math
@@ -27,8 +27,8 @@ from pipeline.runs.run_folder import RunFolder, StageRecord
 
 _SPEED_WINDOW_SECONDS = 1800.0
 _QUEUE_SECONDS = 30.0
-_SILENT_SECONDS = 60.0  # a heartbeat comes every 2 seconds, or of many ranks less often
-_BEATS_PER_SECOND = 32  # of all ranks together, see `pipeline.ranks.watch`
+_SILENT_SECONDS = 60.0  # ranks beat every 2 seconds, less often if there are many
+_BEATS_PER_SECOND = 32  # over all ranks, see `pipeline.ranks.watch`
 _LOG_BYTES = 16_384
 _MOST_RANKS = 100_000
 _SCORES = (
@@ -37,14 +37,14 @@ _SCORES = (
 )
 
 StageState = Literal["waits", "running", "stopped", "failed", "interrupted", "done"]
-"""stopped: by a signal, after saving; interrupted: its processes are gone without a word, as after a kill."""
+"""stopped: by a signal, after saving; interrupted: its processes vanished, as after a kill."""
 Found = TypeVar("Found")
 RankState = Literal["runs", "dead", "silent", "failed", "left"]
 
 
 @dataclass(frozen=True)
 class RankView:
-    """A process, by its heartbeat."""
+    """A rank's state from its heartbeat."""
 
     beat: Heartbeat
     state: RankState
@@ -54,17 +54,17 @@ class RankView:
 
 @dataclass(frozen=True)
 class StageView:
-    """One stage, its processes and its job."""
+    """A stage with its processes and SLURM job."""
 
     on_disk: RunStage
     state: StageState
     step: int
-    total_steps: int  # 0: unknown, or none
-    eta_seconds: float  # nan: unknown
+    total_steps: int  # 0: unknown or none
+    eta_seconds: float  # NaN: unknown
     ranks: Sequence[RankView]
-    job: str  # SLURM's number
-    queued: Queued | None  # its state in SLURM
-    requeues: int | None  # until it is done; None: unknown
+    job: str  # SLURM's job number
+    queued: Queued | None  # the job's state in SLURM
+    requeues: int | None  # needed until done; None: unknown
     last_end: str
 
     @property
@@ -73,12 +73,12 @@ class StageView:
 
     @property
     def score(self) -> tuple[str, list[tuple[int, float]]]:
-        """The first score that has a curve, else a point; ("", []) if none has."""
+        """The first score with a curve, else with a point; ("", []) if none."""
         curves = [(name, self.on_disk.points(name)) for name in _SCORES]
         return next(((name, points) for least in (2, 1) for name, points in curves if len(points) >= least), ("", []))
 
     def as_tree(self) -> dict[str, Any]:
-        """For `--json`; None: unknown."""
+        """Return the fields of `--json`; None: unknown."""
         queued, stage = self.queued or Queued(""), self.on_disk
         return {
             "stage": self.name,
@@ -101,7 +101,7 @@ class StageView:
 
 @dataclass(frozen=True)
 class RunView:
-    """A run; `current`: the stage to show in detail; `log`: the last lines of its `log_file`."""
+    """A run; `current` is the stage shown in detail, `log` the last lines of its `log_file`."""
 
     path: Path
     stages: tuple[StageView, ...]
@@ -116,7 +116,7 @@ class RunView:
 
 
 class Watcher:
-    """Looks at the run in the folder `run` again and again; UserError if it is none."""
+    """Follow the run in the folder `run`; UserError if it is no run."""
 
     def __init__(self, run: Path, *, slurm: Slurm, monotonic: Callable[[], float] = time.monotonic) -> None:
         if (run / SWEEP_FILE).is_file():
@@ -130,7 +130,7 @@ class Watcher:
         self._monotonic = monotonic
 
     def look(self, *, queue: Literal["wait for it", "as known"] = "as known") -> RunView:
-        """Read the run as it is now; UserError if it is gone."""
+        """Read the run's current state; UserError if it is gone."""
         if not self._is_there():
             raise UserError(f"{self._folder.path} is gone: the run was deleted, moved or renamed")
         run = self._reader.read()
@@ -147,7 +147,6 @@ class Watcher:
         return RunView(self._folder.path, stages, current, log, log_file if log else None, tuple(dict.fromkeys(notes)))
 
     def _is_there(self) -> bool:
-        """Begun, or submitted."""
         return self._folder.is_begun() or (self._folder.path / SUBMITTED_RECIPE).exists()
 
     def _stage(
@@ -182,7 +181,7 @@ class Watcher:
         )
 
     def _ranks(self, stage: RunStage) -> tuple[RankView, ...]:
-        """Ranks of the last attempt, from consecutive files from rank 0 on."""
+        """Read heartbeats from rank 0 up to the first missing file; keeps those of rank 0's attempt."""
         folder, now = stage.folder / "ranks", self._monotonic()
         sightings = self._sightings.setdefault(stage.name, Sightings())
         beats: list[Heartbeat] = []
@@ -194,7 +193,7 @@ class Watcher:
             beat = read_heartbeat(folder, rank)
             if beat is None or not _is_sound(beat, rank=rank):
                 continue  # torn or damaged
-            if sightings.of(rank) is None:  # the first time: as old as its file
+            if sightings.of(rank) is None:  # first sighting: date it by its file
                 sightings.note(beat, now=now - max(0.0, age))
             sightings.note(beat, now=now)
             beats.append(beat)
@@ -213,7 +212,6 @@ class Watcher:
 
 
 def _current(stages: Sequence[StageView]) -> StageView | None:
-    """The first stage that has begun and is not done, else the last one with a curve."""
     begun = [stage for stage in stages if stage.state != "waits"]
     not_done = [stage for stage in begun if stage.state != "done"]
     with_curve = [stage for stage in reversed(begun) if "train/loss" in stage.on_disk.latest]
@@ -229,7 +227,7 @@ def _or_none(read: Callable[[], Found], notes: list[str]) -> Found | None:
 
 
 def _is_sound(beat: Heartbeat, *, rank: int) -> bool:
-    """True for this rank's heartbeat with fields of the right types: the file may be a stranger's."""
+    """True if it is this rank's and has the right types: files are untrusted."""
     texts = (beat.attempt, beat.host, beat.machine, beat.status, beat.state, beat.note)
     numbers, idle = (beat.pid, beat.sequence, beat.step, beat.turn), beat.idle_seconds
     has_types = all(isinstance(each, str) for each in texts) and all(isinstance(each, int) for each in numbers)
@@ -250,7 +248,7 @@ def _state(record: StageRecord, *, ranks: Sequence[RankView], events: Sequence[E
 
 
 class _Queue:
-    """SLURM's queue, asked in a thread, so that a silent cluster does not block the page."""
+    """Query SLURM's queue in a thread, so that an unresponsive cluster does not block the page."""
 
     def __init__(self, slurm: Slurm, *, monotonic: Callable[[], float]) -> None:
         self._slurm, self._monotonic = slurm, monotonic
@@ -260,7 +258,6 @@ class _Queue:
         self.problem = ""
 
     def of(self, jobs: Iterable[str], *, wait: bool) -> dict[str, Queued]:
-        """Return the jobs' states, with `wait` as of now, else as last known."""
         asked = list(jobs)
         busy = self._thread is not None and self._thread.is_alive()
         if asked and not busy and self._monotonic() - self._asked_at >= _QUEUE_SECONDS:
@@ -274,14 +271,14 @@ class _Queue:
     def _ask(self, jobs: list[str]) -> None:
         try:
             known = self._slurm.queue(jobs)
-            ended = self._slurm.history(set(jobs) - set(known))  # squeue forgets jobs after some minutes
+            ended = self._slurm.history(set(jobs) - set(known))  # squeue forgets jobs after minutes
             self._known, self.problem = known | {job: Queued(state) for job, state in ended.items()}, ""
         except UserError as error:
             self.problem = str(error)
 
 
 def last_lines(path: Path, *, most: int = 50) -> tuple[str, ...]:
-    """Read the last lines of RUN/slurm/NAME, of a progress bar its last state; none if it cannot be read."""
+    """Read the last non-empty lines of RUN/slurm/NAME, only the last state of progress bars; () if unreadable."""
     try:
         with open_inside(path, folder=path.parent.parent) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))

@@ -1,7 +1,6 @@
-"""Render a run's page: stages, speed, checkpoint, processes, two curves, events, the log's last lines.
+"""Render a run's page for the terminal: stages, speed, checkpoint, processes, two curves, events, log tail.
 
-Readable in 80 columns, without colours and from a pipe; text from files is escaped. On a low terminal the log gives way
-first, then events, then curves.
+Works in 80 columns, without colours and in a pipe. A short terminal drops the log first, then events, then curves.
 """
 
 import math
@@ -23,7 +22,7 @@ from pipeline.runs.logs import Event
 
 _STYLES = {"running": "green", "done": "blue", "stopped": "yellow", "interrupted": "yellow", "failed": "red"}
 _KINDS = {"failed": "red", "spike": "yellow", "skipped": "yellow", "rollback": "yellow", "slow_rank": "yellow"}
-_STUCK_SECONDS = 60.0  # without progress: worth a line
+_STUCK_SECONDS = 60.0  # without progress, before it is reported
 _MOST_RANKS_NAMED = 4
 _CHART_LINES = 9  # with its heading
 _LEAST_CHART_LINES = 6
@@ -31,7 +30,7 @@ _BAR = 20
 
 
 def page(run: RunView, *, width: int, height: int | None, glyphs: Glyphs, now: float | None = None) -> RenderableType:
-    """Render the page; `height` None: as long as it takes; `now`: unix seconds, by default the clock's."""
+    """Render the page; `height` None: unlimited; `now` in unix seconds, by default the clock's."""
     now = time.time() if now is None else now
     stamp = time.strftime("%H:%M:%S", time.localtime(now))
     parts: list[list[Text]] = [[_between(Text(one_line(str(run.path)), style="bold"), Text(stamp), width=width)]]
@@ -57,7 +56,7 @@ def page(run: RunView, *, width: int, height: int | None, glyphs: Glyphs, now: f
         lines += [*([Text("")] if lines else []), *part]
     if glyphs == "ascii":
         for line in lines:
-            line.plain = line.plain.replace("…", "~")  # of the same length, so that its colours stay
+            line.plain = line.plain.replace("…", "~")  # of equal length, which keeps the styles' spans
     return Group(*lines)
 
 
@@ -172,7 +171,6 @@ def _problem(rank: RankView) -> str:
 
 
 def _curves(stage: StageView, *, width: int, lines: int, glyphs: Glyphs) -> list[Text]:
-    """Loss and score side by side, or the loss alone in a narrow terminal."""
     loss = stage.on_disk.points("train/loss")
     if lines < _LEAST_CHART_LINES or not loss:
         return []
@@ -222,7 +220,7 @@ def _short(seconds: float | None) -> str:
 
 
 def _lines(texts: Iterable[Text], *, width: int, height: int | None) -> list[Text]:
-    """One line each, cut to the terminal; wrapped if the page has no height."""
+    """Cut each text to the width; wrap it if the height is unlimited."""
     if height is not None:
         return [_cut(text, width) for text in texts]
     return [Text(line, style=text.style) for text in texts for line in textwrap.wrap(text.plain, max(width, 20))]

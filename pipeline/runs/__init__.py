@@ -1,1 +1,1 @@
-"""THE reader of a run folder: stages, attempts, metrics, events, pictures."""
+"""Read and write run folders: stages, metrics, events, evaluations, pictures."""

@@ -1,8 +1,7 @@
-"""Write and read evaluations: STAGE/evaluations/SET/step-00000400/evaluation.json, and arrays.npz beside it.
+"""Write and read evaluations: STAGE/evaluations/SET/step-00000400/evaluation.json and arrays.npz.
 
-Keeps the newest two of a set: 8 MB each at most with a confusion matrix of 1,000 classes, which packs to a few hundred
-kB. Floats read back to the same bits. A run folder may be a stranger's: no pickles are loaded, and what does not fit
-together is refused.
+Keeps the newest two per set. A confusion matrix of 1,000 classes is 8 MB, a few hundred kB compressed. Floats
+round-trip exactly. Run folders are untrusted: loads no pickles, checks sizes and shapes.
 """
 
 import json
@@ -22,13 +21,13 @@ from data_shards.durable import make_folders
 from data_shards.safe_paths import is_inside, open_inside, read_inside
 from data_shards.text import printable
 from data_shards.vocabulary import LabelKind
-from pipeline.recipe.vocabulary import OWN_SET as OWN_SET  # readers of evaluations find it here
+from pipeline.recipe.vocabulary import OWN_SET as OWN_SET  # re-exported for readers of evaluations
 from pipeline.recipe.vocabulary import WeightsKind
 
 EVALUATIONS_FOLDER = "evaluations"
 CALIBRATION_BINS = 15
-KEPT_SAMPLES = 64  # mistakes, and examples
-MOST_CONFUSED_CLASSES = 1000  # above it no confusion matrix is kept
+KEPT_SAMPLES = 64  # of mistakes and of examples
+MOST_CONFUSED_CLASSES = 1000  # no confusion matrix above this
 
 _RECORD, _ARRAYS = "evaluation.json", "arrays.npz"
 _STEP = re.compile(r"step-(\d{8,18})")
@@ -41,58 +40,58 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class PerClass:
-    """Counts and scores of each class; arrays [C]."""
+    """Counts and scores per class; arrays [C]."""
 
-    images: Counts  # that have the class
-    right: Counts  # of these, those predicted right (with several labels: as one of theirs)
+    images: Counts  # with this label
+    right: Counts  # correct among these (multi-label: the top class is any of the labels)
     accuracy: Floats  # right / images; NaN without images
-    average_precision: Floats | None = None  # with several labels; NaN without images
+    average_precision: Floats | None = None  # multi-label only; NaN without images
     answers: Counts | None = None  # images predicted as the class; None: an older evaluation
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Predictions binned by the probability of their best class, (lower, upper]."""
+    """Predictions binned by top-class probability, (lower, upper]."""
 
     edges: Floats  # [16], from 0 to 1
-    confidence: Floats  # [15], the mean probability; NaN in an empty bin
-    accuracy: Floats  # [15], the share that is right; NaN in an empty bin
+    confidence: Floats  # [15], mean top-class probability; NaN in an empty bin
+    accuracy: Floats  # [15]; NaN in an empty bin
     images: Counts  # [15]
 
 
 @dataclass(frozen=True)
 class Judged:
-    """One sample and its prediction; classes by number."""
+    """A sample and its prediction; classes are indices."""
 
-    sample: int  # its index in the shard set
-    key: str  # its name there
+    sample: int  # index in the shard set
+    key: str  # sample name in the shard set
     true: tuple[int, ...]
     predicted: int
     probability: float  # of the predicted class
-    probability_of_true: float  # of the likeliest of `true`; NaN without any
-    top: tuple[tuple[int, float], ...]  # the best five, best first
+    probability_of_true: float  # the highest among `true`; NaN without labels
+    top: tuple[tuple[int, float], ...]  # top five (class, probability), best first
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """One evaluation of a classifier with C classes."""
 
-    set_name: str  # "val", or a name of the recipe's also_eval
+    set_name: str  # "val", or a key of the recipe's also_eval
     classes: tuple[str, ...]
     label_kind: LabelKind
-    images: int  # the readable ones
-    metrics: Mapping[str, float]  # by their names in metrics.jsonl
+    images: int  # readable ones
+    metrics: Mapping[str, float]  # named as in metrics.jsonl
     per_class: PerClass
-    confusion: Counts | None  # [C, C], row: true, column: predicted; None: several labels, or more than 1,000 classes
-    calibration: Calibration | None  # None: several labels, or not asked for
-    mistakes: tuple[Judged, ...]  # at most 64, the most confident first
-    examples: tuple[Judged, ...]  # the set's first 64
-    weights: WeightsKind = "weights"  # or the moving average
+    confusion: Counts | None  # [C, C], row: true, column: predicted; None: multi-label, or more than 1,000 classes
+    calibration: Calibration | None  # None: multi-label, or not requested
+    mistakes: tuple[Judged, ...]  # at most 64, most confident first
+    examples: tuple[Judged, ...]  # first 64 of the set
+    weights: WeightsKind = "weights"
 
 
 def save_evaluation(stage_folder: Path, evaluation: Evaluation, *, step: int) -> Path:
-    """Save the evaluation of `step`; delete all but the newest one before it, and later ones, which a rollback
-    undid. OSError: the disk is full or fails, or the stage's folder is gone."""
+    """Save the evaluation of `step`; keep only the newest earlier one, drop later ones, which a rollback undid. OSError
+    if the disk is full or fails, or the stage folder is gone."""
     of_set = stage_folder / EVALUATIONS_FOLDER / evaluation.set_name
     make_folders(of_set, below=stage_folder)
     folder = of_set / f"step-{step:08d}"
@@ -111,18 +110,18 @@ def save_evaluation(stage_folder: Path, evaluation: Evaluation, *, step: int) ->
 
 
 def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
-    """Write the two files into `folder`, which is made if its parent exists."""
+    """Write both files; creates `folder` but not its parent."""
     folder.mkdir(exist_ok=True)
     plain = {name: value for name, value in vars(evaluation).items() if name not in _PARTS}
     samples = {name: [asdict(each) for each in getattr(evaluation, name)] for name in ("mistakes", "examples")}
     np.savez_compressed(folder / _ARRAYS, allow_pickle=False, **_arrays(evaluation))
-    # ASCII: names in tars that are not UTF-8 become strings that cannot be encoded.
+    # ASCII: non-UTF-8 names in tars become surrogates, which UTF-8 cannot encode.
     text = json.dumps({"format": _FORMAT, **plain, "metrics": dict(evaluation.metrics), **samples})
     (folder / _RECORD).write_text(text, encoding="ascii")
 
 
 def load_evaluation(folder: Path) -> Evaluation:
-    """Load an evaluation; ValueError if it is missing or damaged."""
+    """Load an evaluation; ValueError if missing or damaged."""
     try:
         record = json.loads(read_inside(folder / _RECORD, folder=folder))
         if record["format"] != _FORMAT:
@@ -136,7 +135,7 @@ def load_evaluation(folder: Path) -> Evaluation:
 
 
 def evaluations(stage_folder: Path) -> dict[str, list[Path]]:
-    """List the complete evaluations' folders by set, oldest first."""
+    """List the folders of complete evaluations by set, oldest first."""
     found: dict[str, list[Path]] = {}
     root = stage_folder / EVALUATIONS_FOLDER
     for of_set in sorted(root.iterdir()) if root.is_dir() else ():
@@ -149,7 +148,7 @@ def evaluations(stage_folder: Path) -> dict[str, list[Path]]:
 
 
 def evaluated_step(folder: Path) -> int:
-    """Return the step of such a folder; ValueError if it is none."""
+    """Parse the step from an evaluation folder's name; ValueError for any other name."""
     match = _STEP.fullmatch(folder.name)
     if match is None:
         raise ValueError(f"{folder} is no folder step-... of an evaluation")
@@ -175,7 +174,7 @@ def _read_arrays(file: Path, *, num_classes: int) -> dict[str, NDArray[Any]]:
         **{f"calibration.{name}": (CALIBRATION_BINS,) for name in ("confidence", "accuracy", "images")},
     }
     with open_inside(file, folder=file.parent) as opened, zipfile.ZipFile(opened) as archive:
-        for member in archive.infolist():  # before numpy unpacks any of it
+        for member in archive.infolist():  # before numpy unpacks anything
             shape = shapes.get(member.filename.removesuffix(".npy"))
             if shape is None or member.file_size > 8 * int(np.prod(shape)) + 4096:
                 raise ValueError(f"{member.filename} is not expected, or too large")

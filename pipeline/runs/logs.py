@@ -1,12 +1,12 @@
-"""The two growing files of a stage: metrics.jsonl (every logged value) and events.jsonl (starts, checkpoints, ends).
+"""Append to and read a stage's metrics.jsonl (every logged value) and events.jsonl (starts, checkpoints, ends).
 
     {"step": 400, "images_seen": 25600, "time": 1760000000.5, "metrics": {"train/loss": 0.25}}
     {"time": 1760000000.5, "step": 400, "images_seen": 25600, "kind": "checkpoint", "text": "..."}
 
-Rank 0 writes them, each line in one `write` of a few hundred bytes, so readers see whole lines and a kill loses nothing
-that was appended; a power failure may cost the last seconds, as nothing is flushed. A resumed stage first cuts
-metrics.jsonl back to its checkpoint; events.jsonl keeps all attempts, and training continues if it cannot be written.
-NaN and Infinity are written as Python's json does, which strict readers refuse.
+Rank 0 writes each line in one unbuffered `write`, so readers see whole lines and a kill loses nothing. Nothing is
+fsynced: a power failure may cost the last seconds. A resumed stage first cuts metrics.jsonl back to its checkpoint.
+events.jsonl keeps all attempts, and training continues if it cannot be written. NaN and Infinity are written as by
+Python's json, which strict parsers reject.
 """
 
 import json
@@ -24,29 +24,29 @@ from data_shards.durable import break_links, replaced
 from data_shards.safe_paths import open_inside
 
 EventKind = Literal[
-    "start",  # of an attempt: from which step, on how many processes and hosts
+    "start",  # of an attempt: first step, processes, hosts
     "checkpoint",  # committed
     "evaluation",
-    "skipped",  # steps whose gradients were not finite
+    "skipped",  # steps with non-finite gradients
     "spike",  # of the loss
     "rollback",
     "damaged_image",
     "slow_rank",
-    "note",  # any other line on the screen
+    "note",  # any other line printed
     "stopped",  # by a signal, after saving
     "failed",
     "done",
 ]
 EVENT_KINDS: tuple[EventKind, ...] = get_args(EventKind)
 _LONGEST_TEXT = 2000  # characters
-_MOST = 2**63  # a damaged line's count may have thousands of digits
-_LATEST = 2**40  # seconds: in the year 36,812
+_MOST = 2**63  # a damaged count may have thousands of digits
+_LATEST = 2**40  # unix seconds, in the year 36,812
 _DAMAGED = (ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True)
 class MetricRow:
-    """The values logged at one step; `time` in unix seconds, `images_seen` over all ranks."""
+    """Values logged at one step; `time` in unix seconds, `images_seen` over all ranks."""
 
     step: int
     images_seen: int
@@ -56,17 +56,17 @@ class MetricRow:
 
 @dataclass(frozen=True)
 class Event:
-    """`time` in unix seconds; `step` and `images_seen`: where training stood, or the step in question."""
+    """A line of events.jsonl; `time` in unix seconds, `step` where training stood or the step concerned."""
 
     time: float
     step: int
     images_seen: int
     kind: EventKind
-    text: str  # a sentence; may contain names of files and classes, so show it as text
+    text: str  # may contain file and class names: escape it before display
 
 
 class _GrowingFile:
-    """Appends JSON lines; makes the file but not its folder."""
+    """Append JSON lines; creates the file but not its folder."""
 
     def __init__(self, path: Path) -> None:
         break_links(path)
@@ -76,7 +76,7 @@ class _GrowingFile:
             self._is_torn = file.read(1) not in (b"", b"\n")
 
     def write(self, record: Mapping[str, object]) -> None:
-        # After a kill, or a disk that was full for a moment, end the half-written line first.
+        # End a line that a kill or a full disk left half-written.
         line = (b"\n" if self._is_torn else b"") + json.dumps(record).encode() + b"\n"
         self._is_torn = True
         while line:
@@ -84,7 +84,6 @@ class _GrowingFile:
         self._is_torn = False
 
     def close(self) -> None:
-        """Closing twice is harmless."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -95,15 +94,13 @@ class _GrowingFile:
 
 
 class MetricsLog(_GrowingFile):
-    """A stage's metrics.jsonl, open for appending, without rows after `resume_step` (-1: empty) and unreadable ones.
-
-    The file is replaced atomically, and only if there is something to drop.
-    """
+    """A stage's metrics.jsonl, open for appending. Opening drops unreadable rows and those after `resume_step` (-1:
+    all), by atomic replacement if there are any."""
 
     def __init__(self, path: Path, *, resume_step: int) -> None:
         path.parent.mkdir(exist_ok=True)
         lines = list(_decoded_lines(path))
-        # A row that only lost its newline is whole, and gets a new one.
+        # A row that lost only its newline is intact: restore the newline.
         kept = [line.removesuffix(b"\n") + b"\n" for line, row in lines if row is not None and row.step <= resume_step]
         if kept != [line for line, _ in lines]:
             with replaced(path) as beside:
@@ -113,15 +110,15 @@ class MetricsLog(_GrowingFile):
         super().__init__(path)
 
     def append(self, *, step: int, images_seen: int, metrics: Mapping[str, float]) -> MetricRow:
-        """Write and return one row with the current time; OSError if the disk is full."""
+        """Write and return a row with the current time; OSError if the disk is full."""
         values = {name: float(value) for name, value in metrics.items()}
         row = MetricRow(step=int(step), images_seen=int(images_seen), time=time.time(), metrics=values)
-        self.write(asdict(row))  # floats by repr, the shortest text that reads back to the same bits
+        self.write(asdict(row))  # floats by repr, which round-trips exactly
         return row
 
 
 class EventsLog(AbstractContextManager["EventsLog"]):
-    """A stage's events.jsonl, on rank 0; thread-safe. `say` reports once that the file cannot be written."""
+    """A stage's events.jsonl on rank 0; thread-safe. A failed write is reported once by `say` and ends recording."""
 
     def __init__(self, path: Path, *, say: Callable[[str], None] = lambda text: None) -> None:
         self.path = path
@@ -134,7 +131,6 @@ class EventsLog(AbstractContextManager["EventsLog"]):
             self._give_up(error)
 
     def append(self, kind: EventKind, text: str, *, step: int, images_seen: int) -> None:
-        """Write one event with the current time."""
         event = Event(time.time(), step=int(step), images_seen=int(images_seen), kind=kind, text=text[:_LONGEST_TEXT])
         with self._lock:
             try:
@@ -154,16 +150,13 @@ class EventsLog(AbstractContextManager["EventsLog"]):
 
 
 def read_events(path: Path) -> list[Event]:
-    """Read all events in the order in which they happened, also while the file is written; [] if it does not exist.
-    Lines that are no events (torn by a kill, damaged) are left out."""
+    """Read all events in order, also while the file grows; [] if it does not exist. Skips torn and damaged lines."""
     return [event for line in _lines(path) if (event := _event(line)) is not None]
 
 
 def read_metrics(path: Path) -> list[MetricRow]:
-    """Read all rows in order; [] if the file does not exist. A step may have a training and an evaluation row.
-
-    Skips a torn last line; raises ValueError for a damaged one before it, as silent holes are worse than no curve.
-    """
+    """Read all rows in order; [] if the file does not exist. A step may have a training and an evaluation row. Skips a
+    torn last line. ValueError for an earlier damaged line: a silent gap is worse than no curve."""
     rows: list[MetricRow] = []
     for number, (line, row) in enumerate(_decoded_lines(path), start=1):
         if row is not None:
@@ -174,29 +167,29 @@ def read_metrics(path: Path) -> list[MetricRow]:
 
 
 def iter_metrics(path: Path) -> Iterator[MetricRow]:
-    """Yield the readable rows, also while the file is written; none if it does not exist."""
+    """Yield the readable rows, also while the file grows; none if it does not exist."""
     return (row for _, row in _decoded_lines(path) if row is not None)
 
 
 class MetricsFollower:
-    """Reads a growing metrics.jsonl, and starts over when a resumed stage has cut it."""
+    """Read a growing metrics.jsonl; start over when a resumed stage has cut it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.start_over()
 
     def start_over(self) -> None:
-        self.count = self.damaged = self._offset = 0  # readable rows, unreadable lines, bytes so far
+        self.count = self.damaged = self._offset = 0  # rows, unreadable lines and bytes read so far
         self._file: tuple[int, int] | None = None  # device and inode
 
     def new_rows(self) -> Iterator[MetricRow]:
-        """Yield the readable rows after those read so far, up to a last line that is still being written; `count` then
-        includes them. OSError: no regular file, or a link to another folder's."""
+        """Yield the readable rows since the last call, up to a line still being written; adds them to `count`. OSError
+        if this is no regular file or a link out of its folder."""
         try:
             stat = self.path.stat()
         except FileNotFoundError:
             return self.start_over()
-        # A resumed stage replaces the file by one without the rows that it will write again.
+        # A resumed stage replaces the file to drop the rows it will write again.
         if (stat.st_dev, stat.st_ino) != self._file or stat.st_size < self._offset:
             self.start_over()
             self._file = (stat.st_dev, stat.st_ino)
@@ -212,7 +205,7 @@ class MetricsFollower:
 
 
 def _lines(path: Path, *, offset: int = 0) -> Iterator[bytes]:
-    """Yield the lines from a byte on with their ends, which the last one may lack."""
+    """Yield lines from a byte offset, newlines kept; the last may lack one."""
     try:
         file = open_inside(path, folder=path.parent)
     except FileNotFoundError:

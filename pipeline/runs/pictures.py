@@ -1,7 +1,7 @@
-"""Write and read pictures of a stage: STAGE/pictures/NAME/step-00000400.png, .svg and .json.
+"""Write and read a stage's pictures: STAGE/pictures/NAME/step-00000400.png, .svg and .json.
 
-The .json has the texts and comes last: without it there is no picture. A table has its rows in the .json and no image.
-All steps are kept; the report shows the newest. No torch and no matplotlib here.
+The .json holds the texts, or a table, which has no image. It is written last and commits the picture. All steps are
+kept; the report shows the newest. Imports no torch or matplotlib.
 """
 
 import errno
@@ -29,7 +29,7 @@ _FILE = re.compile(r"step-(\d{8,18})\.json")
 
 @dataclass(frozen=True)
 class DrawRequest:
-    """A stage of a run to draw, after `step` optimizer steps."""
+    """A stage to draw after `step` optimizer steps."""
 
     folder: RunFolder
     recipe: Recipe
@@ -45,10 +45,10 @@ class DrawRequest:
 class Picture:
     """A picture's name and texts."""
 
-    name: str  # of its folder, [a-z0-9_]+
-    title: str  # a few words
+    name: str  # also its folder's, [a-z0-9_]+
+    title: str
     caption: str  # how to read it, with units
-    alt: str  # for people who cannot see it, with the numbers that matter
+    alt: str  # for screen readers, with the key numbers
     group: PictureGroup
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class KeptPicture:
-    """A picture on disk: an image, or a table's columns."""
+    """A picture on disk: an image or a table."""
 
     picture: Picture
     step: int
@@ -74,8 +74,7 @@ class KeptPicture:
 
 
 def keep_image(stage_folder: Path, picture: Picture, *, png: bytes, svg: bytes, step: int) -> Path:
-    """Write a picture's two files, then its .json, which is returned. OSError: the stage's folder is gone, the disk is
-    full or fails."""
+    """Write a picture; returns its .json. OSError if the stage folder is gone or the disk is full or fails."""
     words = _words_file(stage_folder, picture, step=step)
     for ending, content in ((".png", png), (".svg", svg)):
         with replaced(words.with_suffix(ending), sync="none", writers="several") as beside:
@@ -84,7 +83,7 @@ def keep_image(stage_folder: Path, picture: Picture, *, png: bytes, svg: bytes, 
 
 
 def keep_table(stage_folder: Path, picture: Picture, *, columns: Mapping[str, Sequence[Cell]], step: int) -> Path:
-    """Write a table as its .json, which is returned: columns of equal length by heading. OSError as `keep_image`."""
+    """Write a table, columns of equal length by heading; returns its .json. OSError as `keep_image`."""
     if len({len(each) for each in columns.values()}) != 1:
         raise ValueError(f"{picture.name}: the columns are of different lengths")
     more = {"table": {name: list(values) for name, values in columns.items()}}
@@ -92,14 +91,14 @@ def keep_table(stage_folder: Path, picture: Picture, *, columns: Mapping[str, Se
 
 
 def kept_pictures(stage_folder: Path) -> list[KeptPicture]:
-    """List the complete pictures and tables by name and step; damaged ones are left out."""
+    """List complete pictures and tables by name, then step; skips damaged ones."""
     files = (stage_folder / PICTURES_FOLDER).glob("*/step-*.json")
     found = [picture for words in files if _FILE.fullmatch(words.name) and (picture := _read(words)) is not None]
     return sorted(found, key=lambda each: (each.picture.name, each.step))
 
 
 def newest_pictures(kept: Sequence[KeptPicture]) -> list[KeptPicture]:
-    """Return the last step's picture of each name, in the order of `kept_pictures`."""
+    """Keep the last of each name; `kept` is sorted as by `kept_pictures`."""
     return list({each.picture.name: each for each in kept}.values())
 
 
@@ -112,7 +111,7 @@ def _words_file(stage_folder: Path, picture: Picture, *, step: int) -> Path:
 
 
 def _keep_words(words: Path, picture: Picture, *, step: int, more: Mapping[str, object]) -> Path:
-    said = {name: value for name, value in vars(picture).items() if name != "name"}  # its folder has that
+    said = {name: value for name, value in vars(picture).items() if name != "name"}  # the folder carries the name
     with replaced(words, sync="none", writers="several") as beside:
         beside.write_text(json.dumps({**said, "step": step, **more}) + "\n", encoding="utf-8")
     return words

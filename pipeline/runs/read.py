@@ -1,7 +1,7 @@
-"""THE reader of a run: its recipe, and each stage's record, curve, events, pictures, evaluations and checkpoints.
+"""Read a run: its recipe, and each stage's record, curve, events, pictures, evaluations and checkpoints.
 
-Reads as much as it can of a run that is being written, damaged or hostile, and says in `notes` what it could not read;
-raises only for a path that is no run. 100,000 points take about two seconds, reading them again next to nothing.
+Reads what it can of a run that is still training, damaged or hostile; `notes` lists the rest. Raises only for a path
+that is no run. 100,000 points take about two seconds; re-reading costs almost nothing.
 """
 
 from __future__ import annotations
@@ -36,27 +36,25 @@ Parts = Literal["all", "records"]
 
 @dataclass(frozen=True)
 class RunStage:
-    """One stage of a run, as it is on disk."""
+    """One stage of a run on disk."""
 
     name: StageName
     folder: Path
     record: StageRecord
-    rows: tuple[MetricRow, ...]  # in the order they were written; steps ascend unless the file is damaged
+    rows: tuple[MetricRow, ...]  # in file order; steps ascend unless the file is damaged
     events: tuple[Event, ...] = ()  # of all attempts
 
     @property
     def restarts(self) -> int:
-        """Attempts after the first one."""
         return max(0, sum(event.kind == "start" for event in self.events) - 1)
 
     @cached_property
     def pictures(self) -> list[KeptPicture]:
-        """All pictures and tables, by name and step."""
         return kept_pictures(self.folder)
 
     @cached_property
     def evaluations(self) -> dict[str, list[Path]]:
-        """Folders of each held-out set's evaluations, oldest first; `load_evaluation` reads one."""
+        """Evaluation folders by held-out set, oldest first; `load_evaluation` reads one."""
         from pipeline.runs.evaluations import evaluations
 
         return evaluations(self.folder)
@@ -68,30 +66,27 @@ class RunStage:
 
     @property
     def checkpoint_age_seconds(self) -> float | None:
-        """Age of the newest checkpoint; None: there is none."""
         for path in self.checkpoints:
-            with suppress(OSError):  # pruned meanwhile
+            with suppress(OSError):  # pruned since
                 return max(0.0, time.time() - path.stat().st_mtime)
         return None
 
     @cached_property
     def latest(self) -> Mapping[str, float]:
-        """The last value of every metric; those of the first rows first."""
         return {name: value for row in self.rows for name, value in row.metrics.items()}
 
     def points(self, metric: str) -> list[tuple[int, float]]:
-        """(step, value) of a metric, nan included."""
         return [(row.step, row.metrics[metric]) for row in self.rows if metric in row.metrics]
 
     @cached_property
     def times(self) -> Floats:
-        """[rows], unix seconds."""
+        """Unix seconds [rows]."""
         import numpy as np
 
         return np.array([row.time for row in self.rows], dtype=np.float64)
 
     def columns(self, metric: str) -> tuple[Counts, Counts, Floats, Floats]:
-        """Steps, images seen, unix times and values of a metric, nan included, in the order of the rows."""
+        """Steps, images seen, unix times and values of a metric in row order, NaN included."""
         import numpy as np
 
         found = [row for row in self.rows if metric in row.metrics]
@@ -105,20 +100,20 @@ class RunStage:
 
 @dataclass(frozen=True)
 class Run:
-    """A run; `recipe` None: it cannot be read. `stages`: the recipe's, and those that have a folder, in order."""
+    """A run; `recipe` is None if unreadable, `stages` are the recipe's and any others with a folder, in order."""
 
     name: str
     folder: RunFolder
     recipe: Recipe | None
     stages: tuple[RunStage, ...]
-    notes: tuple[str, ...] = ()  # what could not be read, a line each
+    notes: tuple[str, ...] = ()  # one line for each thing that could not be read
 
     def stage(self, name: StageName) -> RunStage | None:
         return next((stage for stage in self.stages if stage.name == name), None)
 
 
 def run_folder_at(path: Path) -> RunFolder:
-    """The run whose folder `path` is; UserError if it is none."""
+    """Return the run in the folder `path`; UserError if it is no run."""
     place = path.resolve()
     folder = RunFolder(runs_root=place.parent, name=place.name)
     if not folder.is_begun():
@@ -127,19 +122,18 @@ def run_folder_at(path: Path) -> RunFolder:
 
 
 def read_run(folder: RunFolder, *, parts: Parts = "all") -> Run:
-    """Read a run; only the recipe and the stages' records with `parts="records"`."""
+    """Read a run; `parts="records"` skips curves and events."""
     return RunReader(folder).read(parts=parts)
 
 
 class RunReader:
-    """Reads a run again and again, each time only what is new of its curves and events."""
+    """Re-read a run cheaply: each `read` parses only new rows, and events only if changed."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._stages: dict[StageName, _StageLogs] = {}
 
     def read(self, *, parts: Parts = "all") -> Run:
-        """Read the run as it is now."""
         folder, notes = self._folder, list[str]()
         recipe = self._recipe(notes)
         stages: list[RunStage] = []
@@ -168,8 +162,6 @@ class RunReader:
 
 
 class _StageLogs:
-    """The curve and events of a stage."""
-
     def __init__(self, folder: Path) -> None:
         self.rows: tuple[MetricRow, ...] = ()
         self.events: tuple[Event, ...] = ()

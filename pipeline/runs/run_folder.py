@@ -1,9 +1,9 @@
-"""The run folder: which stages are done, what went into them, and whether the recipe is still the same.
+"""The run folder: track which stages are done and from which inputs, and refuse a changed recipe.
 
     RUNS/NAME/recipe.yaml                 the resolved recipe
     RUNS/NAME/recipe_difference.txt       to its parent, see `recipe.io.difference_to_parent`
-    RUNS/NAME/STAGE/stage.json            state, images seen, digests of what went in, results
-    RUNS/NAME/STAGE/data.json             the shards that it began with, see `stage.data_record`
+    RUNS/NAME/STAGE/stage.json            state, images seen, digests of inputs, results
+    RUNS/NAME/STAGE/data.json             the shards it began with, see `stage.data_record`
     RUNS/NAME/STAGE/checkpoints/step-*/   see `checkpoint`
     RUNS/NAME/STAGE/ranks/                heartbeats, see `ranks.watch`
     RUNS/NAME/STAGE/metrics.jsonl         and events.jsonl, see `logs`
@@ -15,8 +15,7 @@
     RUNS/NAME/report.html                 the report page, written after each stage and by `shardvit report`
     RUNS/NAME/compiled/                   torch's compiled kernels, see `kernels.cache`; may be deleted at any time
 
-Finished stages are not run again, interrupted ones resume, and a changed recipe is refused with the difference shown.
-Nothing is deleted: `--restart` moves what it begins again aside. No torch here.
+Finished stages never run again; interrupted ones resume. Nothing is deleted: `--restart` moves stages aside.
 """
 
 import hashlib
@@ -54,7 +53,7 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 @dataclass(frozen=True)
 class StageRecord:
-    """stage.json; a wrong type or an unknown key breaks it."""
+    """stage.json; a wrong type or an unknown key makes it invalid."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -64,12 +63,12 @@ class StageRecord:
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     inputs: dict[str, str] = field(default_factory=dict)  # name -> digest
     results: dict[str, float] = field(default_factory=dict)
-    model_digest: str = ""  # of the weights that the stage left
-    total_steps: Count = 0  # 0: not begun, or by an old version
-    lanes: Count = 0  # of the sample order; 0 likewise
-    model: dict[str, Any] = field(default_factory=dict)  # record of the model that the stage will leave
-    data_digest: str = ""  # of its shards as in data.json
-    passed_over: list[Count] = field(default_factory=list)  # steps, from 0, whose batches were skipped after a rollback
+    model_digest: str = ""  # of the final weights
+    total_steps: Count = 0  # 0: not begun, or written by an old version
+    lanes: Count = 0  # of the sample order; 0: as above
+    model: dict[str, Any] = field(default_factory=dict)  # record of the model being trained
+    data_digest: str = ""  # of the shards in data.json
+    passed_over: list[Count] = field(default_factory=list)  # steps, from 0, whose batches a rollback skips
     rollbacks: Count = 0
 
 
@@ -77,7 +76,7 @@ _RECORD = TypeAdapter(StageRecord)
 
 
 class BrokenRecord(UserError):
-    """stage.json at `path` is broken."""
+    """Invalid stage.json at `path`."""
 
     def __init__(self, path: Path, *, why: str) -> None:
         self.path, self.why = path, why
@@ -90,8 +89,8 @@ class BrokenRecord(UserError):
 class RunFolder:
     """Paths and records of one run."""
 
-    runs_root: Path  # folder of all runs and of the MLflow database; or a sweep's folder, within it
-    name: str  # the recipe's name
+    runs_root: Path  # folder of all runs and the MLflow database, or a sweep's folder in it
+    name: str  # the recipe's
 
     @property
     def path(self) -> Path:
@@ -99,16 +98,14 @@ class RunFolder:
 
     @property
     def sweep(self) -> Path | None:
-        """The folder of the sweep that this run belongs to, if any."""
         return self.runs_root if (self.runs_root / SWEEP_FILE).is_file() else None
 
     @property
     def boundary(self) -> Path:
-        """The folder that readers stay in: the run's, or its sweep's, as points share stages."""
+        """Folder that readers must not leave: the run's, or its sweep's, whose points share stages."""
         return self.sweep or self.path
 
     def leads_out(self, name: StageName) -> bool:
-        """True if a stage's folder is a link out of `boundary`."""
         return not is_inside(self.stage(name), folder=self.boundary)
 
     def stage(self, name: StageName) -> Path:
@@ -118,7 +115,6 @@ class RunFolder:
         return self.stage(name) / CHECKPOINTS_FOLDER
 
     def is_begun(self) -> bool:
-        """True if there is a run here."""
         files = [self.path / RECIPE_FILE, *(self.stage(name) / STAGE_FILE for name in ALL_STAGES)]
         return any(file.is_file() for file in files)
 
@@ -129,7 +125,7 @@ class RunFolder:
         return self.stage(name) / MODEL_FOLDER
 
     def record(self, name: StageName) -> StageRecord:
-        """Read a stage's record, or return a new one. Raises BrokenRecord, or UserError if it cannot be read."""
+        """Read a stage's record, or return a new one; BrokenRecord if invalid, UserError if unreadable."""
         path = self.stage(name) / STAGE_FILE
         try:
             return _RECORD.validate_json(read_inside(path, folder=path.parent), strict=True)
@@ -143,8 +139,8 @@ class RunFolder:
             raise BrokenRecord(path, why=f"{where}: {first['msg']}" if where else first["msg"]) from None
 
     def peek(self, name: StageName, *, notes: list[str] | None = None) -> StageRecord:
-        """Read the record as `record` does, but take a broken one as begun: it is mended when the stage runs. With
-        `notes`, add problems to them instead of raising."""
+        """Read the record, but treat a broken one as begun: it is mended when the stage runs. UserError if it is
+        unreadable; with `notes`, problems are appended there instead."""
         try:
             return self.record(name)
         except BrokenRecord as error:
@@ -158,26 +154,25 @@ class RunFolder:
             return StageRecord()
 
     def update(self, name: StageName, **changes: object) -> StageRecord:
-        """Change fields of a stage's record on disk. OSError: the disk is full or fails, or the run folder is gone,
-        which is not made again."""
+        """Change fields of a stage's record on disk. OSError if the disk is full or fails, or the run folder is gone:
+        it is never recreated."""
         record = replace(self.record(name), **changes)
         self.write(name, record)
         return record
 
     def write(self, name: StageName, record: StageRecord) -> None:
-        """Replace a stage's record. Raises as `update`."""
+        """Replace a stage's record; OSError as `update`."""
         self.stage(name).mkdir(exist_ok=True)
         replace_text(self.stage(name) / STAGE_FILE, json.dumps(asdict(record), indent=1) + "\n")
 
     def note_difference(self, text: str) -> None:
-        """Write the text of `difference_to_parent`; keep the old one if it is empty. OSError: the disk is full or
-        fails."""
+        """Write the text of `difference_to_parent`, unless empty; OSError if the disk is full or fails."""
         if text:
             replace_text(self.path / DIFFERENCE_FILE, text)
 
     def check_recipe(self, recipe: Recipe, *, restart: StageName | None = None) -> None:
-        """Raise UserError with the differences for a recipe other than the run's; changes nothing on disk.
-        `restart` accepts changes that affect only that stage and later ones."""
+        """Raise UserError with the differences if the recipe is not the run's; writes nothing. `restart` permits
+        changes that affect only that stage and later ones."""
         path = self.path / RECIPE_FILE
         if not path.exists():
             if self.path.is_dir() and any(self.stage(name).exists() for name in ALL_STAGES):
@@ -186,7 +181,7 @@ class RunFolder:
         changed = differences(parse_recipe(path), recipe)
         if restart is not None:
             again = ALL_STAGES[ALL_STAGES.index(restart) :]
-            # What the earlier stages were made from must stay; if none is kept, anything may change.
+            # Keys of the stages that are kept must not change; if none is kept, anything may.
             has_kept = any(name not in again and self.peek(name).state != "new" for name in ALL_STAGES)
             changed = {key: text for key, text in changed.items() if has_kept and not _is_of(key, again)}
         if changed:
@@ -197,17 +192,17 @@ class RunFolder:
             )
 
     def open(self, recipe: Recipe, *, restart: StageName | None = None) -> list[str]:
-        """Prepare the folder for `recipe`, which was checked before; returns what was moved aside."""
+        """Prepare the folder for an already checked recipe; returns notes on what was moved aside."""
         notes: list[str] = []
         if restart is not None:
             stamp = time.strftime("%Y%m%d-%H%M%S")
-            # The last one first, so that a kill leaves no stage whose predecessor is gone.
+            # Last stage first: a kill must not leave a stage without its predecessor.
             for name in reversed(ALL_STAGES[ALL_STAGES.index(restart) :]):
                 if self.stage(name).exists():
                     aside = self.path / REPLACED_FOLDER / f"{name}-{stamp}"
                     aside.parent.mkdir(parents=True, exist_ok=True)
                     number = 1
-                    while aside.exists():  # two restarts in one second
+                    while aside.exists():  # two restarts within a second
                         number += 1
                         aside = aside.with_name(f"{name}-{stamp}.{number}")
                     self.stage(name).rename(aside)
@@ -221,15 +216,15 @@ class RunFolder:
 
 
 def checkpoint_folders(root: Path) -> list[Path]:
-    """List the committed checkpoints below `root`, newest first, without a user's renamed copies."""
+    """List committed checkpoints below `root`, newest first; skips a user's renamed copies."""
     paths = root.glob(f"{FOLDER_PREFIX}*")
     found = [path for path in paths if path.name.removeprefix(FOLDER_PREFIX).isdecimal() and path.is_dir()]
     return sorted(found, reverse=True)
 
 
 def recipe_digest(recipe: Recipe, *, stage: StageName) -> str:
-    """Digest the recipe's keys that affect one stage, without free keys, later stages and keys at their defaults. So a
-    key that a later version adds changes no digest, and a default must never change."""
+    """Digest the keys that affect a stage: without free keys, later stages and keys at their defaults. So new keys with
+    defaults keep old digests valid, but defaults must never change."""
     later = ALL_STAGES[ALL_STAGES.index(stage) + 1 :]
     lines = [
         f"{key}={value}"
@@ -244,7 +239,7 @@ def _is_of(key: str, stages: Sequence[StageName]) -> bool:
 
 
 def check_inputs(folder: RunFolder, *, stage: StageName, inputs: Mapping[str, str]) -> None:
-    """Raise UserError if the stage began with other data or weights."""
+    """Raise UserError if the stage began from other data or weights."""
     before = folder.record(stage).inputs
     changed = [name for name, digest in inputs.items() if name in before and before[name] != digest]
     if changed:
@@ -261,7 +256,7 @@ def weights_digest(model_folder: Path) -> str:
 
 
 def check_model(folder: RunFolder, *, stage: StageName) -> Path:
-    """Return a finished stage's model folder; UserError if the weights are gone or not those that it recorded."""
+    """Return a finished stage's model folder; UserError if its weights are missing or not those recorded."""
     model = folder.model(stage)
     try:
         digest = weights_digest(model)

@@ -1,7 +1,7 @@
-"""Versions, revision and host of this process, which checkpoints compare on restore; and MLflow's source tags.
+"""Record this process's versions, git revision and host, for checkpoints and MLflow's source tags.
 
-A difference is reported, never refused. MLflow itself finds the commit for `python -m` only. Costs four calls of git
-(some 20 ms) and reads of packages' metadata, once a stage; git may be missing.
+Restoring a checkpoint reports differences, never refuses them. MLflow itself finds the commit only under `python -m`.
+Costs four git calls (about 20 ms) and package metadata reads per stage; works without git.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _NOT_COMPARED = ("host", "time")
 
 
 def written_by() -> dict[str, str]:
-    """Facts of this process for a checkpoint."""
+    """Return the record of this process that a checkpoint stores."""
     tags = git_tags(Path(__file__))
     revision = tags.get("mlflow.source.git.commit", "unknown")
     return {
@@ -33,7 +33,7 @@ def written_by() -> dict[str, str]:
 
 
 def changed_since(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """List differences between the writer and this process, as "torch 2.14.0 -> 2.15.0"."""
+    """List differences, such as "torch 2.14.0 -> 2.15.0"."""
     return [
         f"{name} {before[name]} -> {now[name]}"
         for name in now
@@ -43,8 +43,8 @@ def changed_since(before: Mapping[str, str], now: Mapping[str, str]) -> list[str
 
 @functools.cache
 def source_tags() -> dict[str, str]:
-    """Tags of the running program: its name, its user and the commit of this package."""
-    # Only the program's name: its arguments may hold a URL with a password.
+    """Return MLflow's source tags: program, user, commit."""
+    # Without arguments, which may hold a URL with a password.
     tags = {"mlflow.source.name": Path(sys.argv[0]).name, "mlflow.source.type": "LOCAL"}
     with contextlib.suppress(KeyError, OSError, ImportError):  # a container's user may have no name
         tags["mlflow.user"] = getpass.getuser()
@@ -52,8 +52,8 @@ def source_tags() -> dict[str, str]:
 
 
 def git_tags(source_file: Path) -> dict[str, str]:
-    """Commit, branch and dirty state of the repository that tracks `source_file`; {} if none does, as for a package
-    installed inside another repository."""
+    """Return commit, branch and dirty state of the repository that tracks `source_file`. {} if none tracks it, as for a
+    package installed inside another repository."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(source_file.parent), *arguments]
@@ -73,5 +73,5 @@ def git_tags(source_file: Path) -> dict[str, str]:
 def _version(package: str) -> str:
     try:
         return version(package)
-    except PackageNotFoundError:  # run from its folder, without being installed
+    except PackageNotFoundError:  # run from a clone, not installed
         return "not installed"

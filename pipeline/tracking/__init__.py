@@ -1,1 +1,1 @@
-"""MLflow: a run per pipeline and stage, sent beside training. The only room that imports mlflow."""
+"""Send runs to MLflow, outside the training process. Only this package imports mlflow."""

@@ -1,7 +1,7 @@
-"""MLflow's client: imported late and quietly, on a store that is made whole or not at all, in a shared experiment.
+"""Open MLflow's client: import it late and quietly, create its SQLite store atomically, find the experiment.
 
-Costs 2 to 4 s of import, and 2 to 6 s to make an SQLite store. The database in a folder of runs that was moved or
-copied names artifacts in the old place; it is changed to those beside it, or a copy would write into the original.
+Importing takes 2 to 4 s, creating a store 2 to 6 s. After a folder of runs was moved or copied, its database still
+points at artifacts in the old place: paths are rewritten, or a copy would write into the original.
 """
 
 import fcntl
@@ -19,35 +19,35 @@ from data_shards.errors import UserError
 from pipeline.runs.run_folder import RunFolder
 
 SQLITE = "sqlite:///"
-MODEL_TRAINING = "workflowType=machine_learning"  # of a page's address; MLflow 3 shows GenAI otherwise
+MODEL_TRAINING = "workflowType=machine_learning"  # query string; MLflow 3 shows GenAI views otherwise
 _EXPERIMENT_TAGS = {
-    "mlflow.experimentKind": "custom_model_development",  # for MLflow up to 3.6; later ones read the address
+    "mlflow.experimentKind": "custom_model_development",  # MLflow up to 3.6; later ones use the query string
     "mlflow.note.content": "A run for each pipeline of shardvit; its stages, with curves and pictures, are child runs.",
 }
-ARTIFACTS_FOLDER = "mlartifacts"  # of a folder of runs, beside its database
-_PLACES = (  # in MLflow's tables
+ARTIFACTS_FOLDER = "mlartifacts"  # next to mlflow.db
+_PLACES = (  # columns of artifact paths
     ("experiments", "artifact_location"),
     ("runs", "artifact_uri"),
     ("logged_models", "artifact_location"),
     ("model_versions", "storage_location"),
 )
-_PATIENCE_SECONDS = 60.0  # with other writers
-_STALE_SECONDS = 3600.0  # an older unfinished database is a killed process's
+_PATIENCE_SECONDS = 60.0  # wait for other writers
+_STALE_SECONDS = 3600.0  # an unfinished database older than this is left from a kill
 
 
 def store_uri(uri: str | None, *, home: Path) -> str:
-    """The store's address: the user's, or an SQLite file in the folder of all runs."""
+    """Return the user's store, by default an SQLite file in the folder of all runs."""
     return uri or f"{SQLITE}{home / 'mlflow.db'}"
 
 
 def home_of(folder: RunFolder) -> Path:
-    """The folder of all runs, absolute."""
+    """Return the folder of all runs, absolute."""
     sweep = folder.sweep
     return (folder.runs_root if sweep is None else sweep.parent).absolute()
 
 
 def client_of(uri: str, *, home: Path) -> Any:
-    """A client of an existing store; `home`, the folder of all runs, may have been moved or copied."""
+    """Open an existing store; `home`, the folder of all runs, may have been moved or copied."""
     _import_mlflow()
     from mlflow.tracking import MlflowClient
 
@@ -58,7 +58,7 @@ def client_of(uri: str, *, home: Path) -> Any:
 
 
 def open_client(uri: str, *, home: Path, experiment: str) -> tuple[Any, str]:
-    """A client of the store at `uri`, and the experiment's id; makes both if they are missing."""
+    """Return a client and the experiment's id; creates both store and experiment if missing."""
     _import_mlflow()
     from mlflow.tracking import MlflowClient
 
@@ -73,25 +73,21 @@ def open_client(uri: str, *, home: Path, experiment: str) -> tuple[Any, str]:
             if name not in found.tags:
                 client.set_experiment_tag(found.experiment_id, name, value)
         return client, str(found.experiment_id)
-    # Without a server MLflow would put artifacts into ./mlruns of the working folder.
+    # Without a server, MLflow would put artifacts into ./mlruns of the working directory.
     location = (home / ARTIFACTS_FOLDER).as_uri() if uri.startswith("sqlite:") else None
     return client, str(client.create_experiment(experiment, artifact_location=location, tags=_EXPERIMENT_TAGS))
 
 
 def make_database(uri: str, *, create: Callable[[str], object]) -> None:
-    """Create a store's SQLite file atomically if it is missing; several processes may.
-
-    MLflow creates some fifty tables in several seconds, and never repairs a database that a kill left half-way. So
-    `create` fills another file, which gets the name when complete. Does nothing unless `uri` is sqlite:///FILE.
-    OSError: the disk is full or fails.
-    """
+    """Create a store's SQLite file atomically if missing: MLflow takes seconds and never repairs a half-made database,
+    so `create` fills another file, which is then renamed. OSError if the disk is full or fails."""
     name = uri.removeprefix(SQLITE)
     if not uri.startswith(SQLITE) or not name or name.startswith((":", "file:")) or "?" in name or Path(name).exists():
         return
     path = Path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     for leftover in path.parent.glob(f".{path.name}.making-*"):
-        with suppress(OSError):  # gone meanwhile
+        with suppress(OSError):  # already gone
             if time.time() - leftover.stat().st_mtime > _STALE_SECONDS:
                 leftover.unlink()
     beside = path.with_name(f".{path.name}.making-{os.getpid()}")
@@ -103,8 +99,8 @@ def make_database(uri: str, *, create: Callable[[str], object]) -> None:
         try:
             os.link(beside, path)
         except FileExistsError:
-            pass  # another process was quicker, and its runs are in that one
-        except OSError:  # a file system without links
+            pass  # another process was faster, and its runs are in its file
+        except OSError:  # a file system without hard links
             beside.rename(path)
         flush(path.parent)
     finally:
@@ -114,34 +110,33 @@ def make_database(uri: str, *, create: Callable[[str], object]) -> None:
 def _import_mlflow() -> None:
     import logging
 
-    # MLflow reads these from the environment only; the user's values win. Its seven retries would block one call for
-    # 246 s, and the sender has its own back-off. A training job reports to nobody but its user.
+    # MLflow reads these only from the environment; the user's values win. Its default seven retries block a call for
+    # 246 s, and the sender has its own back-off. Telemetry is off.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     import mlflow.tracking  # noqa: F401
 
-    # Lines on schemas and retries would break the progress bar; the sender reports failures.
+    # Log lines on schemas and retries would break the progress bar; the sender reports failures.
     for name in ("mlflow", "alembic", "urllib3.connectionpool"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def follow_move(database: Path, *, home: Path) -> None:
-    """Make `database`, that of the folder `home`, name the artifacts of `home`. Files that a hard-linked copy
-    (`cp -rl`) shares with its original and MLflow writes in place become the copy's own. Raises OSError,
-    sqlite3.Error."""
+    """Point artifact paths in the database of `home` to `home` after a move or copy. Raises OSError, sqlite3.Error. A
+    hard-linked copy (`cp -rl`) gets its own database and artifacts, which MLflow writes in place."""
     moved = _elsewhere(database, home=home)
     if not moved:
         return
     with database.open("rb") as shared:
-        with suppress(OSError):  # a file system without locks
+        with suppress(OSError):  # no locks on this file system
             fcntl.flock(shared, fcntl.LOCK_EX)  # one process at a time
         if database.stat().st_nlink > 1:
             own_file = replaced(database, sync="none", writers="several")
             with own_file as beside, _open(beside) as copy, _open(database) as original:
-                original.backup(copy)  # whole, whoever writes to it
-    for artifact in (home / ARTIFACTS_FOLDER).glob("*/artifacts/**/*"):  # models are never written again
+                original.backup(copy)  # consistent despite other writers
+    for artifact in (home / ARTIFACTS_FOLDER).glob("*/artifacts/**/*"):  # not models, which are never rewritten
         if artifact.is_file() and not artifact.is_symlink():
             break_links(artifact)
     with _open(database) as own, own:
@@ -158,7 +153,7 @@ def _open(database: Path) -> closing[sqlite3.Connection]:
 
 
 def _elsewhere(database: Path, *, home: Path) -> list[str]:
-    """List places of artifacts in another folder of runs; the same folder by another path is none."""
+    """List artifact locations in another folder of runs; the same folder by another path does not count."""
     with _open(database) as known:
         places = [str(place) for (place,) in known.execute("select distinct artifact_location from experiments")]
     folders = {place: Path(unquote(urlsplit(place).path)) for place in places if place.startswith("file:")}

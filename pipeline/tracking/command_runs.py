@@ -1,7 +1,6 @@
-"""Log a command's result as an MLflow run of its own: `shardvit eval`, `transfer`, and a whole sweep.
+"""Log a command's result as its own MLflow run: `shardvit eval`, `transfer`, and a whole sweep.
 
-The terminal and the command's file have the result anyway: a store that fails costs one line, a silent one a minute at
-most. Takes 2 to 4 s for importing mlflow.
+A failing store costs a printed line, an unresponsive one at most a minute. Importing mlflow takes 2 to 4 s.
 """
 
 import math
@@ -19,29 +18,29 @@ from pipeline.tracking.facts import DatasetInput, RunFacts, RunStatus, load_run_
 from pipeline.tracking.mlflow_sink import MlflowSink, log_facts, run_or_none
 
 ResultKind = Literal["eval", "fewshot", "probe", "knn", "transfer"]
-RUNS_FOLDER = Path("runs")  # for results of no run; the default of `shardvit run --runs`
+RUNS_FOLDER = Path("runs")  # for results without a run; the default of `shardvit run --runs`
 _WAIT_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandResult:
-    """A command's result."""
+    """A result to log."""
 
     name: str  # of the MLflow run, e.g. "eval-demo-imagenet-v2"
     kind: ResultKind  # the tag shardvit.kind
-    params: Mapping[str, object]  # the command's options; without None values
-    metrics: Mapping[str, float]  # by the names in METRICS of `pipeline.recipe.vocabulary`; without non-finite ones
+    params: Mapping[str, object]  # the command's options; None values are dropped
+    metrics: Mapping[str, float]  # named as in METRICS of `pipeline.recipe.vocabulary`; non-finite ones are dropped
     datasets: Sequence[DatasetInput] = ()
     files: Sequence[Path] = ()  # artifacts
     tables: Mapping[str, Mapping[str, Sequence[object]]] = field(default_factory=dict)  # columns by name
-    of_run: RunFolder | None = None  # the run of the model: the result is its child, in its experiment
+    of_run: RunFolder | None = None  # the model's run: the result becomes its child, in its experiment
 
 
 def log_result(
     result: CommandResult, *, tracking_uri: str | None, experiment: str | None, say: Callable[[str], None]
 ) -> None:
-    """Log a result as a finished MLflow run; raises nothing, and prints one line about what went wrong.
-    `tracking_uri` None: mlflow.db in the folder of all runs; `experiment` None: the run's, or "shardvit"."""
+    """Log a result as a finished MLflow run; never raises, prints one line on failure. The defaults are mlflow.db in
+    the folder of all runs, and the experiment of the model's run or "shardvit"."""
     _within_a_minute(
         lambda: _send_result(result, tracking_uri=tracking_uri, experiment=experiment),
         say=lambda why: say(f"MLflow did not take the result: {why}"),
@@ -87,13 +86,13 @@ def log_sweep(
     experiment: str,
     say: Callable[[str], None],
 ) -> None:
-    """Create or update the MLflow run of the sweep in `folder`, the parent of its points' runs; raises nothing, prints
-    one line. Values are complete each time; `points`: metrics for the points' runs, by folder. No params: MLflow never
-    changes one, and a sweep's grid and share may change."""
+    """Create or update the MLflow run of the sweep in `folder`, the parent of its points' runs; never raises, prints
+    one line on failure. `points` has metrics by run folder. Sends tags, not params: those are immutable in MLflow, but
+    a sweep's grid and share may change."""
 
     def send() -> None:
         state = load_run_state(folder / MLFLOW_FILE)
-        state.save()  # its key, before there is a run
+        state.save()  # the key, before the run exists
         home = folder.parent.absolute()
         sink = MlflowSink(store_uri(tracking_uri, home=home), home=home, experiment=experiment)
         sink.connect()
@@ -102,7 +101,7 @@ def log_sweep(
         facts = RunFacts(name=folder.name, tags={**source_tags(), **tags}, results=_of_now(metrics), status=status)
         sink.params(run_id, facts)
         for point, values in points.items():
-            if values and (point_id := load_run_state(point / MLFLOW_FILE).run_id):  # else MLflow has no run of it
+            if values and (point_id := load_run_state(point / MLFLOW_FILE).run_id):  # else MLflow does not have it
                 sink.params(point_id, RunFacts(name="", results=_of_now(values)))
         sink.close(run_id, facts)
 
@@ -115,13 +114,13 @@ def _of_now(metrics: Mapping[str, float]) -> dict[str, tuple[float, int]]:
 
 
 def _within_a_minute(task: Callable[[], None], *, say: Callable[[str], None]) -> None:
-    """Run a task in a thread that is abandoned after a minute; `say` gets the reason of a failure."""
+    """Run a task in a thread, abandoned after a minute; `say` gets the reason for a failure."""
     problem: list[str] = []
 
     def work() -> None:
         try:
             task()
-        except Exception as error:  # noqa: BLE001  (the command has done its work)
+        except Exception as error:  # noqa: BLE001  (the command itself succeeded)
             problem.append(f"{type(error).__name__}: {str(error)[:300]}")
 
     thread = threading.Thread(target=work, name="mlflow", daemon=True)

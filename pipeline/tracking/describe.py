@@ -1,7 +1,7 @@
-"""Names, descriptions and params of the MLflow runs of a pipeline and its stages; the facts of an attempt.
+"""Name and describe the MLflow runs of a pipeline and its stages, and write the facts of an attempt.
 
-A stage's params are its own keys, without the stage's prefix, and those that all stages share, so that pre-training and
-fine-tuning can be compared column by column; a pipeline's are all keys. Keys without a value are left out.
+A stage's params are its own keys without prefix plus the shared keys, so that stages share columns in MLflow.
+A pipeline's are all keys. Keys without a value are left out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _KINDS = {"masked_patch": "Masked patch prediction", "pretrain": "Pre-training",
 
 
 def model_slug(config: ModelConfig) -> str:
-    """`vitb16` for B/16, `r50b16` for R50+B/16, `vit64x6p4` for sizes: width, depth, patch size."""
+    """Shorten a model: `vitb16` for B/16, `r50b16` for R50+B/16, `vit64x6p4` for width, depth and patch size."""
     if config.variant is not None:
         text = re.sub("[^a-z0-9]", "", config.variant.lower())
         return text if config.variant.startswith("R") else f"vit{text}"
@@ -48,7 +48,7 @@ def model_slug(config: ModelConfig) -> str:
 
 
 def stage_name(recipe: Recipe, stage: StageName, *, folder: RunFolder, datasets: Iterable[DatasetInput]) -> str:
-    """`pretrain-vitb16-224-imagenet21k-20251122`, with `-POINT` in a sweep, and `-restart1` after a `--restart`."""
+    """Name a run: `pretrain-vitb16-224-imagenet21k-20251122`, with `-POINT` in a sweep, `-restart1` if restarted."""
     config = getattr(recipe.stages, stage)
     size = [str(config.image_size)] if isinstance(config, TrainStage) else []
     data = next((one.name.removesuffix("-train") for one in datasets if one.context == "train"), recipe.name)
@@ -58,17 +58,17 @@ def stage_name(recipe: Recipe, stage: StageName, *, folder: RunFolder, datasets:
 
 
 def restarts(folder: RunFolder, stage: StageName) -> int:
-    """Count how often `--restart` moved a stage aside."""
+    """Count how often `--restart` moved the stage aside."""
     return len([path for path in (folder.path / REPLACED_FOLDER).glob(f"{stage}-*") if path.is_dir()])
 
 
 def pipeline_params(recipe: Recipe) -> dict[str, str]:
-    """All keys that have a value."""
+    """Flatten the recipe's keys that have a value."""
     return {key: value for key, value in flatten(recipe).items() if value != _ABSENT}
 
 
 def stage_params(recipe: Recipe, stage: StageName) -> dict[str, str]:
-    """Keys of this stage, and those that all stages share."""
+    """Flatten this stage's keys and the shared ones."""
     own = f"{_STAGES}{stage}."
     params: dict[str, str] = {}
     for key, value in pipeline_params(recipe).items():
@@ -82,7 +82,7 @@ def stage_params(recipe: Recipe, stage: StageName) -> dict[str, str]:
 def stage_datasets(
     train: ShardSet, held_out: ShardSet, *, also_eval: Mapping[str, ShardSet] | None = None
 ) -> tuple[DatasetInput, ...]:
-    """Name the sets by set and split, those of `also_eval` also by their names in the recipe."""
+    """Name the sets SET-SPLIT, those of `also_eval` SET-SPLIT-KEY."""
     more = also_eval or {}
     sets = (train, held_out, *more.values())
     names = [one.name if one.split in ("", "all") else f"{one.name}-{one.split}" for one in sets]
@@ -104,7 +104,7 @@ def stage_datasets(
 
 
 def plan_params(recipe: Recipe, stage: StageName, *, plan: StagePlan, classes: int) -> dict[str, str]:
-    """Steps, batches, and the model's cost (but for masked patches, whose head is not counted)."""
+    """Return params for steps, batches and model cost (not for masked patches, whose head is not counted)."""
     config = recipe.train_stage(stage)
     images = plan.total_steps * plan.global_batch_images
     params = {
@@ -135,7 +135,7 @@ def plan_params(recipe: Recipe, stage: StageName, *, plan: StagePlan, classes: i
 
 
 def stage_description(recipe: Recipe, folder: RunFolder, *, stage: StageName, params: dict[str, str]) -> str:
-    """Markdown."""
+    """Describe a stage's run in Markdown."""
     model = recipe.model.variant or model_slug(recipe.model)
     if stage == "swap_head":
         text = f"The pre-training head of {model} replaced by one of zeros for the new classes."
@@ -154,8 +154,7 @@ def stage_description(recipe: Recipe, folder: RunFolder, *, stage: StageName, pa
 
 
 def pipeline_facts(recipe: Recipe, folder: RunFolder) -> RunFacts:
-    """Facts for the pipeline's MLflow run so far; results of finished stages as `finetune/val/top1`, those of the last
-    stage also as `val/top1`."""
+    """Collect the pipeline's facts so far; results are `finetune/val/top1`, those of the last stage also `val/top1`."""
     names = recipe.stages.names
     records = {name: folder.peek(name) for name in names}
     stages = {name: facts for name in names if (facts := load_facts(folder.stage(name))) is not None}
@@ -197,7 +196,6 @@ def _commands(folder: RunFolder) -> str:
 
 
 def _code(text: str) -> str:
-    """Quote as Markdown code, without backticks."""
     return f"`{one_line(text).replace('`', chr(39))}`"
 
 
@@ -216,7 +214,7 @@ def begin_attempt(
     datasets: Sequence[DatasetInput] = (),
     tags: Mapping[str, str],
 ) -> RunFacts:
-    """Write the facts of a new attempt at a stage; `tags`: its job, host, processes. Raises OSError."""
+    """Write the facts of a stage's new attempt; `tags` has its job, host and processes. Raises OSError."""
     before = load_facts(folder.stage(stage))
     kept = (*(before.kept_rows if before else ()), kept_rows)
     short = {"shardvit.world_size": "processes", "shardvit.host": "host", "shardvit.slurm_job_id": "job"}
@@ -243,17 +241,17 @@ def begin_attempt(
 
 
 def end_attempt(folder: RunFolder, stage: StageName, status: FinalStatus) -> None:
-    """Write how an attempt ended. Raises OSError."""
+    """Record how an attempt ended. Raises OSError."""
     if facts := load_facts(folder.stage(stage)):
         ended = replace(facts, status=status, ended_ms=now_ms())
         ended.save(folder.stage(stage) / MLFLOW_FACTS_FILE)
 
 
 def try_writing(write: Callable[[], object], *, say: Callable[[str], None]) -> None:
-    """Write facts; training continues whatever goes wrong."""
+    """Write facts; a failure is printed and never stops training."""
     try:
         write()
-    except FileNotFoundError:  # the run folder is gone, which is said elsewhere
+    except FileNotFoundError:  # the run folder is gone, which is reported elsewhere
         return
     except Exception as error:  # noqa: BLE001
         say(f"MLflow: the facts of this attempt cannot be written: {type(error).__name__}: {error}")

@@ -1,7 +1,6 @@
-"""Record a run's environment as files for MLflow: packages, GPUs, driver, and this checkout's changes.
+"""Record a run's environment as files for MLflow: packages, GPUs, driver, and uncommitted changes.
 
-Written once an attempt, beside training; takes some tenths of a second of one core. No environment variables, which may
-hold secrets.
+Takes tenths of a CPU second per attempt. Records no environment variables, which may hold secrets.
 """
 
 import os
@@ -29,7 +28,7 @@ _SECRET = re.compile(r"(?i)((?:password|passwd|secret|token|api_?key|credential)
 
 
 def write_environment(folder: Path, *, gpus: str = "") -> None:
-    """Write environment.txt and, if this checkout has changes, git.diff; `gpus`: from `gpu_tag`. Raises OSError."""
+    """Write environment.txt and, in a changed checkout, git.diff; `gpus` is from `gpu_tag`. Raises OSError."""
     folder.mkdir(exist_ok=True)
     write_if_changed(folder / ENVIRONMENT_FILE, environment(gpus))
     if diff := git_diff(Path(written_by.__file__)):
@@ -37,7 +36,7 @@ def write_environment(folder: Path, *, gpus: str = "") -> None:
 
 
 def environment(gpus: str = "") -> str:
-    """A line per fact, then one per installed package."""
+    """Describe the system, then the installed packages, one line each."""
     lines = [
         f"python {platform.python_version()}",
         f"platform {platform.platform()}",
@@ -54,8 +53,7 @@ def environment(gpus: str = "") -> str:
 
 
 def git_diff(source_file: Path) -> str:
-    """Uncommitted changes of the checkout that tracks `source_file`, without likely secrets, cut at a megabyte; "" if
-    there are none, or no checkout."""
+    """Diff the checkout that tracks `source_file` against HEAD, likely secrets masked, cut at 1 MB; "" if clean."""
     if git_tags(source_file).get("shardvit.git.dirty") != "true":
         return ""
     command = ["git", "-C", str(source_file.parent), "diff", "--no-color", "--no-ext-diff", "HEAD"]
@@ -70,12 +68,12 @@ def git_diff(source_file: Path) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Hide passwords of URLs, and what follows words such as `token =`."""
+    """Mask passwords in URLs and values after words such as `token =`."""
     return _SECRET.sub(r"\1***", without_credentials(text))
 
 
 def write_if_changed(path: Path, text: str) -> None:
-    """Replace a file; an equal one keeps its time, so that it is not sent again."""
+    """Replace a file unless equal, so that its mtime stays and it is not sent again."""
     with suppress(OSError):
         if path.read_text(encoding="utf-8") == text:
             return
@@ -83,8 +81,8 @@ def write_if_changed(path: Path, text: str) -> None:
 
 
 def gpu_tag() -> dict[str, str]:
-    """A tag with the GPUs that this rank sees and torch's CUDA, if any."""
-    torch = sys.modules.get("torch")  # a process that has not imported it uses no GPU
+    """Return a tag with this rank's visible GPUs and torch's CUDA version, if any."""
+    torch = sys.modules.get("torch")  # not imported: no GPU in use
     if torch is None or not torch.cuda.is_available():
         return {}
     every = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]

@@ -1,8 +1,8 @@
-"""The files between training and the sender, a pair for each stage, pipeline and sweep. Imports no mlflow.
+"""The files through which training and the sender communicate, per stage, pipeline and sweep. Imports no mlflow.
 
-mlflow_facts.json   the run's name, tags, params, data sets and status; training writes it when an attempt begins
-and ends, without passwords of URLs
-mlflow.json         which run of the tracking service this is, and what was sent; only the sender writes it
+mlflow_facts.json   name, tags, params, data sets and status; written by training when an attempt begins and ends,
+                    without passwords in URLs
+mlflow.json         run id in the tracking service, and what was sent; written only by the sender
 """
 
 import hashlib
@@ -28,7 +28,7 @@ Milliseconds = Annotated[int, Field(ge=0, lt=2**53)]  # of unix time
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetInput:
-    """A data set as MLflow shows it; `context` is train or eval."""
+    """A data set as MLflow shows it; `context` is "train", "eval" or "eval KEY"."""
 
     name: str
     source: str
@@ -40,7 +40,7 @@ class DatasetInput:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """Everything about the run of a stage or a pipeline but metrics, pictures, files and model."""
+    """Everything sent for a stage's or pipeline's run except metrics, pictures, files and the model."""
 
     __pydantic_config__ = ConfigDict(extra="ignore")
 
@@ -49,20 +49,20 @@ class RunFacts:
     tags: dict[str, str] = field(default_factory=dict)
     params: dict[str, str] = field(default_factory=dict)
     datasets: tuple[DatasetInput, ...] = ()
-    results: dict[str, tuple[float, Milliseconds]] = field(default_factory=dict)  # value, and when it was known
-    kept_rows: tuple[int, ...] = ()  # of a stage: how many rows of metrics.jsonl each attempt began with
+    results: dict[str, tuple[float, Milliseconds]] = field(default_factory=dict)  # value and its time
+    kept_rows: tuple[int, ...] = ()  # rows of metrics.jsonl that each attempt of a stage began with
     status: RunStatus = "RUNNING"
     begun_ms: Milliseconds | None = None  # of the first attempt
-    ended_ms: Milliseconds | None = None  # of the last one
+    ended_ms: Milliseconds | None = None  # of the last attempt
 
     @property
     def digest(self) -> str:
-        """Digest of the facts without status and times."""
+        """Digest without status and times."""
         text = json.dumps(asdict(replace(self, status="RUNNING", begun_ms=None, ended_ms=None)), sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def save(self, file: Path) -> None:
-        """Replace the file atomically. Raises OSError; does not make a missing folder."""
+        """Replace the file atomically; OSError, also if its folder is missing."""
         replace_text(file, json.dumps(_clean(asdict(self))) + "\n", sync="none")
 
 
@@ -70,12 +70,12 @@ _FACTS = TypeAdapter(RunFacts)
 
 
 def now_ms() -> Milliseconds:
-    """MLflow's clock."""
+    """Return unix time in milliseconds, MLflow's unit."""
     return int(time.time() * 1000)
 
 
 def load_facts(stage_folder: Path) -> RunFacts | None:
-    """None: there are none, or they are damaged and will be written again."""
+    """Load a stage's facts; None if missing or damaged: they will be rewritten."""
     try:
         return _FACTS.validate_json(read_inside(stage_folder / MLFLOW_FACTS_FILE, folder=stage_folder))
     except (OSError, ValidationError):
@@ -84,33 +84,30 @@ def load_facts(stage_folder: Path) -> RunFacts | None:
 
 @dataclass
 class RunState:
-    """mlflow.json.
-
-    The key is drawn and saved before the run exists, and is a tag of it: if a kill or a lost answer comes before the id
-    is written, the key finds the run, so that none is created twice.
-    """
+    """mlflow.json. `key` is saved before the run is created and becomes its tag. If a kill or a lost response comes
+    before the run id is saved, the key finds the run again, so none is created twice."""
 
     file: Path
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
     run_id: str | None = None
-    attempt: int = 0  # the last one whose cut of metrics.jsonl was taken into account
-    sent_rows: int = 0  # of metrics.jsonl; a count, because bytes shift when a damaged row is dropped
-    sent: dict[str, str] = field(default_factory=dict)  # everything else: its name, and a mark that changes with it
+    attempt: int = 0  # the last whose cut of metrics.jsonl `sent_rows` reflects
+    sent_rows: int = 0  # of metrics.jsonl; not an offset, which shifts when a damaged row is dropped
+    sent: dict[str, str] = field(default_factory=dict)  # everything else: name -> mark, which changes with the content
 
     def save(self) -> None:
-        """Replace the file atomically. Raises OSError; does not make a missing folder."""
+        """Replace the file atomically; OSError, also if its folder is missing."""
         record = {name: value for name, value in vars(self).items() if name != "file"}
         replace_text(self.file, json.dumps(record) + "\n", sync="none")
 
     def point_to(self, run_id: str) -> None:
-        """Use this run; if it is not the one before, send everything again."""
+        """Switch to this run; resend everything if it replaces another."""
         if self.run_id not in (None, run_id):
             self.sent_rows, self.sent = 0, {}
         self.run_id = run_id
 
 
 def load_run_state(file: Path) -> RunState:
-    """Read the state, or return a fresh one if there is no file. Raises ValueError (damaged), OSError."""
+    """Read the state, or return a new one if there is no file; ValueError if damaged, OSError if unreadable."""
     try:
         record = parse_json(read_inside(file, folder=file.parent))
     except FileNotFoundError:
@@ -131,7 +128,7 @@ def load_run_state(file: Path) -> RunState:
 
 
 def without_credentials(text: str) -> str:
-    """Replace the `user:password@` of URLs in a text."""
+    """Mask `user:password@` in URLs."""
     return re.sub(r"(\w://)[^/\s@]+@", r"\1***@", text)
 
 

@@ -1,10 +1,9 @@
-"""Log a stage's result as an MLflow model: a graph of torch operators (.pt2) that loads without any code of ours.
+"""Log a stage's result as an MLflow model: an exported torch graph (.pt2) that loads without shardvit.
 
     mlflow.pyfunc.load_model("models:/ID").predict(pixels)     numpy, uint8 [N, S, S, 3] -> float32 [N, classes]
     mlflow.pytorch.load_model("models:/ID")(pixels)            the same with tensors
 
-Costs one copy of the weights in memory, two on disk and one sent, and some seconds of a core beside training. The
-model's curves stay with its run; its last evaluation is also the model's.
+Costs one copy of the weights in memory, two on disk and one sent, and some CPU seconds outside the training process.
 """
 
 import json
@@ -21,15 +20,15 @@ from pipeline.runs.logs import iter_metrics
 from pipeline.runs.run_folder import RunFolder
 from pipeline.tracking.sink import ResultModel
 
-CLASSES_FILE = "classes.json"  # in the model's folder: the names, in the order of the probabilities
-_MOST_CLASSES = 1000  # whose names are in the metadata, too
-_EXAMPLES = 2  # a batch of one would export a program for one image at a time
+CLASSES_FILE = "classes.json"  # class names in output order, in the model's folder
+_MOST_CLASSES = 1000  # named in the metadata
+_EXAMPLES = 2  # a batch of one would be exported as a fixed batch size
 _REGISTER_SECONDS = 60
 
 
 def log_result_model(client: Any, *, uri: str, result: ResultModel) -> str:
-    """Log a stage's model as an output of the stage's run and the pipeline's, and register it if the recipe says so;
-    returns its id, and the version if registered. Raises whatever torch and MLflow do."""
+    """Log a stage's model as an output of its run and the pipeline's, and register it if the recipe says so. Returns
+    its id, and the version if registered. Raises whatever torch and MLflow raise."""
     import mlflow
     from mlflow.entities import LoggedModelOutput, Metric
 
@@ -94,7 +93,7 @@ def _save(
         inputs=Schema([TensorSpec(np.dtype(np.uint8), (-1, size, size, 3), name=None)]),
         outputs=Schema([TensorSpec(np.dtype(np.float32), (-1, len(names)))]),
     )
-    with warnings.catch_warnings(action="ignore"):  # of the exporter, about itself
+    with warnings.catch_warnings(action="ignore"):  # the exporter warns about its own internals
         mlflow.pytorch.save_model(
             served,
             path,
@@ -113,7 +112,7 @@ def _save(
 
 
 def _last_values(folder: RunFolder, *, stage: StageName) -> dict[str, tuple[float, int, int]]:
-    """The last point of each held-out metric: value, unix milliseconds, step."""
+    """Return each held-out metric's last value, unix milliseconds and step."""
     return {
         name: (value, int(row.time * 1000), row.step)
         for row in iter_metrics(folder.stage(stage) / METRICS_FILE)

@@ -1,12 +1,12 @@
-"""MLflow: a run per pipeline, a child run per stage; a sweep's run is the parent of its points' runs.
+"""Send to MLflow: a run per pipeline with a child run per stage; a sweep's run is the parent of its points' runs.
 
-    images/...              PNG by key and step: the grid of images with its slider
+    images/...              PNG by key and step, for MLflow's image grid with its step slider
     figures/NAME.svg        the newest of each
     tables/NAME/step-....json
 
-The store is SQLite beside the runs, or a server. MLflow cannot delete points, so steps repeated after a rollback have
-two there (the later timestamp counts; the tag shardvit.attempt.N has the step where attempt N began), and one in
-metrics.jsonl. Exact duplicates (step, time, value) collapse. MLflow stores infinity as 1.8e308, and NaN as NaN.
+MLflow cannot delete points: steps repeated after a rollback have two (the later timestamp counts; tag
+shardvit.attempt.N has the step where attempt N began). Exact duplicates (step, time, value) collapse. MLflow stores
+infinity as 1.8e308, NaN as NaN.
 """
 
 import json
@@ -23,17 +23,17 @@ from pipeline.tracking.client import MODEL_TRAINING, home_of, open_client, store
 from pipeline.tracking.facts import DatasetInput, RunFacts, RunState, without_credentials
 from pipeline.tracking.sink import ResultModel, Sink
 
-# From mlflow.utils.validation, and the column `digest` of MLflow's table `datasets`.
+# From mlflow.utils.validation; the digest's from MLflow's table `datasets`.
 _MAX_METRICS_PER_BATCH = 1_000
 _MAX_PARAMS_PER_BATCH = 100
 _MAX_PARAM_CHARACTERS = 6_000
-_MAX_TAG_CHARACTERS = 5_000  # in any MLflow
+_MAX_TAG_CHARACTERS = 5_000  # the limit of every MLflow version
 _MAX_DIGEST_CHARACTERS = 36
 _MAX_NAME_CHARACTERS = 500
 
 
 class MlflowSink:
-    """`sink.Sink` for the MLflow store at `uri`; `home`: the folder of all runs."""
+    """`sink.Sink` for the MLflow store at `uri`; `home` is the folder of all runs."""
 
     def __init__(self, uri: str, *, home: Path, experiment: str) -> None:
         self.place = without_credentials(uri)
@@ -89,7 +89,7 @@ class MlflowSink:
         return [refusal for batch in batches for refusal in self._send_points(run_id, batch)]
 
     def _send_points(self, run_id: str, points: list[Any]) -> list[str]:
-        # A batch that a living store refuses is halved until the bad points stand alone.
+        # Halve a batch that a live store refuses until the bad points are isolated.
         try:
             self._client.log_batch(run_id, metrics=points, synchronous=True)
         except Exception as error:
@@ -110,11 +110,11 @@ class MlflowSink:
         there, words = self._artifacts(run_id), picture.picture
         if picture.table is not None:
             path = f"tables/{words.name}/{picture.words.name}"
-            if path not in there:  # MLflow would add the rows to those that are there
+            if path not in there:  # MLflow would append the rows again
                 self._client.log_table(run_id, {name: list(each) for name, each in picture.table.items()}, path)
             return
         assert picture.png is not None and picture.svg is not None
-        # MLflow's own name for it, up to the time; its signs have changed between versions.
+        # MLflow's file name up to the timestamp; its separators differ between versions.
         begin = rf"images/{words.group}[#~]{words.name}[+%]step[+%]{picture.step}[+%]"
         if not any(re.match(begin, path) and path.endswith(".png") for path in there):
             with Image.open(picture.png) as image:
@@ -125,7 +125,7 @@ class MlflowSink:
             self._client.log_text(run_id, picture.svg.read_text(encoding="utf-8"), f"figures/{words.name}.svg")
 
     def _artifacts(self, run_id: str) -> set[str]:
-        """Pictures and tables that earlier processes sent; a kill may have kept mlflow.json from saying so."""
+        """List pictures and tables already sent; a kill may have left them out of mlflow.json."""
         if run_id not in self._there:
             names = [each for folder in ("images", "tables") for each in self._client.list_artifacts(run_id, folder)]
             self._there[run_id] = {
@@ -148,26 +148,26 @@ class MlflowSink:
 
 
 def sink_of(folder: RunFolder, recipe: Recipe, *, uri: str | None, experiment: str | None) -> Sink:
-    """Choose the sink of a run. None: MLflow's database beside the runs; the recipe's experiment."""
+    """Open a run's sink; by default MLflow's database in the folder of runs, and the recipe's experiment."""
     home = home_of(folder)
     return MlflowSink(store_uri(uri, home=home), home=home, experiment=experiment or recipe.experiment)
 
 
 def run_or_none(client: Any, run_id: str) -> Any:
-    """None: the store has no such run."""
+    """Fetch a run; None if the store does not have it."""
     from mlflow.exceptions import MlflowException
 
     try:
         return client.get_run(run_id)
     except MlflowException as error:
-        if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):  # the latter: no id
+        if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):  # the latter: malformed id
             raise
         return None
 
 
 def log_facts(client: Any, run_id: str, facts: RunFacts) -> None:
-    """Send name, description, tags, params, data sets and results, in as many calls as MLflow's limits need. A changed
-    param keeps its first value, as MLflow never changes one; a tag has "old -> new"."""
+    """Send name, description, tags, params, data sets and results in batches within MLflow's limits. MLflow params are
+    immutable: a changed one keeps its first value, and a tag says "old -> new"."""
     from mlflow.entities import Metric, Param, RunTag
 
     params = {name: without_credentials(value)[:_MAX_PARAM_CHARACTERS] for name, value in facts.params.items()}
@@ -193,7 +193,7 @@ def _batches(items: Sequence[Any], size: int) -> list[list[Any]]:
 
 
 def log_datasets(client: Any, run_id: str, datasets: Sequence[DatasetInput]) -> None:
-    """Send a run's data sets. The same one twice counts once; a different one of the same name gets its digest."""
+    """Send a run's data sets; appends the digest to the name of a second, different set of the same name."""
     from mlflow import entities
 
     inputs = []

@@ -1,9 +1,8 @@
-"""THE sender: compares a run's files with what was sent of them, and sends the rest to a sink, each thing once.
+"""Send a run's files to a sink, each item once.
 
-`follow` does so while the run trains, in the process beside rank 0 (`launch.draw_and_send`); `sync_run` does it once.
-metrics.jsonl is the outbox: mlflow.json has how many of its rows were sent, and a mark of everything else, so an outage
-costs nothing, and the next attempt sends what this one could not. A failure is reported once and retried after 1, 2, 4
-... 60 seconds. An item that a live service refuses three times is dropped.
+`follow` runs during training in a child of rank 0 (`launch.draw_and_send`), `sync_run` once. metrics.jsonl is the
+outbox: mlflow.json counts the rows sent and marks everything else, so an outage loses nothing. Failures are reported
+once and retried after 1, 2, 4 ... 60 seconds. An item that a live service refuses three times is dropped.
 """
 
 import threading
@@ -41,9 +40,9 @@ from pipeline.tracking.sink import ResultModel, Sink
 Say = Callable[[str], None]
 
 _ROWS_PER_CALL = 200
-_TRIES = 3  # of what a living service refuses, and of an outage at the end
+_TRIES = 3  # for what a live service refuses, and in an outage at the end
 _FLUSH_SECONDS = 2.0
-_BEGIN_SECONDS = 30.0  # the longest wait for the first row: a first step that is compiled may take longer
+_BEGIN_SECONDS = 30.0  # longest wait for the first row; compiling the first step may take longer
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0
 _POLL_SECONDS = 0.25
 _END_PAUSE_SECONDS = 0.5
@@ -53,7 +52,7 @@ _LONGEST_REASON = 300
 
 @dataclass
 class Synced:
-    """What was sent for a stage."""
+    """Counts of what was sent for a stage."""
 
     stage: StageName | None = None  # None: the pipeline
     points: int = 0
@@ -63,7 +62,6 @@ class Synced:
     others: list[str] = field(default_factory=list)  # tags, artifacts, ...
 
     def describe(self) -> str:
-        """One line for people."""
         counts = ((self.points, "points"), (self.pictures, "pictures"), (self.tables, "tables"))
         parts = [f"{count:,} {noun}" for count, noun in counts if count] + self.others
         parts += [f"model {self.model}"] if self.model else []
@@ -72,7 +70,7 @@ class Synced:
 
 @dataclass
 class _Followed:
-    """A run in the sink: the sweep's, the pipeline's, or a stage's."""
+    """A sink's run of the sweep, the pipeline or a stage."""
 
     state: RunState
     sent: Synced
@@ -87,49 +85,46 @@ class _Followed:
 
 @dataclass(frozen=True)
 class _Item:
-    """Something to send other than rows; `key` gets `mark` once it was sent."""
+    """Something to send other than rows; once sent, `mark` is saved under `key`."""
 
-    name: str  # for people
+    name: str  # for messages
     run: _Followed
     key: str
     mark: str
-    send: Callable[[str], object]  # takes the run's id
+    send: Callable[[str], object]  # takes the run id
 
 
 class Sender:
-    """Sends a run's records, `round` by `round`, in one thread; `say` prints one line."""
+    """Send a run's records, one `round` after another, from a single thread; `say` prints a line."""
 
     def __init__(self, folder: RunFolder, recipe: Recipe, sink: Sink, *, say: Say) -> None:
         self._folder, self._recipe, self._sink, self._say = folder, recipe, sink, say
         self._said: set[str] = set()
         self._refusals: dict[str, int] = {}
-        self._asked_at: float | None = None  # of `time.monotonic`, during a call
+        self._asked_at: float | None = None  # `time.monotonic` at the start of the current call
         self._is_failing = self._is_connected = False
-        self.pictures_changed = True  # to be set when there are new ones: looking for them reads many files
+        self.pictures_changed = True  # set it when there are new ones: finding them reads many files
         self._sweep = None if folder.sweep is None else self._follow(folder.sweep)
         self._pipeline = self._follow(folder.path)
         self._stages: dict[StageName, _Followed] = {}
 
     @property
     def is_slow(self) -> bool:
-        """True if the last call failed, or the current one is overdue."""
         asked_at = self._asked_at
         return self._is_failing or (asked_at is not None and time.monotonic() - asked_at > _SLOW_CALL_SECONDS)
 
     def curve_bytes(self) -> int:
-        """Size of all metrics.jsonl, which grows when there is something to send."""
         files = (self._folder.stage(name) / METRICS_FILE for name in self._recipe.stages.names)
         return sum(file.stat().st_size for file in files if file.is_file())
 
     def missing(self) -> str:
-        """Describe what was not sent, such as "12 points and 3 other things"; "" if nothing."""
+        """Describe what is unsent, such as "12 points and 3 other things"; "" if nothing."""
         points = sum(len(row.metrics) for each in self._begun() for row in self._unsent_rows(each))
         others = len(self._due(pictures=True))
         return f"{points:,} points and {others:,} other things" if points or others else ""
 
     def round(self) -> int:
-        """Send all that is due; returns how many items a living service refused and gets again. Raises whatever an
-        outage does."""
+        """Send everything due; returns how many refused items will be retried. Raises if the service is down."""
         pictures, self.pictures_changed = self.pictures_changed, False
         try:
             again = self._send_due(self._try_item, pictures=pictures)
@@ -141,20 +136,20 @@ class Sender:
         return again
 
     def send_once(self) -> list[Synced]:
-        """Send all that is due, and return it by stage. Raises also what a living service refuses."""
+        """Send everything due; returns counts by stage. Raises also if a live service refuses an item."""
         self._send_due(self._send_item, pictures=True)
         sent = [each.sent for each in self._begun()]
         sent[0].others += self._pipeline.sent.others
         return sent
 
     def say_once(self, kind: str, text: str) -> None:
-        """Print the first line of its kind, without passwords."""
+        """Print the first line of each kind, without passwords."""
         if kind not in self._said:
             self._said.add(kind)
             self._say(without_credentials(" ".join(text.split())))
 
     def _begun(self) -> list[_Followed]:
-        """Stages that this run has begun; a link is another run's, and is sent with that."""
+        """Return the stages this run has begun; a linked one is sent with its own run."""
         for name in self._recipe.stages.names:
             facts = self._folder.stage(name) / MLFLOW_FACTS_FILE
             if name not in self._stages and facts.is_file() and is_inside(facts, folder=self._folder.path):
@@ -176,7 +171,7 @@ class Sender:
         state, facts = each.state, load_facts(self._folder.stage(each.stage))
         kept = facts.kept_rows if facts else ()
         if cuts := kept[state.attempt if state.attempt <= len(kept) else 0 :]:
-            # Each attempt began by cutting metrics.jsonl, and what it wrote after that is new.
+            # Each attempt first cut metrics.jsonl; all rows it wrote after that are new.
             state.sent_rows, state.attempt = min(state.sent_rows, *cuts), len(kept)
             self._save(state)
         if each.curve.count != state.sent_rows:
@@ -184,7 +179,7 @@ class Sender:
         return (row for row in each.curve.new_rows() if each.curve.count > state.sent_rows)
 
     def _due(self, *, pictures: bool) -> list[_Item]:
-        """Everything but rows that was not sent: the pipeline's, then each stage's, every status last."""
+        """List unsent items other than rows: the pipeline's, then each stage's, statuses last."""
         sink, folder, recipe = self._sink, self._folder, self._recipe
         known = [(self._pipeline, pipeline_facts(recipe, folder))]
         for each in self._begun():
@@ -217,7 +212,7 @@ class Sender:
             names = [RECIPE_FILE, *(f"{each.stage}/{name}" for name in ended)]
         for name in names:
             path = self._folder.path / name
-            if path.is_file() and is_inside(path, folder=self._folder.path):  # a link may lead to a stranger's
+            if path.is_file() and is_inside(path, folder=self._folder.path):  # never send the target of a stray link
                 mark = f"{path.stat().st_size} {path.stat().st_mtime_ns}"
                 shown = "the page" if name == PAGE_FILE else f"artifact {path.name} {each.of}"
                 yield _Item(shown, each, name, mark, partial(self._sink.file, path=path))
@@ -235,7 +230,6 @@ class Sender:
             yield _Item(f"{'table' if one.table else 'picture'} {key}", each, key, "sent", partial(send, key=key))
 
     def _model(self, each: _Followed, stage: StageName) -> Iterator[_Item]:
-        """The model of the last stage, if that leaves one and is done."""
         folder, recipe = self._folder, self._recipe
         is_last = stage == recipe.stages.names[-1] and stage not in ("masked_patch", "swap_head")
         record = folder.peek(stage)
@@ -254,9 +248,9 @@ class Sender:
         return sum([send(item) for item in self._due(pictures=pictures)])
 
     def _open(self) -> None:
-        """Have a run for the sweep, the pipeline and each stage that has begun; each id is saved once known."""
+        """Open the runs of the sweep, the pipeline and each begun stage; saves ids as soon as known."""
         if not self._folder.path.is_dir():
-            raise FileNotFoundError(f"{self._folder.path} is gone")  # with it, perhaps, the folder of all runs
+            raise FileNotFoundError(f"{self._folder.path} is gone")  # connecting could recreate the folder of all runs
         followed = [*([self._sweep] if self._sweep else []), self._pipeline, *self._begun()]
         if not self._is_connected:
             with self._asking():
@@ -298,7 +292,7 @@ class Sender:
             self._save(each.state)
 
     def _try_item(self, item: _Item) -> bool:
-        """Send an item; True if a live service refused it and it is to be retried. Raises if the service is down."""
+        """Send an item; True if a live service refused it and it will be retried. Raises if the service is down."""
         try:
             return self._send_item(item)
         except Exception as error:
@@ -306,7 +300,7 @@ class Sender:
                 if not self._sink.answers(str(item.run.state.run_id)):
                     raise
             refusals = self._refusals[item.name] = self._refusals.get(item.name, 0) + 1
-            if refusals < _TRIES:  # a proxy that is busy for a moment answers, too
+            if refusals < _TRIES:  # a briefly overloaded proxy also answers
                 return True
             self.say_once(f"refused {item.name}", f"MLflow: {item.name} given up: {str(error)[:_LONGEST_REASON]}")
         return False
@@ -317,7 +311,7 @@ class Sender:
             item.send(str(state.run_id))
         state.sent[item.key] = item.mark
         self._save(state)
-        if item.key != "model" and item.mark != "sent":  # these count themselves
+        if item.key != "model" and item.mark != "sent":  # the model and pictures count themselves
             item.run.sent.others.append(item.name)
         return False
 
@@ -332,7 +326,7 @@ class Sender:
     def _save(self, state: RunState) -> None:
         try:
             state.save()
-        except FileNotFoundError:  # the run folder is gone, which is said elsewhere
+        except FileNotFoundError:  # the run folder is gone, which is reported elsewhere
             return
         except OSError as error:
             text = f"MLflow: cannot write {state.file}, a resumed stage may begin a new run: {error}"
@@ -340,14 +334,14 @@ class Sender:
 
 
 def follow(sender: Sender, *, over: threading.Event) -> None:
-    """Send what a run writes until it is `over`, and then the rest, unless the service is away."""
-    # Importing MLflow and creating its tables take 7 s of CPU time, which the first step needs more.
+    """Send what a run writes until `over`, then the rest, unless the service is down."""
+    # Wait for the first row: importing MLflow and creating its tables take 7 CPU seconds, which the first step needs.
     begin, size = time.monotonic() + _BEGIN_SECONDS, sender.curve_bytes()
     while sender.curve_bytes() <= size and time.monotonic() < begin and not over.wait(_POLL_SECONDS):
         pass
     pause_seconds, tries_at_end = _FIRST_PAUSE_SECONDS, 0
     while True:
-        is_ending = over.is_set()  # read before the work, so that the last round sees the last row
+        is_ending = over.is_set()  # read before the round, so that the last one sees the last row
         wait_seconds = _FLUSH_SECONDS
         try:
             again = sender.round()
@@ -356,7 +350,7 @@ def follow(sender: Sender, *, over: threading.Event) -> None:
             pause_seconds = _FIRST_PAUSE_SECONDS
             if again:
                 wait_seconds = pause_seconds
-        except Exception as error:  # noqa: BLE001  (whatever it was, it is tried again)
+        except Exception as error:  # noqa: BLE001  (retried, whatever it was)
             kept = "training continues, MLflow is retried, and metrics.jsonl has every value"
             sender.say_once("outage", f"MLflow: {type(error).__name__}: {str(error)[:_LONGEST_REASON]} ({kept})")
             tries_at_end += is_ending
@@ -370,8 +364,8 @@ def follow(sender: Sender, *, over: threading.Event) -> None:
 
 
 def sync_run(folder: RunFolder, recipe: Recipe, sink: Sink, *, say: Say) -> list[Synced]:
-    """Send what the sink lacks of a run that is not training, each value once, however often it is called. UserError:
-    the sink cannot be reached or refuses, or nothing was trained."""
+    """Send what the sink lacks of a run that is not training; idempotent. UserError if the sink is unreachable or
+    refuses an item, or no stage has begun."""
     begun = [name for name in recipe.stages.names if _settle(folder, recipe, name)]
     if not begun:
         raise UserError(f"{folder.path}: no stage has begun, so there is nothing to send")
@@ -383,8 +377,7 @@ def sync_run(folder: RunFolder, recipe: Recipe, sink: Sink, *, say: Say) -> list
 
 
 def _settle(folder: RunFolder, recipe: Recipe, stage: StageName) -> bool:
-    """Write down the end of a stage that was killed, and facts that an old version left out; False: the stage is not
-    this run's own."""
+    """Complete the facts of a killed stage, or of one from an old version; False if the stage is not this run's own."""
     file = folder.stage(stage) / METRICS_FILE
     if not (file.is_file() and is_inside(file, folder=folder.path)):
         return False

@@ -1,9 +1,8 @@
-"""The protocol of a tracking service. To add one: a file with this class beside `mlflow_sink`, and its choice in
-`mlflow_sink.sink_of`. A run has one sink, whose ids and progress are in its mlflow.json; `shardvit eval`, `transfer`
-and `sweep` write to MLflow alone (`command_runs`).
+"""The protocol of a tracking service. To add one, implement `Sink` in a new file and choose it in
+`mlflow_sink.sink_of`. `shardvit eval`, `transfer` and `sweep` support only MLflow (`command_runs`).
 
-Methods may raise anything: the sender asks `answers`, waits for a dead service, and drops what a living one refuses
-three times.
+Methods may raise anything: the sender then calls `answers`, waits for a dead service, and drops what a live one refuses
+three times. A run has one sink; its mlflow.json holds ids and progress.
 """
 
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from pipeline.tracking.facts import RunFacts, RunState
 
 @dataclass(frozen=True)
 class ResultModel:
-    """A stage's model, the stage's run, and the pipeline's."""
+    """A stage's model to send; `run_id` is the stage's, `parent_id` the pipeline's."""
 
     folder: RunFolder
     recipe: Recipe
@@ -31,7 +30,7 @@ class ResultModel:
 
 
 class Sink(Protocol):
-    """A tracking service; runs are named by the id that `open` returns."""
+    """A tracking service; `open` returns the run ids that the other methods take."""
 
     place: str  # for messages
 
@@ -39,11 +38,11 @@ class Sink(Protocol):
         """Reach the service; called again after an outage."""
 
     def open(self, known: RunState, *, name: str, parent_id: str | None, begun_ms: int | None) -> str:
-        """Find a run by its id or key, or create it; returns its id."""
+        """Find a run by its id or key, or create it; returns the id."""
         ...
 
     def address(self, run_id: str) -> str | None:
-        """Where a browser shows the run."""
+        """Return the run's URL for a browser, if it has one."""
         ...
 
     def answers(self, run_id: str) -> bool:
@@ -51,21 +50,21 @@ class Sink(Protocol):
         ...
 
     def params(self, run_id: str, facts: RunFacts) -> None:
-        """Bring name, description, tags, params, data sets and results up to date."""
+        """Update name, description, tags, params, data sets and results."""
 
     def metrics(self, run_id: str, rows: Sequence[MetricRow]) -> list[str]:
-        """Send rows; returns a message for each value that a living service refuses."""
+        """Send rows; returns a message for each value that a live service refuses."""
         ...
 
     def file(self, run_id: str, path: Path) -> None:
         """Send or replace a file."""
 
     def picture(self, run_id: str, picture: KeptPicture, *, is_newest: bool) -> None:
-        """Send a picture or a table, unless it is there."""
+        """Send a picture or table unless already there."""
 
     def model(self, result: ResultModel) -> str:
-        """Send a stage's model; returns its name there."""
+        """Send a stage's model; returns its name in the service."""
         ...
 
     def close(self, run_id: str, facts: RunFacts) -> None:
-        """Set the status: still or again running, or how and when it ended."""
+        """Set the status: running, or how and when it ended."""

@@ -1,7 +1,6 @@
-"""CPU, memory, network, disk and GPU of each node in the stage's MLflow run, where the recipe says so.
+"""Log each node's CPU, memory, network, disk and GPU to the stage's MLflow run, if the recipe asks for it.
 
-MLflow's own monitor, every ten seconds, in a process beside the first rank of each node that ends with its rank. Costs
-training nothing but some seconds of one core for importing mlflow. Values during an outage are lost.
+Runs MLflow's monitor every ten seconds in a child of each node's first rank. Values during an outage are lost.
 """
 
 import logging
@@ -21,7 +20,7 @@ from pipeline.tracking.client import client_of, home_of, store_uri
 from pipeline.tracking.facts import load_facts, load_run_state, without_credentials
 
 _POLL_SECONDS = 1.0
-_AGAIN_SECONDS = 30.0  # after an outage, which ends MLflow's monitor
+_AGAIN_SECONDS = 30.0  # before restarting the monitor, which an outage ends
 _END_SECONDS = 5.0
 _LOWEST_PRIORITY = 19
 _LONGEST_REASON = 300
@@ -29,13 +28,13 @@ _LONGEST_REASON = 300
 
 @contextmanager
 def node_metrics(folder: RunFolder, *, node: str, environ: Mapping[str, str]) -> Iterator[None]:
-    """Monitor this node while the run trains; `node`: its name among several, or empty."""
+    """Monitor this node while the run trains; `node` is its name, empty for a single node."""
     command = [sys.executable, "-W", "ignore", "-m", __name__, str(folder.runs_root), folder.name, node]
     try:
         child = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,  # MLflow's lines; problems go to standard error, once
+            stdout=subprocess.DEVNULL,  # MLflow's output; problems go to stderr, once
             env={**environ, "CUDA_VISIBLE_DEVICES": ""},
         )
     except OSError as error:
@@ -46,17 +45,17 @@ def node_metrics(folder: RunFolder, *, node: str, environ: Mapping[str, str]) ->
         yield
     finally:
         try:
-            child.communicate(timeout=_END_SECONDS)  # which closes its standard input
+            child.communicate(timeout=_END_SECONDS)  # closes its stdin
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
 
 
-# From here on: the process itself.
+# The child process.
 
 
 def main(runs_root: str, name: str, node: str) -> None:
-    """Monitor this node for one stage after another, until standard input ends."""
+    """Monitor this node, stage after stage, until stdin closes."""
     os.nice(_LOWEST_PRIORITY)
     over = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.buffer.read(), over.set()), daemon=True).start()
@@ -70,7 +69,7 @@ def main(runs_root: str, name: str, node: str) -> None:
 
 
 def running(folder: RunFolder) -> str | None:
-    """Return the MLflow run of the stage that is training, once it has one."""
+    """Return the MLflow run id of the stage in training, once it has one."""
     for stage in ALL_STAGES:
         facts = load_facts(folder.stage(stage))
         if facts is not None and facts.status == "RUNNING":
@@ -79,8 +78,8 @@ def running(folder: RunFolder) -> str | None:
 
 
 def watch(run_id: str, *, uri: str, home: Path, node: str, over: Callable[[], bool]) -> None:
-    """Monitor this node for a run until `over`; restarts a monitor that an outage has ended."""
-    client_of(uri, home=home)  # quietly, and with short time-outs
+    """Monitor this node for a run until `over`; restarts the monitor after outages."""
+    client_of(uri, home=home)  # sets short timeouts and silences logging
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
     logging.disable(logging.WARNING)
@@ -97,7 +96,7 @@ def watch(run_id: str, *, uri: str, home: Path, node: str, over: Callable[[], bo
             wait_while(monitor._process.is_alive)
             if over():
                 return monitor.finish()
-        except Exception as error:  # noqa: BLE001 - it is tried again, and training does not notice
+        except Exception as error:  # noqa: BLE001 - retried, without affecting training
             if not has_failed:
                 has_failed = True
                 why = without_credentials(f"{type(error).__name__}: {str(error)[:_LONGEST_REASON]}")
