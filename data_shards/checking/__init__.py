@@ -1,1 +1,1 @@
-"""The shard doctor: what `shardvit check` does, and what a set of shards is known by."""
+"""Check shards for `shardvit check`, and identify a set of shards."""

@@ -1,12 +1,11 @@
 """Scan a set of shards, or all splits below a folder, on all cores, and report what is wrong.
 
     scan      one part of a shard            fitness   how the set suits a world size
-    judge     what is wrong with a split     findings  kinds of findings, with severity and remedy
+    judge     faults within a split          findings  kinds of findings, with severity and remedy
               and across splits              page      the result as text and as JSON
 
-A damaged shard never keeps the others from being checked. Nothing is changed, but sets without a manifest are indexed.
-Every byte is read: 0.5 to 1.5 GB a second and core, or the disk's speed, plus 22 us a sample and any decoding. Memory:
-some 110 bytes a sample, and an image per process.
+A damaged shard does not stop the check of others. Nothing is changed, except that sets without a manifest are indexed.
+Every byte is read (0.5 to 1.5 GB/s a core, or disk speed); a sample takes 22 us more, plus decoding, and 110 bytes.
 """
 
 import time
@@ -29,10 +28,10 @@ from data_shards.shards.shard_set import ShardSet, ShardsSpec
 from data_shards.store.store import Store, StoreError
 from data_shards.text import counted
 
-# A process takes 0.3 s to start, so with less work than this none is started.
+# Starting a process takes 0.3 s, so less work than this starts none.
 _LITTLE_SECONDS = 0.5
 _SECONDS_PER_SAMPLE, _SECONDS_PER_BYTE = 22e-6, 1e-9  # measured: headers, label, hashes; SHA-256 twice
-_PARTS_PER_PROCESS = 4  # so that processes end at nearly the same time, even with few shards
+_PARTS_PER_PROCESS = 4  # balances processes even with few shards
 _MEANING: dict[MatchKind, str] = {
     "equal-bytes": "equal bytes of",
     "equal-pixels": "equal pixels of",
@@ -46,14 +45,14 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Everything a check found, problems first (see `page`); `fitness` is None without a usable world size."""
+    """All findings, problems first (see `page`); `fitness` is None without a usable world size."""
 
     location: str
     splits: tuple[SplitSummary, ...]
     fitness: Fitness | None
     findings: tuple[Finding, ...]
     seconds: float
-    matches: tuple[Matches, ...] = ()  # of each split with `against`
+    matches: tuple[Matches, ...] = ()  # per split, if `against` is given
 
     def count(self, severity: str) -> int:
         return sum(each.severity == severity for each in self.findings)
@@ -72,17 +71,13 @@ def check(
     against: Sequence[str] = (),
     report: Report = print,
 ) -> CheckResult:
-    """Check a set of shards, or all splits below a folder; UserError if there is none, or the spec does not fit it.
-
-    `processes` 1 starts no process. `against` locates other sets whose images are looked for in this one; UserError if
-    one of them is damaged.
-    """
+    """Check a set, or all splits below a folder; UserError if there is none, or one of `against` is damaged."""
     start = time.monotonic()
     store = store or Store()
     others = open_all_splits(against, store=store, report=report)  # before hours of reading
     scans: list[SplitScan] = []
     findings: list[Finding] = []
-    first: SplitScan | None = None  # the one that is trained on
+    first: SplitScan | None = None  # the training split
     for number, (split, opened) in enumerate(_open_splits(spec, store=store, report=report)):
         if isinstance(opened, str):
             findings.append(finding("unusable-set", split=split, places=[FoundAt("", "", opened)]))
@@ -95,7 +90,7 @@ def check(
     findings += findings_across(scans)
     matches: list[Matches] = []
     for scan in scans:
-        # One of several splits is not compared with itself, a single one is.
+        # A set is compared with itself only if it is the only split.
         theirs = [ShardImages(each, store) for each in others if each.digest != scan.shards.digest or len(scans) == 1]
         if theirs:
             images = ShardImages(scan.shards, store, damaged="report")
@@ -115,7 +110,7 @@ def check(
 
 
 def _open_splits(spec: ShardsSpec, *, store: Store, report: Report) -> Iterator[tuple[str, ShardSet | str]]:
-    """Yield (split, set) for each split, train first; an error message in place of a set too damaged to open."""
+    """Yield (split, set), train first; an error message replaces a set too damaged to open."""
     splits = splits_below(spec.location, store=store)
     is_plain = spec == ShardsSpec(spec.location)
     if not splits:
@@ -144,7 +139,6 @@ def _has_manifest(location: str) -> bool:
 
 
 def _scan_set(request: ScanRequest, *, processes: int | None, report: Report) -> list[PartScan]:
-    """Scan all parts of all shards, in order; in processes, so that a crash is pinned to its shard."""
     shards = request.shards
     if processes is None:
         seconds = shards.num_samples * _SECONDS_PER_SAMPLE + (shards.num_bytes or 0) * _SECONDS_PER_BYTE
@@ -178,7 +172,7 @@ def _assess(scan: SplitScan | None, options: CheckOptions) -> tuple[Fitness | No
 
 
 def _match_findings(found: Matches, *, split: str) -> list[Finding]:
-    """Grade the matches of one split: a problem, but a warning within one set, and only a note if unsure."""
+    """Grade the matches of one split: problems, but warnings within one set, and notes if unsure."""
     findings: list[Finding] = []
     for number, other in enumerate(found.others):
         within = other.digest == found.images.digest

@@ -1,7 +1,7 @@
-"""The kinds of findings, how severe each is, and what to do about it.
+"""Kinds of findings, with severity and remedy.
 
-A problem is damage, or data that silently make results wrong: exit code 1. A warning does not prevent training. The
-kinds' names appear in `--json`, so they must not change.
+A problem is damage, or data that silently make results wrong: exit code 1. A warning does not prevent training. Kind
+names appear in `--json`, so they must not change.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, get_args
 Severity = Literal["problem", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 
-MOST_PLACES = 1000  # of one finding that are named; the rest is only counted
+MOST_PLACES = 1000  # named per finding; the rest is only counted
 
 
 class FoundAt(NamedTuple):
@@ -31,7 +31,7 @@ class Finding:
     split: str
     count: int
     message: str  # with the count: "3 unreadable images"
-    remedy: str  # what to do
+    remedy: str
     places: tuple[FoundAt, ...] = ()
 
 
@@ -41,7 +41,7 @@ _SEEN = (
     "results on held-out images that were trained on measure memory: pack the training images again with "
     "--exclude-matches-of, or report how many there are"
 )
-# Message ({n}: the count; {s}, {es}: a plural's ending) and remedy of each kind.
+# Message ({n}: count; {s}, {es}: plural ending) and remedy of each kind.
 _KINDS: dict[Severity, dict[str, tuple[str, str]]] = {
     "problem": {
         "unusable-set": ("the set cannot be opened", "restore the file that the sentence names, or pack the set again"),
@@ -161,7 +161,7 @@ def finding(
     remedy: str = "",
     severity: Severity | None = None,
 ) -> Finding:
-    """Make a finding in its kind's words, unless `message`, `remedy` or `severity` replace them."""
+    """Make a finding in its kind's words; `message`, `remedy` and `severity` override them."""
     usual: Severity = next(each for each in SEVERITIES if kind in _KINDS[each])
     text, usual_remedy = _KINDS[usual][kind]
     plural = {"s": "", "es": ""} if count == 1 else {"s": "s", "es": "es"}

@@ -1,7 +1,7 @@
-"""Assess how a set of shards suits a world size: does it divide the lanes, what does each node read? No I/O.
+"""Assess how shards suit a world size: does it divide the lanes, what does each node read? No I/O.
 
-Figures are those of epoch 0 with seed 0 in `order.Order`; other epochs read other shards, but the same amounts within
-about a percent. Takes a second for any number of samples.
+Figures are those of epoch 0 with seed 0; other epochs read other shards, but the same amounts within about a percent.
+Takes a second for any number of samples.
 """
 
 from collections.abc import Sequence
@@ -14,29 +14,29 @@ from data_shards.errors import UserError
 from data_shards.order.sample_order import Int64s, Order, check_sizes
 from data_shards.text import counted, show_bytes
 
-DEFAULT_LANES = 256  # what `data.lanes: auto` comes to for batches that are multiples of 256
+DEFAULT_LANES = 256  # `data.lanes: auto` for batches that are multiples of 256
 WINDOW_IMAGES = 16384  # the recipe's default, data.shuffle_window_images
-_MOST_PLACES = 4_000_000  # that are resolved; of larger sets every so many, at least one of nearly every shard
-_GOOD_SHARDS_PER_NODE = 32  # the one or two that a node shares with its neighbours are then a few percent
+_MOST_PLACES = 4_000_000  # resolved; larger sets are sampled at a stride that hits nearly every shard
+_GOOD_SHARDS_PER_NODE = 32  # so that the one or two shared with neighbours are a few percent
 _FEWEST_SAMPLES = 50  # below it, a shard costs more than it holds
-_LARGE_SHARE = 1.5  # times its fair share that the busiest node reads: locality is being lost
+_LARGE_SHARE = 1.5  # times its fair share: if the busiest node reads more, locality is being lost
 
 
 @dataclass(frozen=True)
 class Fitness:
     """Spread of the samples over processes and nodes; shares and bytes count whole shards."""
 
-    world_size: int  # processes
-    nodes: int  # machines, `processes_per_node` on each
-    processes_per_node: int  # GPUs of a machine
-    lanes: int  # that the numbers hold for
-    fitting_world_sizes: tuple[int, ...]  # what divides the lanes
-    images_per_process: tuple[int, int]  # samples of an epoch for each process, (least, most)
-    shards_per_process: tuple[int, int]  # distinct shards that a process reads in an epoch, (least, most)
-    shards_per_node: tuple[int, int]  # the same for a node
-    node_share: float  # of all bytes, what the busiest node reads in an epoch, 0 to 1; `node_bytes` in bytes
+    world_size: int
+    nodes: int
+    processes_per_node: int  # one per GPU
+    lanes: int  # assumed by the other figures
+    fitting_world_sizes: tuple[int, ...]  # divisors of `lanes`
+    images_per_process: tuple[int, int]  # samples in an epoch, (least, most)
+    shards_per_process: tuple[int, int]  # distinct shards read in an epoch, (least, most)
+    shards_per_node: tuple[int, int]  # likewise
+    node_share: float  # share of all bytes that the busiest node reads in an epoch, 0 to 1
     node_bytes: int
-    window_shards: int  # distinct shards that a node reads within one shuffle window, at most; `window_bytes` in bytes
+    window_shards: int  # most distinct shards that a node reads within one shuffle window
     window_bytes: int
 
 
@@ -50,7 +50,7 @@ def assess(
     processes_per_node: int,
     window_images: int = WINDOW_IMAGES,
 ) -> tuple[Fitness | None, list[Finding]]:
-    """Assess shards for `world_size` processes; None if they do not fit. `lanes` None: a number near the default."""
+    """Assess shards for `world_size` processes; None if they do not fit. `lanes` None: near the default."""
     findings: list[Finding] = []
     if lanes is None:
         lanes = DEFAULT_LANES if DEFAULT_LANES % world_size == 0 else max(1, DEFAULT_LANES // world_size) * world_size
@@ -94,7 +94,7 @@ def assess(
 def _fitness(
     sizes: Int64s, num_bytes: Int64s, *, world_size: int, lanes: int, processes_per_node: int, window_images: int
 ) -> Fitness:
-    # All places of epoch 0, or of large sets a regular choice, with the first and last place of each window.
+    # All places of epoch 0, or for large sets a regular sample with the first and last place of each window.
     total, own_lanes = int(sizes.sum()), lanes // world_size
     stride = min(max(1, int(sizes[sizes > 0].min()) // 2, total // _MOST_PLACES), window_images)
     spans = (total + np.arange(lanes, dtype=np.int64)) // lanes
@@ -103,7 +103,7 @@ def _fitness(
     steps = np.unique(np.concatenate([np.arange(0, longest, stride), starts, starts[1:] - 1, [longest - 1]]))
     lane, position = (each.ravel() for each in np.meshgrid(np.arange(lanes), steps, indexing="ij"))
     position = np.minimum(position, spans[lane] - 1)
-    # A window of one image leaves the places unshuffled; which shards a true window touches is the same.
+    # A window of one image skips the shuffle; a full window touches the same shards.
     order = Order(sizes.tolist(), seed=0, lanes=lanes, global_batch_images=lanes, window_images=1)
     shard = order.resolve(lane, position).shard
 

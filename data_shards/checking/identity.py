@@ -1,14 +1,13 @@
 """Identify a set of shards when a stage begins, and tell how it differs later.
 
-Content decides: sizes, numbers of samples, digests, and the samples that were read (`spots`); file names only where
-nothing else does. Stamps (times, ETags) alone prove nothing, since a copy has others: where one differs, `suspects`
-names the shard and `compare_suspects` reads it.
+Content decides: sizes, sample counts, digests, and the samples read (`spots`); file names only where nothing else is
+known. Changed stamps (times, ETags) prove nothing, since copies have others: `compare_suspects` reads such shards.
 
-`identify` opens at most 64 shards and reads 2,048 samples, always the same ones, at most a 64th of 128 MiB per shard:
-0.1 to 0.3 s from a warm disk, a few seconds from a cold one. If k of N images were exchanged, it notices with
-probability 1-(1-2048/N)^k: 0.91 for k = 1,500 of N = 1,281,167. It is the second line of defence after the inode's
-change time, which cannot be set back: if that differs, all bytes are compared. Remote shards are not read: packed ones
-are verified by digest on download, other tools' tars by their ETag or, where that differs, their new index.
+`identify` reads 2,048 samples from at most 64 shards, always the same ones, up to 128 MiB: 0.1 to 0.3 s from a warm
+disk, a few seconds from a cold one. It notices k exchanged images of N with probability 1-(1-2048/N)^k: 0.91 for k =
+1,500 of N = 1,281,167. The inode's change time, which cannot be set back, is checked first: if it differs, all bytes
+are compared. Remote shards are not read: packed ones are verified by digest on download, others by ETag or, if that
+differs, by their new index.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from data_shards.shards.shard_set import ShardEntry, ShardSet
 MOST_SHARDS = 64
 MOST_SAMPLES = 2048
 _MOST_BYTES = 128 << 20  # of all samples together
-# Suspects up to this size are read, whole where the manifest has their digest: a second or two of SHA-256.
+# Suspects are read up to this size, whole if the manifest has their digest: a second or two of SHA-256.
 MOST_SUSPECT_BYTES = 1 << 30
-_THREADS = 16  # they wait for the disk, or are in SHA-256, which needs no GIL
-_PIXELS_BYTES = 1 << 20  # that `pixels_digest` reads of a tar
+_THREADS = 16  # they wait for the disk, or for SHA-256, which releases the GIL
+_PIXELS_BYTES = 1 << 20  # read by `pixels_digest` per tar
 _MOST_NAMED = 3  # shards in a message
-_COLUMNS: dict[str, tuple[str, type | UnionType]] = {  # ours: that of a ShardEntry, kind of its values
+_COLUMNS: dict[str, tuple[str, type | UnionType]] = {  # column: (field of ShardEntry, type)
     "names": ("name", str),
     "num_bytes": ("num_bytes", int | None),
     "num_samples": ("num_samples", int),
@@ -48,33 +47,33 @@ _COLUMNS: dict[str, tuple[str, type | UnionType]] = {  # ours: that of a ShardEn
     "pixels": ("pixels_digest", str),
     "stamps": ("stamp", str),
 }
-_FREE = ("names", "stamps", "pixels")  # columns in which a copy may differ, or that came later
+_FREE = ("names", "stamps", "pixels")  # columns that differ in copies, or were added later
 
 
 @dataclass(frozen=True)
 class SetIdentity:
-    """A set of shards; every column has an entry per shard, "" or None where unknown."""
+    """A set of shards; every column has an entry per shard, "" or None if unknown."""
 
-    digest: str  # of the set as a whole (the manifest's own, with the classes)
-    names: tuple[str, ...]  # of the shards, as messages show them
-    num_bytes: tuple[int | None, ...]  # sizes of the tars
-    num_samples: tuple[int, ...]  # samples in them
-    sha256: tuple[str, ...]  # of all bytes, as the manifest states it
-    indexes: tuple[str, ...]  # digest of keys, image sizes and labels, of a tar without a manifest
-    pixels: tuple[str, ...]  # digest of the first bytes of a few images, of a tar without a manifest
-    stamps: tuple[str, ...]  # change when the file is written: see `ShardEntry.stamp`
-    spots: Mapping[int, tuple[str, ...]]  # shard -> digests of the samples that were read, "" for damaged ones
+    digest: str  # of the whole set (the manifest's, with the classes)
+    names: tuple[str, ...]  # as messages show them
+    num_bytes: tuple[int | None, ...]  # of the tars
+    num_samples: tuple[int, ...]
+    sha256: tuple[str, ...]  # of all bytes, by the manifest
+    indexes: tuple[str, ...]  # digest of keys, image sizes and labels; for a tar without a manifest
+    pixels: tuple[str, ...]  # digest of the first bytes of a few images; for a tar without a manifest
+    stamps: tuple[str, ...]  # see `ShardEntry.stamp`
+    spots: Mapping[int, tuple[str, ...]]  # shard -> digests of the samples read, "" for damaged ones
 
     @classmethod
     def of(cls, shards: ShardSet, *, spots: Mapping[int, Sequence[str]]) -> SetIdentity:
         pick = attrgetter(*(theirs for theirs, _ in _COLUMNS.values()))
-        rows = list(map(pick, shards.shards))  # in one go: entries may be made as they are asked for
+        rows = list(map(pick, shards.shards))  # one pass: entries may be made on access
         columns = {name: tuple(row[at] for row in rows) for at, name in enumerate(_COLUMNS)}
         return cls(shards.digest, spots={shard: tuple(digests) for shard, digests in spots.items()}, **columns)
 
     @classmethod
     def from_json(cls, content: Any) -> SetIdentity:
-        """Read the JSON of `vars` (pydantic refuses names that are not UTF-8); ValueError for anything else."""
+        """Load the JSON of `vars` (pydantic refuses names that are not UTF-8); ValueError if it is malformed."""
         if not isinstance(content, dict) or set(content) != {"digest", "spots", *_COLUMNS}:
             raise ValueError("not the columns of a set of shards")
         digest, spots = content["digest"], content["spots"]
@@ -88,12 +87,12 @@ class SetIdentity:
 
     @property
     def content_digest(self) -> str:
-        """Digest everything that decides, as 32 hex digits."""
+        """Hash everything that decides, as 32 hex digits."""
         content = {key: value for key, value in vars(self).items() if key not in _FREE}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
     def seen_as(self, other: SetIdentity, *, unseen: Sequence[int] = ()) -> SetIdentity:
-        """Take the names and stamps of `other`, except for the stamps of the shards `unseen`."""
+        """Take names and stamps from `other`, except the stamps of shards in `unseen`."""
         pairs = enumerate(zip(self.stamps, other.stamps, strict=True))
         stamps = [old if shard in unseen else new for shard, (old, new) in pairs]
         pixels = tuple(old or new for old, new in zip(self.pixels, other.pixels, strict=True))
@@ -105,7 +104,7 @@ def _is_list(column: Any, *, of: type | UnionType) -> bool:
 
 
 def suspects(before: SetIdentity, now: SetIdentity) -> list[int]:
-    """List shards whose file was written, copied or touched since, where stamps are known."""
+    """List shards whose stamp changed: written, copied or touched since."""
     pairs = zip(before.stamps, now.stamps, strict=True)
     return [shard for shard, (old, new) in enumerate(pairs) if old and new and old != new]
 
@@ -176,10 +175,10 @@ def identify(shards: ShardSet) -> SetIdentity:
 
 
 def compare_suspects(shards: ShardSet, before: SetIdentity, suspects: Sequence[int]) -> dict[int, bool]:
-    """Read shards with a changed stamp, up to `MOST_SUSPECT_BYTES`, and tell if each has its old content.
+    """Read shards with a changed stamp, up to `MOST_SUSPECT_BYTES`; map each to whether its content is unchanged.
 
-    Compares all bytes where the manifest has their digest, and 16 images of another tool's tar, whose index was already
-    compared. Shards that were not read (too many, or remote) are missing from the result.
+    Compares all bytes if the manifest has their digest, else 16 images of a tar whose index was already compared.
+    Shards not read (too many, or remote) are missing from the result.
     """
     chosen: list[int] = []
     left_bytes = MOST_SUSPECT_BYTES
@@ -194,7 +193,7 @@ def compare_suspects(shards: ShardSet, before: SetIdentity, suspects: Sequence[i
     for shard in suspects:
         entry = shards.shards[shard]
         if not is_local(entry.url) and entry.pixels_digest and before.pixels[shard]:
-            alike[shard] = True  # it was indexed again, and `differences` has compared what was found
+            alike[shard] = True  # reindexed, and `differences` has compared the result
     return alike
 
 
@@ -206,7 +205,7 @@ def _is_alike(shards: ShardSet, before: SetIdentity, shard: int) -> bool:
         return _sha256(entry) == before.sha256[shard]
     if before.pixels[shard] and entry.index is not None:
         return pixels_digest(str(local_path(entry.url)), load_index(entry.index)) == before.pixels[shard]
-    return True  # nothing is known of it but what was compared already
+    return True  # all that is known was compared already
 
 
 def _sha256(entry: ShardEntry) -> str:

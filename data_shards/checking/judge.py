@@ -1,4 +1,4 @@
-"""Judge what a scan of a split found: faults by kind, duplicates, classes, stray tars; and leaks between splits.
+"""Judge the scan of a split (faults, duplicates, classes, stray tars), and leaks between splits.
 
 Duplicates are found by sorting 16-byte hashes: about a second and 80 MB for a million samples.
 """
@@ -23,8 +23,8 @@ from data_shards.shards.shard_set import ShardSet, class_difference
 
 Int64s = NDArray[np.int64]
 
-_UNEVEN = 2.0  # times the median that the largest shard has
-_MOST_UNPACKED = 64  # parts
+_UNEVEN = 2.0  # times the median: a larger shard is reported
+_MOST_UNPACKED = 64  # parts whose keys stay decompressed
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class SplitSummary:
-    """One split in numbers, without lost samples; the fields are those of the JSON (see `page`)."""
+    """Figures of one split, without lost samples; fields are the JSON's (see `page`)."""
 
     split: str
     name: str
@@ -60,7 +60,7 @@ class SplitSummary:
 
 
 class SplitScan:
-    """Put the parts of one split together; samples are numbered across parts."""
+    """Merge the parts of one split; samples are numbered across parts."""
 
     def __init__(self, shards: ShardSet, parts: Sequence[PartScan]) -> None:
         self.shards = shards
@@ -81,7 +81,6 @@ class SplitScan:
         self._common = folders.pop() if len(folders) == 1 else shards.source
 
     def shard_name(self, shard: int) -> str:
-        """Shorten a shard's name if all shards are in one folder or below the set's."""
         return self.shards.shards[shard].name.removeprefix(f"{self._common.rstrip('/')}/")
 
     def place(self, sample: int, detail: str = "") -> FoundAt:
@@ -125,7 +124,7 @@ def spread(numbers: Sequence[int] | NDArray[Any]) -> Spread | None:
 
 
 def split_findings(scan: SplitScan, *, digests: bool) -> list[Finding]:
-    """Judge one split; `digests`: they were to be compared."""
+    """Judge one split; `digests`: whether SHA-256 was to be compared."""
     shards, split = scan.shards, scan.shards.split
     counts: Counter[str] = Counter()
     places: dict[str, list[FoundAt]] = defaultdict(list)
@@ -147,7 +146,7 @@ def split_findings(scan: SplitScan, *, digests: bool) -> list[Finding]:
         findings.append(finding("unusable-set", split=split, message="there are no samples in it"))
     findings += _duplicates(scan)
     add("extra-tar", details=(), shards=_extra_tars(shards))
-    if len(scan.samples) >= shards.num_samples:  # or else the classes may be those of lost samples
+    if len(scan.samples) >= shards.num_samples:  # else an empty class may have lost its samples
         counted = zip(shards.classes, scan.class_counts, strict=True)
         add("empty-class", details=[name for name, count in counted if not count])
     add("alike-classes", details=[", ".join(map(repr, names)) for names in similar_names(shards.classes)])
@@ -180,8 +179,8 @@ def findings_across(scans: Sequence[SplitScan]) -> list[Finding]:
 class Groups:
     """Groups of equal samples: `members[starts[g] : starts[g + 1]]` are the samples of group g, ascending."""
 
-    members: Int64s  # int64 [samples that have an equal]
-    starts: Int64s  # int64 [groups + 1]
+    members: Int64s  # [samples with an equal]
+    starts: Int64s  # [groups + 1]
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -190,19 +189,19 @@ class Groups:
         return self.members[self.starts[number] : self.starts[number + 1]]
 
     def differ(self, values: Int64s) -> NDArray[np.bool_]:
-        """Tell which groups differ within themselves in `values`, one per sample: bool [groups]."""
+        """Mark groups with unequal `values` (one per sample)."""
         own = values[self.members]
         return np.minimum.reduceat(own, self.starts[:-1]) != np.maximum.reduceat(own, self.starts[:-1])
 
 
 def equal_groups(hashes: NDArray[np.uint64], *, among: NDArray[np.bool_] | None = None) -> Groups:
-    """Group samples (those `among`) with equal hashes, [samples] or [samples, words]; ordered by first sample."""
+    """Group samples (`among` those marked) with equal hashes, [samples(, words)]; ordered by first sample."""
     words = hashes if hashes.ndim == 2 else hashes[:, None]
     samples = np.arange(len(words)) if among is None else np.flatnonzero(among)
     words = words[samples]
     by_hash = np.lexsort(words.T)  # stable: equal ones stay in their order
     samples, words = samples[by_hash], words[by_hash]
-    same = np.zeros(len(samples) + 1, np.bool_)  # as the one before
+    same = np.zeros(len(samples) + 1, np.bool_)  # equals the one before
     same[1:-1] = (words[1:] == words[:-1]).all(axis=1)
     in_group = same[:-1] | same[1:]
     members, is_first = samples[in_group], ~same[:-1][in_group]
@@ -248,7 +247,6 @@ def _label(shards: ShardSet, code: int) -> str:
 
 
 def _leaks(one: SplitScan, other: SplitScan) -> tuple[int, list[FoundAt]]:
-    """Count images that are in both splits, and place them in the other one."""
     both = np.concatenate([one.samples, other.samples])
     labels, num_own = both["label_code"], len(one.samples)
     groups = equal_groups(both["image_hash"], among=both["is_whole"])
@@ -267,7 +265,6 @@ def _leaks(one: SplitScan, other: SplitScan) -> tuple[int, list[FoundAt]]:
 
 
 def _extra_tars(shards: ShardSet) -> list[str]:
-    """List tars in the folder of a packed local set that its manifest does not name."""
     if not shards.source or not is_local(shards.source):
         return []
     folder = local_path(shards.source)

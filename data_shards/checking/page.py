@@ -1,7 +1,7 @@
-"""The result of a check as text for people, and as JSON for programs.
+"""Format a check's result as text and as JSON.
 
-The JSON's keys are stable: those of `as_json`, and the fields of `SplitSummary`, `Fitness`, `Finding` and `FoundAt`.
-New ones may be added; `version` changes if any is removed or changes its meaning. A finding names at most 1,000 places.
+JSON keys are stable: those of `as_json`, and the fields of `SplitSummary`, `Fitness`, `Finding` and `FoundAt`. New ones
+may be added; `version` changes if one is removed or redefined. A finding names at most 1,000 places.
 """
 
 import textwrap
@@ -21,15 +21,15 @@ from data_shards.text import counted, one_line, printable, show_bytes, show_dura
 
 _VERSION = 1
 _WIDTH = 100
-_SHOWN_PLACES = 8  # of a finding; all are in the JSON
-_SHOWN_CLASSES = 20  # up to which each has its line
+_SHOWN_PLACES = 8  # per finding; the JSON has all
+_SHOWN_CLASSES = 20  # with more, only the extremes are shown
 _BAR = 32  # characters
-_RARE = 3  # classes that are named as the rarest and the most frequent
-_RATE = 1000  # images/s that the cores are given for
+_RARE = 3  # classes named as rarest, and as largest
+_RATE = 1000  # images/s to state the cores for
 
 
 def as_json(result: CheckResult) -> dict[str, Any]:
-    """Convert to plain types: counts of findings, seconds, and lists of splits, matched sets and findings."""
+    """Convert to plain types."""
     return {
         "version": _VERSION,
         "location": result.location,
@@ -47,7 +47,6 @@ def as_json(result: CheckResult) -> dict[str, Any]:
 
 
 def _against(found: Matches) -> list[dict[str, Any]]:
-    """Count the images of a split that are also in each of the other sets, by kind of match."""
     counts = Counter((match.collection, match.kind) for match in found.matches)
     keys = ("equal_bytes", "equal_pixels", "near_duplicates", "unsure")
     return [
@@ -63,7 +62,7 @@ def _shards(collection: Collection) -> ShardSet:
 
 
 def as_text(result: CheckResult) -> str:
-    """Format for people: figures, findings with remedies, and the verdict as the last line."""
+    """Format figures, findings with remedies, and the verdict as the last line."""
     blocks = [_split_text(split) for split in result.splits]
     if result.fitness is not None:
         fitness = result.fitness

@@ -1,8 +1,8 @@
-"""Scan one shard, or a part of its samples; damage is recorded, never raised, and `findings` grades it.
+"""Scan a shard, or a part of its samples. Damage is recorded, never raised; `findings` grades it.
 
-The tar's own headers are the truth; the index, the manifest's numbers and the digest are compared with them. Every
-image is read and hashed (16 bytes are kept), and with `decode` decoded in full. Takes about 25 us a small image, the
-disk's or SHA-256's time for large ones, and 1.9 ms to decode a photograph.
+The tar's headers are the truth; the index, the manifest and the digest are compared with them. Every image is read and
+hashed (16 bytes are kept), and with `decode` decoded in full. Takes about 25 us a small image, disk or SHA-256 speed
+for large ones, and 1.9 ms to decode a photograph.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ SAMPLE = np.dtype(
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """Depth of the check, and the size of the training that the shards should suit."""
+    """Depth of the check, and the training setup to assess the shards for."""
 
     decode: bool = False  # every image in full, unless it has more pixels than `pixel_limit`
     digests: bool = True  # compare every shard's SHA-256 with the manifest
@@ -67,7 +67,7 @@ class CheckOptions:
 
 
 class ScanRequest(NamedTuple):
-    """Common to all parts; sent to every worker once."""
+    """Shared by all parts; sent to every worker once."""
 
     shards: ShardSet
     store: Store
@@ -75,7 +75,7 @@ class ScanRequest(NamedTuple):
 
 
 class ShardPart(NamedTuple):
-    """The samples of shard `shard` are cut into `parts` parts; this is part `number`."""
+    """Part `number` of the `parts` into which a shard's samples are cut."""
 
     shard: int
     number: int
@@ -132,7 +132,7 @@ def scan_part(request: ScanRequest, part: ShardPart) -> PartScan:
                 scan.add_fault("index", complaint)
             _check_whole(entry, readable, index, path=path if request.options.digests else None, scan=scan)
         start, stop = (len(index) * number // part.parts for number in (part.number, part.number + 1))
-        with warnings.catch_warnings(action="ignore"):  # Pillow's, of large images and odd metadata
+        with warnings.catch_warnings(action="ignore"):  # Pillow's, about large images and odd metadata
             _scan_samples(request, entry, index, range(start, stop), descriptor=descriptor, scan=scan)
     except (OSError, UserError) as error:
         scan.add_fault("damaged-shard", f"{_reason(error, entry)}; the rest of its samples was not checked")
@@ -144,7 +144,7 @@ def scan_part(request: ScanRequest, part: ShardPart) -> PartScan:
 def _check_whole(
     entry: ShardEntry, readable: ReadableIndex, index: ShardIndex, *, path: str | None, scan: PartScan
 ) -> None:
-    """Compare the tar with what is stated of it, its digest if `path` is given; each damage is reported once."""
+    """Compare the tar with the manifest, and its digest if `path` is given; each damage is reported once."""
     damage = readable.damage
     if entry.num_bytes is not None and scan.num_bytes != entry.num_bytes:
         sizes = f"it has {scan.num_bytes:,} bytes where the manifest says {entry.num_bytes:,}"
@@ -165,12 +165,12 @@ def _check_whole(
 
 
 def _usable_index(entry: ShardEntry, readable: ReadableIndex, *, tar_bytes: int) -> tuple[ShardIndex, str]:
-    """Take the headers' index, or the stored one if it lists samples behind the damage; with the latter's fault."""
+    """Take the headers' index, or the stored one if it lists samples behind damage; return the stored one's fault."""
     headers = readable.index
     if entry.index is not None or not is_local(entry.url):  # made from the tar on this machine
         return headers, ""
     path = index_path(local_path(entry.url))
-    if not path.is_file() or (readable.damage and not len(headers)):  # the latter may be any file
+    if not path.is_file() or (readable.damage and not len(headers)):  # without headers it may be any file
         return headers, ""
     try:
         stored = read_index(path, label=entry.labels.part)
@@ -222,7 +222,6 @@ def _scan_samples(
 
 
 def _scan_image(data: bytes, *, options: CheckOptions, key: str, sample: Any, scan: PartScan) -> bool:
-    """True if the image looks readable; only `decode` makes sure."""
     image_format = next((name for name, magic in _MAGIC.items() if magic.match(data)), None)
     if not data or (image_format is None and not options.decode):
         scan.add_fault("image", "it is of no known format" if data else "it is empty", key=key)
@@ -246,7 +245,7 @@ def _scan_image(data: bytes, *, options: CheckOptions, key: str, sample: Any, sc
 
 
 def _jpeg_complaint(data: bytes) -> str | None:
-    """None if a strict decoder decodes all of it; it complains of damage, and of CMYK, which it does not support."""
+    """None if a strict decoder takes the image; it complains of damage, and of CMYK, which it does not support."""
     import simplejpeg
 
     try:
@@ -257,12 +256,12 @@ def _jpeg_complaint(data: bytes) -> str | None:
 
 
 def _hash(data: bytes) -> bytes:
-    """16 bytes of SHA-256, which CPUs have instructions for; BLAKE2 takes twice as long."""
+    """SHA-256, 16 bytes: with CPU instructions for it, twice as fast as BLAKE2."""
     return hashlib.sha256(data).digest()[:16]
 
 
 def _code(labels: tuple[int, ...]) -> int:
-    """Encode labels: the label itself if there is one, else a number that is equal for equal sets."""
+    """Equal label sets have equal codes; a single label is its own."""
     if len(labels) == 1:
         return labels[0]
     return int.from_bytes(_hash(repr(sorted(labels)).encode())[:8], "little") >> 1 | 1 << 62

@@ -1,1 +1,1 @@
-"""Images -> shards: what `shardvit pack` does."""
+"""Pack images into shards for `shardvit pack`."""

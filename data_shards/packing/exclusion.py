@@ -1,9 +1,8 @@
-"""Leave out training images that are also in other sets, such as test sets, and list them.
+"""Exclude training images that are also in other sets, such as test sets, and list them.
 
-OUT/excluded.jsonl has one image a line: path, split, label; kind, likeness and mirrored (see `matches`); the other set,
-and shard and key there. OUT/unsure.jsonl has images that may be in another set and were packed. OUT/excluded.html shows
-both as pairs. Decodes every training image once more; fingerprints are kept in the user's cache, so a packing that was
-killed does not decode them again.
+OUT/excluded.jsonl has an image per line: path, split, label; kind, likeness and mirrored (see `matches`); the other
+set, with shard and key there. OUT/unsure.jsonl lists packed images that may be in another set, and OUT/excluded.html
+shows both as pairs. Decodes every training image once more; fingerprints stay in the user's cache for a retry.
 """
 
 import hashlib
@@ -27,9 +26,9 @@ EXCLUDED_PAGE = "excluded.html"
 
 
 class PlannedImages:
-    """The images of planned shards, as a collection to compare."""
+    """Planned shards as a collection to compare."""
 
-    read_by: Literal["processes", "threads"] = "threads"  # a source may be large, and need not be sent to processes
+    read_by: Literal["processes", "threads"] = "threads"  # a large source need not be pickled for processes
 
     def __init__(self, plans: Sequence[ShardPlan], *, name: str) -> None:
         self._plans, self.name = plans, name
@@ -65,13 +64,12 @@ class Excluded:
 
     matches: Matches
     marks: Marks  # images to leave out
-    lines: dict[str, list[Line]]  # of each list
+    lines: dict[str, list[Line]]  # file -> its lines
 
     def count(self, file: str) -> int:
         return len({line["path"] for line in self.lines[file]})
 
     def write(self, folder: Path, request: PackRequest) -> None:
-        """Write the lists and the page into `folder`, if there is anything to list."""
         for file, lines in self.lines.items():
             if lines:
                 replace_lines(folder / file, lines)
@@ -81,7 +79,7 @@ class Excluded:
 
 
 def find_excluded(plan: PackPlan, source: Source, request: PackRequest, *, report: Report) -> Excluded | None:
-    """Find training images that are also in other sets; None if none were named. UserError: a set cannot be read."""
+    """Find training images that are in other sets; None if no set was given. UserError if a set cannot be read."""
     if request.exclusion is None:
         return None
     images = PlannedImages(plan.splits["train"], name=source.spec)

@@ -1,8 +1,8 @@
-"""Lists and figures of a packing: images with the same bytes, unreadable images.
+"""List and count duplicate and unreadable images of a packing.
 
-OUT/duplicates.jsonl has one group a line: its digest, and each image's path, key, split, label (a list where images
-have several) and whether it was packed. OUT/unreadable.jsonl (beside OUT if they end the packing) has one image a line:
-path, split, label, reason. Neither is written empty. Costs 16 bytes and some 0.5 µs per image.
+OUT/duplicates.jsonl has a group of equal images per line: the digest, and each image's path, key, split, label (a list
+if multi-label) and whether it was packed. OUT/unreadable.jsonl (next to OUT if they stop the packing) has an image per
+line: path, split, label, reason. Neither is written empty. Costs 16 bytes and about 0.5 µs an image.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,12 +24,12 @@ DUPLICATES_FILE = "duplicates.jsonl"
 UNREADABLE_FILE = "unreadable.jsonl"
 EXCLUDED_FILE = "excluded.jsonl"
 UNSURE_FILE = "unsure.jsonl"
-_MOST_NAMED = 5  # unreadable images, in a message
+_MOST_NAMED = 5  # unreadable images in a message
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts for `pack.json`; `duplicates` counts the images beyond the first of each group."""
+    """Counts for `pack.json`; `duplicates` leaves out the first image of each group."""
 
     unreadable: int = 0
     duplicates: int = 0
@@ -37,12 +37,12 @@ class Counts:
     straddling_groups: int = 0  # groups in several splits
     contradicting_groups: int = 0  # groups labelled differently
     excluded: int = 0  # images left out because another set has them
-    unsure: int = 0  # images packed that another set may have
+    unsure: int = 0  # packed images that another set may have
 
 
 @dataclass(frozen=True)
 class PackReport:
-    """Contents of OUT; `compared` says what was compared with the source if OUT was packed before."""
+    """Contents of OUT. `compared`: what was compared with the source, if OUT existed before."""
 
     out: Path
     manifests: tuple[Manifest, ...]
@@ -63,7 +63,6 @@ class PackReport:
         return sum(manifest.num_samples for manifest in self.manifests)
 
     def lines(self, *, dropped: bool) -> list[str]:
-        """Format the lines to print; `dropped`: duplicates were left out."""
         verb = "was packed before, with" if self.compared else f"packed in {show_duration(self.seconds)}:"
         classes = counted(self.train.num_classes, "class")
         lines = [f"{self.out}: {verb} {counted(self.num_images, 'image')} of {classes}"]
@@ -104,7 +103,7 @@ class PackReport:
 
 
 def count_groups(groups: Sequence[Line]) -> dict[str, int]:
-    """Count what the list of duplicates holds, for `Counts`."""
+    """Count duplicates for `Counts`."""
     images = [group["images"] for group in groups]
     return {
         "duplicates": sum(map(len, images)) - len(groups),
@@ -115,14 +114,14 @@ def count_groups(groups: Sequence[Line]) -> dict[str, int]:
 
 
 def equal_digests(digests: bytes) -> list[list[int]]:
-    """Group images with equal digests (`DIGEST_BYTES` each; zeros: unknown), by number, ascending."""
+    """Group image numbers by equal digests (`DIGEST_BYTES` each, zeros ignored), ascending."""
     words = np.frombuffer(digests, dtype=np.uint64).reshape(-1, DIGEST_BYTES // 8)
     groups = equal_groups(words, among=np.asarray(words.any(axis=1)))
     return [groups[number].tolist() for number in range(len(groups))]
 
 
 def unreadable_files(plan: PackPlan, records: Mapping[str, ShardRecord]) -> list[Line]:
-    """List the unreadable images of the records, in plan order."""
+    """List unreadable images in plan order."""
     return [
         {**shard.line(refused.position), "reason": refused.reason}
         for shard in plan.shards
@@ -131,7 +130,7 @@ def unreadable_files(plan: PackPlan, records: Mapping[str, ShardRecord]) -> list
 
 
 def duplicate_groups(plan: PackPlan, digests: bytes, *, packs_all: bool, unreadable: Sequence[Line]) -> list[Line]:
-    """List groups of planned images with equal `digests` in plan order; without `packs_all` the first is packed."""
+    """List groups of equal images in plan order; unless `packs_all`, only the first of each is packed."""
     bad = {file["path"] for file in unreadable}
     groups: list[Line] = []
     for numbers in equal_digests(digests):
@@ -146,7 +145,7 @@ def duplicate_groups(plan: PackPlan, digests: bytes, *, packs_all: bool, unreada
 
 
 def unreadable_error(files: Sequence[Line], source: Source, plan: PackPlan, out: Path) -> UserError:
-    """Name the first unreadable images, and list all beside OUT."""
+    """Make an error that names the first unreadable images, and list all next to OUT."""
     path = list_beside(out)
     replace_lines(path, files)
     first = "; ".join(f"{file['path']} ({file['reason']})" for file in files[:_MOST_NAMED])

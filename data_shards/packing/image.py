@@ -1,8 +1,8 @@
-"""One source image -> the bytes that go into the tar: verified, and reduced on request.
+"""Verify one source image for the tar, and downscale it on request.
 
-Every image is decoded in full by training's decoder: a broken one is cheap to fix now and expensive in the middle of a
-run. With `Resize`, a large image is reduced (Lanczos, antialiased) and encoded as JPEG with 4:2:0 chroma and without
-metadata: no orientation tag, so a viewer shows what training sees. A photograph takes 1.2 ms, 3 more if reduced.
+Each image is decoded in full by training's decoder, so a broken one stops the packing, not a training run. `Resize`
+downscales (Lanczos, antialiased) and re-encodes as JPEG with 4:2:0 chroma and no metadata: without an orientation tag,
+viewers show what training sees. A photograph takes 1.2 ms, 3 more if downscaled.
 """
 
 import io
@@ -12,18 +12,18 @@ from data_shards.errors import UnreadableImage, UserError
 from data_shards.images.crops import Pixels
 from data_shards.images.decode import PixelLimit, read_image
 
-# The bytes decide a member's extension, not the file's name: ImageNet has a PNG named .JPEG. MPO is a JPEG with more
-# JPEGs after it, as some cameras write.
+# The content decides a member's extension, not the file name: ImageNet has a PNG named .JPEG. MPO, from some cameras,
+# is a JPEG followed by more JPEGs.
 EXTENSIONS = {name: name.lower() for name in ("PNG", "WEBP", "BMP", "GIF", "PPM")}
 EXTENSIONS |= {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif"}
-DEFAULT_QUALITY = 90  # notes of the project: with 320 pixels 43 kB an ImageNet photograph, 5.4 times the stock loader
+DEFAULT_QUALITY = 90  # project notes: at 320 pixels 43 kB an ImageNet photograph, 5.4 times the stock loader
 PACKED_LIMIT = PixelLimit(name="--max-image-pixels")
 _JPEG_MAGIC = b"\xff\xd8\xff"
 
 
 @dataclass(frozen=True)
 class Resize:
-    """Reduce images whose short side is longer than `short_pixels`; `quality` is libjpeg's, 1 to 100."""
+    """Downscale images whose short side exceeds `short_pixels`; `quality` is libjpeg's, 1 to 100."""
 
     short_pixels: int
     quality: int = DEFAULT_QUALITY
@@ -37,14 +37,14 @@ class Resize:
 
 @dataclass(frozen=True)
 class PackedImage:
-    """`data` and its extension."""
+    """Encoded bytes with their file extension."""
 
     data: bytes
     extension: str
 
 
 def prepare_image(data: bytes, *, resize: Resize | None = None, limit: PixelLimit = PACKED_LIMIT) -> PackedImage:
-    """Decode all of an image; return its own bytes, or the reduced image's. UnreadableImage: it cannot be packed."""
+    """Decode an image in full; return its bytes, or the downscaled image's. UnreadableImage if it cannot be packed."""
     if not data:
         raise UnreadableImage("the file is empty")
     image = read_image(data, limit=limit)
@@ -55,7 +55,6 @@ def prepare_image(data: bytes, *, resize: Resize | None = None, limit: PixelLimi
 
 
 def _extension(data: bytes) -> str:
-    """File extension of an encoded image, by its content."""
     if data.startswith(_JPEG_MAGIC):
         return "jpg"
     from PIL import Image
@@ -77,6 +76,6 @@ def _reduced(pixels: Pixels, resize: Resize) -> bytes:
     try:
         reduced = Image.fromarray(pixels).resize(size, Image.Resampling.LANCZOS)
         reduced.save(stream, format="JPEG", quality=resize.quality, subsampling="4:2:0")
-    except OSError:  # JPEG ends at 65,500 pixels
+    except OSError:  # JPEG stops at 65,500 pixels a side
         raise UnreadableImage(f"{size[0]} x {size[1]} pixels after the reduction do not fit into a JPEG") from None
     return stream.getvalue()

@@ -1,19 +1,18 @@
-"""Images -> tar shards, indexes and manifests: `shard_plan` plans, `shard_writer` writes, `pack` puts it together.
+"""Pack images into tar shards with indexes and manifests: `shard_plan` plans, `shard_writer` writes.
 
-    OUT/pack.json                       the request, so that the same request again is recognised; what was found
-    OUT/images.bin                      what was seen of each image, see `seen`
+    OUT/pack.json                       the request, to recognise its repetition, and counts of what was found
+    OUT/images.bin                      a record of each source image, see `seen`
     OUT/_info.json                      for timm
-    OUT/train/NAME-train-000000.tar     KEY.jpg (png, ...; the source's own bytes, unless `resize` reduces them) and
-                                        KEY.cls (ASCII label), or KEY.json ({"label": [3, 7]}) for several labels
-    OUT/train/NAME-train-000000.idx     where each sample lies
+    OUT/train/NAME-train-000000.tar     KEY.jpg (png, ...; the source's bytes, unless `resize` downscales them) and
+                                        KEY.cls (ASCII label), or KEY.json ({"label": [3, 7]}) if multi-label
+    OUT/train/NAME-train-000000.idx     offsets of the samples
     OUT/train/manifest.json             and sizes.json for open_clip
-    OUT/val/..., OUT/test/...           the same, if the source has such splits; val also if `holdout` is given
+    OUT/val/..., OUT/test/...           the same for other splits of the source; val also with a holdout
     OUT/duplicates.jsonl, OUT/unreadable.jsonl, OUT/excluded.*, OUT/unsure.jsonl     see `found`, `exclusion`
 
-Everything is written into a hidden folder beside OUT and renamed when complete; an existing OUT is never changed. After
-a kill, a full disk or an unreadable image the same command resumes after the finished shards, and the result is
-byte-identical. Costs one decode per image (60,000 JPEGs of 32x32: 6 CPU seconds, 1,000 ImageNet photographs: 2) and the
-space of the images plus 1.5 to 2 kB each (tar's blocks).
+A hidden folder next to OUT is renamed when complete; an existing OUT is never changed. After a kill, a full disk or an
+unreadable image, the same command resumes with a byte-identical result. Costs one decode an image (60,000 JPEGs of
+32x32: 6 CPU seconds, 1,000 ImageNet photographs: 2) and the images' size plus 1.5 to 2 kB each (tar blocks).
 """
 
 import errno
@@ -59,18 +58,17 @@ from data_shards.text import counted, parse_json, printable, show_bytes
 PACK_FILE = "pack.json"
 PACK_VERSION = 1
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-# An ImageNet photograph of 320 pixels' short side takes 43 kB at quality 90.
+# ImageNet downscaled to 320 pixels takes 43 kB an image at quality 90.
 _REDUCED_BYTES_PER_SQUARE_PIXEL = 0.42
 
 
 def pack(
     source_spec: str, out: Path, *, holdout_list: Path | None = None, report: Report = print, **options: Any
 ) -> PackReport:
-    """Pack a source (see `open_source`) into OUT/train and, where it has them, OUT/val and OUT/test.
+    """Pack a source (see `open_source`) into OUT, with a folder per split.
 
-    Equal source, options (see `PackRequest`) and library versions give byte-identical tars, on any number of cores and
-    through any number of interruptions. Raises UserError for bad input, an OUT that is not the result of this very
-    request, a source that has changed since, unreadable images, and a full disk.
+    Equal source, options (see `PackRequest`) and library versions give byte-identical tars, for any number of cores and
+    interruptions. UserError for bad input, an OUT of another request or source, unreadable images, or a full disk.
     """
     start = time.monotonic()
     out = Path(out)
@@ -80,7 +78,7 @@ def pack(
         request = replace(request, holdout_list=listed)
     try:
         result = _pack(source_spec, out, request, report)
-    finally:  # an attempt that left shards continues with it
+    finally:  # kept if the attempt left shards
         if not work_path(out).is_dir():
             shutil.rmtree(unpacked_path(out), ignore_errors=True)
     result = replace(result, seconds=time.monotonic() - start)
@@ -99,14 +97,14 @@ def _pack(source_spec: str, out: Path, request: PackRequest, report: Report) -> 
     )
     classes = counted(len(source.classes), "class")
     report(f"{source.spec}: {counted(source.num_images, 'image')} of {classes} found")
-    if Path(source.spec).is_dir() and out.resolve().is_relative_to(source.spec):  # a name like "digits" is no parent
+    if Path(source.spec).is_dir() and out.resolve().is_relative_to(source.spec):  # a name like "digits" is not a folder
         raise UserError(f"{out}: it lies inside {source.spec}, whose images are packed; choose an OUT outside of it")
     content = {"version": PACK_VERSION, "request": request.as_json(source), "fingerprint": source.fingerprint()}
     compared = ""
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):  # an empty folder does not count
         counts = _demand_same(out, **content)
         compared = compare_seen(out, source, request, report=report)
-        if work_path(out).is_dir():  # it was killed between the rename and the end
+        if work_path(out).is_dir():  # killed between the rename and the end
             with open_work(out) as work:
                 shutil.rmtree(work.path)
     else:
@@ -124,7 +122,6 @@ class _Packing:
     report: Report
 
     def run(self, content: dict[str, object]) -> Counts:
-        """Plan, write, and put the result in place as OUT; `content` goes into pack.json."""
         source, request = self.source, self.request
         plan = make_plan(source, request)
         excluded = find_excluded(plan, source, request, report=self.report)
@@ -173,7 +170,6 @@ class _Packing:
             raise UserError(f"{self.out}: {reason}") from None
 
     def _write_shards(self, plan: PackPlan, work: WorkFolder) -> dict[str, ShardRecord]:
-        """Write the shards that an earlier attempt did not finish."""
         out, request = self.out, self.request
         marks = {each.file: (each.split, plan_mark(each, request) if work.has_records else "") for each in plan.shards}
         finished, num_others = work.recover(marks)
@@ -211,7 +207,7 @@ class _Packing:
         excluded: Excluded | None,
         result: Path,
     ) -> Counts:
-        """List and count duplicates, excluded and unreadable images; UserError if the latter are refused."""
+        """UserError if images are unreadable and the request refuses them."""
         unreadable = found.unreadable_files(plan, records)
         if unreadable and self.request.unreadable == "refuse":
             raise found.unreadable_error(unreadable, self.source, plan, self.out)
@@ -233,7 +229,7 @@ class _Packing:
     def _write_manifest(
         self, split: SplitName, plan: PackPlan, records: Mapping[str, ShardRecord], result: Path
     ) -> Manifest:
-        """Write the manifest of a split; shards without a readable image are removed."""
+        """Leave out and delete shards without a readable image."""
         shards = plan.splits[split]
         kept = [record.shard for each in shards if (record := records[each.file]).shard.num_samples]
         for file in {shard.file for shard in shards} - {shard.file for shard in kept}:
@@ -264,7 +260,7 @@ class _Packing:
 
 
 def _demand_same(out: Path, *, version: int, request: Mapping[str, object], fingerprint: str) -> Counts:
-    """Return that packing's counts; UserError unless OUT is the result of this request on this very source."""
+    """Return OUT's counts; UserError unless it was packed by this request from this source."""
     remedy = "choose another folder or delete it"
     try:
         packed = parse_json((out / PACK_FILE).read_bytes())

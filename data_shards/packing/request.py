@@ -1,4 +1,4 @@
-"""Options of `shardvit pack`: checked, and in the form that pack.json keeps."""
+"""Check the options of `shardvit pack`, and format them for pack.json."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from data_shards.store.store import Store
 if TYPE_CHECKING:
     from data_shards.checking.near_duplicates.matches import Matches
 
-DEFAULT_SAMPLES_PER_SHARD = 1000  # ImageNet: about 110 MB a shard, within the 0.1 to 1 GB that object stores like
+DEFAULT_SAMPLES_PER_SHARD = 1000  # ImageNet: about 110 MB a shard; object stores prefer 0.1 to 1 GB
 
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Other sets whose images are left out of train; `store` reads those that are not local, `show` writes the page."""
+    """Sets whose images are left out of train; `store` fetches remote ones, `show` writes the page."""
 
     sets: tuple[ShardSet, ...]
     store: Store
@@ -33,7 +33,7 @@ class Exclusion:
 
 
 class HoldoutList(NamedTuple):
-    """Images to hold out: {path as the source traces it: line of `file`}."""
+    """Images to hold out: {path, spelt as in `ImageSet.trace`: line of `file`}."""
 
     file: Path
     lines: dict[str, int]
@@ -44,7 +44,7 @@ class HoldoutList(NamedTuple):
 
 
 def read_holdout_list(file: Path, *, root: Path) -> HoldoutList:
-    """Read one path a line, below the source's folder `root`; UserError if the file is no such list."""
+    """Read a list of paths below `root`, one a line; UserError if it is malformed or empty."""
     lines: dict[str, int] = {}
     for line, text in read_lines(file):
         with at_line(file, line):
@@ -56,28 +56,28 @@ def read_holdout_list(file: Path, *, root: Path) -> HoldoutList:
 
 @dataclass(frozen=True)
 class PackRequest:
-    """Everything but the source and OUT. Raises UserError for contradictions."""
+    """All options but SOURCE and OUT; UserError for contradictions."""
 
-    name: str | None = None  # of the set; the name of OUT unless given
-    labels: LabelList | None = None  # labels of a folder's images, instead of the names of their folders
+    name: str | None = None  # of the set; default: OUT's name
+    labels: LabelList | None = None  # replaces the names of class folders
     published: Published = field(default_factory=Published)
     classes: Sequence[str] | None = None  # pack these only, labelled 0, 1, ... in this order
     # Refuse or keep names that differ only by case or blanks, and a lone class of several folders.
     doubtful_classes: Literal["refuse", "keep"] = "refuse"
-    # Images that become val: a fraction of each class (of all images, if multi-label), a number whatever their classes
-    # (51,200 of ImageNet-21k in Google's code), or a list.
+    # What becomes val: a fraction of each class (of all images if multi-label), a number regardless of class (51,200 of
+    # ImageNet-21k in Google's code), or a list.
     holdout: float | None = None
     holdout_images: int | None = None
     holdout_list: HoldoutList | None = None
-    samples_per_shard: int | None = None  # most images in a tar; 1000 unless `shard_size_bytes` is given
-    shard_size_bytes: int | None = None  # most bytes of a tar, within one image
+    samples_per_shard: int | None = None  # most images in a tar; default 1000, unless `shard_size_bytes` is given
+    shard_size_bytes: int | None = None  # most bytes of a tar, to within one image
     resize: Resize | None = None
-    pixel_limit: PixelLimit = PACKED_LIMIT  # larger images count as unreadable, and are not decoded
-    unreadable: Literal["refuse", "skip"] = "refuse"  # refuse after all images were read, or list and leave out
-    duplicates: Literal["keep", "drop"] = "keep"  # drop all but the first with the same bytes, train before val
+    pixel_limit: PixelLimit = PACKED_LIMIT  # larger images count as unreadable
+    unreadable: Literal["refuse", "skip"] = "refuse"  # refuse after reading all images, or list and leave out
+    duplicates: Literal["keep", "drop"] = "keep"  # drop: keep the first of equal files, train before val
     exclusion: Exclusion | None = None
-    reread: Literal["changed", "all"] = "changed"  # if OUT was packed: compare the bytes of changed images, or of all
-    seed: int = 0  # of the shuffle and the held-out choice
+    reread: Literal["changed", "all"] = "changed"  # if OUT exists: compare the bytes of changed images, or of all
+    seed: int = 0  # of shuffle and holdout
 
     def __post_init__(self) -> None:
         if self.name is not None and not (self.name.strip() and self.name.isprintable()):
@@ -96,7 +96,7 @@ class PackRequest:
             raise UserError("shard_size: the size of reduced images is not known yet; give samples_per_shard instead")
 
     def as_json(self, source: Source) -> dict[str, object]:
-        """Format for pack.json, without defaults, so that a new option changes no existing request."""
+        """Format for pack.json. Defaults are left out, so a new option changes no existing request."""
         val, val_labels, cifar_labels = vars(self.published).values()
         given: dict[str, object] = {
             "name": self.name,

@@ -1,8 +1,8 @@
-"""OUT/images.bin: what was seen of each image of the source, so that the same command notices one replaced since.
+"""OUT/images.bin: a record of each source image, so that repeating a command notices replaced ones.
 
-24 bytes an image, in the source's order: 8 are a hash of its name, size and time of modification (in an archive: the
-archive's), 16 the digest of its bytes, zeros if they were not read. Names and sizes are compared by
-`Source.fingerprint`; here the times are, and the bytes of images with other times, or of all.
+24 bytes an image, in source order: an 8-byte hash of name, size and modification time (in an archive: the archive's),
+and the 16-byte digest of its bytes, zeros if unread. `Source.fingerprint` compares names and sizes; this file compares
+times, and the bytes of images whose time changed, or of all.
 """
 
 import hashlib
@@ -24,11 +24,11 @@ from data_shards.text import counted
 
 SEEN_FILE = "images.bin"
 _SEEN = np.dtype([("stamp", "V8"), ("digest", f"V{DIGEST_BYTES}")])
-_PIECE = 1000  # images that a thread reads in turn
+_PIECE = 1000  # images a thread reads per task
 
 
 def write_seen(folder: Path, source: Source, plan: PackPlan, digests: bytes) -> None:
-    """Write the file; `digests` are those of the plan's images, in its order."""
+    """Write the file; `digests` follow the plan's order."""
     seen = _seen_now(source)
     seen["digest"][plan.numbers] = np.frombuffer(digests, _SEEN["digest"])
     seen.tofile(folder / SEEN_FILE)
@@ -36,7 +36,7 @@ def write_seen(folder: Path, source: Source, plan: PackPlan, digests: bytes) -> 
 
 
 def compare_seen(out: Path, source: Source, request: PackRequest, *, report: Report) -> str:
-    """Compare the source with what was packed from it; return what was compared. UserError: images differ."""
+    """Compare the source with the packed images; return what was compared. UserError if images differ."""
     now, file = _seen_now(source), out / SEEN_FILE
     before = np.fromfile(file, _SEEN) if file.is_file() else now[:0]
     if len(before) != len(now):
@@ -44,7 +44,7 @@ def compare_seen(out: Path, source: Source, request: PackRequest, *, report: Rep
             raise UserError(f"{file} is missing or broken, so nothing can be verified: delete {out} and pack again")
         return f"names and sizes of {counted(len(now), 'image')}, not times: {SEEN_FILE} is missing or broken"
     differs = before["stamp"] != now["stamp"]
-    is_read = (differs | (request.reread == "all")) & (before["digest"] != now["digest"])  # zeros: it was not read
+    is_read = (differs | (request.reread == "all")) & (before["digest"] != now["digest"])  # zeros: unread
     with Progress(int(is_read.sum()), report, status="comparing") as progress:
         first = 0
         for images in source.splits.values():

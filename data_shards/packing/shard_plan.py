@@ -1,8 +1,8 @@
-"""Decide which image goes into which shard, with which key and label, before a byte is written. No I/O.
+"""Plan each image's shard, key and label before anything is written. No I/O.
 
-Shuffling and holding out sort by a hash of (seed, purpose, where the image is from). So they do not depend on numpy's
-version or the number of cores, and an image stays in train or val whichever classes are packed, as long as its class
-has the same images. Costs about 2 us per image.
+Shuffle and holdout sort by a hash of (seed, purpose, the image's place), so they depend on neither numpy's version nor
+the number of cores. An image stays in train or val whichever classes are packed, as long as its class keeps its images.
+Costs about 2 us an image.
 """
 
 import hashlib
@@ -24,8 +24,8 @@ from data_shards.shards.labels import LabelSpec, similar_names
 from data_shards.text import named
 from data_shards.vocabulary import LabelKind
 
-Marks = NDArray[np.bool_]  # [images], through all splits of the source
-Line = dict[str, Any]  # an entry of a list of images
+Marks = NDArray[np.bool_]  # [images] of all splits of the source
+Line = dict[str, Any]  # an entry of duplicates.jsonl and the like
 
 LABEL_SPECS: Mapping[LabelKind, LabelSpec] = {
     "single": LabelSpec(),
@@ -33,16 +33,16 @@ LABEL_SPECS: Mapping[LabelKind, LabelSpec] = {
 }
 _INDEX_BYTES = 120  # a line of the index, for keys of 40 to 70 characters
 _BLOCK_BYTES = 512
-_TAR_END_BYTES = 1024 + 10_240  # two blocks of zeros, and more up to a multiple of 10,240
+_TAR_END_BYTES = 1024 + 10_240  # two blocks of zeros, padded to a multiple of 10,240
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """One planned tar: these images in this order, with labels that index `classes`."""
+    """One planned tar: images in order, with labels that index `classes`."""
 
     file: str
     images: ImageSet
-    numbers: Int64s  # of the images, counted through all splits of the source
+    numbers: Int64s  # image numbers, counted across all splits of the source
     classes: tuple[str, ...]
     split: SplitName = "train"
 
@@ -58,13 +58,12 @@ class ShardPlan:
         return sample_key(name, self.images.trace(position), int(self.numbers[position]))
 
     def line(self, position: int) -> Line:
-        """Format an image as an entry of a list; `label` is its class, or a list where images have several."""
+        """Format an image for a list; `label` is a class name, or a list of them if multi-label."""
         names = [self.classes[number] for number in class_numbers(self.labels[position])]
         label = names[0] if self.labels.ndim == 1 else names
         return {"path": self.images.trace(position), "split": self.split, "label": label}
 
     def label_member(self, position: int) -> tuple[str, bytes]:
-        """Extension and content of the member that holds the label: ASCII in .cls, or a list in .json."""
         if self.labels.ndim == 1:
             return "cls", str(self.labels[position]).encode("ascii")
         return "json", json.dumps({"label": list(class_numbers(self.labels[position]))}).encode("ascii")
@@ -72,7 +71,7 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class PackPlan:
-    """All shards of all splits; `classes[label]` is the name of a label."""
+    """All shards of all splits; labels index `classes`."""
 
     classes: tuple[str, ...]
     kind: LabelKind
@@ -81,7 +80,6 @@ class PackPlan:
 
     @property
     def shards(self) -> list[ShardPlan]:
-        """All shards, train before val before test."""
         return [shard for shards in self.splits.values() for shard in shards]
 
     @property
@@ -90,11 +88,9 @@ class PackPlan:
 
     @property
     def numbers(self) -> Int64s:
-        """Numbers of the images in the source."""
         return np.concatenate([shard.numbers for shard in self.shards])
 
     def locate(self, numbers: Sequence[int]) -> list[tuple[ShardPlan, int]]:
-        """Find shard and position of the images with these numbers, counted through `shards`."""
         shards = self.shards
         starts = np.cumsum([0, *map(len, shards)])
         found = np.searchsorted(starts, numbers, side="right") - 1
@@ -102,26 +98,26 @@ class PackPlan:
 
 
 def make_plan(source: Source, request: PackRequest, *, without: Marks | None = None) -> PackPlan:
-    """Choose classes, hold out, leave out images marked in `without`, shuffle, cut into shards.
+    """Choose classes, hold out, drop images marked in `without`, shuffle, cut into shards.
 
-    Shards of a split differ by at most one sample (cut by bytes: two images), so no worker gets a tiny one. Raises
-    UserError for classes or a holdout that do not fit the source, and splits or classes that are left without images.
+    Shards of a split differ by at most one sample (if cut by bytes, two images). UserError if classes or holdout do not
+    fit the source, or leave a split or class without images.
     """
     chosen = _choose_classes(source, request.classes)
-    new_label = np.full(len(source.classes) + 1, -1, dtype=np.int64)  # the last one for -1: no label
+    new_label = np.full(len(source.classes) + 1, -1, dtype=np.int64)  # the last entry maps -1, no label
     new_label[[source.classes.index(name) for name in chosen]] = np.arange(len(chosen))
     parts: dict[SplitName, Int64s] = {}
     first_numbers: dict[SplitName, int] = {}
     for split, images in source.splits.items():
         is_chosen = new_label[images.labels] >= 0
-        if source.kind == "multi":  # all images, those without a label too, unless classes are chosen
+        if source.kind == "multi":  # keep unlabelled images unless classes are chosen
             is_chosen = is_chosen.any(axis=1) | (request.classes is None)
         first_numbers[split] = sum(len(source.splits[before]) for before in first_numbers)
         parts[split] = np.flatnonzero(is_chosen)
     is_held = (request.holdout, request.holdout_images, request.holdout_list) != (None, None, None)
     if is_held:
         parts = hold_out(source, parts["train"], request)
-    # A number of images, or a set without a held-out part of its own, need not have all classes in val.
+    # Classes may lack val images if a number is held out, or if the source may lack some anyway.
     may_be_empty = request.holdout_images is not None or source.empty_classes == "report"
     plans: dict[SplitName, list[ShardPlan]] = {}
     notes = _doubts(source, request)
@@ -132,7 +128,7 @@ def make_plan(source: Source, request: PackRequest, *, without: Marks | None = N
             indices = indices[~without[first + indices]]
         labels = new_label[images.labels[indices]]
         notes += _check_counts(source, split, labels, chosen, may_be_empty=may_be_empty)
-        # Neighbours in a source are of one class; a shard, and so a shuffle window, should hold all of them.
+        # Neighbours in a source share a class; a shard, and so a shuffle window, should mix all classes.
         order = _hash_order(images, indices, f"shuffle-{split}", request.seed)
         name = f"{file_name(request.name or '')}-{split}"
         plans[split] = []
@@ -144,7 +140,7 @@ def make_plan(source: Source, request: PackRequest, *, without: Marks | None = N
 
 
 def hold_out(source: Source, indices: Int64s, request: PackRequest) -> dict[SplitName, Int64s]:
-    """Divide the images `indices` of split train into train and val; UserError if the request does not fit them."""
+    """Split the train images `indices` into train and val; UserError if the request does not fit them."""
     if "val" in source.splits:
         raise UserError(f"holdout: {source.spec} has a held-out split already; leave holdout out")
     images = source.splits["train"]
@@ -162,7 +158,7 @@ def hold_out(source: Source, indices: Int64s, request: PackRequest) -> dict[Spli
 
 
 def _fraction(source: Source, indices: Int64s, fraction: float, seed: int) -> Int64s:
-    """Hold out the nearest whole number to `fraction` of each class, at least one image and not all."""
+    """Hold out `fraction` of each class, rounded; at least one image, never all."""
     if not 0 < fraction < 1:
         percent = f": {fraction:g} % is --holdout {fraction / 100:g}" if 1 <= fraction < 100 else ""
         number = ", and --holdout-images takes a number of images" if fraction >= 1 else ""
@@ -197,7 +193,6 @@ def _listed(source: Source, indices: Int64s, holdout: HoldoutList) -> Int64s:
 
 
 def _hash_order(images: ImageSet, indices: Int64s, purpose: str, seed: int) -> Int64s:
-    """Order range(len(indices)) by the hashes of the images."""
     prefix = f"{seed}\0{purpose}\0".encode()
     hashes = [
         hashlib.blake2b(prefix + images.trace(int(i)).encode(errors="surrogateescape"), digest_size=16).digest()
@@ -207,12 +202,12 @@ def _hash_order(images: ImageSet, indices: Int64s, purpose: str, seed: int) -> I
 
 
 def tar_bytes(image_bytes: Int64s) -> Int64s:
-    """Size samples of such images in a tar, in bytes: two headers, the image in whole blocks, the label."""
+    """Size samples in a tar, in bytes: two headers, the image in whole blocks, the label."""
     return (-(-np.maximum(image_bytes, 0) // _BLOCK_BYTES) + 3) * _BLOCK_BYTES
 
 
 def needed_bytes(shards: Sequence[ShardPlan], *, most_image_bytes: int | None) -> int:
-    """Estimate the bytes of the tars and indexes, with images of at most `most_image_bytes`."""
+    """Estimate the bytes of tars and indexes, with images capped at `most_image_bytes`."""
     total = 0
     for shard in shards:
         sizes = shard.images.num_bytes
@@ -222,16 +217,15 @@ def needed_bytes(shards: Sequence[ShardPlan], *, most_image_bytes: int | None) -
 
 
 def class_numbers(labels: Int64s) -> tuple[int, ...]:
-    """Convert one row of a label array to its labels, ascending."""
+    """List the labels in one row of a label array, ascending."""
     return tuple(sorted(label for label in np.atleast_1d(labels).tolist() if label >= 0))
 
 
 def sample_key(class_name: str | None, trace: str, number: int) -> str:
-    """`cat`, `train/cat/0338.jpg`, 42 -> `cat_0338_0000042`: readable, unique by its number, and safe in a tar.
+    """`cat`, `train/cat/0338.jpg`, 42 -> `cat_0338_0000042`: readable, unique by number, safe in a tar.
 
-    webdataset cuts keys at the first dot, DALI's index at spaces, and tar (ustar) limits names to 100 bytes. The number
-    counts the images of the whole source, so a key does not depend on the classes packed. Keys of multi-label images
-    (class None) have no class.
+    webdataset cuts keys at the first dot, DALI's index at spaces; tar (ustar) limits names to 100 bytes. The number
+    counts across the whole source, so keys do not depend on the classes packed. Multi-label: `class_name` None.
     """
     stem = trace.rpartition("/")[2].rpartition(".")[0] or trace.rpartition("/")[2]
     if class_name is None:
@@ -264,7 +258,7 @@ def _choose_classes(source: Source, classes: Sequence[str] | None) -> tuple[str,
 
 
 def _doubts(source: Source, request: PackRequest) -> list[str]:
-    """Note classes of several folders each; UserError if it is the only class, or names differ by case or blanks."""
+    """Note classes spread over folders; UserError for a lone one, or names that differ only by case or blanks."""
     if request.classes is not None or request.doubtful_classes == "keep":
         return []
     for names in similar_names(source.classes):
@@ -276,7 +270,7 @@ def _doubts(source: Source, request: PackRequest) -> list[str]:
     by_folder = request.labels is None and source.kind == "single"
     for row, label in enumerate(images.labels.tolist() if by_folder else ()):
         folder, name = images.trace(row).rpartition("/")[0], source.classes[label]
-        if name in folder.split("/"):  # else the classes are not the folders'
+        if name in folder.split("/"):  # else folders are not the classes
             folders.setdefault(name, {})[folder] = None
     spread = {name: list(its) for name, its in folders.items() if len(its) > 1}
     for name, its in spread.items():
@@ -293,7 +287,6 @@ def _doubts(source: Source, request: PackRequest) -> list[str]:
 def _check_counts(
     source: Source, split: SplitName, labels: Int64s, classes: tuple[str, ...], *, may_be_empty: bool
 ) -> list[str]:
-    """Note classes without images in this split, where that is allowed."""
     if not len(labels):
         raise UserError(f"{source.spec}: no image is left for split {split}; correct classes or the held-out choice")
     counts = np.bincount(labels[labels >= 0], minlength=len(classes))
@@ -306,11 +299,10 @@ def _check_counts(
 
 
 def _cut(order: Int64s, sample_bytes: Int64s, request: PackRequest) -> list[Int64s]:
-    """Cut `order` into even pieces, by images or bytes."""
     if request.samples_per_shard is not None:
         return np.array_split(order, -(-len(order) // request.samples_per_shard))
     ends = np.cumsum(sample_bytes)
     num_shards = -(-int(ends[-1]) // max((request.shard_size_bytes or 0) - _TAR_END_BYTES, 1))
     shares = ends[-1] * np.arange(1, num_shards) / num_shards
-    # A sample belongs to the share that its middle lies in, so a piece exceeds its share by half a sample at each end.
+    # A sample belongs to the share that holds its middle: a piece exceeds its share by half a sample at each end.
     return [piece for piece in np.split(order, np.searchsorted(ends - sample_bytes / 2, shares)) if len(piece)]

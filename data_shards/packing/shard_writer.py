@@ -1,13 +1,12 @@
-"""Write planned shards: verify each image, then write tar, index and record, several shards at a time; resume.
+"""Verify images and write planned shards in parallel: tar, index, record. Resumes after an interruption.
 
-    .OUT.packing/result/...                  becomes OUT, by one rename, when complete
-    .OUT.packing/records/SHARD.tar.json      what is known of a finished shard; written last, after tar and index
+    .OUT.packing/result/...                renamed to OUT when complete
+    .OUT.packing/records/SHARD.tar.json    record of a finished shard, written after its tar and index
 
-A shard is finished if it has a record made from the same images, labels and options (its mark), and tar and index have
-the recorded sizes. Everything else is deleted and made again. A lock keeps a second packing out.
-
-Threads suffice: decoding, hashing and I/O release the GIL, and the rest is 80 µs an image. Memory is one image per
-thread, as stored and decoded (at most 0.5 GB). A shard is one thread's work, so few large shards use few cores.
+A shard is finished if its record has the same mark (images, labels, options), and its tar and index have the recorded
+sizes. Anything else is deleted and rewritten. A lock keeps a second packing out. One thread writes a shard, so few
+large shards use few cores. Threads suffice: decoding, hashing and I/O release the GIL, and the rest is 80 µs an image.
+Memory: one image per thread, encoded and decoded (at most 0.5 GB).
 """
 
 import fcntl
@@ -36,12 +35,12 @@ from data_shards.shards.tar_index import build_index, index_path, write_index
 from data_shards.shards.webdataset_parts import tar_writer
 from data_shards.text import parse_json
 
-DIGEST_BYTES = 16  # of an image
+DIGEST_BYTES = 16  # per image
 _BUFFER_BYTES = 1 << 20
 
 
 class RefusedImage(NamedTuple):
-    """An image that is not in its tar. `was_read`: its bytes were, so a retry will not help."""
+    """An image missing from its tar. `was_read`: its bytes could be read, so a retry will not help."""
 
     position: int
     reason: str
@@ -50,13 +49,13 @@ class RefusedImage(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A finished shard; `image_digests` has `DIGEST_BYTES` per planned image, zeros where it was not read."""
+    """A finished shard; `image_digests` has `DIGEST_BYTES` per planned image, zeros if unread."""
 
-    mark: str  # changes with whatever the shard is made from
-    shard: Shard  # the tar as the manifest has it
+    mark: str  # see `plan_mark`
+    shard: Shard  # the tar's entry in the manifest
     index_bytes: int
     image_digests: bytes
-    refused: tuple[RefusedImage, ...]  # planned images that are not in the tar
+    refused: tuple[RefusedImage, ...]  # planned images missing from the tar
 
 
 @dataclass(frozen=True)
@@ -78,12 +77,11 @@ class WorkFolder:
         return self._records.is_dir() and any(self._records.iterdir())
 
     def save(self, record: ShardRecord) -> None:
-        """Mark a shard as finished; its tar and index are on the disk."""
         content = {**vars(record), "shard": vars(record.shard), "image_digests": record.image_digests.hex()}
         write_json(self._records / f"{record.shard.file}.json", content)
 
     def recover(self, marks: Mapping[str, tuple[str, str]]) -> tuple[dict[str, ShardRecord], int]:
-        """Keep the finished shards that match `marks`, by file; delete the rest, and count its records."""
+        """Keep finished shards that match `marks` (file -> split, mark); delete the rest, and count its records."""
         found: dict[str, ShardRecord] = {}
         kept: set[Path] = set()
         records = list(self._records.glob("*.json"))
@@ -97,7 +95,7 @@ class WorkFolder:
             if mark == record.mark and (_size(tar), _size(index_path(tar))) == sizes:
                 found[record.shard.file] = record
                 kept |= {self._records / f"{record.shard.file}.json", tar, index_path(tar)}
-        for path in sorted(self.path.rglob("*"), reverse=True):  # what is in a folder before the folder
+        for path in sorted(self.path.rglob("*"), reverse=True):  # contents before their folder
             if not path.is_dir() or path.is_symlink():
                 if path not in kept:
                     path.unlink()
@@ -110,7 +108,7 @@ class WorkFolder:
 
 @contextmanager
 def open_work(out: Path) -> Iterator[WorkFolder]:
-    """Make or take over `.OUT.packing`; UserError if that fails. It is kept only with a finished shard in it."""
+    """Create or take over `.OUT.packing`; UserError if that fails. Removed at the end if no shard is finished."""
     path = work_path(out)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -142,12 +140,11 @@ def work_path(out: Path) -> Path:
 
 
 def unpacked_path(out: Path) -> Path:
-    """`a/OUT` -> `a/.OUT.unpacked`, where gzipped archives are decompressed until OUT is complete."""
+    """`a/OUT` -> `a/.OUT.unpacked`, for decompressed archives until OUT is complete."""
     return work_path(out).with_suffix(".unpacked")
 
 
 def _read_record(path: Path) -> ShardRecord | None:
-    """Read a record; None if it is damaged, and its shard is made again."""
     try:
         content: dict[str, Any] = parse_json(path.read_bytes())
         content |= {"shard": Shard(**content["shard"]), "image_digests": bytes.fromhex(content["image_digests"])}
@@ -171,7 +168,7 @@ def write_shards(
     progress: Progress,
     save: Callable[[ShardRecord], None],
 ) -> dict[str, ShardRecord]:
-    """Write each plan to its path, then `save` its record; OSError (a full disk) leaves no unfinished tar."""
+    """Write each plan to its path, then `save` its record; an OSError (disk full) leaves no unfinished tar."""
     stop = threading.Event()
 
     def write(path: Path, plan: ShardPlan) -> ShardRecord | None:
@@ -181,7 +178,7 @@ def write_shards(
             if record is not None:
                 save(record)
         except BaseException:
-            stop.set()  # at once: the main thread learns of it only when it waits for this shard
+            stop.set()  # here: the main thread only notices when it waits for this shard
             record = None
             raise
         finally:
@@ -189,15 +186,15 @@ def write_shards(
                 path.unlink(missing_ok=True)
         return record
 
-    # Pillow warns of large photographs and odd metadata; here only what cannot be decoded matters. (The filter is
-    # process-wide, so it is set around all threads.)
+    # Pillow warns about large photographs and odd metadata; only undecodable images matter here. The filter is
+    # process-wide, so it is set around all threads.
     with warnings.catch_warnings(action="ignore"):
         records = list(run_threads(write, plans.items(), threads=num_threads, stop=stop))
     return {record.shard.file: record for record in records if record is not None}
 
 
 def plan_mark(plan: ShardPlan, request: PackRequest) -> str:
-    """Hash whatever the bytes of the tar depend on: images, labels, order, options, versions of libraries."""
+    """Hash everything the tar's bytes depend on: images, labels, order, options, library versions."""
     options = (plan.file, request.resize, request.pixel_limit, version("pillow"), version("simplejpeg"))
     digest = hashlib.sha256(repr(options).encode())
     digest.update(plan.labels.tobytes())
@@ -209,12 +206,12 @@ def plan_mark(plan: ShardPlan, request: PackRequest) -> str:
 
 
 def image_digest(data: bytes | None) -> bytes:
-    """Digest the bytes of an image; zeros if it could not be read."""
+    """Hash the bytes of an image; zeros for None."""
     return bytes(DIGEST_BYTES) if data is None else hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
 def read_digests(parts: Sequence[ImageSet], *, num_threads: int, progress: Progress) -> bytes:
-    """Digest all images of the parts, in order; zeros for one that cannot be read."""
+    """Hash all images of the parts in order; zeros for unreadable ones."""
     stop = threading.Event()
 
     def digest_image(images: ImageSet, index: int) -> bytes:
@@ -266,7 +263,7 @@ def _write(
 
 
 class _Digested:
-    """A tar's file, digested while it is written, which saves reading it again."""
+    """Hash a tar while writing it, which saves reading it back."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream

@@ -1,1 +1,1 @@
-"""Find images that two sets share: equal bytes, equal pixels, or near-duplicates (resized, cropped, mirrored)."""
+"""Find images that two sets share: equal bytes, equal pixels, near-duplicates (resized, cropped, mirrored)."""

@@ -1,11 +1,9 @@
-"""Pairs that may be duplicates, from fingerprints alone: equal digests, and hashes near each other.
+"""Find candidate duplicates from fingerprints alone: equal digests, and hashes near each other.
 
-Each image is looked for as a crop of the others, and they as crops of it (see `perceptual_hash`). An image's
-thumbnail is laid over those of the 64 nearest by the hash (see `likeness`), and the 8 that fit best are its candidates:
-thousands that share a background are near each other by the hash.
-
-The smaller side is indexed, in blocks of 32,768 images (160 MB each), and the larger one streamed past every block,
-part by part and on all cores. So memory is constant but for what is found.
+Each image is searched for as a crop of the others, and they as crops of it (see `perceptual_hash`). Thousands of images
+on one background have nearby hashes, so an image's thumbnail is aligned with those of its 64 nearest (see `likeness`),
+and the 8 best fits are its candidates. The smaller side is indexed in blocks of 32,768 images (160 MB each), and the
+larger one streamed past each block on all cores: memory is constant apart from the results.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,21 +29,21 @@ from data_shards.checking.near_duplicates.perceptual_hash import (
 )
 
 BLOCK_IMAGES = 1 << 15
-MOST_CANDIDATES = 8  # of one image, in one other collection
+MOST_CANDIDATES = 8  # per image and other collection
 EQUAL_BYTES, EQUAL_PIXELS = -2, -1  # in place of a distance
-_MOST_NEAR = 64  # of one image, whose thumbnails are laid over each other
-_MOST_DISTANCE = 0.3  # 1 less the correlation of the thumbnails
-_MOST_OF_ONE_HASH = 4  # images of the others with the very same hash: they stand for all
-_AT_ONCE = 128  # images looked up, and
-_PAIRS_AT_ONCE = 1024  # pairs laid over each other: 30 MB
+_MOST_NEAR = 64  # per image, by hash; their thumbnails are aligned
+_MOST_DISTANCE = 0.3  # 1 - correlation of the thumbnails
+_MOST_OF_ONE_HASH = 4  # others with equal hashes that are kept, standing for all
+_AT_ONCE = 128  # images looked up together
+_PAIRS_AT_ONCE = 1024  # pairs aligned together: 30 MB
 
-# Images are numbered through all parts. The window `here` of the image, or of its mirror image, shows what the window
-# `there` of the other one does (see `perceptual_hash`).
+# Images are numbered across parts. Window `here` of the image, or of its mirror image, shows what window `there` of the
+# other shows.
 PAIR = np.dtype(
     [
         ("image", np.int64),
         ("other", np.int64),
-        ("distance", np.float32),  # bits, then 1 less the correlation
+        ("distance", np.float32),  # bits, then 1 - correlation
         ("here", np.float32, 4),
         ("there", np.float32, 4),
         ("mirrored", np.bool_),
@@ -62,7 +60,7 @@ def find_candidates(
     done: Callable[[int], None],
     block_images: int = BLOCK_IMAGES,
 ) -> Pairs:
-    """Find candidates, the nearest of each image first; within one collection each pair once, the later image first."""
+    """Find candidates, nearest first per image; within one collection each pair once, the later image first."""
     within = images.collection.digest == others.collection.digest
     is_swapped = sum(images.collection.sizes) < sum(others.collection.sizes)
     indexed, streamed = (images, others) if is_swapped else (others, images)
@@ -85,13 +83,11 @@ def find_candidates(
 
 
 class _Block:
-    """Some images of the indexed side; `first` is the number of the first."""
-
     def __init__(self, parts: list[Fingerprints], first: int, *, is_swapped: bool) -> None:
         rows, thumbnails = (np.concatenate(each) for each in zip(*parts, strict=True))
         self.first, self.is_swapped, self.thumbnails = first, is_swapped, thumbnails
         hashed = np.flatnonzero(rows["kind"] == Kind.HASH)
-        self.hashed = hashed if is_swapped else _different(rows["words"], hashed)  # rows that have a hash
+        self.hashed = hashed if is_swapped else _different(rows["words"], hashed)  # rows with a hash
         self.parts, self.wholes = self._index(PARTS), self._index(WHOLE)
         self.by_bytes = _Digests(rows["bytes_digest"], np.flatnonzero(rows["kind"] != Kind.UNREAD))
         self.by_pixels = _Digests(rows["words"], np.flatnonzero(rows["kind"] == Kind.PIXELS))
@@ -129,7 +125,6 @@ class _Block:
         return _nearest(_earlier(found) if within else found, MOST_CANDIDATES)
 
     def _near(self, part: Fingerprints, rows: Int64s, first: int) -> Iterator[Pairs]:
-        """Pairs whose hashes are near each other."""
         for own, index, theirs in ((WHOLE, self.parts, PARTS), (PARTS, self.wholes, WHOLE)):
             hashes = hash_windows(part.thumbnails[rows], own).reshape(-1, NUM_WORDS)
             for is_mirrored in (False, True):
@@ -141,12 +136,11 @@ class _Block:
                 pairs["mirrored"] = is_mirrored
                 windows = own[window], theirs[their_window]
                 pairs["here"], pairs["there"] = windows[::-1] if self.is_swapped else windows
-                if is_mirrored:  # the hashed window of the image, as its mirror image has it
+                if is_mirrored:  # mirror the window back, since it was cut from the mirror image
                     pairs["here"][:, 1::2] = 1 - pairs["here"][:, 3::-2]
                 yield pairs
 
     def _laid(self, pairs: Pairs, part: Fingerprints, first: int) -> Pairs:
-        """Lay pairs over each other; keep those that fit."""
         streamed, indexed = ("other", "image") if self.is_swapped else ("image", "other")
         thumbnails = {
             streamed: part.thumbnails[pairs[streamed] - first],
@@ -154,7 +148,7 @@ class _Block:
         }
         is_mirrored = pairs["mirrored"][:, None, None]
         images = np.where(is_mirrored, thumbnails["image"][..., ::-1], thumbnails["image"])
-        # What the larger window shows is wholly in both images; the smaller one, a part of its image, is moved.
+        # Both images show all of the larger window; the smaller one, a part of its image, is moved.
         sides = [np.ptp(pairs[name].reshape(-1, 2, 2), axis=1).sum(axis=1) for name in ("here", "there")]
         is_part = (sides[0] < sides[1])[:, None]
         windows = np.where(is_part, pairs["there"], pairs["here"]), np.where(is_part, pairs["here"], pairs["there"])
@@ -168,17 +162,14 @@ class _Block:
 
 
 class _Digests:
-    """Digests of some rows, in order of their first word."""
-
     def __init__(self, digests: Words, rows: Int64s) -> None:
         order = rows[np.argsort(digests[rows, 0], kind="stable")]
         self.words, self.rows = digests[order], order
 
     def equal(self, digests: Words, *, is_swapped: bool) -> tuple[Int64s, Int64s]:
-        """Pairs of equal ones: positions in `digests`, and rows.
+        """Find pairs of equal digests: positions in `digests`, and rows.
 
-        One for each of `digests`; or, if these are the others', one for each row. A picture that says "not available",
-        a million times on both sides, would have 10^12 pairs.
+        One pair per digest, or if swapped per row: a million placeholders on both sides would make 10^12 pairs.
         """
         own = np.unique(digests[:, 0], return_index=True)[1] if is_swapped else np.arange(len(digests))
         first_words = digests[own, 0]
@@ -201,7 +192,6 @@ def _blocks(request: FingerprintRequest, most_images: int, *, is_swapped: bool) 
 
 
 def _different(hashes: Words, rows: Int64s) -> Int64s:
-    """Keep the first few of several equal hashes, in ascending order."""
     ordered = rows[np.lexsort((rows, hashes[rows, 1], hashes[rows, 0]))]
     is_first = np.append(True, (hashes[ordered[1:]] != hashes[ordered[:-1]]).any(axis=1))[: len(ordered)]
     return np.sort(ordered[_ranks(is_first) < _MOST_OF_ONE_HASH])
@@ -215,12 +205,11 @@ def _pairs(streamed: Int64s, indexed: Int64s, found: NDArray[Any], *, is_swapped
 
 
 def _earlier(pairs: Pairs) -> Pairs:
-    """Keep each pair of a collection with itself once."""
     return pairs[pairs["other"] < pairs["image"]]
 
 
 def _nearest(pairs: Pairs, most: int) -> Pairs:
-    """Keep each pair once, with its least distance, and the `most` nearest of an image, the nearest first."""
+    """Keep each pair once, at its least distance, and the `most` nearest of an image, nearest first."""
     pairs = pairs[np.lexsort((pairs["distance"], pairs["other"], pairs["image"]))]
     if len(pairs):
         again = (pairs["image"][1:] == pairs["image"][:-1]) & (pairs["other"][1:] == pairs["other"][:-1])
@@ -231,6 +220,5 @@ def _nearest(pairs: Pairs, most: int) -> Pairs:
 
 
 def _ranks(is_first: NDArray[np.bool_]) -> Int64s:
-    """Rank each element within its group."""
     starts = np.flatnonzero(is_first)
     return np.arange(len(is_first)) - np.repeat(starts, np.diff(np.append(starts, len(is_first))))

@@ -1,15 +1,13 @@
-"""Collections to compare, and their fingerprints: what is kept of each image to find its duplicates, on the disk.
+"""Collections to compare, and the fingerprints of their images, cached on disk.
 
-A row has 40 bytes: 16 of SHA-256 of the image as stored; two words, which are the perceptual hash of the whole (see
-`perceptual_hash`) or, of an image that has none, 16 bytes of SHA-256 of its pixels; and which of them it is. Without a
-hash are images with hardly any contrast (the hash of a plain colour is noise) and those below 16 pixels a side: they
-are compared by equal pixels alone. Beside it lies the thumbnail that the hashes of all windows are taken from, 1,024
-bytes of grey.
+A row has 40 bytes: 16 of the SHA-256 of the encoded image, two words, and their kind. The words are the perceptual hash
+of the whole image (see `perceptual_hash`), or 16 bytes of its pixels' SHA-256: images with hardly any contrast (the
+hash of a plain colour is noise) or below 16 pixels a side match by equal pixels alone. All windows are hashed from a
+grey thumbnail of 1,024 bytes.
 
-Files lie in `shardvit/fingerprints` of the user's cache folder, one per part, named by the part's digest: a second
-check of the same shards decodes nothing. 10^6 images take 1.1 GB. The folder can be deleted at any time. A photograph
-takes 1.2 ms on one core, most of it libjpeg-turbo, an image of 32 x 32 pixels 0.05. Memory is one part's rows per
-process.
+`shardvit/fingerprints` in the user's cache has a file per part, named by its digest, so a second check decodes nothing;
+it can be deleted at any time. 10^6 images take 1.1 GB, a photograph 1.2 ms on one core, mostly in libjpeg-turbo, a 32 x
+32 image 0.05. Memory: one part's rows per process.
 """
 
 import hashlib
@@ -41,8 +39,8 @@ from data_shards.reading.shard_reader import ShardReader
 from data_shards.shards.shard_set import Damaged, ShardSet
 from data_shards.store.store import Store
 
-_VERSION = 2  # raised when a file means something else
-_LEAST_PIXELS = 2 * THUMBNAIL_PIXELS  # of each side, that decoding leaves
+_VERSION = 2  # raised when the format changes
+_LEAST_PIXELS = 2 * THUMBNAIL_PIXELS  # per side, kept by reduced decoding
 LEAST_SIDE = 16  # pixels; a smaller image has no hash
 LEAST_CONTRAST = 3.0  # standard deviation of the thumbnail's greys, 0 to 255
 
@@ -54,7 +52,7 @@ class Kind(IntEnum):
 
     HASH = 0
     PIXELS = 1  # a digest of the pixels
-    NOTHING = 2  # it could not be decoded, only its bytes are known
+    NOTHING = 2  # undecodable: only its bytes are known
     UNREAD = 3  # not even those
 
 
@@ -66,26 +64,25 @@ class Fingerprints(NamedTuple):
 
 
 class UnreadNow(UnreadableImage):
-    """An image that cannot be read now; a retry may help, so nothing is kept of its part."""
+    """An image that cannot be read now. A retry may help, so its part is not cached."""
 
 
 class UnreadablePart(UnreadNow):
-    """A whole part that cannot be read, where that is tolerated."""
+    """A whole part that cannot be read, where tolerated."""
 
 
 class ImagePlace(NamedTuple):
-    """An image: the name of its part as messages show it, and its key in it."""
+    """Name of an image's part, as messages show it, and its key there."""
 
     part: str
     key: str
 
 
 class Collection(Protocol):
-    """Images in parts of `sizes`; `name` is for messages. A collection that is read by processes is pickled.
+    """Images in parts of `sizes`; `name` is for messages. Pickled if read by processes.
 
-    `digest` changes with the images and with where they are: collections with the same one are the same.
-    `part_digest` changes with a part's images, "" where that is not known. `read` returns an image as stored, or
-    raises UnreadableImage; for a part that is missing UnreadablePart or UserError.
+    `digest` identifies the images and their location, `part_digest` a part's images ("": unknown). `read` returns the
+    encoded image; UnreadableImage if damaged, UnreadablePart or UserError if its part is missing.
     """
 
     @property
@@ -124,7 +121,7 @@ class ShardImages:
         entry = self.shards.shards[part]
         if entry.state == "damaged":
             return ""
-        if entry.sha256:  # with the stamp: the digest is the manifest's, and the file may be damaged, and then mended
+        if entry.sha256:  # with the stamp: the file may have been damaged, then mended, under the manifest's digest
             return hashlib.sha256(repr((entry.sha256, entry.stamp, entry.subset)).encode()).hexdigest()
         known = (entry.url, entry.index_digest, entry.pixels_digest, entry.stamp)
         return hashlib.sha256(repr((*known, entry.subset)).encode()).hexdigest() if all(known) else ""
@@ -151,12 +148,11 @@ class FingerprintRequest:
     """Options that all parts share."""
 
     collection: Collection
-    kept: Path  # folder of the files of parts that are known by a digest
-    scratch: Path  # of the others
+    kept: Path  # folder for parts with a digest
+    scratch: Path  # for other parts
     pixel_limit: PixelLimit
 
     def kept_path(self, part: int) -> Path | None:
-        """None for a part that is not known by a digest."""
         digest = self.collection.part_digest(part)
         key = repr((_VERSION, digest, self.pixel_limit.pixels))
         return self.kept / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.npz" if digest else None
@@ -165,17 +161,17 @@ class FingerprintRequest:
         return self.scratch / f"{self.collection.digest}-{part}.npz"
 
     def load(self, part: int) -> Fingerprints:
-        """Load a part; of a part whose process crashed all rows are of kind `UNREAD`."""
+        """Load a part; if its process crashed, all rows are `UNREAD`."""
         return _read(self, part) or _nothing(self.collection.sizes[part])
 
 
 def default_fingerprint_folder() -> Path:
-    """Locate it in the user's cache folder (freedesktop.org's base directories)."""
+    """Locate the folder in the user's cache (freedesktop.org's base directories)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardvit" / "fingerprints"
 
 
 def make_fingerprints(request: FingerprintRequest, *, processes: int, done: Callable[[int], None]) -> None:
-    """Write the files of all parts that lack one; UserError if a part of the collection cannot be read."""
+    """Write the files of parts that lack one; UserError if a part cannot be read."""
     missing: list[int] = []
     for part, size in enumerate(request.collection.sizes):
         if _read(request, part) is None:
@@ -186,7 +182,7 @@ def make_fingerprints(request: FingerprintRequest, *, processes: int, done: Call
         run_parts(_make_part, request, missing, processes=processes, done=done)
         return
     stop = threading.Event()
-    # Pillow warns of large photographs and odd metadata. The filter is process-wide, so it is set around all threads.
+    # Silence Pillow on large photographs and odd metadata. The filter is process-wide, so it is set around all threads.
     with warnings.catch_warnings(action="ignore"):
         for size in run_threads(_make_part, [(request, part, stop) for part in missing], threads=processes, stop=stop):
             done(size)
@@ -243,12 +239,12 @@ def _nothing(size: int) -> Fingerprints:
 
 
 def _read(request: FingerprintRequest, part: int) -> Fingerprints | None:
-    """None where there is no such file, or it is not whole."""
+    """None if the file is missing or incomplete."""
     for path in (request.kept_path(part), request.scratch_path(part)):
         if path is None or not path.is_file():
             continue
         try:
-            # opened here, since numpy leaves a file open that is not whole
+            # opened here: numpy does not close an incomplete file
             with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as content:
                 found = Fingerprints(content["rows"], content["thumbnails"])
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):

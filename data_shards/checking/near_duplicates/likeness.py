@@ -1,21 +1,19 @@
-"""Decide whether two images are the same picture, on the area that both of them show.
+"""Decide whether two images are the same picture, on the area that both show.
 
-One is laid over the other: a window of one image is fixed, and that of the other is moved and stretched on each axis by
-Gauss-Newton steps, with gain and offset of the greys, until it shows the same. `align` does so with many pairs of
-thumbnails at once, coarse structure first (fine texture fits in many places): 0.6 ms a pair. `compare` does so at 64 x
-64 pixels, or fewer if the smaller image has fewer: 4 ms a pair. If one of them has no colours, only the greys are
-compared. Of 8 x 8 blocks those are counted that differ by more than encoding and resizing explain: 4 grey levels (8
-where the images have no more pixels than are compared) and 0.4 of the block's contrast, root mean square over all
-colours, after a small change of brightness and contrast is undone.
+A window of one image is fixed; that of the other is moved and stretched on each axis by Gauss-Newton steps, with gain
+and offset of the greys, until it shows the same. `align` does so for batches of thumbnails, coarse structure first
+(fine texture fits in many places): 0.6 ms a pair. `compare` does so at up to 64 x 64 pixels, in grey if either image
+has no colours: 4 ms a pair. It undoes a small change of brightness and contrast, and counts the blocks, of 8 x 8, that
+differ by more than encoding and resizing explain: 4 grey levels (8 at full resolution) plus 0.4 of the block's
+contrast, root mean square over colours.
 
     same       at most one block in 64 differs, and `likeness`, the correlation over all colours, is at least 0.94
-    unsure     up to an eighth of the blocks: something was added, or it is a series of one scene
-    different  more: what photographs of different things on one floor share is the floor
+    unsure     at most an eighth of the blocks differ: something was added, or it is a series of one scene
+    different  more: photographs of different things on one floor share the floor
 
-Below 40 pixels a side blocks tell less. There two pictures are alike that have a likeness of 0.94 and a correlation of
-0.84 without coarse structure, which all pictures of a dark thing on a bright ground share, or whose detail differs by
-JPEG's noise alone; they are the same if at most a quarter of the blocks differs, and else unsure. These bounds were
-chosen on CIFAR-10's training images.
+Below 40 pixels a side blocks tell less. There `likeness` must be 0.94, and the detail, without the coarse structure
+that all dark things on a bright ground share, must correlate by 0.84 or differ by JPEG's noise alone. Such pictures are
+the same if at most a quarter of the blocks differ, else unsure (bounds chosen on CIFAR-10's training images).
 """
 
 from functools import cache
@@ -30,30 +28,30 @@ from data_shards.images.crops import Pixels
 Floats = NDArray[Any]
 Answer = Literal["same", "unsure", "different"]
 
-DECODED_PIXELS = 128  # of each side, where there are so many
+DECODED_PIXELS = 128  # a side, if the image has as many
 _LEAST_LIKENESS, _LEAST_DETAIL = 0.94, 0.84
 _MOST_NOISE = 3.0  # grey levels
-_SAME_BLOCKS, _UNSURE_BLOCKS, _SAME_BLOCKS_OF_SMALL = 1 / 64, 1 / 8, 1 / 4  # shares of them that differ
-_SMALL = 40  # pixels of the area, on its shorter side
+_SAME_BLOCKS, _UNSURE_BLOCKS, _SAME_BLOCKS_OF_SMALL = 1 / 64, 1 / 8, 1 / 4  # shares of blocks that differ
+_SMALL = 40  # pixels of the shared area's shorter side
 _MOST_COMPARED, _COMPARED_OF_SMALL = 64, 28  # pixels, on each axis
 _BLOCKS, _BLOCKS_OF_SMALL = 8, 7  # on each axis
-_MARGINS = 0.08, 0.03  # of the area's sides, in two passes: the first tells better what the area is
-_STEPS = 4  # in each pass of either, at most
-_STILL = 5e-4  # shares of the sides
+_MARGINS = 0.08, 0.03  # of the area's sides, in two passes: the first locates the area better
+_STEPS = 4  # per pass, at most
+_STILL = 5e-4  # shares of the sides; smaller moves end the pass
 _LEAST_TOLERANCE, _TOLERANCE, _OF_CONTRAST = 4.0, 8.0, 0.4
 _COLOURLESS = 3.0  # grey levels, root mean square
 _MOST_GAIN = 1.25
-_COARSE = 6  # times that an image is smoothed for its coarse structure
+_COARSE = 6  # smoothings that leave the coarse structure
 _LUMA = np.array([0.299, 0.587, 0.114], np.float32)
 _SAMPLES = 20  # of a window of a thumbnail, on each axis
-_THUMBNAIL_SMOOTHED = (6, 1)  # how often, in each pass: a little, so that the grid of pixels does not matter
+_THUMBNAIL_SMOOTHED = (6, 1)  # per pass; at least one, so that the pixel grid does not matter
 _MOST_STEP = 0.03  # of the window's side
 _LEAST_SIDE = 0.1  # of a window
-_LEAST_GAIN = 0.2  # of the greys; below it there is nothing to go by
+_LEAST_GAIN = 0.2  # of the greys; below it there is no structure to align
 
 
 def align(ones: Floats, others: Floats, fixed: Windows, windows: Windows) -> tuple[Windows, NDArray[np.float32]]:
-    """Fit `windows` of `others` to the `fixed` ones of `ones` ([pairs, 32, 32] and [pairs, 4]); with correlations."""
+    """Fit `windows` of `others` to `fixed` of `ones` ([pairs, 32, 32], [pairs, 4]); return correlations too."""
     wanted = shown = np.empty(0)
     for times in _THUMBNAIL_SMOOTHED:
         one, other = (smooth(each.astype(np.float32), times=times) for each in (ones, others))
@@ -65,7 +63,7 @@ def align(ones: Floats, others: Floats, fixed: Windows, windows: Windows) -> tup
 
 
 def stepped(wanted: Floats, shown: Floats, windows: Windows) -> Windows:
-    """Move windows [pairs, 4] one step nearer: what they show, [pairs, side, side], towards what is wanted."""
+    """Move windows [pairs, 4] one step, from what is `shown` towards `wanted`, [pairs, side, side]."""
     side = shown.shape[-1]
     place = (np.arange(side, dtype=np.float32) + 0.5) / side - 0.5
     down, across = (side * np.gradient(shown, axis=axis) for axis in (-2, -1))
@@ -86,7 +84,7 @@ def stepped(wanted: Floats, shown: Floats, windows: Windows) -> Windows:
 
 
 def correlations(one: Floats, other: Floats) -> NDArray[np.float32]:
-    """Correlate each pair, [pairs, side, side, ...], over all channels, each without its mean."""
+    """Correlate each pair, [pairs, side, side, ...], over all channels, each less its mean."""
     one, other = (each - each.mean(axis=(1, 2), keepdims=True) for each in (one, other))
     one, other = (each.reshape(len(each), -1) for each in (one, other))
     return (one * other).sum(axis=1) / np.sqrt((one**2).sum(axis=1) * (other**2).sum(axis=1) + 1e-9)
@@ -116,7 +114,7 @@ class Likeness(NamedTuple):
     """Similarity of two images where they fit best; correlations are -1 to 1."""
 
     likeness: float
-    different_blocks: float  # share of them
+    different_blocks: float  # a share
     detail: float  # correlation without coarse structure
     difference: float  # root mean square in the detail, grey levels
     is_small: bool
@@ -133,8 +131,8 @@ class Likeness(NamedTuple):
 
 
 def compare(one: Pixels, other: Pixels, *, here: Windows, there: Windows) -> Likeness:
-    """Compare two images, uint8 [height, width, 3] of any sizes, of which two windows show about the same."""
-    if np.prod(here[2:] - here[:2]) < np.prod(there[2:] - there[:2]):  # what is wholly in both stays where it is
+    """Compare two images, uint8 [height, width, 3], whose windows `here` and `there` show about the same."""
+    if np.prod(here[2:] - here[:2]) < np.prod(there[2:] - there[:2]):  # fix the window that both images show whole
         one, other, here, there = other, one, there, here
     wanted = shown = np.empty(0)
     pixels = compared = 0
@@ -166,7 +164,7 @@ def compare(one: Pixels, other: Pixels, *, here: Windows, there: Windows) -> Lik
 
 
 def _common(here: Windows, there: Windows, margin: float) -> tuple[Windows, Windows]:
-    """Extend the windows to all that both images show, but for a margin."""
+    """Extend the windows to all that both images show, less `margin`."""
     starts, sides = here[:2], here[2:] - here[:2]
     their_starts, their_sides = there[:2], there[2:] - there[:2]
     low = np.maximum(-starts / sides, -their_starts / their_sides)  # in sides of the windows
@@ -180,7 +178,6 @@ def _common(here: Windows, there: Windows, margin: float) -> tuple[Windows, Wind
 
 
 def _different_blocks(one: Floats, other: Floats, num_blocks: int, *, tolerance: float) -> float:
-    """The share of them that differ."""
     greys, other_greys = (each.mean(axis=-1) if each.shape[-1] == 1 else each @ _LUMA for each in (one, other))
     gain = np.sqrt((greys.var() + 1) / (other_greys.var() + 1))
     gain = np.clip(gain, 1 / _MOST_GAIN, _MOST_GAIN)
@@ -191,7 +188,7 @@ def _different_blocks(one: Floats, other: Floats, num_blocks: int, *, tolerance:
 
 
 def _in_blocks(pixels: Floats, num_blocks: int) -> Floats:
-    """Means: [side, side, channels] -> [blocks, blocks, channels]."""
+    """Average blocks: [side, side, channels] -> [blocks, blocks, channels]."""
     side = len(pixels) // num_blocks
     return pixels.reshape(num_blocks, side, num_blocks, side, -1).mean(axis=(1, 3))
 
@@ -201,7 +198,7 @@ def _colour(pixels: Floats) -> float:
 
 
 def _shown(pixels: Pixels, window: Windows, side: int) -> Floats:
-    """Cut out a window, float [side, side, 3], slightly smoothed, so that the grid of pixels does not matter."""
+    """Crop a window to float [side, side, 3], slightly smoothed, so that the pixel grid does not matter."""
     from PIL import Image
 
     height, width = pixels.shape[:2]

@@ -1,13 +1,13 @@
-"""Find the images of one collection that are also in others: candidates by fingerprints, then compared by pixels.
+"""Find images that other collections contain: candidates by fingerprints, then compared by pixels.
 
-    equal-bytes     by 128 bits of SHA-256
-    equal-pixels    both were decoded in full, and are equal
-    near-duplicate  both were decoded, laid over each other, and are the same picture (see `likeness`)
-    unsure          likewise, and they are much alike: to be looked at, and not counted as the same
+    equal-bytes     equal in 128 bits of SHA-256
+    equal-pixels    equal, both decoded in full
+    near-duplicate  decoded and aligned, the same picture (see `likeness`)
+    unsure          decoded and aligned, much alike: worth inspecting, not counted as the same
 
-Each image is listed once for each of the others, with its nearest match there. An image that cannot be decoded is
-compared by its bytes alone, and counted. On one core a photograph takes 1.2 ms once (see `fingerprint`), 0.6 to be
-looked up among 350 others, 1.8 among 50,000, and 7 for each candidate, 3 of them to decode both.
+Each image is listed once per other collection, with its nearest match. An undecodable image is compared by its bytes
+alone, and counted. On one core a photograph takes 1.2 ms once (see `fingerprint`), 0.6 to look up among 350 others, 1.8
+among 50,000, and 7 per candidate, 3 of them to decode both.
 """
 
 import tempfile
@@ -45,11 +45,11 @@ _WORTH_PROCESSES = 1024  # images with candidates: 4 s
 
 
 class Match(NamedTuple):
-    """An image and its match, numbered through all parts of their collections; `likeness` is 1 for equal ones."""
+    """An image and its match, numbered across the parts of their collections; `likeness` is 1 if equal."""
 
     image: int
     other: int
-    collection: int  # which of the others
+    collection: int  # index of the other collection
     kind: MatchKind
     likeness: float
     mirrored: bool
@@ -62,10 +62,9 @@ class Matches:
     images: Collection
     others: tuple[Collection, ...]
     matches: tuple[Match, ...]
-    undecoded: dict[str, int]  # images of each collection that could not be decoded, or crashed the process
+    undecoded: dict[str, int]  # collection -> number of images undecodable or lost to a crash
 
     def line(self, match: Match) -> dict[str, object]:
-        """Format a match as an entry of matches.jsonl."""
         return {
             "image": self.place(match)._asdict(),
             "other": self.other_place(match)._asdict(),
@@ -86,15 +85,12 @@ def find_matches(
     images: Collection,
     others: Sequence[Collection],
     *,
-    folder: Path | None = None,
+    folder: Path | None = None,  # of fingerprints; default: in the user's cache
     pixel_limit: PixelLimit = USUAL_LIMIT,
     processes: int | None = None,
     report: Callable[[str], None] = print,
 ) -> Matches:
-    """Find the images that are also in `others`; within one collection, those that are like an earlier one.
-
-    Fingerprints are kept in `folder`, by default in the user's cache. Raises UserError if a part cannot be read.
-    """
+    """Find images that are also in `others`, or earlier in the same collection; UserError if a part cannot be read."""
     processes = processes or num_cores()
     found: list[Match] = []
     undecoded: dict[str, int] = {}
@@ -126,12 +122,12 @@ def find_matches(
 
 
 def place(collection: Collection, number: int) -> ImagePlace:
-    """Locate an image; `number` counts through all parts."""
+    """Locate an image by its number across parts."""
     return collection.place(*_located(collection, number))
 
 
 def read(collection: Collection, number: int) -> bytes:
-    """Read an image as stored. Raises UnreadableImage."""
+    """Read an encoded image; UnreadableImage if that fails."""
     return collection.read(*_located(collection, number))
 
 
@@ -145,7 +141,7 @@ def _located(collection: Collection, number: int) -> tuple[int, int]:
 class _Comparing:
     images: Collection
     other: Collection
-    number: int  # of the other one
+    number: int  # of the other collection
     pixel_limit: PixelLimit
 
     def reduced(self, data: bytes) -> tuple[int, int, Pixels]:
@@ -159,8 +155,8 @@ class _Comparing:
 def _compared(
     request: _Comparing, pairs: Pairs, *, processes: int, report: Callable[[str], None]
 ) -> tuple[list[Match], int]:
-    """Compare candidates; return matches, and the number of images lost to a crashed process."""
-    starts = np.unique(pairs["image"], return_index=True)[1]  # where the nearest of each image stands
+    """Return matches, and how many images were lost to crashes."""
+    starts = np.unique(pairs["image"], return_index=True)[1]  # of each image, at its nearest candidate
     is_equal = pairs["distance"][starts] < 0
     matches = [
         Match(image, other, request.number, _EQUAL[distance], 1.0, mirrored=False)
@@ -180,14 +176,13 @@ def _compared(
 
 
 def _compare_chunk(request: _Comparing, chunk: bytes) -> list[Match | None]:
-    """The match of each image of a chunk."""
     pairs = np.frombuffer(chunk, PAIR)
     images = np.split(pairs, np.unique(pairs["image"], return_index=True)[1][1:]) if len(pairs) else []
     return [_best(request, near) for near in images]
 
 
 def _best(request: _Comparing, near: Pairs) -> Match | None:
-    """Take the nearest candidate that is the same picture, or else the most alike unsure one."""
+    """Take the nearest candidate that is the same picture, else the most alike unsure one."""
     unsure: list[Match] = []
     image = int(near["image"][0])
     data = pixels = None
@@ -205,7 +200,7 @@ def _best(request: _Comparing, near: Pairs) -> Match | None:
             may_be_equal = pixels[:2] == others[:2] and found.likeness > _MAY_BE_EQUAL
             if may_be_equal and request.are_equal(data, other_data):
                 return match("equal-pixels", 1.0, mirrored=False)
-        except UnreadableImage:  # what the reduced decoding of JPEGs did not notice
+        except UnreadableImage:  # damage that reduced JPEG decoding did not notice
             continue
         likeness = round(found.likeness, 4)
         if found.answer == "same":

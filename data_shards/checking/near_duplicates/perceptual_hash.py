@@ -1,22 +1,19 @@
-"""The perceptual hash, 128 signs of the lowest frequencies of a window of an image, and an index of hashes.
+"""Hash windows of images perceptually, and index the hashes.
 
-As pHash does, a grey thumbnail of 32 x 32 pixels is taken through a discrete cosine transform, here of a window, and
-each of the 128 lowest frequencies but the mean gives one bit, its sign: contrast and brightness do not change it.
-Encoded again or resized, a photograph keeps all but 2 of the first 64 bits; a window that lies 3 % of its side too far
-down and to the right loses 11 and one that is 6 % too wide loses 6, so that is how finely they are laid.
+As in pHash, a window of a grey 32 x 32 thumbnail goes through a discrete cosine transform; the signs of the 128 lowest
+frequencies but the mean are the bits, whatever the contrast and brightness. A photograph, re-encoded or resized, keeps
+all but 2 of the first 64 bits; a window 3 % of its side too far down and right loses 11, one 6 % too wide 6, hence the
+windows' spacing. Mirror images need no pixels: frequencies that are odd from left to right change sign.
 
-Where one image is a crop of the other, four windows of the smaller one (`WHOLE`, 88 % of its sides) are looked for
-among 68 windows of the larger one (`PARTS`): crops to 100, 92, 84, 77 or 70 % of each side at any place, and the centre
-square of usual shapes, whole or its inner 87.5 %. An image with a border is one that the other is a crop of. The mirror
-image's hash needs no pixels: frequencies that are odd from left to right change their sign. Of 88 photographs 97.7 % or
-more, by edit, have a window within 10 of the first 64 bits.
+To find crops, four windows of the smaller image (`WHOLE`, 88 % of its sides) are searched for among 68 windows of the
+larger one (`PARTS`): crops to 100, 92, 84, 77 or 70 % of each side at any place, and the centre square of usual shapes,
+whole or its inner 87.5 %. An image with a border counts as the larger one. Of 88 photographs, 97.7 % or more, by edit,
+have a window within 10 of the first 64 bits.
 
-The index is multi-index hashing (Norouzi, Punjani and Fleet, 2012): the first word is cut into four bands of 16 bits.
-Words that differ in at most 7 bits differ in at most one bit of some band, so the 17 values that a band may then have
-are looked up. Many that differ in 8 to 10 bits are found too.
-
-A hash takes 2 us and 16 bytes, 56 more in the index, and a query 2,176 comparisons among a million evenly spread hashes
-(photographs: twice as many).
+The index is multi-index hashing (Norouzi, Punjani and Fleet, 2012) over four bands of 16 bits in the first word. Words
+that differ in at most 7 bits differ in at most one bit of some band, so 17 values per band are looked up; many that
+differ in 8 to 10 bits are found too. A hash takes 2 us and 16 bytes, 56 more in the index; a query takes 2,176
+comparisons among a million evenly spread hashes (photographs: twice as many).
 """
 
 from functools import cache
@@ -30,41 +27,38 @@ Int64s = NDArray[np.int64]
 Words = NDArray[np.uint64]
 Windows = NDArray[np.float32]  # [..., 4]: top, left, bottom, right, in shares of the sides
 
-THUMBNAIL_PIXELS = 32  # of each side, whatever the image's shape
+THUMBNAIL_PIXELS = 32  # a side, whatever the image's shape
 NUM_WORDS = 2
 _INNER = 0.88  # share of the sides that a window of `WHOLE` shows
-_OFF_CENTRE = 0.03  # those windows, from the centre, each way
+_OFF_CENTRE = 0.03  # offset of those windows from the centre, each way
 _CROPS = (1.0, 0.92, 0.84, 0.77, 0.7)  # shares of each side
-_MIDDLES = (0.96, 0.88, 0.8, 0.735)  # shares of each side, between those: centre crops, and what a border surrounds
-_SQUARES = (0.76, 0.69, 0.62, 0.56)  # share of the longer side that the centre square is: 4:3, 3:2, 16:10, 16:9
+_MIDDLES = (0.96, 0.88, 0.8, 0.735)  # shares of each side, between those: centre crops, and insides of borders
+_SQUARES = (0.76, 0.69, 0.62, 0.56)  # the centre square as a share of the longer side: 4:3, 3:2, 16:10, 16:9
 _OF_SQUARES = (1.0, 0.875)  # 224 of 256 pixels, as many evaluations take
-_FREQUENCIES = 16  # of each axis; the 128 lowest by their sum lie below
+_FREQUENCIES = 16  # per axis; they contain the 128 lowest by sum
 _SAMPLES = 32  # of the window, on each axis
 _BITS = 64 * NUM_WORDS
 _BANDS = 4
 _VALUES = 1 << 16  # of a band
-# A band's value and all values at one bit from it.
+# Masks for a band's value and all values at one bit from it.
 _PROBES = np.array([0, *(1 << bit for bit in range(16))], np.uint16)
 MOST_FIRST = 10  # bits of the first word; up to 7 are found for certain
-MOST_BITS = 36  # of both words: those of a smooth image are noise in the second
+MOST_BITS = 36  # of both words; a smooth image's second word is noise
 _MOST_AT_ONCE = 1 << 22  # comparisons
 
 
 def thumbnail(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Squeeze greys, uint8 [height, width], to 32 x 32 pixels."""
+    """Resize greys, uint8 [height, width], to 32 x 32 pixels, ignoring the shape."""
     from PIL import Image
 
-    # Pillow's bilinear filter averages where it reduces; to enlarge, bicubic comes nearer to what was reduced.
+    # Pillow's bilinear filter averages when reducing; bicubic enlarges closer to the original.
     is_large = min(pixels.shape[:2]) >= THUMBNAIL_PIXELS
     resampling = Image.Resampling.BILINEAR if is_large else Image.Resampling.BICUBIC
     return np.asarray(Image.fromarray(pixels).resize((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS), resampling))
 
 
 def sampling(low: Any, high: Any, samples: int) -> NDArray[np.float32]:
-    """The matrices [..., samples, 32] that read windows of one axis, in shares of it, by linear interpolation.
-
-    `low` and `high`, [...], broadcast; beyond the edge the last pixel is repeated.
-    """
+    """Interpolate windows `low` to `high` (shares of an axis) linearly, edges repeated: float [..., samples, 32]."""
     low, high = np.asarray(low, np.float32)[..., None], np.asarray(high, np.float32)[..., None]
     shares = (np.arange(samples, dtype=np.float32) + 0.5) / samples
     places = np.clip((low + (high - low) * shares) * THUMBNAIL_PIXELS - 0.5, 0, THUMBNAIL_PIXELS - 1)
@@ -81,24 +75,23 @@ def hash_windows(thumbnails: NDArray[Any], windows: Windows) -> Words:
 
 
 def mirrored(hashes: Words) -> Words:
-    """Hash the mirror images from their hashes: uint64 [..., 2]."""
+    """Derive the mirror images' hashes, uint64 [..., 2]."""
     return hashes ^ _mirror_mask()
 
 
 def distances(one: Words, other: Words) -> NDArray[np.uint8]:
-    """Count the bits that differ: uint64 [..., words] each, broadcast -> uint8 [...]."""
+    """Count differing bits: uint64 [..., words], broadcast -> uint8 [...]."""
     return np.bitwise_count(one ^ other).sum(axis=-1, dtype=np.uint8)
 
 
 def _axis_places(share: float) -> list[float]:
-    """Start the crops of a share of one side so that some window is within 3 % of the side of any crop."""
+    """Place crops of `share` of a side so that any such crop has one within 3 % of its side."""
     step, room = share * _OFF_CENTRE, 1 - share
     number = max(1, int(np.ceil((room + 2 * step) / (4 * step) - 1e-6)))
     return np.linspace(step, max(step, room - step), number).tolist()
 
 
 def _window(top: float, left: float, height: float, width: float) -> tuple[float, ...]:
-    """The inner part of a crop."""
     margin = (1 - _INNER) / 2
     inset_top, inset_left = top + margin * height, left + margin * width
     return inset_top, inset_left, inset_top + _INNER * height, inset_left + _INNER * width
@@ -125,7 +118,7 @@ WHOLE: Windows = np.array(
 
 @cache
 def _transform(low: float, high: float) -> NDArray[np.float32]:
-    """The cosine transform of a part of one axis: float [16, 32]; between pixels, values are interpolated."""
+    """Cosine transform of a part of one axis, with interpolated pixels: float [16, 32]."""
     share = (np.arange(_SAMPLES) + 0.5) / _SAMPLES
     cosines = np.cos(np.pi * np.arange(_FREQUENCIES)[:, None] * share)
     return (cosines @ sampling(low, high, _SAMPLES)).astype(np.float32)
@@ -133,11 +126,7 @@ def _transform(low: float, high: float) -> NDArray[np.float32]:
 
 @cache
 def _chosen() -> NDArray[np.int64]:
-    """Row and column of each bit's frequency, int64 [128, 2].
-
-    The 64 lowest make the first word. Neighbours go to different bands of it, so that no band has the low frequencies,
-    which are alike in many images, to itself.
-    """
+    """Row and column of each bit's frequency, int64 [128, 2], spread so that no band has all the (similar) low ones."""
     pairs = [(y, x) for y, x in product(range(_FREQUENCIES), repeat=2) if y + x]
     pairs.sort(key=lambda pair: (sum(pair), abs(pair[0] - pair[1]), pair))
     low, high = pairs[:64], pairs[64:_BITS]
@@ -156,7 +145,7 @@ def _mirror_mask() -> Words:
 
 
 class Near(NamedTuple):
-    """Numbers of queries and of hashes near them, and how many bits differ; a pair may come several times."""
+    """Queries and hashes near them, by number, and how many bits differ; pairs may repeat."""
 
     queries: Int64s
     hashes: Int64s
@@ -164,7 +153,7 @@ class Near(NamedTuple):
 
 
 class HashIndex:
-    """An index of `hashes`, uint64 [hashes, 2]."""
+    """Multi-index of `hashes`, uint64 [hashes, 2]."""
 
     def __init__(self, hashes: Words) -> None:
         self._second = np.ascontiguousarray(hashes[:, 1])
@@ -189,7 +178,7 @@ class HashIndex:
         found: list[Near] = []
         done = 0
         while done < len(queries):
-            # as many queries at once as memory is meant for
+            # as many queries as `_MOST_AT_ONCE` comparisons allow
             before = ends[done - 1] if done else 0
             until = max(done + 1, int(np.searchsorted(ends, before + _MOST_AT_ONCE, side="right")))
             part = slice(done, until)
@@ -207,7 +196,7 @@ class HashIndex:
 
 
 def expand(starts: Int64s, counts: Int64s) -> Int64s:
-    """List starts[i], starts[i] + 1, ..., `counts[i]` of them, for each i in turn."""
+    """Concatenate ranges: `counts[i]` numbers from `starts[i]` on, for each i."""
     before = np.cumsum(counts) - counts
     return np.arange(int(counts.sum())) + np.repeat(starts - before, counts)
 

@@ -1,1 +1,1 @@
-"""Read what `shardvit pack` packs: folders, lists, arrays, archives, published data sets."""
+"""Read sources of `shardvit pack`: folders, lists, arrays, archives, published data sets."""

@@ -1,9 +1,8 @@
-"""Files in folders and inside tars, read where they lie: plain tars, tars within tars (ImageNet's class tars), gzipped.
+"""Read files in place from folders and tars: plain, nested (ImageNet's class tars) or gzipped.
 
-A plain tar is walked once by its headers, and an image is one `pread`: nothing is unpacked, and memory holds names,
-offsets and sizes. Listings are kept in the user's cache folder. gzip cannot seek: a .tar.gz is decompressed once, into
-a folder that the caller names and removes. Devices and links are skipped, but links to images are refused (they
-would be missing), and so are names that lead outside.
+A tar is walked once by its headers; each image is then one `pread`. Memory holds names, offsets and sizes; listings are
+kept in the user's cache. gzip cannot seek, so a .tar.gz is decompressed once, into a folder that the caller names and
+removes. Devices and links are skipped; links to images, and names that lead outside, are refused.
 """
 
 import contextlib
@@ -34,19 +33,19 @@ from data_shards.shards.shard_set import Report
 from data_shards.shards.tar_walk import BLOCK_BYTES, Member, TarDamage, stated_member, walk_tar
 from data_shards.text import named, show_bytes
 
-_VERSION = 2  # of what is kept of a listing
+_VERSION = 2  # of cached listings
 _COPY_BYTES = 1 << 20
-_SAID_BYTES = 50_000_000  # below, nobody needs to know that it takes space
+_SAID_BYTES = 50_000_000  # smaller archives are decompressed silently
 _LISTED_AT_ONCE_BYTES = 5_000_000_000
-_THREADS = 16  # they wait for headers, which on a network disk take a millisecond each
-_ARRAYS = {"archive": "archive", "offset": "offset", "size": "sizes"}  # name on the disk -> of a listing
-_MOST_SMALL_BYTES = 1 << 28  # of a file that is read whole: CIFAR-100's training part has 155 MB
+_THREADS = 16  # they wait for headers: a millisecond each on a network disk
+_ARRAYS = {"archive": "archive", "offset": "offset", "size": "sizes"}  # name on disk -> field of Listing
+_MOST_SMALL_BYTES = 1 << 28  # of a file read whole: CIFAR-100's training part has 155 MB
 _DECOMPRESSING = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Unpacking:
-    """Folder for decompressed archives (None: refuse gzipped ones), and the reporter of progress."""
+    """Folder for decompressed archives (None: refuse gzipped ones), and a progress reporter."""
 
     folder: Path | None = None
     report: Report = print
@@ -54,7 +53,7 @@ class Unpacking:
 
 @dataclass(frozen=True)
 class Archive:
-    """One tar on the disk. Raises UserError if it cannot be opened."""
+    """One tar on disk; UserError if it cannot be opened."""
 
     path: Path
     unpacking: Unpacking = field(default_factory=Unpacking, repr=False, compare=False)
@@ -65,7 +64,6 @@ class Archive:
 
     @cached_property
     def key(self) -> str:
-        """Identify the file; changes whenever its size or time does."""
         text = f"{_VERSION}\0{os.path.realpath(self.path)}\0{self.num_bytes}\0{self.stat.st_mtime_ns}"
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
@@ -77,7 +75,7 @@ class Archive:
             raise UserError(f"{self.path}: the archive cannot be read ({error.strerror})") from None
 
     def open(self) -> int:
-        """Return a descriptor of the plain tar, to be closed by the caller; a gzipped one is decompressed first."""
+        """Return a descriptor of the plain tar, decompressed if need be; the caller closes it."""
         path = self.path
         if path.name.lower().endswith(GZIPPED):
             with _DECOMPRESSING:
@@ -87,12 +85,12 @@ class Archive:
 
 @dataclass(frozen=True)
 class Listing:
-    """The regular files in some archives, in the archives' order; of a tar in a tar its files, as STEM/NAME."""
+    """Regular files of some archives, in the archives' order; those of nested tars are named STEM/NAME."""
 
     path: Path  # of the archive, or of the folder of archives
     archives: tuple[Archive, ...]
     names: Texts
-    archive: Int64s  # [num_files]: which of the archives
+    archive: Int64s  # [num_files]: index in `archives`
     offset: Int64s  # [num_files]: of its data, in the plain tar
     sizes: Int64s
 
@@ -105,7 +103,7 @@ class Listing:
         return f"{self.names[row]}\0{place}".encode(errors="surrogateescape")
 
     def read(self, row: int) -> bytes:
-        """Read one file. Raises OSError if it cannot be read, or the archive changed since it was listed."""
+        """Read one file; OSError if that fails, or the archive changed since it was listed."""
         offset, size = int(self.offset[row]), int(self.sizes[row])
         with open(self.archives[int(self.archive[row])].open(), "rb", buffering=0) as tar:
             data = os.pread(tar.fileno(), BLOCK_BYTES + size, offset - BLOCK_BYTES)
@@ -119,11 +117,7 @@ class Listing:
 
 
 def list_archives(archives: Sequence[Archive], *, folder: Path | None = None) -> Listing:
-    """List archives, from the cache folder if they were listed before.
-
-    The files of archives in a `folder` are named STEM/NAME, as of `n01440764.tar`. Raises UserError, naming the
-    archive, if one is damaged, not a tar, or names a file that leads outside.
-    """
+    """List archives, cached; with `folder`, files are named STEM/NAME. UserError names a damaged or unsafe archive."""
     inside = "names" if folder is None else "stems"
     whole = hashlib.sha256("\0".join([inside, *(archive.key for archive in archives)]).encode()).hexdigest()[:32]
     kept = default_index_folder() / f"archives-{whole}.npz"
@@ -139,13 +133,13 @@ def list_archives(archives: Sequence[Archive], *, folder: Path | None = None) ->
     counts = [sum(len(piece.names) for piece in part) for part in parts]
     archive = np.repeat(np.arange(len(parts)), counts).astype(np.int64)
     listing = Listing(path, tuple(archives), Texts.join(names), archive, np.concatenate(offsets), np.concatenate(sizes))
-    with contextlib.suppress(OSError):  # it is for speed alone
+    with contextlib.suppress(OSError):  # the cache only saves time
         _save(listing, kept)
     return listing
 
 
 def open_files(path: Path, *, unpacking: Unpacking) -> Files:
-    """List a folder (names start with its own, as in an archive of it) or an archive; UserError if it is neither."""
+    """List a folder (names start with its own, as in an archive of it) or an archive; UserError for others."""
     if path.is_dir():
         whole = Path(os.path.abspath(path))
         images, others = walk_folder(whole.parent, whole.name)
@@ -156,12 +150,12 @@ def open_files(path: Path, *, unpacking: Unpacking) -> Files:
 
 
 def is_archive(path: Path) -> bool:
-    """True for an existing file that is named as an archive."""
+    """True for an existing file with an archive's suffix."""
     return path.name.lower().endswith(SUFFIXES) and path.is_file()
 
 
 def read_small(files: Files, row: int) -> bytes:
-    """Read a file whole, such as a list; UserError if it is missing, or larger than any that is published."""
+    """Read a whole file, such as a list; UserError if it is missing, or larger than any published one."""
     try:
         if not 0 <= files.sizes[row] <= _MOST_SMALL_BYTES:
             raise OSError("not a plain file of the size that is published")
@@ -172,14 +166,14 @@ def read_small(files: Files, row: int) -> bytes:
 
 
 def rows_by_name(files: Files, wanted: Iterable[str] | None = None) -> dict[str, int]:
-    """Map file names without folders to rows, the wanted ones or all; hidden files are skipped."""
+    """Map base names to rows, all or those `wanted`, without hidden files."""
     names = None if wanted is None else set(wanted)
     last = ((path.rpartition("/")[2], row) for row, path in enumerate(files.names))
     return {name: row for name, row in last if not name.startswith(".") and (names is None or name in names)}
 
 
 def inner_name(name: str, *, archive: Path) -> str:
-    """Spell a member's name as paths are: `./a//b.jpg` -> `a/b.jpg`. Raises UserError if it leads outside."""
+    """Normalise a member's name: `./a//b.jpg` -> `a/b.jpg`; UserError if it leads outside."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if name.startswith("/") or ".." in parts or not parts or "\0" in name:
         raise UserError(f"{archive}: it holds a file named {name!a}, which leads outside of it; fetch another copy")
@@ -193,7 +187,7 @@ def stem(name: str) -> str:
 
 
 class _Piece(NamedTuple):
-    """Some files of one archive, compactly: ImageNet-21k has 14 million."""
+    """Some files of an archive, as arrays: ImageNet-21k has 14 million."""
 
     names: Texts
     offset: Int64s
@@ -201,7 +195,6 @@ class _Piece(NamedTuple):
 
 
 def _list_archive(archive: Archive, *, above: str) -> list[_Piece]:
-    """Its plain files, then those of the tars in it, in order."""
     with open(archive.open(), "rb", buffering=0) as opened:
         outer = _walk(opened.fileno(), archive.path, above=above)
         tars = [member for member in outer if member.name.lower().endswith(".tar")]
@@ -218,7 +211,7 @@ def _list_archive(archive: Archive, *, above: str) -> list[_Piece]:
 
 
 def _refuse_shared(pieces: Sequence[_Piece], path: Path) -> None:
-    """Raise UserError for two images that would have one name, such as a/1.png beside a.tar with 1.png in it."""
+    """Refuse two images of one name, such as a/1.png and 1.png in a.tar."""
     folders = Counter(each for piece in pieces for each in {name.rpartition("/")[0] for name in piece.names})
     found = Counter(
         name for piece in pieces for name in set(piece.names) if folders[name.rpartition("/")[0]] > 1 and is_image(name)
@@ -260,7 +253,6 @@ def _piece(members: Sequence[Member]) -> _Piece:
 
 
 def _decompressed(archive: Archive) -> Path:
-    """Decompress a gzipped archive, unless that was done already."""
     folder = archive.unpacking.folder
     if folder is None:
         raise UserError(f"{archive.path}: it is compressed; decompress it (`gunzip`) and give the plain tar")
@@ -281,7 +273,7 @@ def _decompressed(archive: Archive) -> Path:
                 f"{folder} (more than {show_bytes(archive.num_bytes)}, removed when the shards are complete)"
             )
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:  # one process at a time, so that what an ended one has left is written over
+        try:  # one process at a time, which overwrites what a dead one left
             fcntl.flock(handle, fcntl.LOCK_EX)
             if not path.exists():  # another process may have made it meanwhile
                 with replaced(path) as beside:
@@ -317,7 +309,6 @@ def _save(listing: Listing, path: Path) -> None:
 
 
 def _load(file: Path, path: Path, archives: tuple[Archive, ...]) -> Listing:
-    """Read a kept listing; ValueError if it cannot be one of these archives."""
     names, ends, *arrays = read_arrays(file, ["names", "ends", *_ARRAYS]).values()
     if any(each.dtype != np.int64 or each.shape != ends.shape or each.ndim != 1 for each in (ends, *arrays)):
         raise ValueError("its arrays do not fit together")

@@ -1,12 +1,11 @@
-"""Images in memory: scikit-learn's digits, MNIST's format (four IDX files, plain or gzipped), and CIFAR as published.
+"""Read sources into memory: scikit-learn's digits, MNIST's format (four IDX files, plain or gzipped), and CIFAR.
 
-The digits are 1,797 grey images of 8x8 in scikit-learn's wheel (the test part of the UCI set "Optical Recognition of
-Handwritten Digits", Alpaydin and Kaynak, 1998). Fashion-MNIST has MNIST's files; its class names are used if the folder
-has its name. Other IDX sets (more classes, other than 8-bit grey) are refused.
-
-CIFAR-10 and CIFAR-100 (Krizhevsky, 2009): the Python or the binary version, packed or unpacked. Both give torchvision's
-images, labels and order, and so the same shards; the test part becomes val. The Python version is pickles: only the
-published files, known by torchvision's MD5, are opened. Takes 180 MB.
+- Digits: 1,797 grey images of 8x8 in scikit-learn's wheel (test part of UCI's "Optical Recognition of Handwritten
+  Digits", Alpaydin and Kaynak, 1998).
+- Fashion-MNIST: MNIST's files, with its own class names if the folder has its name. Other IDX sets are refused.
+- CIFAR-10 and CIFAR-100 (Krizhevsky, 2009): Python or binary version, packed or unpacked. Both give torchvision's
+  images, labels and order; the test part becomes val. The Python version is pickles: only published files, known by
+  torchvision's MD5, are opened. Takes 180 MB.
 """
 
 import gzip
@@ -25,10 +24,10 @@ from data_shards.errors import UserError
 from data_shards.packing.sources.archive import read_small, rows_by_name
 from data_shards.packing.sources.base import Files, ImageSet, Int64s, Source, SplitName, array_images, published_source
 
-_DIGITS_FILE = "datasets/data/digits.csv.gz"  # what its load_digits reads: 64 pixels and the digit a line
+_DIGITS_FILE = "datasets/data/digits.csv.gz"  # read by load_digits: 64 pixels and the digit a line
 _DIGITS_MOST = 16  # each pixel counts the set points in a 4x4 block of the scan
 
-DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")  # where Debian's dataset-fashion-mnist puts them
+DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")  # of Debian's dataset-fashion-mnist
 DIGIT_CLASSES = tuple("0123456789")
 FASHION_CLASSES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat")  # README of zalandoresearch/fashion-mnist
 FASHION_CLASSES += ("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
@@ -41,8 +40,8 @@ IDX_NAMES = frozenset(
 
 
 def digits_source() -> Source:
-    """Read the digits as split train, 0..16 spread over 0..255. Raises UserError without scikit-learn."""
-    found = importlib.util.find_spec("sklearn")  # not imported: that takes a second, half of what packing takes
+    """Read the digits as split train, 0..16 scaled to 0..255; UserError without scikit-learn."""
+    found = importlib.util.find_spec("sklearn")  # importing takes a second, half of a packing
     file = Path(found.origin or "").parent / _DIGITS_FILE if found else None
     if file is None or not file.is_file():
         raise UserError("digits: this source needs scikit-learn; install it with `pip install scikit-learn`")
@@ -52,7 +51,7 @@ def digits_source() -> Source:
 
 
 def fashion_mnist_source() -> Source:
-    """Read Fashion-MNIST where Debian installs it. Raises UserError, saying how to install it, if it is missing."""
+    """Read Fashion-MNIST where Debian installs it; UserError says how to install it."""
     if not DEBIAN_FOLDER.is_dir():
         raise UserError(
             f"fashion-mnist: {DEBIAN_FOLDER} is not there; install it with "
@@ -62,7 +61,7 @@ def fashion_mnist_source() -> Source:
 
 
 def idx_source(root: Path) -> Source:
-    """Read the four files in `root`; t10k becomes split val. Raises UserError if one is missing or broken."""
+    """Read the four files in `root`; t10k becomes val. UserError if one is missing or broken."""
     folder = root.resolve()
     name = folder.parent.name if folder.name == "raw" else folder.name  # torchvision unpacks into FashionMNIST/raw
     classes = FASHION_CLASSES if "fashion" in name.lower() else DIGIT_CLASSES
@@ -92,7 +91,7 @@ def _find(root: Path, stem: str, kind: str) -> Path:
 
 
 def _read_idx(path: Path, *, num_dims: int) -> NDArray[np.uint8]:
-    """The array of one file. IDX: bytes 0, 0, type (8: uint8), number of dims; each dim as big-endian uint32; data."""
+    """IDX: bytes 0, 0, type (8: uint8), number of dims; each dim as big-endian uint32; data."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
@@ -138,8 +137,8 @@ _CIFAR_ARCHIVES = tuple(f"cifar-{n}-{version}.tar.gz" for n in (10, 100) for ver
 
 
 def find_cifar(folder: Path) -> Path | None:
-    """Find a version: the folder itself, or an archive or folder in it."""
-    files = {path.name for path in folder.iterdir() if path.is_file()}  # folders train, test and meta are no CIFAR-100
+    """Find a version: the folder itself, or an archive or folder in it; UserError if it holds both sets."""
+    files = {path.name for path in folder.iterdir() if path.is_file()}  # folders train, test and meta are not CIFAR-100
     parts = [{layout.train[0], layout.test, layout.classes.format("fine")} for layout in _LAYOUTS]
     if folder.name in CIFAR_FOLDERS or any(part <= files for part in parts):
         return folder
@@ -150,7 +149,7 @@ def find_cifar(folder: Path) -> Path | None:
 
 
 def cifar_source(files: Files, *, labels: CifarLabels = "fine") -> Source:
-    """Read the set in `files`. Raises UserError for a part that is missing or not as published."""
+    """Read the set; UserError if a part is missing or not as published."""
     rows = rows_by_name(files)
     folders = {path.rpartition("/")[0].rpartition("/")[2] for path in files.names}
     layout = next(
@@ -200,7 +199,6 @@ class _Version(NamedTuple):
         return array_images(origin, np.ascontiguousarray(pixels), numbers)
 
     def part(self, name: str) -> tuple[NDArray[np.uint8], Int64s]:
-        """Read pixels [n, 3072] and labels [n] of one file."""
         if not name.endswith(".bin"):
             batch = self.unpickled(name)
             numbers = batch["labels" if self.layout.num_classes == 10 else f"{self.labels}_labels"]
@@ -224,7 +222,7 @@ class _Version(NamedTuple):
                 f"{self.files.path}: {name} is not the published file, so this pickle is not opened: fetch it again, "
                 "or give the binary version"
             )
-        with warnings.catch_warnings(action="ignore"):  # numpy's, of its old names
+        with warnings.catch_warnings(action="ignore"):  # numpy's, about its old names
             return pickle.loads(data, encoding="latin1")
 
 

@@ -1,6 +1,6 @@
-"""Sources: named classes, and per split a set of images, each read as encoded bytes (arrays as PNG).
+"""Sources: named classes, and the encoded images of each split (arrays become PNG).
 
-Listing a folder costs one `scandir` per folder and one `stat` per image; only `read` opens a file.
+Listing costs a `scandir` per folder and a `stat` per image; only `read` opens a file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from data_shards.vocabulary import LabelKind
 
 GZIPPED = (".tar.gz", ".tgz")
 SUFFIXES = (".tar", *GZIPPED)  # of archives
-ABSENT = -1  # in place of a file's size
+ABSENT = -1  # size of a missing file
 _MOST_PROBLEMS = 20
 
 SplitName = Literal["train", "val", "test"]
@@ -33,10 +33,10 @@ Int64s = NDArray[np.int64]
 
 
 class Files(Protocol):
-    """Files in a folder, in archives or in memory, numbered by row.
+    """Files in a folder, in archives or in memory, numbered by row; `read` raises OSError.
 
-    `path` is for messages. `names` are relative paths with forward slashes; `sizes` are bytes, [files]. `read` raises
-    OSError. `stamp` includes the name and changes with the file, as far as that shows without reading it.
+    `path` is for messages; `names` are relative paths with forward slashes; `sizes` are in bytes. `stamp` includes the
+    name and changes with the file, as far as can be told without reading it.
     """
 
     @property
@@ -51,7 +51,7 @@ class Files(Protocol):
 
 @dataclass(frozen=True)
 class ImageSet:
-    """The images of one split: the files `rows`, in an order that depends only on the source.
+    """Images of one split: `rows` of `files`, in an order that depends only on the source.
 
     `labels` index the source's classes: [num_images], or [num_images, most labels] padded with -1.
     """
@@ -64,14 +64,13 @@ class ImageSet:
         return len(self.rows)
 
     def take(self, indices: Int64s, labels: Int64s | None = None) -> ImageSet:
-        """Select images by index, in this order, with other labels if given."""
         return ImageSet(self.files, self.rows[indices], self.labels[indices] if labels is None else labels)
 
     def read(self, index: int) -> bytes:
         return self.files.read(int(self.rows[index]))
 
     def trace(self, index: int) -> str:
-        """Name an image's place, unique in the source: `train/cat/0338.jpg`."""
+        """Return the image's place, unique in the source: `train/cat/0338.jpg`."""
         return self.files.names[int(self.rows[index])]
 
     def stamp(self, index: int) -> bytes:
@@ -86,12 +85,12 @@ class ImageSet:
 class Source:
     """Named classes and the images of each split."""
 
-    spec: str  # finds the source again
+    spec: str  # reopens the source
     classes: tuple[str, ...]  # names of the labels
     splits: Mapping[SplitName, ImageSet]  # train, then val and test if the source has them
     notes: tuple[str, ...] = ()  # what was left out and why
-    left_out: tuple[tuple[SplitName, str], ...] = ()  # images without a label (split, trace), in none of `splits`
-    kind: LabelKind = "single"  # one label for each image, or any number
+    left_out: tuple[tuple[SplitName, str], ...] = ()  # unlabelled images (split, trace), not in `splits`
+    kind: LabelKind = "single"  # one label an image, or any number
     empty_classes: Literal["refuse", "report"] = "refuse"  # a mistake in folders, but usual in lists
 
     @property
@@ -99,7 +98,7 @@ class Source:
         return sum(map(len, self.splits.values()))
 
     def fingerprint(self) -> str:
-        """Digest classes, labels, names and sizes (of arrays: pixels); reads no file."""
+        """Hash classes, labels, names and sizes (of arrays: pixels); reads no file."""
         digest = hashlib.sha256(repr(self.classes).encode())
         for split, images in self.splits.items():
             digest.update(f"{split} {len(images)}".encode())
@@ -116,14 +115,14 @@ class Source:
 
 
 def published_source(path: Path, classes: Iterable[str], splits: Mapping[SplitName, ImageSet], *, title: str) -> Source:
-    """Make the source of a set known by its files; a part of it need not have images of all its classes."""
+    """Make the source of a recognised set; it may be partial, with no images of some classes."""
     note = f"{path}: recognised as {title}"
     return Source(str(path.resolve()), tuple(classes), splits, notes=(note,), empty_classes="report")
 
 
 @dataclass(frozen=True)
 class ArrayFiles:
-    """Images in memory, uint8 [num_images, height, width] or [..., 3], read as PNG; a size is that of the pixels."""
+    """Images in memory, uint8 [num_images, height, width] or [..., 3], read as PNG; `sizes` are those of the pixels."""
 
     path: Path
     names: list[str]
@@ -142,7 +141,7 @@ class ArrayFiles:
 
 
 def array_images(origin: str, pixels: NDArray[np.uint8], labels: Int64s) -> ImageSet:
-    """Take all images of an array; `origin` is the folder in their traces."""
+    """Wrap all images of an array; `origin` is the folder in their traces."""
     names = [f"{origin}/{row}" for row in range(len(pixels))]
     sizes = np.full(len(pixels), pixels[0].nbytes, dtype=np.int64)
     return ImageSet(ArrayFiles(Path(origin), names, sizes, pixels), np.arange(len(pixels)), labels)
@@ -157,7 +156,7 @@ class FolderFiles:
     root: Path
 
     def read(self, row: int) -> bytes:
-        if self.sizes[row] == ABSENT:  # a read of a pipe or a device could block forever
+        if self.sizes[row] == ABSENT:  # reading a pipe or a device could block forever
             raise OSError("there is no such file, or it is not a plain file")
         with open(f"{self.root}/{self.names[row]}", "rb", buffering=0) as stream:
             return stream.read()
@@ -186,12 +185,12 @@ class FolderFiles:
 
 
 def file_images(root: Path, names: list[str], labels: Iterable[int] | Int64s) -> ImageSet:
-    """Take image files below `root`."""
+    """Wrap image files below `root`."""
     return ImageSet(FolderFiles(root, names, root), np.arange(len(names)), np.asarray(labels, dtype=np.int64))
 
 
 def class_images(files: Files, by_class: Mapping[str, Sequence[int]], classes: Sequence[str]) -> ImageSet:
-    """Take the rows of each class, labelled by its place in `classes`."""
+    """Select the rows of each class, labelled by its index in `classes`."""
     rows = [np.array(by_class.get(name, ()), dtype=np.int64) for name in classes]
     return ImageSet(
         files, np.concatenate([np.empty(0, np.int64), *rows]), np.repeat(np.arange(len(classes)), [*map(len, rows)])
@@ -199,7 +198,7 @@ def class_images(files: Files, by_class: Mapping[str, Sequence[int]], classes: S
 
 
 def scan_folder(folder: Path) -> tuple[list[str], list[str], list[str]]:
-    """List sub-folders, images and other files directly in `folder`, sorted, without hidden ones."""
+    """List subfolders, images and other files directly in `folder`, sorted, without hidden ones."""
     try:
         with os.scandir(folder) as entries:
             is_folder = {entry.name: entry.is_dir() for entry in entries if not entry.name.startswith(".")}
@@ -211,10 +210,7 @@ def scan_folder(folder: Path) -> tuple[list[str], list[str], list[str]]:
 
 
 def walk_folder(root: Path, start: str = "") -> tuple[list[str], list[str]]:
-    """List images and other files below ROOT/start, relative to `root`: depth first, in code-point order.
-
-    Hidden files and folders are skipped; symbolic links are followed, once per folder.
-    """
+    """List visible images and other files below ROOT/start, relative to `root`, depth first in code-point order."""
     all_images: list[str] = []
     all_others: list[str] = []
     seen: set[str] = set()
@@ -222,7 +218,7 @@ def walk_folder(root: Path, start: str = "") -> tuple[list[str], list[str]]:
     while stack:
         folder = stack.pop()
         real = os.path.realpath(root / folder)
-        if real in seen:  # a symbolic link back to where we were
+        if real in seen:  # a symbolic link to a folder already visited
             continue
         seen.add(real)
         folders, images, others = scan_folder(root / folder)
@@ -234,13 +230,13 @@ def walk_folder(root: Path, start: str = "") -> tuple[list[str], list[str]]:
 
 
 def is_image(name: str) -> bool:
-    """True for an image's extension on a name that is not hidden."""
+    """True for a visible name with an image's extension."""
     last = name.rpartition("/")[2]
     return last.rpartition(".")[2].lower() in IMAGE_EXTENSIONS and not last.startswith(".")
 
 
 def refuse_all(problems: Sequence[str]) -> None:
-    """Raise one UserError with all problems, if there are any."""
+    """Raise one UserError for all problems, if any."""
     if len(problems) == 1:
         raise UserError(problems[0])
     if problems:

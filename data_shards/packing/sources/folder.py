@@ -1,7 +1,7 @@
-"""Folders of class folders: ROOT/CLASS/**/*.jpg, or ROOT/train/CLASS/** with ROOT/val (validation, test).
+"""Read class folders: ROOT/CLASS/**/*.jpg, or ROOT/train/CLASS/** with ROOT/val (validation, test).
 
-Classes are the folders' names in code-point order, as in torchvision's ImageFolder, so labels agree. Files that are not
-images are skipped, counted and named. Opens no image.
+Classes are sorted in code-point order, as by torchvision's ImageFolder, so labels agree. Files that are not images are
+skipped and counted. Opens no image.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,6 @@ from data_shards.vocabulary import SPLIT_FOLDERS
 
 @dataclass
 class _Listing:
-    """Files below `root`, with the notes and mistakes of listing it."""
-
     root: Path
     unfit: Literal["refuse", "skip"]
     names: list[str] = field(default_factory=list)
@@ -37,14 +35,12 @@ class _Listing:
     left_out: list[tuple[SplitName, str]] = field(default_factory=list)
 
     def skip(self, what: str, *, consequence: str, remedy: str) -> None:
-        """Note what is left out, or refuse it."""
         if self.unfit == "skip":
             self.notes.append(f"{what}{consequence}")
         else:
             self.problems.append(f"{what}; {remedy} with --skip-unreadable")
 
     def skip_loose(self, base: Path, paths: list[str], *, split: SplitName) -> None:
-        """Skip images beside class folders, which have no label; `paths` are relative to the root."""
         if paths:
             self.skip(
                 f"{base}: {named([path.rpartition('/')[2] for path in paths])} {'lies' if len(paths) == 1 else 'lie'} "
@@ -55,7 +51,7 @@ class _Listing:
             self.left_out.extend((split, path) for path in paths)
 
     def read_split(self, folder: str, *, split: SplitName) -> dict[str, range]:
-        """Map class to rows of the images of ROOT[/FOLDER]/CLASS."""
+        """Map each class to the rows of its images in ROOT[/FOLDER]/CLASS."""
         base = self.root / folder
         above = f"{folder}/" if folder else ""
         folders, images, skipped = scan_folder(base)
@@ -81,13 +77,13 @@ class _Listing:
 
 
 def folder_source(root: Path, *, unfit: Literal["refuse", "skip"] = "refuse") -> Source:
-    """Recognise the layout below `root`; UserError with all mistakes but those that `unfit` skip leaves out."""
+    """Recognise the layout below `root`; one UserError lists all mistakes but those that `unfit` skips."""
     found = _Listing(root, unfit)
     used = _splits(found)
     by_class: dict[SplitName, dict[str, range]] = {
         split: found.read_split(folder, split=split) for split, folder in used.items()
     }
-    # An empty folder is not a class in train; elsewhere it is a class of train without images.
+    # In train an empty folder is not a class; elsewhere it is a class of train without images.
     classes = tuple(name for name, images in by_class["train"].items() if images or unfit == "refuse")
     for split, folder in used.items():
         here = {name for name, images in by_class[split].items() if images or name in classes or unfit == "refuse"}
@@ -114,11 +110,11 @@ def folder_source(root: Path, *, unfit: Literal["refuse", "skip"] = "refuse") ->
 
 
 def _splits(found: _Listing) -> dict[SplitName, str]:
-    """Map split to folder ("": the root), train among them; UserError if no layout is recognised."""
+    """Map each split, train included, to its folder ("": the root); UserError if no layout is recognised."""
     root, problems = found.root, found.problems
     folders, images, _ = scan_folder(root)
     with_classes = [name for name in SPLIT_FOLDERS if name in folders and scan_folder(root / name)[0]]
-    if with_classes or not folders:  # else it is split train itself
+    if with_classes or not folders:  # else root is train itself
         found.skip_loose(root, images, split="train")
     if not folders:
         refuse_all(problems or [f"{root}: there are no class folders in it; expected is ROOT/CLASS/*.jpg"])
@@ -154,7 +150,7 @@ def _splits(found: _Listing) -> dict[SplitName, str]:
 
 
 def image_files(paths: Sequence[Path]) -> list[Path]:
-    """List the files, and all images below the folders, sorted; UserError for what is missing or has no image."""
+    """List the files, and all images below the folders; UserError for missing paths and folders without images."""
     files: list[Path] = []
     for path in paths:
         if path.is_dir():

@@ -1,13 +1,12 @@
-"""ImageNet as published, and any set in its form: class folders or class tars in a folder or archive, and flat val.
+"""Read ImageNet as published, and sets laid out like it: class folders or class tars, and a flat val.
 
-- ImageNet-1k: ILSVRC2012_img_train.tar (1,000 tars n01440764.tar, ...) or the folder train/ of class tars or folders;
-  ILSVRC2012_img_val.tar (50,000 images without folders) or val/, and a file with their classes: the development kit,
-  Kaggle's LOC_val_solution.csv, lines of "FILE CLASS", or of "CLASS" alone in the order of the images' names.
+- ImageNet-1k: ILSVRC2012_img_train.tar (1,000 tars n01440764.tar, ...) or train/ of class tars or folders;
+  ILSVRC2012_img_val.tar (50,000 images without folders) or val/, with a file of their classes: the development kit,
+  Kaggle's LOC_val_solution.csv, lines of "FILE CLASS", or of "CLASS" alone in order of file names.
 - ImageNet-21k: fall11_whole.tar (21,841 class tars, 14,197,122 images: the paper's) or winter21_whole.tar.gz (19,167).
-- Kaggle's archive ILSVRC/Data/CLS-LOC, and any .tar or .tar.gz of class folders, with or without train/ and val/.
+- Kaggle's ILSVRC/Data/CLS-LOC, and any .tar or .tar.gz of class folders, with or without train/ and val/.
 
-Classes are the folders' names in code-point order, as everywhere: ImageNet's class 0 is n01440764. Listing 1.28 million
-images takes one small read each, once; nothing is unpacked.
+Classes are folder names in code-point order: class 0 is n01440764. Listing costs one small read an image, once.
 """
 
 import io
@@ -44,7 +43,7 @@ _KAGGLE_HEADER = "imageid"
 _SPLITS: dict[str, SplitName] = {"train": "train", "val": "val", "validation": "val", "test": "test"}
 _WORDNET_ID = re.compile(r"n\d{8}")
 _WORDNET_TAR = re.compile(r"n\d{8}\.tar")
-_RELEASES = (  # title, classes, images: image-net.org's own figures; the first two are the paper's
+_RELEASES = (  # title, classes, images, by image-net.org; the paper uses the first two
     ("ImageNet-1k (ILSVRC 2012)", 1_000, 1_281_167),
     ("ImageNet-21k (fall 2011)", 21_841, 14_197_122),
     ("ImageNet-21k (winter 2021)", 19_167, 13_153_500),
@@ -54,7 +53,7 @@ Unfit = Literal["refuse", "skip"]
 
 
 class Parts(NamedTuple):
-    """Paths of the parts of a set."""
+    """Paths of a set's parts."""
 
     train: Path
     val: Path | None = None
@@ -62,10 +61,9 @@ class Parts(NamedTuple):
 
 
 def find_parts(root: Path, *, labelled: bool = False) -> Parts | None:
-    """Find the parts in a folder under their published names; None if it holds none of them.
+    """Find parts by their published names; None if there are none.
 
-    Flat images in val are ImageNet's if a file with their classes is there or given (`labelled`), or if the class
-    folders of train are named as synsets are.
+    A flat val is ImageNet's if its classes are there or given (`labelled`), or train has folders named as synsets.
     """
     base = root / _KAGGLE if (root / _KAGGLE).is_dir() else root
     train = next((base / name for name in TRAIN_ARCHIVES if (base / name).is_file()), None)
@@ -86,7 +84,7 @@ def find_parts(root: Path, *, labelled: bool = False) -> Parts | None:
 
 
 def class_source(parts: Parts, *, spec: Path, unpacking: Unpacking, unfit: Unfit = "refuse") -> Source:
-    """Open the parts; UserError if one is missing, an image has no class, or val has classes that train has not."""
+    """Open the parts; UserError if one is missing, an image has no class, or val has a class that train lacks."""
     found = _by_class(_open(parts.train, unpacking), unfit=unfit)
     if "train" not in found.splits:
         raise UserError(f"{parts.train}: it holds {', '.join(found.splits)} without train; give the training part")
@@ -111,7 +109,7 @@ def class_source(parts: Parts, *, spec: Path, unpacking: Unpacking, unfit: Unfit
 
 
 def holds_class_tars(folder: Path) -> bool:
-    """True for tars named as WordNet's synsets: others may be shards."""
+    """True for tars named like WordNet's synsets: others may be shards."""
     try:
         return _holds(folder, _WORDNET_TAR.fullmatch)
     except OSError:
@@ -146,8 +144,6 @@ def _open(path: Path, unpacking: Unpacking) -> Files:
 
 
 class _ClassFolders(NamedTuple):
-    """Rows of `files` by split and class, sorted by name."""
-
     files: Files
     splits: dict[SplitName, dict[str, list[int]]]
     notes: list[str]
@@ -161,7 +157,7 @@ class _ClassFolders(NamedTuple):
 
 
 def _by_class(files: Files, *, unfit: Unfit) -> _ClassFolders:
-    """Sort images of [SPLIT/]CLASS/** below the folders that all of them share."""
+    """Group images by [SPLIT/]CLASS below the folders that all of them share."""
     path = files.path
     by_folder: dict[str, list[int]] = defaultdict(list)
     others: list[str] = []
@@ -202,9 +198,9 @@ def _by_class(files: Files, *, unfit: Unfit) -> _ClassFolders:
 
 
 def _splits(by_folder: dict[str, list[int]]) -> tuple[dict[SplitName, dict[str, list[int]]], list[int]]:
-    """Sort rows by split, train first, and class; and those beside class folders."""
+    """Group rows by split, train first, and class; also return those outside class folders."""
     folders = [folder.split("/") for folder in by_folder]
-    # leading folders that all images share; one folder alone is a class
+    # leading folders that all images share; a lone folder is a class
     shared = len([*takewhile(lambda column: len({*column}) == 1, zip(*folders, strict=False))])
     shared = len(folders[0]) - 1 if len(folders) == 1 else shared
     tops = {parts[shared] for parts in folders if len(parts) > shared}
@@ -222,7 +218,7 @@ def _splits(by_folder: dict[str, list[int]]) -> tuple[dict[SplitName, dict[str, 
 
 
 def _drop_replaced(files: Files, splits: dict[SplitName, dict[str, list[int]]]) -> list[str]:
-    """Sort by name; of files that a tar holds twice keep the later, as unpacking would, and note the others."""
+    """Sort by name; of files that a tar holds twice keep the later, as unpacking would, and note the rest."""
     replaced: list[str] = []
     for by_class in splits.values():
         for rows in by_class.values():
@@ -264,7 +260,7 @@ def _val(parts: Parts, path: Path, classes: tuple[str, ...], *, unpacking: Unpac
 
 
 def read_val_labels(path: Path, names: list[str], *, unpacking: Unpacking) -> list[str]:
-    """Find the class of each image of `names`, in order of file names; UserError names the list and its line."""
+    """Find the class of each of `names`, in order of file names; UserError names the list and its line."""
     if path.is_dir() or is_archive(path):
         classes = _devkit_classes(path, unpacking=unpacking)
     elif not path.is_file():
@@ -290,7 +286,6 @@ def read_val_labels(path: Path, names: list[str], *, unpacking: Unpacking) -> li
 
 
 def _entries(path: Path) -> Iterator[tuple[int, str | None, str]]:
-    """Yield line, file name without folders and ending (None if the list has none), class."""
     for line, text in read_lines(path):
         fields = re.split(r"[,\s]+", text.strip())
         if fields[0].lower() == _KAGGLE_HEADER:
@@ -316,7 +311,6 @@ def _by_name(path: Path, table: list[tuple[int, str | None, str]], names: list[s
 
 
 def _devkit_classes(path: Path, *, unpacking: Unpacking) -> list[str]:
-    """List synsets of the validation images, in order; meta.mat translates the numbers of the kit."""
     files = open_files(path, unpacking=unpacking)
     rows = rows_by_name(files, (_TRUTH, _META))
     if missing := [name for name in (_TRUTH, _META) if name not in rows]:
@@ -334,7 +328,7 @@ def _devkit_classes(path: Path, *, unpacking: Unpacking) -> list[str]:
 
 
 def read_mat(data: bytes, variable: str, *, name: str) -> Any:
-    """Read one variable of a MATLAB file, which is data alone. Raises UserError, with the file's `name`."""
+    """Read a variable of a MATLAB file, which cannot hold code; UserError with the file's `name`."""
     from scipy.io import loadmat
 
     try:

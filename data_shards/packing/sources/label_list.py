@@ -1,19 +1,18 @@
-"""Images and labels from a list below a folder: CSV, JSONL, or VTAB-1k's lists of "PATH NUMBER".
+"""Read images and labels from a list: CSV, JSONL, or VTAB-1k's lines of "PATH NUMBER".
 
     path,label                    {"path": "a/1.jpg", "label": "cat"}
     a/1.jpg,cat                   {"path": "a/2.jpg", "label": ["cat", "dog"]}
     a/2.jpg,cat|dog               {"path": "a/3.jpg", "label": []}
 
-CSV starts with a line of column names; other columns and keys are ignored. A `|` in any label of a CSV, or a JSON list,
-makes the whole set multi-label: any number of labels per image, including none. A label is a class name or number. In
-JSONL 3 is a number and "3" a name; in CSV labels are numbers if all are whole numbers, unless a file of class names
-contains all of them. Without such a file, names are sorted in code-point order, and numbers give the classes "0" to the
-highest. Paths are relative to the folder, or absolute, and must stay inside it.
+CSV starts with column names; other columns and keys are ignored. A `|` in any CSV label, or a JSON list, makes the
+whole set multi-label: any number of labels an image, or none. Labels are class names or numbers: in JSONL 3 is a number
+and "3" a name; CSV labels are numbers if all are whole numbers, unless the file of class names contains all of them.
+Without such a file, names are sorted in code-point order, and numbers give classes "0" to the highest. Paths are
+relative to the folder, or absolute, and must stay inside it. Costs about 3 µs a line, a `stat` an image and, for CSV
+and JSONL, a folder listing to count unlisted images.
 
 VTAB-1k (Zhai et al., 2019) has a folder per task: train800val200.txt names the 1,000 training images, train800.txt and
 val200.txt its two parts for choosing settings, test.txt the test images.
-
-Costs some 3 µs a line, one `stat` an image and, for CSV and JSONL, a listing of the folder to count what is not named.
 """
 
 import csv
@@ -51,15 +50,14 @@ Label = int | str
 
 @dataclass(frozen=True)
 class LabelList:
-    """A list of labels; `class_names` is a text file with the name of class 0, 1, ... on a line each."""
+    """A list of labels; `class_names` is a text file that names class 0, 1, ..., one a line."""
 
     file: Path  # a .csv or .jsonl file
-    path_column: str = "path"  # column (CSV) or key (JSONL) of the image's path, relative to the source's folder
-    label_column: str = "label"  # column or key of its label or labels
+    path_column: str = "path"  # CSV column or JSONL key of the image's path
+    label_column: str = "label"  # likewise of its label or labels
     class_names: Path | None = None
 
     def as_json(self) -> dict[str, str | None]:
-        """The list with absolute paths."""
         return {name: str(value.resolve()) if isinstance(value, Path) else value for name, value in vars(self).items()}
 
 
@@ -70,7 +68,7 @@ class _Row(NamedTuple):
 
 
 def label_list_source(root: Path, labels: LabelList) -> Source:
-    """Open the images that `labels` names below `root`, all as split train; UserError names file and lines."""
+    """Read a list as split train; UserError names file and lines."""
     problems: list[str] = []
     is_multi, rows = _read_rows(labels, root=root, problems=problems)
     lines: dict[str, tuple[Path, int]] = {}
@@ -89,7 +87,7 @@ def label_list_source(root: Path, labels: LabelList) -> Source:
 
 
 def path_lists_source(train: Path, val: Path | None, *, spec: Path) -> Source:
-    """Open one or two lists of "PATH NUMBER" in one folder; UserError names list and line."""
+    """Read one or two lists of "PATH NUMBER" in one folder; UserError names list and line."""
     lists: dict[SplitName, Path] = {"train": train} if val is None else {"train": train, "val": val}
     root = train.parent
     seen: dict[str, tuple[Path, int]] = {}
@@ -108,12 +106,10 @@ def path_lists_source(train: Path, val: Path | None, *, spec: Path) -> Source:
 
 
 def clean_path(text: str, *, root: Path) -> str:
-    """Spell a path below `root` as listings do: `./a//b.jpg` -> `a/b.jpg`, `ROOT/a/b.jpg` -> `a/b.jpg`.
-
-    Raises ValueError if it leads outside. An absolute path may spell `root` as given or resolved; others are resolved.
-    """
+    """Normalise a path: `./a//b.jpg` and `ROOT/a/b.jpg` -> `a/b.jpg`; ValueError if it leads outside `root`."""
     path = PurePosixPath(text)
     if path.is_absolute() and "\0" not in text:
+        # An absolute path may spell `root` as given or resolved; others are resolved.
         spelt = [Path(os.path.abspath(root)), root.resolve()]
         candidates = [] if ".." in path.parts else [(path, base) for base in spelt]
         for candidate, base in [*candidates, (PurePosixPath(os.path.realpath(text)), spelt[1])]:
@@ -126,7 +122,7 @@ def clean_path(text: str, *, root: Path) -> str:
 
 
 def read_lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Yield number and text of each non-blank line. Raises UserError if the file is missing or not UTF-8."""
+    """Yield (number, text) of non-blank lines; UserError if the file is missing or not UTF-8."""
     with _reading(file), open(file, encoding="utf-8-sig") as stream:
         for line, text in enumerate(stream, start=1):
             if text.strip():
@@ -168,7 +164,6 @@ def _images(file: Path, rows: Sequence[_Row], labels: Int64s, *, root: Path) -> 
 
 
 def _repeats(file: Path, rows: Sequence[_Row], seen: dict[str, tuple[Path, int]]) -> list[str]:
-    """Report images that are named twice; `seen` gets the first place of each."""
     problems: list[str] = []
     for row in rows:
         before, line = seen.setdefault(row.path, (file, row.line))
@@ -179,7 +174,6 @@ def _repeats(file: Path, rows: Sequence[_Row], seen: dict[str, tuple[Path, int]]
 
 
 def _numbered_row(file: Path, line: int, text: str, *, root: Path) -> _Row:
-    """Read a line of "PATH NUMBER"."""
     path, _, number = text.strip().rpartition(" ")
     with at_line(file, line):
         if not path or not (number.isascii() and number.isdigit()) or len(number) > 9:
@@ -190,7 +184,6 @@ def _numbered_row(file: Path, line: int, text: str, *, root: Path) -> _Row:
 
 
 def _read_rows(labels: LabelList, *, root: Path, problems: list[str]) -> tuple[bool, list[_Row]]:
-    """Read (is_multi, rows with labels as in the file); bad rows go to `problems` instead."""
     match labels.file.suffix.lower():
         case ".csv":
             found = list(_csv_rows(labels))

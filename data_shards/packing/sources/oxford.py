@@ -1,9 +1,9 @@
-"""Oxford-IIIT Pets (Parkhi et al., 2012) and Oxford Flowers-102 (Nilsback and Zisserman, 2008), as published.
+"""Read Oxford-IIIT Pets (Parkhi et al., 2012) and Oxford Flowers-102 (Nilsback and Zisserman, 2008).
 
-Pets: images.tar.gz and annotations.tar.gz, or the folders images/ and annotations/. trainval.txt (3,680 images) becomes
-train and test.txt (3,669) val. Classes are the breeds as the files spell them, in the order of their numbers.
-Flowers: 102flowers.tgz or the folder jpg/, imagelabels.mat and setid.mat. Splits train and val of 1,020 images each and
-test of 6,149, as published; the paper trains on train and reports test.
+- Pets: images.tar.gz and annotations.tar.gz, or folders images/ and annotations/. trainval.txt (3,680 images) becomes
+  train and test.txt (3,669) val. Classes are the breeds, spelt and numbered as in the files.
+- Flowers: 102flowers.tgz or jpg/, imagelabels.mat and setid.mat. Splits as published: train and val of 1,020 images
+  each, test of 6,149; the paper trains on train and reports test.
 """
 
 import re
@@ -25,7 +25,7 @@ _FLOWERS_SETS: dict[SplitName, str] = {"train": "trnid", "val": "valid", "test":
 
 
 def find_pets(root: Path) -> Path | None:
-    """Find the folder with both parts, or one of the archives and no folder: `root`, or torchvision's in it."""
+    """Find the folder with both parts, or one and no subfolder: `root` or torchvision's in it."""
     for folder in (root, root / "oxford-iiit-pet"):
         parts = [_there(folder, PETS_IMAGES), _there(folder, PETS_LISTS)]
         if all(parts) or (any(parts) and not any(entry.is_dir() for entry in folder.iterdir())):
@@ -34,13 +34,13 @@ def find_pets(root: Path) -> Path | None:
 
 
 def find_flowers(root: Path) -> Path | None:
-    """Find the folder with one of the lists, in the same places."""
+    """Find the folder with one of the lists: `root` or torchvision's in it."""
     folders = (root, root / "flowers-102")
     return next((each for each in folders if _there(each, (FLOWERS_LABELS, FLOWERS_SPLITS))), None)
 
 
 def pets_source(root: Path, *, unpacking: Unpacking) -> Source:
-    """Read the set; UserError for a missing part or image, and for a list that is not as published."""
+    """Read the set; UserError if a part or image is missing, or a list is not as published."""
     images = _open_part(root, PETS_IMAGES, "Oxford-IIIT Pets", unpacking)
     lists = _open_part(root, PETS_LISTS, "Oxford-IIIT Pets", unpacking)
     rows = {name: row for name, row in rows_by_name(images).items() if is_image(name)}
@@ -60,12 +60,12 @@ def pets_source(root: Path, *, unpacking: Unpacking) -> Source:
 
 
 def flowers_source(root: Path, *, unpacking: Unpacking) -> Source:
-    """Read the set; raises UserError as `pets_source` does."""
+    """Read the set; UserError as in `pets_source`."""
     images = _open_part(root, FLOWERS_IMAGES, "Oxford Flowers-102", unpacking)
     for name in (FLOWERS_LABELS, FLOWERS_SPLITS):
         if not (root / name).is_file():
             raise UserError(f"{root}: {name} is missing, which has to lie beside {images.path.name} (Flowers-102)")
-    from torchvision.datasets import Flowers102  # the set's page numbers the flowers; this has their names
+    from torchvision.datasets import Flowers102  # has the names; the set's page only has numbers
 
     classes = tuple(Flowers102.classes)
     labels = _whole_numbers(root / FLOWERS_LABELS, "labels")
@@ -84,12 +84,12 @@ def flowers_source(root: Path, *, unpacking: Unpacking) -> Source:
 
 
 def is_pet(name: str) -> bool:
-    """`images/Abyssinian_1.jpg`, in an archive that is named images.tar.gz."""
+    """True for `images/Abyssinian_1.jpg`: other sets have an images.tar.gz too."""
     return re.fullmatch(r"images/[A-Za-z_]+_\d+\.(jpg|mat)", name) is not None
 
 
 def _pets(lists: Files, file: str, breeds: dict[int, str]) -> Iterator[tuple[str, int]]:
-    """Yield name and breed's number of each line of a list; `breeds` gets their names."""
+    """Yield (name, breed number) of each line, and collect the names of `breeds`."""
     rows = rows_by_name(lists, (file,))
     if not rows:
         raise UserError(f"{lists.path}: there is no {file} in it; fetch annotations.tar.gz again")
@@ -109,7 +109,6 @@ def _there(folder: Path, names: tuple[str, ...]) -> bool:
 
 
 def _open_part(root: Path, names: tuple[str, ...], title: str, unpacking: Unpacking) -> Files:
-    """Open the folder, which needs no decompressing, or else the archive."""
     for name in reversed(names):
         if (root / name).is_dir() or is_archive(root / name):
             return open_files(root / name, unpacking=unpacking)

@@ -1,4 +1,4 @@
-"""Open what the user typed: a known name first, otherwise the names inside the folder or archive decide what it is."""
+"""Recognise SOURCE: a known name, or else by the names inside the folder or archive."""
 
 import os
 from dataclasses import dataclass
@@ -28,14 +28,14 @@ _PEEKED_FILES = 100
 
 @dataclass(frozen=True)
 class Published:
-    """Options for published sets, most of them paths of their other parts."""
+    """Options for published sets."""
 
-    val: Path | None = None  # held-out images, unless they lie beside the training images
+    val: Path | None = None  # held-out images stored elsewhere
     val_labels: Path | None = None
     cifar_labels: arrays.CifarLabels = "fine"
 
     def refuse(self, *flags: str, because: str) -> None:
-        """Raise UserError if one of `flags` (none named: any) was given."""
+        """Raise UserError if one of `flags` (default: any) was given."""
         coarse = self.cifar_labels != "fine"
         given = {"--val": self.val is not None, "--val-labels": self.val_labels is not None, "--superclasses": coarse}
         for flag in flags or given:
@@ -51,10 +51,9 @@ def open_source(
     unpacking: Unpacking = Unpacking(),  # noqa: B008 - frozen
     unfit: imagenet.Unfit = "refuse",
 ) -> Source:
-    """Open `digits`, `fashion-mnist`, a folder (write `./digits` for a folder of that name), an archive or a list.
+    """Open `digits`, `fashion-mnist`, a folder (`./digits` for one of that name), an archive or a list.
 
-    `labels` takes labels from a list instead of the layout. Gzipped archives are decompressed as `unpacking` says.
-    `unfit` refuses (UserError) or skips class folders without images and images beside class folders.
+    `labels` replaces the layout's labels. `unfit`: refuse (UserError) or skip empty class folders and stray images.
     """
     if labels is not None and spec in _NAMED:
         raise UserError(f"{spec}: these images have labels of their own; leave out labels or give a folder")
@@ -91,7 +90,6 @@ def open_source(
 
 
 def _published_file(path: Path, options: Published, *, unpacking: Unpacking, unfit: imagenet.Unfit) -> Source | None:
-    """Open the archive or list of a published set; None for another file."""
     if path.suffix == ".txt":
         options.refuse("--val-labels", "--superclasses", because=f"{path} is a list of images with their classes")
         return path_lists_source(path, options.val, spec=path)
@@ -113,7 +111,6 @@ def _published_file(path: Path, options: Published, *, unpacking: Unpacking, unf
 
 
 def _published_folder(path: Path, options: Published, *, unpacking: Unpacking, unfit: imagenet.Unfit) -> Source | None:
-    """Open the published set in a folder, or any with `--val`; None for others."""
     train, test = path / VTAB_TRAIN, path / VTAB_TEST
     if train.is_file():
         options.refuse(because=f"{path} has its test images in {test.name}")

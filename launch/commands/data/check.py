@@ -24,7 +24,7 @@ _LINES_FILE = "matches.jsonl"
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Thoroughness:
-    """Flags that say what to check."""
+    """Flags for what to check."""
 
     decode: Annotated[bool, switch("Decode every image in full: finds truncated ones.")] = False
     digests: Annotated[bool, Parameter(help="Compare SHA-256 with the manifest's.")] = True
@@ -63,18 +63,18 @@ def check(
     """Check shards for damage, duplicates and wrong labels, and how they suit a number of GPUs.
 
     SHARDS is what a recipe names: a packed folder, the folder with its train/
-    and val/ (each is checked, and whether images are in both), a folder of tars
-    made by other tools, a pattern such as "data/x-{000..127}.tar", or a URL.
-    All bytes are read and nothing is changed. Exit code 1 if there is a problem.
+    and val/ (checks each, and whether they share images), a folder of tars made
+    by other tools, a pattern such as "data/x-{000..127}.tar", or a URL. Reads
+    all bytes and changes nothing. Exit code 1 if there is a problem.
 
-    --against finds the same picture encoded again, resized, squeezed, mirrored,
-    in grey, with a border, cropped to the centre square or to 70 % of each side
-    anywhere, or several of these. Pairs that only may be the same are listed as
-    unsure: they are not counted as problems, nor left out by `shardvit pack`.
-    Missed: copies that are rotated, upside down, cropped to less, tinted or of
-    much changed brightness, with text or logos on more than a 64th of the area
-    (some are unsure), and parts of a collage. Of images below 16 pixels a side or
-    without contrast only equal pixels are found.
+    --against finds copies that were re-encoded, resized, squeezed, mirrored,
+    turned grey, given a border, cropped to the centre square or to 70 % of each
+    side anywhere, or several of these. Doubtful pairs are listed as unsure: they
+    do not count as problems, and `shardvit pack` does not leave them out.
+    Missed: copies that are rotated, upside down, cropped further, tinted or much
+    brighter or darker, that have text or logos on more than a 64th of the area
+    (some are unsure), and parts of a collage. Images below 16 pixels a side or
+    without contrast match only by equal pixels.
 
     Some examples:
         shardvit check shards/photos
@@ -105,7 +105,6 @@ def _say(line: str) -> None:
 
 
 def _demand_report(report: Path | None, *, against: list[str] | None, force: bool) -> None:
-    """Make the folder; UserError if it cannot be written, or for flags that do not go together."""
     from launch.pages.duplicates_page import MATCHES_PAGE, TITLE
 
     if against is not None and not against:

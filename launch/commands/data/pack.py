@@ -69,7 +69,6 @@ class PackOptions:
     seed: Annotated[int, Parameter(help="Seed of the shuffle and the held-out choice.")] = 0
 
     def request(self) -> dict[str, Any]:
-        """Arguments of `pack`; UserError for flags that do not go together."""
         from data_shards.packing.image import DEFAULT_QUALITY, Resize
         from data_shards.packing.sources.recognise import Published
 
@@ -114,7 +113,7 @@ class PackOptions:
             return None
         if not sets:
             raise UserError("--exclude-matches-of: no shards follow it; name the sets whose images are left out")
-        # as the user typed them, so commands run
+        # typed by the user, so commands may run
         store = Store(None if all(map(is_local, sets)) else CacheConfig(), commands="run")
         opened = tuple(open_all_splits(sets, store=store, report=_say))
         return Exclusion(opened, store, partial(write_duplicates, command="pack"))
@@ -126,11 +125,11 @@ def pack(source: str, out: Path, /, *, options: PackOptions = PackOptions()) -> 
     SOURCE: a folder or tar of class folders (or of train/, val/, test/ with them), any folder with
     --labels, MNIST's IDX files, "fashion-mnist" (Debian's), "digits" (scikit-learn's), or ImageNet,
     CIFAR, Pets, Flowers or VTAB as published. OUT gets a folder per split. Unreadable images
-    stop it and are all named. If interrupted, run it again: the result is the same to the byte.
+    stop it, and all are listed. If interrupted, run it again: the result is byte-identical.
     --labels photos.csv: "path,label", then "a/1.jpg,cat" or, with two labels, "a/2.jpg,cat|dog".
     JSONL: {"path": "a/2.jpg", "label": ["cat", "dog"]}. Paths: relative to SOURCE, or absolute in it.
-    --exclude-matches-of lists what it left out, and doubtful pairs, which stay, in unsure.jsonl;
-    `shardvit check --help` says which copies it finds. A .tar.gz is decompressed beside OUT meanwhile.
+    --exclude-matches-of lists what it leaves out; doubtful pairs stay, and are listed in unsure.jsonl.
+    `shardvit check --help` says which copies it finds. A .tar.gz is decompressed next to OUT meanwhile.
 
     Some examples:
         shardvit pack photos/ shards/photos --holdout 0.1

@@ -1,4 +1,4 @@
-"""`shardvit show`: shards or a recipe as a page of pictures. Touches no run folder and no GPU."""
+"""`shardvit show`: show shards or a recipe as a page of pictures. Touches no run folder and no GPU."""
 
 from __future__ import annotations
 
@@ -56,14 +56,13 @@ def show(
     WHAT is a recipe (a YAML file or a shipped name, with OVERRIDES as for
     `shardvit run`), or shards: a packed folder, the folder with its train/ and
     val/, a folder of tars made by other tools, a pattern such as
-    "data/x-{000..127}.tar", or a URL. What it makes is a page, with each
-    picture as PNG and SVG beside it: images of each class, how many images the
-    classes have, the images' sizes; of a recipe also a training batch as the
-    model sees it (crop, augmentation, mixing, labels), one image in several
-    epochs, and the crops of evaluation.
+    "data/x-{000..127}.tar", or a URL. The page, and each picture as PNG and
+    SVG, show images of each class, the sizes of classes and images; for a recipe
+    also a training batch as the model sees it (crop, augmentation, mixing,
+    labels), one image in several epochs, and the crops of evaluation.
 
-    Of local shards, a few images and the labels are read; of others, four
-    shards are fetched at the most. No GPU is used and no run is touched.
+    Reads the labels and a few images of local shards, and fetches at most four
+    remote shards. Uses no GPU and touches no run.
 
     Some examples:
         shardvit show shards/photos
@@ -122,7 +121,7 @@ def _report(line: str) -> None:
 
 
 def _recipe(what: str, overrides: tuple[str, ...], *, data: Path | None) -> Recipe | None:
-    """None: `what` are shards."""
+    """Return None if `what` names shards."""
     from pipeline.recipe.io import load_recipe
     from pipeline.recipe.sources import shipped_recipes
 
@@ -135,13 +134,12 @@ def _recipe(what: str, overrides: tuple[str, ...], *, data: Path | None) -> Reci
 
 
 def _has_shards(name: str) -> bool:
-    """True if a folder of that name is here and holds shards, or splits of them."""
+    """True if a local folder of that name holds shards, or splits of them."""
     folder = Path(name)
     return any(any(folder.glob(pattern)) for pattern in ("manifest.json", "*.tar", "*/manifest.json", "*/*.tar"))
 
 
 def _stage(recipe: Recipe, name: str | None) -> StageName:
-    """A stage that trains; UserError if the recipe has none of that name."""
     training = recipe.stages.trained
     for each in training:
         if name in (None, each):
@@ -157,7 +155,6 @@ def _refuse(given: Mapping[str, object], *, to: str) -> None:
 
 
 def _folder_name(shown: str) -> str:
-    """Name the page's folder by the end of the shards' location."""
     last, before, *_ = [*reversed(shown.rstrip("/").split("/")), "", ""]
     stem = f"{before}_{last}" if last in ("train", "val", "test") else last.removesuffix(".tar")
     return re.sub(r"[^A-Za-z0-9._-]+", "_", stem).strip("._")[:80] or "shards"
