@@ -1,7 +1,7 @@
 """Names shared by several rooms: stages, optimizers, metrics, exit codes, and the files of a run folder.
 
 Imports nothing, so everything may import it. A new optimizer is a name and an entry here and a case in
-`optimizers.optim.build_optimizer`; a new metric is an entry here and the line that computes it.
+`optimizers.optim.optimizer_over`; a new metric is an entry here and the line that computes it.
 """
 
 from collections.abc import Mapping

@@ -22,9 +22,9 @@ FAILS = (
 FULL_LOG = (
     "A disk that is full for the metrics ends the run with one sentence; with room made the same command resumes."
 )
-FULL_MLFLOW = "MLflow's disk being full is told and harms nothing: metrics.jsonl has every value."
+FULL_MLFLOW = "A full MLflow disk is reported and harms nothing: metrics.jsonl has every value."
 FULL_PACK = "A disk that is full while packing keeps the finished shards; the same command resumes, to the same bytes."
-READ_ONLY = "A run folder that cannot be written is told in one sentence before training starts."
+READ_ONLY = "A run folder that cannot be written is reported in one sentence before training starts."
 SHM = "/dev/shm too small for worker processes ends the run with a message; with enough, or with threads, it resumes."
 
 DISK_BYTES = 16_000_000

@@ -17,8 +17,8 @@ ELASTIC = (
     "and optimizer, losses equal but for rounding."
 )
 DATA = (
-    "Data that have changed since a stage began, be it two images of one tar whose size and time are kept, are refused "
-    "in one sentence that names the shard; with the old ones, or a copy of them, the run continues."
+    "Data that changed since a stage began, even only two images in a tar of the same size and time, are refused in one "
+    "sentence that names the shard; with the old data, or a copy, the run continues."
 )
 RECIPE = "A changed recipe is refused in one sentence that shows the difference; with the old one the run continues."
 VERSIONS = "Other library versions than those that wrote the checkpoint are named, and the run continues."
