@@ -1,1 +1,1 @@
-"""Saving, verifying, pruning and restoring checkpoints."""
+"""Save, verify, prune and restore checkpoints."""

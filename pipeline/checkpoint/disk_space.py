@@ -1,8 +1,7 @@
-"""Check the room for checkpoints: on the disk, and in host memory for the copies of a background save.
+"""Check for space: checkpoints on disk, and a background save's copies in host memory.
 
-A disk's free space does not show quotas; the write then fails, and the saver says why. Memory limits of this process's
-control groups (version 2, Linux) are read as well, as batch systems and containers often allow less than the machine
-has. File pages that the kernel can drop count as free.
+Ignores disk quotas: the write fails, and the saver reports it. Memory limits include this process's cgroups (version 2,
+Linux), as batch systems and containers set them; file pages the kernel can drop count as free.
 """
 
 import shutil
@@ -18,28 +17,27 @@ from pipeline.recipe.stage import EmaConfig
 from pipeline.recipe.vocabulary import AVERAGE_BYTES, MASTER_BYTES, WEIGHT_BYTES
 
 _RESERVE_BYTES = 1 << 30
-_RESERVE_SHARE = 0.05  # of the memory; left for what training itself may still take
+_RESERVE_SHARE = 0.05  # of memory, left for training itself
 
 
 def estimate_bytes(
     num_parameters: int, *, engine: EngineConfig, optimizer: OptimizerConfig, ema: EmaConfig | None = None
 ) -> int:
-    """Estimate one checkpoint of all processes together, to 1 % of what DeepSpeed writes in bf16 under ZeRO 1;
-    `accelerate` and ZeRO 0 write float32 weights alone."""
+    """Estimate one checkpoint's size over all processes; within 1 % of DeepSpeed's in bf16 under ZeRO 1."""
     optimizer_bytes = optimizer.bytes_per_parameter + (AVERAGE_BYTES if ema else 0)
     if engine.backend == "accelerate" or engine.zero_stage == 0:
-        return round(num_parameters * (MASTER_BYTES + optimizer_bytes))
+        return round(num_parameters * (MASTER_BYTES + optimizer_bytes))  # float32 weights only
     return round(num_parameters * (WEIGHT_BYTES[engine.precision] + MASTER_BYTES + optimizer_bytes))
 
 
 def free_bytes(root: Path) -> int:
-    """Free bytes on the disk where `root` is or will be made."""
+    """Free bytes on the disk of `root`, which need not exist yet."""
     there = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
     return shutil.disk_usage(there).free
 
 
 def check_free_space(root: Path, *, needed_bytes: int) -> None:
-    """UserError if less is free than a checkpoint needs."""
+    """UserError if less than a checkpoint's `needed_bytes` is free."""
     free = free_bytes(root)
     if free < needed_bytes:
         raise UserError(
@@ -49,14 +47,13 @@ def check_free_space(root: Path, *, needed_bytes: int) -> None:
 
 
 def spare_host_bytes(*, cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Bytes that processes of this machine can still take before they are killed, less a reserve."""
+    """Memory that this machine's processes can still take before the OOM killer acts, less a reserve."""
     memory = psutil.virtual_memory()
     room = min([memory.available, *_rooms_in_groups(cgroups, own)])
     return max(0, room - max(_RESERVE_BYTES, round(_RESERVE_SHARE * memory.total)))
 
 
 def _rooms_in_groups(cgroups: Path, own: Path) -> list[int]:
-    """Memory left in each limited cgroup around this process."""
     try:
         name = next(line[3:] for line in own.read_text().splitlines() if line.startswith("0::"))
     except (OSError, StopIteration):
@@ -71,7 +68,7 @@ def _rooms_in_groups(cgroups: Path, own: Path) -> list[int]:
             used = int((folder / "memory.current").read_text())
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             droppable = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
-        except (OSError, ValueError):  # the root has no limit, or the name is of another namespace
+        except (OSError, ValueError):  # the root has no limit; the name may belong to another namespace
             continue
         if limit != "max":
             rooms.append(int(limit) - used + droppable)

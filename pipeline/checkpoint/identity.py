@@ -1,9 +1,8 @@
-"""Check that a run agrees with the run that wrote a checkpoint. No torch here.
+"""Check that a run may resume from a checkpoint. No torch here.
 
-`launch` asks before it starts any process, `store` again when it restores. World size and ZeRO stage may differ: the
-engine converts while it loads (`Engine.load`); losses then agree with an uninterrupted run's up to rounding (dropout
-under `dropout_masks: process`: only in distribution). Backend and precision must not change within a stage: they keep
-their state in other forms.
+`launch` checks before it starts any process, `store` again on restore. World size and ZeRO stage may differ:
+`Engine.load` converts, and losses agree with an uninterrupted run's up to rounding (with dropout's masks per process,
+only in distribution). Backend and precision must not: they store state differently.
 """
 
 import json
@@ -16,14 +15,14 @@ from pipeline.recipe.vocabulary import StageName
 from pipeline.runs.run_folder import checkpoint_folders, recipe_digest
 
 STATE = "state.json"
-_LAYOUT = ("zero_stage", "processes")  # how the state is cut up
+_LAYOUT = ("zero_stage", "processes")  # how the state is sharded
 _FIXED_ENGINE = ("backend", "precision")
 
 
 def checkpoint_identity(recipe: Recipe, *, stage: StageName, processes: int) -> dict[str, Any]:
-    """A checkpoint's identity, compared by `check_identity`."""
+    """Build the identity that `check_identity` compares."""
     many = {}
-    if recipe.data.lanes == "auto" and processes > FEW_PROCESSES:  # the order is another one
+    if recipe.data.lanes == "auto" and processes > FEW_PROCESSES:  # the sample order differs
         many = {"lanes": recipe.lanes(recipe.train_stage(stage), processes=processes)}
     return {
         "stage": stage,
@@ -37,7 +36,7 @@ def checkpoint_identity(recipe: Recipe, *, stage: StageName, processes: int) -> 
 
 
 def check_identity(found: dict[str, Any], expected: dict[str, Any], *, folder: Path) -> None:
-    """Refuse a checkpoint of another run; UserError names what differs."""
+    """UserError, naming what differs, if the checkpoint belongs to another run."""
     if found.get("lanes") != expected.get("lanes"):
         raise UserError(
             f"checkpoint {folder} was written by {found.get('processes')} processes: data.lanes auto has one "
@@ -54,7 +53,7 @@ def check_identity(found: dict[str, Any], expected: dict[str, Any], *, folder: P
     engine = [key for key in different if key in _FIXED_ENGINE and key in found]
     if engine and {"recipe", *engine}.issuperset(different):
         advice = "set " + " and ".join(f"engine.{key}={found[key]}" for key in engine)
-        different = engine  # the recipe's digest differs with it, but tells a reader less
+        different = engine  # the recipe digest differs too, but tells less
     shown = ", ".join(f"{key} {found.get(key)} (now {expected[key]})" for key in different)
     raise UserError(
         f"checkpoint {folder} was written with {shown}: {advice}, give the run another name, or begin again with "
@@ -63,15 +62,15 @@ def check_identity(found: dict[str, Any], expected: dict[str, Any], *, folder: P
 
 
 def read_state_file(folder: Path) -> dict[str, Any]:
-    """A checkpoint's state.json. OSError, ValueError: it cannot be read."""
+    """Read a checkpoint's state.json. OSError or ValueError if unreadable."""
     return json.loads((folder / STATE).read_text(encoding="utf-8"))
 
 
 def check_newest(root: Path, *, expected: dict[str, Any]) -> None:
-    """Refuse, before launch, if the newest readable checkpoint is another run's; UserError as `check_identity`."""
+    """`check_identity` of the newest readable checkpoint, before launch."""
     for folder in checkpoint_folders(root):
         try:
             found = dict(read_state_file(folder)["identity"])
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # damaged: restoring says so and takes the next
+            continue  # damaged: restoring reports it and takes the next
         return check_identity(found, expected, folder=folder)

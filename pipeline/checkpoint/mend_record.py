@@ -1,8 +1,7 @@
 """Rebuild an unreadable stage.json from the newest undamaged checkpoint, so that no training is repeated.
 
-A checkpoint shows how far the stage was, not that STAGE/model is its result; so the stage is never called done: it
-resumes from there, with nothing left to train after the last step, and writes the same model again. Called only by what
-runs a stage and holds the run folder's lock. Reads the checkpoint once, for its digests.
+A checkpoint proves how far the stage got, not that STAGE/model is its result. So a rebuilt stage is never "done": it
+resumes, perhaps with nothing left to train, and writes the same model again. The caller holds the run folder's lock.
 """
 
 import shutil
@@ -16,8 +15,8 @@ from pipeline.runs.run_folder import BrokenRecord, RunFolder, StageRecord, check
 
 
 def mend_records(folder: RunFolder, stages: Iterable[StageName]) -> list[str]:
-    """Rebuild the broken records of these stages, keeping the broken files; returns what was done, a line each.
-    UserError: a stage has no undamaged checkpoint. OSError: the disk is full or fails."""
+    """Rebuild broken records, keep the broken files, and return a line for each. UserError if a stage has no undamaged
+    checkpoint; OSError if the disk is full or fails."""
     notes = []
     for stage in stages:
         try:
@@ -37,7 +36,7 @@ def _from_checkpoints(folder: RunFolder, stage: StageName, broken: BrokenRecord)
 
     for checkpoint in checkpoint_folders(folder.checkpoints(stage)):
         if damage_of(checkpoint):
-            continue  # restoring says so
+            continue  # restoring reports it
         try:
             content = read_state_file(checkpoint)
             state = content["state"]
@@ -60,7 +59,7 @@ def _from_checkpoints(folder: RunFolder, stage: StageName, broken: BrokenRecord)
 
 
 def _keep(path: Path) -> Path:
-    """A copy, not a rename: a kill before the new record is written leaves the broken one."""
+    """Copy, not rename, so that a kill before the new record is written leaves the broken one."""
     aside, number = path.with_name(f"{path.name}.broken"), 1
     while aside.exists():
         number += 1

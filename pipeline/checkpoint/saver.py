@@ -1,11 +1,10 @@
-"""Save checkpoints: in the background while training continues, or blocking.
+"""Save checkpoints, in the background or blocking.
 
-In a background save a thread of each rank copies the state to host memory during the next forward and backward pass;
-only the next change of the state waits for it (`host_copy`). Then it writes. The main threads learn by one tiny
-all-reduce a step when all have written; then a thread of rank 0 commits, and another one removes what retention does
-not keep. A save that comes due earlier waits for that. If host memory cannot hold the copy, the save blocks and copies
-nothing, and says so once. A disk that is full or fails on any rank ends the save on all with the same error; what was
-written is removed, and earlier checkpoints stay. `state_files` writes and verifies; `store` makes visible.
+In a background save a thread of each rank copies the state to host memory during the next forward and backward pass
+(`host_copy`), then writes it. One tiny all-reduce a step tells the main threads when all have; then a thread of rank 0
+commits and another prunes. A save due earlier waits for them. Without host memory for the copy, the save blocks instead
+and says so once. A full or failing disk on any rank ends the save on all with the same error and removes its files;
+earlier checkpoints stay. `state_files` writes and verifies, `store` commits.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from pipeline.recipe.vocabulary import RECIPE_FILE
 from pipeline.runs.run_folder import checkpoint_folders
 
 _PROGRESS_SECONDS = 5.0
-# A file server that is away, or one bad transfer: a retry may succeed without anybody's help.
+# An unreachable file server or one bad transfer: a retry may succeed unaided.
 _TRANSIENT = {
     errno.EIO,
     errno.ESTALE,
@@ -59,13 +58,13 @@ _TRANSIENT = {
 
 
 class SaveFailed(Exception):
-    """A checkpoint could not be written, for a reason that may be transient; the message names the newest one."""
+    """A checkpoint could not be written, perhaps for a transient reason; the message names the newest one."""
 
 
 @dataclass(frozen=True)
 class _Problem:
     text: str
-    transient: bool = False  # perhaps
+    transient: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,40 +72,33 @@ class _Needs:
     host: str
     file_bytes: int
     copy_bytes: int
-    spare_bytes: int  # of the host's memory
-    free_bytes: int  # of the disk, on rank 0
+    spare_bytes: int  # host memory
+    free_bytes: int  # disk, on rank 0
     problem: _Problem | None  # rank 0 could not make the folder
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The run that writes a checkpoint."""
+    """Provenance to store in a checkpoint."""
 
-    identity: dict[str, Any]  # what a run must agree on to restore it: stage, recipe, layout
-    written_by: dict[str, str]  # facts of this process
-    inputs: Mapping[str, str]  # digests of what went into the stage
+    identity: dict[str, Any]  # must match to restore: stage, recipe, layout
+    written_by: dict[str, str]  # facts about this process
+    inputs: Mapping[str, str]  # digests of the stage's inputs
     recipe_text: str
 
 
 @dataclass(frozen=True)
 class SaveHooks:
-    """Callbacks of a saver."""
+    """A saver's callbacks."""
 
-    say: Callable[[str], None]  # prints a line; on rank 0
+    say: Callable[[str], None]  # prints a line, on rank 0
     on_commit: Callable[[TrainState], None]  # on every rank, with the committed state
-    progress: Callable[[int], None] = lambda step: None  # with the step of a blocking save that makes progress
+    progress: Callable[[int], None] = lambda step: None  # the step, while a blocking save makes progress
 
 
 class CheckpointSaver:
-    """Saves the state of a stage; all methods but `close` are collective.
-
-    Args:
-        root: the stage's folder of checkpoints.
-        mode: "background" if training continues while the files are written.
-
-    Attributes:
-        stall_seconds: how long this process's training has waited for saves; excludes waits of a GPU's stream.
-    """
+    """Saves a stage's state under `root`; all methods but `close` are collective. `stall_seconds` is how long this
+    process's training waited for saves, without a GPU stream's waits."""
 
     def __init__(
         self,
@@ -128,18 +120,18 @@ class CheckpointSaver:
         self._mode = mode
         self._hooks = hooks
         self._writing: _Writing | None = None
-        self._committing: _Beside | None = None  # what `_writing` wrote
+        self._committing: _Beside | None = None  # commits what `_writing` wrote
         self._pending: Callable[[], tuple[bool, ...]] | None = None
         self._warned_of_memory = False
         self._buffer = HostBuffer(engine.device)
         self._pruning: _Beside | None = None
 
     def save(self, state: TrainState) -> None:
-        """Save `state` and the engine's, after finishing a save in flight. UserError: the disk has no room or cannot be
-        written, now or for the one in flight; SaveFailed: the disk failed."""
+        """Save `state` and the engine's, after finishing a save in flight. UserError if the disk is full or cannot be
+        written, for either save; SaveFailed if it failed."""
         with self._counting_stall():
             self._finish()
-            state = copy.deepcopy(state)  # the loop continues counting in its own
+            state = copy.deepcopy(state)  # the loop keeps changing its own
             room_bytes, problem = self._open_folder(state.step)
             files = self._engine.snapshot()
             if self._ranks.place.is_main:
@@ -170,12 +162,12 @@ class CheckpointSaver:
                 self._finish()
 
     def poll(self) -> bool:
-        """Advance the save in flight if all ranks have finished its present part; call once a step. Returns True, on
-        all ranks alike, while one is in flight. Raises as `save`."""
+        """Advance the save in flight once all ranks finished its current phase; call once a step. Returns True, on all
+        ranks alike, while one is in flight. Raises as `save`."""
         if self._writing is None:
             return False
         with self._counting_stall():
-            if self._pending is not None:  # asked a step ago, so that nobody waits for the answer
+            if self._pending is not None:  # asked a step ago, so the answer is there
                 (busy,) = self._pending()
                 self._pending = None
                 if not busy:
@@ -190,8 +182,7 @@ class CheckpointSaver:
             self._finish()
 
     def close(self) -> None:
-        """Abandon this rank's part of a save in flight, after a failure, unless it is being committed. Not
-        collective."""
+        """Abandon this rank's part of a save in flight unless it is committing; for failures, not collective."""
         if self._writing is not None:
             self._writing.abandoned.set()
         for each in (self._writing, self._committing, self._pruning):
@@ -215,7 +206,7 @@ class CheckpointSaver:
             self._pruning = None
 
     def _go_on(self) -> None:
-        """Commit what all have written; after that, say so on all ranks."""
+        """Start the commit of what all have written, or announce it on all ranks."""
         assert self._writing is not None
         if self._committing is None:
             self._begin_commit(self._writing)
@@ -226,7 +217,7 @@ class CheckpointSaver:
         step, moved_bytes = writing.state.step, -1
         writing.join(_PROGRESS_SECONDS)
         while writing.is_alive():
-            if writing.moved_bytes > moved_bytes:  # a disk that takes nothing more is a hang
+            if writing.moved_bytes > moved_bytes:  # a disk that accepts nothing more is a hang
                 moved_bytes = writing.moved_bytes
                 self._hooks.progress(step)
             writing.join(_PROGRESS_SECONDS)
@@ -238,7 +229,7 @@ class CheckpointSaver:
             transient = all(failure.transient for _, failure in failures)
             self._fail(step, _Problem(f"rank {rank}: {first.text}", transient=transient))
         seals = {name: seal for each, _ in parts for name, seal in each.items()}
-        # In a thread of rank 0, as flushes wait for the disk; never started on other ranks.
+        # A thread, since flushes wait for the disk; started only on rank 0.
         self._committing = _Beside("commit", partial(commit_checkpoint, self._root, step=step, seals=seals))
         if self._ranks.place.is_main:
             self._committing.start()
@@ -248,21 +239,21 @@ class CheckpointSaver:
         self._writing = self._committing = None
         if problem := self._ranks.from_main(committing.failure):
             self._fail(state.step, problem)
-        self._hooks.on_commit(state)  # before the pruning, which may take its time on a file server
-        if self._ranks.place.is_main:  # what fails there is tried again after the next save
+        self._hooks.on_commit(state)  # before pruning, which may be slow on a file server
+        if self._ranks.place.is_main:  # its failures are retried after the next save
             prune = partial(prune_checkpoints, self._root, newest_step=state.step, retention=self._retention)
             self._pruning = _Beside("pruning", prune)
             self._pruning.start()
 
     def _fail(self, step: int, problem: _Problem) -> NoReturn:
-        """Remove what was written of a save and raise, with the same message on every rank."""
+        """Remove the save's files and raise, with the same message on every rank."""
         words = ""
         if self._ranks.place.is_main:
             try:
                 collect_leftovers(self._root)
                 newest = next(iter(checkpoint_folders(self._root)), None)
                 stands = f"{newest.name} is kept" if newest else "there is no earlier one"
-            except OSError as error:  # the others wait for this message
+            except OSError as error:  # the other ranks wait for this message
                 stands = f"the earlier ones cannot be read ({_problem(error).text})"
             words = f"the checkpoint of step {step} could not be written to {self._root} ({problem.text}); {stands}: "
             words += (
@@ -274,7 +265,7 @@ class CheckpointSaver:
         raise (SaveFailed if problem.transient else UserError)(self._ranks.gather_objects(words)[0])
 
     def _open_folder(self, step: int) -> tuple[int, _Problem | None]:
-        """Make the folder on rank 0; returns the free bytes there, and why it failed."""
+        """Make the folder on rank 0; return its disk's free bytes, and why it failed."""
         if not self._ranks.place.is_main:
             return 0, None
         try:
@@ -290,7 +281,7 @@ class CheckpointSaver:
         return text_file(STATE, json.dumps(content, indent=1) + "\n"), text_file(RECIPE_FILE, origin.recipe_text)
 
     def _memory_holds(self, needs: Sequence[_Needs]) -> bool:
-        """Check that every host has memory for its ranks' copies; if not, say so once."""
+        """True if every host has memory for its ranks' copies; if not, say so once."""
         for host in {need.host for need in needs}:
             local = [need for need in needs if need.host == host]
             copies, spare = sum(need.copy_bytes for need in local), min(need.spare_bytes for need in local)
@@ -314,10 +305,10 @@ class CheckpointSaver:
 
 
 class _Beside(threading.Thread):
-    """Work beside training; its failure is kept for all ranks, instead of one that leaves the others waiting."""
+    """Background work that keeps its failure, so that no rank fails alone and leaves the others waiting."""
 
     def __init__(self, name: str, work: Callable[[], object]) -> None:
-        # Not a daemon: one that is in torch's C++ when the interpreter ends would abort the process.
+        # Not a daemon: one inside torch's C++ at interpreter exit would abort the process.
         super().__init__(name=name, daemon=False)
         self.failure: _Problem | None = None
         self._work = work
@@ -336,18 +327,17 @@ class _Beside(threading.Thread):
             self.failure = _Problem(f"{type(error).__name__}: {error}", transient=True)
 
     def end(self) -> None:
-        """Wait for it, if it was started."""
         if self.ident is not None:
             self.join()
 
 
 class _Writing(_Beside):
-    """Copies the files to the host, if that is to be done, and writes one after the other."""
+    """Copies the files to the host if needed, and writes them in turn."""
 
     def __init__(self, folder: Path, *, files: Sequence[StateFile] | HostCopy, state: TrainState) -> None:
         super().__init__("checkpoint", self._write)
         self.state = state
-        self.abandoned = threading.Event()  # stops the writing at the next piece
+        self.abandoned = threading.Event()  # stops writing at the next piece
         self.seals: dict[str, Seal] = {}
         self.moved_bytes = 0
         self._folder, self._files = folder, files

@@ -1,12 +1,11 @@
 """Commit, prune, restore and read checkpoints, each complete or absent. `saver` writes them.
 
 A checkpoint is a folder `step-00000400`: the engine's sharded state, our `state.json`, the resolved recipe, and
-`manifest.json` with every file's size and digest. It is written beside (`.writing-step-...`), the manifest last,
-flushed and read back, then renamed: a folder of that name is complete, whatever was killed when. Pruning renames first
-(`.removing-...`). The newest is the highest number, without a pointer that could be wrong. Restoring checks every
-digest (half a GiB/s a core, each rank an equal share) and falls back to the next older checkpoint; if none is good,
-that is an error, never a silent start from step 0. A commit takes nine operations on the file server, whatever the
-number of files; rank 0 reads names, manifest and state for all.
+`manifest.json` with every file's size and digest. It is written as `.writing-step-...`, the manifest last, flushed and
+read back, then renamed, so a folder of that name is always complete. Pruning first renames to `.removing-...`. The
+newest is the highest number; no pointer can be wrong. Restoring checks every digest (half a GiB/s a core, each rank an
+equal share) and falls back to older checkpoints; if none is good it fails, never silently starting from step 0. A
+commit takes nine operations on the file server for any number of files; rank 0 reads names, manifest and state for all.
 """
 
 import contextlib
@@ -42,45 +41,40 @@ _REMOVING = ".removing-"
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints to keep beside the newest."""
+    """Which checkpoints to keep."""
 
-    last: int  # the newest that many, at least 1
-    every_steps: int = 0  # the first in each stretch of that many steps is kept for good; 0: none
-    best: str | None = None  # the best by this metric of the evaluation, such as "val/loss"; None: none
-    reach_steps: int = 0  # all down to the newest that is at least so much older than the newest of all; 0: none
+    last: int  # keep this many newest ones, at least 1
+    every_steps: int = 0  # keep for good the first in each stretch of this many steps; 0: none
+    best: str | None = None  # keep the best by this evaluation metric, such as "val/loss"; None: none
+    reach_steps: int = 0  # keep back to one at least this many steps older than the newest; 0: no
 
 
 @dataclass(frozen=True)
 class Restored:
-    """A checkpoint that was loaded."""
+    """A loaded checkpoint."""
 
     folder: Path
     state: TrainState
     notes: tuple[str, ...]  # damaged newer checkpoints that were skipped
-    identity: dict[str, Any]  # of the run that wrote it
-    written_by: dict[str, str]  # facts of the process that wrote it
+    identity: dict[str, Any]  # of the writing run
+    written_by: dict[str, str]  # facts about the writing process
 
 
 def beside_of(root: Path, step: int) -> Path:
-    """The folder in which the checkpoint of `step` is written."""
+    """Temporary folder in which the checkpoint of `step` is written."""
     return root / f"{_WRITING}{FOLDER_PREFIX}{step:08d}"
 
 
 def open_beside(root: Path, *, step: int) -> None:
-    """Make `beside_of` a new folder, removing what a killed writer left; on one rank. OSError: it cannot be made, or
-    the stage's folder, in which `root` lies, is gone."""
+    """Make a fresh `beside_of`, on one rank. OSError if it cannot be made or the stage's folder is gone."""
     collect_leftovers(root)
     root.mkdir(exist_ok=True)
     beside_of(root, step).mkdir()
 
 
 def commit_checkpoint(root: Path, *, step: int, seals: Mapping[str, Seal]) -> Path:
-    """Rename what was written beside, check it once more, and return it; on one rank, when all have written.
-    `seals`: every file that was written, flushed and read back, by its path in the checkpoint.
-
-    Raises:
-        OSError: the disk is full or fails, or the committed files are not those that were written.
-    """
+    """Give the written folder its final name, check it again, and return it; on one rank, once all have written.
+    `seals`: every verified file, by path. OSError if the disk is full or fails, or the files are not those written."""
     beside, final = beside_of(root, step), root / f"{FOLDER_PREFIX}{step:08d}"
     files = {name: {"bytes": seal.num_bytes, "blake2b": seal.blake2b} for name, seal in sorted(seals.items())}
     there = _names(beside, folders=_folders(files))
@@ -97,24 +91,23 @@ def commit_checkpoint(root: Path, *, step: int, seals: Mapping[str, Seal]) -> Pa
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-        _set_aside(final)  # skipped as damaged, and reached again
+        _set_aside(final)  # was skipped as damaged, and is now redone
         beside.rename(final)
     try:
         flush(root)
-        # The files themselves were read back by those who wrote them.
+        # The writers have read back the other files.
         if (final / MANIFEST).read_text(encoding="utf-8") != manifest:
             raise OSError(errno.EIO, f"{final.name} is not what was written")
     except OSError:
-        with contextlib.suppress(OSError):  # it may be whole, but nobody can tell
+        with contextlib.suppress(OSError):  # it may be complete, but nobody can tell
             _set_aside(final)
         raise
     return final
 
 
 def to_delete(metrics: Mapping[int, float | None], *, retention: Retention) -> list[int]:
-    """Steps of the checkpoints to delete, oldest first. Always keeps the newest, and the first one at or after each
-    multiple of `every_steps` if it comes before the next. `metrics`: `retention.best` evaluated at each checkpoint's
-    own step; None: not evaluated."""
+    """List the steps of checkpoints to delete, oldest first. `metrics`: `retention.best` at each checkpoint's own step,
+    None if not evaluated. Always keeps the newest; `every_steps` keeps the first at or after each multiple."""
     there = sorted(metrics)
     keep = set(there[-max(retention.last, 1) :])
     if retention.reach_steps:
@@ -135,27 +128,24 @@ def to_delete(metrics: Mapping[int, float | None], *, retention: Retention) -> l
 
 
 def prune_checkpoints(root: Path, *, newest_step: int, retention: Retention) -> None:
-    """Remove what retention does not keep, after `newest_step` is verified; on one rank.
-
-    Newer ones were skipped as damaged: they must not push out good ones, and are redone when reached. A folder is
-    renamed before its first file goes, so that no kill leaves one that looks complete and is not.
-    """
+    """Remove what retention does not keep, once `newest_step` is verified; on one rank. Newer checkpoints were skipped
+    as damaged: they must not displace good ones, and are redone when reached."""
     numbered = {int(folder.name.removeprefix(FOLDER_PREFIX)): folder for folder in checkpoint_folders(root)}
     metrics = {step: _metric(path, name=retention.best) for step, path in numbered.items() if step <= newest_step}
     for step in to_delete(metrics, retention=retention):
-        with contextlib.suppress(OSError):  # the next pruning tries again
+        with contextlib.suppress(OSError):  # the next pruning retries
             _set_aside(numbered[step])
     collect_leftovers(root)
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a committed checkpoint; on one rank. OSError: it could not be renamed, and stays."""
+    """Remove a committed checkpoint; on one rank. OSError if it cannot be renamed; it then stays."""
     _set_aside(folder)
     collect_leftovers(folder.parent)
 
 
 def collect_leftovers(root: Path) -> None:
-    """Remove what a killed writer or remover left."""
+    """Remove folders of killed writers and removers."""
     for prefix in (_WRITING, _REMOVING):
         for leftover in root.glob(f"{prefix}*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -164,14 +154,14 @@ def collect_leftovers(root: Path) -> None:
 def restore_checkpoint(
     root: Path, *, engine: Engine, ranks: Ranks, identity: dict[str, Any], without: Collection[Path] = ()
 ) -> Restored | None:
-    """Load the newest undamaged checkpoint but those `without`, as rank 0 sees them; None if there is none; collective.
-    UserError: every one is damaged, or the newest good one belongs to another recipe."""
+    """Load the newest undamaged checkpoint not in `without`, as rank 0 sees them, or return None if there is none;
+    collective. UserError if all are damaged, or the newest good one has another `identity`."""
     notes: list[str] = []
     names: list[str] = []
     if ranks.place.is_main:
         collect_leftovers(root)
         names = [folder.name for folder in checkpoint_folders(root) if folder not in without]
-    # Rank 0's list for all: another machine's may be stale, and two ranks would restore different steps.
+    # All use rank 0's list: another machine's may be stale, and ranks would restore different steps.
     for folder in (root / name for name in ranks.from_main(names)):
         seals = ranks.from_main(_listed(folder) if ranks.place.is_main else None)
         share = (ranks.place.rank, ranks.place.world_size)
@@ -200,24 +190,20 @@ def restore_checkpoint(
 
 
 def damage_of(folder: Path) -> str:
-    """Describe the first damage of a checkpoint's files; "": none."""
+    """Describe a checkpoint's first damage; "": none."""
     seals = _listed(folder)
     return f"no readable {MANIFEST}" if seals is None else _damage(folder, seals, share=(0, 1))
 
 
 def checkpoint_weights(folder: Path, *, model: nn.Module, of: WeightsKind = "weights") -> dict[str, Tensor]:
-    """Read the weights of RUNS/NAME/STAGE/checkpoints/step-*, or their moving average, under the names of `model`: the
-    same bits as the engine's `weights`, float32 on the CPU, in seconds for ViT-L. `model`, perhaps on the meta device,
-    gives names, order and shapes. Runs no code from a file, and does not look for damage.
-
-    Raises:
-        UserError: the checkpoint is of another model, no engine wrote it, or it has no moving average.
-    """
+    """Read the weights, or their moving average, from RUNS/NAME/STAGE/checkpoints/step-*, with the bits of
+    `Engine.weights`, in seconds for ViT-L. `model`, perhaps on the meta device, gives names, order and shapes. Runs no
+    code from a file; does not check for damage. UserError if it is of another model, no engine's, or has no average."""
     try:
         return assemble(folder, written=read_state_file(folder)["identity"], model=model, of=of)
     except UserError:
         raise
-    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:  # well-formed, but not ours
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:  # readable, but not ours
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(f"checkpoint {folder} is not what an engine writes ({reason}): take another one") from error
 
@@ -225,17 +211,16 @@ def checkpoint_weights(folder: Path, *, model: nn.Module, of: WeightsKind = "wei
 def assemble(
     folder: Path, *, written: Mapping[str, Any], model: nn.Module, of: WeightsKind = "weights"
 ) -> dict[str, Tensor]:
-    """The weights of a checkpoint with the identity `written`."""
+    """Read the weights of a checkpoint of identity `written`."""
     saved = open_state(folder, written=written, model=model)
     if of == "ema" and saved.average_updates is None:
         raise UserError(f"checkpoint {folder} has no moving average of the weights: its stage was trained without ema")
     tensors = AVERAGE if of == "ema" else WEIGHT
-    state = {name: saved.whole(name, of=tensors).clone() for name in saved.shapes}  # the checkpoint may be removed
+    state = {name: saved.whole(name, of=tensors).clone() for name in saved.shapes}  # the file may be deleted
     return state | {name: buffer.detach().to(torch.float32) for name, buffer in saved.buffers.items()}
 
 
 def _listed(folder: Path) -> dict[str, Seal] | None:
-    """The manifest's entries; None: it cannot be read."""
     try:
         content: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         return {
@@ -246,7 +231,7 @@ def _listed(folder: Path) -> dict[str, Seal] | None:
 
 
 def _damage(folder: Path, seals: Mapping[str, Seal], *, share: tuple[int, int]) -> str:
-    """Describe the first damage in a share (number, of how many) of the files; "": none."""
+    """Describe the first damage in one share (index, count) of the files; "": none."""
     for name, run in shared_out(seals, share=share).items():
         path, seal = folder / name, seals[name]
         expected = seal.blake2b.split(" ")
@@ -261,13 +246,13 @@ def _damage(folder: Path, seals: Mapping[str, Seal], *, share: tuple[int, int]) 
                 found, expected = piece_digests(path, first=run.start, count=len(run)), expected[run.start : run.stop]
             if found != expected:
                 return f"{name} has changed since it was written"
-        except OSError as error:  # one rank's bad disk must not leave the others waiting
+        except OSError as error:  # must not leave the other ranks waiting
             return f"{name} cannot be read: {error.strerror}"
     return ""
 
 
 def shared_out(seals: Mapping[str, Seal], *, share: tuple[int, int]) -> dict[str, range]:
-    """Choose the pieces that one rank (number, of how many) verifies: about as many bytes for each."""
+    """Choose the pieces that share (index, count) verifies; shares have about equal bytes."""
     number, of = share
     total = sum(seal.num_bytes for seal in seals.values())
     mine: dict[str, range] = {}
@@ -277,19 +262,17 @@ def shared_out(seals: Mapping[str, Seal], *, share: tuple[int, int]) -> dict[str
         if len(seal.blake2b.split(" ")) == 1:  # a small file, or an old manifest
             sizes = [seal.num_bytes]
         for piece, size in enumerate(sizes):
-            if min(of - 1, (2 * position + size) * of // max(1, 2 * total)) == number:  # where its middle lies
+            if min(of - 1, (2 * position + size) * of // max(1, 2 * total)) == number:  # by its midpoint
                 mine[name] = range(mine[name].start if name in mine else piece, piece + 1)
             position += size
     return mine
 
 
 def _folders(names: Collection[str]) -> list[str]:
-    """The folders that hold these files, relative to the checkpoint."""
     return sorted({above.as_posix() for name in names for above in PurePosixPath(name).parents})
 
 
 def _names(top: Path, *, folders: Collection[str]) -> set[str]:
-    """List the files below `top`, each folder once."""
     found: set[str] = set()
     for folder in folders:
         with contextlib.suppress(FileNotFoundError), os.scandir(top / folder) as entries:
@@ -308,6 +291,7 @@ def _metric(folder: Path, *, name: str | None) -> float | None:
 
 
 def _set_aside(folder: Path) -> None:
+    """Rename before deletion, so that a kill never leaves a half-deleted checkpoint."""
     aside = folder.with_name(f"{_REMOVING}{folder.name}")
     shutil.rmtree(aside, ignore_errors=True)
     folder.rename(aside)

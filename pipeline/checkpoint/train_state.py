@@ -1,8 +1,7 @@
-"""The training state that the loop carries from step to step, and checkpoints from attempt to attempt.
+"""The state that the training loop carries from step to step, and checkpoints across restarts.
 
-Plain values, which survive JSON to the last bit. Weights and optimizer are the engine's; the position in the data is
-`step`. No random generator is saved: every step is seeded from (seed, step, rank), and dropout's masks depend on the
-place in the global batch (`dropout_masks`).
+Plain values, exact in JSON. The position in the data is `step`. Needs no random generator: every step is seeded from
+(seed, step, rank), and dropout masks depend on the place in the global batch (`dropout_masks`).
 """
 
 from dataclasses import dataclass, field
@@ -19,26 +18,25 @@ class TrainState:
 
     step: int = 0
     images_seen: int = 0
-    skipped_steps: int = 0  # in all
+    skipped_steps: int = 0  # in total
     skipped_in_a_row: int = 0
-    substituted_images: int = 0  # damaged ones that another image took the place of
-    training_seconds: float = 0.0  # spent in this stage, over all attempts that were saved
-    process_seconds: float = 0.0  # the same times the processes of each attempt
-    losses_since_log: list[float] = field(default_factory=list)  # global means of steps not yet in the curve
+    substituted_images: int = 0  # damaged images replaced by others
+    training_seconds: float = 0.0  # in this stage, over all saved attempts
+    process_seconds: float = 0.0  # summed over each attempt's processes
+    losses_since_log: list[float] = field(default_factory=list)  # global means, steps not logged yet
     scores_since_log: list[float] = field(default_factory=list)  # of the same steps
     evaluation: dict[str, float] = field(default_factory=dict)  # the last one
-    evaluation_step: int = 0  # when that was
-    recent_losses: list[float] = field(default_factory=list)  # of the last steps, to tell a spike by
+    evaluation_step: int = 0  # its step
+    recent_losses: list[float] = field(default_factory=list)  # for spike detection
     passed_over: list[int] = field(default_factory=list)  # steps, from 0, that a rollback skips
     rollbacks: int = 0
 
     def advance(self, *, images: int) -> None:
-        """Count an optimizer step, or one that a rollback skips."""
         self.step += 1
         self.images_seen += images
 
     def settle(self, *, applied: bool) -> None:
-        """Count the next step's outcome; not `applied`: its gradients were not finite."""
+        """Count the next step's outcome; `applied` is False if its gradients were not finite."""
         self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
         self.skipped_steps += not applied
 
@@ -61,5 +59,5 @@ class RollBack(Exception):
 
 
 def seed_step(seed: int, *, step: int, rank: int) -> None:
-    """Seed torch's generators for one step; the masks of `dropout_masks: process` are drawn from them."""
+    """Seed torch's generators for one step; `dropout_masks: process` draws from them."""
     torch.manual_seed(int(hash_words(RandomStream.DROPOUT, seed, step, rank)[0]) >> 1)

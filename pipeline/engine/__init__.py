@@ -1,1 +1,1 @@
-"""Forward, backward, step and sharded state: the only room that imports deepspeed and accelerate."""
+"""Training backends: forward, backward, step and sharded state. Only this package imports deepspeed and accelerate."""

@@ -1,8 +1,7 @@
-"""`Engine`: a training backend as the loop, evaluation and checkpoints see it, and what all backends share.
+"""`Engine`: the interface and shared code of training backends.
 
-`deepspeed` (the default on every device) shards and checkpoints, but for ZeRO 0, which is torch's DDP; `accelerate` is
-plain data parallelism, for debugging and comparison. Per optimizer step the loop calls `forward` and `backward` for
-each micro-batch, then `step`.
+Per optimizer step the loop calls `forward` and `backward` for each micro-batch, then `step`. `deepspeed` (default on
+every device) covers ZeRO 1 to 3, and ZeRO 0 through torch's DDP; `accelerate` is for debugging and comparison.
 """
 
 import contextlib
@@ -25,62 +24,59 @@ from pipeline.recipe.stage import TrainStage
 from pipeline.recipe.stage_plan import StagePlan
 from pipeline.recipe.vocabulary import OPTIMIZERS
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # of `engine.precision`
-Flags = tuple[bool, ...]  # one rank's, or of any rank; the engine reduces them and need not know what they mean
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # by `engine.precision`
+Flags = tuple[bool, ...]  # one rank's, or their OR over ranks; opaque to the engine
 
 
 def step_numbers(*, grad_norm: float, applied: bool, flags: Tensor) -> Tensor:
-    """The numbers of a step (`Engine.step`) that the host knows already; `flags`: from `reduce_flags`."""
+    """Build `Engine.step`'s result from host values and `reduce_flags`'s tensor."""
     known = torch.tensor([grad_norm, applied], dtype=torch.float32, device=flags.device)
     return torch.cat([known, flags])
 
 
 def reduce_flags(flags: Flags, *, device: torch.device) -> Tensor:
-    """Float32 [flags] on `device`: 1 for each flag that any rank raised; collective. For steps whose gradient norm is
-    sent in no message of ours that the flags could travel in."""
+    """OR the flags over the ranks, if no norm message carries them: float32 [flags] on `device`; collective."""
     raised = torch.zeros(len(flags), device=device)
     for number, flag in enumerate(flags):
         if flag:
-            raised[number].fill_(1.0)  # a copy from the host would wait for the device
+            raised[number].fill_(1.0)  # copying a host tensor would synchronise with the device
     distributed.all_reduce(raised, op=distributed.ReduceOp.MAX)
     return raised
 
 
 class Hold:
-    """Makes an engine wait for a copy before it changes its state."""
+    """Makes an engine wait for an ongoing copy before it changes its state."""
 
     def __init__(self) -> None:
         self._wait: Callable[[], None] | None = None
 
     def set(self, wait: Callable[[], None]) -> None:
-        """`wait` is called once, before the next change; it may be quick, if it makes a stream wait."""
+        """Call `wait` once, before the next change; it may return early if it makes the CUDA stream wait."""
         self.release()
         self._wait = wait
 
     def release(self) -> None:
-        """Call before anything that a snapshot holds changes."""
+        """Call before changing anything a snapshot shares."""
         wait, self._wait = self._wait, None
         if wait is not None:
             wait()
 
 
 class Engine(ABC):
-    """One model, its optimizer and its state.
+    """One model, its optimizer and its state. Cast images to `input_dtype`.
 
     Args:
-        masters: the float32 tensors that the optimizer moves, under the names of the file of their averages.
-        slots: where this rank's share of each trained parameter lies in them.
-        frozen: exact float32 values, on the CPU, of what is not trained and rounded in `module`.
+        module: the model; its forward pass may be collective (ZeRO 3).
+        masters: float32 tensors that the optimizer updates, keyed as in the file of averages.
+        slots: this rank's share of each trained parameter within them.
+        frozen: exact float32 values, on the CPU, of untrained weights that `module` holds rounded.
 
     Attributes:
-        module: the model; its forward pass may be collective (ZeRO 3).
-        device: of images and labels.
-        input_dtype: images are cast to it.
-        hold: released before anything changes that `snapshot` gave: in `step`, `load` and `averaged`.
+        hold: released before the state a `snapshot` shares changes: in `step`, `load` and `averaged`.
     """
 
-    backend: ClassVar[str]  # the recipe's
-    kept: ClassVar[Literal["whole", "shard"]]  # by each process, of masters and moments
+    backend: ClassVar[str]  # as in the recipe
+    kept: ClassVar[Literal["whole", "shard"]]  # what each process holds of masters and moments
 
     def __init__(
         self,
@@ -110,24 +106,21 @@ class Engine(ABC):
 
     @abstractmethod
     def forward(self, *inputs: Tensor) -> Tensor:
-        """The outputs for a task's inputs, such as images [n, 3, size, size] -> logits [n, classes]."""
+        """Map a task's inputs to outputs, such as images [n, 3, size, size] -> logits [n, classes]."""
 
     @abstractmethod
     def predict(self, *inputs: Tensor) -> Tensor:
-        """Outputs in evaluation mode, without gradients; call equally often on all ranks (ZeRO 3 gathers)."""
+        """`forward` without gradients, in evaluation mode; call equally often on all ranks (ZeRO 3 gathers)."""
 
     @abstractmethod
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a micro-batch's mean loss, divided by the accumulation steps."""
+        """Accumulate the gradient of a micro-batch's mean loss over the accumulation steps."""
 
     def step(self, *, lr: float, flags: Flags, measure: bool = False) -> Tensor:
-        """Average over the ranks, clip, and move the weights, unless the gradient is not finite; reduce `flags` over
-        the ranks; collective. `measure`: `measured` will be asked about this step; the same on all ranks.
-
-        Returns float32 [2 + flags], the same on all ranks, still on the device: the global gradient norm before
-        clipping (not finite when nothing moved); 1 if the step was applied, else 0; for each flag, not 0 if any rank
-        raised it. Reading them waits for the device, so the loop does that a step later (`late_metrics`).
-        """
+        """Average gradients over the ranks, clip, and update unless they are not finite; OR `flags`; collective.
+        `measure` (the same on all ranks): `measured` will be asked about this step. Returns float32 [2 + flags] on the
+        device, equal on all ranks: the global gradient norm before clipping (not finite when nothing moved), 1 if
+        applied else 0, and per flag nonzero if any rank raised it. Reading it synchronises: see `late_metrics`."""
         assert self._micro_step == self._accumulation_steps, "step() before all micro-batches"
         self._micro_step, self._measures = 0, measure
         self.hold.release()
@@ -143,11 +136,11 @@ class Engine(ABC):
     def _move(self, flags: Flags) -> Tensor: ...
 
     def pass_over(self, *, flags: Flags) -> Tensor:
-        """Skip this step after a rollback: only reduce `flags`; collective. The norm is nan."""
+        """Skip this step after a rollback: only OR `flags`; collective. The norm is nan."""
         return step_numbers(grad_norm=math.nan, applied=False, flags=reduce_flags(flags, device=self.device))
 
     def measured(self) -> dict[str, float]:
-        """The last step's `opt/` metrics where they are known; waits for the device; collective."""
+        """Return the last step's known `opt/` metrics; synchronises with the device; collective."""
         norms, scale = self._norms.take(self._ranks) if self._measures else {}, self._loss_scale()
         return norms | ({} if scale is None else {"opt/loss_scale": scale})
 
@@ -156,14 +149,11 @@ class Engine(ABC):
 
     @abstractmethod
     def snapshot(self) -> tuple[StateFile, ...]:
-        """This rank's files of the state, sharing the engine's memory; collective."""
+        """Return this rank's files of the state; their tensors share the engine's memory; collective."""
 
     def load(self, folder: Path, *, written: dict[str, Any]) -> None:
-        """Restore, to the last bit, a checkpoint of any world size and ZeRO stage; collective.
-
-        `written` is its identity (`checkpoint.identity.checkpoint_identity`): `processes` and `zero_stage` say how to
-        read it; backend and precision are this engine's. UserError: it is of another model.
-        """
+        """Restore a checkpoint of any world size and ZeRO stage, to the last bit; collective. `written`, its identity
+        (`checkpoint.identity`), gives `processes` and `zero_stage`. UserError if it is from another model."""
         self.hold.release()
         written = {**written, "backend": self.backend}
         saved = open_shared(
@@ -179,21 +169,20 @@ class Engine(ABC):
             put_average(self._average, saved, slots=self._slots)
 
     def _inner_optimizer(self) -> torch.optim.Optimizer:
-        """Torch's, which holds the moments."""
         return self.optimizer
 
     @abstractmethod
     def _finish_load(self, saved: PortableState) -> None:
-        """Restore counters and loss scale, and make the forward pass's weights from the masters."""
+        """Restore counters and loss scale, and recompute the forward weights from the masters."""
 
     @abstractmethod
     def _masters_changed(self) -> None:
-        """Have the forward pass's weights made from the masters; not collective."""
+        """Recompute the forward weights from the masters, perhaps lazily; not collective."""
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Swap the weights with their moving average, for `predict` and `weights`; do not train or save meanwhile.
-        Afterwards all is as before to the last bit, also after an exception. Not collective."""
+        """Swap the weights with their moving average for `predict` and `weights`, then back to the last bit, also after
+        an exception; do not train or save meanwhile. Not collective."""
         assert self._average, "the recipe's stage has no ema"
         self.hold.release()
         self._average.exchange()
@@ -206,7 +195,7 @@ class Engine(ABC):
 
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:
-        """All weights in float32 on the CPU, from the master copy; collective; complete on rank 0."""
+        """Gather the master weights: float32, on the CPU; collective; complete on rank 0."""
 
     def close(self) -> None:  # noqa: B027 - nothing to do where nothing else holds the engine
-        """Let go of all memory: the process continues with another stage. Nothing of the engine is used after that."""
+        """Free all memory for the process's next stage; do not use the engine afterwards."""

@@ -1,13 +1,13 @@
-"""DeepSpeed as an `Engine`: ZeRO 1 to 3, bf16/fp16/fp32, on GPUs (NCCL) and CPUs (gloo).
+"""Wrap DeepSpeed as an `Engine`: ZeRO 1 to 3, bf16/fp16/fp32, on GPUs (NCCL) and CPUs (gloo).
 
-DeepSpeed owns sharded state, precision, accumulation and, under ZeRO 3 and in fp16, clipping and the search for what
-is not finite. Where DeepSpeed 0.19 falls short, this file adds:
-- ZeRO 1 and 2 look at their gradients tensor by tensor and wait for the GPU several times a step: in bf16 and float32
-  we judge, clip and move the flat gradients on the device (`optimizers.flat`).
-- Its checkpoints are pickles, which it executes, and load only at the world size and ZeRO stage that wrote them: `load`
-  reads any of them as data (`portable`) and puts them in place (`masters`).
-- Master weights are made from rounded half-precision ones: they get their exact values back.
-- Its import takes mlflow along, and its first use may compile a kernel of its own (`import_deepspeed`).
+DeepSpeed owns sharded state, precision, accumulation and, for ZeRO 3 and fp16, clipping and overflow checks. This file
+works around DeepSpeed 0.19:
+- ZeRO 1 and 2 check gradients tensor by tensor and synchronise with the GPU several times a step. In bf16 and float32
+  we check, clip and apply the flat gradients on the device (`optimizers.flat`).
+- Its checkpoints are pickles, which it executes, and load only at the world size and ZeRO stage that wrote them. `load`
+  reads any of them as data (`portable`) and copies them into place (`masters`).
+- It makes master weights from rounded half-precision ones. We restore their exact values.
+- Importing it imports mlflow, and its first use may compile a kernel (`import_deepspeed`).
 """
 
 import contextlib
@@ -40,30 +40,28 @@ from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage import TrainStage
 from pipeline.recipe.stage_plan import StagePlan
 
-_LINEAR = nn.functional.linear  # torch's, which ZeRO 3 replaces in the whole process
+_LINEAR = nn.functional.linear  # ZeRO 3 replaces it process-wide
 
 
 def import_deepspeed() -> Any:
-    """Import DeepSpeed without three things that it imports or starts in every rank and that nothing here uses.
-
-    mlflow, for its autotuner: about 1 CPU second. Inductor, for the decorated functions of its Muon: about 1. A search
-    for kernels: the only one it would use is an all-reduce on CPUs, which compiles for half a minute and leaves 69 MB
-    in /dev/shm for each rank."""
+    """Import DeepSpeed without three unused costs in every rank: mlflow, for its autotuner (about 1 CPU second);
+    Inductor, for Muon's decorated functions (about 1); a search for kernels, which would find only a CPU all-reduce
+    (half a minute of compiling, 69 MB of /dev/shm)."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     modules: dict[str, Any] = sys.modules
-    modules.setdefault("mlflow", None)  # Python's mark of "cannot be imported"
+    modules.setdefault("mlflow", None)  # makes `import mlflow` fail
     compile_now, torch.compile = torch.compile, _compile_when_called
     try:
         import deepspeed
 
-        with contextlib.suppress(ImportError):  # of another version
+        with contextlib.suppress(ImportError):  # another version
             importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
     finally:
         torch.compile = compile_now
         if modules["mlflow"] is None:
             del modules["mlflow"]
     deepspeed.utils.logger.setLevel(logging.WARNING)
-    deepspeed.ops.__dict__["__compatible_ops__"] = {}  # kernel's name -> whether it can be had
+    deepspeed.ops.__dict__["__compatible_ops__"] = {}  # kernel name -> available
     return deepspeed
 
 
@@ -82,12 +80,12 @@ class DeepSpeedEngine(Engine):
     ) -> None:
         deepspeed = import_deepspeed()
         optimizer, rank = stage.optimizer, ranks.place.rank
-        # Wraps the process group that `Ranks` has joined.
+        # Wraps the process group that `Ranks` joined.
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
         self._scales_loss = config.precision == "fp16"
         exact = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         frozen = frozen_weights(model)
-        deepspeed.utils.logger.setLevel(logging.ERROR)  # it warns of SGD, which its tests do not cover and ours do
+        deepspeed.utils.logger.setLevel(logging.ERROR)  # it warns that SGD is untested; our tests cover it
         self._judge = GradientJudge(clip_grad_norm=optimizer.clip_grad_norm) if takes_flat_step(config) else None
         flat = FlatOptimizer(parameter_groups(model, optimizer), optimizer, judge=self._judge) if self._judge else None
         engine: Any = deepspeed.initialize(
@@ -99,12 +97,12 @@ class DeepSpeedEngine(Engine):
         slots = slots_of(engine, rank=rank)
         if flat:
             flat.place({name: (each.start, each.count) for name, each in slots.items()})
-            # It would make anew the views of its flat weights that the parameters are, after each step.
+            # Skip rebuilding, after each step, the parameters' views of its flat weights.
             engine.optimizer._update_model_bit16_weights = lambda group_index: None
             if reduces_at_once(config, world_size=plan.world_size):
                 _reduce_at_once(engine.optimizer)
         if config.precision != "fp32":
-            for name, slot in slots.items():  # as before rounding
+            for name, slot in slots.items():  # exact values, as before rounding
                 slot.piece(slot.master).copy_(exact[name].flatten()[slot.first : slot.first + slot.count])
         self._engine = engine
         super().__init__(
@@ -134,7 +132,7 @@ class DeepSpeedEngine(Engine):
         self._engine.backward(loss)
         self._micro_step += 1
         if self._micro_step < self._accumulation_steps:
-            self._engine.step()  # not a boundary: DeepSpeed only counts
+            self._engine.step()  # not an accumulation boundary: DeepSpeed only counts
 
     def _move(self, flags: Flags) -> Tensor:
         if self._judge:
@@ -158,14 +156,14 @@ class DeepSpeedEngine(Engine):
             files.append(state_file(PurePath(path).as_posix(), state_dict))
 
         writer = self._engine.checkpoint_engine
-        self._engine.checkpoint_engine = SimpleNamespace(  # keeps what DeepSpeed would write; the commit is ours
+        self._engine.checkpoint_engine = SimpleNamespace(  # collects what DeepSpeed would write; we commit it ourselves
             makedirs=lambda path, exist_ok=False: None,
             create=lambda info: None,
             save=collect,
             commit=lambda info: True,
             is_decoupled=lambda: False,
         )
-        # It would copy two scripts into the folder, past its own writer; `shardvit export` does what they do.
+        # It would copy two scripts into the folder, bypassing its writer; `shardvit export` replaces them.
         self._engine._copy_recovery_script = lambda save_path: None
         try:
             self._engine.save_checkpoint(
@@ -194,7 +192,7 @@ class DeepSpeedEngine(Engine):
             put_loss_scale(self._engine.optimizer, saved.loss_scale)
 
     def _masters_changed(self) -> None:
-        # Not here, as it is collective: an exception of this rank alone would wait for the others.
+        # Rounding is collective, so defer it: after an exception on only this rank it would hang.
         self._rounding_is_due = True
 
     def _round_if_due(self) -> None:
@@ -216,22 +214,22 @@ class DeepSpeedEngine(Engine):
         return state
 
     def close(self) -> None:
-        """Detach and empty it: its hooks hold the engine, and with it all memory, out of the collector's sight."""
+        """Detach and empty the engine: its hooks keep it, and so all memory, alive beyond the garbage collector."""
         parameters = list(self.module.parameters())
         self._engine.destroy()
         for parameter in parameters:
             parameter.grad = None
-            for tensor in (parameter, getattr(parameter, "ds_tensor", parameter)):  # the latter: this rank's, in ZeRO 3
+            for tensor in (parameter, getattr(parameter, "ds_tensor", parameter)):  # ds_tensor: ZeRO 3's local shard
                 tensor.data = tensor.data.new_empty(0)
         for part in (self._engine.optimizer, self._engine):
             vars(part).clear()
-        # ZeRO 3's sums up a bias's gradient in another order: what comes after would differ in the last bits.
+        # ZeRO 3's linear sums bias gradients in another order, which would change later results in the last bits.
         nn.functional.linear = _LINEAR
 
 
 def _reduce_at_once(optimizer: Any) -> None:
-    """Average the gradients of a ZeRO 1 optimizer of a single group after the backward pass: one concatenation and one
-    reduce-scatter of half the bytes, where DeepSpeed's hooks copy each gradient twice and all-reduce."""
+    """Average a one-group ZeRO 1 optimizer's gradients after the backward pass by one concatenation and reduce-scatter:
+    half the bytes of DeepSpeed's hooks, which copy each gradient twice and all-reduce."""
     (parameters,), (size,) = optimizer.bit16_groups, optimizer.partition_size
     world_size = distributed.get_world_size()
     padding = parameters[0].new_zeros(size * world_size - sum(each.numel() for each in parameters))
@@ -245,6 +243,6 @@ def _reduce_at_once(optimizer: Any) -> None:
         if world_size > 1:
             mine = flat.new_empty(size)
             distributed.reduce_scatter_tensor(mine, flat.div_(world_size))
-        optimizer.averaged_gradients[0] = SimpleNamespace(flat_partition=mine)  # what it takes of DeepCompile, too
+        optimizer.averaged_gradients[0] = SimpleNamespace(flat_partition=mine)  # the form it accepts from DeepCompile
 
     optimizer.reduce_gradients = reduce_gradients

@@ -1,7 +1,7 @@
-"""Bring the numbers of a step to the host one step later, so that no step waits for its own.
+"""Bring each step's numbers to the host one step later, so that no step waits for its own.
 
-A GPU copies them to pinned memory and records an event; they are read when the next step has been queued. On every rank
-the same steps are handed out at the same point, however fast the device was.
+A GPU copies them to pinned memory and records an event; they are read once the next step is queued. All ranks hand out
+the same steps at the same point, however fast their device is.
 """
 
 import math
@@ -18,30 +18,26 @@ _SLOTS = 4  # two are in use
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """A step's numbers on the host, see `Engine.step`."""
+    """`Engine.step`'s numbers on the host."""
 
     step: int  # from 1
     grad_norm: float
     applied: bool
-    flags: Flags  # of any rank
+    flags: Flags  # raised by any rank
 
 
 class LateMetrics:
-    """A ring of numbers on their way to the host.
-
-    Attributes:
-        grad_norm: of the last outcome handed out; nan: there was none, or its step was skipped by a rollback.
-    """
+    """Ring buffer of step numbers in transit to the host. `grad_norm` is the last outcome's; nan: none or skipped."""
 
     def __init__(self, *, device: torch.device) -> None:
         self.grad_norm = math.nan
         on_gpu = device.type == "cuda"
-        self._slots: list[torch.Tensor] = []  # made for the first step's numbers
+        self._slots: list[torch.Tensor] = []  # allocated at the first `put`
         self._events = [torch.cuda.Event() for _ in range(_SLOTS)] if on_gpu else None
         self._pending: deque[int] = deque()
 
     def put(self, step: int, numbers: torch.Tensor) -> None:
-        """Start copying the numbers of `step`, higher than the last."""
+        """Start copying the numbers of `step`; steps must increase."""
         assert len(self._pending) < _SLOTS, "put() without ready() or drain()"
         if not self._slots:
             pinned = self._events is not None
@@ -53,16 +49,15 @@ class LateMetrics:
         self._pending.append(step)
 
     def ready(self) -> Sequence[StepOutcome]:
-        """Hand out, once, the outcomes of the steps before the last one put."""
+        """Hand out each outcome once, up to the step before the last one put."""
         return [self._outcome() for _ in range(len(self._pending) - 1)]
 
     def drain(self) -> Sequence[StepOutcome]:
-        """Hand out those of all steps put; waits for the device to finish the last one."""
+        """Hand out all outcomes left; waits for the device to finish the last step."""
         return [self._outcome() for _ in range(len(self._pending))]
 
     @property
     def pending(self) -> int:
-        """Number of outcomes not handed out yet."""
         return len(self._pending)
 
     def _outcome(self) -> StepOutcome:

@@ -1,4 +1,4 @@
-"""Recipe -> engine. A backend's library is imported only when the recipe names it."""
+"""Open the engine a recipe names, importing only that backend's library."""
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from pipeline.recipe.vocabulary import StageName
 
 
 def open_engine(recipe: Recipe, *, stage: StageName, plan: StagePlan, model: nn.Module, ranks: Ranks) -> Engine:
-    """Build the recipe's backend. UserError: this device lacks the precision, or the model a part to freeze."""
+    """UserError if the device lacks the precision, or the model lacks a part to freeze."""
     if recipe.engine.precision == "fp16" and not torch.cuda.is_available():
         raise UserError("engine.precision fp16 needs a GPU: use bf16 or fp32 on this machine")
     config = recipe.train_stage(stage)

@@ -1,9 +1,8 @@
-"""Keep the full state on every process (plain data parallelism): float32 weights, their optimizer, their average.
+"""Keep the full state on every process: float32 weights, optimizer, average (ZeRO 0 and accelerate).
 
-ZeRO 0 and accelerate only wrap the model in different ways. In half precision (ZeRO 0) the float32 weights are masters
-beside the parameters; else they are the parameters. A step is a handful of operations over lists of tensors; optimizers
-of pieces clip and skip on the device, for others (those of whole parameters) the host reads the norm once a step. Half
-precision takes 4 bytes a parameter for float32 gradients while it steps.
+In half precision (ZeRO 0) float32 masters exist next to the parameters, and a step takes 4 more bytes a parameter for
+float32 gradients; otherwise the parameters are the masters. A step is a handful of foreach operations. Optimizers of
+pieces clip and skip on the device; for those of whole parameters the host reads the norm once a step.
 """
 
 import contextlib
@@ -27,26 +26,18 @@ from pipeline.recipe.schema import EngineConfig
 from pipeline.recipe.stage import TrainStage
 from pipeline.recipe.stage_plan import StagePlan
 
-_NORM_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_'s, and DeepSpeed's
-_GROWTH_INTERVAL = 1000  # steps after which the loss scale doubles, as DeepSpeed's under ZeRO 1 to 3
+_NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_ and DeepSpeed
+_GROWTH_INTERVAL = 1000  # steps until the loss scale doubles, as in DeepSpeed's ZeRO 1 to 3
 _MIB = 1 << 20
 _NEVER = 1_000_000_000
-_MIXED_PRECISION = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}  # accelerate's words
+_MIXED_PRECISION = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}  # accelerate's names
 
 
 class ReplicatedEngine(Engine):
-    """See `pipeline.engine.base.Engine`.
+    """See `pipeline.engine.base.Engine`. Moves the float32 `model` to the device and casts it in place to
+    `computes_in`. `wrap` returns the `InOrder` model itself or a DDP around it; `scaler` is for fp16."""
 
-    Args:
-        model: float32; moved to the device and cast in place to `computes_in`.
-        wrap: the model, in order -> the same, or a DDP around it.
-        scaler: of dynamic loss scaling (fp16).
-
-    Attributes:
-        file: of a checkpoint.
-    """
-
-    file: ClassVar[str]
+    file: ClassVar[str]  # its name in a checkpoint
     kept = "whole"
 
     def __init__(
@@ -65,7 +56,7 @@ class ReplicatedEngine(Engine):
         optimizer: Any = build_optimizer(model, stage.optimizer)
         trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
         masters, frozen = dict[str, Tensor](trained), dict[str, Tensor]()
-        self._rounds = computes_in != torch.float32  # the parameters are rounded copies of the masters
+        self._rounds = computes_in != torch.float32  # parameters are rounded copies of the masters
         if self._rounds:
             frozen = frozen_weights(model)
             masters = {name: each.detach().clone() for name, each in trained.items()}
@@ -74,7 +65,7 @@ class ReplicatedEngine(Engine):
                 group["params"] = [by_parameter[id(each)] for each in group["params"]]
             model.to(computes_in)
         self._plain: nn.Module = InOrder(model)
-        wrapped = wrap(self._plain)  # may put the parameters' data elsewhere
+        wrapped = wrap(self._plain)  # may move the parameters' data
         self._ddp = wrapped if isinstance(wrapped, DistributedDataParallel) else None
         super().__init__(
             model,
@@ -90,7 +81,7 @@ class ReplicatedEngine(Engine):
         )
         self._parameters: list[Tensor] = [*trained.values()]
         self._scaler, self._clip_grad_norm = scaler, stage.optimizer.clip_grad_norm
-        # torch's own mark of an optimizer that reads `grad_scale` and `found_inf` on the device.
+        # torch marks optimizers that read `grad_scale` and `found_inf` on the device this way.
         self._skips_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         if self._ddp is not None:
             settle_buckets(self._ddp)
@@ -140,9 +131,8 @@ class ReplicatedEngine(Engine):
         return float(self._scaler.get_scale()) if self._scaler is not None and self._scaler.is_enabled() else None
 
     def _clear_gradients(self) -> None:
-        """Zero accumulated gradients in place, where DDP sends them from; drop a single micro-batch's: DDP copies it
-        there, which saves an operation a parameter. The same way from the first step on: the two divide by the
-        number of ranks differently, which shows in the last bits with three or more."""
+        """Zero accumulated gradients in DDP's buckets; drop a single micro-batch's, which saves an operation a
+        parameter. A run never switches: the two divide by three or more ranks differently, in the last bits."""
         if self._ddp is not None and self._accumulation_steps > 1:
             torch._foreach_zero_([each.grad for each in self._parameters if each.grad is not None])
             return
@@ -151,7 +141,7 @@ class ReplicatedEngine(Engine):
 
     @torch.no_grad()
     def _float_gradients(self) -> list[Tensor]:
-        """Put the gradients of the float32 weights where the optimizer reads them, and return them."""
+        """Return the float32 gradients, placed where the optimizer reads them."""
         gradients = [parameter.grad for parameter in self._parameters]
         assert all(each is not None for each in gradients), "a trained parameter has no part in the loss"
         found: list[Tensor] = gradients  # pyright: ignore[reportAssignmentType]
@@ -172,14 +162,12 @@ class ReplicatedEngine(Engine):
             torch._foreach_copy_(self._parameters, list(self._masters.values()))
 
     def _whole(self) -> dict[str, Tensor]:
-        """The model's state dict with its exact weights."""
         return {**self.module.state_dict(), **self._masters, **self._frozen}
 
     def weights(self) -> dict[str, Tensor]:
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._whole().items()}
 
     def snapshot(self) -> tuple[StateFile, ...]:
-        """All of it, by rank 0."""
         if not self._ranks.place.is_main:
             return ()
         state = {
@@ -200,12 +188,8 @@ class ReplicatedEngine(Engine):
 
 
 class DdpEngine(ReplicatedEngine):
-    """ZeRO 0: torch's DistributedDataParallel averages the gradients while they are computed.
-
-    Weights and gradients are in the recipe's precision over float32 masters, so that it computes what ZeRO 1 to 3
-    compute, in about 20 operations a step where DeepSpeed's stage 0 takes 8,687 for 24 layers. fp16 scales its loss by
-    torch's GradScaler.
-    """
+    """ZeRO 0 by torch's DDP, with the arithmetic of ZeRO 1 to 3: weights and gradients in the recipe's precision over
+    float32 masters. About 20 operations a step; DeepSpeed's stage 0 takes 8,687 for 24 layers."""
 
     file, backend = DDP_FILE, "deepspeed"
 
@@ -222,7 +206,7 @@ class DdpEngine(ReplicatedEngine):
                 return plain
             bucket_mib = config.bucket_elements * dtype.itemsize / _MIB
             ddp = DistributedDataParallel(plain, bucket_cap_mb=bucket_mib, gradient_as_bucket_view=True)
-            # It reads its timers in the first ten steps and then at this rate, waiting for the device.
+            # DDP reads its timers in the first ten steps and then at this rate, synchronising with the device.
             ddp._set_ddp_runtime_logging_sample_rate(_NEVER)
             return ddp
 
@@ -230,10 +214,8 @@ class DdpEngine(ReplicatedEngine):
 
 
 class AccelerateEngine(ReplicatedEngine):
-    """accelerate's DDP, for debugging and comparison: half precision is autocast over float32 weights.
-
-    accelerate's DeepSpeed plugin is not used: on a CPU it silently falls back to DDP, and it hides the checkpoint.
-    """
+    """accelerate's DDP, for debugging and comparison: half precision is autocast over float32 weights. Avoids its
+    DeepSpeed plugin, which on a CPU silently falls back to DDP, and hides the checkpoint."""
 
     file, backend = ACCELERATE_FILE, "accelerate"
 
@@ -262,12 +244,12 @@ class AccelerateEngine(ReplicatedEngine):
 
 
 class InOrder(nn.Module):
-    """A model for DDP to wrap: called without inputs, it touches every trained parameter in their order."""
+    """Wraps a model for DDP: called without inputs, it touches every trained parameter in order."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        # None of them moves, and DDP would send them in each forward pass.
+        # Buffers are constant, and DDP would broadcast them in each forward pass.
         buffers = [f"model.{name}" for name, _ in model.named_buffers()]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, buffers)
 
@@ -278,10 +260,7 @@ class InOrder(nn.Module):
 
 
 def settle_buckets(ddp: nn.Module) -> None:
-    """Let DDP cut its buckets before the first step; collective, sends zeros once.
-
-    DDP begins with one bucket and cuts it up after the first backward pass, in the order of the gradients. The place of
-    a gradient in a message decides in which order three or more ranks' are added, so that a resumed run's first step
-    would differ in the last bits from the same step of a run that went through. Leaves zeros as gradients.
-    """
+    """Make DDP cut its buckets before the first step; collective, reduces zeros once, leaves zero gradients. By itself
+    it cuts them after the first backward pass, in gradient order. A gradient's place in a message decides in which
+    order three or more ranks are summed, so a resumed run's first step would differ in the last bits."""
     (0.0 * ddp().float()).sum().backward()

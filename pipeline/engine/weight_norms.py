@@ -1,8 +1,7 @@
-"""Measure the norm of the weights, and how far a step moves them, from the float32 masters.
+"""Measure the weight norm, and the relative size of a step's update, from the float32 masters.
 
-A measured step copies this process's masters before it (4 bytes a parameter, given back after it) and takes the norm of
-the difference: about four passes over the masters. Nothing comes to the host before `take`. Without room for the copy,
-or with offloaded masters, the change is not measured and training continues.
+A measured step copies this process's masters (4 bytes a parameter, freed after the step): about four passes over them.
+Nothing reaches the host before `take`. With offloaded masters, or no memory for the copy, only the norm is measured.
 """
 
 import contextlib
@@ -17,12 +16,7 @@ from pipeline.ranks.group import Ranks
 
 
 class WeightNorms:
-    """Measures the steps that run within `around`.
-
-    Args:
-        masters: the trained float32 weights that this process holds, without padding.
-        kept: "whole" if every process holds all of them, "shard" if each holds its own part.
-    """
+    """Measures the steps run within `around`. `masters`: this process's trained float32 weights, without padding."""
 
     def __init__(self, masters: Sequence[Tensor], *, kept: Literal["whole", "shard"]) -> None:
         self._masters = [each.detach().view(-1) for each in masters]
@@ -32,7 +26,6 @@ class WeightNorms:
 
     @contextlib.contextmanager
     def around(self, *, device: torch.device) -> Iterator[None]:
-        """The step within moves the masters; `device`: the engine's."""
         before = self._copied(device=device)
         yield
         with torch.no_grad():
@@ -46,7 +39,7 @@ class WeightNorms:
             self._squares = torch.stack([weights, change])
 
     def take(self, ranks: Ranks) -> dict[str, float]:
-        """The L2 norm of the weights and the last step's change over it, {} if not measured; collective."""
+        """Return the weights' L2 norm and the update's norm over it, {} if not measured; collective."""
         if self._squares is None:
             return {}
         mine, self._squares = self._squares, None
@@ -59,14 +52,14 @@ class WeightNorms:
 
     @torch.no_grad()
     def _copied(self, *, device: torch.device) -> list[Tensor] | None:
-        """Copy the masters as they are now; None: offloaded, or no room."""
+        """None if offloaded or out of memory."""
         if not self._has_room or any(each.device.type != device.type for each in self._masters):
             return None
         sizes = [each.numel() for each in self._masters]
         try:
             flat = torch.empty(sum(sizes), dtype=torch.float32, device=device)
         except torch.OutOfMemoryError:
-            self._has_room = False  # nor will it have later, and each attempt empties the allocator's cache
+            self._has_room = False  # do not retry: each attempt empties the allocator's cache
             return None
         pieces = list(flat.split(sizes)) if sizes else []
         if pieces:
@@ -75,7 +68,6 @@ class WeightNorms:
 
 
 def _sum_of_squares(tensors: Sequence[Tensor], *, device: torch.device) -> Tensor:
-    """Float64, 0-dimensional."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack(torch._foreach_norm(list(tensors))).double().square().sum().to(device, non_blocking=True)

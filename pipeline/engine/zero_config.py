@@ -1,7 +1,4 @@
-"""Make DeepSpeed's configuration from the recipe (ZeRO 1 to 3). Pure; there is no JSON file.
-
-Overrides those of DeepSpeed's defaults that cost speed or safety, each with its reason.
-"""
+"""Build DeepSpeed's configuration from the recipe (ZeRO 1 to 3), overriding defaults that cost speed or safety."""
 
 from typing import Any
 
@@ -11,9 +8,8 @@ from pipeline.recipe.stage_plan import StagePlan
 
 
 def takes_flat_step(engine: EngineConfig) -> bool:
-    """True if we judge, clip and move the flat gradients on the device (`optimizers.flat`), without
-    DeepSpeed's check and norm. fp16 needs its loss scale, ZeRO 3 moves parameters in pieces of its own, and what is
-    offloaded is not on the device."""
+    """True if `optimizers.flat` checks, clips and applies gradients on the device instead of DeepSpeed. Not for fp16
+    (DeepSpeed's loss scale), ZeRO 3 (its own parameter pieces) or offload (state off the device)."""
     return engine.zero_stage in {1, 2} and engine.precision != "fp16" and engine.offload == "none"
 
 
@@ -23,12 +19,12 @@ def overlaps(engine: EngineConfig, *, world_size: int) -> bool:
 
 
 def reduces_at_once(engine: EngineConfig, *, world_size: int) -> bool:
-    """True if one message of ours averages gradients after the backward pass. ZeRO 2 frees them before."""
+    """True if we average gradients in one message after the backward pass. ZeRO 2 frees them earlier."""
     return engine.zero_stage == 1 and takes_flat_step(engine) and not overlaps(engine, world_size=world_size)
 
 
 def deepspeed_config(engine: EngineConfig, *, optimizer: OptimizerConfig, plan: StagePlan) -> dict[str, Any]:
-    """The dictionary for `deepspeed.initialize`."""
+    """Build the `config` of `deepspeed.initialize`."""
     flat = takes_flat_step(engine)
     config: dict[str, Any] = {
         "train_batch_size": plan.global_batch_images,
@@ -40,16 +36,16 @@ def deepspeed_config(engine: EngineConfig, *, optimizer: OptimizerConfig, plan: 
             # DeepSpeed's default of 5e8 exceeds a whole ViT-L: one bucket, reduced only after the backward pass.
             "reduce_bucket_size": engine.bucket_elements,
             "allgather_bucket_size": engine.bucket_elements,
-            # Costs a synchronisation of the device after each backward pass, so not in a single process.
+            # Costs a device synchronisation after each backward pass, so off in a single process.
             "overlap_comm": overlaps(engine, world_size=plan.world_size),
             "contiguous_gradients": not reduces_at_once(engine, world_size=plan.world_size),  # False: no hooks
             **_offload(engine),
         },
-        # SGD is not on DeepSpeed's list of tested optimizers, though it shards like AdamW.
+        # DeepSpeed lists SGD as untested, though it shards like AdamW.
         "zero_allow_untested_optimizer": True,
-        # We bring torch's optimizer; DeepSpeed would otherwise insist on compiling its own for offload.
+        # For offload, DeepSpeed would otherwise insist on compiling its own optimizer; we pass torch's.
         "zero_force_ds_cpu_optimizer": False,
-        # Never: the loop prints its own lines, and a print makes every rank read the clock and the loss.
+        # Never: the loop logs itself, and a print makes every rank read the clock and the loss.
         "steps_per_print": None,
         "wall_clock_breakdown": False,
         "timers": {"throughput": {"enabled": False}},  # it synchronises the device twice a step
@@ -64,10 +60,10 @@ def deepspeed_config(engine: EngineConfig, *, optimizer: OptimizerConfig, plan: 
 
 
 def _offload(engine: EngineConfig) -> dict[str, Any]:
-    """Keys of `zero_optimization` that keep state in host memory; pinned where a GPU copies from it."""
+    """Keys of `zero_optimization` that keep state in host memory, pinned if there is a GPU."""
     if engine.offload == "none":
         return {}
-    import torch  # not above: `shardvit plan` reads this file
+    import torch  # lazy: `shardvit plan` imports this file
 
     where = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     parameters = engine.offload == "optimizer_and_parameters"

@@ -1,1 +1,1 @@
-"""Compiled blocks, attention kernels and TF32, chosen at the start of a stage."""
+"""Choose compiled blocks, attention kernels and TF32 at the start of a stage."""

@@ -1,18 +1,17 @@
-"""Choose the attention kernel for device, precision and shape, try it at the start, and name it.
+"""Choose, try and name the attention kernel for a device, precision and shape.
 
-torch has four: cuDNN's, FlashAttention 2, xFormers' memory-efficient one, and `math`, which keeps all T x T logits. It
-silently takes the first in order that can do the shape. Here the order is set for the whole stage, and a forward and
-backward pass of two images of the real shape shows what ran. Kernels below the chosen one stay allowed: attention
-pooling has one query, and evaluation no gradient.
+torch has four: cuDNN, FlashAttention 2, xFormers' memory-efficient one, and `math`, which keeps all T x T logits. It
+silently takes the first that supports the shape. We set the order for the whole stage, and run two images of the real
+shape to see which is taken. Those below it stay allowed: attention pooling has one query, evaluation no gradient.
 
-The rules, where torch's sources are `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` and `sdp_utils_cpp.h`:
-- cuDNN first on compute capability 9 and 10, with a cuDNN above 9.15.0 (the first that is right for lengths which 128
-  does not divide): torch's own rule (`check_prefer_cudnn_attention`). Head sizes are multiples of 8 up to 128.
+Rules, from `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` and `sdp_utils_cpp.h`:
+- cudnn first on compute capability 9 and 10, torch's own rule (`check_prefer_cudnn_attention`), with cuDNN above 9.15.0
+  (the first correct for lengths that 128 does not divide). Head sizes: multiples of 8 up to 128.
 - flash: half precision, compute capability 8.0 and above, head sizes up to 256.
-- a bias that is learnt (`model.positions.embedding`): efficient or math. Flash takes none, cuDNN gives it no
-  gradient (`check_attn_mask_shape`), nor does the CPU's kernel.
-- float32: efficient; without tensor cores for bf16 (below 8.0) bf16 has math alone.
-- the CPU has a fused kernel, which torch calls flash, for every precision.
+- a learnt bias (`model.positions.embedding`): efficient or math. Flash takes none; cuDNN (`check_attn_mask_shape`) and
+  the CPU kernel give it no gradient.
+- float32: efficient. bf16 below compute capability 8.0 (no tensor cores for it): math.
+- CPU: one fused kernel, which torch calls flash, for every precision.
 """
 
 import contextlib
@@ -29,7 +28,7 @@ from data_shards.errors import UserError
 from pipeline.recipe.vocabulary import AttentionKernel
 
 _FIRST_CUDNN = 91_501  # 9.15.1
-_NODES = {  # the autograd node that a kernel leaves
+_NODES = {  # a kernel's autograd node -> the kernel
     "ScaledDotProductCudnnAttentionBackward": "cudnn",
     "ScaledDotProductFlashAttentionBackward": "flash",
     "ScaledDotProductFlashAttentionForCpuBackward": "flash",
@@ -39,7 +38,7 @@ _NODES = {  # the autograd node that a kernel leaves
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """All that the choice depends on."""
+    """Everything the choice depends on."""
 
     device: Literal["cpu", "cuda"]
     precision: Literal["bf16", "fp16", "fp32"]
@@ -48,21 +47,20 @@ class AttentionCase:
     tokens: int
     has_learnt_bias: bool = False
     capability: tuple[int, int] = (0, 0)  # of the GPU
-    cudnn: int = 0  # its version, as 91501; 0: none
+    cudnn: int = 0  # version, such as 91501; 0: none
 
     @property
     def dtype(self) -> torch.dtype:
         return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.precision]
 
     def describe(self) -> str:
-        """In the words of a note."""
         where = f"compute capability {self.capability[0]}.{self.capability[1]}" if self.device == "cuda" else "a CPU"
         bias = ", with a learnt bias" if self.has_learnt_bias else ""
         return f"{self.precision}, {self.heads} heads of {self.head_size}, {self.tokens} tokens{bias}, on {where}"
 
 
 def order_of(case: AttentionCase) -> tuple[tuple[AttentionKernel, ...], str]:
-    """The kernels that can do it, fastest first, and why a faster one cannot; see the head of this file."""
+    """List the kernels that support the case, fastest first, and why a faster one does not."""
     aligned = case.head_size % 8 == 0
     if case.device == "cpu":
         if case.has_learnt_bias:
@@ -90,14 +88,13 @@ def order_of(case: AttentionCase) -> tuple[tuple[AttentionKernel, ...], str]:
 
 @dataclass(frozen=True)
 class ChosenKernel:
-    """The kernel that computes one case."""
+    """The kernel that runs one case."""
 
     case: AttentionCase
     kernel: AttentionKernel
-    why_slower: str  # than what other shapes, devices or settings would take; "": nothing is faster
+    why_slower: str  # than for other shapes, devices or settings; "": it is the fastest
 
     def describe(self) -> str:
-        """A note."""
         note = f"attention runs on the kernel {self.kernel}: {self.case.describe()}"
         return f"{note}; not on a faster one: {self.why_slower}" if self.why_slower else note
 
@@ -106,7 +103,7 @@ class ChosenKernel:
 def attention_kernels(
     cases: Sequence[AttentionCase], *, asked: AttentionKernel | Literal["auto"]
 ) -> Iterator[list[ChosenKernel]]:
-    """Use the kernel asked for, or the fastest. UserError: the one asked for cannot do one of `cases`."""
+    """Use the kernel `asked` for, or the fastest. UserError if it does not support one of `cases`."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     backends = {
@@ -136,10 +133,10 @@ def _choice(case: AttentionCase, *, asked: AttentionKernel | Literal["auto"]) ->
 
 
 def kernel_that_runs(case: AttentionCase) -> AttentionKernel:
-    """Computes attention and its gradient for two images, and reads the kernel's name from autograd's graph."""
+    """Run attention forward and backward for two images, and read the kernel from the autograd graph."""
     shape = 2, case.tokens, 3, case.heads, case.head_size
     packed = torch.zeros(shape, device=case.device, dtype=case.dtype, requires_grad=True)
-    queries, keys, values = packed.permute(2, 0, 3, 1, 4).unbind(0)  # as timm's Attention has them
+    queries, keys, values = packed.permute(2, 0, 3, 1, 4).unbind(0)  # the layout of timm's Attention
     attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=_bias(case))
     attended.sum().backward()
     nodes, seen = [attended.grad_fn], set[object]()
@@ -162,7 +159,7 @@ def _bias(case: AttentionCase) -> Tensor | None:
 
 
 def _objections(case: AttentionCase, kernel: AttentionKernel) -> list[str]:
-    """torch's own reasons against a kernel for the case; it has some for GPUs alone."""
+    """Return torch's own reasons against a kernel; it gives them on GPUs only."""
     if case.device == "cpu":
         return [] if kernel in ("flash", "math") else ["it needs a GPU"]
     from torch.backends import cuda

@@ -1,7 +1,7 @@
-"""Keep compiled code in the run folder, so that a resumed run, on any node, does not compile again.
+"""Cache compiled code in the run folder, so that a resumed run, on any node, does not compile again.
 
-Inductor runs what it reads from its cache, and a run folder may be somebody else's (SECURITY.md). So the cache's folder
-has a random name that only this user's own cache holds; whatever else lies in RUN/compiled/ is not read.
+Inductor executes what it finds in its cache, and a run folder may come from somebody else (SECURITY.md). So the cache
+folder has a random name stored only in this user's own cache; anything else in RUN/compiled/ is never read.
 """
 
 import os
@@ -10,31 +10,31 @@ from pathlib import Path
 
 from pipeline.recipe.vocabulary import COMPILED_FOLDER
 
-_NAME = "TORCHINDUCTOR_CACHE_DIR"  # torch reads it whenever it compiles; Triton's cache is inside
+_NAME = "TORCHINDUCTOR_CACHE_DIR"  # torch reads it at each compilation; contains Triton's cache
 
 
 def keep_compiled_code(run: Path, *, own_cache: Path | None = None) -> Path | None:
-    """Keep compiled code below the folder `run`; None if it is set already or the user's cache is not writable."""
+    """Cache below the folder `run`; None if already set or the user's own cache is not writable."""
     if os.environ.get(_NAME):
         return None
     try:
         own_cache = own_cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = run / COMPILED_FOLDER / _users_name(own_cache / "shardvit" / "compiled.name")
-    except (OSError, RuntimeError):  # no home, or a full or read-only one: torch's own place, on this node
+    except (OSError, RuntimeError):  # no home, or full or read-only: use torch's default, local to this node
         return None
     os.environ[_NAME] = str(folder.absolute())
     return folder
 
 
 def _users_name(file: Path) -> str:
-    """The random name in `file`, made once, whichever process comes first."""
+    """Read the random name in `file`, which the first process creates."""
     if not file.exists():
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         draft = file.with_name(f"{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as out:
             out.write(secrets.token_hex(16))
         try:
-            os.link(draft, file)  # whole or not at all, and never over another's
+            os.link(draft, file)  # atomic, never overwrites
         except FileExistsError:
             pass
         finally:

@@ -1,12 +1,10 @@
-"""Compile Transformer blocks in place by torch.compile; names, state dict and gradient hooks stay.
+"""Compile Transformer blocks in place with torch.compile; names, state dict and gradient hooks stay.
 
-All blocks of one shape share one graph, so 24 blocks compile as fast as one. There is a graph for training, one for
-evaluation, and one more for training where patch dropout ends before the stage does. Each is told when it is compiled;
-a further one is a warning with torch's reason. A block that cannot be one graph is an error, never a break.
-
-Costs seconds to a minute for each graph, once (`cache`). Inductor's deterministic mode chooses kernels without timing
-them, because a resumed run must repeat the same bits. Rounding differs from uncompiled blocks. Patch embedding, last
-norm, pooling and head are not compiled.
+Blocks of one shape share a graph: one for training, one for evaluation, and one more for training if patch dropout ends
+before the stage. Each is reported when compiled; any other brings a warning with torch's reason. A block that does not
+fit one graph is an error. A graph costs seconds to a minute, once (`cache`). Inductor's deterministic mode chooses no
+kernel by timing, so that a resumed run repeats the same bits; rounding differs from uncompiled blocks. Patch embedding,
+last norm, pooling and head are not compiled.
 """
 
 import contextlib
@@ -23,24 +21,24 @@ from data_shards.errors import UserError
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage import TrainStage
 
-_MOST_GRAPHS = 64  # torch's own limit, 8, counts the graphs of frozen and other parts too
+_MOST_GRAPHS = 64  # torch's limit of 8 also counts graphs of frozen and other parts
 _BEFORE_BLOCKS = ("patch_embed.", "pos_embed", "cls_token", "mask_token", "position.")
-_WORKERS = 4  # processes of a rank that compile for a GPU; torch's default is one for each core, in every rank
+_WORKERS = 4  # compiler processes of a rank with a GPU; torch's default is one per core in every rank
 
 
 @dataclass(frozen=True)
 class BlockGraph:
-    """One graph that was compiled."""
+    """One compiled graph."""
 
     use: Literal["training", "evaluation"]
     shape: tuple[int, ...]  # of the tokens, [n, T, D]
     seconds: float
-    reason: str  # why torch did not take an earlier one; "": it is the first
+    reason: str  # why torch did not reuse an earlier one; "": it is the first
 
 
 @dataclass
 class CompiledBlocks:
-    """torch.compile's backend for the blocks of one model: inductor, and a list of what it was asked for."""
+    """torch.compile backend for one model's blocks: inductor, plus a record of what it compiled."""
 
     model: nn.Module
     tell: Callable[[str], None] = lambda line: None
@@ -70,7 +68,7 @@ class CompiledBlocks:
 
     @property
     def _kinds(self) -> int:
-        """Blocks that differ in what is frozen, in them or before them, need graphs of their own."""
+        """Count the graphs needed: one for each pattern of frozen parameters, in and before a block."""
         named = self.model.named_parameters()
         trained_before = any(each.requires_grad for name, each in named if name.startswith(_BEFORE_BLOCKS))
         kinds = set[tuple[bool, ...]]()
@@ -82,7 +80,7 @@ class CompiledBlocks:
 
 
 def why_not_compiled(recipe: Recipe, config: TrainStage, *, device: torch.device) -> str:
-    """Why `auto` leaves this stage's blocks as they are; "": it compiles them."""
+    """Say why `auto` does not compile this stage's blocks; "": it does."""
     if recipe.model.kind == "resnet":
         return "a pure ResNet has no Transformer blocks"
     if device.type != "cuda":
@@ -95,16 +93,16 @@ def why_not_compiled(recipe: Recipe, config: TrainStage, *, device: torch.device
 
 
 def compile_blocks(model: nn.Module, *, device: torch.device) -> CompiledBlocks:
-    """Compile the model's blocks in place, before an engine wraps it. UserError: compiling fails here."""
+    """Compile the model's blocks in place, before an engine wraps it. UserError if torch.compile does not work here."""
     import torch._inductor.config as inductor
 
-    torch.compiler.reset()  # an earlier stage's graphs count no more
+    torch.compiler.reset()  # forget an earlier stage's graphs
     torch._dynamo.config.recompile_limit = _MOST_GRAPHS
-    torch._dynamo.config.optimize_ddp = False  # under ZeRO 0 it would cut blocks that are larger than DDP's buckets
+    torch._dynamo.config.optimize_ddp = False  # under ZeRO 0 it would split blocks larger than DDP's buckets
     inductor.compile_threads = _WORKERS if device.type == "cuda" else 1
     try:
         _inductor_works(device)
-    except Exception as error:  # whatever a compiler's absence turns into
+    except Exception as error:  # a missing compiler can raise anything
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
             f"engine.compile: torch.compile does not work on this machine ({first}): install a C++ compiler, or set "
@@ -117,7 +115,7 @@ def compile_blocks(model: nn.Module, *, device: torch.device) -> CompiledBlocks:
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """The Transformer's blocks, without the units of a ResNet."""
+    """List the Transformer blocks, without a hybrid's ResNet units."""
     return list(model.get_submodule("blocks").children())
 
 
@@ -136,14 +134,14 @@ def _inductor_works(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _without_advice_on_tf32() -> Iterator[None]:
-    """`settle` gives it in the recipe's words (`engine.fp32_matmul`)."""
+    """Hide the advice that `settle` gives in the recipe's terms (`engine.fp32_matmul`)."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         yield
 
 
 def _reason() -> str:
-    """torch's reason for compiling again, of the compilation that is under way; torch has no public name for it."""
+    """Return torch's reason for the current recompilation; torch has no public API for it."""
     from torch._dynamo.utils import get_metrics_context
 
     metrics: dict[str, Any] = getattr(get_metrics_context(), "_metrics", {})

@@ -1,13 +1,13 @@
-"""Set up a stage's kernels before its engine is opened: what the recipe asks for, or what suits the device.
+"""Set up a stage's kernels before its engine opens: what the recipe asks for, or what suits the device.
 
-Each choice is a note, with the reason where it is not the fastest. Nothing here is kept in a checkpoint.
+Reports each choice, and why it is not the fastest if so. Nothing here enters a checkpoint.
 
-A step's arithmetic repeats its bits on the same GPU, with two exceptions that need torch's deterministic algorithms:
-- Attention's backward pass adds up the queries' gradient over tiles of keys in any order. On an H100 cuDNN repeats its
-  bits for 197 tokens and not for 257 (`launch/bench/records/gpu_first_runs.txt`), as tiles of 128 would: two addends
-  have one order. Other kernels never do.
-- cuDNN may choose convolutions that add in any order (hybrids and ResNets).
-That costs nothing up to 256 tokens in half precision on compute capability 9 and 10; else a slower attention.
+A step is bit-reproducible on the same GPU, with two exceptions that need torch's deterministic algorithms:
+- Attention's backward pass sums the query gradients over tiles of keys in any order. On an H100 cuDNN repeats its bits
+  for 197 tokens but not for 257 (`launch/bench/records/gpu_first_runs.txt`), as tiles of 128 would: two addends have
+  one order. Other kernels never do.
+- cuDNN may choose convolutions that sum in any order (hybrids and ResNets).
+These cost nothing up to 256 tokens in half precision on compute capability 9 and 10; otherwise a slower attention.
 """
 
 import contextlib
@@ -30,9 +30,9 @@ from pipeline.recipe.schema import EngineConfig, Recipe
 from pipeline.recipe.vocabulary import AttentionKernel, StageName
 
 _TWO_TILES = 256  # tokens
-_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS's; torch demands one of two values
-_REPEATING_WORKSPACES = (":4096:8", ":16:8")  # the first is torch's own size on compute capability 9
-_FP32_NOTES = {  # by engine.fp32_matmul, and if this is a GPU
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # for cuBLAS; torch demands one of two values
+_REPEATING_WORKSPACES = (":4096:8", ":16:8")  # the first: torch's own size on compute capability 9
+_FP32_NOTES = {  # (engine.fp32_matmul, is a GPU) -> note
     ("ieee", False): "",
     ("tf32", False): "float32 products are IEEE's, TF32 being for GPUs",
     ("ieee", True): "float32 products are IEEE's; engine.fp32_matmul: tf32 has tensor cores compute them, with 10 bits "
@@ -47,7 +47,7 @@ class Kernels:
 
     notes: tuple[str, ...]  # for the screen, in order
     tags: Mapping[str, str]  # for MLflow
-    compiled: CompiledBlocks | None  # reports what it compiles; None: nothing is
+    compiled: CompiledBlocks | None  # None: nothing is compiled
 
 
 @contextlib.contextmanager
@@ -55,9 +55,7 @@ def settled_kernels(
     recipe: Recipe, *, stage: StageName, model: nn.Module, run: Path | None = None, device: torch.device | None = None
 ) -> Iterator[Kernels]:
     """Make the stage's `model` (changed in place) compute as its recipe says, by default on this process's device;
-    compiled code is kept in the folder `run`, if one is given.
-
-    UserError: the device cannot do what the recipe asks for."""
+    cache compiled code in the folder `run`, if given. UserError if the device cannot do what the recipe asks for."""
     if device is None:
         on_gpu = torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -89,9 +87,8 @@ def settled_kernels(
 
 @contextlib.contextmanager
 def fp32_products(kind: Literal["ieee", "tf32"]) -> Iterator[None]:
-    """Compute float32 matrix products and convolutions on a GPU as IEEE says, or on tensor cores with 10 bits of
-    mantissa. torch leaves TF32 off for products and on for convolutions. The older switches keep the newer ones
-    (`fp32_precision`) in step; inductor raises where only the newer are set."""
+    """Compute float32 products and convolutions on a GPU in IEEE float32, or on tensor cores with a 10-bit mantissa.
+    Sets the older switches, which also set the newer (`fp32_precision`); inductor raises if only those are set."""
     before = bool(torch.backends.cuda.matmul.allow_tf32), torch.backends.cudnn.allow_tf32
     try:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = kind == "tf32"
@@ -101,7 +98,7 @@ def fp32_products(kind: Literal["ieee", "tf32"]) -> Iterator[None]:
 
 
 def repeats_bits(cases: Sequence[AttentionCase], *, asked: AttentionKernel | Literal["auto"], convolves: bool) -> bool:
-    """True if a model with these attention cases is bit-reproducible without torch's deterministic mode."""
+    """True if these attention cases are bit-reproducible without torch's deterministic mode."""
     if convolves:
         return False
     kernels = {order_of(case)[0][0] if asked == "auto" else asked for case in cases}
@@ -110,7 +107,7 @@ def repeats_bits(cases: Sequence[AttentionCase], *, asked: AttentionKernel | Lit
 
 @contextlib.contextmanager
 def deterministic_algorithms() -> Iterator[None]:
-    """Use torch's deterministic algorithms alone. UserError: the environment says otherwise."""
+    """Use only torch's deterministic algorithms. UserError if the environment's cuBLAS workspace rules them out."""
     if os.environ.setdefault(_WORKSPACE, _REPEATING_WORKSPACES[0]) not in _REPEATING_WORKSPACES:
         raise UserError(
             f"{_WORKSPACE} is {os.environ[_WORKSPACE]}, with which matrix products need not repeat their bits: unset "
@@ -119,7 +116,7 @@ def deterministic_algorithms() -> Iterator[None]:
     memory: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    memory.fill_uninitialized_memory = False  # else each new tensor is written once more
+    memory.fill_uninitialized_memory = False  # skip filling each new tensor
     try:
         yield
     finally:
@@ -130,7 +127,7 @@ def deterministic_algorithms() -> Iterator[None]:
 def _attention_cases(
     model: VisionTransformer, engine: EngineConfig, *, patch_dropout: float, device: torch.device
 ) -> list[AttentionCase]:
-    """Those of the blocks: the sequence of a training step, and the whole one, if they differ."""
+    """List the blocks' cases: a training step's sequence, and the full one if it differs."""
     attention: Any = model.get_submodule("blocks.0.attn")
     on_gpu = device.type == "cuda"
     lengths = [tokens(model, patch_dropout=patch_dropout), tokens(model, patch_dropout=0.0)]
@@ -150,7 +147,7 @@ def _attention_cases(
 
 
 def tokens(model: VisionTransformer, *, patch_dropout: float) -> int:
-    """A sequence's length in the blocks; patch dropout leaves as many patches as timm's."""
+    """Sequence length in the blocks, with timm's count of patches after dropout."""
     patches: int = model.patch_embed.num_patches
     left = max(1, int(patches * (1 - patch_dropout))) if patch_dropout else patches
     return model.num_prefix_tokens + left
@@ -159,7 +156,6 @@ def tokens(model: VisionTransformer, *, patch_dropout: float) -> int:
 def _compiled(
     recipe: Recipe, *, stage: StageName, model: nn.Module, run: Path | None, device: torch.device
 ) -> tuple[CompiledBlocks | None, str]:
-    """The compiled blocks, or why there are none."""
     if recipe.engine.compile == "off":
         return None, ""
     asked = recipe.engine.compile == "blocks"

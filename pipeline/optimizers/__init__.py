@@ -1,1 +1,1 @@
-"""The optimizers and their parameter groups: torch's and timm's, and our own where those differ from Google's."""
+"""Optimizers and parameter groups: torch's and timm's, or our own where Google's recipes differ."""

@@ -1,9 +1,9 @@
-"""big_vision's variant of Adafactor: a factored second moment, momentum in bf16, no clipping of the update.
+"""big_vision's Adafactor: factored second moment, momentum in bf16, no update clipping.
 
 From Zhai et al., Scaling Vision Transformers (arXiv 2106.04560, section 3.4) and big_vision's `optax.py`: the decay at
-step t is min(0.999, 1 - t^-0.8); the learning rate is not scaled by the parameter's size. Takes whole parameters, and
-2 bytes of each instead of AdamW's 8. timm's `AdafactorBigVision` differs: it averages the momentum in bf16
-itself, moves the weights by the rounded value, and factors from dimensions of 16, not 32.
+step t is min(0.999, 1 - t^-0.8); the learning rate is not scaled by the parameter's size. Takes whole parameters; costs
+2 bytes a parameter to AdamW's 8. timm's `AdafactorBigVision` differs: it averages the momentum in bf16, applies the
+rounded value, and factors dimensions from 16 up, not 32.
 """
 
 from typing import Any
@@ -13,26 +13,25 @@ from torch import Tensor
 
 _DECAY_POWER = 0.8
 _MOST_DECAY = 0.999
-_LEAST_FACTORED = 32  # the two largest dimensions of what is factored have at least this size
+_LEAST_FACTORED = 32  # minimum of the second largest dimension
 _EPS = 1e-30
 
 
 class BigVisionAdafactor(torch.optim.Optimizer):
-    """`shapes` of a group: those in which its parameters are factored; flax gives attention's a dimension of heads."""
+    """A group's `shapes` are those its parameters are factored in; flax gives attention's a heads dimension."""
 
     def __init__(self, groups: Any, *, lr: float, momentum: float, moment_type: torch.dtype) -> None:
         self._moment_type = moment_type
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which casts all to float32: exact, but not what is kept."""
+        """Undo torch's cast of the momentum to float32."""
         super().load_state_dict(state_dict)
         for state in self.state.values():
             state["exp_avg"] = state["exp_avg"].to(self._moment_type)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Without closures."""
         for group in self.param_groups:
             keep, add = float(torch.tensor(group["momentum"], dtype=self._moment_type)), 1 - group["momentum"]
             for parameter, shape in zip(group["params"], group["shapes"], strict=True):
@@ -51,7 +50,7 @@ class BigVisionAdafactor(torch.optim.Optimizer):
 
 
 def _scaled(gradient: Tensor, state: dict[str, Tensor], *, decay: float) -> Tensor:
-    """The gradient over the root of its second moment, after moving that."""
+    """Update the second moment and divide the gradient by its root."""
     squares = gradient.square().add_(_EPS)
     factored = _factored_dimensions(tuple(gradient.shape))
     if factored is None:
@@ -67,7 +66,7 @@ def _scaled(gradient: Tensor, state: dict[str, Tensor], *, decay: float) -> Tens
 
 
 def _factored_dimensions(shape: tuple[int, ...]) -> tuple[int, int] | None:
-    """The second largest dimension and the largest; None: too small to factor."""
+    """Return the second largest and the largest dimension; None if too small to factor."""
     if len(shape) < 2:
         return None
     *_, smaller, larger = sorted(range(len(shape)), key=lambda dimension: shape[dimension])

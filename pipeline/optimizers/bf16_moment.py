@@ -1,11 +1,9 @@
-"""AdamW and SGD that keep their first moment in bf16 between steps, as Google's recipes do.
+"""AdamW and SGD with the first moment stored in bf16, as in Google's recipes.
 
-A step moves the moment in float32, uses it, and rounds it as it is stored (optax's `mu_dtype`, `accumulator_dtype`). As
-in optax, its decay is rounded too: 0.9 becomes 0.8984375, so Adam's and SGD's steps are 1.5 % shorter in the long run.
-
-Element by element, so ZeRO may cut the parameters anywhere. Saves 2 bytes a parameter; takes about 15 small kernels for
-each stepped tensor (parameters at ZeRO 0, flattened groups at ZeRO 1 to 3). Clips and skips on the device by
-`grad_scale` and `found_inf`, as torch's fused optimizers do.
+A step updates and applies the moment in float32, and rounds it to store it (optax's `mu_dtype`, `accumulator_dtype`).
+As in optax, its decay is rounded too: 0.9 becomes 0.8984375, so in the long run steps are 1.5 % shorter. Elementwise,
+so ZeRO may cut parameters anywhere. Saves 2 bytes a parameter; costs about 15 small kernels for each stepped tensor
+(parameters at ZeRO 0, flattened groups at 1 to 3). Reads `grad_scale` and `found_inf`, like torch's fused optimizers.
 """
 
 from abc import ABC, abstractmethod
@@ -15,21 +13,20 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-BF16_CHUNK_ELEMENTS = 1 << 24  # 64 MiB of float32: bounds what a step needs besides
+BF16_CHUNK_ELEMENTS = 1 << 24  # 64 MiB of float32: bounds a step's temporaries
 
 
 class Bf16Optimizer(torch.optim.Optimizer, ABC):
-    """Steps every parameter by one law."""
+    """Steps parameters chunk by chunk with a subclass's `law`."""
 
     moments: ClassVar[dict[str, torch.dtype]]
-    _step_supports_amp_scaling = True  # torch's mark of `grad_scale` and `found_inf`
+    _step_supports_amp_scaling = True  # tells torch that `step` reads `grad_scale` and `found_inf`
 
     def __init__(self, groups: Any, **defaults: Any) -> None:
-        super().__init__(groups, {"weight_decay": 0.0, "fused": True, **defaults})  # fused: counts on the device
+        super().__init__(groups, {"weight_decay": 0.0, "fused": True, **defaults})  # fused: keeps `step` on the device
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Without closures."""
         skip, divisor = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         for group in self.param_groups:
             moved = [each for each in group["params"] if each.grad is not None]
@@ -48,8 +45,8 @@ class Bf16Optimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def law(self, group: dict[str, Any], *, applied: Tensor, states: list[dict[str, Tensor]]) -> Callable[..., None]:
-        """Return what moves weights and moments, in place, by a gradient; nothing where `applied` (float64,
-        0-dimensional) is 0 rather than 1, and the gradient 0 with it."""
+        """Return the in-place update of weights and moments by a gradient, which changes nothing where the float64
+        scalar `applied` is 0 (rather than 1) and the gradient 0."""
 
     def _state(self, parameter: Tensor) -> dict[str, Tensor]:
         state = self.state[parameter]
@@ -62,7 +59,7 @@ class Bf16Optimizer(torch.optim.Optimizer, ABC):
 
 
 class AdamWBf16(Bf16Optimizer):
-    """AdamW (Loshchilov and Hutter; decay multiplied by the learning rate) with the first moment in bf16."""
+    """AdamW (Loshchilov and Hutter; decay times learning rate) with the first moment in bf16."""
 
     moments: ClassVar = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.float32}
 
@@ -72,7 +69,7 @@ class AdamWBf16(Bf16Optimizer):
                 state["step"] = torch.zeros((), device=applied.device)
         torch._foreach_add_([state["step"] for state in states], applied.float())
         (beta1, beta2), lr, steps = group["betas"], group["lr"], states[0]["step"]
-        count = steps.double().clamp_(min=1)  # 0: the very first step is skipped
+        count = steps.double().clamp_(min=1)  # 0 if the very first step is skipped
         keep1, keep2 = 1 - applied * (1 - in_bf16(beta1)), 1 - applied * (1 - beta2)
         rate, root = applied * lr / (1 - beta1**count), (1 - beta2**count).sqrt()
         shrink = 1 - applied * lr * group["weight_decay"]
@@ -88,7 +85,7 @@ class AdamWBf16(Bf16Optimizer):
 
 
 class SgdBf16(Bf16Optimizer):
-    """SGD with momentum and decoupled decay, as `optim.DecoupledSgd`, with the momentum in bf16."""
+    """`optim.DecoupledSgd` with the momentum in bf16."""
 
     moments: ClassVar = {"momentum_buffer": torch.bfloat16}
 

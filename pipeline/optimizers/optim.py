@@ -1,6 +1,6 @@
-"""Build a stage's optimizer by its name in the recipe: torch's or timm's where they have it, else our own.
+"""Build a stage's optimizer from its name in the recipe.
 
-The engine clips gradients, and sets each group's learning rate before a step: the schedule's times the group's
+The engine clips gradients, and before a step sets each group's learning rate: the schedule's times the group's
 `lr_scale`. To add an optimizer: an entry in `pipeline.recipe.vocabulary` and a case in `optimizer_over`.
 """
 
@@ -16,12 +16,12 @@ from pipeline.recipe.optimizer import OptimizerConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer over `model`'s parameter groups."""
+    """Build the optimizer over `model`'s parameter groups."""
     return optimizer_over(parameter_groups(model, config), config)
 
 
 def optimizer_over(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer over groups as `parameter_groups` makes them."""
+    """Build the optimizer over groups from `parameter_groups`."""
     lr, betas, momentum, bf16 = config.lr, config.betas, config.momentum, config.first_moment == "bf16"
     match config.name:
         case "adamw" if bf16:
@@ -53,16 +53,14 @@ def optimizer_over(groups: list[dict[str, Any]], config: OptimizerConfig) -> tor
 
 
 class DecoupledSgd(torch.optim.SGD):
-    """SGD with momentum and AdamW's weight decay, p <- p - lr * wd * p: torch's adds wd * p to the gradient, so that a
-    momentum of 0.9 makes it ten times as much. The paper fine-tunes without weight decay. Takes `grad_scale` and
-    `found_inf` as torch's fused optimizers do."""
+    """SGD with momentum and decoupled weight decay, p <- p - lr * wd * p. torch adds wd * p to the gradient, which a
+    momentum of 0.9 multiplies by ten. Reads `grad_scale` and `found_inf` like torch's fused optimizers."""
 
     def __init__(self, groups: Any, *, lr: float, momentum: float) -> None:
         super().__init__(groups, lr=lr, momentum=momentum, fused=True)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Without closures."""
         skipped = getattr(self, "found_inf", None)
         decays = [float(group["weight_decay"]) for group in self.param_groups]
         try:
@@ -70,12 +68,12 @@ class DecoupledSgd(torch.optim.SGD):
                 moved = [parameter for parameter in group["params"] if parameter.grad is not None]
                 for parameter in moved:
                     if group["momentum"] and "momentum_buffer" not in self.state[parameter]:
-                        # Zeros: torch would leave it as allocated if its first step is skipped.
+                        # torch would leave it uninitialised if its first step is skipped.
                         self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
                 if decay and moved:
                     lost = group["lr"] * decay
                     torch._foreach_mul_(moved, 1 - lost if skipped is None else 1 - lost * (1 - skipped))
-                group["weight_decay"] = 0.0  # torch's part is the momentum alone
+                group["weight_decay"] = 0.0  # leaves torch only the momentum
             super().step()
         finally:
             for group, decay in zip(self.param_groups, decays, strict=True):

@@ -1,7 +1,7 @@
 """Group parameters by weight decay, learning rate factor, and what Muon and LAMB need.
 
-Groups are found from names and module types, so they hold for every model here. Sources: big_vision's masks (decay on
-flax's `kernel`s), timm's `param_groups_weight_decay` and `param_groups_layer_decay`.
+Uses names and module types, so it works for every model here. Sources: big_vision's masks (decay on flax's `kernel`s),
+timm's `param_groups_weight_decay` and `param_groups_layer_decay`.
 """
 
 from dataclasses import dataclass
@@ -11,25 +11,20 @@ from torch import Tensor, nn
 
 from pipeline.recipe.optimizer import OptimizerConfig
 
-_EMBEDDED = ("pos_embed", "position.", "cls_token", "mask_token")  # timm: no decay; the first layer
-_EMBEDDING = ("patch_embed.", "stem.")  # what sees the pixels: not Muon's
+_EMBEDDED = ("pos_embed", "position.", "cls_token", "mask_token")  # as in timm: no decay, layer 0
+_EMBEDDING = ("patch_embed.", "stem.")  # reads the pixels: not for Muon
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """Settings shared by the parameters of a group."""
-
-    weight_decay: float  # in the unit of the optimizer, multiplied by the group's learning rate
+    weight_decay: float  # as the optimizer takes it: multiplied by the group's learning rate
     lr_scale: float  # the group's learning rate over the schedule's
-    decays: bool  # of the kind that may decay, though perhaps by 0
+    decays: bool  # of a kind that decays, perhaps by 0
     hidden: bool  # a kernel between embedding and head
 
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Make a torch optimizer's groups: `params` with names, `weight_decay`, `lr_scale`, the optimizer's own keys.
-
-    Kernels come first, then the rest; the engine multiplies the schedule's learning rate by `lr_scale`.
-    """
+    """Make a torch optimizer's groups, kernels first; `lr_scale` multiplies the schedule's learning rate."""
     kernels = kernel_names(model)
     layers = layer_numbers(model) if config.layer_decay != 1.0 else {}
     last = max(layers.values(), default=0)
@@ -64,9 +59,9 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
 def _own_keys(config: OptimizerConfig, rule: _Rule, shapes: list[tuple[int, ...]]) -> dict[str, Any]:
     match config.name:
         case "lamb":
-            return {"always_adapt": rule.decays}  # norms and biases move as Adam moves them (LAMB's own code)
+            return {"always_adapt": rule.decays}  # norms and biases take Adam's update, as in LAMB's own code
         case "muon":
-            # timm's eps is that of the orthogonalisation or Adam's; its `nesterov` would make Adam NAdam.
+            # timm's eps serves the orthogonalisation or Adam; its `nesterov` would turn Adam into NAdam.
             return {"nesterov": True, "eps": 1e-7} if rule.hidden else {"use_fallback": True, "eps": config.eps}
         case "adafactor":
             return {"shapes": shapes}
@@ -75,7 +70,7 @@ def _own_keys(config: OptimizerConfig, rule: _Rule, shapes: list[tuple[int, ...]
 
 
 def kernel_names(model: nn.Module) -> set[str]:
-    """Name the weights of linear and convolution layers, which flax calls `kernel`."""
+    """Name the weights of linear and convolution layers (flax's `kernel`s)."""
     return {
         f"{prefix}.weight".removeprefix(".")
         for prefix, module in model.named_modules()
@@ -84,7 +79,7 @@ def kernel_names(model: nn.Module) -> set[str]:
 
 
 def layer_numbers(model: nn.Module) -> dict[str, int]:
-    """Number each parameter's layer as timm does: 0 the embedding, then the blocks, the head last."""
+    """Number each parameter's layer as timm does: embedding 0, then the blocks, then the head."""
     from timm.models import group_parameters
 
     matcher: Any = model.group_matcher
@@ -93,7 +88,7 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
 
 
 def is_head(name: str) -> bool:
-    """True if a parameter belongs to the head, of one layer or two."""
+    """True for parameters of the head, of one layer or two."""
     return name.startswith("head.")
 
 
@@ -103,7 +98,7 @@ def _is_matrix(name: str, parameter: Tensor) -> bool:
 
 
 def flax_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shapes of attention parameters in flax, where heads are a dimension, which Adafactor's factors see."""
+    """Map attention parameters to flax's shapes, whose heads dimension changes Adafactor's factors."""
     shapes: dict[str, tuple[int, ...]] = {}
     for prefix, module in model.named_modules():
         heads = getattr(module, "num_heads", None)

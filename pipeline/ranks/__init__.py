@@ -1,1 +1,1 @@
-"""The processes of a run: process group, agreement, heartbeats, and which rank hangs, died or is slow."""
+"""A run's processes: process group, exchanges, heartbeats, and detection of hanging, dead and slow ranks."""

@@ -1,11 +1,10 @@
-"""After a failed exchange: find the dead rank, name it once per log, and tell the other hosts in one small file.
+"""After a failed exchange: find the dead rank, name it once per log, and tell the other hosts through one small file.
 
-A rank that fails by an exception, or finds a process of its host dead or hanging, overwrites the news in place. The
-lowest living rank of each host reads its host's heartbeats once and then the news, ever more seldom; the other ranks
-read the lowest one's heartbeat: some 9 file operations a rank for a death. The kernel knows this host's processes.
-
-Where all hosts write to one log (SLURM, `shardvit run` over ssh), the first to create a certain file speaks. If it is
-killed between the two, only its launcher tells.
+A rank that fails by an exception, or finds a process of its host dead or hanging, overwrites that file (the news). The
+lowest living rank of each host reads its host's heartbeats once and then polls the news, ever less often; the others
+read its heartbeat: some 9 file operations a rank for a death. The kernel knows this host's processes. Where all hosts
+share a log (SLURM, `shardvit run` over ssh), the first to create a certain file reports; if killed before, only its
+launcher does.
 """
 
 import hashlib
@@ -25,28 +24,28 @@ from pipeline.ranks.process import process_started, this_machine
 
 About = Literal["a rank", "nobody known", "a mistake"]
 
-LEAVE_SECONDS = 3.0  # for the main thread to fail by itself; and the launcher sees the dead rank's exit code first
-_FIRST_PAUSE_SECONDS = 0.2  # between two looks; each one is twice as long as the one before
+LEAVE_SECONDS = 3.0  # lets the main thread fail by itself, and the launcher see the dead rank's exit code first
+_FIRST_PAUSE_SECONDS = 0.2  # between the first polls; doubles each time
 _PEER_GONE = re.compile(r"Connection closed by peer|onnection reset|Broken pipe|remote process exited")  # gloo, NCCL
 
-first_word = threading.Lock()  # taken for good by this process's thread that reports another rank's end
+first_word = threading.Lock()  # held for good by the thread of this process that reports another rank's end
 
 
 def peer_is_gone(error: BaseException) -> bool:
-    """True if an exchange between ranks failed because another one has ended."""
+    """True if an exchange failed because another rank ended."""
     return isinstance(error, RuntimeError) and bool(_PEER_GONE.search(str(error)))
 
 
 def tell_all_hosts(folder: Path, beat: Heartbeat) -> None:
-    """Tell the other hosts that a rank failed or ended the run. The first news stays, but "ended" replaces "failed".
-    OSError as for a heartbeat."""
+    """Write the news that a rank failed or ended the run; existing news stays, but "ended" replaces "failed". OSError
+    as in `write_heartbeat`."""
     known = read_heartbeat(folder, "news", attempt=beat.attempt)
     if known is None or (known.state, beat.state) == ("failed", "ended"):
         write_heartbeat(folder, beat, to="news")
 
 
 def report_gone(folder: Path, *, place: Place, say: Callable[[str], None]) -> None:
-    """Name the rank that died, and its host, once per log, after waiting a moment until it is known."""
+    """Name the dead rank and its host, once per log; waits up to `LEAVE_SECONDS` to learn it."""
     mine = _own_heartbeat(folder, place=place)
     host = _Host(folder, place=place, attempt=mine.attempt) if mine else None
     deadline, pause_seconds = time.monotonic() + LEAVE_SECONDS, _FIRST_PAUSE_SECONDS
@@ -81,14 +80,14 @@ def report_gone(folder: Path, *, place: Place, say: Callable[[str], None]) -> No
 
 
 def is_to_say_mistake(folder: Path, *, place: Place) -> bool:
-    """Let only the first rank that asks report a mistake that others may find too, where ranks share a log."""
+    """True if this rank should report a mistake that others may find too: in a shared log, only the first to ask."""
     mine = _own_heartbeat(folder, place=place)
     return mine is None or is_to_say(folder, place=place, attempt=mine.attempt, about="a mistake")
 
 
 def is_to_say(folder: Path, *, place: Place, attempt: str, about: About) -> bool:
-    """Decide if this host reports: always to its own log; to a shared one only if it is the first to ask. "nobody
-    known" is not said after a rank was named, but does not keep another host from naming it."""
+    """True if this host should report: always to its own log, to a shared one if it is the first to ask. "nobody known"
+    is dropped once a rank is named, but does not stop another host from naming one."""
     if place.log == "of a host":
         return True
     named = folder / said_file(attempt)
@@ -99,18 +98,18 @@ def is_to_say(folder: Path, *, place: Place, attempt: str, about: About) -> bool
         os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
     except FileExistsError:
         return False
-    except OSError:  # rather twice than not at all
+    except OSError:  # better twice than never
         pass
     return True
 
 
 def said_file(attempt: str) -> str:
-    """The name of the file that the first one to name a rank makes beside the heartbeats."""
+    """Name the file, next to the heartbeats, that the first host to name a rank creates."""
     return f"said-{hashlib.blake2b(attempt.encode(), digest_size=8).hexdigest()}"
 
 
 class _Host:
-    """The heartbeats of this host's other ranks: each read once, and again when its process has ended."""
+    """Heartbeats of this host's other ranks, each read once, and again after its process ends."""
 
     def __init__(self, folder: Path, *, place: Place, attempt: str) -> None:
         self._folder, self._place, self._attempt = folder, place, attempt
@@ -118,7 +117,7 @@ class _Host:
         self._is_final: set[int] = set()
 
     def speaker(self) -> Heartbeat | None:
-        """Read again the lowest living rank of this host below this one; None: this one is to speak."""
+        """Re-read the heartbeat of this host's lowest living rank; None if that is this rank, which then reports."""
         for rank in ranks_of_host(self._place):
             if rank >= self._place.rank:
                 return None
@@ -131,11 +130,10 @@ class _Host:
         return None
 
     def has_said(self) -> bool:
-        """True if another rank of this host has reported an end."""
         return any(beat.state == "ended" and beat.is_here for beat in self._beats())
 
     def gone(self) -> str:
-        """A sentence about a dead rank of this host; "" if all are alive or exited cleanly."""
+        """Describe a dead rank of this host; "": none."""
         beats = self._beats()
         ended = [beat.note for beat in beats if beat.state == "ended"]
         dead = [gone(beat) for beat in beats if beat.state == "running" and beat.is_gone]
@@ -150,34 +148,34 @@ class _Host:
         beat = self._seen.get(rank)
         if rank not in self._seen or (beat and beat.is_gone and rank not in self._is_final):
             if beat is not None:
-                self._is_final.add(rank)  # what a dead process has not written now, it never will
+                self._is_final.add(rank)  # a dead process writes no more
             self._seen[rank] = read_heartbeat(self._folder, rank, attempt=self._attempt) or beat
         return self._seen[rank]
 
 
 def ranks_of_host(place: Place) -> range:
-    """The ranks of this process's host, where they are numbered consecutively."""
+    """Ranks of this process's host, assuming consecutive numbers."""
     first = max(0, place.rank - place.local_rank)
     return range(first, min(place.world_size, first + place.local_world_size))
 
 
 def last_step(beat: Heartbeat) -> str:
-    """Describe the last heartbeat; a killed process may have done a few more steps."""
+    """Describe the last heartbeat; a killed process may have gone a few steps further."""
     return f"its last known step was {beat.step}, while {beat.status}"
 
 
 def gone(beat: Heartbeat) -> str:
-    """A sentence about a dead process."""
+    """Describe a dead process."""
     return f"{beat.name} is gone; {last_step(beat)}"
 
 
 def failure(beat: Heartbeat) -> str:
-    """A sentence about a rank that ended by an exception."""
+    """Describe a rank that ended by an exception."""
     return f"{beat.name} has failed ({beat.note}); {last_step(beat)}"
 
 
 def _sentence(host: _Host, news: Heartbeat | None) -> tuple[str, bool]:
-    """What is known, and if this host found it out. An ended run takes precedence over a failed rank."""
+    """Return what is known, and whether this host found it. An ended run takes precedence over a failed rank."""
     if news is not None and news.state == "ended":
         return news.note, False
     if sentence := host.gone():
@@ -186,6 +184,6 @@ def _sentence(host: _Host, news: Heartbeat | None) -> tuple[str, bool]:
 
 
 def _own_heartbeat(folder: Path, *, place: Place) -> Heartbeat | None:
-    """This process's heartbeat; None if it has written none (the file may be an earlier attempt's)."""
+    """Read this process's heartbeat; None if the file is missing or an earlier attempt's."""
     beat, here = read_heartbeat(folder, place.rank), (this_machine(), os.getpid(), process_started(os.getpid()))
     return beat if beat is not None and (beat.machine, beat.pid, beat.started) == here else None

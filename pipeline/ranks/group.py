@@ -1,12 +1,12 @@
-"""Join the process group, and exchange small things between ranks (losses, flags, digests).
+"""Join the process group, and exchange small values between ranks (losses, flags, digests).
 
-Uses gloo on the host and never waits in a GPU's stream; big tensors are the engine's. Every method is collective,
-called by all ranks in the same order, and takes about log2(ranks) messages in turn: gathers are Bruck's algorithm (IEEE
-TPDS 8(11), 1997), in whose round k each rank sends the min(2^k, n - 2^k) blocks that it has to the rank 2^k below it.
-At 1,024 ranks an exchange waits for 10 messages, where gloo's ring waits for 1,023; a rank holds some 20 connections.
+Uses gloo on the host, never waits in a GPU stream; big tensors are the engine's job. Every method is collective,
+called by all ranks in the same order, and takes about log2(ranks) messages in turn. Gathers use Bruck's algorithm (IEEE
+TPDS 8(11), 1997): in round k each rank sends the first min(2^k, n - 2^k) of its blocks to the rank 2^k below it. At
+1,024 ranks an exchange waits for 10 messages to gloo's ring's 1,023, and a rank holds some 20 connections.
 
-On one machine `shardvit run` gives the ranks a fresh private folder, where rank 0 writes the free port that it listens
-on, so no other program can take it first. MASTER_ADDR and MASTER_PORT of other launchers are used as given.
+On one machine `shardvit run` gives the ranks a fresh private folder, where rank 0 writes the free port it listens on,
+so no other program can take it first. Other launchers' MASTER_ADDR and MASTER_PORT are used unchanged.
 """
 
 import os
@@ -30,12 +30,12 @@ from pipeline.ranks.place import Place
 
 
 def rounds(ranks: int) -> int:
-    """Rounds of one exchange between so many ranks."""
+    """Count the rounds of one exchange."""
     return (ranks - 1).bit_length()
 
 
 def gather_rows(group: distributed.ProcessGroup, mine: torch.Tensor, *, tag: int) -> torch.Tensor:
-    """Gather every rank's [k] (the same k and type, on the CPU) in rank order: [ranks, k]."""
+    """Gather CPU tensors of equal shape [k] and type in rank order: [ranks, k]."""
     size, rank = group.size(), group.rank()
     width = mine.numel()
     blocks = torch.empty(size * width, dtype=mine.dtype)
@@ -45,7 +45,7 @@ def gather_rows(group: distributed.ProcessGroup, mine: torch.Tensor, *, tag: int
 
 
 def gather_bytes(group: distributed.ProcessGroup, mine: bytes, *, tag: int) -> list[bytes]:
-    """Gather every rank's bytes, of any length, in rank order. Two exchanges: the lengths come first."""
+    """Gather bytes of any length in rank order, in two exchanges: lengths, then content."""
     size, rank = group.size(), group.rank()
     lengths = gather_rows(group, torch.tensor([len(mine)], dtype=torch.int64), tag=tag).flatten().roll(-rank).tolist()
     ends = [0, *accumulate(lengths)]
@@ -58,13 +58,13 @@ def gather_bytes(group: distributed.ProcessGroup, mine: bytes, *, tag: int) -> l
 
 
 def _exchange(group: distributed.ProcessGroup, blocks: torch.Tensor, *, ends: Sequence[int], tag: int) -> None:
-    """Fill `blocks`: block i, from `ends[i]` to `ends[i + 1]`, belongs to the rank i above this one; ours is there."""
+    """Fill `blocks` after our own, the first: block i, `ends[i]` to `ends[i + 1]`, comes from the rank i above us."""
     size, rank = group.size(), group.rank()
     have = 1
     while have < size:
         count = min(have, size - have)
         pending: list[distributed.Work] = []
-        # The sum over the same blocks on both sides, so either both send and receive nothing or neither does.
+        # Both sides sum over the same blocks, so they agree on skipping an empty message.
         if ends[count]:
             pending.append(group.send([blocks[: ends[count]]], (rank - have) % size, tag))
         if ends[have + count] > ends[have]:
@@ -78,27 +78,26 @@ Value = TypeVar("Value")
 
 ADDRESS_FILE = "address"
 _POLL_SECONDS = 0.02
-# Up to here each rank is connected with all others at once: a peer that dies is noticed in the next exchange, whoever
-# it was going to talk to.
+# Up to here each rank connects to all others, and the next exchange notices any peer's death.
 _MOST_MESHED = 64
-_LAZY = "TORCH_GLOO_LAZY_INIT"  # torch's; read when a group is made
+_LAZY = "TORCH_GLOO_LAZY_INIT"  # torch reads it when a group is made
 _TAGS = 2**30
 _LOOPBACKS = (("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6))
 
 
 class PeerGone(RuntimeError):
-    """Another process of the run has died, or never came."""
+    """Another process of the run died or never came."""
 
 
 class Ranks:
-    """Joins the process group when made; PeerGone if rank 0 never came. A rank is dead after `timeout_seconds`."""
+    """Joins the process group; PeerGone if rank 0 never comes. Exchanges fail after `timeout_seconds`."""
 
     def __init__(self, place: Place, *, timeout_seconds: float) -> None:
         self.place = place
         cuda = torch.cuda.is_available()
         device = place.local_rank if place.gpu is None or not cuda else place.gpu
-        # DeepSpeed and accelerate read these. The local rank selects the GPU; on a CPU DeepSpeed tells the processes of
-        # a machine apart by it.
+        # Read by DeepSpeed and accelerate. LOCAL_RANK selects the GPU; on a CPU DeepSpeed needs it to tell a machine's
+        # processes apart.
         os.environ.update(
             RANK=str(place.rank),
             WORLD_SIZE=str(place.world_size),
@@ -112,7 +111,7 @@ class Ranks:
             torch.cuda.set_device(device)
         gpu = torch.device("cuda", device) if cuda else None
         join_group(place, backend="nccl" if cuda else "gloo", timeout_seconds=timeout_seconds, gpu=gpu)
-        lazily = place.world_size > _MOST_MESHED and _LAZY not in os.environ  # the user may have said so
+        lazily = place.world_size > _MOST_MESHED and _LAZY not in os.environ  # unless set by the user
         if lazily:
             os.environ[_LAZY] = "1"
         try:
@@ -120,24 +119,23 @@ class Ranks:
         finally:
             if lazily:
                 del os.environ[_LAZY]
-        assert isinstance(group, distributed.ProcessGroup)  # a number would mean "not a member"
+        assert isinstance(group, distributed.ProcessGroup)  # an int would mean "not a member"
         self._host_group = group
         self._exchanges = 0
         if place.world_size > _MOST_MESHED:
-            # All that will ever talk to each other are connected from here on, so a death shows as a closed connection.
+            # Connect all ranks that will ever exchange messages, so a death shows as a closed connection.
             self.gather(torch.zeros(1))
             self.barrier()
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Gather every rank's [k] in rank order: float64 [ranks, k] on the CPU, the same bits on all ranks."""
+        """Gather [k] from each rank, in rank order: float64 [ranks, k] on the CPU, equal bits on all ranks."""
         return gather_rows(self._host_group, values.detach().to("cpu", torch.float64), tag=self._tag())
 
     def gather_objects(self, value: Value) -> list[Value]:
-        """Gather every rank's picklable value, in rank order."""
         return [pickle.loads(each) for each in gather_bytes(self._host_group, pickle.dumps(value), tag=self._tag())]
 
     def from_main(self, value: Value) -> Value:
-        """Broadcast rank 0's picklable value over a tree; the others' values are ignored."""
+        """Broadcast rank 0's picklable value over a tree, ignoring the others'."""
         if self.place.world_size == 1:
             return value
         content = bytearray(pickle.dumps(value, protocol=5) if self.place.is_main else b"")
@@ -148,7 +146,7 @@ class Ranks:
         return value if self.place.is_main else pickle.loads(sent.numpy().data)
 
     def start_any(self, *flags: bool) -> Callable[[], tuple[bool, ...]]:
-        """Start to find out which flags are set on any rank; calling the result waits for the answer."""
+        """Start OR-ing flags over the ranks; calling the result waits for the answer."""
         raised = torch.tensor([int(flag) for flag in flags], dtype=torch.int32)
         work = distributed.all_reduce(raised, op=distributed.ReduceOp.MAX, group=self._host_group, async_op=True)
         assert work is not None
@@ -166,13 +164,12 @@ class Ranks:
         distributed.destroy_process_group()
 
     def _tag(self) -> int:
-        """Tag of the next exchange: equal on all ranks, which exchange in the same order."""
         self._exchanges = (self._exchanges + 1) % _TAGS
         return self._exchanges
 
 
 def join_group(place: Place, *, backend: str, timeout_seconds: float, gpu: torch.device | None = None) -> None:
-    """Make the default process group; PeerGone if rank 0 or others did not come in time."""
+    """Make the default process group; PeerGone if a rank does not come in time."""
     timeout = timedelta(seconds=timeout_seconds)
     store, address = None, None
     if place.world_size == 1:
@@ -190,7 +187,7 @@ def join_group(place: Place, *, backend: str, timeout_seconds: float, gpu: torch
             world_size=place.world_size,
             rank=place.rank,
             store=store,
-            device_id=gpu,  # NCCL connects here, not in the first step, and need not guess the GPU
+            device_id=gpu,  # NCCL connects now, not in the first step, and need not guess the GPU
         )
     except distributed.DistError as error:
         if address is None:
@@ -203,12 +200,12 @@ def join_group(place: Place, *, backend: str, timeout_seconds: float, gpu: torch
 
 
 def _loopback() -> str:
-    """Find this machine's address for itself. UserError: it has none, which torch would take minutes to see."""
+    """Find a working loopback address. UserError if there is none, which torch would take minutes to notice."""
     for address, family in _LOOPBACKS:
         with suppress(OSError), socket.create_server((address, 0), family=family) as server:
-            socket.create_connection(server.getsockname()[:2], timeout=5.0).close()  # a firewall may swallow it
+            socket.create_connection(server.getsockname()[:2], timeout=5.0).close()  # a firewall may drop it
             if address == "::1":
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # by itself gloo tries 127.0.0.1 alone
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo's default is only 127.0.0.1
             return address
     raise UserError(
         "this machine cannot connect to itself, neither at 127.0.0.1 nor at ::1, as processes that train must: set its "
@@ -240,12 +237,12 @@ _TURN_SECONDS = 1.0
 
 
 def while_others_wait(ranks: Ranks, work: Callable[[], None]) -> None:
-    """Run `work` on rank 0; collective. What it raises is raised there alone. RuntimeError: a process has died."""
+    """Run `work` on rank 0; collective. Its exceptions are raised only there. RuntimeError if a process dies."""
     if ranks.place.world_size == 1:
         return work()
     if not ranks.place.is_main:
         while not ranks.gather_objects(False)[0]:
-            pass  # one more turn
+            pass
         return None
     is_over = threading.Event()
     trouble: list[RuntimeError] = []
@@ -254,7 +251,7 @@ def while_others_wait(ranks: Ranks, work: Callable[[], None]) -> None:
         try:
             while not ranks.gather_objects(is_over.wait(_TURN_SECONDS))[0]:
                 pass
-        except RuntimeError as error:  # of gloo, if a process has died
+        except RuntimeError as error:  # from gloo, if a process died
             trouble.append(error)
 
     thread = threading.Thread(target=answer, daemon=True, name="others-wait")

@@ -1,7 +1,7 @@
-"""Heartbeats: one small file per rank, read by the others to find out who hangs. 4 KiB a write; no torch.
+"""Heartbeats: one small file per rank, from which the others learn who hangs. 4 KiB a write; no torch.
 
-Files are overwritten in place at the same size, so that readers on a network file system need no new listing; a torn
-file, or one of an earlier attempt, counts as none. They hold no time: readers use their own clock.
+Writes go in place at a fixed size, so readers on a network file system need no new listing. A torn file, or one of
+another attempt, counts as missing. Files hold no time: readers use their own clock.
 """
 
 import json
@@ -18,7 +18,7 @@ from data_shards.safe_paths import read_inside
 from pipeline.ranks.process import process_started, this_machine
 
 State = Literal["running", "left", "failed", "ended"]
-"""left: exited cleanly; failed: by an exception; ended: stopped because another rank failed."""
+"""left: exited cleanly; failed: by an exception; ended: stopped the run because another rank failed."""
 Why = Literal["failed", "silent", "behind"]
 
 _FILE_BYTES = 4096
@@ -30,15 +30,15 @@ class Heartbeat:
     """A rank's report about itself."""
 
     rank: int
-    attempt: str  # the same for all ranks that were started together
+    attempt: str  # equal for ranks started together
     host: str
-    machine: str  # `this_machine`: equal where PIDs mean the same
+    machine: str  # `this_machine`
     pid: int
-    started: float  # `process_started`: tells a reused PID
-    main_thread: int  # its number in a stack dump
-    sequence: int  # of this file
+    started: float  # `process_started`, to detect a reused PID
+    main_thread: int  # its identifier in a stack dump
+    sequence: int  # of writes
     step: int
-    turn: int  # how many signs of progress there have been in this step
+    turn: int  # progress reports within this step
     status: str
     idle_seconds: float  # since the last progress
     waiting: bool  # inside a call that waits for other ranks
@@ -51,7 +51,6 @@ class Heartbeat:
 
     @property
     def position(self) -> tuple[int, int]:
-        """Progress, comparable between ranks."""
         return self.step, self.turn
 
     @property
@@ -60,17 +59,16 @@ class Heartbeat:
 
     @property
     def is_gone(self) -> bool:
-        """True if the process is known to be dead; False on other machines."""
+        """True if known to be dead; always False for other machines."""
         return self.is_here and process_started(self.pid) != self.started
 
     @property
     def is_signalable(self) -> bool:
-        """True if a signal to its PID reaches this process and no other."""
         return self.state == "running" and self.is_here and not self.is_gone
 
 
 def heartbeat_file(folder: Path, name: int | Literal["news"]) -> Path:
-    """Where a rank's heartbeat is, or the one that all hosts are told of (`dead_ranks`)."""
+    """Path of a rank's heartbeat, or of the news for all hosts (`dead_ranks`)."""
     return folder / (f"rank-{name}.json" if name != "news" else "news.json")
 
 
@@ -84,11 +82,11 @@ def write_heartbeat(folder: Path, beat: Heartbeat, *, to: Literal["its own", "ne
     try:
         os.pwrite(descriptor, line, 0)
     finally:
-        os.close(descriptor)  # on NFS this is what sends it
+        os.close(descriptor)  # NFS sends it now
 
 
 def read_heartbeat(folder: Path, name: int | Literal["news"], *, attempt: str | None = None) -> Heartbeat | None:
-    """Read a file of STAGE/ranks; None if it is not complete, or (given `attempt`) of another attempt."""
+    """Read a file of STAGE/ranks; None if incomplete or, given `attempt`, of another."""
     try:
         beat = Heartbeat(**json.loads(read_inside(heartbeat_file(folder, name), folder=folder.parent)))
     except (OSError, ValueError, TypeError, RecursionError):
@@ -97,7 +95,7 @@ def read_heartbeat(folder: Path, name: int | Literal["news"], *, attempt: str | 
 
 
 class WakingClock:
-    """Seconds awake: a gap above `most_seconds` between ticks means a suspended machine or stopped process."""
+    """Counts seconds awake: caps gaps between ticks, as after suspend or SIGSTOP, at `most_seconds`."""
 
     def __init__(self, *, most_seconds: float, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._most_seconds = most_seconds
@@ -113,14 +111,14 @@ class WakingClock:
 
 
 class Sightings:
-    """The newest heartbeat read of each rank, and when it last changed by the reader's clock."""
+    """Each rank's newest heartbeat, and when it last changed by the reader's clock."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[Heartbeat, float]] = {}
 
     def note(self, beat: Heartbeat, *, now: float) -> None:
         known = self._seen.get(beat.rank)
-        # Not only a larger number: a rank's file may be torn, or may not have been read for a while.
+        # Not only the next number: a file may have been torn, or not read for a while.
         changed = known is None or known[0].sequence != beat.sequence
         self._seen[beat.rank] = (beat, now if changed or known is None else known[1])
 
@@ -128,11 +126,10 @@ class Sightings:
         return self._seen[rank][0] if rank in self._seen else None
 
     def silent_seconds(self, rank: int, *, now: float) -> float:
-        """Age of the heartbeat, infinite if there is none."""
         return now - self._seen[rank][1] if rank in self._seen else math.inf
 
     def idle_seconds(self, rank: int, *, now: float) -> float:
-        """Time since its last progress: what it reported, and how stale that is."""
+        """Time since its last progress: as reported, plus the report's age."""
         beat = self.of(rank)
         return math.inf if beat is None else beat.idle_seconds + self.silent_seconds(rank, now=now)
 
@@ -142,7 +139,7 @@ class Suspect:
     """A rank that keeps the others waiting."""
 
     rank: int
-    beat: Heartbeat | None  # None: no heartbeat in this attempt
+    beat: Heartbeat | None  # None: none in this attempt
     why: Why
     idle_seconds: float
 
@@ -150,12 +147,9 @@ class Suspect:
 def find_suspects(
     sightings: Sightings, *, ranks: Iterable[int], now: float, hang_seconds: float, slack_seconds: float
 ) -> list[Suspect]:
-    """Find the ranks that block a run; empty as long as any rank makes progress.
-
-    In this order: ranks that failed; those with a stale heartbeat (stopped or dead); of those that do not wait for
-    others, the ones furthest behind. `sightings` includes the observer's own; a rank may go `hang_seconds` without
-    progress, and a heartbeat may be `slack_seconds` old when read.
-    """
+    """Find the ranks that block a run; empty while any makes progress. Picks failed ranks, else those with a stale
+    heartbeat (stopped or dead), else, of those not waiting for others, the ones furthest behind. `sightings` includes
+    the observer; ranks may go `hang_seconds` without progress, and heartbeats be `slack_seconds` old when read."""
     beats = {rank: sightings.of(rank) for rank in ranks}
     inside = {rank: beat for rank, beat in beats.items() if beat is None or beat.state != "left"}
     known = {rank: beat for rank, beat in inside.items() if beat is not None}

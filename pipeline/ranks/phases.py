@@ -1,9 +1,9 @@
-"""Phases of a step: `with phases("forward", step=...)` feeds heartbeat, times, start clock, and the ranks' comparison.
+"""Time the phases of a step: `with phases("forward", step=...)` feeds heartbeat, times, start clock and comparison.
 
-Each rank's own part of a step is reading a batch and the forward pass; whole steps tell nothing, as everyone waits for
-the slowest. On a GPU the forward pass is timed by two events, read only when the ranks compare (four numbers each).
-Under ZeRO 3 it waits for the others' weights, so only reading counts. The first step, the step after an evaluation or a
-save, and those beside which a checkpoint is written do not count; a rank with pictures drawn beside it is excused.
+A rank's own part of a step is reading a batch and the forward pass; whole steps tell nothing, as all wait for the
+slowest. On a GPU two events time the forward pass, read only when the ranks compare (four numbers each). Under ZeRO 3
+it waits for the others' weights, so only reading counts. Excluded: the first step, the step after an evaluation or
+save, and steps during a background save. A rank whose pictures are being drawn is excused.
 """
 
 import platform
@@ -20,7 +20,7 @@ from pipeline.ranks.start_clock import StartClock
 from pipeline.ranks.watch import Watch
 
 Phase = Literal["reading", "forward", "backward", "step", "evaluating", "saving"]
-_STATUS: dict[Phase, str] = {  # as a rank that hangs is described
+_STATUS: dict[Phase, str] = {  # to describe a hanging rank
     "reading": "reading a batch",
     "forward": "the forward pass",
     "backward": "the backward pass",
@@ -28,23 +28,14 @@ _STATUS: dict[Phase, str] = {  # as a rank that hangs is described
     "evaluating": "evaluation",
     "saving": "saving a checkpoint",
 }
-_ASIDE = ("evaluating", "saving")  # no training steps
-_MOST_EVENTS = 1000  # pairs kept between two comparisons; the first ones stand for the rest
+_ASIDE = ("evaluating", "saving")  # not training steps
+_MOST_EVENTS = 1000  # pairs kept between comparisons; the first stand for the rest
 
 
 class Phases:
-    """Times one rank's phases, and compares the ranks.
-
-    Args:
-        device: where the forward pass runs.
-        factor, least_seconds: see `slow_rank`.
-        forward: "shared" if the forward pass waits for other ranks.
-        drawing_seconds: CPU time that drawing beside this rank has taken so far.
-        start: told of the phases until the first step is done.
-
-    Attributes:
-        aside_seconds: spent so far on evaluations and checkpoints.
-    """
+    """Times one rank's phases, and compares the ranks (`factor`, `least_seconds`: see `slow_rank`). `forward` is
+    "shared" if it waits for other ranks; `drawing_seconds` returns the CPU time of this rank's drawing process;
+    `aside_seconds` is the time spent on evaluations and checkpoints."""
 
     def __init__(
         self,
@@ -65,7 +56,7 @@ class Phases:
         self._factor, self._least_seconds = factor, least_seconds
         self._drawing_seconds, self._drawn = drawing_seconds, 0.0
         self._law: SlowRanks | None = None
-        self._counts, self._began = False, 0.0  # the present step, and when it began
+        self._counts, self._began = False, 0.0  # the current step, and its start
         self._begin_window()
 
     @contextmanager
@@ -99,7 +90,7 @@ class Phases:
             start.first_step_done()
 
     def take_seconds(self) -> dict[Phase, float]:
-        """Seconds in each phase since the last call."""
+        """Return and reset the seconds in each phase."""
         taken, self._seconds = self._seconds, dict.fromkeys(_STATUS, 0.0)
         return taken
 
@@ -108,7 +99,7 @@ class Phases:
         self._counts = False
 
     def slowest(self, ranks: Ranks) -> Slowest | None:
-        """The slowest rank since the last call, alike on all ranks, None if some rank measured nothing; collective."""
+        """Find the slowest rank since the last call, alike on all ranks; None if one measured nothing; collective."""
         drawn_before, self._drawn = self._drawn, self._drawing_seconds()
         mine = [self._own_seconds(), len(self._spans["reading"]), self._window_seconds, self._drawn > drawn_before]
         self._begin_window()
@@ -127,7 +118,7 @@ class Phases:
         self._window_seconds = 0.0
 
     def _own_seconds(self) -> float:
-        """Mean seconds of a micro-batch; 0 if nothing was measured."""
+        """Mean seconds a micro-batch; 0 if nothing was measured."""
         if self._events:
             self._events[-1][1].synchronize()
             self._spans["forward"] = [before.elapsed_time(after) / 1000 for before, after in self._events]

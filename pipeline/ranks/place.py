@@ -1,4 +1,4 @@
-"""Rank, world size and how the ranks find each other. Read from the environment by `launch.local.env`."""
+"""Rank, world size and rendezvous, read from the environment by `launch.local.env`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,26 +9,19 @@ Log = Literal["of the run", "of a host"]
 
 @dataclass(frozen=True)
 class Place:
-    """This process's rank, and how it finds the others.
-
-    Attributes:
-        master_addr, master_port: of rank 0, if a launcher set them.
-        rendezvous: a local folder where rank 0 writes its address instead.
-        log: what its output goes to; "of the run": all hosts write to it, so it is enough if one of them says a thing.
-        gpu: index of this process's GPU among the visible ones; None: the local rank.
-    """
+    """This process's rank, and how it finds the others."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    master_addr: str = "127.0.0.1"
+    master_addr: str = "127.0.0.1"  # rank 0's, as is the port, if a launcher set them
     master_port: int = 29500
-    rendezvous: Path | None = None
-    gpu: int | None = None
-    log: Log = "of a host"
+    rendezvous: Path | None = None  # a local folder where rank 0 writes its address instead
+    gpu: int | None = None  # index among the visible GPUs; None: the local rank
+    log: Log = "of a host"  # all hosts write to a log "of the run", so one of them reports for all
 
     @property
     def is_main(self) -> bool:
-        """The one process that prints, logs and writes shared files."""
+        """True for the process that prints, logs and writes shared files."""
         return self.rank == 0

@@ -16,8 +16,7 @@ _START_FIELD = 19  # of /proc/PID/stat, counted from the state: clock ticks sinc
 
 @cache
 def this_machine() -> str:
-    """Identify kernel and PID namespace: equal for processes that see each other's PIDs. Host names would not do, as
-    containers may share the host's name and not its PIDs."""
+    """Identify kernel and PID namespace (containers may share a host's name): equal for mutually visible PIDs."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -26,7 +25,7 @@ def this_machine() -> str:
 
 
 def process_started(pid: int) -> float | None:
-    """A process's start time, for comparison only; None: no such process, or a zombie."""
+    """Start time of a process, for comparison only; None if it is missing or a zombie."""
     if Path("/proc/self/stat").exists():
         fields = _stat(pid)
         return None if fields is None or fields[0] in "ZX" else float(fields[_START_FIELD])
@@ -38,7 +37,7 @@ def process_started(pid: int) -> float | None:
 
 
 def describe_process(pid: int) -> str:
-    """Describe a process's unusual kernel state; "": it has none."""
+    """Describe a process's unusual kernel state; "": none."""
     fields = _stat(pid)
     return {
         "T": "it is stopped by a signal (SIGSTOP or Ctrl-Z)",
@@ -49,7 +48,7 @@ def describe_process(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Fields of /proc/PID/stat from the state on; the process name before it may contain anything."""
+    """Split /proc/PID/stat from the state on; the process name before it may contain anything."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -58,17 +57,17 @@ def _stat(pid: int) -> list[str] | None:
 
 
 _SHARDS_OPEN = 2 * 128  # `ShardReader`'s limit, for two sets
-_OWN = 512  # of Python, libraries, GPUs, MLflow, worker processes' pipes
-_OF_A_PEER = 2  # connections to each other rank at the most: two process groups
+_OWN = 512  # for Python, libraries, GPUs, MLflow, pipes of worker processes
+_OF_A_PEER = 2  # connections to another rank, at most: two process groups
 
 
 def needed_open_files(*, world_size: int, reading_threads: int) -> int:
-    """Bound one rank's open files; 0 `reading_threads`: its own thread reads, or worker processes do."""
+    """Bound one rank's open files; `reading_threads` 0: its own thread or worker processes read."""
     return _OWN + _OF_A_PEER * world_size + _SHARDS_OPEN * max(1, reading_threads)
 
 
 def allow_open_files(needed: int) -> str:
-    """Raise the soft limit to `needed` as far as the hard one allows; return a sentence if it falls short."""
+    """Raise the soft limit to `needed`, as far as the hard one allows; return a warning if it falls short."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return ""
@@ -76,7 +75,7 @@ def allow_open_files(needed: int) -> str:
     if allowed > soft:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-        except (OSError, ValueError):  # not every system lets one go as far as it says
+        except (OSError, ValueError):  # some systems refuse below their stated limit
             allowed = soft
     if allowed >= needed:
         return ""
@@ -87,11 +86,11 @@ def allow_open_files(needed: int) -> str:
     )
 
 
-WORTH_A_WORD = 0.25  # of the time that threads could have run; an idle machine's is below 0.05
+WORTH_A_WORD = 0.25  # share of runnable time spent waiting; below 0.05 on an idle machine
 
 
 def settle_threads(*, cores: float, asked: int | None) -> str:
-    """Give torch `asked` threads, else at most `cores`; return a sentence if there are more than cores."""
+    """Give torch `asked` threads, else at most `cores`; return a warning if they exceed the cores."""
     import torch
 
     torch.set_num_threads(asked or max(1, min(torch.get_num_threads(), int(cores))))
@@ -104,31 +103,31 @@ def settle_threads(*, cores: float, asked: int | None) -> str:
 
 
 class CoreWaits:
-    """Measures how long this process's threads wait for a core, by Linux's scheduler; 0 elsewhere."""
+    """Measures how long this process's threads wait for a core, from Linux's scheduler; 0 elsewhere."""
 
     def __init__(self, tasks: Path = Path("/proc/self/task")) -> None:
         self._tasks = tasks
         self._ran, self._waited = self._read()
 
     def share(self) -> float:
-        """Share of the threads' runnable time since the last call that they waited for a core."""
+        """Share of the threads' runnable time since the last call spent waiting for a core."""
         ran, waited = self._ran, self._waited
         self._ran, self._waited = self._read()
-        ran, waited = max(0, self._ran - ran), max(0, self._waited - waited)  # less: threads have ended
+        ran, waited = max(0, self._ran - ran), max(0, self._waited - waited)  # negative: threads have ended
         return waited / (ran + waited) if waited else 0.0
 
     def _read(self) -> tuple[int, int]:
-        """Nanoseconds that its threads ran and waited."""
+        """Nanoseconds."""
         ran = waited = 0
         for file in self._tasks.glob("*/schedstat"):
-            with suppress(OSError, ValueError):  # it ended meanwhile
+            with suppress(OSError, ValueError):  # the thread has ended
                 own_ran, own_waited, _ = map(int, file.read_text().split())
                 ran, waited = ran + own_ran, waited + own_waited
         return ran, waited
 
 
 class ProcessState:
-    """The random state at the start of the process, restored before each later stage."""
+    """Random state at process start, restored before each later stage."""
 
     def __init__(self) -> None:
         import torch
@@ -138,11 +137,11 @@ class ProcessState:
         self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
 
     def reset(self) -> None:
-        """Reset process state between stages; call once nothing refers to the last stage's engine."""
+        """Reset between stages; call once nothing refers to the last stage's engine."""
         import torch
 
         gc.collect()  # DeepSpeed's engine, its optimizer and its hooks refer to each other
-        if "torch._dynamo" in sys.modules:  # graphs of the last stage's model, and what they allow for recompilation
+        if "torch._dynamo" in sys.modules:  # the last stage's graphs, and their recompilation count
             torch._dynamo.reset()
         if self._cuda is not None:
             torch.cuda.empty_cache()

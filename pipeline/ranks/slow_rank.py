@@ -1,24 +1,24 @@
-"""Decide which rank is slow, from each rank's own time for a micro-batch, window by window. Pure."""
+"""Decide which rank is slow from each rank's own time per micro-batch, window by window. Pure."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-_WINDOWS, _SHARE = 4, 0.1  # in a row, and of their time waited, before a slow rank is named
-_STOP_WINDOWS, _STOP_TIMES = 8, 10  # the same before a run may end, and times `slow_rank_seconds` waited
+_WINDOWS, _SHARE = 4, 0.1  # consecutive windows, and share of their time waited, before naming a rank
+_STOP_WINDOWS, _STOP_TIMES = 8, 10  # windows, and multiples of `slow_rank_seconds` waited, before ending a run
 
 
 @dataclass(frozen=True)
 class Slowest:
-    """The slowest rank of a window; of several slow ones the slowest that was not named yet."""
+    """The slowest rank of a window, preferring slow ones not named yet."""
 
     rank: int
     host: str
     seconds: float  # its own, per micro-batch
     usual_seconds: float  # the median rank's
-    waited_seconds: float  # by the others, in the windows in a row in which it lagged
-    waited_share: float  # of these
-    is_news: bool  # it is slow, and was not named yet
-    may_stop: bool  # it is so slow, for so long, that a run may end for it
+    waited_seconds: float  # by the others, over its consecutive lagging windows
+    waited_share: float  # of those windows
+    is_news: bool  # slow, and not named yet
+    may_stop: bool  # slow enough, for long enough, to end the run
 
     @property
     def ratio(self) -> float:
@@ -33,21 +33,22 @@ class Slowest:
 
 
 class SlowRanks:
-    """Decides over the windows of a run which rank is slow; `hosts`: each rank's."""
+    """Tracks slow ranks over a run's windows; `hosts`: each rank's."""
 
     def __init__(self, hosts: Sequence[str], *, factor: float, least_seconds: float) -> None:
         self._hosts, self._factor, self._least_seconds = hosts, factor, least_seconds
-        self._rows: dict[int, list[tuple[float, float]]] = {}  # of ranks that lag, by window: seconds waited, and all
+        # By lagging rank, a row per window: seconds waited, seconds in all.
+        self._rows: dict[int, list[tuple[float, float]]] = {}
         self._told: set[int] = set()
 
     def look(
         self, own_seconds: Sequence[float], *, micro_batches: int, seconds: float, excused: Collection[int] = ()
     ) -> Slowest | None:
         """Add a window of `micro_batches` per rank whose steps took `seconds`. `own_seconds`: each rank's per
-        micro-batch; 0: not measured, so returns None. `excused` ranks were slowed by other work."""
+        micro-batch; None if one is 0 (not measured). Ignores `excused` ranks, slowed by other work."""
         if min(own_seconds) <= 0:
             return None
-        usual = sorted(own_seconds)[(len(own_seconds) - 1) // 2]  # of two ranks the faster: the slow one must not hide
+        usual = sorted(own_seconds)[(len(own_seconds) - 1) // 2]  # of two ranks the faster, so the slow one shows
         for rank, own in enumerate(own_seconds):
             if own > self._factor * usual and rank not in excused:
                 self._rows.setdefault(rank, []).append(((own - usual) * micro_batches, seconds))

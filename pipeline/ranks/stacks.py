@@ -1,4 +1,4 @@
-"""Dump stacks: on SIGUSR2 a rank appends the stacks of all its threads to a file, and continues.
+"""Dump stacks: on SIGUSR2 a rank appends all its threads' stacks to a file and continues.
 
 faulthandler dumps in a C signal handler, so it works even while the main thread waits or holds the GIL in a C call.
 """
@@ -16,32 +16,32 @@ from data_shards.durable import break_links
 
 DUMP_SIGNAL = signal.SIGUSR2
 _INNERMOST_FRAMES, _OWN_FRAMES = 4, 6  # shown in a message
-_OUTERMOST = (" in <module>", " in _run_module_as_main", "  ...")  # the last: faulthandler shows 100 frames at most
+_OUTERMOST = (" in <module>", " in _run_module_as_main", "  ...")  # the last: faulthandler stops at 100 frames
 _OWN_PACKAGES = ("data_shards", "launch", "model", "pipeline")
 _ROOT = Path(__file__).resolve().parents[2]
 
-# A main thread whose innermost Python frame is in one of these waits for other ranks, or may.
+# A main thread whose innermost Python frame is in one of these may be waiting for other ranks.
 _WAITING_FILES = re.compile(
     r"torch/distributed/|deepspeed/comm/|pipeline/ranks/group\.py$|torch/autograd/(graph|__init__)\.py$|torch/_tensor\.py$"
 )
-_WAITING_FUNCTIONS = re.compile(r"wait|synchronize|barrier")  # DeepSpeed's, around the handles of collectives
+_WAITING_FUNCTIONS = re.compile(r"wait|synchronize|barrier")  # DeepSpeed's, around collectives' handles
 
 
 class StackDumps:
-    """Appends this process's dumps to `path`: on SIGUSR2 from `open` on, and on request."""
+    """Appends this process's dumps to `path`, after `open` on SIGUSR2 and on request."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor: int | None = None
 
     def open(self) -> None:
-        """Install the handler, in the main thread; if the file cannot be made, dumps go to stderr."""
+        """Install the handler, in the main thread; without a writable file, dumps go to stderr."""
         try:
             break_links(self._path)
             self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError:
             self._descriptor = os.dup(2)
-        signal.signal(DUMP_SIGNAL, signal.SIG_IGN)  # what `close` restores: a late signal must not kill
+        signal.signal(DUMP_SIGNAL, signal.SIG_IGN)  # restored by `close`, so that a late signal does not kill
         faulthandler.register(DUMP_SIGNAL, file=self._descriptor, all_threads=True)
 
     def dump(self) -> None:
@@ -49,7 +49,7 @@ class StackDumps:
             faulthandler.dump_traceback(file=self._descriptor, all_threads=True)
 
     def close(self) -> None:
-        """Ignore the signal from now on; an empty file is removed."""
+        """Ignore the signal from now on, and remove an empty file."""
         if self._descriptor is None:
             return
         faulthandler.unregister(DUMP_SIGNAL)
@@ -62,7 +62,7 @@ class StackDumps:
 
 
 def stack_file(folder: Path, rank: int) -> Path:
-    """Name a rank's file of dumps."""
+    """Name a rank's dump file."""
     return folder / f"stack-rank-{rank}.txt"
 
 
@@ -76,7 +76,7 @@ def stack_excerpt(text: str, *, thread: int) -> list[str]:
 
 
 def is_whole(text: str, *, main_thread: int) -> bool:
-    """True once a dump, written piece by piece, has reached its end: the main thread's outermost frame."""
+    """True once a dump, written in pieces, has reached the main thread's outermost frame, its end."""
     return bool((_lines_of(main_thread, text) or [""])[-1].endswith(_OUTERMOST))
 
 
@@ -93,7 +93,7 @@ def _lines_of(thread: int, text: str) -> list[str]:
 
 
 def main_thread_waits() -> bool:
-    """True if the main thread waits for other ranks; call it from another thread."""
+    """True if the main thread waits for other ranks; call from another thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return False

@@ -1,11 +1,11 @@
-"""Show where the seconds before a stage's first step go, and what slow commands wait for.
+"""Show where the time before a stage's first step goes, and what slow commands wait for.
 
-    pretrain: opening the engine ...                            (only what takes longer than a second)
-    probe: fitting, C 0.1, 5 of 8: 300 iterations ...           (again while it lasts, with its progress)
+    pretrain: opening the engine ...                            (only if it takes longer than a second)
+    probe: fitting, C 0.1, 5 of 8: 300 iterations ...           (repeated with its progress)
     pretrain: first step after 3.4 s (2.9 s of CPU): libraries 1.9, shards 0.2, the engine 0.6, ...
 
-Costs a few reads of clocks, and a thread that ends with the first step. On a GPU the first step counts when it is
-submitted, not when the device has done it. No torch here: it runs while torch is imported.
+Costs a few clock reads, and a thread that ends with the first step. On a GPU the first step counts once submitted, not
+once done. No torch here: it runs while torch is imported.
 """
 
 import threading
@@ -13,27 +13,20 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-_TOLD_SECONDS = 1.0  # what is over sooner is not said while it lasts
+_TOLD_SECONDS = 1.0  # shorter parts are not shown while they last
 _AGAIN_SECONDS = 5.0
-_LEAST_SECONDS = 0.05  # what took less is not in the sentence at the end
+_LEAST_SECONDS = 0.05  # shorter parts are left out of the summary
 
 
 def seconds_since_start() -> float:
-    """Age of this process, to a hundredth of a second; 0 if the clock was set back since."""
+    """Age of this process, to 0.01 s; 0 if the clock was set back."""
     import psutil
 
     return max(0.0, time.time() - psutil.Process().create_time())
 
 
 class StartClock:
-    """Counts the time to one first step, in parts that follow one another.
-
-    Args:
-        what: is being started: a stage's name.
-        say: shows a line, also called from a thread; None: silent (ranks above 0).
-        part: the present one.
-        earlier_seconds, earlier_cpu_seconds: spent already.
-    """
+    """Splits the time up to a stage's first step into parts. `say` is also called from a thread; None: silent."""
 
     def __init__(
         self,
@@ -56,7 +49,7 @@ class StartClock:
             threading.Thread(target=self._report_slow_parts, daemon=True, name="start-clock").start()
 
     def set_status(self, part: str, far: str = "") -> None:
-        """Begin a part, or update its progress (`far`); free once the first step is done."""
+        """Start a part, or update its progress (`far`); free after the first step."""
         self._far = far
         if self._over.is_set() or part == self._part:
             return
@@ -69,7 +62,7 @@ class StartClock:
         return now
 
     def first_step_done(self) -> None:
-        """Say once how long the start took, and where."""
+        """Report, once, how long the start took, and where."""
         if self._over.is_set():
             return
         self._add_part()
@@ -78,11 +71,10 @@ class StartClock:
             self.say(self.describe())
 
     def close(self) -> None:
-        """Stop the clock."""
         self._over.set()
 
     def describe(self) -> str:
-        """One line: the sum, and its larger parts in the order of their beginning."""
+        """One line: the total, then its larger parts in order."""
         cpu_seconds = time.process_time() - self._cpu_began + self._earlier_cpu_seconds
         parts = ", ".join(
             f"{part} {seconds:.1f}" for part, seconds in self._seconds.items() if seconds > _LEAST_SECONDS
@@ -96,5 +88,5 @@ class StartClock:
             lasts = time.monotonic() - self._part_began
             if lasts >= self._tell_after and self.say is not None:
                 self._tell_after = lasts + max(_AGAIN_SECONDS, 0 if self._far else lasts)
-                with suppress(OSError, ValueError):  # nobody reads it any more
+                with suppress(OSError, ValueError):  # the reader is gone
                     self.say(f"{self._what}: {self._part}{self._far and ', '}{self._far} ...")

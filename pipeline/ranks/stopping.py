@@ -1,8 +1,8 @@
-"""Turn one rank's request to stop or save into all ranks' after the same step.
+"""Make all ranks stop or save after the same step when one of them is asked to.
 
-A signal on any rank makes all ranks finish the step, save and exit; rank 0's clock requests checkpoints. A request
-made before the optimizer moves in step s travels with the gradient's norm and takes effect after step s+1. A second
-Ctrl-C ends the process at once; what is on disk is always complete.
+A signal to any rank makes all finish the step, save and exit; rank 0's clock requests checkpoints. A request made
+before the optimizer moves in step s travels with the gradient norm and takes effect after step s+1. A second Ctrl-C
+ends the process immediately; what is on disk is always complete.
 """
 
 from __future__ import annotations
@@ -20,20 +20,15 @@ class Stopped(Exception):
 
 
 class StopOrSave(NamedTuple):
-    """Requests of one rank, or of any."""
+    """One rank's requests, or their OR over ranks."""
 
     stop: bool = False
     save: bool = False
 
 
 class Requests:
-    """The ranks' requests, exchanged by the engine in each step.
-
-    Args:
-        stop: this rank's signals.
-        saved_step: of the last checkpoint.
-        save_minutes: age of the last checkpoint, by the monotonic clock, at which one is requested; 0: never.
-    """
+    """The ranks' requests, exchanged by the engine in each step. `saved_step` is the last checkpoint's; a checkpoint is
+    requested once that is `save_minutes` old (0: never)."""
 
     def __init__(self, stop: StopFlag, *, saved_step: int, save_minutes: float = 0.0) -> None:
         self.saved_step = saved_step
@@ -44,20 +39,18 @@ class Requests:
 
     @property
     def mine(self) -> StopOrSave:
-        """This rank's request now."""
         age_seconds = time.monotonic() - self._saved_at
         return StopOrSave(
             stop=self._stop.reason is not None, save=self._save_seconds > 0 and age_seconds >= self._save_seconds
         )
 
     def heard(self, step: int, requested: StopOrSave) -> None:
-        """Record what any rank requested in `step`, the same on all ranks."""
         self._heard[step] = requested
 
     def agreed(self, step: int) -> StopOrSave:
-        """What all ranks do after `step`: requests made in the step before."""
+        """Return what all ranks must do after `step`: the requests of the step before."""
         requested = self._heard.pop(step - 1, StopOrSave())
-        # What the clock requested a step ago is done if that step saved.
+        # If the step before saved, its clock's request is done.
         return StopOrSave(stop=requested.stop, save=requested.save and self.saved_step < step - 1)
 
     def saved(self, step: int) -> None:
@@ -66,7 +59,7 @@ class Requests:
 
 
 class StopFlag:
-    """Set by SIGTERM, SIGINT, SIGUSR1 or SIGHUP (the terminal was closed), or by `request`."""
+    """Set by SIGTERM, SIGINT, SIGUSR1, SIGHUP (terminal closed) or `request`."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -81,7 +74,7 @@ class StopFlag:
         self.reason = self.reason or reason
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.reason == "SIGINT":  # launchers repeat SIGTERM by themselves
+        if number == signal.SIGINT and self.reason == "SIGINT":  # only SIGINT: launchers repeat SIGTERM
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         self.request(signal.Signals(number).name)
@@ -89,12 +82,12 @@ class StopFlag:
 
 @dataclass(frozen=True)
 class TimeLimit:
-    """Time limit of this process's job."""
+    """This job's time limit."""
 
     ends_at: float  # unix seconds
     seconds: float  # of one job; more than zero
 
 
 def requeues_needed(eta_seconds: float, *, left_seconds: float, limit_seconds: float) -> int:
-    """Further jobs of `limit_seconds` needed to finish; start-up and saving are not counted."""
+    """Count the further jobs needed to finish, ignoring start-up and saving."""
     return math.ceil(max(0.0, eta_seconds - max(0.0, left_seconds)) / limit_seconds)

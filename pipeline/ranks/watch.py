@@ -1,11 +1,11 @@
-"""Watch each other: name a rank that died, hangs or is stopped, and end the run so that it can restart.
+"""Ranks watch each other: name one that died, hangs or is stopped, and end the run so that it can restart.
 
-A thread of each rank writes a heartbeat, looks every second for dead processes of this host, and, once this rank has
-made no progress for a quarter of `hang_seconds`, at all heartbeats: when no rank has for all of it, `find_suspects`
-names those that hang. Each host's ranks dump their stacks to STAGE/ranks/stack-rank-N.txt; one process per host prints
-what happened, kills the hanging ones on its host and exits with 1. Costs a 4 KiB file every 2 seconds, less often above
-64 ranks. It cannot end a process alone on its host that is stopped or in a C call holding the GIL (the other hosts name
-it and end; the launcher must kill it), nor one in an uninterruptible system call. If a host's ranks are not numbered
+A thread of each rank writes a heartbeat, checks every second for dead processes of this host, and, once this rank has
+made no progress for a quarter of `hang_seconds`, reads all heartbeats. When no rank made any for all of it,
+`find_suspects` names those that hang. Each host's ranks dump their stacks to STAGE/ranks/stack-rank-N.txt; one process
+per host reports, kills the hanging ones there and exits with 1. Costs a 4 KiB file every 2 seconds, less often above 64
+ranks. Cannot end a process alone on its host that is stopped or in a C call holding the GIL (the other hosts name it
+and end; the launcher must kill it), nor one in an uninterruptible system call. If a host's ranks are not numbered
 consecutively, a dead one is only found as a hang.
 """
 
@@ -52,24 +52,18 @@ from pipeline.ranks.process import describe_process, process_started, this_machi
 from pipeline.ranks.stacks import DUMP_SIGNAL, StackDumps, is_whole, main_thread_waits, stack_excerpt, stack_file
 
 _WRITE_SECONDS, _FILES_PER_SECOND = 2.0, 32
-_LOOK_SECONDS = 1.0  # at the processes of this host
-_FOLLOW_SECONDS = 6.0  # until a rank exits after another one on its host has ended the run
+_LOOK_SECONDS = 1.0  # between checks of this host's processes
+_FOLLOW_SECONDS = 6.0  # until a rank exits after another on its host ended the run
 _STACK_SECONDS = 10.0  # for a process to write its whole stack to a busy disk
-_CLOSE_SECONDS = 60.0  # for a last "running" that the disk delays; after "left" it would make this rank look dead
+_CLOSE_SECONDS = 60.0  # for a delayed last "running", which after "left" would make this rank look dead
 _SAY_SECONDS, _FIRST_STEP_SECONDS = 5.0, 600.0
 _MOST_NAMED = 4
 
 
 class Watch:
-    """One rank's watcher; a context manager.
-
-    Args:
-        folder: for heartbeats and stacks, shared by all ranks.
-        attempt: a text that all ranks of this start share, and no other start has.
-        hang_seconds: longest time without progress once a first step is done (before it, at least 10 minutes);
-            0: no limit (dead processes are still found).
-        say: shows a message; called from another thread.
-    """
+    """One rank's watcher. All ranks share `folder` for heartbeats and stacks; `attempt` identifies this start of the
+    ranks; `hang_seconds` limits the time without progress after the first step (before it, at least 10 minutes; 0: no
+    limit, but dead processes are found); `say` is called from another thread."""
 
     def __init__(
         self, folder: Path, *, place: Place, attempt: str, hang_seconds: float, say: Callable[[str], None]
@@ -84,28 +78,28 @@ class Watch:
         self._others = [rank for rank in range(place.world_size) if rank not in (place.rank, *self._siblings)]
         self._clock = WakingClock(most_seconds=4 * self._look_seconds)
         self._sightings = Sightings()
-        self._progress = (0, 0, "starting")  # step, turn, status: replaced as a whole by the main thread
+        self._progress = (0, 0, "starting")  # step, turn, status: the main thread replaces the tuple
         self._seen_progress = self._progress
         self._progressed_at = self._next_write = 0.0
-        self._looked_at = -math.inf  # at all heartbeats
+        self._looked_at = -math.inf  # last read of all heartbeats
         self._sequence = 0
         self._has_complained = False
-        # The first step comes after imports, loading and compiling, which count as no progress.
+        # Imports, loading and compiling before the first step report no progress.
         self._patience_seconds = max(hang_seconds, _FIRST_STEP_SECONDS)
-        self._ended = ""  # what was said when this rank ended the run
+        self._ended = ""  # the message, if this rank ended the run
         self._stacks = StackDumps(stack_file(folder, place.rank))
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="watch")
 
     def __enter__(self) -> Watch:
-        """Start; in the main thread."""
+        """Call in the main thread."""
         with suppress(OSError):
             make_folders(self._folder, below=self._folder.parent.parent)  # the run folder, which may be gone
             if self._place.is_main:
                 _forget(self._folder, ranks_from=self._place.world_size, said_but=said_file(self._attempt))
-                # A file that was not there is not looked for again at once on NFS.
+                # NFS caches a missing file, so create it now.
                 heartbeat_file(self._folder, "news").open("ab").close()
-        self._stacks.open()  # before the first heartbeat, after which the others may ask for a stack
+        self._stacks.open()  # before the first heartbeat: others may then ask for a stack
         self._write("running")
         self._thread.start()
         return self
@@ -113,19 +107,19 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # Stopped is how all ranks leave together; a rank that only lost its peer has not failed either.
+        # With Stopped all ranks leave together; a rank that only lost its peer has not failed either.
         innocent = error is None or peer_is_gone(error) or type(error).__name__ == "Stopped"
         self.close(failure="" if innocent else f"{type(error).__name__}: {error}")
 
     def progress(self, step: int, *, status: str = "training") -> None:
-        """Report progress from the main thread, after `step` steps; not while waiting for other ranks. Free."""
+        """Report progress after `step` steps, from the main thread, not while waiting for other ranks. Free."""
         last_step, turn, _ = self._progress
         self._progress = (step, turn + 1 if step == last_step else 0, status)
         if step == last_step + 1:
             self._patience_seconds = self._hang_seconds
 
     def close(self, *, failure: str = "") -> None:
-        """Leave, so that this process's end is no alarm; `failure` is the error that it ends with."""
+        """Sign off, so that this process's end raises no alarm; `failure` is the error it ends with."""
         self._closing.set()
         self._thread.join(timeout=_CLOSE_SECONDS)
         if not self._ended:
@@ -150,9 +144,9 @@ class Watch:
             beat = self._sightings.of(rank)
             if beat is None or not (beat.is_gone or (beat.is_here and beat.state == "ended")):
                 continue
-            self._read([rank])  # it may have left since
+            self._read([rank])  # it may have signed off since
             beat = self._sightings.of(rank) or beat
-            if beat.state == "ended":  # it has said why, and its host's launcher ends us
+            if beat.state == "ended":  # it reported why, and the launcher ends us
                 self._end_quietly()
             if beat.state == "running" and beat.is_gone:
                 self._end_because_of(gone(beat))
@@ -163,7 +157,7 @@ class Watch:
             os._exit(1)
 
     def _end_because_of(self, sentence: str) -> None:
-        """The main thread usually fails in its next exchange with the others, and closes this watch."""
+        """Report and exit, unless the main thread fails in its next exchange and closes this watch, as usual."""
         self._read(self._siblings)
         if not self._reports() or self._is_run_gone():
             return self._end_quietly()
@@ -177,10 +171,10 @@ class Watch:
 
     def _look_for_hangs(self) -> None:
         now, idle, patience = self._clock.now, self._clock.now - self._progressed_at, self._patience_seconds
-        # One rank per host does this; the others only if that one seems to be stuck itself.
+        # One rank per host does this, the others only if that one seems stuck.
         if idle < patience / 4 or not (self._reports() or idle > 1.5 * patience):
             return
-        # Silence needs two looks, the judgement a fresh one; each costs a file operation for every rank.
+        # Silence shows after two reads, and judging needs a fresh one; a read costs a file operation per rank.
         pause_seconds = self._write_seconds if idle >= patience else max(self._write_seconds, patience / 4)
         if now - self._looked_at >= pause_seconds:
             self._looked_at = now
@@ -201,7 +195,7 @@ class Watch:
     def _end_the_run(self, suspects: list[Suspect]) -> None:
         here = [beat for rank in self._siblings if (beat := self._sightings.of(rank)) and beat.is_signalable]
         kernel = {beat.rank: describe_process(beat.pid) for beat in here}
-        # The own one first: a stopped rank continues when it is asked, and this rank's main thread with it.
+        # Ours first: asking resumes a stopped rank, and with it this rank's main thread.
         stacks = self._collect_stacks([self._beat("running"), *here])
         named = [self._describe(suspect, kernel=kernel, stacks=stacks) for suspect in suspects[:_MOST_NAMED]]
         if len(suspects) > _MOST_NAMED:
@@ -218,7 +212,7 @@ class Watch:
         os._exit(1)
 
     def _collect_stacks(self, beats: list[Heartbeat]) -> dict[int, list[str]]:
-        """Make all ranks of this host dump their stacks; the relevant lines of each."""
+        """Make this host's ranks dump their stacks; return the relevant lines by rank."""
         before = {beat.rank: _size(stack_file(self._folder, beat.rank)) for beat in beats}
         for beat in beats:
             if beat.rank == self._place.rank:
@@ -255,7 +249,7 @@ class Watch:
         return f"{text}; it did not answer with a stack" if suspect.rank in stacks else text
 
     def _reports(self) -> bool:
-        """True if this rank is to report: the lowest of its host that can, if none has yet."""
+        """True if this rank should report: it is its host's lowest that can, and none has yet."""
         for rank in self._siblings:
             beat = self._sightings.of(rank)
             if beat is None or not beat.is_here:
@@ -263,7 +257,7 @@ class Watch:
             if beat.state == "ended":
                 return False
             is_stale = self._sightings.silent_seconds(rank, now=self._clock.now) > 4 * self._write_seconds
-            # One that has closed its watch and is still alive has lost a peer, and reports by `report_gone`.
+            # Alive with its watch closed: it lost a peer, and reports through `report_gone`.
             if rank < self._place.rank and not beat.is_gone and not (beat.state == "running" and is_stale):
                 return False
         return True
@@ -314,14 +308,14 @@ class Watch:
         )
 
     def _tell(self, text: str) -> None:
-        """In a thread: a blocked terminal, or a lock held by the main thread, must not block the watch."""
+        """Print from a thread, so that a blocked terminal or a lock of the main thread does not block the watch."""
         thread = threading.Thread(target=self._say, args=(text,), daemon=True)
         thread.start()
         thread.join(timeout=_SAY_SECONDS)
 
 
 def _forget(folder: Path, *, ranks_from: int, said_but: str) -> None:
-    """Remove what earlier attempts left: files of higher ranks, and that something was said."""
+    """Remove earlier attempts' files of higher ranks and `said_file`s."""
     for path in folder.iterdir():
         number = re.search(r"rank-(\d+)\.", path.name)
         if (number and int(number[1]) >= ranks_from) or (path.name.startswith("said-") and path.stem != said_but):

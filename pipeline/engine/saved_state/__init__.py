@@ -1,1 +1,1 @@
-"""A checkpoint of an engine: its files, and how any world size, ZeRO stage and backend reads them."""
+"""Engine checkpoints: write the files, and read them at any world size, ZeRO stage and backend."""

@@ -1,7 +1,7 @@
-"""Average the weights over the steps (EMA, Polyak averaging): one float32 tensor beside each master weight.
+"""Average the weights over the steps (EMA, Polyak averaging): one float32 tensor per master weight.
 
-Costs 4 bytes a parameter, sharded as the masters are, and one pass over both after each step. In a checkpoint it has a
-file of its own. Buffers are not averaged. Does not import DeepSpeed and is not collective.
+Costs 4 bytes a parameter, sharded like the masters, and one pass over both after each step. Does not average buffers,
+import DeepSpeed or communicate.
 """
 
 from collections.abc import Mapping
@@ -12,21 +12,18 @@ from torch import Tensor
 
 from pipeline.recipe.stage import EmaConfig
 
-AVERAGE = "average"  # among the names of what a saved state holds of each parameter
+AVERAGE = "average"  # its name next to moments in a saved state
 Number = TypeVar("Number", float, Tensor)
-_EXCHANGED_ELEMENTS = 1 << 24  # at a time: 64 MiB beside masters and averages
+_EXCHANGED_ELEMENTS = 1 << 24  # at a time: takes 64 MiB
 
 
 def average_file(rank: int) -> str:
-    """Name a process's file; rank 0's holds what all processes hold alike."""
+    """Name a rank's file; rank 0's covers everything if each process holds all."""
     return f"average_rank_{rank}.pt"
 
 
 def decay_at(updates: Number, *, config: EmaConfig) -> Number | float:
-    """The decay of the update after so many (a number or a tensor).
-
-    Sources: tf.train.ExponentialMovingAverage (`num_updates`); timm.utils.ModelEmaV3 (`use_warmup`, its defaults).
-    """
+    """Decay as in tf.train.ExponentialMovingAverage (`num_updates`) and timm.utils.ModelEmaV3 (`use_warmup`)."""
     match config.warmup:
         case "none":
             return config.decay
@@ -41,7 +38,7 @@ def _at_most(limit: float, value: Any) -> Any:
 
 
 class WeightAverage:
-    """Averages of `masters`, float32, whose keys name them in the file; they begin as copies."""
+    """Float32 averages of `masters`, starting as copies; the file uses the keys of `masters`."""
 
     def __init__(self, masters: Mapping[str, Tensor], *, config: EmaConfig) -> None:
         self._config = config
@@ -54,7 +51,7 @@ class WeightAverage:
 
     @property
     def updates(self) -> int:
-        """Number of applied steps averaged so far. Waits for the device."""
+        """Applied steps averaged so far; reading it waits for the device."""
         return int(self._updates)
 
     @updates.setter
@@ -63,9 +60,8 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, *, applied: Tensor) -> None:
-        """After a step: average <- decay * average + (1 - decay) * master if it was applied, else nothing moves.
-        `applied`: 1 or 0, 0-dimensional on the masters' device, so that the host need not know it."""
-        applied = applied.to(self._updates.device)  # masters that are offloaded are on the host
+        """Set average <- decay * average + (1 - decay) * master where the scalar `applied` (on the device) is 1."""
+        applied = applied.to(self._updates.device)  # offloaded masters are on the host
         weight = applied * (1 - decay_at(self._updates, config=self._config))
         weights = [weight.float()] * len(self._averages)
         torch._foreach_lerp_(self._averages, [master.detach() for master in self._masters], weights)
@@ -73,7 +69,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Swap masters and averages in place; twice is never, to the last bit."""
+        """Swap masters and averages in place; twice restores both to the last bit."""
         for master, average in zip(self._masters, self._averages, strict=True):
             pieces = (each.detach().view(-1).split(_EXCHANGED_ELEMENTS) for each in (master, average))
             for one, other in zip(*pieces, strict=True):
@@ -82,15 +78,13 @@ class WeightAverage:
                 other.copy_(kept)
 
     def of(self, master: Tensor) -> Tensor:
-        """The average beside a master."""
         return self._by_master[id(master)]
 
     def restart(self) -> None:
-        """Begin again, from the weights as they are."""
         for master, average in zip(self._masters, self._averages, strict=True):
             average.copy_(master.detach())
         self.updates = 0
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint; shares memory."""
+        """Content of the checkpoint file; shares memory."""
         return {"updates": self.updates, "averages": dict(zip(self._keys, self._averages, strict=True))}

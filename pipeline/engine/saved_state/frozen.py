@@ -1,7 +1,7 @@
-"""Freeze the parts of a model that the recipe names, and keep their exact weights in checkpoints.
+"""Freeze the parts of a model that the recipe names, and checkpoint their exact weights.
 
-In half precision the forward pass computes with rounded values; the exact ones are kept on the CPU (4 bytes of a frozen
-parameter on each rank) and written by rank 0, since DeepSpeed would save the rounded ones.
+In half precision the forward pass uses rounded values, which DeepSpeed would save. Exact ones stay on the CPU (4 bytes
+a frozen parameter on each rank), and rank 0 writes them.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from data_shards.errors import UserError
 from pipeline.engine.saved_state.reading import read_state
 from pipeline.optimizers.parameter_groups import is_head
 
-FILE = "frozen.pt"  # of a checkpoint, beside DeepSpeed's
+FILE = "frozen.pt"  # in a checkpoint, next to DeepSpeed's files
 _PARTS: dict[str, Callable[[str], bool]] = {
     "trunk": lambda name: not is_head(name),
     "head": is_head,
@@ -27,7 +27,7 @@ _PARTS: dict[str, Callable[[str], bool]] = {
 
 
 def freeze(model: nn.Module, frozen: tuple[str, ...], *, key: str) -> None:
-    """Freeze what `frozen` names. UserError naming the recipe's `key`: no match, or nothing left to train."""
+    """UserError, naming the recipe's `key`, if an entry matches nothing or nothing is left to train."""
     names = [name for name, _ in model.named_parameters()]
     for each in frozen:
         chosen = _PARTS.get(each, lambda name, pattern=each: fnmatchcase(name, pattern))
@@ -47,19 +47,19 @@ def freeze(model: nn.Module, frozen: tuple[str, ...], *, key: str) -> None:
 
 
 def frozen_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Float32 copies on the CPU."""
+    """Copy the frozen weights to the CPU, in float32."""
     found = {name: p.detach().float().cpu() for name, p in model.named_parameters() if not p.requires_grad}
     return {name: tensor.clone() for name, tensor in found.items()}
 
 
 def read_frozen(folder: Path) -> dict[str, Tensor]:
-    """Read the file in DeepSpeed's `folder`; empty if there is none."""
+    """Read them from DeepSpeed's `folder`; empty if it has no such file."""
     file = folder / FILE
     return dict(read_state(file)["weights"]) if file.exists() else {}
 
 
 def put_frozen(parameter: Any, values: Tensor, *, rank: int) -> None:
-    """Copy whole float32 values into a frozen parameter, or this rank's piece of it under ZeRO 3."""
+    """Copy a whole parameter's values in; under ZeRO 3, this rank's piece of them."""
     if hasattr(parameter, "ds_tensor"):
         piece, flat = parameter.ds_tensor, values.flatten()
         first = rank * piece.numel()

@@ -1,9 +1,8 @@
-"""Copy a snapshot to host memory while training continues: one buffer, kept and filled again at each save.
+"""Copy a snapshot to host memory during training, into one buffer that every save reuses.
 
-A checkpoint's content changes in an optimizer step and when weights are swapped with their averages, not in forward and
-backward passes: a thread copies beside those, and only the next change waits (`Hold`). Costs as many bytes of host
-memory as the process writes. A CPU copies by one thread (about 5 GB/s); a GPU by its copy engine into page-locked
-memory, for which the next change's kernels wait, not the host. One snapshot at a time.
+A thread copies during forward and backward passes, and only the next change of the state (an optimizer step or weight
+swap) waits (`Hold`): on a GPU its kernels, not the host, as the copy engine writes to page-locked memory. Costs as much
+host memory as the process writes. A CPU copies about 5 GB/s. One snapshot at a time.
 """
 
 import contextlib
@@ -17,13 +16,13 @@ import torch
 
 from pipeline.engine.saved_state.state_files import Abandoned, Place, StateFile
 
-_ALIGNMENT = 512  # of a tensor's begin in the buffer: CUDA's own
+_ALIGNMENT = 512  # bytes, of each storage in the buffer: CUDA's own
 _PIECE_BYTES = 64 << 20
-_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices of the process
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all of the process's devices
 
 
 class HostBuffer:
-    """Host memory for one snapshot of an engine on `device`; grows when a larger one comes."""
+    """Host memory for one snapshot of an engine on `device`; grows as needed."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -32,27 +31,26 @@ class HostBuffer:
 
     @property
     def num_bytes(self) -> int:
-        """Host memory held."""
         return self._bytes.numel()
 
     def device_of_thread(self) -> contextlib.AbstractContextManager[Any]:
-        """CUDA gives each new thread device 0: every rank of a host would make a context there, of its memory."""
+        """Select our device: in a new thread CUDA would pick 0, where every rank would pay for a context."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def reserve(self, num_bytes: int) -> torch.UntypedStorage:
-        """Return a buffer of at least so many bytes. MemoryError: the host has none."""
+        """Return a buffer of at least `num_bytes`. MemoryError if the host has no room."""
         if self._bytes.numel() < num_bytes:
             self.free()
             try:
                 self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
-            except RuntimeError as error:  # torch's allocator has no type of its own
+            except RuntimeError as error:  # torch's CPU allocator raises no specific type
                 raise MemoryError(str(error).splitlines()[0]) from error
             if self.device.type == "cuda":
                 self._unlock = _page_lock(self._bytes)
         return self._bytes.untyped_storage()
 
     def free(self) -> None:
-        """Give the memory back; nothing may use it any more."""
+        """Release the memory; nothing may still be using it."""
         if self._unlock is not None:
             self._unlock()
         self._unlock, self._bytes = None, torch.empty(0, dtype=torch.uint8)
@@ -65,12 +63,12 @@ def _page_lock(memory: torch.Tensor) -> Callable[[], None] | None:
     if int(cudart.cudaHostRegister(address, memory.numel(), _PORTABLE)) != 0:
         return None
     unlock = weakref.finalize(memory, cudart.cudaHostUnregister, address)
-    unlock.atexit = False  # the process's end unlocks it as well, and CUDA may be gone by then
+    unlock.atexit = False  # process exit unlocks it anyway, and CUDA may be gone by then
     return unlock
 
 
 def copy_bytes(files: Sequence[StateFile]) -> int:
-    """Bytes of host memory that a copy of `files` takes."""
+    """Host memory needed to copy `files`."""
     return sum(_aligned(storage.nbytes()) for storage in _sources(files).values())
 
 
@@ -78,23 +76,23 @@ def _sources(files: Sequence[StateFile]) -> dict[Place, torch.UntypedStorage]:
     return {place: storage for file in files for place, storage in file.storages().items()}
 
 
-_Part = tuple[torch.UntypedStorage, torch.UntypedStorage]  # one storage of a snapshot, and where it goes
+_Part = tuple[torch.UntypedStorage, torch.UntypedStorage]  # a snapshot's storage and its target
 
 
 class HostCopy:
-    """One snapshot on its way to the host: made by the thread that trains, run by another."""
+    """One snapshot's copy: created by the training thread, run by another."""
 
     def __init__(self, files: Sequence[StateFile], *, buffer: HostBuffer) -> None:
         self._files, self._buffer = tuple(files), buffer
         self._ordered = threading.Event()
         self._copied: torch.cuda.Event | None = None
-        self._written: torch.cuda.Event | None = None  # when the training's kernels so far are done
+        self._written: torch.cuda.Event | None = None  # training's kernels so far are done
         if buffer.device.type == "cuda":
             self._written = torch.cuda.Event()
             self._written.record(torch.cuda.current_stream(buffer.device))
 
     def run(self, *, abandoned: threading.Event | None = None) -> tuple[StateFile, ...]:
-        """Copy, and return the files with their tensors in the buffer. Abandoned: `abandoned` was set."""
+        """Copy, and return the files with their tensors in the buffer. Raises Abandoned once `abandoned` is set."""
         with self._buffer.device_of_thread():
             try:
                 parts, files = self._plan()
@@ -107,12 +105,12 @@ class HostCopy:
             finally:
                 self._ordered.set()
                 if self._copied is not None:
-                    self._copied.synchronize()  # whatever else failed: the buffer must not be filled while it is used
+                    self._copied.synchronize()  # even on failure: nobody may reuse the buffer mid-copy
                 self._files = ()
         return files
 
     def wait(self) -> None:
-        """Return when what comes next in this thread, or in its stream, may change what is copied."""
+        """Return once this thread, or its CUDA stream, may change the copied tensors."""
         self._ordered.wait()
         if self._copied is not None:
             torch.cuda.current_stream(self._buffer.device).wait_event(self._copied)
@@ -132,7 +130,7 @@ class HostCopy:
         assert self._written is not None
         stream.wait_event(self._written)
         with torch.cuda.stream(stream):
-            copied = torch.cuda.Event(blocking=True)  # who waits for it sleeps
+            copied = torch.cuda.Event(blocking=True)  # waiters sleep instead of spinning
             try:
                 for source, target in parts:
                     _as_bytes(target).copy_(_as_bytes(source), non_blocking=True)
@@ -144,7 +142,7 @@ class HostCopy:
 def _copy_on_host(
     source: torch.UntypedStorage, target: torch.UntypedStorage, *, abandoned: threading.Event | None
 ) -> None:
-    """Copy in one thread, which leaves the cores and the interpreter to training."""
+    """Copy in one thread, without the GIL: training keeps the other cores."""
     for first in range(0, source.nbytes(), _PIECE_BYTES):
         if abandoned is not None and abandoned.is_set():
             raise Abandoned

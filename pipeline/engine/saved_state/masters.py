@@ -1,8 +1,8 @@
 """Find the master weights and moments in a running engine, and load saved ones into them.
 
-A slot is a piece of a flattened group (ZeRO 1 and 2), of a parameter (3) or all of one (0), so that restoring is one
-copy in every stage. DeepSpeed's own setters fail where the world size does not divide a parameter's size, and create no
-moments. Relies on attributes of DeepSpeed 0.19's optimizers; does not import it.
+A slot covers a piece of a flattened group (ZeRO 1 and 2), a piece of a parameter (3) or a whole one (0). DeepSpeed's
+own setters fail where the world size does not divide a parameter's size, and create no moments. Relies on attributes
+of DeepSpeed 0.19's optimizers; does not import it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,12 +27,12 @@ class Slot:
     count: int
 
     def piece(self, flat: Tensor) -> Tensor:
-        """These elements of the master, or of what lies beside it."""
+        """View these elements of the master, or of a tensor of its layout."""
         return flat.detach().view(-1).narrow(0, self.start, self.count)
 
 
 def masters_of(engine: Any) -> list[Tensor]:
-    """The flat float32 tensors of this rank that DeepSpeed's optimizer moves."""
+    """Return this rank's flat float32 tensors that DeepSpeed's optimizer updates."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3
         return list(optimizer.fp32_partitioned_groups_flat)
@@ -40,12 +40,12 @@ def masters_of(engine: Any) -> list[Tensor]:
 
 
 def slots_of(engine: Any, *, rank: int) -> dict[str, Slot]:
-    """This rank's share of each trained parameter, by name; those without a share are left out."""
+    """Map trained parameters' names to this rank's share, leaving out those it has none of."""
     optimizer = engine.optimizer
     found: dict[str, Slot] = {}
     for name, parameter in engine.module.named_parameters():
         if not parameter.requires_grad:
-            continue  # frozen: not the optimizer's
+            continue
         if hasattr(parameter, "ds_id"):  # stage 3: equal pieces, the last of them padded
             flat, start, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
             first = rank * size
@@ -72,8 +72,7 @@ def put_state(
     takes: Literal["pieces", "parameters"],
     rank: int,
 ) -> None:
-    """Load masters, moments, frozen weights and buffers; not what is rounded from the masters. `masters` are all of the
-    optimizer's; `takes`: see `vocabulary.OptimizerState`."""
+    """Load `masters`, moments, frozen weights and buffers, but not the weights rounded from masters."""
     optimizer.state.clear()
     moments = saved.moments if takes == "pieces" else {}
     if takes == "parameters":
@@ -95,7 +94,7 @@ def put_state(
 
 
 def put_average(average: WeightAverage, saved: PortableState, *, slots: Mapping[str, Slot]) -> None:
-    """Load the averages of the weights; a state that has none begins them from its weights, already in place."""
+    """Load the weight averages, or restart them from the loaded weights if the state has none."""
     average.restart()
     if saved.average_updates is None:
         return
@@ -106,14 +105,14 @@ def put_average(average: WeightAverage, saved: PortableState, *, slots: Mapping[
 
 
 def round_masters(engine: Any) -> None:
-    """Recompute the forward pass's weights from the masters; collective."""
+    """Recompute the forward weights from the masters; collective."""
     optimizer = engine.optimizer
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3, as its own loader does it
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3, as in its own loader
         optimizer.checkpoint_event_prologue()  # frees gathered weights
         shards = zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True)
         for half, master in shards:
             half.detach().copy_(master.detach())
-        optimizer.checkpoint_event_epilogue()  # gathers again those that are kept whole
+        optimizer.checkpoint_event_epilogue()  # re-gathers persistent parameters
     else:
         optimizer.update_lp_params()
 
@@ -140,7 +139,7 @@ def _empty_state(master: Tensor, saved: PortableState, *, group: dict[str, Any])
 
 
 def _copied(states: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Without memory of the mapped file, which torch would keep."""
+    """Copy tensors out of the mapped file, which torch would otherwise keep using."""
     return {
         number: {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
         for number, state in states.items()

@@ -1,12 +1,11 @@
-"""A saved engine state, independent of world size, ZeRO stage and backend: parameter name -> tensors.
+"""Read a saved engine state as parameter name -> tensors, whatever world size, ZeRO stage and backend wrote it.
 
-ZeRO 0 and accelerate write one file. DeepSpeed cuts weights and moments into flat shards, differently by ZeRO stage and
-world size, and loads only its own cut; here an address undoes the cut: which element of which file holds element i of a
-parameter. Files are mapped, and a rank reads what it keeps. Exact to the last bit; at another world size gradients are
-summed in another order, and float32 losses agree to about 1e-6.
-
-Sources: deepspeed.utils.zero_to_fp32 and the optimizers' `state_dict` of DeepSpeed 0.19. Executes nothing from the
-files (`reading`) and does not look for damage (`pipeline.checkpoint.store.damage_of` does).
+ZeRO 0 and accelerate write one file. DeepSpeed cuts weights and moments into flat shards by ZeRO stage and world size,
+and loads only its own cut; an address says which element of which file holds element i of a parameter. Files are
+mapped, and a rank reads what it keeps. Exact to the last bit; at another world size gradients are summed in another
+order, and float32 losses agree to about 1e-6. Executes nothing from the files (`reading`); does not check for damage
+(`pipeline.checkpoint.store.damage_of`). Sources: deepspeed.utils.zero_to_fp32, `state_dict` of DeepSpeed 0.19's
+optimizers.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from pipeline.engine.saved_state.state_files import left_out, put_back
 from pipeline.ranks.group import Ranks
 from pipeline.recipe.vocabulary import OPTIMIZERS
 
-# Of a checkpoint: what a backend, or a ZeRO stage, writes.
+# In a checkpoint, by backend and ZeRO stage.
 ACCELERATE_FILE = "accelerate.pt"
 DDP_FILE = "ddp.pt"
-DEEPSPEED_FOLDER = "deepspeed"  # DeepSpeed's name for one checkpoint inside ours
-WEIGHT = "weight"  # the master weight, among the names of moments
-_STEP = "step"  # AdamW's counter, beside the moments in torch's optimizers
+DEEPSPEED_FOLDER = "deepspeed"  # DeepSpeed's tag, a folder inside our checkpoint
+WEIGHT = "weight"  # the master weight's name next to moments
+_STEP = "step"  # AdamW's counter in torch's optimizer state
 _PIECE_ELEMENTS = 16 << 20  # sent at a time
 _MOMENTS = {moment for optimizer in OPTIMIZERS.values() for moment in optimizer.moments}
 
@@ -44,14 +43,14 @@ class LossScale:
     scale: float
     iteration: int  # attempted steps
     last_overflow: int  # the iteration of the last overflow; -1: none
-    hysteresis: int | None  # overflows that are still tolerated; None: torch's knows none
+    hysteresis: int | None  # overflows still tolerated; None: torch's scaler has none
 
 
 @dataclass(frozen=True)
 class _Address:
-    """Element i of a parameter is in shard (lead + i) // stride, at base + (lead + i) % stride of one flat tensor."""
+    """Element i of a parameter is in shard (lead + i) // stride, at base + (lead + i) % stride of a flat tensor."""
 
-    flat: int  # which of the flat tensors of a shard
+    flat: int  # index of the flat tensor within a shard
     lead: int
     stride: int
     base: int
@@ -59,14 +58,13 @@ class _Address:
 
 @dataclass(frozen=True)
 class PortableState:
-    """An opened state; tensors are read on demand. Where they come from rank 0, `part` is collective, and all ranks ask
-    for the same."""
+    """An opened state that reads tensors on demand; `part` is collective where they come from rank 0."""
 
-    shapes: dict[str, tuple[int, ...]]  # of all parameters, under the names of the model
+    shapes: dict[str, tuple[int, ...]]  # of all parameters, by the model's names
     buffers: dict[str, Tensor]
-    moments: dict[str, torch.dtype]  # AdamW: exp_avg, exp_avg_sq; SGD: momentum_buffer; none if no step was applied yet
-    average_updates: int | None  # of the moving average of the weights; None: the state has no average
-    optimizer_step: float | None  # AdamW's, for its bias correction; None: SGD, or no step was applied yet
+    moments: dict[str, torch.dtype]  # AdamW: exp_avg, exp_avg_sq; SGD: momentum_buffer; {}: no step was applied yet
+    average_updates: int | None  # of the weights' moving average; None: the state has none
+    optimizer_step: float | None  # for AdamW's bias correction; None: SGD, or no step was applied yet
     global_steps: int  # attempted, as DeepSpeed counts
     global_samples: int
     skipped_steps: int
@@ -75,14 +73,14 @@ class PortableState:
     # (shard, flat, WEIGHT, AVERAGE or a moment) -> 1-d tensor
     _flat: Callable[[int, int, str], Tensor] = field(repr=False)
     frozen: dict[str, Tensor] = field(default_factory=dict, repr=False)  # weights without moments, by name
-    optimizer: dict[str, Any] | None = field(default=None, repr=False)  # torch's state_dict, if it is of one piece
-    _ranks: Ranks | None = field(default=None, repr=False)  # who share it; None: each rank reads for itself
-    _own: PortableState | None = field(default=None, repr=False)  # what rank 0 reads for the others
+    optimizer: dict[str, Any] | None = field(default=None, repr=False)  # torch's state_dict, if unsharded
+    _ranks: Ranks | None = field(default=None, repr=False)  # who share the reading; None: each rank reads for itself
+    _own: PortableState | None = field(default=None, repr=False)  # rank 0: the state it reads for the others
     _shares: Literal["all", "frozen"] = "frozen"  # what comes from rank 0
 
     def part(self, name: str, *, of: str, first: int, count: int) -> Tensor:
-        """Elements of a flattened parameter on the CPU, weights in float32; `of`: WEIGHT, AVERAGE or a moment. May
-        share memory with the mapped file: copy it, do not write to it."""
+        """Read elements of a flattened parameter, on the CPU, weights in float32; `of`: WEIGHT, AVERAGE or a moment.
+        May share memory with the mapped file: do not write to it."""
         if self._ranks is not None and (self._shares == "all" or name in self.frozen):
             mine = None if self._own is None else self._own.part(name, of=of, first=first, count=count)
             return _tensor_from_main(mine, count, ranks=self._ranks)
@@ -104,8 +102,8 @@ class PortableState:
 
 
 def open_state(folder: Path, *, written: Mapping[str, Any], model: nn.Module) -> PortableState:
-    """Open a checkpoint. `written` is its identity (backend, ZeRO stage, processes); `model`, on any device and perhaps
-    sharded, gives names, order and shapes. UserError: the state is of another model or world size."""
+    """Open a checkpoint of identity `written`. `model`, on any device and perhaps sharded, gives names, order and
+    shapes. UserError if the state has another model or world size."""
     if written["backend"] == "accelerate":
         return open_whole(folder / ACCELERATE_FILE, model=model)
     if written["zero_stage"] == 0:
@@ -123,11 +121,11 @@ def open_shared(
     keeps: Literal["whole", "shard"],
     takes: Literal["pieces", "parameters"] = "pieces",
 ) -> PortableState:
-    """`open_state`, collective: rank 0 reads what all need and sends it, each rank reads its own shard, so that a state
-    is read from the disk once a run, not once a rank. Of what each keeps whole, all comes from rank 0, over the ranks'
-    host group; a piece takes three times its 64 MiB on its way. All get `optimizer` only if it `takes` parameters."""
+    """`open_state`, collective, so that a state is read from disk once a run instead of once a rank: rank 0 reads and
+    sends what all need (everything if each keeps the "whole"), and each rank reads its own shard. Travels over the
+    ranks' host group; takes three times a piece's 64 MiB. Sets `optimizer` only if the optimizer `takes` parameters."""
     one_file = written["backend"] == "accelerate" or written["zero_stage"] == 0
-    if ranks.place.world_size == 1 or (keeps == "shard" and one_file):  # mapped: a rank reads its share of it
+    if ranks.place.world_size == 1 or (keeps == "shard" and one_file):  # mapped: a rank reads only its share
         return open_state(folder, written=written, model=model)
     own, known, problem = None, None, ""
     if ranks.place.is_main:
@@ -152,7 +150,7 @@ def open_shared(
 
 
 def _tensor_from_main(tensor: Tensor | None, count: int, *, ranks: Ranks) -> Tensor:
-    """Rank 0's 1-d tensor of `count` elements, on the CPU of every rank."""
+    """Send rank 0's 1-d tensor of `count` elements to every rank's CPU."""
     received: list[Tensor] = []
     for first in range(0, max(1, count), _PIECE_ELEMENTS):
         piece = None if tensor is None else tensor.narrow(0, first, min(_PIECE_ELEMENTS, count - first)).clone()
@@ -163,7 +161,6 @@ def _tensor_from_main(tensor: Tensor | None, count: int, *, ranks: Ranks) -> Ten
 
 
 def _structure_from_main(content: dict[str, Any] | None, *, ranks: Ranks) -> dict[str, Any]:
-    """Rank 0's nested structure, its tensors piece by piece."""
     structure, tensors = left_out(content)
     structure, shapes = ranks.from_main((structure, [tensor.shape for tensor in tensors]))
     mine = [tensor.reshape(-1) for tensor in tensors] if ranks.place.is_main else [None] * len(shapes)
@@ -179,8 +176,8 @@ def _nothing(shard: int, flat: int, of: str) -> Tensor:
 
 
 def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.Module) -> PortableState:
-    """Open what DeepSpeed saved under ZeRO 1 to 3; errors as in `open_state`."""
-    # One file of optimizer states a process; shapes are in the first process's other file.
+    """Open DeepSpeed's files of ZeRO 1 to 3; errors as in `open_state`."""
+    # Each process writes one file of optimizer states; the first process's model file has the shapes.
     found = len(list(folder.glob("*_optim_states.pt")))
     if found != processes:
         raise UserError(f"checkpoint {folder.parent} has the shards of {found} processes instead of {processes}")
@@ -205,7 +202,7 @@ def open_deepspeed(folder: Path, *, zero_stage: int, processes: int, model: nn.M
 
 
 class StateShards:
-    """DeepSpeed's files of optimizer states, one a process, and those of averages; each opened when it is used."""
+    """DeepSpeed's files of optimizer states and our averages, one each a process, opened on first use."""
 
     def __init__(self, folder: Path, *, zero_stage: int) -> None:
         self._folder = folder
@@ -228,7 +225,7 @@ class StateShards:
         return self.optimizer(rank)[self._state_key]["state"]
 
     def averages(self, rank: int) -> dict[str, Any]:
-        """As `WeightAverage.state` gave them; empty: the state has none."""
+        """Read `WeightAverage.state`; {} if none was saved."""
         return self._read(average_file(rank)) if (self._folder / average_file(rank)).exists() else {}
 
     def _read(self, name: str) -> dict[str, Any]:
@@ -241,7 +238,7 @@ class StateShards:
 
 
 def open_whole(file: Path, *, model: nn.Module) -> PortableState:
-    """Open one file with everything (`ReplicatedEngine`), where torch numbers parameters. Errors as in `open_state`."""
+    """Open a `ReplicatedEngine`'s single file; errors as in `open_state`."""
     folder = file.parent
     earlier = UserError(f"checkpoint {folder} was written by an earlier shardvit: continue with that version")
     if not file.exists() and (folder / DEEPSPEED_FOLDER).exists():  # ZeRO 0 was DeepSpeed's
@@ -286,7 +283,7 @@ def open_whole(file: Path, *, model: nn.Module) -> PortableState:
 
 
 def _addresses_1_2(groups: list[dict[str, torch.Size]], shard: dict[str, Any]) -> dict[str, _Address]:
-    """A group's parameters one after the other, cut into equal shards; their padding is not saved."""
+    """ZeRO 1 and 2 cut a group's concatenated parameters into equal shards; the padding is not saved."""
     addresses: dict[str, _Address] = {}
     for number, group in enumerate(groups):
         stride = shard["single_partition_of_fp32_groups"][number].numel() + shard["group_paddings"][number]
@@ -298,7 +295,7 @@ def _addresses_1_2(groups: list[dict[str, torch.Size]], shard: dict[str, Any]) -
 
 
 def _addresses_3(groups: list[dict[str, torch.Size]], *, processes: int) -> dict[str, _Address]:
-    """Each parameter cut into equal shards; a group's pieces of one shard lie one after the other."""
+    """ZeRO 3 cuts each parameter into equal shards and concatenates a group's pieces."""
     addresses: dict[str, _Address] = {}
     for number, group in enumerate(groups):
         base = 0
@@ -325,7 +322,6 @@ def _few(texts: list[str]) -> str:
 
 
 def _counted(content: Mapping[str, Any], states: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """The moments and counters of a `PortableState`."""
     first = next(iter(states.values()), {})
     return {
         "moments": {key: value.dtype for key, value in first.items() if key in _MOMENTS and value is not None},
@@ -335,7 +331,7 @@ def _counted(content: Mapping[str, Any], states: Mapping[int, Mapping[str, Any]]
 
 
 def _loss_scale(scaler: Mapping[str, Any]) -> LossScale | None:
-    """From DeepSpeed's scaler, or the state of torch's, which counts the steps since the last overflow."""
+    """Read DeepSpeed's scaler, or torch's, which counts steps since the last overflow."""
     if "_growth_tracker" in scaler:
         return LossScale(scaler["scale"], iteration=scaler["_growth_tracker"], last_overflow=-1, hysteresis=None)
     if not scaler.get("dynamic", False):

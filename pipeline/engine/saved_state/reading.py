@@ -1,7 +1,7 @@
-"""Read the engines' checkpoint files as data: a file from elsewhere runs no code, whatever it holds.
+"""Read engine checkpoint files as data: no file can run code.
 
-torch's restricted unpickler (`weights_only=True`) makes tensors and plain containers and refuses the rest; three of
-DeepSpeed 0.19's four extra types are read as `Record`, so DeepSpeed is not imported.
+torch's restricted unpickler (`weights_only=True`) builds tensors and plain containers and refuses the rest. Three of
+DeepSpeed 0.19's four extra types become `Record`, without importing DeepSpeed.
 """
 
 import pickle
@@ -17,7 +17,7 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
 class Record:
-    """A DeepSpeed object (loss scaler, fragment_address): attributes that must be plain values."""
+    """A DeepSpeed object (loss scaler, fragment_address) with plain values only."""
 
     def __setstate__(self, attributes: object) -> None:
         if not isinstance(attributes, dict):
@@ -28,7 +28,7 @@ class Record:
         vars(self).update(attributes)
 
 
-# By the names in the files; an enumeration of ints is read as the int.
+# Names in the files -> our type; an IntEnum becomes an int.
 _ALLOWED: list[Any] = [
     (Record, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (Record, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
@@ -38,14 +38,11 @@ _ALLOWED: list[Any] = [
 
 
 def read_state(file: Path, *, how: Literal["map", "copy"] = "map") -> dict[str, Any]:
-    """The content of one engine file; tensors on the CPU, read when used (map) or now (copy).
-
-    Raises:
-        SampleError: it is damaged, or holds more than tensors, plain values and records; perhaps on this rank only.
-    """
+    """Read one engine file; tensors on the CPU, loaded on use (map) or now (copy). SampleError, perhaps on this rank
+    only, if it is damaged or holds more than tensors, plain values and records."""
     try:
         with torch.serialization.safe_globals(_ALLOWED), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of pickle protocols
+            warnings.simplefilter("ignore")  # about pickle protocols
             content = torch.load(file, map_location="cpu", mmap=how == "map", weights_only=True)
     except pickle.UnpicklingError as error:
         raise SampleError(

@@ -1,6 +1,6 @@
-"""Snapshot an engine's state as one process's files of a checkpoint; write, flush and verify them.
+"""Snapshot an engine's state as one process's checkpoint files; write, flush and verify them.
 
-A snapshot takes milliseconds: its tensors share the training's memory. Writing digests in the same pass (blake2b, 0.3
+A snapshot takes milliseconds, since its tensors share training's memory. Writing digests in the same pass (blake2b, 0.3
 to 0.9 GiB/s a core), flushes the file, drops it from the page cache, reads it back and compares.
 """
 
@@ -25,20 +25,20 @@ from data_shards.durable import make_folders
 _FILE_OVERHEAD_BYTES = 4096
 _TENSOR_OVERHEAD_BYTES = 256  # header and alignment of one record in torch's zip format
 _BUFFER_BYTES = 1 << 20
-# Bytes of a file that share a digest, so that several ranks can verify one file; part of the checkpoints' format.
+# Bytes per digest, so that several ranks can verify one file; part of the checkpoint format.
 _PIECE_BYTES = 16 << 20
 
 
 Place = tuple[int, int]
-"""Address and bytes of a storage."""
+"""A storage's address and size in bytes."""
 
 
 @dataclass(frozen=True)
 class Seal:
-    """Size and digests of a file, as in the manifest."""
+    """A file's size and digests, as in the manifest."""
 
     num_bytes: int
-    blake2b: str  # of each 16 MiB of it, in turn, with spaces between
+    blake2b: str  # of each 16 MiB in turn, separated by spaces
 
 
 class Abandoned(Exception):
@@ -47,25 +47,24 @@ class Abandoned(Exception):
 
 @dataclass(frozen=True)
 class StateFile:
-    """One file to be written: a structure with its tensors, or text."""
+    """A file to write: a structure with tensors, or text."""
 
-    path: str  # relative to the checkpoint's folder
-    structure: bytes  # pickled content with the tensors left out; for a file of text, its bytes
-    tensors: tuple[torch.Tensor, ...] | None = None  # what was left out; None for a file of text
+    path: str  # relative to the checkpoint folder
+    structure: bytes  # pickled content without its tensors; for text, its bytes
+    tensors: tuple[torch.Tensor, ...] | None = None  # None for text
 
     @property
     def num_bytes(self) -> int:
-        """Upper bound of the file's size, by a few KB."""
+        """Bound the file's size from above, to a few KB."""
         tensors = sum(storage.nbytes() + _TENSOR_OVERHEAD_BYTES for storage in self.storages().values())
         return _FILE_OVERHEAD_BYTES + len(self.structure) + tensors
 
     def storages(self) -> dict[Place, torch.UntypedStorage]:
-        """Storages of the tensors, each once; without empty ones."""
+        """Return the tensors' distinct, nonempty storages."""
         found = {_place(tensor): tensor.untyped_storage() for tensor in self.tensors or ()}
         return {place: storage for place, storage in found.items() if storage.nbytes()}
 
     def moved(self, copies: Mapping[Place, torch.UntypedStorage]) -> StateFile:
-        """The same file with its tensors on copies of `storages`."""
         if self.tensors is None:
             return self
         tensors = (
@@ -77,7 +76,6 @@ class StateFile:
         return StateFile(self.path, self.structure, tuple(tensors))
 
     def write_to(self, stream: IO[bytes]) -> None:
-        """Serialise; only `stream.write` is used."""
         if self.tensors is None:
             stream.write(self.structure)
         else:
@@ -85,18 +83,18 @@ class StateFile:
 
 
 def text_file(path: str, text: str) -> StateFile:
-    """A file of text."""
+    """Make a text file."""
     return StateFile(path, text.encode())
 
 
 def state_file(path: str, content: Any) -> StateFile:
-    """Take any picklable structure for `torch.save`; tensors share memory, without unused parts of storages."""
+    """Make a `torch.save` file of any picklable structure; tensors share memory, without unused parts of storages."""
     structure, tensors = left_out(content)
     return StateFile(path, structure, tuple(_trimmed(tensors)))
 
 
 def left_out(content: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """Pickle a structure without its tensors; returns both."""
+    """Pickle a structure without its tensors; return both."""
     structure = io.BytesIO()
     pickler = _Pickler(structure)
     pickler.dump(content)
@@ -104,7 +102,7 @@ def left_out(content: Any) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def put_back(structure: bytes, tensors: Sequence[torch.Tensor]) -> Any:
-    """Reassemble what `left_out` of this run took apart."""
+    """Undo `left_out`, within the same run."""
     return _Unpickler(io.BytesIO(structure), tensors).load()
 
 
@@ -115,12 +113,8 @@ def write_file(
     abandoned: threading.Event | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Seal:
-    """Write a file below an existing `folder`, flush it and read it back; `on_bytes` gets each piece's size.
-
-    Raises:
-        OSError: the disk is full or fails, or reads back something else.
-        Abandoned: `abandoned` was set.
-    """
+    """Write a file below an existing `folder`, flush it and read it back; `on_bytes` gets each piece's size. OSError if
+    the disk is full, fails, or reads back different bytes; Abandoned once `abandoned` is set."""
     path = folder / file.path
     make_folders(path.parent, below=folder)
     with path.open("wb", buffering=0) as raw, io.BufferedWriter(raw, _BUFFER_BYTES) as buffered:
@@ -128,11 +122,11 @@ def write_file(
         file.write_to(tee)  # pyright: ignore[reportArgumentType]
         if tee.failure is not None:
             with contextlib.suppress(OSError):
-                raw.close()  # before the buffer is flushed once more into a full disk
+                raw.close()  # or closing would flush the buffer into a full disk again
             raise tee.failure
         buffered.flush()
         os.fsync(raw.fileno())
-        if hasattr(os, "posix_fadvise"):  # so that what is read back comes from the disk
+        if hasattr(os, "posix_fadvise"):  # read back from the disk, not the cache
             os.posix_fadvise(raw.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     seal = tee.seal()
     if digest_of(path) != seal.blake2b:
@@ -141,13 +135,13 @@ def write_file(
 
 
 def digest_of(path: Path) -> str:
-    """Digest a file on the disk, as `Seal.blake2b`."""
+    """Compute `Seal.blake2b` of a file on disk."""
     count = max(1, -(-path.stat().st_size // _PIECE_BYTES))
     return " ".join(piece_digests(path, first=0, count=count))
 
 
 def piece_digests(path: Path, *, first: int, count: int) -> list[str]:
-    """Digest `count` pieces of a file, from number `first` on."""
+    """Digest `count` pieces of a file, starting at piece `first`."""
     digests: list[str] = []
     with path.open("rb", buffering=0) as file:
         file.seek(first * _PIECE_BYTES)
@@ -161,20 +155,20 @@ def piece_digests(path: Path, *, first: int, count: int) -> list[str]:
 
 
 def whole_digest(path: Path) -> str:
-    """Digest a whole file at once, as older manifests do."""
+    """Digest a file in one piece, as older manifests do."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, _hasher).hexdigest()
 
 
 def piece_sizes(num_bytes: int) -> list[int]:
-    """Bytes of each digested piece of a file."""
+    """Bytes in each digested piece of a file."""
     full, rest = divmod(num_bytes, _PIECE_BYTES)
     return [_PIECE_BYTES] * full + ([rest] if rest or not full else [])
 
 
 class _Tee:
-    """Writes and digests in one pass. Never raises into `torch.save`, whose C++ writer would print and throw again in
-    its cleanup: the first failure is kept, and later writes are dropped."""
+    """Writes and digests in one pass. Keeps the first failure and drops later writes instead of raising into
+    `torch.save`, whose C++ writer would print and throw again in its cleanup."""
 
     def __init__(
         self, stream: IO[bytes], *, abandoned: threading.Event | None, on_bytes: Callable[[int], None] | None
@@ -209,7 +203,7 @@ class _Tee:
             self._on_bytes(len(piece))
 
     def flush(self) -> None:
-        """Nothing: `write_file` flushes when all is written."""
+        """Do nothing: `write_file` flushes at the end."""
 
     def seal(self) -> Seal:
         return Seal(self._num_bytes, " ".join(digest.hexdigest() for digest in self._digests))
@@ -228,7 +222,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts the tensors back; reads only what `_Pickler` wrote in a process of this run."""
+    """Puts the tensors back; reads only what this run's `_Pickler` wrote."""
 
     def __init__(self, file: IO[bytes], tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(file)
@@ -239,7 +233,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _trimmed(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Put the tensors on storages that hold nothing else, without a copy."""
+    """Move the tensors to storages without unused bytes, not copying."""
     spans: dict[tuple[int, torch.dtype], list[tuple[int, int]]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -247,7 +241,7 @@ def _trimmed(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     merged = {home: _merged(those) for home, those in spans.items()}
     parts: dict[tuple[int, int], torch.UntypedStorage] = {}
     for tensor in tensors:
-        if not tensor.numel():  # such as the placeholders of ZeRO-3
+        if not tensor.numel():  # such as ZeRO 3's placeholders
             yield torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
             continue
         first, end = _reach(tensor)
@@ -266,7 +260,7 @@ def _home(tensor: torch.Tensor) -> tuple[int, torch.dtype]:
 
 
 def _reach(tensor: torch.Tensor) -> tuple[int, int]:
-    """First and end of the bytes of its storage that a tensor spans."""
+    """Return the first and end byte a tensor spans in its storage."""
     last: int = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = int(tensor.storage_offset())
     return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
