@@ -1,1 +1,1 @@
-"""Scripts that measure; what they printed is kept in records/."""
+"""Benchmark scripts; their output is kept in records/."""

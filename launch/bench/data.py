@@ -1,15 +1,11 @@
-"""The data path side by side with what people use, on photographs that the user names.
+"""Compare our data path with common loaders, on the user's photographs.
 
     python -m launch.bench.data FOLDER_OR_TAR [--images 4000] [--rounds 3] [--record FILE] [--quick]
 
-Measures the training transform alone (one core) beside stock torchvision; whole loaders with two workers, each in a
-fresh process, in rounds, so that changes of the machine's speed hit all alike; the time to resume in a set of 1,000
-shards; and our memory over several epochs. A peer that is not installed, or fails, is skipped with a line. None is a
-dependency: `pip install nvidia-dali-cuda130 grain mosaicml-streaming litdata` into an environment on top of this one.
-All on the CPU; a GPU is hidden from everyone.
-
-Costs about 8 minutes on two cores (2 with --quick) and 2.5 GB in the folder for temporary files. Files are in the page
-cache: disks and networks are not measured.
+Measures, on the CPU: the training transform alone (one core) against stock torchvision; loaders with two workers, each
+in a fresh process, in rounds; time to resume in 1,000 shards; our memory over several epochs. Skips peers that fail or
+are not installed: `pip install nvidia-dali-cuda130 grain mosaicml-streaming litdata` on top of this environment. Costs
+about 8 minutes on two cores (2 with --quick) and 2.5 GB of temporary files. Does not measure disks or networks.
 """
 
 import json
@@ -38,7 +34,7 @@ Part = Literal["transform", "loaders", "resume", "memory"]
 
 _QUICK_METHODS = (STOCK, "dali-uint8", "webdataset-fast", "grain-fast", OURS, OURS_PROCESSES, OURS_RESIZED)
 _QUICK_IMAGES, _QUICK_ROUNDS = 1000, 1
-_LEAST_IMAGES = 8 * BATCH_IMAGES  # a batch a shard; and webdataset's workers need whole shards
+_LEAST_IMAGES = 8 * BATCH_IMAGES  # one batch per shard; webdataset's workers need whole shards
 _RESUME_POSITIONS, _RESUME_EPOCHS = 3, 10
 _MEMORY_EPOCHS = 3
 _TIMEOUT_SECONDS = 300.0
@@ -65,7 +61,7 @@ def bench(
     quick: Annotated[bool, Parameter(help="One round of seven loaders on 1,000 images.", negative=())] = False,
     record: Annotated[Path | None, Parameter(help="Write FILE (JSON), and the report beside it as .txt.")] = None,
 ) -> Results:
-    """Measure the data path and its peers on a folder or tar of JPEGs."""
+    """Measure our data path and its peers on a folder or tar of JPEGs."""
     from launch.bench.data_prepare import prepare, read_photographs
 
     if quick:
@@ -122,7 +118,7 @@ def _loaders(results: Results, wanted: tuple[str, ...], *, work: Work, images: i
             else:
                 prepared.add(format_writer)
     steps = images // BATCH_IMAGES
-    warm_up, batches = max(1, steps // 10), steps // 2  # it ends before the set does: no worker runs dry
+    warm_up, batches = max(1, steps // 10), steps // 2  # ends before the set does: no worker runs dry
     for round_number in range(rounds):
         turns = [name for name in wanted if name not in results.skipped]
         shift = round_number * len(turns) // rounds  # so that no method always follows the same one
@@ -177,7 +173,7 @@ def _memory(results: Results, *, work: Work) -> None:
 
 
 def _child(task: str, *, work: Work, **request: Any) -> Told:
-    """Run one task of `data_child` in a fresh process, without a GPU and without a launcher's variables."""
+    """Run a task of `data_child` in a fresh process, without a GPU or a launcher's variables."""
     work.temporary.mkdir(parents=True, exist_ok=True)
     environment = without_place()
     return run_told(
@@ -209,7 +205,7 @@ def _skip(results: Results, name: str, *, reason: str) -> None:
 def _is_installed(package: str) -> bool:
     try:
         return util.find_spec(package) is not None
-    except ModuleNotFoundError:  # of a package inside one that is not there
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 

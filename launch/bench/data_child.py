@@ -1,11 +1,11 @@
-"""One measured process of the data benchmark; it marks its progress (see `measure.Teller`).
+"""One measured process of the data benchmark; it marks its progress (`measure.Teller`).
 
-    loader   marks `first` (batch), `go` (after the warm-up) and `end`, the last two with the tree's CPU seconds
-    resume   `ready` (everything is imported) and `end`, the first batch
+    loader   `first` (batch), `go` (after the warm-up) and `end`, the last two with the process tree's CPU seconds
+    resume   `ready` (imports done) and `end` (first batch)
     memory   `tenth` 1 .. 10 * epochs, each with the tree's memory; then `end`
     prepare  `end`, when a peer's own format is written
 
-Imports are late: the time to the first batch includes each method's.
+Imports late: the time to the first batch includes each method's imports.
 """
 
 import json
@@ -31,7 +31,7 @@ def _loader(teller: Teller, work: Work, *, method: str, warm_up: int, batches: i
     for _ in islice(stream, batches):
         pass
     teller.mark("end", cpu_seconds=tree_cpu_seconds(psutil.Process()))
-    sys.stdin.read()  # until its memory has been read: the workers leave with this process
+    sys.stdin.read()  # wait until the parent has read our memory: the workers exit with this process
 
 
 def _batches(method: Method, work: Work) -> Iterator[Any]:

@@ -1,12 +1,12 @@
-"""Methods that the data benchmark compares, and the folders they read. Imports nothing heavy."""
+"""Methods of the data benchmark and the folders that they read. Imports nothing heavy."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 BATCH_IMAGES, WORKERS, PIXELS = 64, 2, 224
-CROP_AREA = (0.08, 1.0)  # torchvision's, timm's and DALI's default; ours is set to it
-SHORT_SIDE, QUALITY = 320, 90  # of the shards that are packed smaller
+CROP_AREA = (0.08, 1.0)  # default of torchvision, timm and DALI; we set ours to it
+SHORT_SIDE, QUALITY = 320, 90  # of the resized shards
 
 
 class Work:
@@ -27,9 +27,9 @@ _TRANSFORMS: dict[TransformName, str] = {"stock": ", torchvision", "fast": ", ou
 class Method:
     """A loader to measure."""
 
-    loader: str  # its name, for the table
-    needs: tuple[str, ...] = ()  # packages that the project does not need itself
-    transform: TransformName = "stock"  # torchvision's, ours, or one that the loader brings along
+    loader: str  # name in the table
+    needs: tuple[str, ...] = ()  # packages that are no dependency of this project
+    transform: TransformName = "stock"  # torchvision's, ours, or the loader's own
     batches: str | None = None  # function of `data_peers`; None: ours
     prepare: str | None = None  # function of `data_peers` that writes the loader's own format
     shards: Literal["originals", "resized"] = "originals"
@@ -41,7 +41,7 @@ class Method:
 
 
 STOCK = "webdataset"
-OURS, OURS_PROCESSES, OURS_RESIZED = "ours", "ours-processes", "ours-320"  # ours: as data.worker_kind auto
+OURS, OURS_PROCESSES, OURS_RESIZED = "ours", "ours-processes", "ours-320"  # ours: same as data.worker_kind auto
 
 _PEERS: dict[str, Method] = {
     STOCK: Method("webdataset + WebLoader", batches="webdataset"),

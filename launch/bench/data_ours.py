@@ -1,8 +1,7 @@
-"""Our data path for the data benchmark: the loader, and the training transform, alone beside stock's and for peers.
+"""Our side of the data benchmark: the loader, and the training transform, measured against stock and lent to peers.
 
-The transforms run on one core of this process. Stock draws its own boxes from the same distribution. The reference of
-our pixels is the whole image decoded by Pillow, the same box cut out, and torch's antialiased bilinear resize in
-float32, not rounded.
+The transforms run on one core of this process. Stock draws its own boxes from the same distribution. Reference pixels:
+decode the whole image with Pillow, cut out the same box, resize in float32 with torch's antialiased bilinear filter.
 """
 
 import io
@@ -30,12 +29,12 @@ from launch.bench.measure import in_turns
 
 OURS = TrainTransform(PIXELS, crop_area=CROP_AREA)
 _SEED, _CROP_SEED = 1, 2
-_LANES = 64  # as `data.lanes: auto` for this batch
+_LANES = 64  # same as `data.lanes: auto` for this batch
 _WINDOW_IMAGES = 16384  # the recipe's default
 
 
 def fast_transform() -> Callable[[bytes], Any]:
-    """Our transform as a function: bytes of a JPEG -> torch uint8 [224, 224, 3], with its own random numbers."""
+    """Our transform with its own random numbers: JPEG bytes -> torch uint8 [224, 224, 3]."""
     import torch
 
     rng = np.random.default_rng()
@@ -48,7 +47,7 @@ def fast_transform() -> Callable[[bytes], Any]:
 
 
 def batches(folder: Path, *, kind: Literal["thread", "process"] = "thread", start_step: int = 0) -> Iterator[Batch]:
-    """The training stream over packed shards, from a step on, without end."""
+    """Endless training batches from packed shards, from `start_step` on."""
     shards = open_shards(str(folder), report=lambda _: None)
     order = make_order(
         [shards.shard_sizes],
@@ -64,7 +63,7 @@ def batches(folder: Path, *, kind: Literal["thread", "process"] = "thread", star
 
 
 def steps_of_epoch(folder: Path) -> int:
-    """Batches of an epoch, rounded down."""
+    """Batches per epoch, rounded down."""
     return open_shards(str(folder), report=lambda _: None).num_samples // BATCH_IMAGES
 
 
@@ -76,8 +75,7 @@ class _Item:
 
 
 def measure_transform(contents: Sequence[bytes], *, rounds: int) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """CPU milliseconds an image of each method, by rounds; and the decibels of ours (PSNR) over these JPEGs: the
-    median, what 95 % of them exceed, and the worst."""
+    """CPU milliseconds per image of each method, by rounds; and our PSNR in dB over these JPEGs."""
     import torch
 
     from launch.bench.data_peers import stock_transform
@@ -91,7 +89,7 @@ def measure_transform(contents: Sequence[bytes], *, rounds: int) -> tuple[dict[s
         "ours": lambda item: OURS(read_image(item.content), draws=item.draws),
         "decode": lambda item: read_image(item.content).pixels(item.box),
     }
-    in_turns(methods, items[:20], rounds=1)  # first calls load libraries
+    in_turns(methods, items[:20], rounds=1)  # load libraries before timing
     seconds = in_turns(methods, items, rounds=rounds)
     psnr = sorted(_psnr(OURS(read_image(item.content), draws=item.draws)[0], item) for item in items)
     return (

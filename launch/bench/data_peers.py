@@ -1,8 +1,7 @@
-"""The loaders that people use, each written as its own documentation has it, as endless as its set of images.
+"""Common loaders, each set up as its documentation shows.
 
-A peer is a function from the prepared images and a transform (bytes of a JPEG -> pixels; some bring their own) to an
-iterator of batches of 64, with two workers (threads where it has threads). None of the peers is a dependency:
-`import_module` imports them where they are used, because a type checker may not find them.
+A peer maps the prepared images and a transform (JPEG bytes -> pixels; some bring their own) to an iterator of batches
+of 64, with two workers. Peers need not be installed: `import_module` hides them from the type checker.
 """
 
 import io
@@ -18,12 +17,12 @@ Transform = Callable[[bytes], Any]
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
-_SHUFFLE_SAMPLES = 1000  # of webdataset's and DALI's buffers
-_CHUNK = 1 << 26  # bytes of Mosaic's and LitData's files: their default
+_SHUFFLE_SAMPLES = 1000  # buffer of webdataset and DALI
+_CHUNK = 1 << 26  # bytes per file of Mosaic and LitData: their default
 
 
 def stock_transform() -> Transform:
-    """torchvision v1 on Pillow, as in everybody's ImageNet script: float32 [3, 224, 224], normalised."""
+    """torchvision v1 on Pillow, the usual ImageNet script: normalised float32 [3, 224, 224]."""
     from PIL import Image
     from torchvision import transforms as tv
 
@@ -44,7 +43,7 @@ def stock_transform() -> Transform:
 
 
 def webdataset(work: Work, transform: Transform) -> Iterator[Any]:
-    """WebDataset and WebLoader: shards dealt out to the workers, a shuffle buffer, batches made in the workers."""
+    """WebDataset and WebLoader: shards split among the workers, a shuffle buffer, batches made in the workers."""
     wds = import_module("webdataset")
     tars = [str(path) for path in sorted(work.shards.glob("*.tar"))]
     samples = (
@@ -67,7 +66,7 @@ def torch_folder(work: Work, transform: Transform) -> Iterator[Any]:
 
 
 def timm(work: Work) -> Iterator[Any]:
-    """timm's ImageFolder and create_loader with its own transform; batches as they go to the device, in uint8."""
+    """timm's ImageFolder and create_loader with its own transform; uint8 batches, as sent to the device."""
     import torch
     from timm.data import create_dataset, create_loader
 
@@ -84,7 +83,7 @@ def timm(work: Work) -> Iterator[Any]:
         device=torch.device("cpu"),
         pin_memory=False,
     )
-    return iter(loader.loader)  # below its prefetcher, which only normalises: the device's part
+    return iter(loader.loader)  # without its prefetcher, which only normalises, on the device
 
 
 def prepare_mosaic(work: Work) -> None:
@@ -101,7 +100,7 @@ def mosaic(work: Work, transform: Transform) -> Iterator[Any]:
     from torch.utils.data import DataLoader
 
     streaming = import_module("streaming")
-    streaming.base.util.clean_stale_shared_memory()  # left by a killed run, on which it fails
+    streaming.base.util.clean_stale_shared_memory()  # it fails on what a killed run left
     images = _transformed(streaming.StreamingDataset, transform)(
         local=str(work.mosaic), shuffle=True, batch_size=BATCH_IMAGES
     )
@@ -142,7 +141,7 @@ def litdata(work: Work, transform: Transform) -> Iterator[Any]:
 
 
 class _TarSamples:
-    """Random access for Grain: one pread at the offset of an index, as DINOv3's tarballs have it."""
+    """Random access for Grain: one pread at an index's offset, like DINOv3's tarballs."""
 
     def __init__(self, folder: Path) -> None:
         self._tars = [path.open("rb", buffering=0) for path in sorted(folder.glob("*.tar"))]
@@ -167,12 +166,12 @@ _PLACE = ("image_offset", "image_size", "label_offset", "label_size")
 
 
 def grain(work: Work, transform: Transform) -> Iterator[Any]:
-    """Grain in one process: a global shuffle over the tars' indexes, two threads."""
+    """Grain in one process: global shuffle over the tars' indexes, two threads."""
     import numpy as np
     import torch
 
     grain = import_module("grain")
-    torch.set_num_threads(1)  # as torch itself does in its workers: the threads have the cores
+    torch.set_num_threads(1)  # as torch does in its workers: leave the cores to the threads
 
     def labelled(sample: tuple[bytes, int]) -> Any:
         return np.asarray(transform(sample[0])), sample[1]
@@ -183,12 +182,12 @@ def grain(work: Work, transform: Transform) -> Iterator[Any]:
 
 
 def dali(work: Work) -> Iterator[Any]:
-    """DALI on the CPU, normalised float32; its own crop while decoding, triangular resize."""
+    """DALI on the CPU, normalised float32; its own crop in the decoder, triangular resize."""
     return _dali(work, normalise=True)
 
 
 def dali_uint8(work: Work) -> Iterator[Any]:
-    """DALI on the CPU up to where ours hands over to the device: uint8."""
+    """DALI on the CPU, uint8: as far as ours goes before the device."""
     return _dali(work, normalise=False)
 
 
@@ -201,7 +200,7 @@ def _dali(work: Work, *, normalise: bool) -> Iterator[Any]:
     def images() -> Any:
         encoded, label = fn.readers.webdataset(
             paths=[str(tar) for tar in tars],
-            index_paths=[str(index_path(tar)) for tar in tars],  # DALI's own form
+            index_paths=[str(index_path(tar)) for tar in tars],  # in DALI's own format
             ext=["jpg", "cls"],
             random_shuffle=True,
             initial_fill=_SHUFFLE_SAMPLES,

@@ -3,11 +3,10 @@
     WORK/images/CLASS/N.jpg     class folders, for torchvision and timm
     WORK/shards/train/          the same bytes packed into 8 shards
     WORK/shards-320/train/      packed with --resize-short 320 --quality 90
-    WORK/many/                  1,000 shards that are hard links to the 8
+    WORK/many/                  1,000 shards, hard links to the 8
     WORK/mosaic/, WORK/litdata/ the peers' own formats
 
-Everything is in the page cache afterwards: the benchmark measures loaders, not the disk. Photographs that stock
-torchvision code fails on or treats otherwise (CMYK, other formats) are left out and counted.
+Leaves out and counts photographs that stock torchvision code treats differently (CMYK, other formats).
 """
 
 import io
@@ -41,7 +40,7 @@ class Photographs:
 
 
 def read_photographs(source: Path) -> Photographs:
-    """Read all plain JPEGs of a folder or a tar; UserError if there are none."""
+    """Read all plain JPEGs in a folder or a tar; UserError if there are none."""
     contents, pixels, left_out = [], 0, 0
     for content in _files(source):
         if own := _pixels_of_plain_jpeg(content):
@@ -70,7 +69,7 @@ def _pixels_of_plain_jpeg(content: bytes) -> int:
 
 
 def prepare(photographs: Photographs, work: Work, *, images: int) -> None:
-    """Lay the photographs out, repeated to `images`, in our own layouts."""
+    """Write the photographs, repeated to `images`, in our own layouts."""
     _lay_out(photographs.contents, work.images, images=images)
     for out, resize in ((work.shards, None), (work.resized, Resize(SHORT_SIDE, quality=QUALITY))):
         each = -(-images // SHARDS)

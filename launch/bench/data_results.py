@@ -1,4 +1,4 @@
-"""Results of the data benchmark, its targets, and both as text. Pure."""
+"""The data benchmark's results and targets, and their report. Pure."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,28 +9,28 @@ from data_shards.text import table
 from launch.bench.data_methods import METHODS, OURS, OURS_RESIZED, STOCK
 from launch.bench.measure import median_ratio
 
-# The targets of the project's third issue. The yardsticks were first measured on a Cascade Lake of 2.5 GHz, where
-# stock took 6.9 ms an image; ratios between methods differ by up to a third from one kind of CPU to another.
+# Targets from the project's issue 3. The yardsticks come from a Cascade Lake at 2.5 GHz, where stock took 6.9 ms per
+# image; ratios between methods vary by up to a third between CPU types.
 TRANSFORM_TO_STOCK, PSNR_DECIBELS = 2.8, 55.0
 LOADER_CPU_SHARE, RESIZED_TO_STOCK = 0.3, 5.0
 RESUME_SECONDS = 2.0
-MEMORY_GROWTH = 0.03  # the allocator's, from one epoch to the next
+MEMORY_GROWTH = 0.03  # of the allocator, from one epoch to the next
 
 
 @dataclass(frozen=True)
 class LoaderRound:
-    """A loader in one round, in a process of its own."""
+    """A loader in one round, in its own process."""
 
-    cpu_ms: float  # per image, of all its processes, between the marks `go` and `end`
-    images_per_second: float  # likewise
-    first_seconds: float  # from the start of the process to its first batch, imports included
-    peak_pss_mib: float  # of all processes together
+    cpu_ms: float  # per image, all its processes, between the marks `go` and `end`
+    images_per_second: float  # between the same marks
+    first_seconds: float  # from process start to first batch, with imports
+    peak_pss_mib: float  # all processes together
     processes: int
 
 
 @dataclass(frozen=True)
 class Target:
-    """One target, and whether it is met."""
+    """A target and whether it is met."""
 
     text: str
     measured: str
@@ -39,7 +39,7 @@ class Target:
 
 @dataclass
 class Results:
-    """All measurements; a part that was not asked for is empty."""
+    """All measurements; parts that were not requested are empty."""
 
     setting: dict[str, Any]
     skipped: dict[str, str] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Results:
 
 
 def find_targets(results: Results) -> list[Target]:
-    """The targets that these results can be held to."""
+    """Check the targets that these results cover."""
     return [*_transform_targets(results), *_loader_targets(results), *_other_targets(results)]
 
 
@@ -98,7 +98,7 @@ def _other_targets(results: Results) -> Iterator[Target]:
 
 
 def report_lines(results: Results) -> list[str]:
-    """The whole report."""
+    """Format the whole report."""
     lines = [f"{name}: {value}" for name, value in results.setting.items() if name != "versions"]
     lines.append("versions: " + ", ".join(f"{name} {value}" for name, value in results.setting["versions"].items()))
     lines += [f"skipped: {name}: {reason}" for name, reason in results.skipped.items()]
@@ -179,7 +179,6 @@ def _processes(rounds: Sequence[LoaderRound]) -> float:
 
 
 def _cpu_ratio(loaders: Mapping[str, Sequence[LoaderRound]], over: str, under: str) -> float:
-    """CPU an image of one loader over another's, median of the rounds."""
     return median_ratio(*([each.cpu_ms for each in loaders[name]] for name in (over, under)))
 
 

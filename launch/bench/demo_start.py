@@ -1,12 +1,8 @@
 """Time `make demo` to its first line, its first training step and its end, for one or two checkouts.
 
-Run `python -m launch.bench.demo_start --before CHECKOUT` with another checkout of this repository, such as an older
-commit; records/demo_start.txt has what it printed. The checkouts take turns, each demo in its own folder; the first
-turn of each, which reads the libraries from disk, does not count. The fault suite's injection (tests/faults/inject), a
-pause of no length, marks the first step.
-
-Target: the first step after at most half the time of `--before`, the median of the rounds' ratios. Costs 2 to 3 minutes
-a demo on 2 cores.
+Run `python -m launch.bench.demo_start --before CHECKOUT`; output in records/demo_start.txt. Checkouts take turns; the
+first turn of each, which reads the libraries from disk, does not count. Target: first step in at most half the time of
+`--before`, median of the rounds' ratios. 2 to 3 minutes per demo on 2 cores.
 """
 
 import argparse
@@ -30,7 +26,7 @@ _NAMES = ("first line", "first step", "end")
 
 @dataclass(frozen=True)
 class Waits:
-    """Seconds from the command to each."""
+    """Seconds from the command to each event."""
 
     first_line: float
     first_step: float
@@ -52,7 +48,7 @@ def main() -> None:
 
 
 def demo(checkout: Path) -> Waits:
-    """Run one checkout's demo in an empty folder; RuntimeError with its output if it fails."""
+    """Run a checkout's demo in an empty folder; RuntimeError with its output if it fails."""
     with tempfile.TemporaryDirectory(prefix="shardvit-bench-") as name:
         mark = Path(name) / "first-step"
         fault = {"action": "sleep", "point": "between_steps", "rank": 0, "step": 1, "once": str(mark)}
@@ -79,7 +75,7 @@ def demo(checkout: Path) -> Waits:
 
 
 def report(waits: Mapping[str, Sequence[Waits]]) -> list[str]:
-    """The table and, of two checkouts, whether the target is met."""
+    """Format the table and, for two checkouts, whether the target is met."""
     rounds = len(waits["now"])
     lines = [
         setting("torch", "deepspeed"),

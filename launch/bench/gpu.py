@@ -1,13 +1,12 @@
-"""Training speed on one GPU, below 10 minutes: this GPU's ceilings, four peers, a bar of plain torch, and ours.
+"""Compare training speed on one GPU: its ceilings, four peers, a bar of plain torch, and ours. Below 10 minutes.
 
-Run `python -m launch.bench.gpu --json gpu.json` where there is a GPU; it prints the table, and writes the JSON after
-each contender, so that an early end loses nothing. transformers, for one of the peers, is in the package's extra
-`test`. `--tiny` runs everything at a toy's size, on a CPU too, to see that it works.
+Run `python -m launch.bench.gpu --json gpu.json`; the JSON is written after each contender. One peer needs transformers,
+in the package's extra `test`. `--tiny` runs everything at toy size, also on a CPU. Does not measure reading or several
+GPUs.
 
 Each contender is a fresh process that trains on the same batch from the same weights (`gpu_contenders`, `gpu_work`).
-Its losses at steps 1 and 10 must agree with the bar's, or its row is void: it did other work. The most important come
-first, with the bar before and after ours; the table names what there was no time for. Not measured: reading, several
-GPUs.
+If its losses at steps 1 and 10 disagree with the bar's, it did other work and its row is void. The most important come
+first, with the bar before and after ours.
 """
 
 import argparse
@@ -28,17 +27,17 @@ from launch.bench.measure import run_told
 
 _CEILINGS = "ceilings"
 _LIBRARIES = ("torch", "timm", "deepspeed", "accelerate", "transformers", "triton")
-_LEAST_SECONDS = 15.0  # with less time left nothing is begun
+_LEAST_SECONDS = 15.0  # start nothing with less time left
 _GPU_NAME = "import torch; print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else '')"
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One process."""
+    """One process to run."""
 
-    what: str  # a contender, or the ceilings
-    size: str  # of the ceilings: several, joined by +
-    limit_seconds: float  # then it is ended, and the next begins
+    what: str  # a contender, or "ceilings"
+    size: str  # for the ceilings several, joined by +
+    limit_seconds: float  # then it is killed and the next starts
 
 
 FULL = (
@@ -67,7 +66,7 @@ _TINY_COURSE = {"blocks": 3, "block": 2, "singles": 2, "profiled": 1}
 
 
 def main() -> None:
-    """Measure, write, print."""
+    """Measure; write the JSON and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="what was measured (default: %(default)s)")
     parser.add_argument("--minutes", type=float, help="nothing is begun after them (default: 9.5; --tiny: no end)")
@@ -87,7 +86,7 @@ def main() -> None:
 
 
 def run(turns: Any, *, course: Mapping[str, int], out: Path, deadline: float | None) -> GpuResults:
-    """Take turns; `out` is written after each. No turn begins after `deadline` (of the monotonic clock)."""
+    """Run the turns, writing `out` after each. None starts after `deadline` (monotonic clock)."""
     results = GpuResults(Machine(_gpu_name() or None, dict(_versions())))
     with tempfile.TemporaryDirectory() as folder:
         for turn in turns:
@@ -106,8 +105,7 @@ def run(turns: Any, *, course: Mapping[str, int], out: Path, deadline: float | N
 
 
 def _take(turn: Turn, *, course: Mapping[str, int], folder: Path, limit_seconds: float) -> dict[str, Any]:
-    """Run a turn; returns what it measured, or why it measured nothing."""
-    # Compiled code is kept for the same contender's next turn, and from the others: each shows what it compiles.
+    # Compiled code is cached for the same contender's next turn but not for others: each shows its own compile time.
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / turn.what), "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-m", "launch.bench.gpu_contenders", turn.what, turn.size, json.dumps(dict(course))]
     told = run_told(
@@ -132,7 +130,7 @@ def _write(out: Path, results: GpuResults) -> None:
 
 
 def _gpu_name() -> str:
-    """Ask in a process of its own, so that this one keeps nothing of the GPU's memory; empty: no GPU."""
+    """Ask in another process, so that this one holds no GPU memory; empty: no GPU."""
     return subprocess.run([sys.executable, "-c", _GPU_NAME], capture_output=True, text=True).stdout.strip()
 
 

@@ -1,7 +1,7 @@
 """Measure this GPU's ceilings: copies, matrix products at the models' shapes, each of torch's attention kernels.
 
-Products are those of training: forward (x W'), the input's gradient (dy W), the weight's (dy' x). Attention is forward
-and backward together; its FLOPs are three times the forward pass's, recomputation not counted.
+Products are those of training: forward (x W'), gradient of the input (dy W), of the weight (dy' x). Attention is
+forward plus backward; its FLOPs are three times the forward pass's, without recomputation.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -23,15 +23,15 @@ _KERNELS = {
     "math": SDPBackend.MATH,
 }
 _HEADS = 16
-_SHAPES = ((197, 64), (577, 64), (256, 80), (257, 80), (1370, 80))  # tokens, size of a head: L/16 and H/14
-_TOKENS_AT_ONCE = 32_768  # of attention's batches
+_SHAPES = ((197, 64), (577, 64), (256, 80), (257, 80), (1370, 80))  # tokens, head size: L/16 and H/14
+_TOKENS_AT_ONCE = 32_768  # per attention batch
 _COPY_BYTES = 1 << 30
-_MIN_SECONDS = 0.1  # of each measurement
+_MIN_SECONDS = 0.1  # per measurement
 
 
 @dataclass(frozen=True)
 class Product:
-    """One linear layer of a block, over a whole batch's tokens; TFLOP/s."""
+    """TFLOP/s of one linear layer of a block, over a whole batch's tokens."""
 
     layer: str
     forward: float
@@ -41,7 +41,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Attention:
-    """Forward and backward, TFLOP/s by kernel; None: torch's kernel refuses the shape here."""
+    """TFLOP/s of forward plus backward, by kernel; None: torch's kernel refuses the shape."""
 
     tokens: int
     head: int
@@ -53,14 +53,14 @@ class Ceilings:
     """Ceilings of one device."""
 
     device: str
-    copy_gb_per_second: float  # read and written
+    copy_gb_per_second: float  # read plus written
     products: dict[str, list[Product]]  # by size
-    gemm_tflops: dict[str, float]  # by size: all a block's products together
+    gemm_tflops: dict[str, float]  # by size: all products of a block together
     attention: list[Attention]
 
 
 def ceilings(*, device: torch.device, sizes: Iterable[str]) -> Ceilings:
-    """Measure them."""
+    """Measure the ceilings of a device."""
     on_gpu = device.type == "cuda"
     timed = {name: list(_products(name, device=device)) for name in sizes}
     return Ceilings(
@@ -82,7 +82,7 @@ def _copy_gb_per_second(device: torch.device) -> float:
 
 
 def _products(size: str, *, device: torch.device) -> Iterator[tuple[Product, float, float]]:
-    """Each with the FLOPs and seconds of its three products together."""
+    """Yield each layer with the total FLOPs and seconds of its three products."""
     sizes, tokens = SIZES[size].model.sizes, SIZES[size].images * SIZES[size].account.tokens
     width, hidden = sizes.width, sizes.mlp_dim
     layers = {"qkv": (width, 3 * width), "proj": (width, width), "fc1": (width, hidden), "fc2": (hidden, width)}
@@ -112,11 +112,11 @@ def _attention(tokens: int, head: int, *, device: torch.device) -> Attention:
 
         try:
             found[name] = flops / _seconds(both) / 1e12
-        except RuntimeError:  # "No available kernel", or too little memory for the plain form
+        except RuntimeError:  # "No available kernel", or out of memory in the math kernel
             found[name] = None
     return Attention(tokens, head, found)
 
 
 def _seconds(action: Callable[[], object]) -> float:
-    """Median seconds of a call, in blocks that end with the device."""
+    """Median seconds of a call, in blocks that end with a device synchronisation."""
     return Timer("action()", globals={"action": action}).blocked_autorange(min_run_time=_MIN_SECONDS).median

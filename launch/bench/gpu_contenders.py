@@ -1,17 +1,17 @@
 """The contenders of `launch.bench.gpu`: peers as their users run them, a bar of plain torch, and ours.
 
-Started as `python -m launch.bench.gpu_contenders NAME SIZE COURSE DESCRIPTOR`, or with `ceilings`, in a fresh process
-each, because compiled code, allocators and what libraries put in the place of torch's layers outlive a contender.
+Started as `python -m launch.bench.gpu_contenders NAME SIZE COURSE DESCRIPTOR`, or with `ceilings`, each in a fresh
+process: compiled code, allocators and monkey-patched torch layers outlive a contender.
 
     timm            timm's model under autocast, eager, as its train.py --amp --amp-dtype bfloat16
     timm-compile    the same with torch.compile over the whole model
-    trainer         transformers' Trainer with its own ViT, bf16 and torch_compile; the same weights in its names
-    bar             DistributedDataParallel, blocks compiled one by one in place, fused AdamW: what torch alone can do
-    deepspeed       accelerate's plugin for DeepSpeed, ZeRO 1 and bf16, with its defaults
+    trainer         transformers' Trainer with its own ViT, bf16 and torch_compile; same weights under its names
+    bar             DistributedDataParallel, blocks compiled individually in place, fused AdamW: the best of plain torch
+    deepspeed       accelerate's DeepSpeed plugin, ZeRO 1 and bf16, with its defaults
     ours            the product's own engine, model, compilation, task and loss
 
-All clip at 1.0 and use fused AdamW. The peers keep float32 weights (autocast), DeepSpeed and ours bfloat16 ones over
-float32 masters. Each drives its own loop and calls a `Meter`.
+All clip at 1.0 and use fused AdamW. Peers keep float32 weights (autocast); DeepSpeed and ours keep bfloat16 weights
+with float32 masters. Each drives its own loop and calls a `Meter`.
 """
 
 import json
@@ -32,12 +32,12 @@ from launch.bench import gpu_work as work
 from launch.bench.gpu_meter import Course, Meter
 from launch.bench.measure import Teller
 
-Note = str  # for the table, or ""
+Note = str  # for the table; may be empty
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
 
 
 def measure(contender: str, *, size: str, course: Course, device: torch.device) -> dict[str, Any]:
-    """Run a contender in this process; without "measured", "failure" says why."""
+    """Run a contender in this process; if "measured" is None, "failure" says why."""
     from torch._dynamo.utils import counters
 
     meter = Meter(course, device=device)
@@ -74,7 +74,6 @@ def _bar(size: work.Size, meter: Meter, device: torch.device) -> Note:
 
 
 def _torch_loop(call: Any, model: nn.Module, size: work.Size, *, meter: Meter, device: torch.device) -> None:
-    """autocast, loss, backward, clip, step."""
     optimizer, batch = work.adamw(model), work.resident_batch(size, device=device)
     for _ in range(meter.course.steps):
         meter.begin()
@@ -96,10 +95,10 @@ def _deepspeed(size: work.Size, meter: Meter, device: torch.device) -> Note:
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin
 
-    if device.type == "cpu":  # else it compiles a shared-memory all-reduce first, for minutes
+    if device.type == "cpu":  # else it first compiles a shared-memory all-reduce, for minutes
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
-    os.environ.update(_ALONE)  # else accelerate leaves DeepSpeed out without a word
+    os.environ.update(_ALONE)  # else accelerate silently leaves DeepSpeed out
     _join(device)
     plugin = DeepSpeedPlugin(zero_stage=1, gradient_clipping=work.CLIP)
     plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = size.images
@@ -134,7 +133,7 @@ def _trainer(size: work.Size, meter: Meter, device: torch.device) -> Note:
             meter.begin()
 
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-            meter.phase_done()  # forward and backward are one to its callbacks
+            meter.phase_done()  # its callbacks do not separate forward and backward
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             meter.end(losses[-1])
@@ -166,7 +165,7 @@ def _trainer(size: work.Size, meter: Meter, device: torch.device) -> Note:
         trainer = Keeping(
             model=model,
             args=arguments,
-            train_dataset=[0] * size.images,  # the collator ignores them
+            train_dataset=[0] * size.images,  # ignored by the collator
             data_collator=lambda _: {"pixel_values": work.normalised(batch), "labels": batch.labels},
             optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)),
             callbacks=[Metered()],
@@ -176,7 +175,7 @@ def _trainer(size: work.Size, meter: Meter, device: torch.device) -> Note:
 
 
 def _transformers_model(size: work.Size, *, device: torch.device) -> nn.Module:
-    """transformers' ViT with the same weights, by the product's own export."""
+    """transformers' ViT with the same weights, through the product's export."""
     from transformers import ViTForImageClassification
 
     from model.formats.transformers_state import write_transformers_folder
@@ -241,7 +240,7 @@ def _ours(size: work.Size, meter: Meter, device: torch.device) -> Note:
 
 
 def recipe_of(size: work.Size) -> Any:
-    """The product's recipe with the semantics that all contenders share; the engine's keys are its defaults."""
+    """The product's recipe with the hyperparameters that all contenders share, and the engine's defaults."""
     from pipeline.recipe.schema import Recipe
 
     return Recipe.model_validate(
@@ -274,7 +273,6 @@ def recipe_of(size: work.Size) -> Any:
 
 
 def _join(device: torch.device) -> None:
-    """A process group of one."""
     distributed.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         rank=0,
@@ -295,7 +293,7 @@ CONTENDERS: dict[str, Callable[[work.Size, Meter, torch.device], Note]] = {
 
 
 def main() -> None:
-    """Measure one contender, or the ceilings, and write what was measured to the pipe."""
+    """Measure one contender, or the ceilings, and write the result to the pipe."""
     what, size, course, descriptor = sys.argv[1:5]
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":

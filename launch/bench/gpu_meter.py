@@ -1,11 +1,9 @@
 """Measure a contender of `launch.bench.gpu` from within its own loop, which calls a `Meter` in each step.
 
-In the order of steps: losses of steps 1 and 10 (the only reads of a scalar), warm-up, blocks that are timed as wholes,
-single steps with their phases and the host's part, and steps under torch's profiler, split by kind of kernel. On a GPU,
-times are events in the stream, and blocks are bounded by synchronisations.
-
-Kinds are found by the names that NVIDIA's libraries, torch and Triton give kernels; what matches nothing is
-elementwise, which includes norms and reductions. On a CPU the operators' own times stand for kernels.
+In step order: losses of steps 1 and 10 (the only scalar reads), warm-up, blocks timed as a whole between
+synchronisations, single steps with phases and host time, and steps under torch's profiler, split by kind of kernel.
+Kinds come from kernel names of NVIDIA's libraries, torch and Triton; anything unmatched is elementwise, including norms
+and reductions. On a CPU the operators' self times stand in for kernels.
 """
 
 import re
@@ -24,7 +22,7 @@ PARITY_STEPS = (1, 10)
 PHASES = ("forward", "backward", "optimizer")
 
 Kind = Literal["attention", "gemm", "optimizer", "copy", "communication", "elementwise"]
-_KINDS: tuple[tuple[Kind, str], ...] = (  # the first match counts
+_KINDS: tuple[tuple[Kind, str], ...] = (  # the first match wins
     ("communication", r"nccl|all_?reduce|all_?gather|reduce_?scatter|c10d::|gloo:"),
     ("attention", r"flash|fmha|sdpa|scaled_dot_product|_attention|attention_"),
     ("optimizer", r"adam|multi_tensor_apply|_foreach_|lpnorm"),
@@ -55,10 +53,10 @@ class Course:
 
 @dataclass(frozen=True)
 class Split:
-    """Where a step's time goes, on average."""
+    """Average breakdown of a step's time."""
 
-    shares: dict[str, float]  # of the elapsed time, by kind of kernel and "idle"
-    kernels: float  # launched
+    shares: dict[str, float]  # of elapsed time, by kind of kernel and "idle"
+    kernels: float  # launched per step
     busy_ms: float
     attention_kernel: str | None  # the one that takes most of attention's time
 
@@ -67,18 +65,18 @@ class Split:
 class Measured:
     """Measurements of one contender; bytes are None on a CPU."""
 
-    block_ms: list[float] = field(default_factory=list)  # of a step, in each block
+    block_ms: list[float] = field(default_factory=list)  # per step, in each block
     losses: dict[int, float] = field(default_factory=dict)  # by step
-    first_step_seconds: float = 0.0  # compiling included
-    phase_ms: dict[str, float] = field(default_factory=dict)  # median of the single steps
-    host_ms: float = float("inf")  # until a step is launched onto an empty queue; the least
+    first_step_seconds: float = 0.0  # with compilation
+    phase_ms: dict[str, float] = field(default_factory=dict)  # median over the single steps
+    host_ms: float = float("inf")  # minimum time to launch a step onto an empty queue
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
-    split: Split | None = None  # None: nothing was profiled
+    split: Split | None = None  # None: not profiled
 
 
 class Meter:
-    """Call `begin`, `phase_done` after forward and backward, and `end` with the loss, for each of `course.steps`."""
+    """In each of `course.steps`, call `begin`, `phase_done` after forward and backward, and `end` with the loss."""
 
     def __init__(self, course: Course, *, device: torch.device) -> None:
         assert course.warm_up >= PARITY_STEPS[-1], "the losses are read while warming up"
@@ -104,7 +102,7 @@ class Meter:
             self._marks.append(self._now())
 
     def end(self, loss: Tensor) -> None:
-        """Call after the optimizer's step; waits for the device only where a number is due."""
+        """Call after the optimizer's step; waits for the device only when a number is due."""
         course, single, found = self.course, self._is_single, self._measured
         launched = time.perf_counter()
         self._step += 1
@@ -127,7 +125,6 @@ class Meter:
             found.split = split_of(self._profiler.events(), steps=course.profiled)
 
     def result(self) -> Measured:
-        """Call after the last step."""
         assert self._step == self.course.steps, f"{self._step} of {self.course.steps} steps"
         columns = list(zip(*self._phases, strict=True))
         names = PHASES if len(columns) == len(PHASES) else ("whole",)
@@ -158,7 +155,7 @@ class Meter:
         return event
 
     def _ms(self, start: Any, end: Any) -> float:
-        """Milliseconds between two moments that the device has passed."""
+        """Milliseconds between two moments; the device must have passed both."""
         return start.elapsed_time(end) if self._on_gpu else 1000 * (end - start)
 
     def _synchronise(self) -> None:
@@ -168,7 +165,7 @@ class Meter:
 
 @dataclass(frozen=True)
 class Ran:
-    """A kernel that ran, in microseconds."""
+    """One execution of a kernel, in microseconds."""
 
     name: str
     start: float
@@ -184,7 +181,7 @@ def kind_of(name: str) -> Kind:
 
 
 def split_of(events: Iterable[Any], *, steps: int) -> Split:
-    """Split the events of a profile; annotations cover kernels and are none."""
+    """Split a profile's events by kind; ignores annotations, which span kernels."""
     work = [each for each in events if not (getattr(each, "is_user_annotation", False) or _NO_WORK.search(each.name))]
     kernels = [
         Ran(each.name, each.time_range.start, each.time_range.end) for each in work if each.device_type.name == "CUDA"
@@ -197,7 +194,7 @@ def split_of(events: Iterable[Any], *, steps: int) -> Split:
 
 
 def split_kernels(kernels: Iterable[Ran], *, steps: int) -> Split:
-    """Split the time of kernels; where they overlap, it is shared out as if they ran one after another."""
+    """Split the busy time by kind, in proportion to the kernels' durations, since kernels may overlap."""
     ran = sorted(kernels, key=lambda each: each.start)
     busy, reached = 0.0, ran[0].start
     for each in ran:

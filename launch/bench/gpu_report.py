@@ -1,7 +1,7 @@
-"""The table of `launch.bench.gpu`: ceilings, a row a contender, where a step's time goes, and ours against the others.
+"""Format the results of `launch.bench.gpu`: ceilings, a row per contender, where a step's time goes, ours to others.
 
-A row whose losses do not agree with the bar's is void and enters no ratio. MFU is the FLOPs that the model needs, by
-the product's own account, over the data sheet's peak, and over the matrix products of this GPU at these shapes.
+A row whose losses disagree with the bar's is void and enters no ratio. MFU is the model's FLOPs, by the product's own
+accounting, over the data sheet's peak, and over this GPU's matrix products at these shapes.
 """
 
 import statistics
@@ -14,26 +14,26 @@ from launch.bench.gpu_work import SIZES
 from pipeline.budget.gpus import gpu_of_driver
 
 _LOSS_TOLERANCE = 0.01  # of the bar's loss at step 1
-_FALL_TOLERANCE = 0.10  # of how far the bar's loss falls until step 10
-# Of images/s, ours to theirs.
+_FALL_TOLERANCE = 0.10  # of the fall of the bar's loss by step 10
+# Images/s, ours over theirs.
 _LEAST_RATIOS = {"bar": 0.98, "deepspeed": 1.08, "timm-compile": 1.0, "timm": 1.25, "trainer": 1.15}
-_LEAST_RATIO_TO_BAR = {"L/16@224 b64": 0.95}  # few images a step: more of it is the optimizer's
-_MOST_MEMORY = 1.05  # ours to the bar's
+_LEAST_RATIO_TO_BAR = {"L/16@224 b64": 0.95}  # small batch: the optimizer takes a larger share
+_MOST_MEMORY = 1.05  # ours over the bar's
 _WANTED_MFU = 0.50
 _MFU_SIZES = ("L/16@224 b256", "H/14@224 b128")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Machine it ran on."""
+    """The machine measured."""
 
-    gpu: str | None  # by its driver; None: on a CPU
+    gpu: str | None  # as named by the driver; None: on a CPU
     versions: dict[str, str]
 
 
 @dataclass
 class GpuResults:
-    """As in the JSON; `ceilings` and `outcomes` are what the processes wrote."""
+    """The JSON's content; `ceilings` and `outcomes` are as the processes wrote them."""
 
     machine: Machine
     ceilings: dict[str, Any] | None = None
@@ -41,7 +41,7 @@ class GpuResults:
 
 
 class ContenderRow:
-    """A contender that was measured."""
+    """A measured contender."""
 
     def __init__(self, outcome: Mapping[str, Any]) -> None:
         self.outcome, self.measured = outcome, outcome["measured"]
@@ -53,7 +53,7 @@ class ContenderRow:
 
 @dataclass(frozen=True)
 class SpeedTarget:
-    """Ours against a bound."""
+    """One of our ratios and its bound."""
 
     what: str
     value: float
@@ -71,7 +71,7 @@ def rows_of(results: GpuResults) -> list[ContenderRow]:
 
 
 def void(row: ContenderRow, *, bar: ContenderRow | None) -> str | None:
-    """Why the row does not count; None: its losses agree with the bar's, or there is no bar to compare with."""
+    """Say why a row does not count; None if its losses agree with the bar's or there is no bar."""
     if bar is None:
         return None
     (first, tenth), (bar_first, bar_tenth) = row.losses, bar.losses
@@ -84,7 +84,7 @@ def void(row: ContenderRow, *, bar: ContenderRow | None) -> str | None:
 
 
 def targets(rows: Sequence[ContenderRow], *, peak_flops: float | None) -> list[SpeedTarget]:
-    """Ours at each size, of rows that are not void."""
+    """Compare ours at each size with the rows that are not void."""
     found: list[SpeedTarget] = []
     for size in dict.fromkeys(row.size for row in rows):
         here = [row for row in rows if row.size == size]
@@ -106,7 +106,7 @@ def targets(rows: Sequence[ContenderRow], *, peak_flops: float | None) -> list[S
 
 
 def report(results: GpuResults) -> Iterator[str]:
-    """The tables, for people."""
+    """Format the tables."""
     machine, rows = results.machine, rows_of(results)
     gpu = gpu_of_driver(machine.gpu) if machine.gpu else None
     peak = gpu.peak_flops("bf16") if gpu else None
@@ -195,7 +195,6 @@ def _cells(row: ContenderRow, *, peak: float | None, gemm: float | None) -> str:
 
 
 def _cell(value: float | None, form: str) -> str:
-    """A number in this form, or a dash as wide."""
     return format(value, form) if value else f"{'-':>{form[0]}}"
 
 

@@ -1,8 +1,7 @@
 """The work of every contender of `launch.bench.gpu`: model, weights, batch, loss, optimizer.
 
-All start from the same weights, made on the device from names and shapes, and train on one batch of random pixels that
-stays on the device, so that nothing but training is measured. The head does not start at zero, as losses would then
-agree whatever the trunk computes.
+All start from the same weights, generated on the device, and train on one batch of random pixels that stays there, so
+that only training is measured. The head does not start at zero, or losses would agree whatever the trunk computes.
 """
 
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ class Size:
     """A model and a batch."""
 
     name: str
-    variant: str | None  # None: the tiny one
+    variant: str | None  # None: the tiny model
     image_size: int
     images: int
     classes: int = 1000
@@ -40,7 +39,6 @@ class Size:
 
     @property
     def account(self) -> Accounting:
-        """The product's own, of one image."""
         return account(
             self.model,
             image_size=self.image_size,
@@ -64,7 +62,7 @@ SIZES = {
 
 
 def timm_model(size: Size) -> nn.Module:
-    """timm's own class with Google's semantics: GELU in its tanh form, LayerNorm's epsilon 1e-6."""
+    """timm's own class with Google's semantics: tanh GELU, LayerNorm epsilon 1e-6."""
     from timm.models.vision_transformer import VisionTransformer
 
     sizes = size.model.sizes
@@ -82,7 +80,7 @@ def timm_model(size: Size) -> nn.Module:
 
 
 def with_seeded_weights(size: Size, *, device: torch.device) -> nn.Module:
-    """timm's model on the device with the weights that all contenders begin with."""
+    """timm's model on the device, with the initial weights of all contenders."""
     with torch.device("meta"):
         model = timm_model(size)
     model = model.to_empty(device=device)
@@ -97,7 +95,7 @@ def with_seeded_weights(size: Size, *, device: torch.device) -> nn.Module:
 
 
 def resident_batch(size: Size, *, device: torch.device) -> Batch:
-    """Random pixels and labels, as the loader gives them, on the device for good; nothing is mirrored."""
+    """Random pixels and labels in the loader's format, already on the device; nothing is mirrored."""
     generator = torch.Generator(device).manual_seed(1)
     shape, count = (size.images, size.image_size, size.image_size, 3), size.images
     return Batch(
@@ -133,7 +131,7 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
-    """torch's fused AdamW; kernels decay; biases, norms, class token and positions do not."""
+    """torch's fused AdamW; kernels decay, but not biases, norms, class token and positions."""
     kernels: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():

@@ -1,8 +1,7 @@
-"""Measure processes: CPU time of a process tree, its memory, and methods in turns.
+"""Measure processes: CPU time and memory of a process tree, and methods in turns. Linux only (proportional set size).
 
-CPU time, not wall time, because other programs of a shared machine take the latter; methods in turns, because the
-machine's speed changes within seconds and then hits all methods alike. Reading a tree's memory costs a few
-milliseconds, twice a second. Linux only: elsewhere there is no proportional set size.
+CPU time rather than wall time, which other programs on a shared machine affect. Methods take turns, because the
+machine's speed changes within seconds. Reading a tree's memory costs a few milliseconds, twice a second.
 """
 
 import contextlib
@@ -28,10 +27,10 @@ import psutil
 
 Item = TypeVar("Item")
 
-_SAMPLE_SECONDS = 0.5  # between two samples of the memory
-_LEAVE_SECONDS = 5.0  # for a measured process to exit by itself after its last mark
-_TURN_ITEMS = 20  # of one method, before the next has its turn on the same items
-_MOST_CHARACTERS = 400  # of a failure
+_SAMPLE_SECONDS = 0.5  # between memory samples
+_LEAVE_SECONDS = 5.0  # for a measured process to exit after its last mark
+_TURN_ITEMS = 20  # per method, before the next one gets the same items
+_MOST_CHARACTERS = 400  # of a failure message
 _MIB = 2**20
 
 
@@ -45,7 +44,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Told:
-    """Marks of a measured process, and its tree as seen from outside."""
+    """Marks of a measured process, and its tree's memory from outside."""
 
     marks: Mapping[str, Mapping[str, Any]]  # name -> values, with "seconds" since the start
     peak: Memory
@@ -53,16 +52,16 @@ class Told:
 
 
 def tree_cpu_seconds(root: psutil.Process) -> float:
-    """CPU time, user and system, of a process tree so far, children that ended and were waited for included."""
+    """User and system CPU time of a process tree so far, including ended children that were waited for."""
     total = 0.0
     for process in (root, *root.children(recursive=True)):
-        with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile; its parent has its time now
+        with contextlib.suppress(psutil.NoSuchProcess):  # just ended; its parent now has its time
             total += sum(process.cpu_times()[:4])  # user, system, and both of its children
     return total
 
 
 def tree_memory(root: psutil.Process) -> Memory:
-    """Memory of a process tree now."""
+    """Current memory of a process tree."""
     found = Memory()
     for process in (root, *root.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -72,13 +71,12 @@ def tree_memory(root: psutil.Process) -> Memory:
 
 
 class Teller:
-    """Write the marks of a measured process to the pipe `descriptor`."""
+    """Write a measured process's marks to the pipe `descriptor`."""
 
     def __init__(self, descriptor: int) -> None:
         self._stream = os.fdopen(descriptor, "w", encoding="utf-8")
 
     def mark(self, name: str, **values: Any) -> None:
-        """Write a mark with the time and any values that JSON can hold."""
         self._stream.write(json.dumps({"mark": name, "at": time.monotonic(), **values}) + "\n")
         self._stream.flush()
 
@@ -91,10 +89,8 @@ def run_told(
     last_mark: str = "end",
     samples_memory: bool = True,
 ) -> Told:
-    """Start a process, read its marks until the last one, and end it with all its children.
-
-    `command` makes the command line from the descriptor of the pipe that takes the marks.
-    """
+    """Start a process by `command` (from the descriptor of the pipe for its marks), read its marks until the last one,
+    and end it with all its children."""
     reading, writing = os.pipe()
     marks: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace") as output, os.fdopen(reading) as stream:
@@ -103,7 +99,7 @@ def run_told(
             list(command(writing)),
             env=dict(env),
             pass_fds=(writing,),
-            stdin=subprocess.PIPE,  # closed after the last sample of its memory
+            stdin=subprocess.PIPE,  # closed after the last memory sample
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -120,7 +116,7 @@ def run_told(
                     if last_mark in marks:
                         break
                 else:
-                    process.wait()  # for its exit code; the clock ends it if it hangs
+                    process.wait()  # for its exit code; the timer kills it if it hangs
         finally:
             is_late = time.monotonic() - start >= timeout_seconds
             clock.cancel()
@@ -139,7 +135,7 @@ def run_told(
 def run_json(
     module: str, *arguments: str, env: Mapping[str, str] | None = None, timeout_seconds: float | None = None
 ) -> Any:
-    """Run a module in a fresh process and parse its last line of output; RuntimeError with its output if it fails."""
+    """Run a module in a fresh process and parse its last output line; RuntimeError with its output if it fails."""
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments], env=env, capture_output=True, text=True, timeout=timeout_seconds
     )
@@ -151,10 +147,8 @@ def run_json(
 def in_turns(
     methods: Mapping[str, Callable[[Item], object]], items: Sequence[Item], *, rounds: int
 ) -> dict[str, list[float]]:
-    """CPU seconds an item of each method in this process, by rounds over all items.
-
-    A few items go through one method, then the same ones through the next, so changes of the machine's speed hit all.
-    """
+    """CPU seconds per item of each method in this process, by rounds. Methods take turns on a few items at a time, so
+    that changes of the machine's speed hit all alike."""
     spent: dict[str, list[float]] = {name: [0.0] * rounds for name in methods}
     for number in range(rounds):
         for first in range(0, len(items), _TURN_ITEMS):
@@ -168,18 +162,18 @@ def in_turns(
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    """The median over rounds of the ratio within a round, where the machine's speed cancels."""
+    """Median over rounds of the ratio within a round, where the machine's speed cancels."""
     return statistics.median(over / under for over, under in zip(numerators, denominators, strict=True))
 
 
 def children_cpu_seconds() -> float:
-    """CPU time of this process's children that have ended."""
+    """CPU time of this process's ended children."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def setting(*libraries: str) -> str:
-    """Python, these libraries, and the processor, as the first line of a record."""
+    """Describe Python, these libraries and the processor, for the first line of a record."""
     versions = "".join(f", {name} {version(name)}" for name in libraries)
     return f"Python {platform.python_version()}{versions}, {os.cpu_count()} cores ({processor()})"
 
@@ -193,7 +187,7 @@ def processor() -> str:
 
 @contextlib.contextmanager
 def _sampled(pid: int) -> Iterator[Memory]:
-    """Sample a process tree from a thread; yields the peaks, which are complete at the end."""
+    """Sample a process tree from a thread; yields the peaks, complete on exit."""
     peak, is_over = Memory(), threading.Event()
 
     def sample() -> None:
@@ -213,7 +207,7 @@ def _sampled(pid: int) -> Iterator[Memory]:
     finally:
         is_over.set()
         thread.join()
-        sample()  # once at least, however short it was
+        sample()  # at least once, however short it was
 
 
 def _kill_session(leader: int) -> None:
@@ -222,7 +216,7 @@ def _kill_session(leader: int) -> None:
 
 
 def _last_words(output: Any, returncode: int) -> str:
-    """The last exception that a process printed, or its last line."""
+    """The last exception that a process printed, else its last line."""
     output.seek(0)
     lines = [line.strip() for line in output.read().splitlines() if line.strip()] or ["it printed nothing"]
     errors = [number for number, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)]

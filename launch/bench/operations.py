@@ -1,11 +1,10 @@
-"""Count what training asks of torch: operations, waits for the device, bytes allocated, collectives.
+"""Count the operations, device waits, allocated bytes and collectives of training code.
 
-A dispatch mode sees each operation below autograd, on any device, as an exact number that a busy machine does not
-change. It makes a step a few times slower, so time is measured without it, and torch.compile runs eagerly under it. On
-a CPU nothing waits for a device, so waits are known by their kind: reads of a scalar, shapes that depend on values,
-blocking copies between devices (`meta` can stand for a GPU), tensors made from Python values (on a GPU a copy from
-pageable memory), and calls of `synchronize`. Not seen: a kernel's own allocations, waits within collectives or by
-streams, and DeepSpeed's waits, for which it asks its accelerator first: `synchronising_keys` knows those.
+A dispatch mode sees each operation below autograd, on any device; it slows a step down severalfold, and compiled code
+runs eagerly. On a CPU nothing waits for a device, so waits are recognised by kind: scalar reads, value-dependent
+shapes, blocking copies between devices (`meta` can stand for a GPU), tensors made from Python values (on a GPU a copy
+from pageable memory), and calls of `synchronize`. Does not see a kernel's own allocations, waits within collectives or
+on streams, or DeepSpeed's, which depend on its accelerator: `synchronising_keys` knows those.
 """
 
 from __future__ import annotations
@@ -32,25 +31,25 @@ _INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
 
 @dataclass(frozen=True)
 class Collective:
-    """One call."""
+    """One call of a collective."""
 
     name: str  # such as allreduce
-    num_bytes: int  # of the whole tensor that is reduced or gathered
+    num_bytes: int  # of the whole reduced or gathered tensor
 
     def sent_bytes(self, ranks: int) -> float:
-        """Bytes that a rank of a ring sends."""
+        """Bytes that each rank of a ring sends."""
         if ranks == 1:
             return 0.0
         return self.num_bytes * (ranks - 1) / ranks * (2 if self.name.startswith("allreduce") else 1)
 
 
 class Operations(TorchDispatchMode):
-    """Counts while it is entered; entered again, it adds up."""
+    """Count while entered; entering again adds to the counts."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: Counter[str] = Counter()  # "aten::add_" and the like; without views, which touch no data
-        self.waits: Counter[str] = Counter()  # how often the host would wait for a GPU, by reason
+        self.names: Counter[str] = Counter()  # such as "aten::add_"; without views, which touch no data
+        self.waits: Counter[str] = Counter()  # times the host would wait for a GPU, by reason
         self.collectives: list[Collective] = []  # in order
         self.allocated_bytes = 0  # of new tensors
 
@@ -66,7 +65,7 @@ class Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         result = func(*args, **kwargs)
-        if func.is_view or func.namespace == "profiler":  # no work: marks of torch's profiler
+        if func.is_view or func.namespace == "profiler":  # no work, or marks of torch's profiler
             if name == "lift_fresh":
                 self.waits["a tensor of Python's values"] += 1
             return result
@@ -99,8 +98,8 @@ def count(action: Callable[[], object]) -> Operations:
 
 
 def synchronising_keys(config: dict[str, Any], *, processes: int) -> list[str]:
-    """Keys of a DeepSpeed configuration that make the host wait for the GPU in each step, or for each gradient, with
-    what they wait for. Pure; read in the sources of DeepSpeed 0.19, with its defaults."""
+    """Keys of a DeepSpeed configuration that make the host wait for the GPU in each step or for each gradient, and why.
+    Pure; from the sources of DeepSpeed 0.19, with its defaults."""
     zero = config.get("zero_optimization", {})
     stage = zero.get("stage", 0)
     found: list[str] = []
@@ -127,7 +126,6 @@ def _collective(name: str, args: Sequence[Any]) -> Collective:
 
 
 def _wait(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> str | None:
-    """Why the host would wait for a GPU, or None."""
     if name in _READS:
         return "a scalar is read"
     by_value = name in _SHAPES_BY_VALUE or (name == "repeat_interleave" and isinstance(args[0], Tensor))
@@ -156,8 +154,7 @@ def _new_bytes(result: Any, given: Any) -> int:
 
 @contextlib.contextmanager
 def _watched_synchronisations(waits: Counter[str]) -> Iterator[None]:
-    """Count calls of torch's `synchronize`, and of DeepSpeed's accelerator if that is imported; on a CPU they do
-    nothing, but a GPU's queue would run empty."""
+    """Count `synchronize` calls of torch and DeepSpeed: no-ops on a CPU, but a GPU's queue would drain."""
 
     def watched(call: Callable[..., Any]) -> Callable[..., Any]:
         def synchronize(*args: Any, **kwargs: Any) -> Any:

@@ -1,12 +1,11 @@
-"""Measure the engine's overhead over plain torch, without a GPU: operations, waits, bytes, collectives, CPU time.
+"""Measure the engine's overhead over plain torch without a GPU: operations, waits, bytes, collectives, CPU time.
 
-Run `python -m launch.bench.overhead`; records/overhead.txt has what it printed. All but the CPU time are exact numbers,
-held to their bounds by tests/launch/bench/test_overhead.py. CPU time is the least of many steps, each in turns with one
-of plain torch in the same process. `launch.bench.gpu` measures a GPU's own time.
+Run `python -m launch.bench.overhead`; output in records/overhead.txt; five minutes on two cores. All but the CPU time
+(the minimum over many steps that alternate with plain torch's) are exact, held to their bounds by
+tests/launch/bench/test_overhead.py.
 
-An operation is outside the model if plain torch does not do it: in backward, those beyond plain torch's; in the step,
-all. Plain torch is the same model in the same type with fused AdamW; it neither clips nor checks for non-finite
-values. Bytes sent are those of rings of many ranks. Takes five minutes on two cores.
+Overhead: in backward, operations beyond plain torch's; in the step, all operations. Plain torch is the same model in
+the same dtype with fused AdamW, without clipping or checks for non-finite values. Bytes sent are those of large rings.
 """
 
 import argparse
@@ -25,7 +24,7 @@ from launch.bench.measure import run_json, setting
 from launch.bench.overhead_child import BUCKET_ELEMENTS, DEPTH, WIDTH, Case, Counted
 
 OWN = Case(zero_stage=1, precision="bf16")
-"""The case that the bounds are of: the default."""
+"""The case that the bounds apply to: the default."""
 _TIMED_STEPS = 40
 _LIMIT_SECONDS = 600
 COMPILED = Case(1, "bf16", engine={"compile": "blocks"}, timed_steps=_TIMED_STEPS)
@@ -46,7 +45,7 @@ class Bound:
     what: str
     value: float
     most: float
-    exact: bool = True  # the machine's load does not change it
+    exact: bool = True  # independent of the machine's load
 
     @property
     def met(self) -> bool:
@@ -54,7 +53,7 @@ class Bound:
 
 
 def bounds_of(one: Counted) -> list[Bound]:
-    """Bounds for one process under `OWN`, which logs nothing in the step."""
+    """Bounds for one process under `OWN`, in a step that logs nothing."""
     found = [
         Bound("operations outside the model", one.in_forward + one.in_backward + one.in_step, 650),
         Bound("of them in the step", one.in_step, 30),
@@ -74,7 +73,7 @@ def bounds_of_sending(one: Counted, *, ranks: int) -> list[Bound]:
 
 
 def bounds_of_compiling(one: Counted) -> list[Bound]:
-    """Bounds for one process under `OWN` with its blocks compiled."""
+    """Bounds for one process under `OWN` with compiled blocks."""
     return [
         Bound("graph breaks", one.graph_breaks, 0),
         Bound("graphs of blocks, in training", one.graphs, 2),
@@ -82,14 +81,14 @@ def bounds_of_compiling(one: Counted) -> list[Bound]:
 
 
 def sent_bytes_per_parameter(one: Counted, *, ranks: int) -> float:
-    """Bytes in a ring of many ranks: what these n send, times n / (n - 1)."""
+    """Bytes sent in a ring of many ranks: those of these n ranks times n / (n - 1)."""
     if ranks == 1:
         return 0.0
     return sum(sent for _, _, sent in one.collectives) * ranks / (ranks - 1) / one.parameters
 
 
 def run_case(case: Case) -> list[Counted]:
-    """Count each rank in fresh processes on this machine; RuntimeError with their output if one fails."""
+    """Count each rank in a fresh process on this machine; RuntimeError with its output if one fails."""
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(case.ranks) as pool:
 
@@ -102,7 +101,7 @@ def run_case(case: Case) -> list[Counted]:
 
 
 def main() -> None:
-    """Measure, print."""
+    """Measure all cases and print the tables."""
     parser = argparse.ArgumentParser(description="What the engine costs beside plain torch.")
     parser.add_argument("--json", type=Path, help="also write every count to this file")
     arguments = parser.parse_args()
@@ -117,7 +116,7 @@ def main() -> None:
 
 
 def report(found: Sequence[tuple[Case, Sequence[Counted]]]) -> Iterator[str]:
-    """The tables, the bounds first."""
+    """Format the bounds, then the tables."""
     own = {case.ranks: ranks[0] for case, ranks in found if _is_own(case)}
     bounds = bounds_of(own[1])
     for case, (one, *_) in found:

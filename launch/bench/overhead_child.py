@@ -1,8 +1,7 @@
 """Child process: one engine on a deep, narrow model, and its step's overhead over plain torch.
 
 Started as `python -m launch.bench.overhead_child CASE RENDEZVOUS RANK`, CASE in JSON; its last line is `Counted` in
-JSON. A fresh process a case, because ZeRO 3 replaces torch's linear layer. The model has as many tensors as ViT-L, and
-they are so small that their size does not matter. AdamW is the fused one, as on a GPU.
+JSON. A fresh process per case, because ZeRO 3 replaces torch's linear layer. As many tensors as ViT-L, but tiny ones.
 """
 
 import contextlib
@@ -39,7 +38,7 @@ from pipeline.report.losses import LossWindow
 from pipeline.stage.task import make_task
 
 DEPTH, WIDTH, HEADS, PATCH, SIZE, CLASSES, IMAGES = 24, 64, 2, 4, 8, 10, 2
-BUCKET_ELEMENTS = 100_000  # to this model as 25 million are to ViT-L
+BUCKET_ELEMENTS = 100_000  # scaled to this model from 25 million for ViT-L
 _LR = 1e-3
 _WARM_UP = 3
 
@@ -52,8 +51,8 @@ class Case:
     precision: str
     ranks: int = 1
     accumulation: int = 1
-    engine: dict[str, Any] = field(default_factory=dict)  # more keys of the recipe's engine
-    timed_steps: int = 0  # for the CPU time; 0: it is left out
+    engine: dict[str, Any] = field(default_factory=dict)  # more engine keys of the recipe
+    timed_steps: int = 0  # for the CPU time; 0: not measured
     depth: int = DEPTH
 
     @property
@@ -69,30 +68,30 @@ class Case:
 
 @dataclass(frozen=True)
 class Spent:
-    """CPU milliseconds of a process, all its threads together."""
+    """CPU milliseconds of a process, all threads."""
 
-    whole: float  # an optimizer step with everything before it
-    passes: float  # of it: forward and backward passes, the batch and the loss
-    step: float  # of it: the optimizer's step
+    whole: float  # an optimizer step and everything before it
+    passes: float  # of these, forward and backward passes, the batch and the loss
+    step: float  # of these, the optimizer's step
 
 
 @dataclass
 class Counted:
-    """Counts of one rank in one step that does not log."""
+    """Counts of one rank in a step that logs nothing."""
 
     parameters: int
     tensors: int
-    in_forward: int  # operations that plain torch does not do
+    in_forward: int  # operations beyond plain torch's
     in_backward: int
     in_step: int
-    waits: dict[str, int]  # from the batch on the host to the step's end, by reason
-    input_waits: dict[str, int]  # of moving a batch to another device
+    waits: dict[str, int]  # from the batch on the host to the end of the step, by reason
+    input_waits: dict[str, int]  # when moving a batch to another device
     synchronising_keys: list[str]
-    allocated_bytes: int  # that plain torch does not allocate, in backward and step
-    collectives: list[tuple[str, int, float]]  # name, bytes, bytes that a rank sends in a ring
-    cpu_ms: Spent | None  # the least of each over the steps
-    plain_cpu_ms: Spent | None  # of plain torch, by turns with it
-    graphs: int = 0  # that were compiled for the blocks
+    allocated_bytes: int  # beyond plain torch's, in backward and step
+    collectives: list[tuple[str, int, float]]  # name, bytes, bytes that each rank sends in a ring
+    cpu_ms: Spent | None  # minimum of each over the steps
+    plain_cpu_ms: Spent | None  # of plain torch, alternating with it
+    graphs: int = 0  # compiled for the blocks
     graph_breaks: int = 0
 
 
@@ -120,14 +119,14 @@ def recipe_of(case: Case) -> Recipe:
 
 
 def build(recipe: Recipe) -> nn.Module:
-    """The same weights each time."""
+    """Build the model, with the same weights each time."""
     model = build_model(recipe.model, image_size=SIZE, num_classes=CLASSES, head="linear")
     initialise(model, seed=0)
     return model.train()
 
 
 def batch() -> Batch:
-    """Uint8 pixels and labels, as the loader gives them."""
+    """Uint8 pixels and labels in the loader's format."""
     generator = torch.Generator().manual_seed(0)
     return Batch(
         images=torch.randint(256, (IMAGES, SIZE, SIZE, 3), dtype=torch.uint8, generator=generator),
@@ -142,7 +141,7 @@ def batch() -> Batch:
 
 
 def counted(case: Case, *, ranks: Ranks) -> Counted:
-    """Open the engine and count."""
+    """Open the engine, count one step and time several."""
     recipe = recipe_of(case)
     plan = plan_stage(recipe, stage="pretrain", samples_per_epoch=10**6, world_size=ranks.place.world_size)
     reference = _Plain(recipe, accumulation=case.accumulation)
@@ -188,7 +187,6 @@ def counted(case: Case, *, ranks: Ranks) -> Counted:
 
 
 def _phases(make: Callable[[], Any]) -> Any:
-    """A context manager for each phase of a step."""
     return types.SimpleNamespace(**{name: make() for name in ("forward", "backward", "step", "rest")})
 
 
@@ -196,7 +194,7 @@ _NOT_COUNTED = _phases(contextlib.nullcontext)
 
 
 class _Plain:
-    """The reference: torch's own layers in the same type, autograd and fused AdamW; no clipping, no checks."""
+    """Reference: torch's own layers in the same dtype, autograd and fused AdamW; no clipping, no checks."""
 
     def __init__(self, recipe: Recipe, *, accumulation: int) -> None:
         dtype = torch.float32 if recipe.engine.precision == "fp32" else torch.bfloat16
@@ -209,7 +207,7 @@ class _Plain:
         self.linear = nn.functional.linear
 
     def step(self, counts: Any = _NOT_COUNTED) -> None:
-        with mock.patch.object(nn.functional, "linear", self.linear):  # after ZeRO 3 has put its own there
+        with mock.patch.object(nn.functional, "linear", self.linear):  # ZeRO 3 has replaced it
             for _ in range(self.accumulation):
                 with counts.forward:
                     outputs = self.model(self.images)
@@ -223,7 +221,7 @@ class _Plain:
 
 
 class _Ours:
-    """The training loop's calls of one step that does not log, with the product's own task."""
+    """The training loop's calls in a step that logs nothing, with the product's own task."""
 
     def __init__(self, recipe: Recipe, engine: Engine, *, accumulation: int) -> None:
         self.engine, self.accumulation = engine, accumulation
@@ -258,7 +256,7 @@ def _task(recipe: Recipe, engine: Any) -> Any:
 
 
 def _input_waits(recipe: Recipe) -> dict[str, int]:
-    """Count the waits of moving a batch to a device; `meta` stands for a GPU. The second batch is counted."""
+    """Count the waits when moving a second batch to a device; `meta` stands for a GPU."""
     elsewhere = types.SimpleNamespace(device=torch.device("meta"), input_dtype=torch.bfloat16)
     task, moved = _task(recipe, elsewhere), batch()
     task.example(moved, use="train")
@@ -268,7 +266,6 @@ def _input_waits(recipe: Recipe) -> dict[str, int]:
 
 
 def _seen_configurations(seen: list[dict[str, Any]]) -> Any:
-    """Keep the dictionaries that DeepSpeed is given."""
     from pipeline.engine import deepspeed_engine
 
     make = deepspeed_engine.deepspeed_config
@@ -281,15 +278,15 @@ def _seen_configurations(seen: list[dict[str, Any]]) -> Any:
 
 
 def _fuse() -> None:
-    """Make every AdamW the fused one, which the product takes on a GPU."""
+    """Make every AdamW fused, as the product does on a GPU."""
     for each in gc.get_objects():
-        if issubclass(type(each), torch.optim.AdamW):  # isinstance would ask objects that warn
+        if issubclass(type(each), torch.optim.AdamW):  # isinstance would touch objects that warn
             for group in each.param_groups:
                 group["fused"] = True
 
 
 def _by_turns(steps: dict[str, Callable[[Any], None]], *, times: int) -> dict[str, Spent]:
-    """The least of each; empty: `times` is 0."""
+    """Alternate the steps; returns each one's minima, nothing if `times` is 0."""
     spent: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for _ in range(times):
         for name, step in steps.items():
@@ -304,7 +301,7 @@ def _by_turns(steps: dict[str, Callable[[Any], None]], *, times: int) -> dict[st
 
 
 class _Clock:
-    """CPU time while it is entered."""
+    """Accumulates CPU time while entered."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -317,7 +314,7 @@ class _Clock:
 
 
 def main() -> None:
-    """One rank."""
+    """Count one rank and print the result."""
     case, rank = Case(**json.loads(sys.argv[1])), int(sys.argv[3])
     torch.set_num_threads(1)
     place = Place(rank, case.ranks, local_rank=rank, local_world_size=case.ranks, rendezvous=Path(sys.argv[2]))

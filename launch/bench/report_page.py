@@ -1,10 +1,8 @@
-"""Measure `shardvit report` on a long run: seconds, memory and bytes of the page, for one run and for three.
+"""Measure `shardvit report` on long runs: seconds, memory and page size, for one run and for three.
 
-Run `python -m launch.bench.report_page`; records/report_page.txt has what it printed. Run folders are made up: a stage
-of 100,000 points with every metric that training logs, an evaluation every 1,000, a spike, gaps, restarts, checkpoints,
-and pictures of noise, which compresses worst. The command makes each page in a fresh process; no browser starts.
-
-Targets: below 20 s of CPU time, below 5 MB, and the spike is on the page.
+Run `python -m launch.bench.report_page`; output in records/report_page.txt. Run folders are synthetic: a stage of
+100,000 points with all that training logs, a spike, gaps, restarts, checkpoints, and pictures of noise, which
+compresses worst. Targets: below 20 s of CPU time, below 5 MB, and the spike is on the page.
 """
 
 import argparse
@@ -29,12 +27,12 @@ from pipeline.runs.run_folder import RunFolder
 
 _MOST_SECONDS, _MOST_BYTES = 20.0, 5_000_000
 _BATCH = 64
-_SPIKE = 87.654  # a loss that stands in one row alone
+_SPIKE = 87.654  # the loss of a single row
 
 
 @dataclass(frozen=True)
 class PageCost:
-    """One page."""
+    """The cost of one page."""
 
     what: str
     seconds: float
@@ -66,7 +64,7 @@ def main() -> None:
 
 
 def measured(what: str, runs: list[RunFolder]) -> PageCost:
-    """Make a page by the command in a fresh process."""
+    """Make a page with the command in a fresh process."""
     page = runs[0].runs_root / "page.html"
     before, begun = children_cpu_seconds(), time.monotonic()
     subprocess.run(
@@ -81,7 +79,7 @@ def measured(what: str, runs: list[RunFolder]) -> PageCost:
 
 
 def long_run(root: Path, name: str, *, points: int, pictures: int, seed: int) -> RunFolder:
-    """A made-up run with a long stage."""
+    """Make a synthetic run with a long stage."""
     folder = RunFolder(root, name)
     folder.open(load_recipe("digits", overrides=[f"name={name}", f"seed={seed}"]))
     folder.update("pretrain", state="running", images_seen=_BATCH * points, seconds=float(points))
@@ -118,7 +116,7 @@ def _write_lines(path: Path, lines: Sequence[object]) -> None:
 
 
 def _photographs(stage: Path, *, count: int, random: np.random.Generator) -> None:
-    """Pictures of two steps each, of pixels that do not compress."""
+    """Write pictures of incompressible pixels, at two steps each."""
     from PIL import Image
 
     for number in range(count):

@@ -1,11 +1,8 @@
 """Measure what grows with ranks, shards and files: 1,024 ranks on 128 hosts, 10^9 samples in 10^5 shards.
 
-Run `python -m launch.bench.scale [--only NAME]`; records/scale.txt has what it printed. One machine simulates: ranks
-are threads (or a few processes) that run the product's own code, files have the real number and no content, and
-operations are counted, which the machine's load does not change. A row says if it is calculated from fewer ranks.
-
-Each measure runs in a fresh process. Costs about two minutes, 2 GB of memory and 1 GB in the folder for temporary
-files. Networks and file servers are not measured; there, only the number of operations is known.
+Run `python -m launch.bench.scale [--only NAME]`; output in records/scale.txt. One machine simulates: ranks are threads
+or a few processes that run the product's code, files are empty but in their real number, and operations are counted.
+Costs about two minutes, 2 GB of memory and 1 GB of temporary files. Does not measure networks or file servers.
 """
 
 import argparse
@@ -28,7 +25,7 @@ SAMPLES = 1_000_000_000
 
 _HEADS = ("what", "before", "now", "wanted")
 _WIDTH = 38
-# Functions that take nothing and return rows.
+# Functions without parameters that return rows.
 MEASURES: dict[str, str] = {
     "opening": "launch.bench.scale_shards:opening",
     "exchanges": "launch.bench.scale_ranks:exchanges",
@@ -40,17 +37,17 @@ MEASURES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One quantity that grows with the number of ranks, shards or files."""
+    """A quantity that grows with the number of ranks, shards or files."""
 
-    what: str  # what is counted or measured, with its unit
-    before: str  # on commit 56ab78a, or by the same algorithm as there
+    what: str  # quantity and unit
+    before: str  # on commit 56ab78a, or with its algorithm
     now: str
-    wanted: str  # the bound; "": none was set
-    how: str  # what was simulated, and what was calculated from it
+    wanted: str  # the bound; "": none set
+    how: str  # what was simulated, and what was extrapolated
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as plain text, each with its `how` below it."""
+    """Format the rows as plain text, each followed by its `how`."""
     cells = [(row.what, row.before, row.now, row.wanted) for row in rows]
     columns = [max(len(head), *(min(len(row[i]), _WIDTH) for row in cells)) for i, head in enumerate(_HEADS)]
     lines = [_line(_HEADS, columns), _line(["-" * width for width in columns], columns)]
@@ -67,7 +64,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure everything, or one measure, and print the table."""
+    """Run all measures, or one, and print the table."""
     parser = argparse.ArgumentParser(
         prog="python -m launch.bench.scale", description="What grows with the number of ranks."
     )

@@ -1,8 +1,7 @@
-"""Measures of `launch.bench.scale`: the checkpoint of 1,024 ranks, from its commit to its loading.
+"""Measures of `launch.bench.scale`: the checkpoint of 1,024 ranks, from commit to loading. No disks or networks.
 
-A checkpoint of as many tiny files is committed and pruned; flushes are counted but not made. A few ranks load a small
-checkpoint, one after the other, with rank 0's messages; the files that they open decide how many bytes 1,024 ranks read
-of ViT-L/16's and ViT-H/14's. Disks and networks are not measured.
+Commits and prunes a checkpoint of 1,024 tiny files; counts flushes without making them. A few ranks load a small one,
+one after the other; the files they open give the bytes that 1,024 ranks would read for ViT-L/16 and ViT-H/14.
 """
 
 import io
@@ -34,16 +33,16 @@ _FOLDER = "deepspeed"
 _MODEL_FILE = "mp_rank_00_model_states.pt"
 _SHARD_FILE = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# Parameters with 1,000 classes; of each, 2 bytes in the model's file and 12 in the shards (bf16, AdamW, ZeRO 1).
+# Parameters with 1,000 classes; each takes 2 bytes in the model's file and 12 in the shards (bf16, AdamW, ZeRO 1).
 _MODELS = {"L": 304_326_632, "H": 632_045_800}
 _MODEL_BYTES, _SHARD_BYTES = 2, 12
-_LOADING = 16  # ranks that are simulated
-_SEEN = ("open", "stat", "lstat", "scandir", "listdir", "rename", "remove", "unlink")  # of os
+_LOADING = 16  # simulated ranks
+_SEEN = ("open", "stat", "lstat", "scandir", "listdir", "rename", "remove", "unlink")  # functions of os
 
 
 @dataclass
 class Seen:
-    """Operations on files, by name, and those on the main thread."""
+    """File operations by name: all, and those on the main thread."""
 
     operations: Counter[str] = field(default_factory=Counter[str])
     on_main: Counter[str] = field(default_factory=Counter[str])
@@ -56,7 +55,7 @@ class Seen:
 
 @contextmanager
 def watched() -> Iterator[Seen]:
-    """Count operations on the file system; flushes are not made."""
+    """Count file operations; flushes are counted but not made."""
     seen = Seen()
 
     def counted(name: str, real: Any) -> Any:
@@ -74,7 +73,7 @@ def watched() -> Iterator[Seen]:
 
 
 def commit_operations(*, files: int) -> Seen:
-    """Count the operations of committing so many files beside the model's."""
+    """Count the operations to commit `files` shards and the model's file."""
     with tempfile.TemporaryDirectory() as name:
         root = Path(name) / "checkpoints"
         open_beside(root, step=1)
@@ -91,10 +90,10 @@ def commit_operations(*, files: int) -> Seen:
 
 @dataclass
 class _OneRank:
-    """Stand-in for the process group, for ranks that run one after the other: rank 0 first."""
+    """Stand-in for the process group when ranks run one after the other, rank 0 first."""
 
     place: Place
-    told: list[Any] = field(default_factory=list)  # by rank 0, in order
+    told: list[Any] = field(default_factory=list)  # rank 0's messages, in order
     _heard: int = 0
 
     def from_main(self, value: Any) -> Any:
@@ -113,7 +112,7 @@ class _OneRank:
 
 @dataclass
 class _Engine:
-    """A state of many files of a few bytes."""
+    """Stand-in engine whose state is many tiny files."""
 
     files: int
     hold: Hold = field(default_factory=Hold)
@@ -124,8 +123,7 @@ class _Engine:
 
 
 def saves(*, files: int) -> Seen:
-    """Count the file operations of two background saves, from start to end; the second one's pruning removes the
-    first."""
+    """Count the file operations of two background saves, the second of which prunes the first."""
     with tempfile.TemporaryDirectory() as name:
         committed: list[TrainState] = []
         saver = CheckpointSaver(
@@ -151,7 +149,7 @@ def saves(*, files: int) -> Seen:
 
 
 def digest_shares(parameters: int, *, ranks: int) -> tuple[int, int]:
-    """The most bytes that a rank digests at a restart: whole files in turn, as before; by pieces, as now."""
+    """The most bytes that a rank digests at a restart: by whole files, as before; by pieces, as now."""
     shard = _SHARD_BYTES * parameters // ranks
     sizes = {_MODEL_FILE: _MODEL_BYTES * parameters, **{_SHARD_FILE.format(rank): shard for rank in range(ranks)}}
     seals = {name: Seal(size, " ".join(["d"] * len(piece_sizes(size)))) for name, size in sorted(sizes.items())}
@@ -166,14 +164,14 @@ def digest_shares(parameters: int, *, ranks: int) -> tuple[int, int]:
 
 
 class Loading(NamedTuple):
-    """What a load asked of the file system."""
+    """File system accesses of a load."""
 
-    opened: list[set[str]]  # names of files, by rank
-    looked: int  # `stat` and the like, by all ranks
+    opened: list[set[str]]  # file names, by rank
+    looked: int  # `stat` and `lstat`, all ranks together
 
 
 def load(*, ranks: int) -> Loading:
-    """Let so many ranks load their shares of a ZeRO 1 checkpoint of as many."""
+    """Load a ZeRO 1 checkpoint of `ranks` ranks, each its own share."""
     with tempfile.TemporaryDirectory() as name:
         folder, model = Path(name) / "step-00000001", nn.Linear(64, ranks)
         state = _write(folder / _FOLDER, model, ranks=ranks)
@@ -205,7 +203,7 @@ def load(*, ranks: int) -> Loading:
 
 
 def _write(folder: Path, model: nn.Linear, *, ranks: int) -> dict[str, torch.Tensor]:
-    """DeepSpeed's files of one weight, and what they hold; a bias does not count."""
+    """Write one weight as DeepSpeed would; returns its contents. The bias is dropped."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler  # slow to import
 
     folder.mkdir(parents=True)
@@ -223,7 +221,7 @@ def _write(folder: Path, model: nn.Linear, *, ranks: int) -> dict[str, torch.Ten
             "loss_scaler": LossScaler(scale=1),
         }
         torch.save({"optimizer_state_dict": content}, folder / _SHARD_FILE.format(rank))
-    about = {  # the weights in bf16 would be here: nobody needs them to load
+    about = {  # without the bf16 weights, which loading does not need
         "module": {},
         "buffer_names": [],
         "param_shapes": [{"weight": model.weight.shape}],
@@ -236,7 +234,7 @@ def _write(folder: Path, model: nn.Linear, *, ranks: int) -> dict[str, torch.Ten
 
 
 def checkpoints() -> list[Row]:
-    """The checkpoint of 1,024 ranks."""
+    """Measure the checkpoint of 1,024 ranks."""
     return [_commit_row(), *_save_rows(), _digest_row(), *_load_rows()]
 
 
@@ -290,7 +288,7 @@ def _save_rows() -> list[Row]:
 
 
 def _load_rows() -> list[Row]:
-    load(ranks=2)  # imports look at files, too
+    load(ranks=2)  # imports stat files, too
     half, found = load(ranks=_LOADING // 2), load(ranks=_LOADING)
     shards = sum(_SHARD_FILE.format(rank) in files for rank, files in enumerate(found.opened))
     others = sum(len(files) for files in found.opened) - shards - (_MODEL_FILE in found.opened[0])

@@ -1,9 +1,7 @@
 """Measures of `launch.bench.scale`: heartbeats, the death of a rank, exchanges between ranks. Ranks are threads.
 
-Each thread has a host of its own choice: code that asks for the machine gets the thread's. Python's audit events count
-file operations: files opened, listed, made, removed or renamed below a folder. Exchanges go over gloo and TCP on this
-machine; the numbers of messages and connections are exact, milliseconds are those of many threads on few cores. Waiting
-is real, so the measures take some ten seconds.
+Code that asks for the machine gets the thread's simulated host; audit events count file operations. Exchanges use gloo
+over TCP here: counts of messages and connections are exact, milliseconds are those of many threads on few cores.
 """
 
 from __future__ import annotations
@@ -38,14 +36,14 @@ _ATTEMPT = "simulated"
 _SIMULATED = 64
 _GLOO: Any = ProcessGroupGloo  # torch's stub lacks its options and messages
 _TIMES = 5
-_GATHERS_AT_A_LOG_POINT = 4  # lengths and notes of damaged images; losses; each rank's own seconds
+_GATHERS_AT_A_LOG_POINT = 4  # damaged images' lengths and notes; losses; each rank's own seconds
 _EVENTS = ("open", "os.listdir", "os.scandir", "os.mkdir", "os.remove", "os.rename")
 _counts: list[Counter] = []
 _of_thread = threading.local()
 
 
 class Counter:
-    """File operations below a folder while it is counting."""
+    """Count of file operations below a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = str(folder)
@@ -53,12 +51,12 @@ class Counter:
 
     def see(self, event: str, arguments: tuple[object, ...]) -> None:
         if event in _EVENTS and str(arguments[0]).startswith(self._folder):
-            self.operations += 1  # under the GIL: an audit hook runs no other Python meanwhile
+            self.operations += 1  # safe under the GIL: no other Python runs during an audit hook
 
 
 @contextmanager
 def counting(folder: Path) -> Iterator[Counter]:
-    """Count the file operations of this process below a folder."""
+    """Count this process's file operations below a folder."""
     if not _counts:
         sys.addaudithook(lambda event, arguments: [each.see(event, arguments) for each in _counts] and None)
     counter = Counter(folder)
@@ -66,11 +64,11 @@ def counting(folder: Path) -> Iterator[Counter]:
     try:
         yield counter
     finally:
-        _counts[_counts.index(counter)] = Counter(Path("/nowhere at all"))  # the hook itself stays for good
+        _counts[_counts.index(counter)] = Counter(Path("/nowhere at all"))  # audit hooks cannot be removed
 
 
 class _OwnLock:
-    """A lock of each simulated process, where real ones have a lock each."""
+    """One lock per simulated process, as real processes have."""
 
     def acquire(self, blocking: bool = True) -> bool:
         first, _of_thread.has_spoken = not getattr(_of_thread, "has_spoken", False), True
@@ -82,7 +80,7 @@ def _machine() -> str:
 
 
 def beat_of(rank: int, *, per_host: int, **changes: Any) -> Heartbeat:
-    """A living rank's heartbeat; its process is this one."""
+    """A living rank's heartbeat; its PID is this process's."""
     beat = Heartbeat(
         rank=rank,
         attempt=_ATTEMPT,
@@ -103,15 +101,15 @@ def beat_of(rank: int, *, per_host: int, **changes: Any) -> Heartbeat:
 
 @dataclass(frozen=True)
 class Death:
-    """Events after one rank had died."""
+    """Consequences of one rank's death."""
 
-    operations: int  # on files of STAGE/ranks, by all ranks together
-    said: tuple[str, ...]  # by all of them
+    operations: int  # on files of STAGE/ranks, all ranks together
+    said: tuple[str, ...]  # by all ranks
     hosts: int
 
 
 def simulate_death(*, hosts: int, per_host: int, victim: int, log: Log) -> Death:
-    """Kill one rank: all others leave their watch and report, at the same moment."""
+    """Kill one rank; all others leave their watch and report simultaneously."""
     with tempfile.TemporaryDirectory() as name:
         folder, said = Path(name), list[str]()
         ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -125,7 +123,7 @@ def simulate_death(*, hosts: int, per_host: int, victim: int, log: Log) -> Death
         def live(rank: int) -> None:
             _of_thread.machine = f"machine {rank // per_host}"
             begin.wait()
-            write_heartbeat(folder, beat_of(rank, per_host=per_host, state="left"))  # as its watch does
+            write_heartbeat(folder, beat_of(rank, per_host=per_host, state="left"))  # as its watch would
             place = Place(rank, hosts * per_host, rank % per_host, per_host, log=log)
             report_gone(folder, place=place, say=said.append)
 
@@ -148,7 +146,7 @@ def _in_threads(call: Callable[[int], None], ranks: Iterable[int]) -> None:
 
 
 def death() -> list[Row]:
-    """One of 1,024 ranks dies."""
+    """Measure the death of one of 1,024 ranks."""
     threading.stack_size(256 * 1024)
     told = simulate_death(hosts=HOSTS, per_host=RANKS // HOSTS, victim=517, log="of the run")
     knowing = sum("rank 517 (host node64" in sentence for sentence in told.said)
@@ -165,14 +163,14 @@ def death() -> list[Row]:
 
 
 def heartbeats() -> list[Row]:
-    """Everyone writes; one reads all."""
+    """Measure every rank writing, and one reading all."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         beats = [beat_of(rank, per_host=RANKS // HOSTS) for rank in range(RANKS)]
         for beat in beats:
             write_heartbeat(folder, beat)
         start = time.process_time()
-        for beat in beats:  # in place, as all but the first
+        for beat in beats:  # in place, like every heartbeat but the first
             write_heartbeat(folder, beat)
         written = time.process_time()
         whole = sum(read_heartbeat(folder, rank, attempt=_ATTEMPT) == beats[rank] for rank in range(RANKS))
@@ -190,7 +188,7 @@ def heartbeats() -> list[Row]:
 
 
 def exchanges() -> list[Row]:
-    """Bruck's exchange beside gloo's ring, between 64 ranks."""
+    """Compare Bruck's exchange with gloo's ring between 64 ranks."""
     now = _measure_exchange("when needed", lambda group, mine: gather_rows(group, mine, tag=1))
     ring = _measure_exchange("at once", _ring)
     hops, before_hops = _GATHERS_AT_A_LOG_POINT * rounds(RANKS), _GATHERS_AT_A_LOG_POINT * (RANKS - 1)
@@ -223,7 +221,7 @@ def _ring(group: Any, mine: torch.Tensor) -> torch.Tensor:
 
 
 def _measure_exchange(connects: str, gather: Callable[[Any, torch.Tensor], torch.Tensor]) -> tuple[float, float]:
-    """Descriptors a rank, and milliseconds of CPU that a gather takes a rank."""
+    """File descriptors per rank, and CPU milliseconds per rank and gather."""
     store, groups = HashStore(), dict[int, Any]()
     before = len(os.listdir("/proc/self/fd"))
 
@@ -240,7 +238,7 @@ def _measure_exchange(connects: str, gather: Callable[[Any, torch.Tensor], torch
             assert rows.flatten().tolist() == list(range(_SIMULATED)), "a value was lost"
 
     _in_threads(join, range(_SIMULATED))
-    _in_threads(exchange, range(_SIMULATED))  # the first time connects
+    _in_threads(exchange, range(_SIMULATED))  # connect before timing
     descriptors = (len(os.listdir("/proc/self/fd")) - before) / _SIMULATED
     start = time.process_time()
     _in_threads(exchange, range(_SIMULATED))

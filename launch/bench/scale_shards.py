@@ -1,7 +1,6 @@
-"""Measures of `launch.bench.scale`: a set of 10^5 shards opened on rank 0, told to another, handed to workers.
+"""Measures of `launch.bench.scale`: a set of 10^5 shards, opened on rank 0, sent to another rank, passed to workers.
 
-The tars are empty files of the real number, and the manifest has its real size (19 MB). Seconds are CPU seconds of a
-fresh process.
+Tars are empty, in their real number; the manifest has its real size (19 MB). CPU seconds of a fresh process.
 """
 
 import hashlib
@@ -25,7 +24,7 @@ _CLASSES = 1000
 
 
 def opening() -> list[Row]:
-    """Rank 0 opens, another rank receives."""
+    """Measure opening on rank 0, receiving on another rank, and passing to workers."""
     with tempfile.TemporaryDirectory() as name:
         folder = _synthetic(Path(name))
         first, other, worker = (
@@ -68,7 +67,6 @@ def opening() -> list[Row]:
 
 
 def _synthetic(root: Path) -> Path:
-    """A packed set whose tars are empty."""
     folder = root / "train"
     folder.mkdir()
     shards = []
@@ -94,7 +92,7 @@ def _synthetic(root: Path) -> Path:
 
 
 def _measure(what: str, folder: Path, wire: Path) -> dict[str, float]:
-    import numpy as np  # as every rank has it
+    import numpy as np  # every rank has imported it anyway
 
     from data_shards.images.transforms import EvalTransform
     from data_shards.loading.assemble import Access

@@ -1,11 +1,9 @@
-"""Measure the cost of looking at a run: metrics, events and pictures, in CPU time of rank 0's process.
+"""Measure what observing a run costs: metrics, events and pictures, in CPU time of rank 0's process.
 
-Run `python -m launch.bench.tracking`; records/tracking.txt has what it printed. A child process trains with everything
-on. Each call that only looks (training accuracy, norms, curve, events, asking for pictures) is timed by its thread's
-CPU clock within the same steps, so both share the machine's load and their ratio does not depend on it. Other threads'
-computing counts as if training had waited for it. The process that draws and sends counts apart.
-
-Target: below 1 % of a step, at the default `log_every` of 20 steps. Takes 3 minutes on two idle cores.
+Run `python -m launch.bench.tracking`; output in records/tracking.txt. Calls that only observe (training accuracy,
+norms, curve, events, picture requests) are timed by their thread's CPU clock within the same steps, so their share does
+not depend on the machine's load. Other threads' CPU time counts as if training had waited for it. Target: below 1 % of
+a step, at the default `log_every` of 20 steps. Takes 3 minutes on two idle cores.
 """
 
 import argparse
@@ -53,12 +51,12 @@ stages:
 
 @dataclass
 class Costs:
-    """CPU seconds of one run's rank 0."""
+    """CPU seconds of a run's rank 0."""
 
     calls: dict[str, int] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)  # of the main thread, by kind of call
+    seconds: dict[str, float] = field(default_factory=dict)  # main thread, by kind of call
     draw_and_send: float = 0.0  # the process that draws and sends
-    training: float = 0.0  # the whole process, all threads, within the loop
+    training: float = 0.0  # whole process, all threads, within the loop
     training_wall: float = 0.0  # elapsed
     steps: int = 0
 
@@ -67,25 +65,25 @@ class Costs:
         self.calls[name] = self.calls.get(name, 0) + 1
 
     def each(self, name: str) -> float:
-        """Seconds a call."""
+        """Seconds per call."""
         return self.seconds.get(name, 0.0) / max(1, self.calls.get(name, 0))
 
     @property
     def step(self) -> float:
-        """Seconds a step, without the calls that only look."""
+        """Seconds per step, without the calls that only observe."""
         return max(1e-9, self.training - sum(self.seconds.values())) / self.steps
 
     def of_step(self, name: str, *, log_steps: int) -> float:
-        """Seconds a step, where a point comes every `log_steps` steps."""
+        """Seconds per step, with a point every `log_steps` steps."""
         return self.each(name) / (1 if name in _EACH_STEP else log_steps)
 
     def looking(self, *, log_steps: int) -> float:
-        """Seconds a step of all calls that only look."""
+        """Seconds per step of all calls that only observe."""
         return sum(self.of_step(name, log_steps=log_steps) for name in (*_EACH_STEP, *_EACH_POINT))
 
 
 def report(costs: Costs) -> Iterator[str]:
-    """The table."""
+    """Format the table."""
     yield f"\n{costs.steps} steps, a point every {_LOG_EVERY}; CPU time of rank 0's process"
     yield f"{'':34}{'each':>12}{'a step, log_every ' + str(_LOG_STEPS):>24}"
     for name in (*_EACH_STEP, *_EACH_POINT):
@@ -101,7 +99,7 @@ def report(costs: Costs) -> Iterator[str]:
 
 
 def main() -> None:
-    """Measure, print."""
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description="What looking at a run costs the run.")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=_STEPS, help="(%(default)s)")
@@ -134,7 +132,7 @@ def measure(*, steps: int) -> Costs:
 
 
 def child(folder: Path) -> None:
-    """Train as a rank does, with clocks around the calls that only look."""
+    """Train as a rank does, with clocks around the calls that only observe."""
     from launch import train as rank
     from launch.draw_and_send import DrawAndSend
     from pipeline.engine.deepspeed_engine import DeepSpeedEngine
@@ -162,7 +160,7 @@ def child(folder: Path) -> None:
 
     @contextmanager
     def clocked_around(self: WeightNorms, **more: Any) -> Iterator[None]:
-        """Time it without the step within."""
+        """Time it without the step inside."""
         before = time.thread_time()
         with around(self, **more):
             inside = time.thread_time()

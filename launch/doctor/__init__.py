@@ -1,1 +1,1 @@
-"""`shardvit doctor`: what this machine can run. What may crash or hang (libraries, GPUs) runs in child processes."""
+"""`shardvit doctor`: check what this machine can run. What may crash or hang runs in child processes."""

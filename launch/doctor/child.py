@@ -1,4 +1,4 @@
-"""Run programs that may crash, hang or be missing in child processes; each of these is an answer.
+"""Run programs that may crash, hang or be missing in child processes; each outcome is an answer.
 
 Each child has its own session, killed at the end. Output goes to files, so no child blocks on a full pipe.
 """
@@ -17,31 +17,31 @@ from typing import Any
 
 from launch.local.processes import signal_name
 
-MARK = "@doctor "  # begins our lines of a child's output; libraries print other lines
+MARK = "@doctor "  # prefix of our lines in a child's output
 _ASK_SECONDS = 5.0
 _POLL_SECONDS = 0.02
-_FOLLOW_SECONDS = 5.0  # after one of several has failed, so that the others may say why
+_FOLLOW_SECONDS = 5.0  # for the others to report after one has failed
 _MOST_CHARACTERS = 300
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The end of a child process."""
+    """How a child process ended."""
 
-    code: int | None  # -n: killed by signal n; None: killed by us, because it did not end in time
+    code: int | None  # -n: died of signal n; None: killed by us at the time limit
     output: str
     errors: str
     limit_seconds: float
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """Lines of JSON after `MARK`, without an incomplete last one."""
+        """The JSON lines after `MARK`, without an incomplete last one."""
         lines = [line for line in self.output.splitlines(keepends=True) if line.startswith(MARK)]
         return [json.loads(line.removeprefix(MARK)) for line in lines if line.endswith("}\n")]
 
     @property
     def ending(self) -> str:
-        """Describe the end, with the last line on standard error if it belongs to the part that had begun."""
+        """Describe the end, with the last line on standard error unless it only announces a part."""
         if self.code is None:
             return f"did not end within {self.limit_seconds:.0f} seconds and was killed"
         lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
@@ -52,7 +52,7 @@ class Answer:
 
 
 def ask(command: Sequence[str], *, limit_seconds: float = _ASK_SECONDS) -> Answer:
-    """Run a small system command; a missing one ends with code 127, as in a shell."""
+    """Run a small system command; code 127 if it is missing, as in a shell."""
     return run_children([command], environments=[os.environ], limit_seconds=limit_seconds)[0]
 
 
@@ -63,8 +63,8 @@ def run_children(
     limit_seconds: float,
     told: Callable[[str], None] = lambda output: None,
 ) -> list[Answer]:
-    """Run commands in parallel until all have ended; once one fails, the others get a few more seconds. `told` gets the
-    first one's output so far, again and again."""
+    """Run commands in parallel until all have ended; once one fails, the others get a few more seconds. `told` is
+    polled with the first one's output so far."""
     with tempfile.TemporaryDirectory(prefix="shardvit-doctor-") as folder:
         files = [
             (Path(folder, f"{number}.output"), Path(folder, f"{number}.errors")) for number in range(len(commands))
@@ -78,7 +78,7 @@ def run_children(
         finally:
             for child in filter(None, children):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(child.pid, signal.SIGKILL)  # and its own children
+                    os.killpg(child.pid, signal.SIGKILL)  # its own children too
                 child.wait()
         return [
             Answer(code, _read(output), _read(errors), limit_seconds)
@@ -94,7 +94,7 @@ def _start(
             return subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
             )
-        except OSError as error:  # not there, or not executable
+        except OSError as error:  # missing or not executable
             errors.write(str(error).encode())
             return None
 

@@ -1,15 +1,15 @@
-"""The doctor's checks as text for people and as JSON for programs.
+"""Format the doctor's checks as text and as JSON.
 
-The keys of the JSON are stable; new ones may be added (`version` changes if one is removed or changes its meaning):
+The JSON keys are stable; new ones may be added (`version` changes if one is removed or changes its meaning):
 
     version          1
-    ok               true without problems, as the exit code 0
-    problems, notes  how many checks have that verdict
-    seconds          how long it took
+    ok               true without problems, as exit code 0
+    problems, notes  number of checks with that verdict
+    seconds          time taken
     left_out         checks that --quick left out
-    checks           a list of {subject, name, verdict, found, remedy}; verdict: "fine", "note", "problem", "absent";
-                     remedy: what to do, or an empty text
-    reports          what torch's collect_env and DeepSpeed's ds_report print; empty with --quick
+    checks           list of {subject, name, verdict, found, remedy}; verdict: "fine", "note", "problem", "absent";
+                     remedy: what to do, or empty
+    reports          output of torch's collect_env and DeepSpeed's ds_report; empty with --quick
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,8 +30,8 @@ class Check:
     """The result of one check."""
 
     name: str
-    verdict: Verdict  # note: works, worth knowing; problem: training fails or suffers; absent: may be all right
-    found: str  # the facts, in a line
+    verdict: Verdict  # note: works, worth knowing; problem: training fails or suffers; absent: may be fine
+    found: str  # the facts, in one line
     remedy: str = ""  # one sentence; never empty for a note or a problem
 
     def __post_init__(self) -> None:
@@ -48,7 +48,7 @@ def judge(name: str, found: str, *cases: tuple[bool, Verdict, str]) -> Check:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All checks by subject, such as "machine"."""
+    """All checks, by subject such as "machine"."""
 
     checks: Mapping[str, Sequence[Check]]
     left_out: tuple[str, ...]
@@ -74,7 +74,6 @@ class Diagnosis:
         }
 
     def as_text(self) -> str:
-        """The last line is the verdict, such as "doctor: 2 problems, 1 note (21 s)"."""
         lines = [f"{name}\n{indent(text.strip(), '  ')}\n" for name, text in self.reports.items()]
         for subject, checks in self.checks.items():
             rows = [row for each in checks for row in _rows(each)]

@@ -1,4 +1,4 @@
-"""The GPUs and a Transformer's arithmetic, on the CPU where there is none: `try_...` runs in a child process."""
+"""Check the GPUs and a Transformer's arithmetic (on the CPU without a GPU). `try_...` runs in a child process."""
 
 import re
 import statistics
@@ -12,10 +12,10 @@ from launch.doctor.findings import Check, judge
 from launch.local.env import num_gpus
 
 _SMI = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version,compute_cap", "--format=csv,noheader")
-_SMI_SECONDS = 20.0  # without a persistence daemon the driver takes seconds for each GPU
-_MOST_ERROR = 0.1  # of gradients in bfloat16, which has 8 bits: 0.01 to 0.02 is usual
+_SMI_SECONDS = 20.0  # seconds per GPU without a persistence daemon
+_MOST_ERROR = 0.1  # of gradients in bfloat16 (8 bits); 0.01 to 0.02 is usual
 _SLOWER = 1.2
-_MOST_TAKEN = 0.2  # of a GPU's memory, by others
+_MOST_TAKEN = 0.2  # of a GPU's memory, by other programs
 _AMPERE = (8, 0)
 _WARM_UPS, _REPEATS = 3, 10
 _SHAPE = {"cuda": (32, 197, 1024), "cpu": (4, 197, 192)}  # images, tokens, width: ViT-L/16 and ViT-Ti/16 at 224 pixels
@@ -23,8 +23,7 @@ _HEAD_WIDTH = 64
 
 
 def check_gpus(*, devices: int, visible: int, run: Callable[..., Answer] = ask) -> Check:
-    """Ask nvidia-smi, which hangs if the driver does. `devices`: GPUs in /dev; `visible`: those left by
-    CUDA_VISIBLE_DEVICES."""
+    """Ask nvidia-smi, which hangs if the driver does. `devices`: in /dev; `visible`: left by CUDA_VISIBLE_DEVICES."""
     answer = run(_SMI, limit_seconds=_SMI_SECONDS)
     cells = [tuple(cell.strip() for cell in line.split(",")) for line in answer.output.splitlines()]
     rows = [row for row in cells if len(row) == 4] if answer.code == 0 else []
@@ -63,7 +62,7 @@ def check_gpus(*, devices: int, visible: int, run: Callable[..., Answer] = ask) 
 
 
 def try_torch() -> list[Check]:
-    """Check that torch can use the GPUs, and their free memory."""
+    """Check that torch can use the GPUs, and how much of their memory is free."""
     import torch
     from torch.cuda import nccl
 
@@ -87,7 +86,7 @@ def try_torch() -> list[Check]:
 
 
 def judge_torch(build: str, *, complaint: str, has_cuda: bool, devices: int, visible: int) -> Check:
-    """The verdict on torch and the driver; `complaint` says why CUDA cannot be used."""
+    """Judge torch and the driver; `complaint` says why CUDA is unusable."""
     name = "torch and CUDA"
     if has_cuda:
         return Check(name, "fine", build)
@@ -104,14 +103,14 @@ def judge_torch(build: str, *, complaint: str, has_cuda: bool, devices: int, vis
 
 
 def judge_memory(free_and_total_bytes: Sequence[tuple[int, int]]) -> Check:
-    """The verdict on each GPU's free memory."""
+    """Judge the GPUs' free memory."""
     found = f"{show_bytes(min(free for free, _ in free_and_total_bytes))} free on the fullest GPU"
     is_taken = any(free < (1 - _MOST_TAKEN) * total for free, total in free_and_total_bytes)
     return judge("GPU memory", found, (is_taken, "note", "another program holds the rest: see nvidia-smi"))
 
 
 def try_arithmetic() -> list[Check]:
-    """Compare a Transformer block's forward and backward pass in bfloat16 and float32: agreement and times."""
+    """Compare a Transformer block's gradients and times in bfloat16 and float32."""
     import torch
     from torch import nn
     from torch.nn.functional import scaled_dot_product_attention
@@ -140,14 +139,14 @@ def try_arithmetic() -> list[Check]:
             times.append(1000 * (time.perf_counter() - start))
         return statistics.median(times[_WARM_UPS:])
 
-    low, high = gradients(torch.bfloat16), gradients(torch.float32)  # in this order both have rounded weights
+    low, high = gradients(torch.bfloat16), gradients(torch.float32)  # bf16 first, so that both use rounded weights
     error = float((low - high).norm() / high.norm())
     bf16_ms, fp32_ms = milliseconds(torch.bfloat16), milliseconds(torch.float32)
     return [judge_arithmetic(device, error=error, bf16_ms=bf16_ms, fp32_ms=fp32_ms)]
 
 
 def judge_arithmetic(device: str, *, error: float, bf16_ms: float, fp32_ms: float) -> Check:
-    """The verdict; `error` is the gradients' relative difference, nan if not finite."""
+    """Judge bf16 against fp32. `error`: relative difference of the gradients, nan if not finite."""
     return judge(
         "arithmetic",
         f"{device.upper()}: gradients in bf16 within {error:.1%} of fp32's; bf16 {bf16_ms:.3g} ms, "

@@ -1,4 +1,4 @@
-"""The packages, against the versions that pyproject.toml asks for. Reads metadata only, in milliseconds."""
+"""Check the installed packages against pyproject.toml. Reads only metadata, in milliseconds."""
 
 import tomllib
 from importlib import metadata
@@ -14,7 +14,7 @@ _PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 
 def read_requirements(pyproject: Path = _PYPROJECT) -> tuple[str, list[Requirement]]:
-    """The range of Python and the packages needed on this platform, from pyproject.toml or shardvit's own metadata."""
+    """The Python range and this platform's packages, from pyproject.toml or shardvit's own metadata."""
     if pyproject.exists():
         project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
         pythons, texts = project["requires-python"], project["dependencies"]
@@ -25,7 +25,7 @@ def read_requirements(pyproject: Path = _PYPROJECT) -> tuple[str, list[Requireme
 
 
 def installed_version(name: str) -> str | None:
-    """None: not installed."""
+    """None if not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -33,7 +33,7 @@ def installed_version(name: str) -> str | None:
 
 
 def library_checks(requirements: list[Requirement]) -> list[Check]:
-    """One check if all packages fit, else one for each that does not."""
+    """One check for all packages, then one for each that does not fit."""
     wrong = [check for each in requirements if (check := check_requirement(each, version=installed_version(each.name)))]
     shown = ", ".join(f"{name} {version}" for name in _SHOWN if (version := installed_version(name)))
     missed, count = sum(check.verdict == "problem" for check in wrong), len(requirements)
@@ -44,12 +44,12 @@ def library_checks(requirements: list[Requirement]) -> list[Check]:
 
 
 def check_requirement(needed: Requirement, *, version: str | None) -> Check | None:
-    """Say what is wrong with one package; None: nothing."""
+    """Check one package; None: it fits."""
     text = f"{needed.name}{needed.specifier}"
     if version is None:
         if not needed.name.startswith("nvidia-nvimgcodec"):
             return Check(needed.name, "problem", "not installed", f"pip install '{text}'")
-        if installed_version("nvidia-nvimgcodec-cu12"):  # either will do
+        if installed_version("nvidia-nvimgcodec-cu12"):  # either one will do
             return None
         return Check(needed.name, "note", "not installed", f"it decodes only the crop, faster: pip install '{text}'")
     if needed.specifier.contains(version, prereleases=True):

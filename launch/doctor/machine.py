@@ -1,6 +1,6 @@
-"""The machine: Python, cores, memory, the disk of the runs, /dev/shm and open files, in milliseconds.
+"""Check Python, cores, memory, the disk of the runs, /dev/shm and open files, in milliseconds.
 
-Thresholds are what the demo or a run of ViT-L/16 takes. torch's collect_env, printed above, has the other facts.
+Thresholds: needs of the demo or a ViT-L/16 run. torch's collect_env, printed with them, has the other facts.
 """
 
 import os
@@ -20,16 +20,16 @@ from launch.doctor.findings import Check, judge
 from pipeline.checkpoint.disk_space import free_bytes
 
 _DEMO_BYTES = 3 * 10**9  # `make demo` needs 2.5 GiB
-_ONE_CHECKPOINT_BYTES = 5 * 10**9  # of ViT-L/16 in bf16 (14 bytes a parameter)
+_ONE_CHECKPOINT_BYTES = 5 * 10**9  # ViT-L/16 in bf16 (14 bytes per parameter)
 _SHM_BYTES = 2**30  # docker's 64 MB is too little; a batch of 256 images at 224 pixels in uint8 is 39 MB
-_CORES_PER_GPU = 4  # 1,500 images/s, a GPU's pace with ViT-L/16, at 400 to 520 images/s a core
-_OPEN_FILES = 4096  # a process may have a shard of each of 256 lanes open, and connections of several workers
+_CORES_PER_GPU = 4  # a GPU trains ViT-L/16 at 1,500 images/s, a core decodes 400 to 520 images/s
+_OPEN_FILES = 4096  # a process may have shards of 256 lanes open, and connections of several workers
 _LOOK_SECONDS = 0.3
 _NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p"}
 
 
 def machine_checks(*, runs: Path, gpus: int, pythons: str) -> list[Check]:
-    """Check everything; `pythons` is pyproject.toml's range."""
+    """Run all checks; `pythons` is pyproject.toml's range."""
     cores, memory = psutil.cpu_count() or 1, psutil.virtual_memory()
     usable, busy = min(num_cores(), core_quota() or cores), psutil.cpu_percent(_LOOK_SECONDS) / 100
     shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
@@ -39,18 +39,18 @@ def machine_checks(*, runs: Path, gpus: int, pythons: str) -> list[Check]:
         check_memory(memory.total, available=memory.available, limit=memory_limit_bytes()),
         check_disk(runs),
         check_shm(shm.free if shm else None, total=shm.total if shm else 0, gpus=gpus),
-        check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),  # a rank raises the soft one by itself
+        check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),  # a rank raises its own soft limit
     ]
 
 
 def check_python(version: str, *, pythons: str) -> Check:
-    """Compare the version with the range."""
+    """Check the version against the range."""
     wrong = not SpecifierSet(pythons).contains(Version(version), prereleases=True)
     return judge("Python", version, (wrong, "problem", f"install shardvit with a Python {pythons}"))
 
 
 def check_cores(cores: int, *, usable: float, free: float, gpus: int) -> Check:
-    """Compare the cores that this process may use with those that decoding needs, and those that are free now."""
+    """Check the usable cores against what decoding needs, and how many are free now."""
     found = f"{cores}" if usable >= cores else f"{usable:g} of {cores} (affinity or control group)"
     decoding = (
         f"decoding for one GPU takes some {_CORES_PER_GPU} cores: ask the batch system for more (--cpus-per-task), "
@@ -66,7 +66,7 @@ def check_cores(cores: int, *, usable: float, free: float, gpus: int) -> Check:
 
 
 def check_memory(total: int, *, available: int, limit: int | None) -> Check:
-    """Compare the memory that this process may use with the demo's."""
+    """Check the usable memory against the demo's need."""
     bound = total if limit is None else min(limit, total)
     allowed = f", of which this process may use {show_bytes(bound)} (control group)" if bound < total else ""
     remedy = (
@@ -77,7 +77,7 @@ def check_memory(total: int, *, available: int, limit: int | None) -> Check:
 
 
 def check_disk(runs: Path) -> Check:
-    """Check the disk of `runs`, or of the nearest folder that exists: room for checkpoints, locks for SQLite."""
+    """Check the disk of `runs`, or of its nearest existing parent: room for checkpoints, reliable SQLite locks."""
     there = next(path for path in (runs, *runs.absolute().parents) if path.exists())
     free, kind = free_bytes(runs), file_system(there)
     return judge(
@@ -110,11 +110,11 @@ def file_system(folder: Path) -> str:
         for number, mount in enumerate(psutil.disk_partitions(all=True))
         if there.is_relative_to(mount.mountpoint)
     ]
-    return max(kinds)[-1] if kinds else ""  # the innermost; of the same folder the latest, which hides the others
+    return max(kinds)[-1] if kinds else ""  # the innermost; for the same folder the latest, which hides the others
 
 
 def check_shm(free: int | None, *, total: int, gpus: int) -> Check:
-    """Check shared memory: workers pass batches through it, and NCCL messages within a machine."""
+    """Check shared memory: workers pass batches through it, NCCL its messages within a machine."""
     if free is None:
         return Check("/dev/shm", "absent", "there is none", "set data.worker_kind=thread")
     remedy = (
@@ -122,7 +122,7 @@ def check_shm(free: int | None, *, total: int, gpus: int) -> Check:
         "16g, or --ipc host; Kubernetes: an emptyDir of medium Memory), remove what dead programs left, or set "
         "data.worker_kind=thread"
     )
-    verdict = "problem" if gpus > 1 else "note"  # worker threads, the default up to 4, do without
+    verdict = "problem" if gpus > 1 else "note"  # worker threads, the default up to 4, do not need it
     return judge("/dev/shm", f"{show_bytes(free)} of {show_bytes(total)} free", (free < _SHM_BYTES, verdict, remedy))
 
 

@@ -1,4 +1,4 @@
-"""An all-reduce of two processes here (not between machines), and MLflow's server."""
+"""Check an all-reduce of two processes (on this machine only) and MLflow's server."""
 
 import http.client
 import statistics
@@ -13,13 +13,13 @@ from launch.local.env import read_place
 from pipeline.tracking.facts import without_credentials
 
 ALL_REDUCE_SECONDS = 60.0
-_LARGE_VALUES = 4 * 2**20  # 16 MiB of float32, as a bucket of gradients
+_LARGE_VALUES = 4 * 2**20  # 16 MiB of float32, like a gradient bucket
 _SMALL_REPEATS, _LARGE_REPEATS = 50, 5
 _MLFLOW_SECONDS = 5.0
 
 
 def all_reduce(backend: str) -> list[Check]:
-    """Run one of the two processes: the time for one number, and the bandwidth of a bucket."""
+    """Run in each of the two processes: time an all-reduce of one number and of a gradient bucket."""
     import torch
     from torch import distributed
 
@@ -72,7 +72,7 @@ def check_tracking(uri: str | None) -> Check:
     if parts.scheme not in ("http", "https"):
         return Check(name, "fine", f"MLFLOW_TRACKING_URI is {shown}, not a server that can be checked")
     try:
-        # Without credentials, which MLflow sends and urllib would take for a part of the host's name.
+        # Without credentials: urllib would take them for part of the host name.
         status = _status(parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/") + "/health")
     except (OSError, http.client.HTTPException, ValueError) as error:
         return Check(

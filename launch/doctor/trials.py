@@ -1,7 +1,6 @@
 """Try parts in child processes, `python -m launch.doctor.trials PART...`, and collect the results in the parent.
 
-The child announces each part, so a crash or hang has a name. All parts take some 20 seconds on 2 idle cores, nearly all
-of it imports.
+The child announces each part, so that a crash or hang has a name. Some 20 seconds on 2 idle cores, mostly imports.
 """
 
 import importlib
@@ -31,7 +30,7 @@ _WORLD = 2
 
 @dataclass(frozen=True)
 class Part:
-    """Something to try; the remedy is for when it fails, crashes or hangs."""
+    """Something to try, and the remedy if it fails, crashes or hangs."""
 
     name: str
     run: Callable[[], Sequence[Check]]
@@ -53,7 +52,7 @@ def try_import(library: str) -> Sequence[Check]:
 
 
 def try_decoders() -> list[Check]:
-    """Find the image decoders that work."""
+    """Find the working image decoders."""
     from data_shards.errors import UserError
     from data_shards.images import decode_nvimgcodec
     from data_shards.images.decode import require_decoder
@@ -68,7 +67,7 @@ def try_decoders() -> list[Check]:
 
 
 def judge_decoders(complaints: Mapping[str, str], *, gpu: str | None) -> Check:
-    """The verdict; an empty complaint: the decoder works. `gpu` is the GPU decoder's; None: no GPU."""
+    """Judge the decoders; an empty complaint means that one works. `gpu`: the GPU decoder's; None: no GPU."""
     working = [name for name, complaint in {**complaints, "gpu": gpu}.items() if complaint == ""]
     found = f"data.decoder can be {', '.join([*working, 'pillow'])}"
     said = "; ".join(filter(None, complaints.values()))
@@ -100,15 +99,15 @@ PARTS = {
         "set NCCL_DEBUG=INFO and read its log; give a container more /dev/shm",
     ),
 }
-ALONE = tuple(name for name in PARTS if name not in get_args(Backend))  # these need one process
+ALONE = tuple(name for name in PARTS if name not in get_args(Backend))  # need only one process
 
 
 def main(parts: Sequence[str]) -> int:
-    """The child: try the parts. Exit code 1 if one raised; prints its error."""
+    """Run in the child: try the parts. Returns 1 if one raised."""
     code = 0
     for name in parts:
         _tell(name)
-        print(f"{MARK}{name}", file=sys.stderr, flush=True)  # from here on, standard error is this part's
+        print(f"{MARK}{name}", file=sys.stderr, flush=True)  # later errors belong to this part
         try:
             checks = PARTS[name].run()
         except Exception as error:  # noqa: BLE001 - whatever a library raises is the finding
@@ -128,8 +127,7 @@ def try_parts(
     limit_seconds: float = _LIMIT_SECONDS,
     clock: StartClock | None = None,
 ) -> dict[str, list[Check]]:
-    """The parent: each part's checks. After a part that crashes or hangs, a new child tries the others. `clock` shows
-    which part is tried."""
+    """Run in the parent: return each part's checks. After a crash or hang, a new child tries the rest."""
     found: dict[str, list[Check]] = {}
 
     def told(output: str) -> None:
@@ -139,7 +137,7 @@ def try_parts(
 
     while left := [name for name in parts if name not in found]:
         [answer] = run_children([[*command, *left]], environments=[environment], limit_seconds=limit_seconds, told=told)
-        # If no part began, no other would.
+        # If not even one part began, none would.
         found |= _results(answer) or {name: PARTS[name].failed(answer.ending) for name in left}
     return found
 
@@ -151,14 +149,14 @@ def try_all_reduce(
     command: Sequence[str] = _COMMAND,
     limit_seconds: float = ALL_REDUCE_SECONDS + 30,
 ) -> list[Check]:
-    """The parent: two processes, started as `shardvit run` does; see `launch.local.env.without_place`."""
+    """Run in the parent: start two processes as `shardvit run` does; see `launch.local.env.without_place`."""
     with tempfile.TemporaryDirectory(prefix="shardvit-doctor-") as folder:
         places = [{**environment, **place_here(rank, ranks=_WORLD, rendezvous=Path(folder))} for rank in range(_WORLD)]
         answers = run_children([[*command, backend]] * _WORLD, environments=places, limit_seconds=limit_seconds)
     failed = [(rank, answer) for rank, answer in enumerate(answers) if answer.code != 0]
     if not failed:
         return _results(answers[0])[backend]
-    # Name the one that crashed, not the one that was killed waiting for it.
+    # Report the one that crashed, not the one that was killed while waiting for it.
     rank, answer = min(failed, key=lambda each: sys.maxsize if each[1].code is None else each[1].code)
     said = next((message["error"] for message in answer.messages if "error" in message), answer.ending)
     return PARTS[backend].failed(f"all-reduce: process {rank}: {said}")

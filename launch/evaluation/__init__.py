@@ -1,1 +1,1 @@
-"""Carry out `shardvit eval` (also in several processes) and `shardvit transfer`."""
+"""Run `shardvit eval` (in one or several processes) and `shardvit transfer`."""

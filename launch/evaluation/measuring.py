@@ -1,4 +1,4 @@
-"""`shardvit transfer` once its flags are read: measure the model, then keep, show and track the result."""
+"""Run `shardvit transfer` after its flags are parsed: measure the model; save, show and track the result."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def measure_one_set(
         footer = (
             f"{used.eval_images:,} images of {used.num_classes:,} classes{damaged}; features: {record.layer}{spread}"
         )
-        shots = {  # seed -> class -> its samples in TRAIN_SHARDS, in the order drawn: the first 5 are the 5 shots
+        shots = {  # seed -> class -> its samples in TRAIN_SHARDS in drawing order: the first 5 are the 5 shots
             str(seed): {data.train.classes[label]: samples for label, samples in by_class.items()}
             for seed, by_class in measured.shots.items()
         }
@@ -107,7 +107,7 @@ def measure_a_table(model: Path, source: Path, *, options: TransferOptions) -> i
 
 
 class _Session:
-    """One command on one model, whose features are in `features`."""
+    """One command on one model; `features` computes and caches its features."""
 
     def __init__(self, model: Path, *, command: Command, options: TransferOptions, clock: StartClock) -> None:
         from pipeline.transfer.features import FeatureStore, default_features_folder
@@ -145,7 +145,7 @@ class _Session:
         )
 
     def record_file(self, name: str) -> Path:
-        """The result's file, in the run's folder or, for a model from elsewhere, beside the features."""
+        """The result's file: in the run's folder or, for an outside model, next to the cached features."""
         digest = "" if self._origin.run else f"-{self.features.digest[:12]}"
         file = self._origin.record_file(f"{self._command}-{name}{digest}", outside=self._outside)
         file.parent.parent.mkdir(parents=True, exist_ok=True)
@@ -154,7 +154,7 @@ class _Session:
     def finish(
         self, record: TransferRecord, file: Path, *, shown: str, params: dict[str, object], more: dict[str, object]
     ) -> int:
-        """Print the table or JSON (with `more` keys), and make the MLflow run; returns the exit code."""
+        """Print the table or JSON (with `more` keys), and log the MLflow run; returns the exit code."""
         tell_result(shown, as_json=json.dumps({**asdict(record), **more}, indent=1), json_file=self._options.json_file)
         say(f"the result is in {file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}")
         if self._options.tracking:
@@ -233,7 +233,6 @@ def _table_rows(record: TransferRecord) -> list[Sequence[str]]:
 
 
 def _spread(score: TransferScore) -> str:
-    """Standard deviation over the seeds; empty for a single one."""
     return f"{stdev(score.values):.4f}" if len(score.values) > 1 else ""
 
 

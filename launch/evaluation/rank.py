@@ -1,8 +1,8 @@
-"""One process of `shardvit eval --processes N`: reads the request, evaluates its part; the first writes the result.
+"""One process of `shardvit eval --processes N`: read the request, evaluate a part; the first writes the result.
 
     python -m launch.evaluation.rank FOLDER
 
-FOLDER/request.json is what was asked. Exit codes: 0 done, 2 a user's mistake, which the first process says, 1 else.
+Reads FOLDER/request.json. Exit codes: 0 done, 2 a user's mistake, which the first process reports, 1 anything else.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TIMEOUT_SECONDS = 24 * 3600.0  # the first process may index tars for hours
 
 
 def main(folder: Path) -> int:
-    """Returns the exit code."""
+    """Evaluate this process's part; returns the exit code."""
     go_on()
     place = read_place()
     try:
@@ -46,7 +46,7 @@ def main(folder: Path) -> int:
             if too_many and place.is_main:
                 say(too_many)
         ranks = Ranks(place, timeout_seconds=_TIMEOUT_SECONDS)
-        opened = open_set(request, report=lambda line: None)  # the command, which began this, has said it
+        opened = open_set(request, report=lambda line: None)  # the parent command has already reported
         result = evaluate_model(request, opened, ranks=ranks)
         if place.is_main:
             write_result(folder, result)
@@ -59,17 +59,17 @@ def main(folder: Path) -> int:
 
 
 def write_request(folder: Path, request: EvalRequest) -> None:
-    """Write the request for the processes."""
+    """Write request.json."""
     (folder / _REQUEST).write_text(json.dumps(asdict(request), default=str), encoding="ascii")
 
 
 def read_request(folder: Path) -> EvalRequest:
-    """Read the request."""
+    """Read request.json."""
     return TypeAdapter(EvalRequest).validate_json((folder / _REQUEST).read_bytes())
 
 
 def write_result(folder: Path, result: ModelEvaluated) -> None:
-    """Write the result in the first process; result.json comes last."""
+    """Write the result, in the first process; result.json comes last."""
     from pipeline.runs.evaluations import write_evaluation
 
     write_evaluation(folder / _EVALUATION, result.evaluation)
@@ -79,7 +79,7 @@ def write_result(folder: Path, result: ModelEvaluated) -> None:
 
 
 def read_result(folder: Path) -> ModelEvaluated:
-    """Read the result."""
+    """Read the result that the first process wrote."""
     from data_shards.loading.batch import Fault
     from pipeline.evaluation.evaluate_file import ModelEvaluated
     from pipeline.runs.evaluations import load_evaluation

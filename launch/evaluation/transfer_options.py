@@ -1,4 +1,4 @@
-"""Flags of `shardvit transfer`. Imports nothing heavy: --help reads it."""
+"""Flags of `shardvit transfer`. Imports nothing heavy, since --help reads it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class MethodOptions:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def settings(self, method: Method) -> Settings:
-        """UserError: a flag of another method, or a value out of range."""
+        """Validate the method's settings; UserError for a flag of another method or a value out of range."""
         from pydantic import ValidationError
 
         from pipeline.transfer.settings import FewShotSettings, KnnSettings, ProbeSettings
@@ -98,7 +98,7 @@ class TransferOptions:
     max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS
 
     def check(self, model: Path, *, command: str) -> None:
-        """UserError: a bad number or MLflow address, a file that `command` may not replace, or no model."""
+        """UserError: a bad number or MLflow address, an output that `command` must not replace, or no model."""
         from pipeline.using.find_model import find_record
 
         demand_counts(batch_size=self.batch_size, workers=self.workers, images=self.images)

@@ -1,1 +1,1 @@
-"""One run on several hosts: which hosts, their checks, and the ranks on all of them."""
+"""Multi-host runs: choosing the hosts, checking them, starting their ranks."""

@@ -1,15 +1,12 @@
-"""Start the ranks of one host, pass requests on to them, and leave none behind. `shardvit run` starts it over ssh.
+"""Start one host's ranks, forward requests to them, and leave none behind. `shardvit run` starts it over ssh.
 
-The first line of standard input is an `AgentOrder`, each further one a message: `alive` (heartbeat), `address HOST
-PORT` (where rank 0 listens), `stop` (save and leave), `kill`. Standard output has what the ranks print, and
-lines that begin with the order's word: `ready`, `address PORT`, `ended CODE`.
+Standard input: first an `AgentOrder`, then messages: `alive` (heartbeat), `address HOST PORT` (where rank 0 listens),
+`stop` (save and leave), `kill`. Standard output: the ranks' output, and lines prefixed with the order's word: `ready`,
+`address PORT`, `ended CODE`. If messages stop for `silence_seconds` or the connection closes, the agent asks the ranks
+to save and leave, and kills them `grace_seconds` later.
 
-Why through ssh: DeepSpeed's launcher leaves orphans on a signal, network file systems show files late, and the PID in a
-heartbeat file may be reused. A lost connection is a message too: `silence_seconds` after the last line, or when the
-other side closes, the agent asks the ranks to save and leave, and kills them `grace_seconds` later.
-
-An agent first kills processes with this run folder in their environment: they are left from a killed attempt, as the
-caller holds the run folder's lock. Costs one small process per host.
+Why ssh: DeepSpeed's launcher leaves orphans on a signal, network file systems show files late, and the PID in a
+heartbeat file may be reused. Kills leftovers of earlier attempts first (the caller holds the run folder's lock).
 """
 
 import hashlib
@@ -37,28 +34,28 @@ from launch.local.processes import join_thread, kill_all, marked_ranks
 _POLL_SECONDS = 0.05
 _MOST_LINES = 1000
 _PUT_SECONDS, _DRAIN_SECONDS = 0.5, 5.0
-_ADDRESS_FILE = "address"  # as pipeline.ranks.group, which a process without torch does not import
+_ADDRESS_FILE = "address"  # same as in pipeline.ranks.group, which would import torch
 
 
 @dataclass(frozen=True)
 class AgentOrder:
-    """The task of an agent."""
+    """Everything an agent needs to start and supervise its ranks."""
 
-    word: str  # begins the agent's own lines
-    run_folder: str  # marks the processes
+    word: str  # prefix of the agent's own lines
+    run_folder: str  # identifies the processes
     command: list[str]  # starts the ranks of this host
-    environment: dict[str, str]  # for them, over the login's
-    rendezvous: str  # folder to make here for rank 0's address; empty: MASTER_ADDR and MASTER_PORT name it
-    is_first: bool  # whether rank 0 is here
-    silence_seconds: float  # without a message, until the connection counts as lost
-    grace_seconds: float  # for the ranks to save and leave then
+    environment: dict[str, str]  # for the ranks, overrides the login's
+    rendezvous: str  # folder to create here for rank 0's address; empty: use MASTER_ADDR and MASTER_PORT
+    is_first: bool  # hosts rank 0
+    silence_seconds: float  # without a message before the connection counts as lost
+    grace_seconds: float  # for the ranks to save and leave after that
 
     def line(self) -> str:
         return json.dumps(asdict(self)) + "\n"
 
 
 class Agent:
-    """One host's part of a stage."""
+    """Supervise one host's ranks."""
 
     def __init__(self, order: AgentOrder) -> None:
         self._order = order
@@ -72,19 +69,19 @@ class Agent:
         self._lines: queue.Queue[bytes | None] = queue.Queue(maxsize=_MOST_LINES)  # not written yet
 
     def run(self) -> int:
-        """Run until the ranks are gone; returns the launcher's exit code."""
+        """Run until all ranks have exited; returns the launcher's exit code."""
         kill_all(*self._mark)
         if self._folder is not None:
             _make_own(self._folder)
         child = None
         try:
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):  # this host is shut down
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):  # the host is shutting down
                 signal.signal(number, lambda *_: self._messages.put("stop"))
             child = self._start()
             _thread(self._listen)
             writer = _thread(self._write_lines)
             self._say("ready")
-            pump = _thread(self._pump, child)  # now, so that "ready" is the first line
+            pump = _thread(self._pump, child)  # only now, so that "ready" comes first
             code = self._stand_by(child)
             join_thread(pump, seconds=_DRAIN_SECONDS)
         finally:
@@ -119,7 +116,7 @@ class Agent:
         stopped_early = False
         while True:
             code = child.poll()
-            if code is not None and not (self._asked and marked_ranks(*self._mark)):  # a launcher may leave before them
+            if code is not None and not (self._asked and marked_ranks(*self._mark)):  # it may exit before its ranks
                 break
             self._tell_address()
             while not self._messages.empty():
@@ -133,7 +130,7 @@ class Agent:
         return 128 + signal.SIGTERM if stopped_early else code if code >= 0 else 128 - code
 
     def _obey(self, message: str) -> bool:
-        """Carry out a message; True: a stop came before there were ranks, and killed their launcher."""
+        """Carry out a message; returns True if a stop came before any rank existed and killed the launcher."""
         word, _, rest = message.partition(" ")
         match word:
             case "address" if self._folder is not None and not self._has_address:
@@ -153,10 +150,10 @@ class Agent:
         return False
 
     def _ask_ranks(self) -> bool:
-        """Ask the ranks to save and leave; returns whether there are any."""
+        """Ask the ranks to save and leave; returns False if there are none."""
         there = marked_ranks(*self._mark)
         for rank in there:
-            with suppress(psutil.Error):  # it ended meanwhile
+            with suppress(psutil.Error):  # it has just exited
                 rank.terminate()
         return bool(there)
 
@@ -182,12 +179,12 @@ class Agent:
         self._messages.put("lost")
 
     def _pump(self, child: subprocess.Popen[bytes]) -> None:
-        """Ranks write to our pipe, so that a lost connection does not end them by a failed print."""
+        """Forward the ranks' output: they write to our pipe, so a lost connection cannot break their prints."""
         assert child.stdout is not None
         for line in child.stdout:
             whole = line if line.endswith(b"\n") else line + b"\n"
             while not self._put(whole) and self._kill_at is None:
-                pass  # no reader at the moment: the ranks wait with us; once contact is lost, lines are dropped
+                pass  # no reader right now: the ranks block; once contact is lost, drop lines
 
     def _say(self, text: str) -> None:
         self._put(f"{self._order.word} {text}\n".encode())
@@ -200,7 +197,7 @@ class Agent:
         return True
 
     def _write_lines(self) -> None:
-        """Needs its own thread: a write to a cut cable may block forever."""
+        """Write lines in a thread of its own: writing to a dead connection may block forever."""
         while (line := self._lines.get()) is not None:
             with suppress(OSError):
                 os.write(1, line)
@@ -213,13 +210,13 @@ def _thread(target: Callable[..., None], *arguments: object) -> threading.Thread
 
 
 def rendezvous_name(run_folder: str, *, node: int) -> str:
-    """Make a fresh folder name; the agent of `node` removes those of earlier attempts at the run."""
+    """Make a unique folder name; the agent of `node` removes those left by earlier attempts at the run."""
     run = hashlib.blake2b(run_folder.encode(), digest_size=4).hexdigest()
     return f"shardvit-{run}-{secrets.token_hex(8)}-{node}"
 
 
 def _make_own(folder: Path) -> None:
-    """Create a folder that only this user can read."""
+    """Create a folder that only this user can read; remove leftovers of the same run and node."""
     start, run, *_, node = folder.name.split("-")
     for left in folder.parent.glob(f"{start}-{run}-*-{node}"):
         shutil.rmtree(left, ignore_errors=True)
@@ -227,7 +224,7 @@ def _make_own(folder: Path) -> None:
 
 
 def main() -> int:
-    """Read the order and carry it out."""
+    """Read the order from standard input and carry it out."""
     text = sys.stdin.readline()
     return Agent(AgentOrder(**json.loads(text))).run() if text else 1
 

@@ -1,8 +1,7 @@
-"""Collect a host's facts before a run. Sent as text and run by the host's Python: standard library only.
+"""Collect a host's facts before a run. Sent as text to the host's Python: standard library only, any shardvit or none.
 
-shardvit may be missing there, or have another version. Each line of JSON is answered by a line: first `answer`, then
-on all hosts but the first `connect` (at which addresses they reach it). Costs reading the four packages' sources and
-the manifests.
+Answers one line of JSON per line: first `answer`, then, on all hosts but the first, `connect`. Costs reading the
+sources of the four packages and the manifests.
 """
 
 import fcntl
@@ -22,14 +21,14 @@ import threading
 import time
 
 _CONNECT_SECONDS = 5.0
-_GREETING_SECONDS = 30.0  # from a host that has let us in, and may be busy
+_GREETING_SECONDS = 30.0  # a host that accepted the connection may be busy
 _SEE_SECONDS = 5.0  # file servers show a new file late
 _SIOCGIFADDR = 0x8915  # Linux: an interface's IPv4 address
-_LARGEST_DIGEST_BYTES = 64 << 20  # a manifest is smaller; for a tar the size is enough
+_LARGEST_DIGEST_BYTES = 64 << 20  # manifests are smaller; larger files are compared by size
 
 
 def answer(questions):  # noqa: ANN001, ANN201 - runs under any Python, as it is
-    """Facts of this host, as a dictionary that JSON can carry."""
+    """Collect this host's facts as a dictionary that JSON can hold."""
     name, text = questions["marker"]
     door = socket.create_server(("", questions["port"])) if questions["listen"] else None
     if door is not None:
@@ -52,7 +51,7 @@ def answer(questions):  # noqa: ANN001, ANN201 - runs under any Python, as it is
 
 
 def connect(addresses, *, port, text):  # noqa: ANN001, ANN201
-    """The addresses at which the first host answers: address -> number and own interface."""
+    """Try to reach the first host; returns {address that answered: [IP address, own interface]}."""
     reached = {}
     for address in addresses:
         try:
@@ -87,7 +86,7 @@ def _version(package):  # noqa: ANN001, ANN202
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        # shardvit may be used from its folder without being installed; the digest of its code says which it is
+        # shardvit may run from its folder without being installed; the code digest identifies it.
         return "not installed"
 
 
@@ -129,7 +128,7 @@ def _sees(path, text):  # noqa: ANN001, ANN202
     deadline = time.monotonic() + _SEE_SECONDS
     while True:
         try:
-            os.listdir(os.path.dirname(path))  # or a network file system answers from memory
+            os.listdir(os.path.dirname(path))  # else a network file system answers from its cache
             with open(path) as file:
                 if file.read() == text:
                     return True
@@ -167,7 +166,7 @@ def _interfaces():  # noqa: ANN202
                 reply = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
                 found[socket.inet_ntoa(reply[20:24])] = name
             except OSError:
-                continue  # it has none
+                continue  # no IPv4 address
     return found
 
 
@@ -178,7 +177,7 @@ def _serve():  # noqa: ANN202
             reply = answer(question)
         else:
             reply = connect(question["addresses"], port=question["port"], text=question["text"])
-        print("\n" + question["word"] + json.dumps(reply), flush=True)  # a login script may print, too
+        print("\n" + question["word"] + json.dumps(reply), flush=True)  # login scripts may print too
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""Choose hosts and GPUs: a hostfile as DeepSpeed and MPI read it, `--include` and `--exclude`.
+"""Choose hosts and GPUs: a hostfile in the format of DeepSpeed and MPI, `--include` and `--exclude`.
 
-    # a comment
-    worker-0 slots=8
+    worker-0 slots=8  # a comment
     worker-1 slots=8
 
 A slot is one process with one GPU. `--include worker-0@worker-1:0,2` takes all slots of worker-0 and two of worker-1;
-`--exclude` takes all others. Order is the hostfile's: the first host has rank 0. Contacts no host.
+`--exclude` takes all others. Order follows the hostfile: the first host has rank 0. Contacts no host.
 """
 
 import difflib
@@ -21,26 +20,26 @@ from cyclopts import Parameter
 from data_shards.errors import UserError
 
 _LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>[0-9]{1,20})")
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:%-]*")  # no option of ssh's, nothing that a shell would expand
-_MOST_SLOTS = 1024  # of a machine; the largest have some tens of GPUs
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:%-]*")  # no ssh option, nothing that a shell would expand
+_MOST_SLOTS = 1024  # per machine; the largest have a few dozen GPUs
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine, and which of its GPUs to use."""
+    """A machine and the GPUs to use on it."""
 
-    name: str  # as ssh takes it: a name or an address
-    slots: tuple[int, ...]  # numbers of GPUs, from 0
+    name: str  # name or address, as passed to ssh
+    slots: tuple[int, ...]  # GPU numbers, from 0
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """The hosts of a run, and how they meet."""
+    """The hosts of a run and their rendezvous."""
 
-    hosts: tuple[Host, ...]  # in the order of ranks
+    hosts: tuple[Host, ...]  # in rank order
     source: Path  # the hostfile
-    master_addr: str = ""  # of the first host, for the others; empty: found out before the start
-    master_port: int = 0  # on which rank 0 listens; 0: the first host's system chooses
+    master_addr: str = ""  # first host, as seen by the others; empty: found by the preflight
+    master_port: int = 0  # rank 0 listens here; 0: the first host's system chooses
 
     @property
     def processes(self) -> int:
@@ -65,7 +64,7 @@ class HostOptions:
     ] = 0
 
     def fleet(self) -> Fleet | None:
-        """The hosts; None: this machine alone. UserError if the hostfile or a flag is wrong, or ssh is missing."""
+        """Parse the flags; None: this machine only. UserError if the hostfile or a flag is wrong, or ssh is missing."""
         if self.hostfile is None:
             if self != HostOptions():
                 raise UserError("--include, --exclude, --master-addr and --master-port need --hostfile: give it, too")
@@ -85,8 +84,7 @@ class HostOptions:
 
 
 def parse_hostfile(text: str, *, source: str) -> tuple[Host, ...]:
-    """Parse the hosts, in file order; `source` is the file's name for messages. Raises UserError if a line cannot be
-    read, a host is listed twice, or there is none."""
+    """Parse the hosts in file order; UserError if a line is malformed, a host is listed twice, or there is none."""
     hosts: dict[str, Host] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         content = line.partition("#")[0].strip()
@@ -116,11 +114,8 @@ def parse_hostfile(text: str, *, source: str) -> tuple[Host, ...]:
 def select(
     hosts: Sequence[Host], *, include: str = "", exclude: str = "", source: str = "the hostfile"
 ) -> tuple[Host, ...]:
-    """The remaining hosts and slots, in the order of `hosts`.
-
-    `include` is NAME[:SLOT[,SLOT ...]] joined by @: only these; `exclude`: all but these. Raises UserError if both are
-    given, a name or slot does not exist, or nothing is left.
-    """
+    """Keep only `include`, or all but `exclude`, each NAME[:SLOT[,SLOT ...]] joined by @. UserError if both are given,
+    a name or slot does not exist, or nothing is left."""
     if include and exclude:
         raise UserError("--include, --exclude: give one of them, not both")
     if not include and not exclude:

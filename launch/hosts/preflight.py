@@ -1,7 +1,7 @@
-"""Check every host before any GPU time is spent: reachable, with the same software, files and clock. Prints a table.
+"""Check every host before any GPU time is spent: reachable, same software and files, clocks in sync. Prints a table.
 
-Asks all hosts at once (`host_facts`) and compares them with this one; then the others try to connect to the first.
-Costs a few seconds for any number of hosts, and a marker file beside the runs. Tests neither GPUs nor network speed.
+Asks all hosts in parallel (`host_facts`), compares them with this one, then lets the others connect to the first.
+Costs a few seconds and a temporary file among the runs. Does not test GPUs or network speed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PYTHON = ["-u", "-c", "import sys; exec(sys.stdin.read(int(sys.stdin.readline()
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts of one host, as `host_facts.answer` collects them."""
+    """One host's facts from `host_facts.answer`."""
 
     machine: str
     python: str
@@ -41,26 +41,26 @@ class Facts:
     revision: str
     sees_marker: bool
     can_write: bool
-    files: dict[str, str]  # path -> digest, size, or "! why not"
+    files: dict[str, str]  # path -> digest, size, or "! error"
     gpus: int
     free_bytes: int
-    addresses: dict[str, str]  # -> its network interface
+    addresses: dict[str, str]  # IPv4 address -> network interface
     port: int
     clock_offset_seconds: float = 0.0  # ahead of this host
 
 
 @dataclass(frozen=True)
 class Ready:
-    """How ready hosts meet."""
+    """Rendezvous of hosts that passed the checks."""
 
-    address: str  # at which all reach the first host
-    interfaces: dict[str, str]  # host -> its network interface to the others, where it is known
+    address: str  # where all others reach the first host
+    interfaces: dict[str, str]  # host -> its network interface to the others, if known
 
 
 def find_problems(
     hosts: Sequence[Host], facts: Mapping[str, Facts | str], *, here: Facts, folder: Path
 ) -> dict[str, list[str]]:
-    """Each host's problems, a sentence each. Pure. `facts` has a sentence for a host that gave none."""
+    """List each host's problems, one sentence each. Pure. In `facts`, a string says why a host sent none."""
     found: dict[str, list[str]] = {}
     seen: dict[str, str] = {}
     has_gpus = any(isinstance(each, Facts) and each.gpus for each in facts.values())
@@ -107,7 +107,7 @@ def _other_software(name: str, facts: Facts, *, here: Facts) -> list[str]:
 
 def _other_files(name: str, facts: Facts, *, here: Facts, folder: Path) -> list[str]:
     if not facts.sees_marker:
-        # Then the other files there are not this host's either, and need no sentences.
+        # Its other files differ too, and need no sentences of their own.
         return [f"{name} does not see what this host writes to {folder}: let --runs name a folder that all hosts share"]
     found = []
     if not facts.can_write:
@@ -137,7 +137,7 @@ def _too_little(host: Host, facts: Facts, *, has_gpus: bool, folder: Path) -> li
 
 
 def hosts_table(hosts: Sequence[Host], facts: Mapping[str, Facts | str], problems: Mapping[str, Sequence[str]]) -> str:
-    """Format a line for each host. Pure."""
+    """Format one line per host. Pure."""
     rows: list[tuple[str, ...]] = [("host", "slots", "GPUs", "Python", *PACKAGES, "code", "clock", "free", "verdict")]
     for host in hosts:
         each, count = facts[host.name], len(problems[host.name])
@@ -153,9 +153,8 @@ def hosts_table(hosts: Sequence[Host], facts: Mapping[str, Facts | str], problem
 def preflight(
     fleet: Fleet, *, folder: Path, files: Sequence[Path], python_path: str, say: Callable[[str], None]
 ) -> Ready:
-    """Check every host, and show the table. All must see `folder` (made when missing), and the same `files`.
-    Raises UserError with a sentence for each problem, and OSError if nothing can be written to `folder`.
-    """
+    """Check that all hosts see `folder` (created if missing) and the same `files`, and show the table. UserError lists
+    every problem; OSError if `folder` is not writable."""
     folder.mkdir(parents=True, exist_ok=True)
     marker, text = folder.absolute() / f".hosts-{secrets.token_hex(8)}", secrets.token_hex(16)
     question = {
@@ -193,7 +192,7 @@ def preflight(
 
 
 def folded(problems: Mapping[str, Sequence[str]]) -> list[str]:
-    """Merge sentences that differ in nothing but the host's name. Pure."""
+    """Merge sentences that differ only in the host's name. Pure."""
     alike: dict[str, list[tuple[str, str]]] = {}
     for host, sentences in problems.items():
         for sentence in sentences:
@@ -209,7 +208,7 @@ class _Inquiry:
     def __init__(self, fleet: Fleet, *, python_path: str) -> None:
         self._word = f"probe-{secrets.token_hex(8)} "
         self._replies: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self._asked = 0.0  # when, by this host's clock
+        self._asked = 0.0  # time of the last question, by this host's clock
         script = Path(host_facts.__file__).read_text(encoding="utf-8")
         self._connections: dict[str, Connection] = {}
         for host in fleet.hosts:
@@ -225,7 +224,7 @@ class _Inquiry:
             connection.close()
 
     def ask_all(self, question: Mapping[str, Any], *, first: Mapping[str, Any]) -> dict[str, Facts | str]:
-        """Every host's facts, or why there are none; the first host may get another question."""
+        """Ask every host, the first one with its own question; a string says why a host sent no facts."""
         names = list(self._connections)
         replies = self._ask({name: first if name == names[0] else question for name in names})
         return {
@@ -235,7 +234,7 @@ class _Inquiry:
     def meet(
         self, fleet: Fleet, facts: Mapping[str, Facts | str], *, text: str, problems: dict[str, list[str]]
     ) -> tuple[str, dict[str, str]]:
-        """Find the address at which all others reach the first host, and each interface; adds to `problems`."""
+        """Find an address where all others reach the first host, and each host's interface; adds to `problems`."""
         first, *others = [host.name for host in fleet.hosts]
         told = facts[first]
         assert isinstance(told, Facts)
@@ -281,15 +280,13 @@ class _Inquiry:
         now = time.time()
         if line.startswith(self._word):
             content = json.loads(line.removeprefix(self._word))
-            if isinstance(clock := content.get("clock"), float):  # facts; else addresses, with lists
+            if isinstance(clock := content.get("clock"), float):  # facts; else addresses, whose values are lists
                 del content["clock"]
                 content["clock_offset_seconds"] = clock_offset(clock, asked=self._asked, told=now)
             self._replies.put((name, content))
 
 
 def clock_offset(clock: float, *, asked: float, told: float) -> float:
-    """The least number of seconds that a host's clock is ahead of ours. Pure.
-
-    The host read `clock` between our question (`asked`) and the reply (`told`); a busy host's delay must not count.
-    """
+    """Smallest possible offset of a host's clock from ours, in seconds (positive: ahead). Pure. The host read `clock`
+    between our question (`asked`) and its reply (`told`), so a busy host's delay does not count."""
     return min(0.0, clock - asked) + max(0.0, clock - told)

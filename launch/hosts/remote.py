@@ -1,8 +1,7 @@
-"""The only place that starts ssh: a Python on another host, with lines in and lines out.
+"""Run Python on another host, lines in and lines out. Only this file starts ssh, one process per host.
 
 `ssh HOST` must work without a prompt; users, ports and jump hosts belong in ~/.ssh/config. The other side runs the same
-Python in the same folder. Input goes through standard input, so there is no shell quoting, and no password in a process
-list. Costs one ssh process per host; ssh closes a connection that is silent for half a minute.
+Python in the same folder. Input travels through standard input: no shell quoting, no secrets in a process list.
 """
 
 import os
@@ -20,8 +19,8 @@ from launch.local.processes import join_thread
 _DRAIN_SECONDS = 1.0
 _NO_FOLDER, _NO_PYTHON, _SSH_FAILED = 96, 97, 255
 _OPTIONS = {
-    "BatchMode": "yes",  # never a prompt that nobody sees
-    "ConnectTimeout": "30",  # until the first word of its sshd, which a busy host says late
+    "BatchMode": "yes",  # never prompt: nobody would see it
+    "ConnectTimeout": "30",  # includes sshd's banner, late on a busy host
     "ServerAliveInterval": "10",
     "ServerAliveCountMax": "3",
     "LogLevel": "ERROR",
@@ -29,7 +28,7 @@ _OPTIONS = {
 
 
 def ssh_command(host: str, python_arguments: Sequence[str], *, python_path: str, folder: Path) -> list[str]:
-    """The command for this Python in `folder` on a host, with that PYTHONPATH unless it is empty."""
+    """Build the command that runs this Python in `folder` on a host; an empty `python_path` sets no PYTHONPATH."""
     python = shlex.quote(sys.executable)
     environment = {**SAFE_PATH, **({"PYTHONPATH": python_path} if python_path else {})}
     names = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
@@ -42,7 +41,7 @@ def ssh_command(host: str, python_arguments: Sequence[str], *, python_path: str,
 
 
 class Connection:
-    """A Python on a host, in the current folder. `on_line` gets every line that it prints, in another thread."""
+    """Python on a host, in the current folder. `on_line` receives each line it prints, in another thread."""
 
     def __init__(
         self, host: str, python_arguments: Sequence[str], *, python_path: str, on_line: Callable[[str], None]
@@ -56,20 +55,20 @@ class Connection:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # the terminal's Ctrl-C is for us to pass on
+            start_new_session=True,  # we handle Ctrl-C ourselves
         )
         self._reader = threading.Thread(target=self._read, daemon=True, name=f"ssh-{host}")
         self._reader.start()
 
     def send(self, text: str) -> None:
-        """Write to its standard input; a lost connection drops the text."""
+        """Write to its standard input; dropped if the connection is lost."""
         assert self._process.stdin is not None
         with self._sending, suppress(OSError, ValueError):
             self._process.stdin.write(text.encode())
             self._process.stdin.flush()
 
     def code(self) -> int | None:
-        """The exit code, once it has ended and `on_line` had all its lines."""
+        """The exit code, once it has ended and `on_line` has had all its lines."""
         code = self._process.poll()
         if code is not None:
             join_thread(self._reader, seconds=_DRAIN_SECONDS)
@@ -86,7 +85,7 @@ class Connection:
         }.get(code, f"{self.host}: what was started there ended with exit code {code}{said}")
 
     def close(self) -> None:
-        """End ssh, and with it the other side's standard input."""
+        """Kill ssh, which closes the other side's standard input."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
@@ -96,7 +95,7 @@ class Connection:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        with suppress(OSError, ValueError):  # closed meanwhile
+        with suppress(OSError, ValueError):  # closed in the meantime
             for raw in self._process.stdout:
                 line = raw.decode(errors="replace").rstrip("\r\n")
                 self._last_line = line.strip() or self._last_line

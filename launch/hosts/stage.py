@@ -1,7 +1,7 @@
-"""Run stages on several hosts: an agent on each (`agent`) starts DeepSpeed's launcher of one node.
+"""Run stages on several hosts: an agent on each (`agent`) starts DeepSpeed's single-node launcher.
 
-Rank 0 listens on a port that its host's system chooses, which its agent tells us and we tell the others: no race for a
-port, no wait for a slow file server. --master-port fixes it. When a host is lost or its ranks fail, the other ranks end
+Rank 0 listens on a port chosen by its host; its agent reports it and we forward it to the others: no port race, no
+waiting for a slow file server. --master-port fixes the port. If a host is lost or its ranks fail, the other ranks exit
 by themselves (`pipeline.ranks.watch`) or are killed after `_FOLLOW_SECONDS`; an unreachable host's agent ends its own.
 """
 
@@ -36,16 +36,16 @@ from pipeline.stage.stage_data import open_data
 from pipeline.transfer.settings import open_few_shot
 
 _HEARTBEAT_SECONDS = 5.0  # to the agents
-_SILENCE_SECONDS = 45.0  # longer than ssh's own timeout: both sides notice
-_GRACE_SECONDS = 120.0  # for a save without us
-_FOLLOW_SECONDS, _FOLLOW_SAVED_SECONDS = 30.0, 90.0  # rank 0 has to tell MLflow after all have saved
+_SILENCE_SECONDS = 45.0  # longer than ssh's own timeout, so that both sides notice
+_GRACE_SECONDS = 120.0  # to save without us
+_FOLLOW_SECONDS, _FOLLOW_SAVED_SECONDS = 30.0, 90.0  # after all have saved, rank 0 still sends to MLflow
 _ANSWER_SECONDS = 15.0  # to a kill
 _POLL_SECONDS = 0.1
-_ANY_PORT = 29500  # the launcher wants one; nobody uses it
+_ANY_PORT = 29500  # required by the launcher, otherwise unused
 
 
 def node_command(launch: Launch, fleet: Fleet, *, node: int, master_addr: str) -> list[str]:
-    """DeepSpeed's launcher of one node. Pure."""
+    """Build the command of DeepSpeed's launcher for one node. Pure."""
     world = json.dumps({host.name: host.slots for host in fleet.hosts})
     return [
         *(sys.executable, "-u", "-m", "deepspeed.launcher.launch"),
@@ -56,9 +56,8 @@ def node_command(launch: Launch, fleet: Fleet, *, node: int, master_addr: str) -
 
 
 def run_stage_on_hosts(launch: Launch, fleet: Fleet, ready: Ready, *, variables: dict[str, str]) -> int:
-    """Run the stages to their end; returns the exit code. The caller holds the run folder's lock.
-    Raises KeyboardInterrupt if the user stopped it and no rank has saved, and OSError if no process could be started.
-    """
+    """Run the stages; returns the exit code. The caller must hold the run folder's lock. KeyboardInterrupt if the user
+    stopped it before any rank saved; OSError if a process could not be started."""
     return _Stage(launch, fleet, ready, variables=variables).run()
 
 
@@ -71,11 +70,8 @@ def prepare(
     stages: Sequence[StageName] | None = None,
     commands: Commands = "run",
 ) -> Callable[[Launch], int]:
-    """Check every host, which must see the shards of `stages`; returns the counterpart of `run_stage_locally`.
-
-    `commands`: run a `pipe:` or refuse. Raises UserError if hosts are not ready, and OSError if nothing can be written
-    to `runs_root`.
-    """
+    """Check every host, including that it sees the shards of `stages`; returns a multi-host `run_stage_locally`.
+    `commands`: run a `pipe:` or refuse it. UserError if hosts are not ready; OSError if `runs_root` is not writable."""
     variables, names = travelling(without_place(), folders=(Path.home(), Path()))
     say(names)
     files: list[Path] = []
@@ -102,7 +98,7 @@ def prepare(
 
 
 def shared_files(sets: Iterable[ShardSet]) -> list[Path]:
-    """The manifest of each local folder of shards, or a tar if it has none."""
+    """The manifest of each local shard folder, or one of its tars if it has none."""
     found: dict[Path, Path] = {}
     for shards in sets:
         for shard in shards.shards:
@@ -124,14 +120,14 @@ class _Stage:
         self._lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._agents: dict[str, Connection] = {}
         self._ready_hosts: set[str] = set()
-        self._ended: dict[str, int] = {}  # host -> exit code, in the order of ending
+        self._ended: dict[str, int] = {}  # host -> exit code, in order of exit
         self._asked = self._interrupts = 0
         self._killed = False
         self._over = threading.Event()
 
     def run(self) -> int:
         with ExitStack() as held:
-            # Signals become entries of a queue, handled by the loop.
+            # Handlers only queue signals; the loop handles them.
             held.enter_context(handled(STOP_SIGNALS, lambda number, _: self._signals.put(number)))
             held.callback(self._close)
             for node, host in enumerate(self._fleet.hosts):
@@ -149,10 +145,10 @@ class _Stage:
             python_path=self._variables.get("PYTHONPATH", ""),
             on_line=lambda line: self._lines.put((host.name, line)),
         )
-        # In memory, which no file server shares; the host's ranks find rank 0's address there.
+        # In memory, out of any file server's reach; the host's ranks find rank 0's address there.
         rendezvous = f"/dev/shm/{rendezvous_name(self._run_folder, node=node)}"
         interface = self._ready.interfaces.get(host.name)
-        # Otherwise gloo takes the interface of the host's own name, which may be the loopback.
+        # By default gloo uses the interface of the host's own name, which may be the loopback.
         gloo = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
         order = AgentOrder(
             word=self._word,
@@ -168,7 +164,6 @@ class _Stage:
         return connection
 
     def _wait(self) -> int:
-        """Wait until all agents have ended."""
         kill_at = give_up_at = math.inf
         while True:
             self._take_lines_and_ends()
@@ -197,7 +192,7 @@ class _Stage:
         if self._asked == 1:
             print(f"\n{STOPPING}", file=sys.stderr, flush=True)
             self._tell("stop")
-        elif self._interrupts > 1:  # batch systems repeat themselves; only Ctrl-C is impatience
+        elif self._interrupts > 1:  # batch systems repeat signals; only a second Ctrl-C means kill
             self._killed = True
             self._tell("kill")
 
@@ -225,7 +220,7 @@ class _Stage:
         for host, agent in self._agents.items():
             if agent.code() is None:
                 continue
-            self._take_lines()  # its last word
+            self._take_lines()  # it may have written more before it exited
             if host not in self._ended:
                 self._ended[host] = 1
                 say(f"the connection to {host} was lost" if host in self._ready_hosts else agent.failure())
@@ -236,7 +231,7 @@ class _Stage:
                 agent.send(f"{message}\n")
 
     def _send_heartbeats(self) -> None:
-        """Runs in a thread: a terminal stopped by Ctrl-S must not look like our death."""
+        """Run in a thread: a terminal stopped by Ctrl-S must not look like our death."""
         while not self._over.wait(_HEARTBEAT_SECONDS):
             for agent in self._agents.values():
                 agent.send("alive\n")

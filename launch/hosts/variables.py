@@ -1,8 +1,5 @@
-"""Choose the environment variables for the other hosts by DeepSpeed's rule and its file `.deepspeed_env`.
-
-Those of `shardvit run` with one of `PREFIXES`, then those in `.deepspeed_env` of the home and the working folder
-(DS_ENV_FILE renames it); later ones win. A host has everything else from its own login.
-"""
+"""Choose the environment variables to send to the other hosts, as DeepSpeed does: by prefix, and from `.deepspeed_env`
+in the home and working folders (DS_ENV_FILE renames it). Everything else comes from each host's own login."""
 
 import re
 from collections.abc import Mapping
@@ -13,17 +10,14 @@ from launch.local.env import RENDEZVOUS, SUPERVISOR_PID
 
 DEEPSPEED_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")  # deepspeed/launcher/runner.py 0.19, with CUDA
 PREFIXES = (*DEEPSPEED_PREFIXES, "GLOO_", "TORCH_", "SHARDVIT_", "WDS_")
-_OF_THIS_HOST = (SUPERVISOR_PID, RENDEZVOUS)  # of a run around this one
+_OF_THIS_HOST = (SUPERVISOR_PID, RENDEZVOUS)  # set if another run started this one
 _FILE = ".deepspeed_env"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def travelling(environ: Mapping[str, str], *, folders: tuple[Path, ...]) -> tuple[dict[str, str], str]:
-    """The variables for the other hosts, and a sentence with their names alone, since values may be secret.
-
-    They come from this process, then from `.deepspeed_env` in `folders`; later ones win. Raises UserError if a line of
-    such a file cannot be read.
-    """
+    """The variables to send (`environ`'s, then those of `.deepspeed_env` in `folders`; later ones win), and a sentence
+    with their names only: values may be secret. UserError if a file is malformed."""
     name = environ.get("DS_ENV_FILE", _FILE)
     from_files: dict[str, str] = {}
     files = []
@@ -46,7 +40,7 @@ def travelling(environ: Mapping[str, str], *, folders: tuple[Path, ...]) -> tupl
 
 
 def parse_environment(text: str, *, source: str) -> dict[str, str]:
-    """Read NAME=VALUE lines as DeepSpeed does, but skip empty lines and comments; UserError for any other line."""
+    """Read NAME=VALUE lines as DeepSpeed does, but skip empty lines and comments; UserError on any other line."""
     found = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith("#"):

@@ -1,1 +1,1 @@
-"""From a recipe to SLURM jobs: options, scripts, the queue, requeueing. Only `commands` starts SLURM's programs."""
+"""Recipes as SLURM jobs: options, scripts, the queue, requeueing. Only `commands` starts SLURM's programs."""

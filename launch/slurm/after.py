@@ -1,13 +1,11 @@
-"""Decide after srun has ended: the stage is done, the job is requeued, or it is given up.
+"""Decide what follows when srun has ended: the stage is done, the job is requeued, or we give up.
 
     python -m launch.slurm.after RUN --stage S --job ID --code N --signal none --queue RUNNING/None --max-restarts 20
 
-The exit code answers, with a sentence in the job's log: 0 done, 75 requeue this job, 2 a user must change something,
-1 given up or left to SLURM. Dependent jobs run after 0 alone. No torch; costs a second.
-
-A stop (time limit, signal) and a crash both lead to another attempt, a crash at most `--max-restarts` times, neither
-after two attempts in a row without progress. What SLURM takes away (preemption, node failure, `scontrol requeue`) it
-requeues itself, and that does not count; cancelled jobs stay cancelled.
+Exit code: 0 done, 75 requeue this job, 2 the user must change something, 1 given up or left to SLURM. Dependent jobs
+run only after 0. Crashes are retried at most `--max-restarts` times; neither they nor stops (time limit, signal) are
+retried after two attempts in a row without progress. SLURM requeues what it takes away (preemption, node failure,
+`scontrol requeue`), which does not count. Cancelled jobs stay cancelled. No torch; costs a second.
 """
 
 import argparse
@@ -31,32 +29,31 @@ _TIME_LIMIT = "TimeLimit"
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of srun."""
+    """How srun ended."""
 
-    job: str  # its number
+    job: str  # job number
     code: int  # srun's exit code
-    signal: str  # the first one that the batch script received: none, USR1 (before the time limit) or TERM
-    queue: str  # the job's STATE/REASON, such as RUNNING/None; empty: the controller did not answer
+    signal: str  # the first that the batch script received: none, USR1 (before the time limit) or TERM
+    queue: str  # the job's STATE/REASON, such as RUNNING/None; empty: no answer from the controller
 
     @property
     def ended_by_slurm(self) -> bool:
-        """True if SLURM takes the job away for another reason than its time limit."""
+        """True if SLURM ends the job for any reason but its time limit."""
         state, _, why = self.queue.partition("/")
         return state not in ("RUNNING", "") and why != _TIME_LIMIT
 
     @property
     def kind(self) -> Kind:
-        """The kind of an attempt that did not finish."""
         if self.ended_by_slurm:
             return "taken away"
         if self.signal == "USR1" or _TIME_LIMIT in self.queue:
             return "stopped"
-        # Preempted with a grace period: the processes got the signal, and SLURM requeues when it is over.
+        # Preempted with a grace period: the processes got the signal, and SLURM requeues at its end.
         return "taken away" if self.code == EXIT_STOPPED or self.signal == "TERM" else "failed"
 
 
 class Verdict(NamedTuple):
-    """The exit code, and why."""
+    """The exit code and the reason for it."""
 
     code: int
     sentence: str
@@ -65,7 +62,7 @@ class Verdict(NamedTuple):
 def decide(
     ending: Ending, *, record: StageRecord, earlier: Sequence[End], max_restarts: int, cancelled: bool
 ) -> Verdict:
-    """Decide about the job. Pure. `earlier`: the stage's ends since its submission; `cancelled`: by a user."""
+    """Decide about the job. Pure. `earlier`: ends of the stage's attempts since submission; `cancelled`: by a user."""
     if record.state == "done":
         return Verdict(0, "done")
     saved = f"step {record.last_saved_step:,}" if record.last_saved_step else "its beginning"
@@ -93,7 +90,7 @@ def _refusal(ending: Ending, *, record: StageRecord, earlier: Sequence[End], max
 
 
 def _replay(steps: Sequence[int], *, allowed: int) -> str | None:
-    """Apply the rule of `launch.run.restarts` to the last of these failures."""
+    """Apply the rule of `launch.run.restarts`; returns the refusal after the last failure, if any."""
     restarts, refusal = Restarts(allowed), None
     for step in steps:
         refusal = restarts.after_failure("", last_saved_step=step)
@@ -101,7 +98,7 @@ def _replay(steps: Sequence[int], *, allowed: int) -> str | None:
 
 
 def judge(run: Path, *, stage: StageName, ending: Ending, max_restarts: int) -> Verdict:
-    """Decide from the run folder, and record the end there; UserError if a record is damaged."""
+    """Decide from the run folder and record the end there; UserError if a record is damaged."""
     slurm, record = run / "slurm", RunFolder(runs_root=run.parent, name=run.name).record(stage)
     # A task of a sweep's array, such as 12_3, is cancelled with the array, in the sweep's folder.
     listed = read_cancelled(slurm) | read_cancelled(run.parent / "slurm")
@@ -114,7 +111,7 @@ def judge(run: Path, *, stage: StageName, ending: Ending, max_restarts: int) -> 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Answer the batch script."""
+    """Parse the batch script's question, print the verdict and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m launch.slurm.after", description="Is a stage's job requeued?")
     parser.add_argument("run", type=Path, help="the run folder")
     parser.add_argument("--stage", required=True, choices=ALL_STAGES)

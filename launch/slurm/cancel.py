@@ -1,7 +1,7 @@
 """`shardvit cancel`: end all jobs of a run, after the running ones have saved.
 
-Jobs are recorded as cancelled first, so that none requeues itself; pending ones are removed, running ones get the
-signal to save. Those that are late, or all with "now", are cancelled by SLURM, which kills half a minute later.
+First records the jobs as cancelled, so that none requeues itself; then removes pending ones and signals running ones to
+save. SLURM cancels those that take too long (with "now": all) and kills them half a minute later.
 """
 
 import time
@@ -25,8 +25,8 @@ def cancel_run(
     say: Callable[[str], None] = print,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """End a run's jobs; returns how many there were. "now" does not wait for a checkpoint. Raises UserError if the run
-    was never submitted, or SLURM refuses."""
+    """End a run's jobs ("now": without a checkpoint); returns how many were queued. UserError if the run was never
+    submitted, or SLURM refuses."""
     submission = read_submission(run / "slurm")
     if submission is None:
         raise UserError(f"{run} was not submitted (it has no slurm/jobs.json): a run on this machine ends with Ctrl-C")
@@ -40,7 +40,7 @@ def cancel_run(
     told: set[str] = set()
     waited = 0.0
     while alive and waited < wait_seconds:
-        # Dependent jobs first, so that none starts when the one before it is gone.
+        # Dependent jobs first, so that none starts when its predecessor is gone.
         idle = [job for job in reversed(jobs) if job in alive and (how == "now" or alive[job] == "PENDING")]
         if idle:
             slurm.cancel(idle)

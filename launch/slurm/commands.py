@@ -1,4 +1,4 @@
-"""SLURM's commands: the only place that starts sbatch, squeue, scancel and sacct. Each call is one process."""
+"""Call sbatch, squeue, scancel and sacct, one process per call. Only this file starts them."""
 
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -11,20 +11,20 @@ from launch.slurm.job_options import parse_time
 
 _TIMEOUT_SECONDS = 60.0
 _FORMAT = "%i|%T|%r|%L|%N"
-After = Literal["afterok", "aftercorr", "afterany"]  # SLURM's: aftercorr: each task of an array after its counterpart
-FINISHED = frozenset(  # a job in any other state is still in the queue, or will be again
+After = Literal["afterok", "aftercorr", "afterany"]  # SLURM's; aftercorr: each array task after its counterpart
+FINISHED = frozenset(  # in any other state a job is, or will again be, in the queue
     ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "REVOKED", "TIMEOUT")
 )
 
 
 @dataclass(frozen=True)
 class Queued:
-    """A job as SLURM sees it."""
+    """A job's entry in the queue."""
 
     state: str  # such as PENDING, RUNNING, COMPLETING or TIMEOUT
     reason: str = ""  # why it waits, or ended
-    left_seconds: int | None = None  # until its time limit; None: it is not running, or has none
-    nodes: str = ""  # on which it runs
+    left_seconds: int | None = None  # until its time limit; None: not running, or no limit
+    nodes: str = ""  # that it runs on
 
     @property
     def is_finished(self) -> bool:
@@ -32,15 +32,14 @@ class Queued:
 
 
 class Slurm:
-    """This machine's cluster. All but `history` raise UserError if SLURM refuses or is silent."""
+    """This machine's cluster. All methods but `history` raise UserError if SLURM refuses or does not answer."""
 
     def submit(self, script: Path, *, after: str | None, how: After = "afterok") -> str:
-        """Submit a script; returns the job's number. Where `how` is not "afterany" and the job `after` fails, SLURM
-        removes this one."""
+        """Submit a script; returns the job number. SLURM removes it if job `after` fails, unless `how` is afterany."""
         return self._call(submit_command(script, after=after, how=how)).strip().partition(";")[0]
 
     def queue(self, jobs: Iterable[str]) -> dict[str, Queued]:
-        """The jobs that SLURM still knows; it forgets those that ended some minutes ago."""
+        """The jobs that SLURM still knows; it forgets a job some minutes after its end."""
         try:
             text = self._ask(["squeue", "--noheader", "--array", "--states=all", f"--format={_FORMAT}"], jobs)
         except UserError as error:
@@ -55,7 +54,7 @@ class Slurm:
         return {job: queued.state for job, queued in queue.items() if not queued.is_finished}
 
     def cancel(self, jobs: Sequence[str]) -> None:
-        """Remove jobs from the queue; a running one is killed after SLURM's KillWait."""
+        """Remove jobs from the queue; SLURM kills running ones after KillWait."""
         self._call(["scancel", *jobs])
 
     def cancel_waiting(self, job: str) -> None:
@@ -63,20 +62,19 @@ class Slurm:
         self._call(["scancel", "--state=PENDING", job])
 
     def signal(self, job: str) -> None:
-        """Send USR1 to the batch script of a job, or of each task of an array, as before the time limit."""
+        """Send USR1, as before the time limit, to the batch script of a job or of each task of an array."""
         self._call(["scancel", "--signal=USR1", "--batch", job])
 
     def history(self, jobs: Iterable[str]) -> dict[str, str]:
-        """Final states of jobs that left the queue, if the cluster keeps accounts; else none."""
+        """Final states of jobs that left the queue; empty if the cluster keeps no accounts."""
         try:
             text = self._ask(["sacct", "--noheader", "--parsable2", "--allocations", "--format=JobIDRaw,State"], jobs)
-        except UserError:  # no accounting here
+        except UserError:  # no accounting
             return {}
         rows = [line.split("|") for line in text.splitlines() if line.count("|") == 1]
         return {number: state.split()[0] for number, state in rows if state}
 
     def _ask(self, command: Sequence[str], jobs: Iterable[str]) -> str:
-        """Run a command for these jobs; without any, nothing."""
         numbers = sorted(set(jobs))
         return self._call([*command, f"--jobs={','.join(numbers)}"]) if numbers else ""
 
@@ -96,13 +94,13 @@ class Slurm:
 
 
 def submit_command(script: Path, *, after: str | None, how: After = "afterok") -> list[str]:
-    """The sbatch command for a script, to run after job `after`."""
+    """Build the sbatch command; `after`: number of the job to wait for."""
     dependency = [f"--dependency={how}:{after}", "--kill-on-invalid-dep=yes"] if after else []
     return ["sbatch", "--parsable", *dependency, str(script)]
 
 
 def parse_queue(text: str) -> dict[str, Queued]:
-    """Parse squeue's lines in `_FORMAT`, by job number: an array's tasks as 12_3, and the most alive of them as 12."""
+    """Parse squeue's lines (`_FORMAT`) by job number: an array's tasks as 12_3, and the most alive of them as 12."""
     found: dict[str, Queued] = {}
     for line in text.splitlines():
         number, state, why, left, nodes = line.split("|")

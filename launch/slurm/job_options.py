@@ -1,6 +1,6 @@
-"""The options of `shardvit submit`: to add one that has a value, add a field to `JobOptions` and nothing else.
+"""The options of `shardvit submit`. To add one with a value, add a field to `JobOptions` and nothing else.
 
-The command line, checks, [sbatch] keys of a site file and #SBATCH lines come from it. Imports nothing heavy.
+Command line, checks, a site file's [sbatch] keys and #SBATCH lines are derived from it. Imports nothing heavy.
 """
 
 import re
@@ -18,8 +18,7 @@ _FROM_SITE = Parameter(help="As sbatch's; default: the site file's.")
 
 
 def parse_time(text: str) -> int | None:
-    """Seconds of SLURM's times: "90" and "90:00" are minutes, "24:00:00", "2-12", "2-12:30", "2-12:30:00"; None for
-    others, such as UNLIMITED."""
+    """Seconds of "90" or "90:00" (minutes), "24:00:00", "2-12", "2-12:30" or "2-12:30:00"; else None (UNLIMITED)."""
     found = _TIME.fullmatch(text.strip())
     if found is None:
         return None
@@ -32,7 +31,7 @@ def parse_time(text: str) -> int | None:
 
 
 def limit_seconds(text: str) -> int:
-    """Seconds of a time limit; UserError if it is no time, or zero."""
+    """Seconds of a time limit; UserError if it is zero or not a time."""
     seconds = parse_time(text)
     if seconds is None:
         raise UserError(
@@ -44,7 +43,7 @@ def limit_seconds(text: str) -> int:
 
 
 def format_limit(seconds: int) -> str:
-    """Write seconds for `#SBATCH --time`."""
+    """Format seconds for `#SBATCH --time`."""
     days, rest = divmod(seconds, 86_400)
     clock = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
     return f"{days}-{clock}" if days else clock
@@ -52,15 +51,15 @@ def format_limit(seconds: int) -> str:
 
 @dataclass(frozen=True)
 class Sbatch:
-    """How one option reaches SLURM."""
+    """How an option reaches SLURM."""
 
-    flag: str = ""  # of sbatch, for values other than None and 0; empty: sbatch does not get it
+    flag: str = ""  # sbatch's flag, for values other than None and 0; empty: not passed to sbatch
     least: int | None = None  # the smallest number allowed
-    swap_head: int | None = None  # the most for stage swap_head, which is one process and takes seconds
+    swap_head: int | None = None  # upper bound in stage swap_head, which is one process and takes seconds
     in_site: bool = False  # a site file's [sbatch] may set the default
     srun: bool = False  # srun needs it too
-    read: Callable[[Any], Any] | None = None  # the option's text -> a number
-    show: Callable[[Any], str] = str  # the number -> sbatch's text
+    read: Callable[[Any], Any] | None = None  # parses the option's text into a number
+    show: Callable[[Any], str] = str  # formats the number for sbatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,17 +75,17 @@ class JobOptions:
     gpus_per_node: Annotated[
         int,
         Parameter(help="GPUs of a node, one process each; 0: train on CPUs."),
-        Sbatch("gpus-per-node", least=0, swap_head=1),  # not 0: a partition of GPUs may refuse a job without any
+        Sbatch("gpus-per-node", least=0, swap_head=1),  # not 0: a GPU partition may refuse a job without GPUs
     ] = 0
     cpus_per_task: Annotated[
         int | None,
         Parameter(help="Cores of each process; default: the cluster's."),
-        Sbatch("cpus-per-task", least=1, srun=True),  # since SLURM 22.05 srun does not inherit it from the job
+        Sbatch("cpus-per-task", least=1, srun=True),  # since SLURM 22.05 srun does not inherit it
     ] = None
     time: Annotated[
         str,
         Parameter(help="Time limit of one job, such as 24:00:00."),
-        Sbatch("time", read=limit_seconds, show=format_limit, swap_head=1800),  # minutes to import from a cold disk
+        Sbatch("time", read=limit_seconds, show=format_limit, swap_head=1800),  # a cold import may take minutes
     ]
     partition: Annotated[str | None, _FROM_SITE, Sbatch("partition", in_site=True)] = None
     account: Annotated[str | None, _FROM_SITE, Sbatch("account", in_site=True)] = None
@@ -103,7 +102,7 @@ class JobOptions:
     max_restarts: Annotated[int, Parameter(help="How often a crashed stage is restarted."), Sbatch(least=0)] = 20
 
     def check(self) -> None:
-        """Check each value; UserError if a number is too small, or a text is empty or has several lines."""
+        """UserError if a number is too small, or a text is empty or has several lines."""
         for name, entry in table().items():
             value: Any = getattr(self, name)
             option = "--" + name.replace("_", "-")
@@ -116,7 +115,6 @@ class JobOptions:
                 raise UserError(f"{option}: it is {value}; give {entry.least} or more")
 
     def flags(self, *, stage: str) -> Iterator[tuple[Sbatch, str]]:
-        """The entries that sbatch gets for a stage, each with its text."""
         for name, entry in table().items():
             value = getattr(self, name)
             if entry.read is not None:
@@ -129,6 +127,6 @@ class JobOptions:
 
 @cache
 def table() -> dict[str, Sbatch]:
-    """The entries by field of `JobOptions`, in order."""
+    """The `Sbatch` entry of each field of `JobOptions`, in order."""
     hints = get_type_hints(JobOptions, include_extras=True)
     return {name: next(part for part in hint.__metadata__ if isinstance(part, Sbatch)) for name, hint in hints.items()}

@@ -1,8 +1,8 @@
-"""Records of a run about SLURM: RUNS/NAME/slurm/*.json, each replaced atomically.
+"""A run's SLURM records: RUNS/NAME/slurm/*.json, each replaced atomically.
 
-jobs.json         what `shardvit submit` submitted last
-STAGE.ends.json   how the attempts at a stage ended, written by `after`
-cancelled.json    jobs that `shardvit cancel` was asked to end: they are not requeued
+jobs.json         the last submission
+STAGE.ends.json   how each attempt at a stage ended, written by `after`
+cancelled.json    jobs that `shardvit cancel` ended: they are not requeued
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,24 +18,24 @@ from data_shards.safe_paths import read_inside
 from pipeline.recipe.vocabulary import StageName
 
 Kind = Literal["stopped", "failed", "taken away"]
-"""End of an attempt that did not finish its stage; taken away: by SLURM (preemption, a failed node, scancel)."""
+"""How an unfinished attempt ended; taken away: by SLURM (preemption, a failed node, scancel)."""
 
 
 @dataclass(frozen=True)
 class Submission:
-    """The jobs of a run, one for each stage that was not done."""
+    """The jobs of a run, one per unfinished stage."""
 
     time: float  # unix seconds
     processes: int  # of a training stage
     limit_seconds: int  # of one job
     max_restarts: int  # of a crashed stage
-    jobs: dict[str, str] = field(default_factory=dict)  # stage (of a sweep: what) -> job number, in submission's order
-    total_steps: dict[StageName, int] = field(default_factory=dict)  # of the training stages
+    jobs: dict[str, str] = field(default_factory=dict)  # stage, or step of a sweep -> job number, in submission order
+    total_steps: dict[StageName, int] = field(default_factory=dict)  # of training stages
 
 
 @dataclass(frozen=True)
 class End:
-    """The end of one attempt at a stage."""
+    """How one attempt at a stage ended."""
 
     job: str
     time: float
@@ -49,7 +49,7 @@ _Value = TypeVar("_Value")
 
 
 def read_submission(slurm: Path) -> Submission | None:
-    """Read the last submission; None: the run was never submitted."""
+    """Read the last submission; None: never submitted."""
     return _read(slurm / "jobs.json", TypeAdapter(Submission | None), missing=None)
 
 
@@ -59,7 +59,7 @@ def write_submission(slurm: Path, submission: Submission) -> None:
 
 
 def read_ends(slurm: Path, stage: StageName) -> list[End]:
-    """Read the ends of a stage's attempts, oldest first."""
+    """Read how a stage's attempts ended, oldest first."""
     return _read(slurm / f"{stage}.ends.json", TypeAdapter(list[End]), missing=[])
 
 
@@ -79,8 +79,7 @@ def write_cancelled(slurm: Path, jobs: set[str]) -> None:
 
 
 def begin_jobs(slurm: Path, *, stages: Iterable[StageName] = ()) -> None:
-    """Prepare for new jobs: none is cancelled, no attempt at `stages` has ended, and the logs, to which SLURM appends,
-    have no other hard links."""
+    """Forget cancelled jobs and ends of `stages`, and break hard links of the logs, to which SLURM appends."""
     write_cancelled(slurm, set())
     for stage in stages:
         write_ends(slurm, stage, [])
@@ -89,7 +88,7 @@ def begin_jobs(slurm: Path, *, stages: Iterable[StageName] = ()) -> None:
 
 
 def _read(path: Path, kind: TypeAdapter[_Value], *, missing: Any) -> _Value:
-    """Raises UserError if the file is damaged or cannot be read."""
+    """UserError if the file is damaged or unreadable."""
     try:
         return kind.validate_json(read_inside(path, folder=path.parent.parent))
     except FileNotFoundError:

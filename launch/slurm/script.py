@@ -1,4 +1,4 @@
-"""Render a stage, or a step of a sweep, as a batch script from `templates/`. Pure; every value is quoted."""
+"""Render a stage, or a step of a sweep, as a batch script from `templates/`. Pure; quotes every value."""
 
 import shlex
 import sys
@@ -13,21 +13,21 @@ from launch.slurm.job_options import limit_seconds
 from launch.slurm.site import ContainerSite, SlurmJob
 from pipeline.recipe.vocabulary import EXIT_STOPPED, RECIPE_FILE, StageName
 
-_WAIT_SECONDS = 120  # after the first process has ended: all have saved by then, MLflow may still get the rest
-_REQUEUE_SECONDS = 5  # before the time limit, to decide and to requeue
+_WAIT_SECONDS = 120  # after the first process exits: by then all have saved, but may still send to MLflow
+_REQUEUE_SECONDS = 5  # before the time limit, to decide and requeue
 
 
 @dataclass(frozen=True)
 class Paths:
-    """Absolute paths, the same on all nodes."""
+    """Absolute paths, identical on all nodes."""
 
     run: Path  # RUNS/NAME
-    work: Path  # where relative paths in the recipe start
-    package: Path | None  # to import shardvit from; None: it is installed
+    work: Path  # relative paths in the recipe start here
+    package: Path | None  # to import shardvit from; None: installed
 
     @property
     def slurm(self) -> Path:
-        """Scripts, logs and records."""
+        """Folder of scripts, logs and records."""
         return self.run / "slurm"
 
     @property
@@ -38,20 +38,19 @@ class Paths:
         return self.slurm / f"{stage}.sbatch"
 
     def log(self, stage: StageName) -> Path:
-        """Output of a stage's processes, from all its jobs."""
         return self.slurm / f"{stage}.log"
 
 
 class _Shell(str):
-    """A word of a command that is shell code."""
+    """Shell code, not to be quoted."""
 
 
 @dataclass(frozen=True)
 class Tasks:
-    """The runs of a job array, one task each: folders in `Paths.run`, which is a sweep's."""
+    """The runs of a job array, one task each: subfolders of the sweep's folder, `Paths.run`."""
 
     names: Sequence[str]
-    at_once: int | None = None  # the most that run at a time; None: all
+    at_once: int | None = None  # maximum running at a time; None: no limit
 
     @property
     def option(self) -> str:
@@ -59,7 +58,7 @@ class Tasks:
 
 
 def stage_script(stage: StageName, *, job: SlurmJob, paths: Paths, tasks: Tasks | None = None) -> str:
-    """A stage's batch script; with `tasks`, that of an array of the stage in each of these runs."""
+    """Render a stage's batch script; with `tasks`, one for a job array over these runs."""
     python, inside = _python(job), _inside(job, paths=paths)
     run: str = str(paths.run) if tasks is None else _Shell('"$run"')
     recipe = str(paths.recipe) if tasks is None else _Shell(f'"$run"/slurm/{RECIPE_FILE}')
@@ -90,8 +89,8 @@ def stage_script(stage: StageName, *, job: SlurmJob, paths: Paths, tasks: Tasks 
 
 
 def step_script(name: str, command: Sequence[str], *, job: SlurmJob, paths: Paths) -> str:
-    """The batch script that runs Python's `command` in one process, for the sweep in `paths.run`."""
-    stage: StageName = "swap_head"  # as small
+    """Render the batch script that runs Python with `command` in one process, for the sweep in `paths.run`."""
+    stage: StageName = "swap_head"  # same small job
     words = [*_inside(job, paths=paths), _python(job), "-u", *command]
     return _render(
         "step",
@@ -112,7 +111,7 @@ def _render(template: str, *, job: SlurmJob, paths: Paths, options: Sequence[str
 
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).with_name("templates")),
-        autoescape=False,  # it is shell, not HTML, and quoted by `q`
+        autoescape=False,  # shell, not HTML; `q` quotes
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -153,12 +152,12 @@ def _options(
 
 
 def _asking(stage: StageName, job: SlurmJob, *, paths: Paths) -> list[list[str]]:
-    """srun with one task, where shardvit is only in the container."""
+    """srun with one task if only the container has shardvit."""
     return [_srun(stage, job, paths=paths, how="ask")] if job.site.container else []
 
 
 def _srun(stage: StageName, job: SlurmJob, *, paths: Paths, how: Literal["train", "ask"]) -> list[str]:
-    """srun for a stage's processes, or for one that asks whether the job is requeued."""
+    """srun for a stage's processes, or for the one that decides about requeueing."""
     nodes, tasks = (1, 1) if how == "ask" or stage == "swap_head" else (job.options.nodes, job.processes)
     passed_on = [f"--{entry.flag}={text}" for entry, text in job.options.flags(stage=stage) if entry.srun]
     command = ["srun", f"--nodes={nodes}", f"--ntasks={tasks}", "--distribution=block", *passed_on]
@@ -181,10 +180,8 @@ def _inside(job: SlurmJob, *, paths: Paths) -> list[str]:
 
 
 def _mounts(container: ContainerSite, paths: Paths) -> list[str]:
-    """The site's mounts, and the script's two folders under the same paths."""
     return [*(f"{folder}:{folder}" for folder in dict.fromkeys((paths.work, paths.run.parent))), *container.mounts]
 
 
 def _command(*parts: Sequence[str]) -> str:
-    """Join a command's parts, one a line."""
     return " \\\n    ".join(" ".join(w if isinstance(w, _Shell) else shlex.quote(w) for w in part) for part in parts)

@@ -1,25 +1,24 @@
-"""The site file: settings that all jobs of a cluster share, written once (TOML).
+"""The site file: settings shared by all jobs of a cluster, written once (TOML).
 
     modules = ["cuda/12.8"]                     # module load
-    setup = ["source ~/envs/vit/bin/activate"]  # further shell lines, as they are
-    python = "python3"                          # that has shardvit; default: the one that submits
+    setup = ["source ~/envs/vit/bin/activate"]  # more shell lines, verbatim
+    python = "python3"                          # one that has shardvit; default: the one that submits
     srun = ["--cpu-bind=none"]                  # more arguments
 
     [sbatch]
-    partition = "gpu"                           # these four are defaults for submit's options
+    partition = "gpu"                           # default of submit's option; also account, qos, constraint
     account = "vision"
-    lines = ["--exclusive"]                     # further #SBATCH lines
+    lines = ["--exclusive"]                     # more #SBATCH lines
 
     [environment]
     NCCL_SOCKET_IFNAME = "ib0"
 
     [container]
     image = "images/vit.sqsh"                   # has shardvit and its packages
-    mounts = ["/data:/data"]                    # in addition to the folder of the runs and the current one
+    mounts = ["/data:/data"]                    # in addition to the runs' folder and the current one
     runtime = "pyxis"                           # or apptainer
 
-Everything is optional, unknown keys are errors. Only `setup` holds shell code; all else is quoted.
-`job_of` completes `shardvit submit`'s options with it.
+Everything is optional; unknown keys are errors. Only `setup` holds shell code; everything else is quoted.
 """
 
 import re
@@ -57,7 +56,7 @@ def _variables(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-_MOST_SIGNAL_SECONDS = 65_535  # SLURM's
+_MOST_SIGNAL_SECONDS = 65_535  # SLURM's limit
 Line = Annotated[str, AfterValidator(_one_line)]
 Option = Annotated[str, AfterValidator(_option)]
 
@@ -73,7 +72,7 @@ SbatchSite = create_model(
 
 
 class ContainerSite(Strict):
-    """The container in which the processes run; it has shardvit installed."""
+    """The container of the processes; it has shardvit installed."""
 
     image: Line
     mounts: tuple[Line, ...] = ()
@@ -81,7 +80,7 @@ class ContainerSite(Strict):
 
 
 class Site(Strict):
-    """One cluster."""
+    """Settings of one cluster."""
 
     modules: tuple[Line, ...] = ()
     setup: tuple[Line, ...] = ()
@@ -93,7 +92,7 @@ class Site(Strict):
 
 
 def read_site(path: Path | None) -> Site:
-    """Read the site file; None: the defaults. UserError if it is unreadable or has an unknown key or wrong value."""
+    """Read the site file; None: defaults. UserError if it is unreadable or has an unknown key or a wrong value."""
     if path is None:
         return Site()
     try:
@@ -111,7 +110,7 @@ def read_site(path: Path | None) -> Site:
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """The complete options of a run's jobs, and the cluster."""
+    """A run's job options, completed from the site file, and the site."""
 
     options: JobOptions
     site: Site = field(default_factory=Site)
@@ -122,17 +121,15 @@ class SlurmJob:
 
     @property
     def processes(self) -> int:
-        """Processes of a training stage, over all nodes."""
         return self.options.nodes * self.tasks_per_node
 
     @property
     def limit_seconds(self) -> int:
-        """Time limit of one job; a stage may take several."""
         return limit_seconds(self.options.time)
 
 
 def job_of(options: JobOptions, *, site: Site) -> SlurmJob:
-    """Check and complete the options; raises UserError if they contradict each other."""
+    """Check `options` and complete them from the site; UserError if they contradict each other."""
     options.check()
     if options.gpus_per_node and options.tasks_per_node not in (None, options.gpus_per_node):
         raise UserError(

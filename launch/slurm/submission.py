@@ -1,8 +1,7 @@
-"""`shardvit submit`: check everything, then chain one job for each stage that is not done.
+"""`shardvit submit`: check everything, then chain one job per unfinished stage.
 
-Nothing is submitted before all stages have passed the checks of `shardvit run --dry-run` for the jobs' number of
-processes; if SLURM refuses a job, those before it are cancelled. Jobs read a copy of the resolved recipe, so later
-edits do not change them.
+Submits nothing until every stage has passed the checks of `shardvit run --dry-run` for the jobs' process count; if
+SLURM refuses a job, cancels the earlier ones. Jobs read a copy of the resolved recipe, unaffected by later edits.
 """
 
 import sys
@@ -30,32 +29,30 @@ from pipeline.stage.stage_data import open_data
 
 @dataclass(frozen=True)
 class Job:
-    """One job, or array, to be submitted."""
+    """One job or array to submit."""
 
-    name: str  # in jobs.json
+    name: str  # key in jobs.json
     script: Path
     text: str
-    how: After = "afterok"  # it waits for the one before it
+    how: After = "afterok"  # dependency on the previous job
 
 
 @dataclass(frozen=True)
 class SubmissionPlan:
-    """The jobs of a run or a sweep, before they are submitted."""
+    """The jobs of a run or a sweep, before submission."""
 
     paths: Paths
     job: SlurmJob
     jobs: tuple[Job, ...]
-    begin: Callable[[], dict[StageName, int]]  # writes what the jobs read; the run's steps by stage
-    end: Callable[[Submission], None] = lambda submission: None  # when all are submitted
-    notes: tuple[str, ...] = ()  # what was not checked
+    begin: Callable[[], dict[StageName, int]]  # writes the jobs' inputs; returns the run's steps by stage
+    end: Callable[[Submission], None] = lambda submission: None  # called when all are submitted
+    notes: tuple[str, ...] = ()  # checks that were left out
     closing: str = ""  # printed when all are submitted
 
 
 def plan_submission(recipe: Recipe, *, runs_root: Path, job: SlurmJob, commands: Commands = "run") -> SubmissionPlan:
-    """Check everything and render the scripts of the stages that are not done; changes nothing on disk.
-
-    `commands`: run a `pipe:` or refuse. Raises UserError for anything that would keep a stage from running.
-    """
+    """Check everything and render the scripts of unfinished stages; changes nothing on disk. `commands`: run a
+    `pipe:` or refuse it. UserError for anything that would keep a stage from running."""
     if recipe.processes not in ("auto", job.processes):
         raise UserError(
             f"processes is {recipe.processes}, but {job.options.nodes} nodes with {job.tasks_per_node} processes each "
@@ -83,8 +80,8 @@ def plan_submission(recipe: Recipe, *, runs_root: Path, job: SlurmJob, commands:
 
 
 def submit_plan(plan: SubmissionPlan, *, slurm: Slurm) -> Submission:
-    """Write the scripts and submit them, chained. Raises UserError if jobs of the last submission are still queued, or
-    SLURM refuses one (then none is left)."""
+    """Submit the scripts as a chain. UserError if earlier jobs are still queued, or SLURM refuses one (the others are
+    cancelled)."""
     previous = read_submission(plan.paths.slurm)
     if previous is not None and (alive := slurm.alive(previous.jobs.values())):
         raise UserError(
@@ -105,7 +102,7 @@ def submit_plan(plan: SubmissionPlan, *, slurm: Slurm) -> Submission:
         for each in plan.jobs:
             before = slurm.submit(each.script, after=before, how=each.how)
             submission = replace(submission, jobs={**submission.jobs, each.name: before})
-            write_submission(plan.paths.slurm, submission)  # at once: an unknown job could not be cancelled
+            write_submission(plan.paths.slurm, submission)  # after each: an unrecorded job could not be cancelled
     except UserError:
         if submission.jobs:
             slurm.cancel(list(submission.jobs.values()))
@@ -115,7 +112,7 @@ def submit_plan(plan: SubmissionPlan, *, slurm: Slurm) -> Submission:
 
 
 def render(jobs: Sequence[Job]) -> str:
-    """The commands and scripts as they would be submitted."""
+    """Format the commands and scripts as they would be submitted."""
     parts, before = [], None
     for each in jobs:
         command = submit_command(each.script, after=before and f"JOB_OF_{before}", how=each.how)
@@ -134,6 +131,6 @@ def total_steps(recipe: Recipe, *, processes: int, commands: Commands = "refuse"
 
 
 def package_folder() -> Path | None:
-    """The folder that `launch` was imported from, unless it is installed with the interpreter's packages."""
+    """The folder that `launch` was imported from; None if it is installed."""
     folder = Path(launch.__file__ or "").resolve().parents[1]
     return None if folder.is_relative_to(Path(sys.prefix).resolve()) else folder

@@ -1,14 +1,14 @@
-"""`shardvit submit --sweep`: the points of a sweep as one job array, then the choice, then the final run.
+"""`shardvit submit --sweep`: the points of a sweep as a job array, then the choice, then the final run.
 
-    what comes before the swept stage, once    jobs as of any run, of those that are not done
-    STAGE array                                a task for each point, one array for each stage of the points
-    choose                                     after all tasks have ended, however they did
-    final-STAGE ...                            jobs as of any run, after `choose` was successful
-    sum-up                                     sweep.json, the table (sum-up.log) and MLflow, whatever came of it
+    stages before the swept one, once    unfinished ones only, as in any run
+    STAGE array                          one task per point, one array per stage of the points
+    choose                               after all tasks have ended, failed or not
+    final-STAGE ...                      as in any run, after `choose` succeeded
+    sum-up                               sweep.json, the table (sum-up.log) and MLflow, even after failures
 
-Each task saves before its time limit, is requeued and continues, like the job of a run. Everything is checked before
-anything is submitted; if SLURM refuses a job, those before it are cancelled. Scripts, logs and jobs.json lie in
-RUNS/NAME-sweep/slurm. Typed again, what is not done is submitted.
+Tasks save before their time limit, are requeued and resume. Nothing is submitted until everything is checked; if SLURM
+refuses a job, the earlier ones are cancelled. Files are in RUNS/NAME-sweep/slurm. The same command again submits what
+is not done.
 """
 
 from collections.abc import Iterator
@@ -34,8 +34,8 @@ from pipeline.runs.run_folder import RunFolder
 
 
 def plan_sweep_jobs(sweep: Sweep, *, job: SlurmJob, at_once: int | None) -> SubmissionPlan:
-    """Check every run and render the scripts; changes nothing on disk. `at_once`: the most tasks that run at a time.
-    Raises UserError for anything that would keep a run from running."""
+    """Check every run and render the scripts, at most `at_once` tasks at a time; changes nothing on disk. UserError for
+    anything that would keep a run from running."""
     if at_once is not None and at_once < 1:
         raise UserError(f"--at-once: it is {at_once}; give 1 or more")
     sweep = replace(
@@ -63,7 +63,6 @@ def plan_sweep_jobs(sweep: Sweep, *, job: SlurmJob, at_once: int | None) -> Subm
 
 
 def _record_tasks(sweep: Sweep, open_points: tuple[Point, ...], submission: Submission) -> None:
-    """Write each point's own tasks into its folder."""
     for number, point in enumerate(open_points):
         own = {str(stage): f"{submission.jobs[stage]}_{number}" for stage in _own_stages(point)}
         steps = total_steps(point.recipe, processes=submission.processes, commands="run")
@@ -99,7 +98,7 @@ def _jobs(
 
 
 def _prepare(sweep: Sweep) -> dict[StageName, int]:
-    """Make the folders of the runs, with the recipes that their jobs read; the sweep itself has no steps."""
+    """Make the runs' folders with the recipes that their jobs read; returns no steps: the sweep itself has none."""
     begin_jobs(sweep.root / "slurm")
     make_record(sweep, failed={}).write(sweep.root)
     store_finals(sweep)
@@ -120,12 +119,12 @@ def _write_recipe(folder: RunFolder, recipe: Recipe) -> None:
 
 
 def _own_stages(point: Point) -> list[StageName]:
-    """The stages of a point's run that are trained for it alone."""
+    """The stages that are trained for this point alone."""
     return [name for name in point.recipe.stages.names if point.shared is None or name != point.shared.stage]
 
 
 def _with_processes(point: Point, *, processes: int) -> Point:
-    """The point's recipes for the jobs' processes, and absolute folders."""
+    """Set the process count where a recipe says "auto", and make folders absolute."""
 
     def changed(recipe: Recipe) -> Recipe:
         return recipe.model_copy(update={"processes": processes}) if recipe.processes == "auto" else recipe

@@ -1,4 +1,4 @@
-"""`shardvit import` and `shardvit export`: weights from and to other projects' formats."""
+"""`shardvit import` and `shardvit export`: convert weights from and to other projects' formats."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _ENDINGS: dict[ExportFormat, str] = {
     "npz": ".npz",
-    "big_vision": "-big_vision.npz",  # not the file that npz writes
+    "big_vision": "-big_vision.npz",  # differs from npz's default name
     "timm": "-timm",
     "transformers": "-transformers",
     "torchvision": ".pth",
@@ -33,7 +33,7 @@ _ENDINGS: dict[ExportFormat, str] = {
 @Parameter(name="*")
 @dataclass(frozen=True)
 class ImportOptions:
-    """Flags that describe a file's model (keys of the recipe's `model`), and what to change of it."""
+    """Flags that describe a file's model (keys of the recipe's `model`) or change it."""
 
     variant: Annotated[str | None, Parameter(help='What FILE is, such as "B/16".')] = None
     width: Annotated[int | None, Parameter(help="Size of a token; with the next four, in place of --variant.")] = None
@@ -68,7 +68,7 @@ class ImportOptions:
     ] = None
 
     def config(self) -> ModelConfig | None:
-        """The model, if its sizes were given; None: take the file's. Raises UserError if they make no model."""
+        """The model, if its sizes were given; None: take the file's. UserError if they make no model."""
         from model.config import ModelConfig
 
         given = self._given()
@@ -77,7 +77,7 @@ class ImportOptions:
         return self._checked(lambda: ModelConfig(**given))
 
     def changed(self, found: ModelConfig) -> ModelConfig:
-        """The file's model with the given values in place of its own; raises UserError if they make no model."""
+        """The file's model with the given values replaced; UserError if they make no model."""
         given = self._given()
         if (depth := given.pop("depth", None)) is not None and (found.kind != "vit" or found.sizes.depth != depth):
             blocks = f"{found.sizes.depth} blocks" if found.kind == "vit" else "no Transformer blocks"
@@ -109,11 +109,11 @@ def import_model(
 
     FILE is Google's npz (vision_transformer or big_vision), a folder or state
     dict of timm or transformers, a state dict of torchvision, or anything that
-    `shardvit export` wrote, ONNX aside. OUT is the new folder; name
-    it in a recipe as stages.swap_head.model, or give it to `shardvit predict`.
+    `shardvit export` wrote, except ONNX. OUT is the new folder; use it in a
+    recipe as stages.swap_head.model, or with `shardvit predict`.
 
-    What the weights were trained with (GELU's form, epsilons, normalisation,
-    interpolation) is stored with them and applied from then on.
+    Details of the original training (form of GELU, epsilons, normalisation,
+    interpolation) are stored with the weights and applied from then on.
 
     Some examples:
         shardvit import ViT-B_16.npz models/vit-b16
@@ -168,15 +168,15 @@ def export_model(
     """Write a model in another project's format.
 
     MODEL is a run's folder (its last trained stage), a stage's, one of its
-    checkpoints RUN/STAGE/checkpoints/step-... (sharded ones are put together),
-    a model's folder, or a file that `shardvit import` reads.
+    checkpoints RUN/STAGE/checkpoints/step-... (sharded ones are merged), a
+    model's folder, or a file that `shardvit import` reads.
 
     timm and transformers are folders that `timm.create_model("local-dir:OUT",
     pretrained=True)` and `AutoModelForImageClassification.from_pretrained` load;
-    both load a stage's folder STAGE/model as it is, too. Which formats hold the
-    model, `shardvit run --dry-run` says. ONNX and torch.export take any batch
-    size, and pixels that are normalised already. Beside npz and torchvision
-    files a small FILE.json keeps what they have no place for.
+    both also load STAGE/model directly. `shardvit run --dry-run` says which
+    formats can hold the model. ONNX and torch.export take any batch size, and
+    pixels that are already normalised. npz and torchvision files come with a
+    small FILE.json for what they cannot hold.
 
     Some examples:
         shardvit export runs/digits --format onnx
@@ -203,7 +203,7 @@ def export_model(
 
 @contextmanager
 def _mistakes(target: Path) -> Iterator[None]:
-    """Reports bad weights, or a bad place to write to, as one sentence for the user."""
+    """Turn errors in the weights or the output path into one sentence for the user."""
     try:
         yield
     except ValueError as error:
@@ -213,7 +213,7 @@ def _mistakes(target: Path) -> Iterator[None]:
 
 
 def _name_of(model: Path) -> str:
-    """The run's name, or that of its stage or checkpoint; a file's without its ending."""
+    """The name of the run with its stage or checkpoint, or of a file without its ending."""
     from pipeline.recipe.vocabulary import ALL_STAGES
 
     path = model.resolve()
@@ -242,6 +242,6 @@ def _class_names(text: str) -> tuple[str, ...]:
 def _summary(meta: SavedModelMeta) -> str:
     from model.counting.flops import account
 
-    assert meta.head != "masked_patch"  # such a head is neither imported nor exported
+    assert meta.head != "masked_patch"  # never imported or exported
     parts = account(meta.model, image_size=meta.image_size, num_classes=meta.num_classes, head=meta.head)
     return f"{meta.image_size} px, {meta.num_classes} classes; {parts.describe()}"

@@ -37,11 +37,11 @@ from pipeline.recipe.vocabulary import EXIT_USER_ERROR, EvalMetric
 if TYPE_CHECKING:
     from pipeline.evaluation.evaluate_file import ModelEvaluated
 
-_MOST_WORKERS = 8  # threads that read ahead, of a process
+_MOST_WORKERS = 8  # reading threads per process
 _NAMED_FAULTS = 5
-_SHOWN_CLASSES = 20  # of a longer table the worst
+_SHOWN_CLASSES = 20  # of a longer table only the worst
 _SHOWN_PAIRS = 20
-WORDS = {  # the rows of the printed result, in this order
+WORDS = {  # rows of the printed result, in this order
     "val/top1": "top-1",
     "val/balanced_accuracy": "balanced accuracy",
     "val/commonest_class_share": "commonest class's share",
@@ -56,7 +56,7 @@ WORDS = {  # the rows of the printed result, in this order
 @Parameter(name="*")
 @dataclass(frozen=True)
 class EvalOptions:
-    """Flags; those that `EvalRequest` has too are handed on."""
+    """Flags; those that `EvalRequest` also has are passed on."""
 
     protocol: Annotated[EvalProtocol | None, Parameter(help="Preprocessing; default: as the model's record says.")] = (
         None
@@ -88,7 +88,7 @@ class EvalOptions:
     force: Force = False
 
     def check(self) -> None:
-        """UserError: a bad value or MLflow address, a file that may not be replaced, or too few GPUs."""
+        """UserError: a bad value or MLflow address, an output that must not be replaced, or too few GPUs."""
         demand_counts(processes=self.processes, batch_size=self.batch_size)
         if self.crop_share is not None and not 0 < self.crop_share <= 1:
             raise UserError(f"--crop-share: it is {self.crop_share:g}; give more than 0 and at most 1")
@@ -118,12 +118,12 @@ class EvalOptions:
 def evaluate(model: Path, shards: str, /, *, options: EvalOptions = EvalOptions()) -> int:
     """Evaluate a model on shards: top-1, top-5, loss, each class, calibration.
 
-    MODEL is all that `shardvit predict` takes: a run, a stage, a checkpoint, or a
-    file of weights in any format. SHARDS is what a recipe names: a packed folder,
-    a folder or pattern of tars made by other tools, or a URL. Classes are matched
-    by name, in any order. The totals are the same to the last digit on any number
-    of processes. Exit code 1 if an image could not be read: it does not count.
-    Outputs that are not finite are no result.
+    MODEL is anything that `shardvit predict` takes: a run, a stage, a checkpoint,
+    or a file of weights in any format. SHARDS is as in a recipe: a packed folder,
+    a folder or pattern of tars from other tools, or a URL. Classes are matched by
+    name, in any order. The totals are identical to the last digit on any number
+    of processes. Exit code 1 if an image is unreadable: it does not count.
+    Non-finite outputs are an error.
 
     Some examples:
         shardvit eval runs/digits shards/digits-transfer/val
@@ -136,7 +136,7 @@ def evaluate(model: Path, shards: str, /, *, options: EvalOptions = EvalOptions(
     from pipeline.using.find_model import find_record
 
     record, opened = find_record(model), open_set(request, report=say)
-    if record is not None:  # else the weights tell, seconds later
+    if record is not None:  # else only the weights can tell, seconds later
         what_is_asked(request, class_names=record.class_names, shards=opened[0])
     if options.processes == 1:
         from pipeline.evaluation.evaluate_file import NoPeers, evaluate_model
@@ -150,7 +150,7 @@ def evaluate(model: Path, shards: str, /, *, options: EvalOptions = EvalOptions(
 
 
 def _by_processes(request: EvalRequest, *, processes: int, on_gpus: bool) -> ModelEvaluated | int:
-    """The result, or the exit code if there is none."""
+    """Returns the result, or the exit code without one."""
     from launch.local.processes import rank_environment, reason, run_ranks
 
     with tempfile.TemporaryDirectory(prefix="shardvit-eval-") as name:
@@ -172,7 +172,6 @@ def _by_processes(request: EvalRequest, *, processes: int, on_gpus: bool) -> Mod
 
 
 def _finish(result: ModelEvaluated, request: EvalRequest, options: EvalOptions) -> int:
-    """Show, keep and track the result; returns the exit code."""
     from pipeline.evaluation.scores import one_answer
     from pipeline.runs.evaluations import write_evaluation
 
@@ -257,7 +256,6 @@ def _number(value: float) -> float | None:
 
 
 def _confused(result: ModelEvaluated) -> list[dict[str, object]]:
-    """The pairs of classes that are taken for one another most often."""
     confusion, names = result.evaluation.confusion, result.evaluation.classes
     if confusion is None:
         return []

@@ -1,7 +1,7 @@
-"""`shardvit predict`: the most probable classes of images, as lines for people or as JSON.
+"""`shardvit predict`: the most probable classes of images, as text or JSON.
 
-Answers are printed batch by batch, so a folder of any size will do. Unreadable images are named on standard error, the
-others are still answered, and the exit code is 1.
+Prints answers batch by batch, so a folder may have any size. Names unreadable images on standard error, answers the
+others, and exits with code 1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from launch.local.output import say, say_model
 if TYPE_CHECKING:
     from pipeline.using.predict import ImagePrediction
 
-_WIDEST_NAME = 48  # longer names are not aligned, so that one of them does not push all classes aside
+_WIDEST_NAME = 48  # longer names are not aligned: a single one would push all classes aside
 
 
 def predict(
@@ -40,12 +40,12 @@ def predict(
 ) -> int:
     """Classify images: the most probable classes of each.
 
-    MODEL is a run's folder (its last trained stage), a saved or imported
-    model's, or a file that `shardvit export` made in any of its formats. IMAGES
-    are files, and folders with all images below them. They are resized and
-    cropped as in the evaluation during training. Probabilities are the softmax
-    over the classes; those of a model trained with the sigmoid loss are each
-    class's own and do not add up to one.
+    MODEL is a run's folder (its last trained stage), a saved or imported model's
+    folder, or a file from `shardvit export` in any of its formats. IMAGES are
+    files, and folders with all images below them. They are resized and cropped
+    as in evaluations during training. Probabilities are the softmax over the
+    classes; with the sigmoid loss each class has its own, and they do not add up
+    to one.
 
     Exit code 1 if an image could not be read; it is named, the others are
     answered. JSON is a list with one line for each image, in order:
@@ -78,7 +78,7 @@ def predict(
 
 
 def _show(predictions: Iterable[ImagePrediction], *, as_json: bool, line: Callable[[ImagePrediction], str]) -> int:
-    """Print each answer at once; returns how many images could not be read."""
+    """Print each answer as soon as it is ready; returns the number of unreadable images."""
     faults, before = 0, "["
     for prediction in predictions:
         if as_json:
@@ -104,7 +104,7 @@ def _as_json(prediction: ImagePrediction) -> dict[str, object]:
 
 
 def _layout(files: Sequence[Path], *, class_widths: Sequence[int]) -> Callable[[ImagePrediction], str]:
-    """One line an image or, on a terminal too narrow for that, one line a class."""
+    """One line per image or, on a terminal too narrow for that, one line per class."""
     name_width = min(max(len(one_line(str(file))) for file in files), _WIDEST_NAME)
     widest = name_width + 1 + sum(width + len("  100.0 %,") for width in class_widths)
 

@@ -1,4 +1,4 @@
-"""`shardvit transfer`: the command line; imports are inside, so that --help is fast."""
+"""`shardvit transfer`: the command line. Imports late, to keep --help fast."""
 
 from pathlib import Path
 from typing import Annotated
@@ -21,11 +21,11 @@ def transfer(
 ) -> int:
     """Measure a model's features on other images: few-shot, linear probe, kNN, or a table.
 
-    --method fewshot: least squares on a few images of each class, as the ViT paper and big_vision;
-    probe: logistic regression on all of TRAIN_SHARDS; knn: cosine votes, as DINO. EVAL_SHARDS are
+    --method fewshot: least squares on a few images of each class, as in the ViT paper and big_vision;
+    probe: logistic regression on all of TRAIN_SHARDS; knn: cosine votes, as in DINO. EVAL_SHARDS are
     classified. Features are kept for the next call. MODEL: as for `shardvit predict`, except ONNX.
-    --layer pre_logits: the last linear layer's input, as big_vision; pooled: the trunk's output.
-    TABLE.yaml lists data sets to measure, as VTAB does; run it again to resume:
+    --layer pre_logits: the last linear layer's input, as in big_vision; pooled: the trunk's output.
+    TABLE.yaml lists data sets to measure, as in VTAB; run it again to resume:
       data_sets:
       - {name: pets, group: natural, train: SHARDS, eval: SHARDS, method: probe}
 

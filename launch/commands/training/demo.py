@@ -1,7 +1,7 @@
 """`shardvit demo`: the whole pipeline on small real images, ending in a table and the next commands to type.
 
-Packs two shard sets (one to pre-train on, three other classes to transfer to), runs the recipe, runs the same
-fine-tuning from scratch, and compares. Typed again after an interruption it resumes.
+Packs two shard sets (one to pre-train on, three other classes to transfer to), runs the recipe, repeats its fine-tuning
+from scratch, and compares. Resumes when run again after an interruption.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ DemoData = Literal["digits", "fashion-mnist"]
 
 @dataclass(frozen=True)
 class DemoChoice:
-    """One demo: its recipe, and the classes and held-out share of each shard set."""
+    """A demo's recipe, and the classes and held-out share of each shard set."""
 
     recipe: str
     pretrain_classes: tuple[str, ...]
     transfer_classes: tuple[str, ...]
-    pretrain_holdout: float | None = None  # None: the source has a held-out split of its own
+    pretrain_holdout: float | None = None  # None: the source has its own held-out split
     transfer_holdout: float | None = None
 
 
@@ -41,7 +41,7 @@ CHOICES: dict[DemoData, DemoChoice] = {
     "digits": DemoChoice(
         "digits",
         pretrain_classes=("0", "1", "4", "5", "6", "7", "9"),
-        transfer_classes=("2", "3", "8"),  # look alike: slow to learn from nothing
+        transfer_classes=("2", "3", "8"),  # look alike: slow to learn from scratch
         pretrain_holdout=0.2,
         transfer_holdout=0.3,
     ),
@@ -68,7 +68,7 @@ def demo(
     go_on()
     choice = CHOICES[data]
     print(f"== packing {data} ==", flush=True)
-    from data_shards.packing.pack import pack  # and scikit-learn, which takes longer than the first line should
+    from data_shards.packing.pack import pack  # late: imports scikit-learn, and the first line must not wait
     from launch.run.pipeline_run import PipelineRun
     from pipeline.recipe.io import difference_to_parent, load_recipe
 
@@ -112,7 +112,6 @@ def _shard_paths(recipe: str, data: DemoData, shards_root: Path) -> list[str]:
 
 
 def _few_shot(recipe: str, data: DemoData, shards_root: Path) -> list[str]:
-    """Measure transfer to the other classes during pre-training."""
     if recipe.endswith("_scratch"):
         return []
     transfer = shards_root / f"{data}-transfer"
@@ -121,12 +120,12 @@ def _few_shot(recipe: str, data: DemoData, shards_root: Path) -> list[str]:
 
 
 def _processes() -> list[str]:
-    """The recipes have two processes; where there are GPUs, each needs its own."""
+    """The recipes have two processes; on GPUs, each needs its own."""
     return [f"processes={min(2, gpus)}"] if (gpus := num_gpus()) else []
 
 
 def comparison(transferred: RunFolder, *, scratch: RunFolder) -> str:
-    """Tabulate images, seconds and top-1 of each stage, beside fine-tuning from scratch."""
+    """Tabulate each stage's images, seconds and top-1, and the top-1 of fine-tuning from scratch."""
     from pipeline.recipe.io import parse_recipe
 
     def top1(folder: RunFolder, name: StageName) -> str:
@@ -161,7 +160,7 @@ def next_commands(choice: DemoChoice, *, runs_root: Path) -> str:
 
 
 def _command(name: str, *, module: str) -> str:
-    """A command of this environment: its script, or `python -m` without one."""
+    """A command of this environment: its script, else `python -m`."""
     script = Path(sys.executable).parent / name
     if not script.exists():
         return f"{sys.executable} -m {module}"

@@ -1,4 +1,4 @@
-"""`shardvit doctor`: the command. The checks are imported inside, so that `--help` answers at once."""
+"""`shardvit doctor`: the command. Imports the checks late, to keep `--help` fast."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,15 +25,15 @@ def doctor(
 ) -> int:
     """Report what this machine can run: findings, verdicts and what to do.
 
-    Python, cores, memory, disk and shared memory; the packages, against what
-    shardvit asks for; GPUs, driver, and arithmetic in bf16; an all-reduce of
-    two processes, on gloo and NCCL; MLflow's server. Nothing is changed. A
+    Checks Python, cores, memory, disk and shared memory; the packages, against
+    what shardvit asks for; GPUs, driver, and arithmetic in bf16; an all-reduce
+    of two processes, on gloo and NCCL; MLflow's server. Changes nothing. A
     library that crashes or hangs is reported, with its signal or time-out.
-    What torch's collect_env and DeepSpeed's ds_report say comes first.
+    The output of torch's collect_env and DeepSpeed's ds_report comes first.
 
-    Verdicts: fine; note (it works, but read on); problem; absent (not here,
-    which may well be right). Exit code 1 if there is a problem. It takes half a
-    minute, nearly all of it the imports of the libraries.
+    Verdicts: fine; note (works, but read on); problem; absent (not here, which
+    may be fine). Exit code 1 if there is a problem. Takes half a minute, nearly
+    all of it to import the libraries.
 
     Some examples:
         shardvit doctor
@@ -50,7 +50,7 @@ def doctor(
 
 
 def examine(*, runs: Path, depth: Literal["all", "quick"], clock: StartClock) -> Diagnosis:
-    """Make all checks; "quick" leaves out those in child processes. `clock` shows which one is running."""
+    """Run all checks; "quick" leaves out those in child processes. `clock` shows which one is running."""
     from launch.doctor import gpus, libraries, machine, network, trials
 
     begin = time.monotonic()

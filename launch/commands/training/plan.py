@@ -1,4 +1,4 @@
-"""`shardvit plan`: whether a recipe fits, its time and cost. Starts and writes nothing; a second, no GPU, no torch."""
+"""`shardvit plan`: does a recipe fit, how long does it take, what does it cost. Takes a second, no GPU, no torch."""
 
 import json
 
@@ -20,10 +20,10 @@ def plan(
     """Estimate a recipe's memory, time, GPU-hours, traffic and disk; nothing is started.
 
     RECIPE and OVERRIDES are as for `shardvit run`. Warnings come first. The
-    shards need not exist yet: the published size of a known data set is taken
-    then; for another give --images, if durations are in epochs.
+    shards need not exist yet: without them, the published size of a known data
+    set is used; for others give --images if durations are in epochs.
     Speed is a share of the GPU's peak (MFU) that is realistic for the model, or
-    what you have measured. Times are of training alone.
+    your own measurement. Times are of training alone.
 
     Some examples:
         shardvit plan my.yaml
@@ -33,7 +33,7 @@ def plan(
     """
     from pipeline.recipe.io import load_recipe
 
-    # Mistakes are reported before anything slow is imported.
+    # Report mistakes before importing anything slow.
     loaded = load_recipe(recipe, overrides=overrides, paths=paths_file(data))
 
     from launch.plan.gathering import make_plan

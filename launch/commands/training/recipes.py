@@ -1,7 +1,7 @@
-"""`shardvit recipes`: the runs that ship, by name, and one of them with every file that it is made of put together.
+"""`shardvit recipes`: list the shipped recipes, or print one with all its files merged.
 
-Reads some dozens of small files: half a second, no torch. What a recipe costs and reaches is what its header says; a
-test compares the time with `shardvit plan`.
+Reads some dozens of small files: half a second, no torch. A recipe's cost and result come from its header; a test
+compares the time with `shardvit plan`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pipeline.recipe.schema import Recipe
 
 _PAGE_WIDTH = 150
-_FAMILIES = {  # the folders, in the order of the page
+_FAMILIES = {  # folders, in the order of the page
     "paper": "The ViT paper (arXiv 2010.11929)",
     "augreg": "How to train your ViT? (AugReg, arXiv 2106.10270)",
     "plain": "Better plain ViT baselines for ImageNet-1k (arXiv 2205.01580)",
@@ -36,8 +36,8 @@ def recipes(
 ) -> int:
     """List shipped recipes with data, cost and published result; or print one, resolved.
 
-    NAME is one of them, or a YAML file, and OVERRIDES are changes to it,
-    key=value, as for `shardvit run`. What is printed is a recipe itself.
+    NAME is one of them or a YAML file; OVERRIDES are changes to it, key=value,
+    as for `shardvit run`. The output is itself a recipe.
 
     Some examples:
         shardvit recipes
@@ -60,7 +60,7 @@ def recipes(
 
 
 def listing() -> str:
-    """All recipes that ship as one table for each family, then the fine-tuning sets."""
+    """Tabulate all shipped recipes by family, then list the fine-tuning sets."""
     from data_shards.text import table
     from pipeline.recipe.io import load_recipe
     from pipeline.recipe.sources import finetune_sets, read_header, read_source, shipped_recipes

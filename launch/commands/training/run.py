@@ -1,4 +1,4 @@
-"""`shardvit run`, and `shardvit train`, which every launcher starts."""
+"""`shardvit run`, and `shardvit train`, which launchers start on every rank."""
 
 import shlex
 from pathlib import Path
@@ -40,7 +40,7 @@ def run(
 ) -> int:
     """Run a recipe's stages here or on several machines; skip finished ones, resume others.
 
-    RECIPE is a YAML file or a name that `shardvit recipes` lists; OVERRIDES are changes to it, key=value.
+    RECIPE is a YAML file or a name from `shardvit recipes`; OVERRIDES are changes to it, key=value.
 
     Some examples:
         shardvit run digits
@@ -53,7 +53,7 @@ def run(
 
     if all_keys and not dry_run:
         raise UserError("--all-keys says what --dry-run prints: give that too")
-    # Mistakes are reported before anything slow is imported.
+    # Report mistakes before importing anything slow.
     loaded = load_recipe(recipe, overrides=overrides, paths=paths_file(data))
 
     from launch.run.pipeline_run import PipelineRun

@@ -1,4 +1,4 @@
-"""The commands `shardvit submit` and `cancel`; imports are inside, so that --help is fast."""
+"""The commands `shardvit submit` and `cancel`. Imports late, to keep --help fast."""
 
 import sys
 from functools import partial
@@ -34,9 +34,9 @@ def submit(
     """Submit a recipe's unfinished stages to SLURM, one job each, in order.
 
     Everything is checked first, as by `shardvit run --dry-run`. A job saves
-    before its time limit, is requeued and continues; also after preemption, a
-    node failure or a crash, if it makes progress. Scripts and logs lie in
-    RUNS/NAME/slurm. The same command again resumes the run.
+    before its time limit, is requeued and resumes; also after preemption, a
+    node failure or a crash, as long as it makes progress. Scripts and logs are
+    in RUNS/NAME/slurm. The same command again resumes the run.
 
     Some examples:
         shardvit submit my.yaml --nodes 4 --gpus-per-node 8 --time 24:00:00
@@ -45,7 +45,7 @@ def submit(
     """
     if not sweep and (hold_out, stage, at_once) != (None, None, None):
         raise UserError("--hold-out, --stage and --at-once have no effect without --sweep: give it, too")
-    # Mistakes in the recipe are reported before anything slow is imported.
+    # Report mistakes in the recipe before importing anything slow.
     if sweep:
         from launch.sweep.points import plan_sweep, read_share
 
@@ -94,7 +94,7 @@ def cancel(
 ) -> int:
     """End a run's SLURM jobs; the running one saves first, and `shardvit submit` resumes.
 
-    RUN is its folder, RUNS/NAME; of a sweep's, RUNS/NAME-sweep, all jobs end.
+    RUN is its folder, RUNS/NAME; with RUNS/NAME-sweep all jobs of a sweep end.
 
     Some examples:
         shardvit cancel runs/digits

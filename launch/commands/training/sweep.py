@@ -1,4 +1,4 @@
-"""`shardvit sweep`: choose values of a recipe's keys by a held-out part of the training set, as the ViT paper does."""
+"""`shardvit sweep`: choose values of a recipe's keys on a held-out part of the training set, as the ViT paper does."""
 
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ def sweep(
     max_restarts: Annotated[int, Parameter(help="How often failed stages of a run are restarted automatically.")] = 0,
     dry_run: Annotated[bool, switch("Check, print the points and their cost, start nothing.")] = False,
 ) -> int:
-    """Train a grid on part of the images, choose by the rest, train on all of them.
+    """Train a grid on part of the images, choose on the rest, train on all of them.
 
     RECIPE and OVERRIDES are as for `shardvit run`, but a key may have several
     values, key=a,b,c: the grid is their product. Commas in quotes or brackets do
@@ -40,15 +40,14 @@ def sweep(
     for fine-tuning with sgd on one of its data sets.
 
     A fixed part of the last stage's training set is held out. Each point trains
-    on the rest; what comes before that stage is trained once and shared, so where
-    it trains on the same images, choose its keys by --stage. The best held-out
-    top-1 wins (then the lowest loss, then the first), and the recipe runs with its
-    values on all images. The table names points that tie within the standard error,
-    and a best value at the edge of the grid.
+    on the rest. Earlier stages are trained once and shared; if one trains on the
+    same images, choose its keys with --stage. The best held-out top-1 wins (then
+    the lowest loss, then the first), and the recipe runs with its values on all
+    images. The table names points that tie within the standard error, and a best
+    value at the edge of the grid.
 
     RUNS/NAME-sweep has a run folder for each point, `final`, and sweep.json with
-    the table. The same command resumes; a changed grid keeps the points that are
-    done.
+    the table. The same command resumes; a changed grid keeps finished points.
 
     Some examples:
         shardvit sweep cifar10 pretrain.optimizer.lr=1e-3,2e-3 --stage pretrain --hold-out 2%
@@ -57,7 +56,7 @@ def sweep(
     """
     from launch.sweep.points import plan_sweep, read_share
 
-    # Mistakes are reported before anything slow is imported.
+    # Report mistakes before importing anything slow.
     share = read_share(hold_out)
     plan = partial(plan_sweep, recipe, overrides, runs_root=runs, paths=paths_file(data), stage=stage, hold_out=share)
     planned = plan()
