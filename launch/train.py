@@ -4,11 +4,10 @@
     python -P -m launch.local.torchrun --nproc-per-node 8 -m launch.train RECIPE --stage pretrain --stage swap_head
     python -P -m launch.train RECIPE --stage pretrain
 
-`shardvit run` does that by itself (`local`). Each stage has its own record, MLflow run and watch, and its result is
-bit-identical to that in fresh processes (`pipeline.ranks.process`); imports and the ranks' meeting are paid once. Of
-several stages, finished ones are skipped; the first that fails ends the processes. Exit codes of a rank and of
-`launch.local.torchrun`: 0 done, 2 a user's mistake or an unwritable disk, 75 stopped by a signal after saving (the same
-command resumes), 1 anything else.
+`shardvit run` starts this by itself (`local`). Each stage has its own record, MLflow run and watch, and the same bits
+as in fresh processes (`pipeline.ranks.process`); imports and rendezvous are paid once. Of several stages, finished ones
+are skipped; a failing one ends the processes. Exit codes of a rank and of `launch.local.torchrun`: 0 done, 2 a user's
+mistake or an unwritable disk, 75 stopped by a signal after saving (the same command resumes), 1 anything else.
 """
 
 from __future__ import annotations
@@ -65,11 +64,11 @@ if TYPE_CHECKING:
     from pipeline.ranks.stopping import StopFlag
     from pipeline.stage.context import StageContext
 
-_COLLATERAL_WAIT_SECONDS = 3.0  # a rank that notices another's end leaves later, so that the other's code is reported
+_COLLATERAL_WAIT_SECONDS = 3.0  # after another rank ends, so that its exit code is reported
 _WATCH_SECONDS = 1.0
 _SPEAKERS = 2  # per host
 _PICTURES_SECONDS = 120.0  # at most, after the last stage
-_MOST_READERS = 16  # threads that data.workers: auto may choose
+_MOST_READERS = 16  # threads under data.workers: auto
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run_node(share, [*RANK_COMMAND, *arguments])
         return _run(recipe, rank=rank, difference=difference_to_parent(options.recipe, overrides=options.overrides))
     except UserError as error:
-        # Each node has its own disks; what all ranks agreed upon, one says.
+        # Each node has its own disks, so one rank per node speaks; if all ranks agreed on the error, only rank 0.
         speaks = rank.place.is_main if isinstance(error, AgreedError) else rank.place.local_rank == 0
         if speaks or isinstance(error, SampleError):
             say(str(error))
@@ -110,8 +109,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @dataclass
 class _Rank:
-    """This process, as far as it is known."""
-
     stages: Sequence[StageName]
     folder: RunFolder
     place: Place
@@ -129,12 +126,12 @@ def _check_stages(recipe: Recipe, stages: Sequence[StageName]) -> None:
 
 
 def _failed(error: Exception, rank: _Rank) -> int:
-    """Say why this rank ends, unless another one does; returns the exit code."""
+    """Say why this rank ends, unless another rank does; returns the exit code."""
     place, heartbeats = rank.place, rank.folder.ranks(rank.stage)
     problem = disk_problem(error, folder=rank.folder.path) or _memory_problem(error, rank)
     if problem is not None:
         if place.local_rank:
-            # The first rank may report the same error; then the launcher ends this one with a SIGTERM.
+            # The first rank may report the same error; then the launcher sends this one a SIGTERM.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(_COLLATERAL_WAIT_SECONDS)
         from pipeline.ranks.dead_ranks import is_to_say_mistake
@@ -147,7 +144,7 @@ def _failed(error: Exception, rank: _Rank) -> int:
         from pipeline.ranks.group import PeerGone
 
         if isinstance(error, PeerGone):
-            # Two per host say it, as one of them may be the missing rank; all would be too many for one log.
+            # Two per host say it, as one may be the missing rank; all would flood a shared log.
             if place.local_rank < _SPEAKERS or place.log == "of a host":
                 say(f"rank {place.rank}: {error}")
             return 1
@@ -160,7 +157,7 @@ def _failed(error: Exception, rank: _Rank) -> int:
 
 
 def _memory_problem(error: Exception, rank: _Rank) -> str | None:
-    """Advise if memory ran out, as a restart would fail in the same way; None otherwise."""
+    """Advise if memory ran out, as a restart would run out again; None: another error."""
     from pipeline.budget.out_of_memory import is_out_of_memory, what_to_change
 
     if not is_out_of_memory(error) or rank.recipe is None or rank.stage == "swap_head":
@@ -189,7 +186,7 @@ def _run(recipe: Recipe, *, rank: _Rank, difference: str) -> int:
         earlier_cpu_seconds=time.process_time(),
     )
     clock.set_status("importing libraries")
-    wants_pictures, _ = pictures_wanted(), tracking_uri()  # report mistakes before anything slow is imported
+    wants_pictures, _ = pictures_wanted(), tracking_uri()  # report mistakes before slow imports
     stop = _listen(place, recipe)
 
     from model.without_compiler import import_timm
@@ -234,7 +231,7 @@ def _run(recipe: Recipe, *, rank: _Rank, difference: str) -> int:
 
 
 def _listen(place: Place, recipe: Recipe) -> StopFlag:
-    """Listen to signals, watch the parents, and raise the limit of open files."""
+    """Listen to signals, watch parent processes, and raise the limit of open files."""
     from pipeline.ranks.stopping import StopFlag
 
     stop = StopFlag()
@@ -249,7 +246,7 @@ def _listen(place: Place, recipe: Recipe) -> StopFlag:
 
 
 def _meet(rank: _Rank, recipe: Recipe, *, held: contextlib.ExitStack, clock: StartClock, difference: str) -> Ranks:
-    """Open the run's folder on rank 0, meet the other ranks, and share out the cores."""
+    """Open the run folder on rank 0, join the process group, and share out the cores."""
     import torch
 
     from pipeline.ranks.group import Ranks
@@ -276,7 +273,7 @@ def _meet(rank: _Rank, recipe: Recipe, *, held: contextlib.ExitStack, clock: Sta
 
 
 def _run_stages(context: StageContext, rank: _Rank) -> None:
-    """Run the stages; of several, those that are not done. Stopped: also between two stages."""
+    """Run the stages (of several, those not done). Stopped may also come between two."""
     from pipeline.ranks.process import ProcessState
     from pipeline.ranks.stopping import Stopped
     from pipeline.training.stages import run_stage
@@ -294,12 +291,12 @@ def _run_stages(context: StageContext, rank: _Rank) -> None:
             continue
         run_stage(context, stage=stage)
         context.start.close()
-        if stage != stages[-1]:  # the launcher says it of the last one
+        if stage != stages[-1]:  # the launcher reports the last one
             context.say(f"{stage}: done{describe_results(context.folder, stage=stage)}")
 
 
 def _watch_parents(stop: StopFlag) -> None:
-    """Request a stop when the launcher or `shardvit run` dies, so that no orphan stays."""
+    """Request a stop when the launcher or `shardvit run` dies, to leave no orphan."""
     launcher, supervisor = os.getppid(), supervisor_pid()
     if process_started(os.getpid()) is None:  # no /proc: PIDs cannot be checked
         supervisor = None
@@ -310,7 +307,7 @@ def _watch_parents(stop: StopFlag) -> None:
             time.sleep(_WATCH_SECONDS)
             if os.getppid() != launcher:
                 return stop.request("the death of its launcher")
-            # A zombie has no start time, and with PID reuse it is another one.
+            # A zombie has no start time; a reused PID has another one.
             if supervisor is not None and (started is None or process_started(supervisor) != started):
                 return stop.request("the death of shardvit run")
 
@@ -318,7 +315,7 @@ def _watch_parents(stop: StopFlag) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    # The deepspeed launcher puts its --local_rank first unless told not to; the environment says the same.
+    # The deepspeed launcher prepends --local_rank unless --no_local_rank is given; the environment has it, too.
     ours = [argument for argument in arguments if not argument.startswith(("--local_rank", "--local-rank"))]
     parser = argparse.ArgumentParser(prog="shardvit train", description="Run stages of a recipe on this rank.")
     parser.add_argument("recipe", help="path of a YAML file, or the name of a recipe that ships with shardvit")
@@ -331,10 +328,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process without tearing down torch, DeepSpeed and MLflow, which takes 1.8 CPU seconds."""
+    """Exit without tearing down torch, DeepSpeed and MLflow, which takes 1.8 CPU seconds."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # its reader is gone
+        with contextlib.suppress(OSError, ValueError):  # the reader has left
             stream.flush()
     os._exit(code)
 

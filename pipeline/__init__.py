@@ -1,5 +1,4 @@
-"""Recipe -> engine -> checkpoint -> MLflow: the stages, the training loop, and a room for each thing that they need.
+"""Recipe -> engine -> checkpoint -> MLflow: the training loop, the stages, and a package for each part.
 
-Begin with `train_loop`; `stage_training` puts its parts together, `stages` says what the stages are. Imported by
-`launch`; imports `model` and `data_shards`.
+Start at `train_loop`; `stage_training` assembles its parts, `stages` lists the stages.
 """

@@ -1,7 +1,4 @@
-"""The table of metrics in docs/metrics.md, made from `vocabulary.METRICS`.
-
-`python -m pipeline.metrics_table` writes it anew; a test holds the page to it. For developers: nothing imports it.
-"""
+"""Make the table in docs/metrics.md from `vocabulary.METRICS`: `python -m pipeline.metrics_table` (for developers)."""
 
 from pathlib import Path
 
@@ -12,14 +9,14 @@ BEGIN, END = "<!-- metrics: begin -->\n", "<!-- metrics: end -->"
 
 
 def metrics_table() -> str:
-    """Markdown, in the vocabulary's order."""
+    """Format METRICS as Markdown, in order."""
     rows = [(f"`{name}`", metric.unit, metric.meaning.replace("|", "\\|")) for name, metric in METRICS.items()]
     lines = [f"| {' | '.join(row)} |" for row in (("name", "unit", "meaning"), ("---",) * 3, *rows)]
     return "\n".join(lines) + "\n"
 
 
 def with_table(page: str) -> str:
-    """The page with the table as it is now; ValueError if it has no marks for it."""
+    """Replace the page's table; ValueError if its markers are missing."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

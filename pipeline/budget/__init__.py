@@ -1,1 +1,1 @@
-"""Forecast memory, time, traffic, disk and reading of a run before it starts. Pure arithmetic, no torch."""
+"""Forecast a run's memory, time, traffic, disk and reading before it starts. Pure arithmetic, no torch."""

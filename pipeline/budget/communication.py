@@ -1,18 +1,18 @@
-"""Bytes and time that GPUs spend on collectives, and the number of GPUs from which that is too much.
+"""Model the bytes and time of collectives, and the number of GPUs from which they cost too much. Not measured.
 
-A model, not a measurement: a ring takes the bytes that each GPU sends over the bandwidth of a link, plus a latency per
-hop; NCCL reaches 85 % of a link. Gradients are averaged during the backward pass (two thirds of the compute time); what
-exceeds it, the last bucket, and the all-gather of new weights are exposed.
+A ring takes (bytes sent per GPU) / (link bandwidth) plus a latency per hop; NCCL reaches 85 % of a link. Gradients are
+averaged during the backward pass (two thirds of the compute time); what exceeds it, the last bucket, and the all-gather
+of new weights are exposed.
 
-Bytes that each GPU sends in one step, for n GPUs, N weights of w bytes each; times (n - 1) / n:
+Bytes sent per GPU and step, for n GPUs and N weights of w bytes; times (n - 1) / n:
 
     ZeRO 0 and accelerate   2wN   all-reduce of the gradients (DDP)
     ZeRO 1 and 2            3wN   all-reduce (DeepSpeed 0.19 copies its part out of it), then all-gather of weights
     ZeRO 1, at once         2wN   reduce-scatter after the backward pass (`deepspeed_engine`), all-gather of weights
     ZeRO 3                  3wN   two all-gathers of weights and a reduce-scatter; 2wN while all weights stay gathered
 
-ZeRO 2 averages after every micro-batch, the others after the last one. ZeRO 3 has three collectives per block, each
-with the latency of a ring of n; all but the first and last few overlap with compute.
+ZeRO 2 averages after every micro-batch, the others after the last. ZeRO 3 has three collectives per block, each with
+the latency of a ring of n; all but the first and last few overlap with compute.
 """
 
 import math
@@ -22,8 +22,8 @@ from typing import Literal
 from pipeline.budget.gpus import GB, Gpu
 
 Way = Literal["overlapped", "in turn", "at once"]
-"""Gradients are averaged during the backward pass; bucket by bucket, while it waits (with one bucket: DeepSpeed's
-default); or in one message after it (ZeRO 1)."""
+"""Average gradients during the backward pass; bucket by bucket while it waits (DeepSpeed's default, one bucket); or in
+one message after it (ZeRO 1)."""
 ZeroKind = Literal[1, 2, 3, "ddp"]
 """A ZeRO stage; ddp: ZeRO 0 and accelerate."""
 
@@ -33,12 +33,12 @@ _BACKWARD_SHARE = 2 / 3
 _RING_COLLECTIVES_PER_BLOCK = 3  # ZeRO 3
 _BARE_COLLECTIVES = 4  # exposed ones: the first two gathers, the last two reductions
 
-GOOD_KEPT_SHARE = 5 / 6  # of the speed; if more than a sixth of the time is waiting, more GPUs do not pay off
+GOOD_KEPT_SHARE = 5 / 6  # of the speed; with more than a sixth of the time spent waiting, more GPUs do not pay off
 
 
 @dataclass(frozen=True)
 class Links:
-    """Collective bandwidth in bytes/s within a node (near) and between nodes (far)."""
+    """Collective bandwidth, bytes/s: within a node (near), between nodes (far)."""
 
     gpus_per_node: int
     near_bytes_per_second: float
@@ -55,7 +55,7 @@ class Links:
 
 
 def links_of(gpu: Gpu, *, gpus_per_node: int, node_gbps: float | None) -> Links:
-    """Links of typical nodes with this GPU; `node_gbps`: a node's network in Gbit/s, if it differs."""
+    """Get the links of typical nodes with this GPU; `node_gbps`: the node's network in Gbit/s, if it differs."""
     near = _LINK_EFFICIENCY * gpu.link_gb_per_second / 2 * GB
     far = _LINK_EFFICIENCY * (node_gbps or gpu.node_gbps) / 8 * GB
     return Links(gpus_per_node, near, far)
@@ -63,12 +63,12 @@ def links_of(gpu: Gpu, *, gpus_per_node: int, node_gbps: float | None) -> Links:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes one GPU sends in a step, and the time."""
+    """Bytes that one GPU sends in a step, and the time."""
 
     reduce_bytes: float  # to average the gradients
     gather_bytes: float  # of weights
-    seconds: float  # if nothing overlapped
-    bare_seconds: float  # of them, not hidden by compute
+    seconds: float  # without overlap
+    bare_seconds: float  # the part not hidden by compute
     kept_share: float  # compute time over the step's time
 
     @property
@@ -78,19 +78,19 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Workload:
-    """All that the traffic depends on except the number of GPUs."""
+    """What traffic depends on, apart from the number of GPUs."""
 
     num_parameters: int  # N
     weight_bytes: int  # w
     depth: int  # blocks of the model
     zero_stage: ZeroKind
     bucket_elements: int  # gradients averaged at a time
-    gathers_again: bool = False  # ZeRO 3 gathers the weights for the backward pass, too
+    gathers_again: bool = False  # ZeRO 3 gathers weights again for the backward pass
     way: Way = "overlapped"
 
 
 def traffic(work: Workload, *, gpus: int, links: Links, compute_seconds: float, accumulation_steps: int = 1) -> Traffic:
-    """Forecast an optimizer step in which each GPU computes for `compute_seconds` over all its micro-batches."""
+    """Forecast an optimizer step; `compute_seconds`: of one GPU, over all its micro-batches."""
     if gpus == 1:
         return Traffic(0, 0, 0, 0, 1.0)
     once = work.weight_bytes * work.num_parameters * (gpus - 1) / gpus
@@ -109,7 +109,7 @@ def traffic(work: Workload, *, gpus: int, links: Links, compute_seconds: float, 
         gather = gather_bytes / speed + ring_seconds if gather_bytes else 0.0
         reduce_bytes = once if work.way == "at once" else 2 * once * times
         buckets = 1 if work.way == "at once" else math.ceil(work.num_parameters / work.bucket_elements)
-        # NCCL uses trees for small messages over many GPUs, so buckets do not each cost a ring's latency.
+        # NCCL uses trees for small messages over many GPUs, so a bucket does not cost a ring's latency.
         tree_seconds = 2 * math.ceil(math.log2(gpus)) * hop_seconds
         reduce = reduce_bytes / speed + times * (ring_seconds if buckets == 1 else buckets * tree_seconds)
         hidden = 0.0
@@ -128,8 +128,7 @@ def most_useful_gpus(
     host_seconds: float = 0.0,
     least_share: float = GOOD_KEPT_SHARE,
 ) -> int:
-    """Find the most GPUs (1, 2, 4, ... dividing the batch) that keep `least_share` of their speed; `host_seconds`: a
-    step takes at least as long."""
+    """Find the most GPUs (1, 2, 4, ... dividing the batch) that pay off; a step takes at least `host_seconds`."""
     best, gpus = 1, 1
     while global_batch_images % gpus == 0:
         compute_seconds = global_batch_images / gpus / images_per_second

@@ -1,7 +1,7 @@
-"""FLOPs and memory per image of a stage's model, in the recipe's precision and with its regularisation.
+"""Count FLOPs and memory per image of a stage; checked against torch's MemTracker (test_memory_tracker.py).
 
-Extends `model.counting` (bf16, no dropout) by the masked-patch head, dropout masks, float32, autocast, and temporaries
-of the backward pass. Checked against torch's MemTracker (tests/pipeline/budget/test_memory_tracker.py).
+Extends `model.counting` (bf16, no dropout) by the masked-patch head, dropout masks, float32, autocast and temporaries
+of the backward pass.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from pipeline.recipe.stage import TrainStage
 
 # Autocast (accelerate) keeps norms' inputs in float32: 36 two-byte values for bf16's 32 (measured: 36.2 for B/16).
 _AUTOCAST = 36 / 32
-# Memory beside the kept activations when the backward pass begins, as a share of the last block's hidden layer
+# Memory on top of the kept activations when the backward pass begins, as a share of the last block's hidden layer
 # (measured: 3.1 to 3.3 of 4 for B/16 and L/16, 224 and 384 px, bf16 and float32).
 _WORKING_SHARE = 0.85
 _WORKING_SHARE_OF_CONVOLUTIONS = 0.08  # of the kept activations (measured: 8 % for R50+B/16)
@@ -31,7 +31,7 @@ class StageCost:
     tokens: int  # in the blocks; 0 in a pure ResNet
     depth: int  # blocks; units of a pure ResNet
     activation_bytes: int  # kept per image until its backward pass
-    checkpointed_activation_bytes: int  # with activation checkpointing, of all blocks unless the recipe says k
+    checkpointed_activation_bytes: int  # with activation checkpointing: of all blocks, or every k-th as in the recipe
     working_bytes: int  # temporary in the backward pass, on top of either
 
     def image_bytes(self, activations: Literal["all", "checkpointed"]) -> int:
@@ -60,14 +60,14 @@ def stage_cost(model: ModelConfig, *, stage: TrainStage, engine: EngineConfig, n
         parameters += width  # the mask's embedding
         corruption = 2 * patches * (patches + 1) * width  # the choice of patches has no gradient: one product, not two
         flops += 3 * more.flops + 2 * corruption
-        # the corrupting matrix, and the embeddings of the chosen patches
+        # the corrupting matrix, and embeddings of the chosen patches
         added = more.saved_bytes + VALUE_BYTES * patches * (patches + 1)
         kept, checkpointed = kept + added, checkpointed + added
-    if stage.dropout and stage.dropout_masks == "process":  # masks by sample are drawn anew, not kept
-        # A byte for each value under dropout: after attention and twice in the MLP of each block, once before.
+    if stage.dropout and stage.dropout_masks == "process":  # masks by sample are redrawn, not kept
+        # A byte per value under dropout: after attention and twice in the MLP of each block, once before the blocks.
         sizes = model.sizes
         masks = counted.tokens * (sizes.width + sizes.depth * (2 * sizes.width + sizes.mlp_dim))
-        whole = max(1, depth - -(-depth // every))  # blocks that keep masks; at least the one recomputed
+        whole = max(1, depth - -(-depth // every))  # blocks that keep masks; at least the recomputed one
         kept, checkpointed = kept + masks, checkpointed + masks * whole // max(1, depth)
     factor = 2.0 if engine.precision == "fp32" else _AUTOCAST if engine.backend == "accelerate" else 1.0
     hidden = 0 if model.kind == "resnet" else VALUE_BYTES * counted.tokens * model.sizes.mlp_dim

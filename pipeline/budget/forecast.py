@@ -1,7 +1,6 @@
-"""Forecast of one stage: cost, memory under each ZeRO stage, time, traffic, disk and reading.
+"""Assemble the forecast of a stage: cost, memory under each ZeRO stage, time, traffic, disk and reading.
 
-Only assembles; the reasons for each number are in the file that computes it. Hours exclude evaluation, checkpoints,
-compiling and waiting for data. `shardvit plan --json` prints these classes' fields.
+Hours exclude evaluation, checkpoints, compiling and waiting for data. `shardvit plan --json` prints these fields.
 """
 
 import math
@@ -45,7 +44,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class GivenSpeed:
-    """Speed given by the user: none, an MFU, or images/s of one GPU in `measured_stage`, of `measured_flops` each."""
+    """Speed given by the user: none, an MFU, or one GPU's images/s in `measured_stage`, `measured_flops` per image."""
 
     mfu: float | None = None
     images_per_second: float | None = None
@@ -65,29 +64,29 @@ class Shards:
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """One ZeRO stage on one GPU; the dicts are without and with activation checkpointing."""
+    """One ZeRO stage on one GPU; dicts: without and with activation checkpointing."""
 
     state: State  # bytes apart from activations
     peak_bytes: dict[Activations, int]  # at the planned micro-batch
-    largest_micro_batch: dict[Activations, int] | None  # that fits; None: the GPU is unknown
-    traffic: Traffic | None  # of a step; None: speed or links are unknown
-    step_seconds: float | None = None  # None, as the next: the speed is unknown
-    kept_share: float | None = None  # of the speed that one GPU has alone
+    largest_micro_batch: dict[Activations, int] | None  # that fits; None: GPU unknown
+    traffic: Traffic | None  # of a step; None: speed or links unknown
+    step_seconds: float | None = None  # None, as the next: speed unknown
+    kept_share: float | None = None  # share of the speed of a lone GPU
 
 
 @dataclass(frozen=True)
 class Time:
-    """A stage's speed; hours are None if its length is unknown."""
+    """Speed of a stage; hours are None if its length is unknown."""
 
     speed: Speed  # of one GPU alone
-    step_seconds: float  # of an optimizer step, with waiting for the others
-    host_seconds: float  # of processor time to launch it: a lower bound
-    host_bound_images: int  # below so many images per pass the processor is the limit; 0: the speed was measured
-    kept_share: float  # of the GPU's own speed, together with the others
+    step_seconds: float  # of an optimizer step, including waiting for other GPUs
+    host_seconds: float  # CPU time to launch it: a lower bound
+    host_bound_images: int  # fewer images per pass are CPU-bound; 0: the speed was measured
+    kept_share: float  # share of the speed of a lone GPU
     images_per_second: float  # of all GPUs
-    useful_gpus: int  # most of 1, 2, 4, ... that keep enough of their speed at this global batch
+    useful_gpus: int  # most of 1, 2, 4, ... that pay off at this global batch
     hours: float | None
-    gpu_hours: float | None  # of all GPUs together
+    gpu_hours: float | None
 
 
 @dataclass(frozen=True)
@@ -109,17 +108,17 @@ class StageForecast:
     name: StageName
     config: TrainStage
     cost: StageCost  # of one image
-    plan: StagePlan  # with a `problem`, only its sizes hold, as near as they can be
-    problem: str | None  # why the stage cannot run on so many processes
-    total_images: int | None  # None: the stage's length is unknown
+    plan: StagePlan  # with a `problem`: the nearest sizes
+    problem: str | None  # why the stage cannot run on this many processes
+    total_images: int | None  # None: length unknown
     activations: Activations  # as in the recipe
-    image_bytes: dict[Activations, int]  # of activations of one image at the peak
+    image_bytes: dict[Activations, int]  # activations of one image at the peak
     memory: dict[ZeroStage, MemoryRow]
     zero_stage: ZeroStage  # the recipe's
     shards: Shards
     disk: CheckpointSpace
     saving: Saving | None  # in the background; None: saves block
-    time: Time | None  # None, as the next two: the speed is unknown
+    time: Time | None  # None, as the next two: speed unknown
     reading: Reading | None
     ahead: ReadingAhead | None
 
@@ -134,7 +133,7 @@ def forecast_stage(
     """Forecast one training stage."""
     config, engine, plan = recipe.train_stage(stage), recipe.engine, length.plan
     cost = stage_cost(recipe.model, stage=config, engine=engine, num_classes=shards.num_classes)
-    finish = None  # of training with patch_dropout: all patches
+    finish = None  # of training with patch_dropout: the phase with all patches
     if config.patch_dropout and plan.patch_dropout_steps < plan.total_steps:
         whole = config.model_copy(update={"patch_dropout": 0.0})
         finish = stage_cost(recipe.model, stage=whole, engine=engine, num_classes=shards.num_classes)
@@ -190,12 +189,12 @@ class _Part:
 
     @property
     def compute_seconds(self) -> float | None:
-        """Of a step, on one GPU alone."""
+        """Compute time of a step on one GPU."""
         images = self.plan.micro_batch_size * self.plan.accumulation_steps
         return images / self.speed.images_per_second if self.speed else None
 
     def row(self, zero_stage: ZeroStage, *, images: dict[Activations, int]) -> MemoryRow:
-        """`images`: bytes of activations of one image."""
+        """`images`: activation bytes of one image."""
         plan, config, machine, compute_seconds = self.plan, self.config, self.machine, self.compute_seconds
         held = state_of(
             self.cost.parameters,
@@ -227,7 +226,7 @@ class _Part:
         return MemoryRow(held, peak, largest, sent, step_seconds, kept_share)
 
     def time(self, row: MemoryRow, *, zero_stage: ZeroStage, finish: StageCost | None, known: bool) -> Time | None:
-        """`known`: the number of steps is."""
+        """`known`: whether the number of steps is known."""
         plan, machine, speed, compute_seconds = self.plan, self.machine, self.speed, self.compute_seconds
         if speed is None or compute_seconds is None or row.step_seconds is None or row.kept_share is None:
             return None
@@ -271,7 +270,7 @@ class _Part:
         return saving(copied, engine=engine, gpu=machine.gpu, local_processes=local, pass_seconds=self.compute_seconds)
 
     def host_seconds(self, zero_stage: ZeroStage) -> float:
-        """Processor time to launch a step; 0 if the speed was measured, which includes it."""
+        """CPU time to launch a step; 0 if the speed was measured, which includes it."""
         if self.speed and self.speed.kind == "measured":
             return 0.0
         return host_seconds(self.cost.depth, zero_stage=self.kind(zero_stage), passes=self.plan.accumulation_steps)

@@ -1,7 +1,7 @@
-"""The GPUs that a run can be planned for: peak FLOP/s, memory and links, from NVIDIA's data sheets.
+"""GPUs to plan for: peak FLOP/s, memory and links from NVIDIA's data sheets, not measured.
 
-Peaks are for dense matrix products with float32 accumulation; float32 without TF32, torch's default. Nothing here is
-measured: `speed` has the share of the peak that training reaches, `communication` that of the links.
+Peaks: dense matrix products, float32 accumulation; float32 without TF32 (torch's default). `speed` has the share of the
+peak that training reaches, `communication` that of links.
 """
 
 import difflib
@@ -15,7 +15,7 @@ Precision = Literal["bf16", "fp16", "fp32"]
 
 GB, TFLOPS = 10**9, 10**12
 
-# Share of the memory left to CUDA's context, NCCL's buffers, cuBLAS' workspace and fragmentation. Data sheets count in
+# Share of memory for CUDA's context, NCCL's buffers, cuBLAS' workspace and fragmentation. Data sheets count in
 # powers of ten, which on most cards leaves a few percent more.
 RESERVE_SHARE = 0.04
 
@@ -32,26 +32,26 @@ class Gpu:
     bf16_tflops: float  # dense peak; 0: no bf16 arithmetic
     fp16_tflops: float  # dense peak
     fp32_tflops: float  # peak without TF32
-    link_gb_per_second: float  # between the GPUs of a node, both directions together
+    link_gb_per_second: float  # between GPUs of a node, sum of both directions
     link: Literal["NVLink", "PCIe"]
-    host_gb_per_second: float  # between GPU and host, both directions together
-    node_gbps: float  # Gbit/s of the network of a typical node with 8 of them
+    host_gb_per_second: float  # between GPU and host, sum of both directions
+    node_gbps: float  # network of a typical node with 8 GPUs, Gbit/s
     source: str
-    pattern: str  # matches the driver's name for it
+    pattern: str  # matches the driver's name
 
     @property
     def usable_bytes(self) -> int:
         return int(self.memory_bytes * (1 - RESERVE_SHARE))
 
     def peak_flops(self, precision: Precision) -> float:
-        """FLOP/s of matrix products; without bf16 arithmetic torch computes in float32."""
+        """Peak FLOP/s of matrix products; without bf16 arithmetic, torch computes in float32."""
         peaks = {"bf16": self.bf16_tflops or self.fp32_tflops, "fp16": self.fp16_tflops, "fp32": self.fp32_tflops}
         return peaks[precision] * TFLOPS
 
 
 _sheet = "NVIDIA {} data sheet".format
 _ADA, _AMPERE = "NVIDIA Ada white paper", "NVIDIA Ampere GA102 white paper"
-# Looked up in this order by a driver's name: more specific names first.
+# Driver names match in this order: specific names first.
 GPUS = (
     Gpu("b200", "B200 SXM", 180 * GB, 2250, 2250, 75, 1800, "NVLink", _PCIE_5, 3200, _sheet("HGX B200"), "B200"),
     Gpu("gh200", "GH200 96 GB", 96 * GB, 990, 990, 67, 900, "NVLink", 900, 3200, _sheet("GH200"), "GH200"),
@@ -72,7 +72,7 @@ _BY_KEY = {gpu.key: gpu for gpu in GPUS}
 
 
 def find_gpu(key: str) -> Gpu:
-    """Get the GPU that `--gpu` names; UserError if it is not in the table."""
+    """Get the GPU named by `--gpu`; UserError if it is not in the table."""
     gpu = _BY_KEY.get(key.lower().replace("_", "-").replace(" ", ""))
     if gpu is None:
         close = difflib.get_close_matches(key.lower(), _BY_KEY, n=1)

@@ -1,4 +1,4 @@
-"""Count a stage's batches and steps even if the GPUs do not fit the recipe or the data set's size is unknown."""
+"""Count a stage's batches and steps, even if GPUs do not fit the recipe or the data set's size is unknown."""
 
 from dataclasses import dataclass
 
@@ -9,26 +9,26 @@ from pipeline.recipe.schema import Recipe
 from pipeline.recipe.stage_plan import StagePlan, plan_stage
 from pipeline.recipe.vocabulary import StageName
 
-_ANY_IMAGES = 10**9  # stands for an unknown number once nothing depends on it
+_ANY_IMAGES = 10**9  # placeholder for an unknown number on which nothing depends
 
 
 @dataclass(frozen=True)
 class Length:
-    """A stage's batches and length, as far as they can be known."""
+    """A stage's batches and length, as far as known."""
 
-    plan: StagePlan  # the one training uses, or the nearest to it if there is a `problem`
-    problem: str | None = None  # why the stage cannot run on so many processes
-    known: bool = True  # the number of steps is right
+    plan: StagePlan  # as in training, or the nearest if there is a `problem`
+    problem: str | None = None  # why the stage cannot run on this many processes
+    known: bool = True  # the number of steps is exact
 
 
 def stage_length(recipe: Recipe, *, stage: StageName, num_images: int | None, processes: int) -> Length:
-    """Plan a stage with `num_images` training images; None: unknown."""
+    """Plan a stage with `num_images` training images (None: unknown)."""
     known = num_images is not None or not _in_epochs(recipe.train_stage(stage).duration)
     if num_images is None:
         recipe, num_images = _without_epochs(recipe, stage=stage), _ANY_IMAGES
     with_lanes = recipe.model_copy(update={"data": recipe.data.model_copy(update={"lanes": processes})})
     problem = None
-    for each in (recipe, with_lanes):  # perhaps only the lanes do not fit
+    for each in (recipe, with_lanes):  # maybe only the lanes do not fit
         try:
             plan = plan_stage(each, stage=stage, samples_per_epoch=num_images, world_size=processes)
         except UserError as error:
@@ -56,7 +56,7 @@ def _in_epochs(duration: str) -> bool:
 
 
 def _without_epochs(recipe: Recipe, *, stage: StageName) -> Recipe:
-    """Replace epochs by steps, as epochs cannot be counted without the number of images."""
+    """Replace epochs, which need the number of images, by steps."""
     config = recipe.train_stage(stage)
     keys = ("unmasked_finish", "log_every", "eval_every", "save_every", "keep_every")
     changes: dict[str, object] = {key: "0 steps" for key in keys if _in_epochs(getattr(config, key))}

@@ -1,12 +1,12 @@
-"""Bytes on one GPU by ZeRO stage, at rest and within a step, and the largest micro-batch that fits.
+"""Count bytes on one GPU by ZeRO stage, at rest and within a step, and the largest micro-batch that fits.
 
-The formulas follow DeepSpeed 0.19 as `zero_config` sets it up and, for ZeRO 0 and accelerate, torch's DDP: read in
-their sources and checked on real engines with two processes (tests/pipeline/budget/test_engine_memory.py). They differ
-from the textbook: without accumulation ZeRO 1 keeps only its share of the gradients; a step holds gradients up to three
-times (averaged, flattened, in float32); ZeRO 3 keeps gathered weights through the whole backward pass, unless they
-exceed 10^9. Activations (`cost`) and the reserve for CUDA and NCCL (`gpus`) come on top.
+Formulas from the sources of DeepSpeed 0.19 (as set up by `zero_config`) and torch's DDP (ZeRO 0 and accelerate),
+checked on real engines with two processes (tests/pipeline/budget/test_engine_memory.py). Unlike the textbook: without
+accumulation ZeRO 1 keeps only its share of gradients; a step holds gradients up to three times (averaged, flattened,
+float32); ZeRO 3 keeps up to 10^9 gathered weights through the whole backward pass. Activations (`cost`) and the reserve
+for CUDA and NCCL (`gpus`) come on top.
 
-N parameters, n processes, w bytes of a weight in the forward pass (2, or 4 in fp32), b the bucket's bytes:
+N parameters, n processes, w bytes per weight in the forward pass (2, or 4 in fp32), b bytes per bucket:
 
                  rests there       gradients            buckets  gathered  in the step, gradients included
     ZeRO 0       wN + 12N          wN, always there     -        -         wN + 4N
@@ -17,17 +17,16 @@ N parameters, n processes, w bytes of a weight in the forward pass (2, or 4 in f
     ZeRO 3       wN/n + 12N/n      wN/n, always there   b        wN        the same, and b
     accelerate   4N + 8N           4N, always there     -        2N casts  4N
 
-(*) with accumulation. 3b: two buckets filled in turn (one with `engine.overlap: off`) and the message. At once:
-averaged after the backward pass (ZeRO 1 without overlap), from one flat copy. 12N: float32 masters (4) and AdamW's two
-moments (8); other optimizers: `recipe.vocabulary`. A moving average of the weights (`ema`) counts as one more moment.
-`engine.offload` moves the share of 12N and a step's gradients, in float32, to host memory; with parameters also wN/n.
-That part is read from DeepSpeed's source only: on a CPU, host and device memory are the same. A single ZeRO 0 process
-has no DDP to keep its gradients.
+(*) with accumulation. 3b: two alternating buckets (one with `engine.overlap: off`) and the message. At once: averaged
+after the backward pass (ZeRO 1 without overlap) from one flat copy. 12N: float32 masters (4) and AdamW's two moments
+(8); other optimizers: `recipe.vocabulary`. `ema` counts as one more moment. `engine.offload` moves the share of 12N and
+a step's float32 gradients to host memory, with parameters also wN/n; this is from DeepSpeed's source only, as a CPU
+test cannot tell host from device memory. A single ZeRO 0 process has no DDP to keep its gradients.
 
 A background save copies to host memory: each process its share of masters, moments and averages; rank 0 also the
-weights of the forward pass under ZeRO 1 and 2, and everything under ZeRO 0 and accelerate. The copy runs beside the
-next step's passes (`engine.host_copy`); any excess is the stall. Seconds are computed, not measured, without the
-processes' agreement. A blocking save waits for the disk, which is not planned.
+forward pass's weights under ZeRO 1 and 2, and everything under ZeRO 0 and accelerate. The copy overlaps with the next
+step's passes (`engine.host_copy`); the rest is the stall. Seconds are computed, not measured, and exclude the
+processes' agreement. A blocking save waits for the disk, which is not modelled.
 """
 
 from dataclasses import dataclass, replace
@@ -45,7 +44,7 @@ ZeroStage = Literal[0, 1, 2, 3]
 ZERO_STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)
 Activations = Literal["all", "checkpointed"]
 
-# Defaults of DeepSpeed 0.19 that `zero_config` leaves.
+# DeepSpeed 0.19's defaults, unchanged by `zero_config`.
 MAX_LIVE_ELEMENTS = 1_000_000_000  # stage3_max_live_parameters
 _PREFETCH_ELEMENTS = 50_000_000  # stage3_prefetch_bucket_size
 
@@ -61,26 +60,25 @@ class State:
 
     weights: int  # kept here for the forward pass
     optimizer: int  # master weights, moments and the moving average of the weights
-    gradients: int  # at most, in the backward pass
-    early_gradients: int  # of them, already there while activations are at their peak
-    step: int  # gradients and copies of them while they are averaged or the optimizer steps
-    buckets: int = 0  # buffers in which gradients are averaged during the backward pass
-    gathered: int = 0  # other GPUs' weights during forward and backward pass (ZeRO 3), or weights cast by autocast
+    gradients: int  # peak in the backward pass
+    early_gradients: int  # the part that exists when activations peak
+    step: int  # gradients and their copies while averaging or stepping
+    buckets: int = 0  # buffers for averaging during the backward pass
+    gathered: int = 0  # other GPUs' weights in the passes (ZeRO 3), or weights cast by autocast
     host: int = 0  # in host memory (`engine.offload`)
 
     @property
     def resting_bytes(self) -> int:
-        """Between two steps, without gradients and buckets."""
+        """Between steps, without gradients and buckets."""
         return self.weights + self.optimizer
 
     @property
     def passing_bytes(self) -> int:
-        """Temporary, on top of weights, optimizer and gradients."""
+        """Temporary, on top of weights, optimizer state and gradients."""
         return max(self.buckets + self.gathered, self.step - self.gradients)
 
     def backward_peak_bytes(self, activation_bytes: int) -> int:
-        """Peak before the optimizer steps, for one micro-batch's activations: gradients appear as activations are
-        freed, unless earlier micro-batches left them."""
+        """Peak of the passes: gradients appear as activations are freed, unless earlier micro-batches left them."""
         passes = max(self.early_gradients + activation_bytes, self.gradients)
         return self.resting_bytes + self.buckets + self.gathered + passes
 
@@ -88,7 +86,7 @@ class State:
         return max(self.backward_peak_bytes(activation_bytes), self.resting_bytes + self.step)
 
     def largest_micro_batch(self, usable_bytes: int, *, image_bytes: int) -> int:
-        """Most images in a forward pass whose peak is within `usable_bytes`; 0: none fits."""
+        """Most images per forward pass with a peak within `usable_bytes`; 0: none fits."""
         if self.peak_bytes(0) > usable_bytes:
             return 0
         used = self.resting_bytes + self.buckets + self.gathered + self.early_gradients
@@ -104,7 +102,7 @@ def state_of(
     zero_stage: ZeroStage,
     ema: EmaConfig | None = None,
 ) -> State:
-    """Count the state under one ZeRO stage, which need not be the recipe's."""
+    """Count the state under any ZeRO stage."""
     each = optimizer.bytes_per_parameter + (AVERAGE_BYTES if ema else 0)
     weight, several = WEIGHT_BYTES[engine.precision], plan.world_size > 1
     accumulates = plan.accumulation_steps > 1
@@ -144,7 +142,7 @@ def state_of(
 
 
 def _offloaded(held: State, *, engine: EngineConfig, share: int) -> State:
-    """Count what stays on the GPU; the CPU's optimizer takes gradients in float32, and ZeRO 3 keeps them there."""
+    """Count what stays on the GPU; the CPU optimizer takes float32 gradients, and ZeRO 3 keeps them on the host."""
     if engine.offload == "none":
         return held
     host = held.optimizer + (WEIGHT_BYTES[engine.precision] + MASTER_BYTES) * share
@@ -160,11 +158,11 @@ def _offloaded(held: State, *, engine: EngineConfig, share: int) -> State:
 class Saving:
     """One background save."""
 
-    process_bytes: int  # host memory of rank 0, which copies most; kept from one save to the next
-    node_bytes: int | None  # host memory of all processes of the first node; None: the node's GPUs are unknown
-    link_bytes_per_second: float | None  # between GPU and host; None: the GPU is unknown
+    process_bytes: int  # host memory of rank 0, which copies most; kept between saves
+    node_bytes: int | None  # host memory of the first node's processes; None: its GPUs are unknown
+    link_bytes_per_second: float | None  # between GPU and host; None: GPU unknown
     copy_seconds: float | None  # of rank 0
-    stall_seconds: float | None  # the part that the passes of one step do not hide; None: their time is unknown
+    stall_seconds: float | None  # not hidden by one step's passes; None: their time is unknown
 
 
 def copied_bytes(
@@ -176,7 +174,7 @@ def copied_bytes(
     zero_stage: ZeroStage,
     processes: int,
 ) -> tuple[int, int]:
-    """Count the bytes copied by rank 0, and by each other process."""
+    """Count bytes copied by rank 0 and by each other process."""
     each = MASTER_BYTES + optimizer.bytes_per_parameter + (AVERAGE_BYTES if ema else 0)
     if engine.backend == "accelerate" or zero_stage == 0:
         return round(num_parameters * each), 0
@@ -198,7 +196,7 @@ def saving(
         return None
     first, other = copied
     link = gpu and _PCIE_SHARE * gpu.host_gb_per_second / 2 * GB
-    offloaded = other if engine.offload != "none" else 0  # masters and moments are on the host already
+    offloaded = other if engine.offload != "none" else 0  # masters and moments are already on the host
     seconds = max((first - offloaded) / link, offloaded / _MEMORY_BYTES_PER_SECOND) if link else None
     return Saving(
         process_bytes=first,

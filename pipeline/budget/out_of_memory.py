@@ -1,7 +1,7 @@
-"""Say what to change after running out of memory, with the plan's numbers. No torch.
+"""Advise after running out of memory, with the plan's numbers. No torch.
 
-The plan ignores rounding and fragmentation in allocators, so memory may run out at an estimate below it: the sentence
-gives both, and what would take less. If the state alone is too large, a smaller micro-batch is not advised.
+Memory may run out below the plan's estimate, which ignores allocators' rounding and fragmentation: the sentence gives
+both numbers. If the state alone is too large, it does not advise a smaller micro-batch.
 """
 
 from typing import Literal
@@ -28,7 +28,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def what_to_change(
     recipe: Recipe, *, stage: StageName, processes: int, memory_bytes: int, of: Literal["GPU", "machine"], sharing: int
 ) -> str:
-    """Advise in one sentence; `sharing`: number of processes that share the memory."""
+    """Advise in one sentence; `sharing`: processes that share the memory."""
 
     def need(**changes: object) -> tuple[int, int]:
         return _need(recipe, changes, stage=stage, processes=processes)
@@ -61,7 +61,7 @@ def what_to_change(
 
 
 def _need(recipe: Recipe, changes: dict[str, object], *, stage: StageName, processes: int) -> tuple[int, int]:
-    """Micro-batch and peak bytes of a process with `changes` to the engine's keys."""
+    """Get micro-batch and peak bytes of a process with `changes` to the engine."""
     recipe = recipe.model_copy(update={"engine": recipe.engine.model_copy(update=changes)})
     found = forecast_stage(
         recipe,

@@ -1,15 +1,12 @@
-"""Images/s of one GPU, from a share of its peak (MFU) or a measurement; and the reading and data workers it needs.
+"""Estimate images/s of one GPU, from a share of its peak (MFU) or a measurement, and the reading and workers it needs.
 
-MFU is the FLOPs that the model needs, without recomputation, over the GPU's peak. The default shares are anchors, not
-promises: what a well-tuned run of such a model reaches on a Hopper GPU in bf16. Small models and small batches are
-bound by the processor that launches the kernels: `host_seconds`.
+MFU: the model's FLOPs, without recomputation, over the GPU's peak. Default shares are anchors, not promises: a
+well-tuned run on a Hopper GPU in bf16. They also set the number of workers, before any step is measured. Small models
+and batches are bound by the CPU that launches kernels (`host_seconds`).
 
-Decoding is estimated from one benchmark (launch/bench/records/data.txt: photographs of 107 kB and 0.2 megapixels,
-cropped to 224 px, one core of a Xeon): decoding grows with an image's bytes, the rest with the pixels of the crop.
-`launch.bench.data` measures other images and processors.
-
-Before the first step the GPU's speed is the plan's anchor for such a model. Too many workers cost memory and little
-else, too few make the GPU wait: so there is a margin, and for an unknown GPU all cores but one are used.
+Reading scales one benchmark (launch/bench/records/data.txt: photographs of 107 kB and 0.2 megapixels, cropped to 224
+px, one Xeon core): decoding with an image's bytes, the rest with the crop's pixels (`launch.bench.data` for others).
+Too many workers cost only memory, too few make the GPU wait: hence a margin, and all cores but one for an unknown GPU.
 """
 
 import math
@@ -25,7 +22,7 @@ from pipeline.budget.gpus import Gpu
 from pipeline.recipe.schema import Recipe
 from pipeline.recipe.vocabulary import StageName
 
-# Targets for one H200 in bf16, not limited by data. S/16: between a TPU v3-8 (90 epochs of ImageNet in 6 to 7 hours)
+# Targets for one H200 in bf16, not data-bound. S/16: between a TPU v3-8 (90 epochs of ImageNet in 6 to 7 hours)
 # and measurements of small ViTs on an H100 (23 %).
 ANCHORS = {  # model: share of the peak, width, tokens
     "S/16 at 224 px": (0.35, 384, 197),
@@ -35,28 +32,28 @@ ANCHORS = {  # model: share of the peak, width, tokens
     "H/14 at 224 px": (0.50, 1280, 257),
     "H/14 at 518 px": (0.46, 1280, 1370),
 }
-_TINY_MFU, _TINY_WIDTH = 0.20, 256  # below it kernels are too small to fill a GPU
+_TINY_MFU, _TINY_WIDTH = 0.20, 256  # narrower: kernels too small to fill a GPU
 _CONVOLUTION_MFU = 0.30
 
-# CPU seconds of a process for 296 parameter tensors (ViT-L/16 has as many), so small that only launching them counts:
-# launch/bench/records/overhead.txt, bf16, blocks not compiled. A server's core is assumed to be twice as fast.
+# CPU seconds of a process for 296 parameter tensors (as many as ViT-L/16), so small that only kernel launches count:
+# launch/bench/records/overhead.txt, bf16, blocks not compiled. A server's core is assumed twice as fast.
 _MEASURED_TENSORS, _CORE_SPEED = 296, 2.0
 PASS_SECONDS: dict[ZeroKind, float] = {"ddp": 0.0218, 1: 0.0199, 2: 0.0398, 3: 0.1943}
-"""Forward and backward pass under each engine."""
+"""Forward and backward pass."""
 STEP_SECONDS: dict[ZeroKind, float] = {"ddp": 0.0077, 1: 0.0023, 2: 0.0030, 3: 0.0214}
-"""Optimizer step under each engine."""
+"""Optimizer step."""
 _TENSORS_PER_BLOCK, _OTHER_TENSORS = 12, 8
 
 
-MOST_WORKERS = 32  # that `auto` starts; an image of 0.2 megapixels needs no more on one GPU
-_MARGIN = 1.3  # over the workers that would just keep up: images differ, and so do a worker's turns
+MOST_WORKERS = 32  # started by `auto`; enough for one GPU and images of 0.2 megapixels
+_MARGIN = 1.3  # over the workers that just keep up, as images and scheduling vary
 _BENCH_IMAGE_BYTES, _BENCH_PIXELS = 107_000, 224
 _DECODE_MS, _REST_MS = 0.99, 0.36  # of the 1.35 ms of CPU time for an image
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Speed of one GPU alone; `mfu`: None if the GPU is unknown; `basis`: the number's source."""
+    """Speed of one GPU alone; `mfu`: None if the GPU is unknown; `basis`: source of the number."""
 
     images_per_second: float
     mfu: float | None
@@ -65,7 +62,7 @@ class Speed:
 
 
 def nearest_anchor(model: ModelConfig, *, tokens: int) -> tuple[float, str]:
-    """Find the share of the peak, and its source, for a model that sees so many tokens; 0 tokens: a pure ResNet."""
+    """Find the share of the peak, and its source, for a model and its number of tokens (0: pure ResNet)."""
     if model.kind == "resnet" or model.sizes.resnet_layers is not None:
         return _CONVOLUTION_MFU, "a guess for convolutions"
     if model.sizes.width < _TINY_WIDTH:
@@ -80,7 +77,7 @@ def nearest_anchor(model: ModelConfig, *, tokens: int) -> tuple[float, str]:
 
 
 def host_seconds(depth: int, *, zero_stage: ZeroKind, passes: int) -> float:
-    """Estimate the processor time to launch one optimizer step of `passes` forward and backward passes."""
+    """Estimate the CPU time to launch one optimizer step of `passes` forward and backward passes."""
     share = (_TENSORS_PER_BLOCK * depth + _OTHER_TENSORS) / _MEASURED_TENSORS
     return share * (PASS_SECONDS[zero_stage] * passes + STEP_SECONDS[zero_stage]) / _CORE_SPEED
 
@@ -90,14 +87,14 @@ class Reading:
     """Reading and decoding that keep the GPUs busy."""
 
     images_per_second: float  # of all GPUs together
-    bytes_per_second: float | None  # read from the shards, over all nodes; None: their size is unknown
-    decode_ms: float  # processor time per image
-    cores: float  # busy decoding, over all nodes
-    assumed_image_bytes: float | None = None  # mean size of an image if it is unknown; None: it is known
+    bytes_per_second: float | None  # read from shards, over all nodes; None: their size is unknown
+    decode_ms: float  # CPU time per image
+    cores: float  # busy with decoding, over all nodes
+    assumed_image_bytes: float | None = None  # assumed mean size; None: the size is known
 
 
 def reading(images_per_second: float, *, image_bytes: float | None, image_size: int) -> Reading:
-    """Forecast reading for images of `image_bytes` on average; None: the benchmark's, less for a small `image_size`."""
+    """Forecast reading; `image_bytes`: mean; None: the benchmark's, less for a small `image_size`."""
     size = image_bytes
     if size is None:
         size = _BENCH_IMAGE_BYTES * min(1.0, (image_size / _BENCH_PIXELS) ** 2)
@@ -113,9 +110,9 @@ def reading(images_per_second: float, *, image_bytes: float | None, image_size: 
 
 @dataclass(frozen=True)
 class ReadingAhead:
-    """Data workers of one process, and the host memory that they use."""
+    """Data workers of one process and their host memory."""
 
-    workers: int  # from the recipe, or those of auto with enough cores
+    workers: int  # from the recipe, or auto with enough cores
     ahead_bytes: int  # micro-batches read ahead
     page_locked_bytes: int  # on the way to the GPU
 
@@ -123,7 +120,7 @@ class ReadingAhead:
 def reading_ahead(
     recipe: Recipe, *, image_size: int, micro_batch: int, decode_seconds: float, speed: float
 ) -> ReadingAhead:
-    """Forecast workers and memory for a GPU that trains on `speed` images/s."""
+    """Forecast workers and memory; `speed`: the GPU's images/s."""
     workers = recipe.data.workers
     if workers == "auto":
         workers = min(MOST_WORKERS, workers_needed(decode_seconds=decode_seconds, images_per_second=speed))
@@ -135,18 +132,18 @@ def reading_ahead(
 
 
 def workers_needed(*, decode_seconds: float, images_per_second: float) -> int:
-    """Workers that keep a GPU of `images_per_second` busy; at least 1."""
+    """Count workers that keep a GPU busy; at least 1."""
     return max(1, math.ceil(_MARGIN * decode_seconds * images_per_second))
 
 
 def workers_within(cores: float, *, needed: int | None) -> int:
-    """Limit the workers `needed` (None: not known) to the process's cores, less one for the training loop."""
+    """Limit workers `needed` (None: unknown) to the process's cores, less one for the training loop."""
     most = max(1, min(MOST_WORKERS, int(cores) - 1))
     return most if needed is None else min(needed, most)
 
 
 def anchored_speed(recipe: Recipe, *, stage: StageName, num_classes: int, gpu: Gpu) -> tuple[float, str]:
-    """Estimate images/s of one GPU in a stage; with the number's source."""
+    """Estimate images/s of one GPU in a stage; returns its source, too."""
     config = recipe.train_stage(stage)
     cost = stage_cost(recipe.model, stage=config, engine=recipe.engine, num_classes=num_classes)
     mfu, basis = nearest_anchor(recipe.model, tokens=cost.tokens)
@@ -156,10 +153,7 @@ def anchored_speed(recipe: Recipe, *, stage: StageName, num_classes: int, gpu: G
 def own_cores(
     mine: Collection[int], *, on_this_host: Sequence[Collection[int]], quota_cores: float | None = None
 ) -> float:
-    """Count the cores of one process, each divided by the number of this host's processes that may use it, too.
-
-    `on_this_host`: the cores of each process, this one included; `quota_cores`: granted by the container to all of
-    them together. Under SLURM each may have cores of its own; elsewhere all share one set.
-    """
+    """Count one process's cores, each divided by the number of processes that may use it (one, if SLURM binds cores).
+    `on_this_host`: cores of each process, this one included; `quota_cores`: the container's limit for all of them."""
     share = sum(1 / sum(core in other for other in on_this_host) for core in mine)
     return share if quota_cores is None else min(share, quota_cores / len(on_this_host))

@@ -1,4 +1,4 @@
-"""Warnings before a run starts, each with its remedy, worst first: what cannot run, does not fit, or wastes GPUs."""
+"""Warn before a run starts, worst first and with remedies: what cannot run, does not fit, or wastes GPUs."""
 
 import math
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ from pipeline.budget.gpus import RESERVE_SHARE
 from pipeline.budget.speed import MOST_WORKERS, workers_needed
 from pipeline.recipe.schema import Recipe
 
-_FULL_IMAGES = 64  # per micro-batch, from which a GPU is well used (B/16 and larger)
-_ROOMY = 2  # accumulating is a waste if so many times the micro-batch would fit
-_OF_NO_WORKER = 0.1  # of a core: without workers, it decodes for a tenth of the time and does not train meanwhile
+_FULL_IMAGES = 64  # per micro-batch, enough to use a GPU well (B/16 and larger)
+_ROOMY = 2  # accumulation is a waste if this many times the micro-batch would fit
+_OF_NO_WORKER = 0.1  # of a core: without workers, decoding may take a tenth of the training loop's time
 _FEW_SHARDS = 4  # per process
 
 
@@ -85,7 +85,7 @@ def _waste(forecast: StageForecast, *, recipe: Recipe, machine: Hardware) -> Ite
         advice = "more than one GPU gains nothing; a larger batch would help"
     else:
         advice = f"take {counted(time.useful_gpus, 'GPU')} at most, or a larger batch"
-    # ZeRO 3 waits for small collectives: another stage may keep enough of the speed, and fit.
+    # ZeRO 3 waits for small collectives: another stage may be fast enough, and fit.
     usable = machine.gpu.usable_bytes if machine.gpu else math.inf
     shares = {
         row.kept_share: stage

@@ -1,4 +1,4 @@
-"""The recipe's keys for data: which shards, how to read them, how to augment images."""
+"""Recipe keys for data: shards, reading, augmentation."""
 
 import re
 from collections.abc import Iterator
@@ -28,15 +28,15 @@ MOST_SIDE = 2**14  # pixels
 
 
 class ShardsConfig(Strict):
-    """One set of shards; a plain string stands for `shards` alone."""
+    """One set of shards; a plain string means `shards` alone."""
 
     shards: str = Field(min_length=1)
     """A folder or URL with a manifest, or tars (`folder/`, `s3://bucket/train-{000..127}.tar`, `pipe:COMMAND`). Put a
-    command's secrets in a `$VARIABLE`: the run folder and MLflow store it verbatim."""
+    command's secrets in a `$VARIABLE`: the run folder and MLflow store the command verbatim."""
     weight: float | None = Field(default=None, gt=0)
     """Relative share of the training images drawn from this set; default: its size."""
     label: str | None = None
-    """Tars without a manifest: the member (and key) that holds the label: cls, txt or json:KEY."""
+    """Tars without a manifest: the member (and key) with the label: cls, txt or json:KEY."""
     kind: LabelKind = "single"
     """Tars without a manifest: one label per image, or a list."""
     classes: str | None = None
@@ -72,7 +72,7 @@ def _one(value: Any) -> Any:
 
 
 def several(value: Any) -> list[Any]:
-    """Turn one set or a list of sets, each a mapping or a plain string, into mappings."""
+    """Turn one set or a list of sets (mappings or plain strings) into mappings."""
     if value == []:
         raise ValueError("the list is empty: name at least one set of shards")
     return [_one(each) for each in (value if isinstance(value, list | tuple) else [value])]
@@ -106,25 +106,24 @@ class DataConfig(Strict):
     """How the training stream is ordered and read."""
 
     lanes: Annotated[int, Field(ge=1, le=MOST_LANES)] | Literal["auto"] = "auto"
-    """Spans that an epoch is cut into: a divisor of the global batch and a multiple of the number of processes. auto:
-    the largest divisor of the batch up to 256 (4,096 with more than 256 processes)."""
+    """Spans of an epoch's order: a divisor of the global batch and a multiple of the number of processes. auto: the
+    largest divisor of the batch up to 256 (4,096 with more than 256 processes)."""
     shuffle_window_images: int = Field(default=16384, ge=1, le=2**31)
-    """Window of images within which each lane is shuffled."""
+    """Each lane is shuffled within windows of this size."""
     workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
-    """Workers per rank that read and decode ahead. auto: as many as the GPU needs and the rank's cores allow, measured
-    by decoding a few images at startup; on a CPU none, since its cores train."""
+    """Workers per rank that read and decode ahead. auto: as many as the GPU needs (decoding speed is measured at
+    startup) and the rank's cores allow; on a CPU none, since its cores train."""
     worker_kind: WorkerKind | Literal["auto"] = "auto"
-    """Threads or processes; both give the same samples. auto: threads (faster start, shared memory) for up to 4."""
+    """Both give the same samples. auto: threads (faster start, shared memory) for up to 4 workers, else processes."""
     max_corrupt_share: float = Field(default=0.001, ge=0, le=1)
-    """Stop the run if more than this share of a set's images is damaged. Damaged images are replaced by others."""
+    """Stop the run if more than this share of a set's images is damaged; until then others replace them."""
     max_image_pixels: int = Field(default=USUAL_MOST_PIXELS, ge=1, le=MOST_PIXELS)
-    """Treat larger images as damaged and do not decode them: decoding takes up to 17 bytes per pixel per worker."""
+    """Treat larger images as damaged: decoding takes up to 17 bytes per pixel per worker."""
     decoder: DecoderName = "auto"
-    """auto: nvImageCodec on the CPU if installed, which decodes only the crop; gpu: its GPU engine."""
+    """auto: nvImageCodec on the CPU (decodes only the crop) if installed; gpu: its GPU engine."""
     cache: CacheRecipe = CacheRecipe()
 
     def kind_of_workers(self, count: int) -> WorkerKind:
-        """Resolve `worker_kind` auto for `count` workers."""
         if self.worker_kind == "auto":
             return "thread" if count <= _MOST_THREADS else "process"
         return self.worker_kind
@@ -136,19 +135,19 @@ class RandAugmentConfig(Strict):
     num_ops: int = Field(default=2, ge=1, le=10)
     magnitude: int = Field(ge=0, le=30)
     ranges: RandAugmentRanges = "timm"
-    """Meaning of a magnitude. big_vision: Google's scale, with shifts in pixels, cutout and its own solarize."""
+    """Scale of magnitudes. big_vision: Google's, with shifts in pixels, cutout and its own solarize."""
 
 
 class AugmentConfig(Strict):
-    """Random crop and flip, and stronger augmentation, which is off by default.
+    """Random crop and flip, and stronger augmentation (off by default).
 
     Google's pre-training: `crop: google` and `antialias: none` (big_vision: `cast`). Its fine-tuning on small sets:
     `crop: resize_and_crop`, `resize_size: 448` and `interpolation: area`.
     """
 
     crop: CropLaw = "torchvision"
-    """torchvision's random resized crop, or Google's, whose crops are smaller. resize_and_crop: resize the short side
-    to resize_size, then crop a random square of image_size (big_vision's fine-tuning)."""
+    """torchvision's random resized crop, or Google's with smaller crops. resize_and_crop: resize the short side to
+    resize_size, then crop a random square of image_size (big_vision's fine-tuning)."""
     crop_area: tuple[float, float] = (0.05, 1.0)
     """Smallest and largest crop area, as shares of the image."""
     crop_ratio: tuple[float, float] | None = None
@@ -156,24 +155,22 @@ class AugmentConfig(Strict):
     resize_size: int | None = Field(default=None, gt=0, le=MOST_SIDE)
     """Short side in pixels before crop resize_and_crop takes its square; Google uses 448 for 384."""
     interpolation: CropInterpolation = "bilinear"
-    """Interpolation when resizing. area: average over the area that a pixel covers (big_vision)."""
+    """Resize filter. area: average over the area of a pixel (big_vision)."""
     antialias: Antialias = "antialiased"
-    """Antialiasing of a bilinear resize. none: as in Google's code; cast: none, and truncate pixel values to integers,
-    as in big_vision."""
+    """Antialiasing of a bilinear resize. none: Google's code; cast: none, pixels truncated to integers (big_vision)."""
     flip: float = Field(default=0.5, ge=0, le=1)
     """Probability of a horizontal flip; use 0 where left and right matter."""
     rand_augment: RandAugmentConfig | None = None
     mixup_alpha: float = Field(default=0.0, ge=0)
-    """Mixup with Beta(alpha, alpha); 0: off. As in big_vision, but paired with the next image in the global batch, not
-    the previous one on the device."""
+    """Mixup with Beta(alpha, alpha), with the global batch's next image (big_vision: the device's previous); 0: off."""
     cutmix_alpha: float = Field(default=0.0, ge=0)
     """CutMix with Beta(alpha, alpha); 0: off."""
     cutmix_share: float = Field(default=0.5, ge=0, le=1)
-    """Share of batches that get CutMix rather than mixup, if both are on."""
+    """Share of batches with CutMix rather than mixup, if both are on."""
 
     @property
     def ratio(self) -> tuple[float, float]:
-        """`crop_ratio`, or the default of `crop`; Google's code keeps TensorFlow's upper limit of 1.33, not 4/3."""
+        """`crop_ratio`, by default that of `crop`: Google's code uses TensorFlow's upper limit of 1.33, not 4/3."""
         return self.crop_ratio or ((0.75, 1.33) if self.crop == "google" else (3 / 4, 4 / 3))
 
     def problems(self) -> Iterator[str]:
@@ -211,27 +208,25 @@ def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
 Counts = Annotated[
     tuple[Annotated[int, Field(ge=1, le=_MOST_SHOTS)], ...], BeforeValidator(_all), AfterValidator(_distinct)
 ]
-"""One number from 1 on, or a list of different ones."""
 Strengths = Annotated[
     tuple[Annotated[float, Field(gt=0, le=1e30)], ...], BeforeValidator(_all), AfterValidator(_distinct)
 ]
-"""One number above 0, or a list of different ones."""
 
 
 class FewShotConfig(Strict):
-    """A data set for few-shot accuracy in pre-training (ViT paper, figure 4): closed-form least squares on the features
-    of a few images per class (big_vision's `fewshot_lsr`)."""
+    """Few-shot accuracy in pre-training (ViT paper, figure 4): closed-form least squares on features of a few images
+    per class (big_vision's `fewshot_lsr`)."""
 
     name: str
     """Appears in the metric: val/fewshot_NAME_5shot."""
     train: OneSet
-    """Shards that shots are drawn from; only the drawn images are read."""
+    """Shards to draw shots from; only drawn images are read."""
     eval: OneSet
     """Shards to classify."""
     shots: Counts = (5,)
     """Images per class: one number or a list."""
     seeds: int = Field(default=3, ge=1, le=1000)
-    """Number of random draws; the metric is their mean."""
+    """Random draws to average over."""
     l2: float = Field(default=1024.0, gt=0, le=1e30)
     """Regularisation strength; big_vision uses 2^10."""
     layer: FeatureLayer = "pre_logits"
@@ -240,7 +235,7 @@ class FewShotConfig(Strict):
     """Measure at the first evaluation (eval_every) after each multiple of this, and at the end; 0: only at the end;
     null: at every evaluation."""
     keep_decoded: BytesText = "1 GB"
-    """Memory per process for decoded images; the rest is decoded again each time."""
+    """Memory per process for decoded images; the rest is decoded each time."""
 
     @field_validator("name")
     @classmethod

@@ -1,7 +1,4 @@
-"""Building blocks of the recipe: strict base class, durations ("7 epochs", "10%") and sizes ("500 GB").
-
-A length becomes optimizer steps once the batch size, data set size and, for percentages, the stage's steps are known.
-"""
+"""Base class of the recipe's groups, durations ("7 epochs", "10%") and sizes ("500 GB")."""
 
 import math
 import re
@@ -21,16 +18,16 @@ _EXAMPLES = "write it like '400 steps', '7 epochs', '1e6 images' or '10%'"
 
 
 class Strict(BaseModel):
-    """Frozen, refuses keys it does not know, and values with `problems`."""
+    """Frozen; refuses unknown keys, and values with `problems`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def problems(self) -> Iterator[str]:
-        """Say which valid values do not go together; the first sentence is the error."""
+        """List conflicts between valid values; the first sentence is the error."""
         yield from ()
 
     def ignored(self, *keys: str, means_nothing: str, group: str = "") -> Iterator[str]:
-        """Name those of these keys that are not at their defaults, as they would be ignored."""
+        """List these keys if they were changed, as they have no effect."""
         for key in keys:
             if getattr(self, key) != type(self).model_fields[key].default:
                 yield f"{group}{key} has no effect {means_nothing}: leave it out"
@@ -44,7 +41,7 @@ class Strict(BaseModel):
 
 @dataclass(frozen=True)
 class Duration:
-    """A length in one of the units."""
+    """Length in one unit."""
 
     amount: float
     unit: Unit
@@ -65,7 +62,7 @@ def parse_duration(text: str) -> Duration:
 def in_steps(
     duration: Duration, *, global_batch_images: int, samples_per_epoch: int, total_steps: int | None = None
 ) -> int:
-    """Convert to whole optimizer steps, rounded, at least one unless zero; ValueError: % without `total_steps`."""
+    """Round to optimizer steps, at least one unless zero; ValueError for % without `total_steps`."""
     match duration.unit:
         case "steps":
             steps = duration.amount
@@ -76,7 +73,7 @@ def in_steps(
         case "%":
             if total_steps is None:
                 raise ValueError("a stage's own length cannot be a percentage: give steps, epochs or images")
-            steps = duration.amount * total_steps / 100  # in this order 29% of 50 is 14.5
+            steps = duration.amount * total_steps / 100  # in this order: 29% of 50 is exactly 14.5
     return 0 if duration.amount == 0 else max(1, math.floor(steps + 0.5))
 
 

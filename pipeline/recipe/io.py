@@ -1,7 +1,4 @@
-"""Read recipes from YAML and `key=value` overrides, write them, and compare them.
-
-Files (see `sources`), overrides and missing paths of roles (see `roles`) are merged first, then validated once.
-"""
+"""Read, write and compare recipes. Reading merges files, overrides and the paths of roles, then validates once."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,7 +25,7 @@ from pipeline.recipe.sources import (
 from pipeline.recipe.vocabulary import ALL_STAGES
 from pipeline.recipe.yaml_text import read_yaml, write_yaml
 
-# May change when resuming: they affect how a run executes and reports, not its result.
+# May change on resume: they affect execution and reports, not the result.
 FREE_KEYS = (
     *("experiment", "processes", "pictures"),
     *(f"tracking.{key}" for key in ("mode", "system_metrics", "log_model", "register_as", "alias")),
@@ -45,15 +42,11 @@ FREE_STAGE_KEYS = (
 
 
 def load_recipe(source: str, *, overrides: Sequence[str] = (), paths: Path | None = None) -> Recipe:
-    """Read the YAML file `source`, or the shipped recipe of that name ("digits").
+    """Load the YAML file `source`, or the shipped recipe of that name ("digits"). UserError names file and key.
 
-    Values of `overrides`, such as "stages.finetune.optimizer.lr=0.01", are YAML; a repeated key is refused. "stages."
-    may be omitted, `train` and `eval` belong to the first training stage, and `finetune=SET` chooses the fine-tuning
-    set. `model` defaults to that of the folder swap_head.model. `paths`: a file with the shards of each role, read
-    only if a stage with a role lacks some.
-
-    Raises:
-        UserError: naming the file and the key.
+    `overrides`: "stages.finetune.optimizer.lr=0.01", with YAML values and no repeated key; "stages." may be omitted,
+    `train` and `eval` are the first training stage's, `finetune=SET` chooses the fine-tuning set. `paths`: a file with
+    the shards of each role, read only if a stage lacks some. `model` defaults to that of the folder swap_head.model.
     """
     path = find_recipe(source, beside=Path())
     tree, chosen, changes = _with_choice(read_source(path).tree, overrides)
@@ -62,18 +55,18 @@ def load_recipe(source: str, *, overrides: Sequence[str] = (), paths: Path | Non
     tree, keys = _overridden(with_finetune(tree, beside=beside, model=model, said_by=said_by), changes)
     if tree.get("model") is None and model is not None:  # the folder's
         tree["model"] = model
-    if paths is not None:  # unread for a resolved recipe, so hosts need no such file
+    if paths is not None:  # not read for a resolved recipe, so not needed on each host
         tree = with_paths(tree, file=paths)
     return _validate(tree, origin=str(path), overridden=keys)
 
 
 def parse_recipe(path: Path) -> Recipe:
-    """Read the resolved recipe of a run folder. UserError: it is missing or a link."""
+    """Read a run folder's resolved recipe; UserError if it is missing or a link."""
     return _validate(read_resolved(path), origin=str(path))
 
 
 def dump_recipe(recipe: Recipe, *, keys: Literal["all", "changed"] = "all") -> str:
-    """Write the resolved recipe as YAML, with all defaults ("all") or none ("changed")."""
+    """Write the resolved recipe as YAML, with defaults ("all") or without ("changed")."""
     return write_yaml(recipe.model_dump(mode="json", exclude_defaults=keys == "changed"))
 
 
@@ -84,13 +77,13 @@ def flatten(recipe: Recipe, *, keys: Literal["all", "changed"] = "all") -> dict[
 
 
 def differences(old: Recipe, new: Recipe) -> dict[str, str]:
-    """List the differing keys that affect the result, each as "old -> new"."""
+    """List differing keys that affect the result, as "old -> new"."""
     return _changes(without_free_keys(flatten(old)), without_free_keys(flatten(new)))
 
 
 def difference_to_parent(source: str, *, overrides: Sequence[str] = ()) -> str:
-    """Describe what `source` with the overrides changes in the recipes that it extends (if none: what the overrides
-    change in `source`): "parent: NAMES", then a line per key; "": nothing. Arguments and errors as `load_recipe`."""
+    """Compare `source` and the overrides with what it extends, or with `source` alone: "parent: NAMES", then a line per
+    key; "" if equal. Arguments and errors as `load_recipe`."""
     path = find_recipe(source, beside=Path())
     parents, before = read_parents(path)
     tree = read_source(path).tree
@@ -111,7 +104,7 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
 
 
 def without_free_keys(leaves: Mapping[str, str]) -> dict[str, str]:
-    """Drop the keys that may change when resuming."""
+    """Drop keys that may change on resume."""
     return {key: value for key, value in leaves.items() if not _is_free(key)}
 
 
@@ -132,7 +125,7 @@ _MOST_SAID = 5
 
 
 def _with_choice(tree: Tree, overrides: Sequence[str]) -> tuple[Tree, list[str], list[str]]:
-    """Put the fine-tuning set of an override `finetune=SET` into the tree; return it, that override, and the others."""
+    """Apply an override `finetune=SET`: the new tree, that override, and the others."""
     chosen = [each for each in overrides if each.partition("=")[:2] == (SETS, "=")]
     if not chosen:
         return tree, [], list(overrides)
@@ -146,7 +139,6 @@ def _with_choice(tree: Tree, overrides: Sequence[str]) -> tuple[Tree, list[str],
 
 
 def _overridden(tree: Tree, overrides: Sequence[str]) -> tuple[Tree, list[str]]:
-    """Apply the overrides to a copy of the tree; return it and their keys."""
     tree, keys = dict(tree), []
     for override in overrides:
         keys.append(_assign(tree, override, before=keys))
@@ -154,7 +146,6 @@ def _overridden(tree: Tree, overrides: Sequence[str]) -> tuple[Tree, list[str]]:
 
 
 def _whole_key(key: str, *, tree: Tree) -> str:
-    """Complete `key` from the root of the recipe: `stages.` may be omitted."""
     if key in ("train", "eval"):
         stages = tree.get("stages")
         names = [each for each in ALL_STAGES if each != "swap_head" and isinstance(stages, dict) and stages.get(each)]
@@ -163,7 +154,7 @@ def _whole_key(key: str, *, tree: Tree) -> str:
 
 
 def _assign(tree: dict[str, Any], override: str, *, before: Sequence[str]) -> str:
-    """Change one key and return it; `before`: keys set by earlier overrides."""
+    """Change one key in place and return it; `before`: keys of earlier overrides."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise UserError(f"{override!r} is no override: write key=value, for instance stages.pretrain.image_size=32")
@@ -178,7 +169,7 @@ def _assign(tree: dict[str, Any], override: str, *, before: Sequence[str]) -> st
         child = node.get(parent)
         if child is not None and not isinstance(child, dict):
             raise UserError(f"override {key}: {parent!r} is a value, not a group of keys")
-        node[parent] = node = dict(child or {})  # a copy: places that share a YAML alias share one dict
+        node[parent] = node = dict(child or {})  # copy: YAML aliases share one dict
     node[leaf] = read_yaml(text, source=f"override {one_line(override)}")
     return key
 

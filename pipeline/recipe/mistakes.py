@@ -1,7 +1,4 @@
-"""Turn pydantic's validation errors into sentences: the key, its value, and what to give instead.
-
-Accepted values come from the recipe's JSON schema, so a new key needs no text here.
-"""
+"""Turn pydantic's errors into sentences: the key, its value, and accepted values (from the recipe's JSON schema)."""
 
 import difflib
 import json
@@ -21,25 +18,25 @@ _GROUPS: dict[str, str] = {"model": "{variant: B/16}", "optimizer": "{name: adam
 _SET, _SHARDS = "ShardsConfig", "a group of keys with one called shards"
 
 Schema = dict[str, Any]
-"""A JSON schema: of a key, or of a group of keys, which has "properties"."""
+"""JSON schema of a key, or of a group of keys (has "properties")."""
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """One mistake, and the sentence that names its key."""
+    """A sentence about one key."""
 
     key: str  # dotted; "": the whole recipe
     text: str
 
 
 def mistakes(error: ValidationError, *, tree: Any, root: type[BaseModel]) -> list[Mistake]:
-    """List the validation errors of `tree`, each once."""
+    """List the validation errors of `tree` without repetitions."""
     schema, details = _schema_of(root), error.errors(include_url=False, include_context=True)
     return list(dict.fromkeys(_mistake(each, tree=tree, root=schema) for each in details))
 
 
 def truths(tree: Any, *, root: type[BaseModel]) -> list[Mistake]:
-    """List booleans given for numbers, which pydantic would take as 1 or 0."""
+    """List booleans given for numbers, which pydantic accepts as 1 or 0."""
     return list(_truths(tree, group=_schema_of(root), key=""))
 
 
@@ -60,7 +57,7 @@ def _truths(tree: Any, *, group: Schema, key: str) -> Iterator[Mistake]:
 
 
 def _find(location: Sequence[int | str], *, tree: Any, root: Schema) -> tuple[str, str, Schema | None, Schema | None]:
-    """Resolve pydantic's location, which also counts union branches and pair values: whole key, name, group, field."""
+    """Resolve pydantic's location, which includes union branches and pair positions: full key, name, group, field."""
     names: list[str] = []
     group: Schema | None = root
     holder, field, last = None, None, ""
@@ -81,7 +78,7 @@ def _find(location: Sequence[int | str], *, tree: Any, root: Schema) -> tuple[st
 
 
 def _ending_in(name: str, *, given: str, root: Schema) -> list[str]:
-    """List the full keys that end in `name`: those of the stage that `given` names, or with * for any stage."""
+    """List full keys that end in `name`: in the stage of `given`, else with * for any stage."""
     keys = [key for key in _keys(root) if key.endswith(f".{name}")]
     stage = re.match(r"stages\.\w+\.", given)
     of_stage = [key for key in keys if stage and key.startswith(stage[0])]
@@ -116,7 +113,7 @@ def _mistake(detail: Any, *, tree: Any, root: Schema) -> Mistake:
 
 
 def show(value: Any) -> str:
-    """Show a value as written, or its kind."""
+    """Format a value as written, or its type."""
     match value:
         case None:
             return "empty"
@@ -150,7 +147,7 @@ def _advice(value: Any, *, field: Schema, name: str) -> str:
 
 
 def _words(kind: Schema, *, field: Schema, name: str) -> str:
-    """Describe accepted values; `field` is the key's whole schema, `kind` one branch of it."""
+    """Describe accepted values; `kind`: one branch of the key's schema `field`."""
     if choices := _choices(kind):
         *first, last = choices
         return f"{', '.join(first)} or {last}" if first else last

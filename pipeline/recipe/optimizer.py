@@ -1,4 +1,4 @@
-"""The recipe's keys for the optimizer and its learning rate. Imports no torch."""
+"""Recipe keys for the optimizer and its learning rate. No torch."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ _Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Strict):
-    """The optimizer. By default all parameters share one learning rate, and only kernels decay."""
+    """Optimizer. By default all parameters share one learning rate, and only kernels decay."""
 
     name: OptimizerName
-    """adamw: Adam with decoupled weight decay (ViT paper). sgd: with momentum. adafactor: big_vision's variant. lamb,
-    muon: timm's, with q, k and v of a block as one matrix (one trust ratio of LAMB, where flax has three). The last
-    three need engine.zero_stage 0."""
+    """adamw: ViT paper. sgd: with momentum. adafactor: big_vision's variant. lamb, muon: timm's, with q, k and v of a
+    block as one matrix (one LAMB trust ratio; flax has three). The last three need engine.zero_stage 0."""
     lr: float = Field(gt=0)
     """Peak learning rate."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled, also for SGD; only LAMB adds it to the update before scaling."""
     weight_decay_unit: Literal["lr", "schedule"] = "lr"
-    """lr: multiply decay by the learning rate (ViT paper, torch). schedule: by the schedule only, 1 at the peak, not by
-    the factors of layers and head (big_vision)."""
+    """lr: multiply decay by the learning rate (ViT paper, torch). schedule: by the schedule only (1 at the peak),
+    without layer and head factors (big_vision)."""
     weight_decay_on: Literal["kernels", "matrices"] = "kernels"
-    """kernels: linear and convolution kernels (big_vision). matrices: all parameters of two or more dimensions except
-    positions and tokens (timm), so also the probe of attention pooling."""
+    """kernels: linear and convolution kernels (big_vision). matrices: all parameters with two or more dimensions,
+    such as the probe of attention pooling, except positions and tokens (timm)."""
     head_weight_decay: float | None = Field(default=None, ge=0)
-    """Weight decay of the last layer's kernel; null: weight_decay. ViT-g uses 100 times more."""
+    """Weight decay of the last layer's kernel; null: weight_decay. ViT-g uses 100 times weight_decay."""
     betas: tuple[_Share, _Share] = (0.9, 0.999)
     """For Adam (ViT paper, section 4.1), LAMB, and the AdamW inside Muon."""
     eps: float = Field(default=1e-8, gt=0)
@@ -41,14 +40,13 @@ class OptimizerConfig(Strict):
     momentum: float = Field(default=0.9, ge=0, lt=1)
     """For SGD (ViT paper, table 4) and Adafactor; Muon's default is 0.95."""
     first_moment: MomentType = "float32"
-    """Storage type of Adam's first moment or the momentum. bf16: as in Google's recipes; Adafactor's default."""
+    """Storage type of Adam's first moment or the momentum. bf16: Google's recipes, and Adafactor's default."""
     layer_decay: float = Field(default=1.0, gt=0, le=1)
-    """Factor of the learning rate per layer, from the head (1) down to the embedding, as in timm."""
+    """Learning rate factor per layer, from the head (1) down to the embedding, as in timm."""
     head_lr_factor: float = Field(default=1.0, gt=0)
-    """Factor of the head's learning rate."""
     frozen: tuple[str, ...] = ()
     """Parts not to train: trunk (all but the head), head, patch_embedding, positions, class_token, or patterns of
-    parameter names such as "blocks.0.*". They get no gradient and no decay, and do not count in the gradient norm."""
+    parameter names such as "blocks.0.*". They get no gradient or decay and do not count in the gradient norm."""
     clip_grad_norm: float = Field(default=1.0, ge=0)
     """Clip the global gradient norm to this; 0: no clipping."""
 
@@ -76,17 +74,17 @@ class OptimizerConfig(Strict):
 
     @property
     def frozen_needs_model(self) -> bool:
-        """True if `frozen` names something that a model may lack (all have trunk and head)."""
+        """True if `frozen` names a part that a model may lack; all have trunk and head."""
         return not {*self.frozen} <= {"trunk", "head"}
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Upper bound of the optimizer's state."""
+        """Upper bound of the optimizer state."""
         return OPTIMIZERS[self.name].bytes_per_parameter(self.first_moment)
 
 
 class ScheduleConfig(Strict):
-    """Warm-up and decay of the learning rate."""
+    """Learning rate warm-up and decay."""
 
     warmup: DurationText = "0 steps"
     """Linear warm-up from zero."""
@@ -95,7 +93,7 @@ class ScheduleConfig(Strict):
     end_lr: float = Field(default=0.0, ge=0)
     """Final learning rate of the decay or cool-down."""
     timescale: DurationText = "10000 steps"
-    """rsqrt: the rate has fallen to peak / sqrt(2) after this length."""
+    """rsqrt: time after warm-up until the rate is peak / sqrt(2)."""
     cooldown: DurationText = "0 steps"
     """rsqrt, wsd: length of the final linear decay to end_lr."""
 
@@ -120,10 +118,9 @@ Decay = Literal["cosine", "linear", "rsqrt", "wsd", "constant"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Warm-up times decay, in optimizer steps, as in google-research's vision_transformer and big_vision.
+    """Warm-up times decay per optimizer step, as in Google's vision_transformer and big_vision.
 
-    The warm-up starts from zero, so the first step moves nothing, as in Google's code. Progress p is the share of the
-    steps after warm-up that are done:
+    Warm-up starts from zero, so the first step changes nothing. p: progress after warm-up, 0 to 1.
 
         cosine    end + (peak - end) (1 + cos(pi p)) / 2
         linear    end + (peak - end) (1 - p)
@@ -131,19 +128,19 @@ class Schedule:
         wsd       peak: warm-up, stable, decay (Hu et al., MiniCPM)
         constant  peak
 
-    rsqrt and wsd end in a cool-down: the rate falls linearly to `end_lr`, reached at the step after the last.
+    rsqrt and wsd end in a cool-down: linear to `end_lr`, reached one step after the last.
     """
 
     peak_lr: float = 0.0
     total_steps: int = 1
     warmup_steps: int = 0
     decay: Decay = "constant"
-    end_lr: float = 0.0  # where a linear decay ends (Google: 1e-5); a cosine and a cool-down end here too
+    end_lr: float = 0.0  # of linear (Google: 1e-5), cosine and cool-down
     timescale_steps: int = 10_000  # of rsqrt
     cooldown_steps: int = 0  # of rsqrt and wsd
 
     def __call__(self, step: int) -> float:
-        """The learning rate of optimizer step `step`, counted from 0."""
+        """Learning rate of optimizer step `step`, counted from 0."""
         decaying_steps = max(1, self.total_steps - self.warmup_steps)
         decayed_steps = max(0, step - self.warmup_steps)
         progress = min(1.0, decayed_steps / decaying_steps)

@@ -1,12 +1,12 @@
-"""Data sets by role: a stage says `data: imagenet21k`, and the user names its shards.
+"""Data sets by role: a stage says `data: imagenet21k`, and the user names the shards.
 
-With `train=`, `eval=`, `finetune.train=`, `finetune.eval=`, or once for all recipes in a file of paths:
+As `train=`, `eval=`, `finetune.train=`, `finetune.eval=`, or once for all recipes in a file:
 
     imagenet21k: {train: /data/imagenet21k/train, eval: /data/imagenet21k/val}
     imagenet: {train: "s3://bucket/imagenet/train", eval: "s3://bucket/imagenet/val"}
 
-Any name is a role; those in `ROLES` have published sizes, so runs can be planned before packing. Relative paths start
-at the current folder, as in a recipe.
+Any name is a role; `ROLES` have published sizes, so runs can be planned before packing. Relative paths start at the
+current folder, as in a recipe.
 """
 
 import difflib
@@ -25,18 +25,18 @@ from pipeline.recipe.yaml_text import read_yaml_file
 _KEYS = ("train", "eval")
 
 Paths = Mapping[str, Mapping[str, Any]]
-"""Role -> "train" and "eval" -> shards, as a recipe has them."""
+"""Role -> "train" and "eval" -> shards as in a recipe."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """Published facts of a data set."""
+    """Published facts about a data set."""
 
     images: int  # for training
     classes: int | None  # None: depends on the task
     source: str
     packed_from: str = "IMAGES"  # input of `shardvit pack`
-    held_out: str = ""  # its option for a set published without evaluation part
+    held_out: str = ""  # its option if no evaluation set is published
 
 
 _HELD_OUT = " --holdout-images 51200"
@@ -71,7 +71,7 @@ ROLES: dict[str, Role] = {
 
 
 def read_paths(file: Path) -> Paths:
-    """Read a file of paths; UserError if it is not one."""
+    """Read a file of paths, or raise UserError."""
     tree = read_yaml_file(file)
     if not isinstance(tree, dict) or not all(isinstance(role, str) for role in tree):
         raise UserError(f"{file} names no paths: write lines such as imagenet: {{train: FOLDER, eval: FOLDER}}")
@@ -85,7 +85,7 @@ def read_paths(file: Path) -> Paths:
 
 
 def with_paths(tree: dict[str, Any], *, file: Path) -> dict[str, Any]:
-    """Add the missing paths of each stage that has a role; reads `file` only if some are missing."""
+    """Add missing paths of stages with a role; reads `file` only if some are missing."""
     stages = tree.get("stages")
     lacking = {
         name: stage
@@ -102,7 +102,7 @@ def with_paths(tree: dict[str, Any], *, file: Path) -> dict[str, Any]:
 
 
 def role_of(config: TrainStage) -> Role | None:
-    """Get the role of the stage's data, less held-out images; None: no role, or the user's own."""
+    """Get the role of the stage's data, without held-out images; None: no role, or the user's own."""
     role = ROLES.get(config.data or "")
     shares = [config.hold_out, *(one.hold_out for one in config.train or () if one.part == "rest")]
     share = next((each for each in shares if each), 0.0)
@@ -110,7 +110,7 @@ def role_of(config: TrainStage) -> Role | None:
 
 
 def missing_paths(recipe: Recipe, *, stage: StageName) -> str | None:
-    """Name the paths that the stage lacks, in one sentence; None: it has its shards."""
+    """Name the stage's missing shards in one sentence; None: it has them."""
     config = recipe.train_stage(stage)
     missing = [key for key in _KEYS if getattr(config, key) is None]
     if not missing:

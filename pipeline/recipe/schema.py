@@ -1,8 +1,4 @@
-"""The recipe's keys: a typed description of all that a run depends on. Imports no torch.
-
-Unknown keys are errors. Derived numbers are not stored: micro-batch and accumulation follow from the global batch and
-the world size (`stage_plan`).
-"""
+"""Recipe keys: everything a run depends on, typed; unknown keys are errors. No torch."""
 
 import re
 from collections.abc import Iterator
@@ -16,7 +12,7 @@ from pipeline.recipe.duration import Strict
 from pipeline.recipe.stage import MOST_SECONDS, MaskedPatchStage, Stages, TrainStage
 from pipeline.recipe.vocabulary import OPTIMIZERS, AttentionKernel, StageName
 
-FEW_PROCESSES = 256  # up to here `data.lanes: auto` does not depend on their number
+FEW_PROCESSES = 256  # most for which `data.lanes: auto` ignores their number
 _MANY_LANES = 4096  # of auto, for more processes
 _MOST_IMAGES = 2**20  # of a batch
 _FP16_SKIPS = 17  # in a row, from the first scale of 2^16 down to 1
@@ -24,7 +20,7 @@ _MOST_PATCHES = 2**20  # of an image
 _LONGEST_NAME = 200  # file systems take 255 bytes, MLflow's server 250
 _LONGEST_MLFLOW_NAME = 250  # of a registered model and an alias
 _MLFLOW_VERSION = re.compile("v[0-9]+", re.IGNORECASE)  # MLflow's own names of versions
-_TAKEN_NAMES = ("mlartifacts", "mlflow.db")  # files beside the runs
+_TAKEN_NAMES = ("mlartifacts", "mlflow.db")  # MLflow's, next to the runs
 
 
 class TrackingConfig(Strict):
@@ -37,7 +33,7 @@ class TrackingConfig(Strict):
     log_model: bool = True
     """Log the last stage's model to MLflow, loadable without shardvit; false: keep it only in the run folder."""
     register_as: str | None = Field(default=None, min_length=1, max_length=_LONGEST_MLFLOW_NAME)
-    """Register the model as the next version of this registered model."""
+    """Registered model that gets this model as its next version."""
     alias: str | None = Field(default=None, min_length=1, max_length=_LONGEST_MLFLOW_NAME)
     """Alias to move to that version, such as champion."""
 
@@ -67,12 +63,12 @@ class TrackingConfig(Strict):
 
 
 class EngineConfig(Strict):
-    """Engine, precision and kernels: they affect speed and memory, not the result."""
+    """Engine, precision and kernels: what affects speed and memory, not the result."""
 
     backend: Literal["deepspeed", "accelerate"] = "deepspeed"
     """accelerate: plain DDP, for debugging and as a baseline."""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """0: no sharding (torch's DDP). DeepSpeed: 1 shards the optimizer state, 2 also gradients, 3 also weights."""
+    """0: no sharding (torch's DDP). DeepSpeed: 1 shards optimizer state, 2 also gradients, 3 also weights."""
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     """bf16 and fp16 keep float32 master weights; fp16 needs a GPU."""
     fp32_matmul: Literal["ieee", "tf32"] = "ieee"
@@ -82,30 +78,29 @@ class EngineConfig(Strict):
     attention: AttentionKernel | Literal["auto"] = "auto"
     """Attention kernel; auto: the fastest known for this GPU, precision and shape."""
     deterministic: Literal["on", "off"] = "on"
-    """on: bit-identical steps on the same kind of GPU, so resuming is exact; off: faster kernels above 256 tokens. CPUs
-    are always deterministic."""
+    """on: bit-identical steps per kind of GPU, so exact resumes (CPUs: always); off: faster above 256 tokens."""
     max_micro_batch_size: int = Field(default=256, ge=1, le=_MOST_IMAGES)
     """Most images per process in a forward pass; larger batches use gradient accumulation."""
     activation_checkpointing: bool | Annotated[int, Field(ge=2, le=1000)] = False
     """true: recompute all blocks in the backward pass (less memory, a third more compute); k: every k-th block."""
     offload: Literal["none", "optimizer", "optimizer_and_parameters"] = "none"
-    """Keep in host memory the optimizer state (updated on the CPU; ZeRO 1 to 3) and parameters (copied to the GPU on
-    use; ZeRO 3). Much slower: only for models that do not fit otherwise."""
+    """Keep optimizer state (updated on the CPU; ZeRO 1 to 3) and parameters (copied to the GPU on use; ZeRO 3) in host
+    memory. Much slower: only for models that do not fit otherwise."""
     overlap: Literal["auto", "on", "off"] = "auto"
-    """Average gradients during the backward pass; auto: with several processes. DeepSpeed then waits for the GPU once
+    """Average gradients during the backward pass; auto: with several processes. Makes DeepSpeed wait for the GPU once
     per step."""
     bucket_elements: int = Field(default=25_000_000, ge=2, multiple_of=2, le=2**31)
     """Gradient elements averaged per message. Larger: fewer messages, less overlap, more memory."""
     max_skipped_steps: int = Field(default=20, ge=1, le=10**9)
     """Stop training after this many skipped steps (gradient not finite) in a row."""
     collective_timeout_seconds: float = Field(default=1800, gt=0, le=MOST_SECONDS)
-    """A process that waits this long for the others assumes that one of them is dead."""
+    """Assume that a process is dead after waiting this long for it."""
     hang_seconds: float = Field(default=900, ge=0, le=MOST_SECONDS)
-    """Report a process without progress for this long, and end the run so that it can be restarted; 0: never."""
+    """Report a process without progress for this long and end the run so that it can restart; 0: never."""
     slow_rank_factor: float = Field(default=2.0, gt=1)
-    """A process is slow if its own part of a step takes this many times as long as the others'."""
+    """Slow: the process's own part of a step takes this many times as long as the others'."""
     slow_rank_seconds: float = Field(default=2.0, gt=0, le=MOST_SECONDS)
-    """Report a slow process once the others have waited this long for it; slow_rank stop acts after ten times that."""
+    """Report a slow process once the others have waited this long; slow_rank stop acts after ten times as long."""
     slow_rank: Literal["report", "stop"] = "report"
     """report: name the slow process and continue; stop: save and end, to restart the run elsewhere."""
     saving: Literal["background", "blocking"] = "background"
@@ -114,7 +109,7 @@ class EngineConfig(Strict):
     @model_validator(mode="before")
     @classmethod
     def _without_fp8(cls, tree: Any) -> Any:
-        """Accept `experimental: {fp8: off}`, which earlier versions wrote into run folders."""
+        """Accept `experimental: {fp8: off}` from run folders of earlier versions."""
         if isinstance(tree, dict) and tree.get("experimental") in ({}, {"fp8": "off"}):
             return {key: value for key, value in tree.items() if key != "experimental"}
         return tree
@@ -140,7 +135,6 @@ class EngineConfig(Strict):
             yield f"offload {offload} is for ZeRO 3 alone: set zero_stage to 3, or offload to optimizer"
 
     def problems_with(self, model: ModelConfig) -> Iterator[str]:
-        """Say which kernels do not apply to `model` or cannot compute it."""
         if model.kind == "resnet":
             yield from self.ignored("attention", means_nothing="to a pure ResNet", group="engine.")
             if self.compile == "blocks":
@@ -157,7 +151,6 @@ class EngineConfig(Strict):
             )
 
     def problems_in(self, stage: TrainStage, *, key: str) -> Iterator[str]:
-        """Say which keys of the stage under `key` do not go with these."""
         name, zero = stage.optimizer.name, self.zero_stage
         if self.backend == "deepspeed" and zero > 0 and OPTIMIZERS[name].takes == "parameters":
             yield (
@@ -198,7 +191,7 @@ class Recipe(Strict):
     processes: Annotated[int, Field(ge=1, le=10**6)] | Literal["auto"] = "auto"
     """Processes that `shardvit run` starts on this machine; auto: one per GPU, or one."""
     pictures: Literal["auto", "off"] = "auto"
-    """auto: a low-priority process beside rank 0 draws data, evaluations and the model during training; off: only
+    """auto: a low-priority process on rank 0's host draws data, evaluations and the model during training; off: only
     `shardvit report` draws them."""
     tracking: TrackingConfig = TrackingConfig()
     model: ModelConfig
@@ -267,8 +260,7 @@ class Recipe(Strict):
             )
 
     def lanes(self, stage: TrainStage, *, processes: int = 1) -> int:
-        """Count the streams that the sample order is cut into. `auto` depends on the number of processes only above
-        256, where it is a multiple of it if possible."""
+        """Number of spans of the sample order. `auto` depends on `processes` only above 256: a multiple if possible."""
         if self.data.lanes != "auto":
             return self.data.lanes
         batch = stage.global_batch_size
@@ -279,7 +271,7 @@ class Recipe(Strict):
         return lanes
 
     def train_stage(self, name: StageName) -> TrainStage:
-        """Get a training stage by name; KeyError: the recipe lacks it, or it is swap_head."""
+        """Get a training stage by name; KeyError if the recipe lacks it, or for swap_head."""
         stage = getattr(self.stages, name)
         if not isinstance(stage, TrainStage):
             raise KeyError(name)

@@ -1,12 +1,12 @@
-"""Find and read a recipe's files into one tree of keys, with what they extend and the fine-tuning set.
+"""Read a recipe's files, those it extends and its fine-tuning set into one tree of keys.
 
     SHIPPED/NAME.yaml, SHIPPED/FAMILY/NAME.yaml    a recipe, found as NAME
-    SHIPPED/FAMILY/_SHARED.yaml                    keys that a family shares: no recipe, only to be extended
-    SHIPPED/finetune/SET.yaml                      a fine-tuning set: the stages that `finetune: SET` gives a recipe
+    SHIPPED/FAMILY/_SHARED.yaml                    keys shared by a family: not a recipe, only extended
+    SHIPPED/finetune/SET.yaml                      a fine-tuning set: the stages added by `finetune: SET`
 
-`extends: OTHER`, or a list merged in order, names recipes in the same folder or shipped ones that this one changes; a
-stage set to null is left out. The recipe's own keys win over `finetune: SET`; `finetune: null` leaves out
-swap_head and finetune. Both are resolved here; no resolved recipe has them.
+`extends` names one recipe, or a list merged in order, from the same folder or shipped; null leaves a stage out. The
+recipe's own keys win over `finetune: SET`; `finetune: null` leaves out swap_head and finetune. Resolved recipes have
+neither key.
 """
 
 import difflib
@@ -38,7 +38,7 @@ Tree = dict[str, Any]
 
 @dataclass(frozen=True)
 class RecipeSource:
-    """A recipe as written, in one tree; `files`: its sources, the most general first."""
+    """A recipe as written; `files`: its sources, most general first."""
 
     tree: Tree
     files: tuple[Path, ...]
@@ -46,16 +46,16 @@ class RecipeSource:
 
 @cache
 def shipped_recipes() -> dict[str, Path]:
-    """Shipped recipes by name; those for a laptop first, then by family."""
+    """List shipped recipes by name: those for a laptop first, then by family."""
     paths = [*SHIPPED.glob("*.yaml"), *SHIPPED.glob("*/*.yaml")]
     ours = [path for path in paths if not path.stem.startswith("_") and path.parent.name != SETS]
     order = sorted(ours, key=lambda path: (path.parent != SHIPPED, path.parent, path.stem.startswith("r"), path.stem))
-    return {path.stem: path for path in order}  # a family's Transformers, then its hybrids and ResNets
+    return {path.stem: path for path in order}  # within a family: Transformers, hybrids, ResNets
 
 
 @cache
 def finetune_sets() -> dict[str, Path]:
-    """Shipped fine-tuning sets by the name that `finetune` takes ("cifar10", "big_vision/cifar10")."""
+    """List shipped fine-tuning sets by the value of `finetune`, such as "cifar10" or "big_vision/cifar10"."""
     folder = SHIPPED / SETS
     paths = sorted(folder.rglob("*.yaml"), key=lambda path: (len(path.parts), path))
     return {
@@ -64,10 +64,10 @@ def finetune_sets() -> dict[str, Path]:
 
 
 def find_recipe(source: str, *, beside: Path, said_by: str = "") -> Path:
-    """Find a recipe by path or name; `said_by`: the file that extends it. UserError: there is none."""
+    """Find a recipe by path or name, or raise UserError; `said_by`: the file that extends it."""
     shipped = shipped_recipes()
     for candidate in (beside / source, beside / f"{source}.yaml", shipped.get(source), SHIPPED / f"{source}.yaml"):
-        if candidate is not None and os.path.isfile(candidate):  # pathlib's raises for names that no disk can hold
+        if candidate is not None and os.path.isfile(candidate):  # Path.is_file raises for names that no disk can hold
             return candidate
     path, of = beside / source, f"{said_by}, extends: " if said_by else ""
     what = one_line(source if len(source) <= _MOST_NAMED else f"{source[:_MOST_NAMED]}...")
@@ -84,13 +84,13 @@ def find_recipe(source: str, *, beside: Path, said_by: str = "") -> Path:
 
 
 def read_source(path: Path) -> RecipeSource:
-    """Read a file with everything that it extends; keeps `finetune` as a key."""
+    """Read a file and all it extends; `finetune` stays a key."""
     files: list[Path] = []
     return RecipeSource(_read(path, seen=(), files=files), tuple(files))
 
 
 def read_resolved(path: Path) -> Tree:
-    """Read the resolved recipe of a run. UserError: it is not a regular file in that folder, or extends another."""
+    """Read a run's resolved recipe; UserError if it is not a regular file in that folder, or extends another."""
     if path.exists() and not (path.is_file() and is_inside(path, folder=path.parent)):
         raise UserError(f"{path} is not a regular file in the run's folder: put the run's own recipe there")
     tree, parents = _own_keys(path)
@@ -100,7 +100,7 @@ def read_resolved(path: Path) -> Tree:
 
 
 def read_parents(path: Path) -> tuple[list[str], Tree]:
-    """Read the names of the recipes that a file extends, and their keys in one tree; both empty: it extends none."""
+    """Read the names of the recipes that a file extends and their merged keys; both may be empty."""
     names, tree = _own_keys(path)[1], Tree()
     for name in names:
         tree = merge(tree, read_source(find_recipe(name, beside=path.parent, said_by=str(path))).tree)
@@ -108,11 +108,8 @@ def read_parents(path: Path) -> tuple[list[str], Tree]:
 
 
 def with_finetune(tree: Tree, *, beside: Path, model: Any, said_by: str) -> Tree:
-    """Merge the fine-tuning set that `finetune` names below the tree's own keys. UserError: there is no such set.
-
-    The set's image_size is cut to whole patches of `model`, as Google's convolution without padding does (384 pixels
-    are 27 patches of 14 and 6 unused pixels).
-    """
+    """Merge the fine-tuning set of `finetune` below the tree's own keys; UserError if there is none of that name.
+    Cuts its image_size to whole patches, like Google's unpadded convolution (384 px: 27 patches of 14, 6 px unused)."""
     if SETS not in tree:
         return tree
     tree = dict(tree)
@@ -129,7 +126,7 @@ def with_finetune(tree: Tree, *, beside: Path, model: Any, said_by: str) -> Tree
 
 
 def record_elsewhere(folder: Path) -> SavedModelMeta:
-    """Read the record of the model in swap_head.model's folder; UserError: it holds none of ours."""
+    """Read the model record in the folder swap_head.model; UserError if it is not a shardvit model."""
     advice = f"make a model of it with `shardvit import {folder} FOLDER` and name that folder"
     if folder.is_file():
         raise UserError(f"stages.swap_head.model: {folder} is a file: {advice}")
@@ -141,7 +138,7 @@ def record_elsewhere(folder: Path) -> SavedModelMeta:
 
 
 def model_of(tree: Tree) -> Any:
-    """Get a recipe's `model`, or else that of the folder swap_head.model. UserError as `record_elsewhere`."""
+    """Get a recipe's `model`, by default that of the folder swap_head.model. UserError as `record_elsewhere`."""
     stages = tree.get("stages")
     swap_head = stages.get("swap_head") if isinstance(stages, dict) else None
     folder = swap_head.get("model") if isinstance(swap_head, dict) else None
@@ -151,7 +148,7 @@ def model_of(tree: Tree) -> Any:
 
 
 def merge(base: Tree, changes: Tree) -> Tree:
-    """Merge into a new tree: groups of keys are merged, everything else is replaced."""
+    """Merge groups of keys into a new tree; replace everything else."""
     merged = dict(base)
     for key, value in changes.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
@@ -179,7 +176,7 @@ def _find_set(name: Any, *, beside: Path, said_by: str) -> Path:
 
 
 def _patch_size(model: Any) -> int:
-    """Unit of image sizes in pixels; 1: the model is invalid, as validation will say."""
+    """Unit of image sizes in pixels; 1 if the model is invalid, which validation reports."""
     with suppress(ValidationError, ValueError, AssertionError):
         config = ModelConfig.model_validate(model)
         return config.sizes.patch_size if config.kind == "vit" else 32
@@ -214,7 +211,6 @@ def _read(path: Path, *, seen: tuple[Path, ...], files: list[Path]) -> Tree:
 
 
 def _own_keys(path: Path) -> tuple[Tree, list[str]]:
-    """Read a file's keys, and the names that it extends."""
     tree = read_yaml_file(path)
     if not isinstance(tree, dict):
         empty = "it is empty, and " if tree is None else "it "
@@ -227,7 +223,7 @@ def _own_keys(path: Path) -> tuple[Tree, list[str]]:
 
 
 KEYS = ("command", "hardware", "time", "result", "source", "chosen")
-"""chosen: what is not published, and what we chose instead."""
+"""chosen: our choices for what is unpublished."""
 
 _GPUS = re.compile(r"(\d[\d,]*) x ([A-Za-z0-9]+)")
 _GPU_HOURS = re.compile(r"(\d[\d,.]*) GPU-hours")
@@ -235,7 +231,7 @@ _GPU_HOURS = re.compile(r"(\d[\d,.]*) GPU-hours")
 
 @dataclass(frozen=True)
 class RecipeHeader:
-    """The comment at the top of a recipe file, for people: what the recipe is for, and published numbers.
+    """The comment at the top of a recipe file: its purpose and published numbers.
 
         # One sentence or two.
         #
@@ -243,19 +239,19 @@ class RecipeHeader:
         #   hardware  64 x H200
         #   time      23:26 h, 1,500 GPU-hours
 
-    A family shares the header of the file that its recipes extend; NAME stands for the recipe. `entries`: key -> lines.
+    A family shares the header of the extended file; NAME stands for the recipe. `entries`: key -> lines.
     """
 
     description: str
     entries: Mapping[str, tuple[str, ...]]
 
     def entry(self, key: str) -> str:
-        """Join the lines of a key; "": it is missing."""
+        """Join the lines of a key; "" if it is missing."""
         return " ".join(self.entries.get(key, ()))
 
     @property
     def hardware(self) -> tuple[int, str] | None:
-        """Number and kind of GPUs, as `shardvit plan` takes it; None: no GPU is needed."""
+        """Number and kind of GPUs for `shardvit plan`; None: no GPU needed."""
         match = _GPUS.match(self.entry("hardware"))
         return (int(match[1].replace(",", "")), match[2].lower()) if match else None
 
@@ -270,7 +266,6 @@ class RecipeHeader:
         return re.split(r"[,;] (?![^(]*\))", self.entry("result"))[0]
 
     def text(self) -> str:
-        """Format the comment as in a file."""
         lines = [*self.description.splitlines(), ""]
         for key in KEYS:
             for number, line in enumerate(self.entries.get(key, ())):
@@ -279,8 +274,7 @@ class RecipeHeader:
 
 
 def read_header(files: Sequence[Path], *, name: str) -> RecipeHeader:
-    """Read the header of a recipe made from `files`, the most general first: the last description and, per key, the
-    last entry."""
+    """Read the header of a recipe: the last description and, per key, the last entry of `files`, most general first."""
     description, entries = "", dict[str, tuple[str, ...]]()
     for path in files:
         comment = re.match(r"(#.*\n)*", path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The recipe's keys for each stage, and which stages go together. Imports no torch."""
+"""Recipe keys of each stage, and which stages go together. No torch."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -21,8 +21,8 @@ SetName = Annotated[str, Field(pattern="^[a-z0-9_]+$", max_length=40)]
 
 
 class EmaConfig(Strict):
-    """Moving average of the weights (EMA, Polyak averaging), from their initial values on:
-    average <- decay * average + (1 - decay) * weights, after each applied step."""
+    """Moving average of the weights (EMA), starting at their initial values. After each applied step:
+    average <- decay * average + (1 - decay) * weights."""
 
     decay: float = Field(default=0.9999, gt=0, lt=1)
     """The average spans about 1 / (1 - decay) steps; ViT paper, table 2: 0.9999."""
@@ -30,7 +30,7 @@ class EmaConfig(Strict):
     """Smaller decay at first, so that short runs forget their initial weights: after n updates
     min(decay, (1 + n) / (10 + n)) (tensorflow) or min(decay, 1 - (1 + n)^(-2/3)) (timm)."""
     model: WeightsKind = "ema"
-    """Weights that become the stage's model and that keep_best compares; both are always evaluated and saved."""
+    """Weights that become the stage's model and count for keep_best; both are always evaluated and saved."""
 
 
 class RollbackConfig(Strict):
@@ -42,8 +42,7 @@ class RollbackConfig(Strict):
     """Also roll back if a loss is this many standard deviations above the mean of the 128 before it (OLMo-core: 6);
     null: only report spikes. Checked every log_every."""
     steps_before: int = Field(default=100, ge=0, le=10**9)
-    """Also skip this many batches before the trouble (PaLM, section 5.1): a skipped step changes nothing, so an earlier
-    one ruined the weights."""
+    """Also skip this many batches before the trouble, as an earlier step ruined the weights (PaLM, section 5.1)."""
     times: int = Field(default=3, ge=1, le=10**6)
     """Stop training after this many rollbacks in a stage."""
 
@@ -52,21 +51,21 @@ class TrainStage(Strict):
     """Keys shared by all training stages."""
 
     data: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)] | None = None
-    """Role of the data set, such as imagenet21k, whose shards the user names (see `roles`)."""
+    """Role of the data set, such as imagenet21k, for which the user names shards (see `roles`)."""
     train: SomeSets | None = None
     """Shards to train on: a folder or URL, a mapping (see `ShardsConfig`), or a list of them to mix."""
     eval: OneSet | None = None
     """The held-out shards."""
     eval_overlap: Literal["refuse", "allow"] = "refuse"
-    """allow: eval may contain training images; scores then measure memorisation."""
+    """allow: eval may contain training images, so scores measure memorisation."""
     hold_out: float | None = Field(default=None, gt=0, lt=1, strict=True)
-    """Hold this share of the training images out and evaluate it as also_eval.minival; 0.01: big_vision's train[:99%].
+    """Hold out this share of the training images and evaluate it as also_eval.minival; 0.01: big_vision's train[:99%].
     Becomes `part` and `hold_out` of that set once train is known."""
     also_eval: dict[SetName, OneSet] = Field(default={})
     """More held-out sets by name, evaluated together with eval: {new: SHARDS} gives val_new/top1 and so on."""
     eval_protocol: EvalProtocol = "vit"
-    """Preprocessing for evaluation. vit: squash the image to a square; big_vision: resize and centre crop; timm: the
-    same, bicubic. vit_exact and big_vision_exact reproduce the pixels of Google's own resize."""
+    """Evaluation preprocessing. vit: squash the image to a square; big_vision: resize and centre crop; timm: the same,
+    bicubic. vit_exact and big_vision_exact reproduce the pixels of Google's resize."""
     eval_crop_share: float | None = Field(default=None, gt=0, le=1)
     """Crop size over resized short side; default: 0.875 (big_vision: 224 of 256) or 0.9 (timm)."""
     image_size: int = Field(gt=0, le=MOST_SIDE)
@@ -76,7 +75,6 @@ class TrainStage(Strict):
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = ScheduleConfig()
     ema: EmaConfig | None = None
-    """Moving average of the weights; null: none."""
     augment: AugmentConfig = AugmentConfig()
     loss: LossKind = "softmax"
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
@@ -88,17 +86,17 @@ class TrainStage(Strict):
     unmasked_finish: DurationText = "0 steps"
     """Length of a final phase without patch_dropout."""
     dropout_masks: DropoutMasks = "sample"
-    """Random masks of the three dropouts. sample: by seed, step and place in the global batch, identical on any number
-    of processes; process: by seed, step and process."""
+    """Random masks of the three dropouts. sample: by seed, step and place in the global batch, so the same for any
+    number of processes; process: by seed, step and process."""
     rollback: RollbackConfig | None = None
-    """Default: skip steps without a finite gradient, report spikes, and continue."""
+    """null: skip steps without a finite gradient, report spikes, and continue."""
     log_every: DurationText = "20 steps"
     """Interval of logging and of checks for spikes and slow processes; 0: only at the end."""
     eval_every: DurationText = "25%"
     """Interval of evaluations; 0: only at the end."""
     metrics: tuple[EvalMetric, ...] | Literal["auto"] = "auto"
     """Metrics besides loss and top-1. auto: top5 and calibration_error, or precision_at_1 for images with several
-    labels. mean_average_precision keeps all scores: images x classes x 4 bytes over all processes."""
+    labels. mean_average_precision keeps images x classes x 4 bytes of scores over all processes."""
     save_every: DurationText = "10%"
     """Interval of checkpoints; also written on a signal and at the end."""
     save_every_minutes: float = Field(default=0.0, ge=0, le=MOST_SECONDS)
@@ -106,9 +104,9 @@ class TrainStage(Strict):
     keep_checkpoints: int = Field(default=2, ge=1, le=10**9)
     """Keep this many of the newest checkpoints."""
     keep_every: DurationText = "0 steps"
-    """Also write checkpoints at multiples of this, and keep them forever."""
+    """Also write checkpoints at multiples of this and keep them all."""
     keep_best: Literal["loss", "score"] | None = None
-    """Also write a checkpoint after each evaluation, and keep the best one by held-out loss or score (top-1)."""
+    """Also write a checkpoint after each evaluation and keep the best by held-out loss or score (top-1)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -125,17 +123,15 @@ class TrainStage(Strict):
 
     @property
     def head_kind(self) -> StageHead:
-        """Head of the stage's model."""
         return "linear"
 
     @property
     def regularisation(self) -> Regularisation:
-        """Dropout of the stage's model."""
         return Regularisation(self.dropout, self.stochastic_depth, self.patch_dropout, masks=self.dropout_masks)
 
     @property
     def draws_in_blocks(self) -> bool:
-        """True if blocks draw from the process's generator in training."""
+        """True if blocks draw from the process's random generator in training."""
         return self.dropout_masks == "process" and bool(self.dropout or self.stochastic_depth)
 
     def problems(self) -> Iterator[str]:
@@ -189,13 +185,13 @@ class TrainStage(Strict):
                 )
 
     def judged_by(self, score: str) -> str:
-        """Name the held-out metric of the weights that become the stage's model; `score`: loss, top1 or accuracy."""
+        """Name the held-out metric of the model's weights (plain or EMA); `score`: loss, top1 or accuracy."""
         average = self.ema is not None and self.ema.model == "ema"
         return f"val/{'ema_' if average else ''}{score}"
 
 
 class MaskedPatchStage(TrainStage):
-    """Self-supervised pre-training: predict colours of corrupted patches (ViT paper, appendix B.1.2). No labels."""
+    """Self-supervised pre-training: predict colours of corrupted patches (ViT paper, appendix B.1.2)."""
 
     init: InitStyle = "google"
     """Initial weights as in vision_transformer (google), big_vision (other learned positions) or timm."""
@@ -235,15 +231,14 @@ class PretrainStage(TrainStage):
 
 
 class SwapHeadStage(Strict):
-    """Replace the pre-training head with a zero-initialised linear layer for the classes of fine-tuning."""
+    """Replace the pre-training head with a zero-initialised linear layer for the fine-tuning classes."""
 
     model: str | None = None
-    """Start from this model folder (made by `shardvit import`) instead of an earlier stage; also the default for the
-    recipe's `model`."""
+    """Start from this model folder (from `shardvit import`), not an earlier stage; also the default of `model`."""
 
 
 class FinetuneStage(TrainStage):
-    """Training of all weights, usually at higher resolution."""
+    """Train all weights, usually at higher resolution."""
 
     start: Literal["swap_head", "scratch"] = "swap_head"
     """swap_head: start from that stage's model; scratch: from random weights with the same linear head."""
@@ -262,7 +257,7 @@ class FinetuneStage(TrainStage):
 
 
 class Stages(Strict):
-    """Stages to run, in this order; omitted stages are not run."""
+    """Stages to run, in this order."""
 
     masked_patch: MaskedPatchStage | None = None
     pretrain: PretrainStage | None = None
@@ -293,5 +288,5 @@ class Stages(Strict):
 
     @property
     def trained(self) -> tuple[StageName, ...]:
-        """The stages that train: all but swap_head."""
+        """Stages that train: all but swap_head."""
         return tuple(name for name in self.names if isinstance(getattr(self, name), TrainStage))

@@ -1,7 +1,4 @@
-"""Derive one stage's numbers at a given world size (batches, steps, epochs), with every check that needs no GPU.
-
-Runs before launch, and again on every rank. Errors name the key and values that fit.
-"""
+"""Derive a stage's batches, steps and epochs at a world size; runs before launch and again on every rank. No GPU."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,37 +42,35 @@ class StagePlan:
     few_shot_steps: tuple[int, ...] = ()  # shortest interval of each few-shot set; 0: only at the end
 
     def first_place(self, *, rank: int, micro_step: int) -> int:
-        """Place in the global batch of the first image of a micro-batch."""
+        """Global batch index of a micro-batch's first image."""
         return (rank * self.accumulation_steps + micro_step) * self.micro_batch_size
 
     def logs_after(self, step: int) -> bool:
         return step == self.total_steps or _due(step, every=self.log_steps)
 
     def evaluates_after(self, step: int) -> bool:
-        """True if an evaluation is due. The last step always is; one within a tenth of the interval (at least a step)
-        before it is skipped: 25% of 101 steps is 25, and evaluating at both 100 and 101 tells nothing new."""
+        """True if an evaluation is due: always at the last step, not within a tenth of the interval (at least a step)
+        before it. 25% of 101 steps is 25, and step 100 says nothing that step 101 does not."""
         left = self.total_steps - step
         if left == 0 or self.eval_steps == 1:
             return True
         return _due(step, every=self.eval_steps) and left > max(1, self.eval_steps // 10)
 
     def few_shot_after(self, step: int, *, number: int) -> bool:
-        """True if the evaluation after `step` steps also measures few-shot set `number`."""
         every = self.few_shot_steps[number]
         return step == self.total_steps or (every > 0 and step // every > (step - self.eval_steps) // every)
 
     def saves_after(self, step: int) -> bool:
-        """True if a checkpoint is due after `step` steps, apart from the final one."""
+        """True if a checkpoint is due after `step` steps; does not count the final one."""
         due = _due(step, every=self.save_steps) or _due(step, every=self.keep_steps)
         return due or (self.save_after_evaluations and self.evaluates_after(step))
 
     def reads_after(self, step: int) -> bool:
-        """True if logging, evaluating or saving after `step` needs the numbers so far."""
         return self.logs_after(step) or self.evaluates_after(step) or self.saves_after(step)
 
     @property
     def rollback_reach_steps(self) -> int:
-        """Steps that a rollback may have to go back from where trouble is noticed; 0: no rollback."""
+        """Most steps between noticing trouble and the checkpoint to roll back to; 0: no rollback."""
         if self.rollback is None:
             return 0
         noticed = (self.log_steps or self.total_steps) if self.rollback.spike_sigmas else 0
@@ -83,7 +78,7 @@ class StagePlan:
 
     @property
     def most_within_reach(self) -> int:
-        """Most checkpoints kept at once for a rollback, without those of save_every_minutes."""
+        """Most checkpoints kept at once for a rollback, save_every_minutes apart."""
         reach = min(self.rollback_reach_steps, self.total_steps)
         every = (self.save_steps, self.keep_steps, self.eval_steps if self.save_after_evaluations else 0)
         return 1 + sum(-(-reach // each) for each in every if each) if reach else 0
@@ -99,7 +94,7 @@ class StagePlan:
 
 
 def plan_stage(recipe: Recipe, *, stage: StageName, samples_per_epoch: int, world_size: int) -> StagePlan:
-    """Derive a training stage's numbers; UserError if sizes do not fit together."""
+    """Derive a training stage's numbers; UserError names a key that does not fit, and values that do."""
     config = recipe.train_stage(stage)
     batch, lanes = config.global_batch_size, recipe.lanes(config, processes=world_size)
     _check_sizes(recipe, stage=stage, lanes=lanes, num_samples=samples_per_epoch, world_size=world_size)
@@ -218,8 +213,8 @@ def chosen_metrics(
     num_images: int,
     flag: str,
 ) -> tuple[EvalMetric, ...]:
-    """Choose the metrics of one set; `flag` names the key in messages. UserError: one does not fit these labels, or
-    mean average precision would keep too many scores."""
+    """Choose a set's metrics; `flag` names the key in messages. UserError if one does not fit the labels, or mean
+    average precision would keep too many scores."""
     if asked == "auto":
         if label_kind == "multi":
             return ("precision_at_1",)

@@ -1,7 +1,7 @@
-"""Names shared by several rooms: stages, optimizers, metrics, exit codes, and the files of a run folder.
+"""Shared names: stages, optimizers, metrics, exit codes, files of a run folder. Imports nothing.
 
-Imports nothing, so everything may import it. A new optimizer is a name and an entry here and a case in
-`optimizers.optim.optimizer_over`; a new metric is an entry here and the line that computes it.
+A new optimizer is a name and an entry here and a case in `optimizers.optim.optimizer_over`; a new metric is an entry
+here and the line that computes it.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from typing import Literal, get_args
 StageName = Literal["masked_patch", "pretrain", "swap_head", "finetune"]
 ALL_STAGES: tuple[StageName, ...] = get_args(StageName)
 
-# ---- exit codes, of `shardvit`, of a rank and of every launcher ----
+# ---- exit codes of `shardvit`, ranks and launchers ----
 
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2  # the user must act first: a mistake, a full disk, a missing folder
@@ -20,25 +20,25 @@ EXIT_READER_LEFT = 141  # 128 + SIGPIPE: the output's reader ended
 
 # ---- a run folder: RUNS/NAME/... ----
 
-RECIPE_FILE = "recipe.yaml"  # the resolved recipe; a copy lies in each checkpoint
-DIFFERENCE_FILE = "recipe_difference.txt"  # to what it extends, or to the recipe without overrides
-STAGE_FILE = "stage.json"  # STAGE/...: state, images seen, digests of what went in, results
-DATA_FILE = "data.json"  # the shards that the stage began with
+RECIPE_FILE = "recipe.yaml"  # the resolved recipe; each checkpoint has a copy
+DIFFERENCE_FILE = "recipe_difference.txt"  # from what it extends, or from the recipe without overrides
+STAGE_FILE = "stage.json"  # STAGE/...: state, images seen, digests of inputs, results
+DATA_FILE = "data.json"  # the shards at the stage's start
 CHECKPOINTS_FOLDER = "checkpoints"
 RANKS_FOLDER = "ranks"  # heartbeats and stacks
 METRICS_FILE = "metrics.jsonl"
-EVENTS_FILE = "events.jsonl"  # over all attempts
+EVENTS_FILE = "events.jsonl"  # of all attempts
 CORRUPT_SAMPLES_FILE = "corrupt_samples.jsonl"
 MODEL_FOLDER = "model"  # the result: safetensors and config.json
-MLFLOW_FILE = "mlflow.json"  # of the run and of each stage: its MLflow run, and what was sent
+MLFLOW_FILE = "mlflow.json"  # of the run and each stage: its MLflow run, and what was sent
 MLFLOW_FACTS_FILE = "mlflow_facts.json"  # STAGE/...: facts for its MLflow run, apart from the metrics
 TRACKING_FOLDER = "tracking"  # of the run: environment and code changes, as in MLflow
 PAGE_FILE = "report.html"  # the run on one page
 PICTURES_FOLDER = "pictures"  # STAGE/...: NAME/step-00000400.png, .svg, .json
 PICTURES_LOG = "pictures.log"  # output of the drawing process
-COMPILED_FOLDER = "compiled"  # torch's compiled kernels
-REPLACED_FOLDER = "replaced"  # stages that --restart moved aside
-SWEEP_FILE = "sweep.json"  # in the folder of a sweep's runs
+COMPILED_FOLDER = "compiled"  # torch.compile's kernels
+REPLACED_FOLDER = "replaced"  # stages moved by --restart
+SWEEP_FILE = "sweep.json"  # in the folder of a sweep
 
 # ---- optimizers ----
 
@@ -51,11 +51,11 @@ _FLOAT32_BYTES, _BF16_BYTES = 4, 2
 class OptimizerState:
     """Optimizer state per parameter, and the recipe keys that belong to the optimizer."""
 
-    moments: tuple[str, ...]  # names in torch's state; of the parameter's shape, float32 except `rounded`
-    keys: tuple[str, ...]  # in the recipe's optimizer group; refused for other optimizers
-    defaults: Mapping[str, object] = field(default_factory=dict)  # of its keys, if unlike the recipe's
+    moments: tuple[str, ...]  # names in torch's state; shaped like the parameter, float32 except `rounded`
+    keys: tuple[str, ...]  # in the recipe's optimizer group; refused by other optimizers
+    defaults: Mapping[str, object] = field(default_factory=dict)  # of its keys, where the recipe's differ
     rounded: str | None = None  # the moment that `first_moment: bf16` keeps in bf16
-    more_bytes: float = 0.0  # per parameter, at most, beside the moments
+    more_bytes: float = 0.0  # per parameter, at most, on top of the moments
     takes: Literal["pieces", "parameters"] = "pieces"  # parameters: whole ones only, so no ZeRO 1 to 3
 
     def bytes_per_parameter(self, first_moment: MomentType) -> float:
@@ -73,7 +73,7 @@ OPTIMIZERS: dict[OptimizerName, OptimizerState] = {
         keys=("momentum", "first_moment"),
         defaults={"first_moment": "bf16"},  # big_vision's
         rounded="exp_avg",
-        more_bytes=0.25,  # a row and a column in place of a matrix of at least 32 x 32
+        more_bytes=0.25,  # a row and a column for a matrix of at least 32 x 32
         takes="parameters",
     ),
     "lamb": OptimizerState(
@@ -95,7 +95,7 @@ AttentionKernel = Literal["cudnn", "flash", "efficient", "math"]
 WeightsKind = Literal["weights", "ema"]
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of a parameter in the forward pass, by precision
 MASTER_BYTES = 4  # of its float32 master copy
-AVERAGE_BYTES = 4  # of the moving average of a parameter: float32, beside the moments
+AVERAGE_BYTES = 4  # of its moving average: float32, on top of the moments
 
 # ---- features before the head, for few-shot accuracy, probes and kNN ----
 

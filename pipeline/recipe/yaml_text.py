@@ -1,7 +1,7 @@
-"""Read YAML with PyYAML's safe loader and YAML 1.2's core schema, with one sentence per error.
+"""Read YAML with PyYAML's safe loader and the YAML 1.2 core schema; one sentence per error.
 
-Dates, on, off, yes and no are text. Numbers that YAML 1.1 reads differently (017, 1:30, 1_000) and duplicate keys are
-refused. Depth, size, aliases and digits are bounded, so that any file is read or refused in a moment.
+Dates, on, off, yes and no are text. Refuses duplicate keys and numbers that YAML 1.1 reads differently (017, 1:30,
+1_000). Bounds depth, size, aliases and digits, so no file takes long.
 """
 
 import re
@@ -18,7 +18,7 @@ from data_shards.text import one_line
 
 _TAG = "tag:yaml.org,2002:"
 _DEEPEST = 50
-_MOST_VALUES = 20_000  # aliases written out
+_MOST_VALUES = 20_000  # with aliases expanded
 _MOST_DIGITS = 100
 _MOST_BYTES = 1 << 20
 # YAML 1.2.2, section 10.3.2, and YAML 1.1's merge key.
@@ -40,7 +40,7 @@ class _Refused(Exception):
 
 
 def read_yaml_file(path: Path) -> Any:
-    """Read a file; UserError if it cannot be read or is not a recipe's YAML."""
+    """Read a file; UserError if that fails, or as `read_yaml`."""
     try:
         size = path.stat().st_size
         if size > _MOST_BYTES:
@@ -55,7 +55,7 @@ def read_yaml_file(path: Path) -> Any:
 
 
 def read_yaml(text: str, *, source: str) -> Any:
-    """Parse a text, called `source` in messages; UserError if it is not a recipe's YAML."""
+    """Parse a recipe's YAML, or raise UserError; `source` names it in messages."""
     try:
         if end := re.search("[\x85\u2028\u2029]", text):
             line = text.count("\n", 0, end.start()) + 1
@@ -68,18 +68,18 @@ def read_yaml(text: str, *, source: str) -> Any:
 
 
 def write_yaml(tree: Any) -> str:
-    """Write YAML that YAML 1.1 and 1.2 read alike."""
+    """Write YAML with the same meaning in versions 1.1 and 1.2."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that either version would take for another kind of value."""
+    """Quotes text that either YAML version would read as another type."""
 
     yaml_implicit_resolvers = {**yaml.SafeDumper.yaml_implicit_resolvers, None: list(_CORE.items())}  # noqa: RUF012
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses duplicate keys, aliases that multiply or contain themselves, and values that Python cannot hold."""
+    """Refuses duplicate keys, recursive or multiplying aliases, and values that Python cannot hold."""
 
     yaml_implicit_resolvers = {None: list(_CORE.items())}  # noqa: RUF012 - as in the base class
 
@@ -114,7 +114,7 @@ class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> MappingNode:
         node = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
-        for key, _ in node.value:  # before `<<` is written out, which may well repeat keys
+        for key, _ in node.value:  # before merging `<<`, which may repeat keys
             if not isinstance(key, ScalarNode) or key.tag == f"{_TAG}merge":
                 continue
             line, first = key.start_mark.line + 1, lines.get((key.tag, key.value))
@@ -153,7 +153,7 @@ def _whole(text: str) -> int:
 
 
 def _demand_clear(text: str, *, line: int) -> None:
-    """Refuse numbers of YAML 1.1 that are another number or text in YAML 1.2."""
+    """Refuse YAML 1.1 numbers that are another number or text in YAML 1.2."""
     if len(text) > _MOST_DIGITS or not _LIKE_A_NUMBER.match(text):
         return
     try:

@@ -1,4 +1,4 @@
-"""Translate a stage's order, crops, augmentation and mixing for the data path."""
+"""Translate a stage's order, crops, augmentation and mixing for `data_shards`."""
 
 from data_shards.images.decode import PixelLimit
 from data_shards.images.rand_augment import RandAugment
@@ -13,7 +13,7 @@ from pipeline.stage.stage_data import Stage
 
 
 def train_stream(stage: Stage, *, place: Place) -> TrainBatches:
-    """Address all micro-batches of a rank by their number."""
+    """Index a rank's micro-batches by number."""
     plan = stage.plan
     return TrainBatches(
         access_of(stage, stage.data.train),
@@ -31,7 +31,7 @@ def train_stream(stage: Stage, *, place: Place) -> TrainBatches:
 
 
 def held_out(stage: Stage, shards: ShardSet, *, place: Place) -> EvalBatches:
-    """Take this rank's part of a held-out set, padded so that all ranks read equally many batches."""
+    """Get this rank's part of a held-out set, padded to the same number of batches on every rank."""
     return EvalBatches(
         access_of(stage, shards),
         transform=eval_transform(stage.config),
@@ -42,7 +42,7 @@ def held_out(stage: Stage, shards: ShardSet, *, place: Place) -> EvalBatches:
 
 
 def train_transform(config: TrainStage) -> TrainTransform:
-    """Make a stage's crop, resize, flip and RandAugment."""
+    """Make the stage's crop, resize, flip and RandAugment."""
     augment, strong = config.augment, config.augment.rand_augment
     return TrainTransform(
         image_size=config.image_size,
@@ -58,12 +58,12 @@ def train_transform(config: TrainStage) -> TrainTransform:
 
 
 def eval_transform(config: TrainStage) -> EvalTransform:
-    """Make the resize and crop of evaluation."""
+    """Make the evaluation's resize and crop."""
     return EvalTransform(config.image_size, protocol=config.eval_protocol, crop_share=config.eval_crop_share)
 
 
 def mixup(config: TrainStage) -> MixupConfig | None:
-    """Make a stage's mixup or CutMix, if any."""
+    """Make the stage's mixup or CutMix, if any."""
     augment = config.augment
     if not augment.mixup_alpha and not augment.cutmix_alpha:
         return None
@@ -71,7 +71,7 @@ def mixup(config: TrainStage) -> MixupConfig | None:
 
 
 def access_of(stage: Stage, shards: ShardSet) -> Access:
-    """Say how to read the samples of one of a stage's sets."""
+    """Describe how to read samples of one of the stage's sets."""
     config = stage.recipe.data
     return Access(
         shards,

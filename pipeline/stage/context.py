@@ -1,4 +1,4 @@
-"""What every stage is given: recipe, run folder, process group, stop flag, start time."""
+"""Inputs of every stage: recipe, run folder, process group, stop flag, start time."""
 
 import os
 import sys
@@ -22,12 +22,12 @@ T = TypeVar("T")
 
 
 def draw_nothing(stage: StageName, moment: Moment, step: int) -> None:
-    """Stand in if no pictures are wanted."""
+    """Do nothing, if no pictures are wanted."""
 
 
 @dataclass(frozen=True)
 class StageContext:
-    """Made by `launch.train` for each stage."""
+    """`launch.train` makes one per stage."""
 
     recipe: Recipe
     folder: RunFolder
@@ -36,12 +36,12 @@ class StageContext:
     job_tags: dict[str, str]  # facts of this attempt: host, launcher, job id
     start: StartClock = field(default_factory=StartClock)  # until the stage's first step
     time_limit: TimeLimit | None = None  # of the job; None: unknown
-    draw: Callable[[StageName, Moment, int], None] = draw_nothing  # ask for a moment's pictures; on rank 0
+    draw: Callable[[StageName, Moment, int], None] = draw_nothing  # request a moment's pictures; on rank 0
     drawing_seconds: Callable[[], float] = lambda: 0.0  # CPU time of drawing so far
 
     def on_main(self, task: Callable[[], T], *, takes: Literal["a moment", "long"] = "a moment") -> T | None:
-        """Run `task` on rank 0; returns its result there, None elsewhere; collective. All ranks raise its `UserError`.
-        "long" tasks may exceed the timeout of collectives."""
+        """Run `task` on rank 0 and return its result there, else None; collective. All ranks raise its `UserError`.
+        "long" tasks may exceed the collective timeout."""
         result: T | None = None
         problem = ""
 

@@ -1,7 +1,7 @@
-"""Damaged images: counted over all ranks, listed in the stage's folder, limited by data.max_corrupt_share.
+"""Count damaged images over all ranks, list them, and limit them to data.max_corrupt_share.
 
-Each rank notes what its batches report; `settle` gathers the notes a few times a minute. Rank 0 writes
-STAGE/corrupt_samples.jsonl, a line per image, read again on resume so that an image counts once. The loader picks the
+Each rank notes its batches' faults; `settle` gathers them a few times a minute. Rank 0 writes
+STAGE/corrupt_samples.jsonl, a line per image, and reads it on resume so that an image counts once. The loader picks
 substitutes.
 """
 
@@ -27,15 +27,8 @@ class Settled:
 
 
 class FaultLedger:
-    """The damaged images of one stage, listed in `file`.
-
-    Args:
-        num_samples: images of each set.
-        max_share: share of a set that may be damaged.
-
-    Attributes:
-        complaint: one sentence if more images are damaged; the same on every rank.
-    """
+    """Damaged images of one stage, listed in `file`. `complaint`: a sentence if more than `max_share` of a set's
+    `num_samples` are damaged, the same on every rank."""
 
     def __init__(self, file: Path, *, num_samples: dict[Use, int], max_share: float) -> None:
         self.file, self._num_samples, self._max_share = file, num_samples, max_share
@@ -43,13 +36,13 @@ class FaultLedger:
         self.complaint = self._complaint()
 
     def note(self, batch: Batch, *, use: Use, rows: int) -> None:
-        """Note a batch's faults; its first `rows` rows are this rank's own."""
+        """Note a batch's faults; only its first `rows` rows are this rank's own."""
         self._mine |= {(use, fault.shard, fault.key): fault for fault in batch.faults}
         if batch.faults:
             self._substituted += int(batch.substituted[:rows].sum())
 
     def settle(self, ranks: Ranks) -> Settled:
-        """Gather the notes of all ranks; collective."""
+        """Gather all ranks' notes; collective."""
         parts = ranks.gather_objects((self._mine, self._substituted))
         new = {key: fault for mine, _ in parts for key, fault in mine.items() if key not in self._known}
         self._known |= new
@@ -60,7 +53,7 @@ class FaultLedger:
         return Settled(tuple((key[0], fault) for key, fault in new.items()), sum(count for _, count in parts))
 
     def __len__(self) -> int:
-        """Images found damaged so far, over all attempts."""
+        """Damaged images so far, over all attempts."""
         return len(self._known)
 
     def _complaint(self) -> str | None:
@@ -84,12 +77,12 @@ def _read(file: Path) -> _Faults:
             row = json.loads(line)
             known[row["set"], row["shard"], row["key"]] = Fault(row["shard"], row["key"], row["reason"])
         except (ValueError, KeyError, TypeError):
-            continue  # torn by a kill: the image will be met again
+            continue  # torn by a kill: the image will come up again
     return known
 
 
 def _append(file: Path, new: _Faults) -> None:
-    # ASCII: names in tars that are not UTF-8 become strings that cannot be encoded.
+    # ASCII: tar member names that are not UTF-8 cannot be encoded.
     lines = [json.dumps({"set": use, **asdict(fault)}) for (use, _, _), fault in new.items()]
     break_links(file)
     with file.open("ab") as stream:

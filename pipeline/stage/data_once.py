@@ -1,11 +1,9 @@
-"""Open a stage's shards once for many ranks: rank 0 looks at them and tells the others, to spare the file server.
+"""Open a stage's shards once for many ranks, to spare the file server.
 
-Rank 0 opens the sets (one `stat` per shard) and sends them over the process group as columns, 130 bytes per shard. A
-host whose first rank finds other files in their place (by inode, size and times of each set's manifest, first and last
-shard) has its own disks: that rank looks at all of its shards and tells its host's ranks which are damaged. So a shard
-that is missing on one host is found at the start, in the words of `open_shards`, and one that disappears later by the
-rank that reads it. Tars without a manifest have an index per host: if it is not rank 0's file, every rank opens the
-sets itself.
+Rank 0 opens the sets (one `stat` per shard) and sends them over the process group, 130 bytes per shard. Each host's
+first rank compares inode, size and times of each set's manifest, first and last shard. If they differ, the host has
+its own disks: that rank checks all its shards and tells the host's ranks which are damaged, so a shard missing on one
+host is found at the start. If tars have no manifest and their index is not rank 0's file, every rank opens the sets.
 
 Costs rank 0 as much as `open_data`, the others 13 MB and milliseconds for 10^5 shards, and each host 6 `stat`s.
 """
@@ -30,7 +28,7 @@ _Damage = tuple[tuple[int, ...], tuple[str, ...], int]  # shards, sentences, los
 
 @dataclass(frozen=True)
 class _OwnDisks:
-    """What the first rank of another host found on its own disks."""
+    """Result of the first rank of a host with its own disks."""
 
     machine: str
     problem: str = ""
@@ -39,7 +37,7 @@ class _OwnDisks:
 
 
 def open_data_once(context: StageContext, *, stage: StageName) -> StageData:
-    """Open a stage's training data once for all ranks; collective. All ranks raise the UserError of any of them."""
+    """Open a stage's data once for all ranks; collective. All ranks raise the UserError of any rank."""
     recipe, ranks = context.recipe, context.ranks
     place = ranks.place
 
@@ -48,7 +46,7 @@ def open_data_once(context: StageContext, *, stage: StageName) -> StageData:
 
     if place.world_size == 1:
         return open_here()
-    data = context.on_main(open_here, takes="long")  # tars of other tools are indexed first, which may take hours
+    data = context.on_main(open_here, takes="long")  # indexing other tools' tars may take hours
     sent: tuple[StageData, _Landmarks] | None = None
     if data is not None:
         sent = replace(data, store=Store()), _landmarks(data)
@@ -84,7 +82,7 @@ def _sets(data: StageData) -> list[ShardSet]:
 def _look_at_own(context: StageContext, first: StageData, *, stage: StageName) -> _OwnDisks:
     machine, host = this_machine(), platform.node()
     if not all(source.folder for one in _sets(first) for source in one.shards.sources):  # tars without a manifest
-        return _OwnDisks(machine, opens="each rank")  # they wait for one another's index without a time limit
+        return _OwnDisks(machine, opens="each rank")  # ranks wait for one another's index without a time limit
     try:
         data = open_data(context.recipe, stage=stage, report=lambda line: None, commands="run")
     except UserError as error:
@@ -97,7 +95,7 @@ def _look_at_own(context: StageContext, first: StageData, *, stage: StageName) -
                 problem=f"on host {host}: {own.source} is not the set that rank 0 has under that name: copy the same "
                 "shards to every host",
             )
-    if any(own.shards.sources != other.shards.sources for own, other in pairs):  # rank 0's entries lead elsewhere
+    if any(own.shards.sources != other.shards.sources for own, other in pairs):  # rank 0's paths lead elsewhere here
         return _OwnDisks(machine, opens="each rank")
     damage = ((tuple(one.damaged_numbers), one.damage, one.lost_samples) for one in _sets(data))
     return _OwnDisks(machine, damage=tuple(damage))
@@ -108,7 +106,7 @@ def _landmarks(data: StageData) -> _Landmarks:
 
 
 def _identity(path: str) -> _Identity:
-    """The same for one file seen from two hosts, hardly ever for two files; None: it is not there."""
+    """The same for one file seen from two hosts, hardly ever for two files; None: no such file."""
     try:
         status = os.stat(path)
     except OSError:

@@ -1,7 +1,7 @@
-"""STAGE/data.json: the data that a stage began with. It resumes with the same; differences are named.
+"""Record a stage's data in STAGE/data.json and refuse to resume with other data, naming the difference. No torch.
 
-`shardvit run` compares before it starts any process, rank 0 again (`data_shards.checking.identity`). stage.json keeps
-the digest, so a lost or altered data.json is noticed. No torch here.
+`shardvit run` compares before it starts processes, rank 0 again (`data_shards.checking.identity`). stage.json keeps the
+digest, so a lost or altered data.json is noticed.
 """
 
 import json
@@ -18,30 +18,29 @@ from pipeline.recipe.vocabulary import DATA_FILE, StageName
 from pipeline.runs.run_folder import RunFolder
 from pipeline.stage.stage_data import HELD_OUT_IMAGES, TRAINING_IMAGES, StageData
 
-_VERSION = 1  # of the file; others are ignored
+_VERSION = 1  # of the file; other versions are ignored
 
 
 @dataclass(frozen=True)
 class DataRecord:
-    """A stage's data, as kept in data.json."""
+    """Contents of data.json."""
 
     sets: Mapping[str, SetIdentity]  # named as `StageData.recorded`
     notes: tuple[str, ...] = ()  # a sentence each
 
     @property
     def digest(self) -> str:
-        """Digest of the data's content; the same for a copy elsewhere."""
+        """Digest of the content; a copy elsewhere has the same."""
         return "-".join(one.content_digest[:16] for one in self.sets.values())
 
 
 def has_record(folder: RunFolder, *, stage: StageName) -> bool:
-    """True if there is a record to compare the data with."""
+    """True if there is a record to compare with."""
     return bool(folder.peek(stage).data_digest) or (folder.stage(stage) / DATA_FILE).exists()
 
 
 def check_data(folder: RunFolder, *, stage: StageName, data: StageData) -> DataRecord:
-    """Compare a stage's data with those that it began with, writing nothing; UserError names what differs, or a shard
-    that cannot be read."""
+    """Compare a stage's data with its record, writing nothing; UserError names a difference or an unreadable shard."""
     sets = data.recorded
     now = DataRecord({name: identify(one) for name, one in sets.items()})
     path, digest = folder.stage(stage) / DATA_FILE, folder.peek(stage).data_digest
@@ -72,7 +71,7 @@ def keep_data(folder: RunFolder, record: DataRecord, *, stage: StageName) -> Non
 def _compare_suspects(
     folder: RunFolder, stage: StageName, *, name: str, shards: ShardSet, old: SetIdentity, new: SetIdentity
 ) -> tuple[SetIdentity, list[str]]:
-    """Compare a set in which only the files' times differ: the record to keep, and what to report."""
+    """Compare a set whose files differ only in their times; returns the record to keep and what to report."""
     touched = suspects(old, new)
     alike = compare_suspects(shards, old, touched)
     unseen = [shard for shard in touched if shard not in alike]
@@ -97,7 +96,7 @@ def _changed(folder: RunFolder, stage: StageName, what: str) -> UserError:
 
 
 def _read(path: Path, *, digest: str) -> DataRecord | None:
-    """None if it is absent, broken, or does not match `digest` (unless that is empty)."""
+    """None if it is absent, broken, or not of this `digest` ("": any)."""
     try:
         content = parse_json(path.read_bytes())
         if content["version"] != _VERSION or list(content["sets"])[:2] != [TRAINING_IMAGES, HELD_OUT_IMAGES]:

@@ -1,7 +1,7 @@
-"""Choose `data.workers` of one rank: as in the recipe, or at the start of a stage, with a line of reasons.
+"""Choose `data.workers` of a rank, with a line of reasons.
 
-auto decodes a few dozen of the stage's first images, which are read anyway (half a second on an idle core); the order
-of samples does not depend on it. On a CPU it starts none: they would take the cores that train.
+auto times decoding on a few dozen of the stage's first images, which are read anyway (0.5 s on an idle core), and
+starts none on a CPU, whose cores train. The sample order does not depend on it.
 """
 
 import os
@@ -24,14 +24,14 @@ from pipeline.recipe.vocabulary import StageName
 
 @dataclass(frozen=True)
 class DataWorkers:
-    """Workers that read and decode ahead of a rank."""
+    """Workers that read and decode ahead for a rank."""
 
     count: int
     kind: WorkerKind
 
 
 def expect_data_workers(recipe: Recipe) -> None:
-    """Preload the libraries of worker processes if there will be some; returns at once."""
+    """Preload the libraries of worker processes, if there will be any, without waiting."""
     count = recipe.data.workers
     if count not in ("auto", 0) and recipe.data.kind_of_workers(count) == "process":
         start_fork_server()
@@ -47,7 +47,7 @@ def data_workers(
     ranks: Ranks,
     say: Callable[[str], None],
 ) -> DataWorkers:
-    """Decide the workers of a stage that resumes at `step`; collective under auto."""
+    """Choose the workers of a stage that resumes at `step`; collective under auto."""
     count = recipe.data.workers
     if count == "auto":
         count = 0
@@ -75,7 +75,7 @@ def choose(
     gpu_name: str,
     cores: float,
 ) -> tuple[int, str]:
-    """Choose the number, with one line of reasons; `decode_seconds`: None: the first images cannot be decoded."""
+    """Choose the number and give reasons; `decode_seconds`: None if the first images cannot be decoded."""
     gpu = gpu_of_driver(gpu_name)
     needed, why = None, f"how fast {gpu_name} trains is not known"
     if decode_seconds is None:
@@ -92,7 +92,7 @@ def choose(
 
 
 def _decode_seconds(batches: TrainBatches, *, step: int) -> float | None:
-    """Measure decoding of an image in one thread, as in a worker."""
+    """Time decoding of one image in one thread, as in a worker."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

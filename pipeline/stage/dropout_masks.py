@@ -1,8 +1,7 @@
-"""Random words for dropout masks: a function of (seed, step, place in the global batch, module's name).
+"""Draw random words for dropout masks from (seed, step, place in the global batch, module name).
 
-Not of the sample's number: a batch may hold a sample twice, and mixing trains on two at once. Places and the order of
-images do not depend on the number of processes, so neither do the masks. Costs 0.1 us per word on the CPU, while a GPU
-is still busy with the previous micro-batch.
+Places do not depend on the number of processes, so neither do masks. Sample numbers would not do: a batch may repeat a
+sample, and mixing uses two. Costs 0.1 us of CPU per word, while a GPU computes the previous micro-batch.
 """
 
 import hashlib
@@ -19,8 +18,7 @@ from pipeline.recipe.stage_plan import StagePlan
 
 
 def draw_masks(engine: Engine, *, plan: StagePlan, step: int, place: int) -> None:
-    """Draw masks before a forward pass in training, for a micro-batch from `place` in the global batch on. Does nothing
-    to a model without such masks (rates of 0, `dropout_masks: process`)."""
+    """Draw masks, if the model has any, for a training micro-batch that starts at `place` in the global batch."""
     shared = words_of(engine.module)
     if shared is None:
         return
@@ -31,7 +29,7 @@ def draw_masks(engine: Engine, *, plan: StagePlan, step: int, place: int) -> Non
 
 
 def sample_words(seed: int, *, step: int, sites: list[str], places: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Draw two random words for each site and place: int32 [sites, places, 2]."""
+    """Draw two words for each site and place: int32 [sites, places, 2]."""
     keys = np.array([_number(site) for site in sites], dtype=np.uint64)
     words = hash_words(RandomStream.DROPOUT_BY_SAMPLE, seed, step, keys[:, None], places)
     return words.astype("<u8")[..., None].view("<i4").astype(np.int32)

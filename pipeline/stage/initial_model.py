@@ -1,7 +1,6 @@
-"""Describe a stage's model before there are weights, and find the model that swap_head starts from. No torch.
+"""Describe a stage's model before it has weights, and find the model that swap_head starts from. No torch.
 
-A stage writes its model's record into stage.json at its start, so `predict` and `export` need no data. `launch` checks
-swap_head's model before it starts any process, the stage again.
+A stage starts by writing its model's record into stage.json, so `predict` and `export` need no data.
 """
 
 from collections.abc import Sequence
@@ -20,17 +19,16 @@ from pipeline.recipe.vocabulary import StageName
 
 @dataclass(frozen=True)
 class StageStart:
-    """What a stage's model starts from."""
+    """Starting point of a stage's model."""
 
-    weights: str = "random"  # or the digest of the model it was loaded from
-    normalisation: Normalisation = GOOGLES  # of its pixels
+    weights: str = "random"  # or the digest of the loaded model
+    normalisation: Normalisation = GOOGLES  # of pixels
 
 
 def stage_model(
     recipe: Recipe, *, stage: StageName, classes: Sequence[str] = ("?",), start: StageStart = StageStart()
 ) -> SavedModelMeta:
-    """Make the record of a training stage's model; without `classes` (of the training set) and `start`: the model to
-    come."""
+    """Make the record of a training stage's model; without `classes` and `start`, before its data are known."""
     config = recipe.train_stage(stage)
     outputs = COLOURS if config.head_kind == "masked_patch" else classes
     return SavedModelMeta(
@@ -49,8 +47,7 @@ def stage_model(
 
 
 def model_from_elsewhere(recipe: Recipe) -> Path | None:
-    """Get the folder stages.swap_head.model, if any, relative to the working folder; UserError: it holds no model, or
-    one unlike the recipe's."""
+    """Get the folder swap_head.model (relative to the working folder), if any; UserError if its model does not fit."""
     config = recipe.stages.swap_head
     if config is None or config.model is None:
         return None
@@ -67,7 +64,7 @@ def model_from_elsewhere(recipe: Recipe) -> Path | None:
     if not (folder / WEIGHTS_FILE).is_file():
         raise UserError(f"stages.swap_head.model: {folder / WEIGHTS_FILE} is missing: the model has no weights")
     finetune = recipe.stages.finetune
-    assert finetune is not None  # held by the recipe's validator
+    assert finetune is not None  # guaranteed by the recipe's validator
     if meta.model.position == "relative" and meta.image_size != finetune.image_size:
         raise UserError(
             f"stages.finetune.image_size: relative positions are undefined at another resolution than in training, and "
@@ -77,7 +74,6 @@ def model_from_elsewhere(recipe: Recipe) -> Path | None:
 
 
 def _resolved(config: ModelConfig) -> dict[str, object]:
-    """Resolve a configuration's values, under the recipe's keys."""
     match config.kind:
         case "vit":
             sizes = asdict(config.sizes)

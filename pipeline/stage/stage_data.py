@@ -1,7 +1,4 @@
-"""Open a stage's shards, check them against each other, and order their samples.
-
-Needs no torch: `shardvit run` opens the shards before it starts any process, and each rank opens them again.
-"""
+"""Open a stage's shards, check them against each other, and order their samples. No torch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -33,9 +30,9 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class StageData:
-    """The data sets of one training stage."""
+    """Data sets of a training stage."""
 
-    train: ShardSet  # several sets laid end to end, if they are mixed
+    train: ShardSet  # mixed sets are concatenated
     train_sizes: tuple[tuple[int, ...], ...]  # samples per shard of each mixed set
     weights: tuple[float, ...] | None  # of the mixed sets
     held_out: Mapping[str, ShardSet]  # by name, the stage's own first, as "val"
@@ -51,7 +48,7 @@ class StageData:
 
     @property
     def recorded(self) -> dict[str, ShardSet]:
-        """All sets, by their names in the stage's records."""
+        """All sets by their names in the stage's records."""
         also = {f"{HELD_OUT_IMAGES} {name}": one for name, one in self.also_eval.items()}
         return {TRAINING_IMAGES: self.train, HELD_OUT_IMAGES: self.eval, **also}
 
@@ -89,19 +86,18 @@ class Stage:
 
     @property
     def inputs(self) -> dict[str, str]:
-        """Digests of the data sets, by their names in records."""
         return {name: one.digest for name, one in self.data.recorded.items()}
 
     def order(self) -> AnyOrder:
-        """Order the training stream; UserError if sizes do not fit."""
+        """Order of training samples; UserError as `training_order`."""
         return training_order(self.recipe, data=self.data, plan=self.plan)
 
 
 def shards_spec(config: ShardsConfig) -> ShardsSpec:
-    """Translate the recipe's set for the data path."""
+    """Translate a set of the recipe for `data_shards`."""
     portion = None
     if config.part is not None:
-        assert config.hold_out is not None  # held by the recipe's validator
+        assert config.hold_out is not None  # guaranteed by the recipe's validator
         portion = Portion(config.part, hold_out=config.hold_out)
     return ShardsSpec(
         location=config.shards,
@@ -113,7 +109,7 @@ def shards_spec(config: ShardsConfig) -> ShardsSpec:
 
 
 def training_order(recipe: Recipe, *, data: StageData, plan: StagePlan) -> AnyOrder:
-    """Order the training stream; UserError if sizes do not fit (a mixed set with fewer images than lanes)."""
+    """Order the training samples; UserError if sizes do not fit, such as a mixed set with fewer images than lanes."""
     return make_order(
         data.train_sizes,
         weights=data.weights,
@@ -125,13 +121,10 @@ def training_order(recipe: Recipe, *, data: StageData, plan: StagePlan) -> AnyOr
 
 
 def open_data(recipe: Recipe, *, stage: StageName, report: Report = print, commands: Commands = "refuse") -> StageData:
-    """Open a stage's shards and check them against each other; `commands="run"` executes `pipe:` commands, only for
-    training the user's own recipe.
+    """Open and check a stage's shards; `commands="run"` executes `pipe:` commands, only to train the user's own recipe.
 
-    Raises:
-        CommandRefused: one is a command; the other sets were opened and are good.
-        UserError: shards are missing or were not named, or are damaged beyond the recipe's limit; an evaluation set
-            has other classes, or images that are trained on; the loss cannot use the labels.
+    UserError if shards are missing, unnamed or damaged beyond the recipe's limit, an evaluation set has other classes
+    or training images, or the loss cannot use the labels; CommandRefused if a set is a command (the others opened).
     """
     config = recipe.train_stage(stage)
     if config.train is None or config.eval is None:
@@ -172,7 +165,7 @@ def open_data(recipe: Recipe, *, stage: StageName, report: Report = print, comma
 
 
 def store_of(recipe: Recipe, *, commands: Commands) -> Store:
-    """Make the store that reads shards, with this host's cache for remote ones."""
+    """Make the store that reads shards, with this host's cache of remote ones."""
     folder = recipe.data.cache.folder
     cache = CacheConfig(
         folder=Path(folder) if folder else default_cache_folder(), limit_bytes=parse_bytes(recipe.data.cache.limit)
@@ -181,7 +174,7 @@ def store_of(recipe: Recipe, *, commands: Commands) -> Store:
 
 
 def _demand_apart(data: StageData, *, config: TrainStage, stage: StageName) -> None:
-    """UserError if images of eval are trained on, by the shards that both name, unless the recipe allows it."""
+    """UserError if train has images of eval (by the shards that both name), unless the recipe allows it."""
     train, held_out = data.train, data.eval
     if config.eval_overlap == "refuse" and (shared := shared_images(held_out, train)):
         raise UserError(
@@ -205,7 +198,7 @@ def _demand_like_labels(train: ShardSet, held_out: ShardSet, *, config: TrainSta
 
 
 def asked_metrics(config: TrainStage, *, shards: ShardSet, stage: StageName) -> tuple[EvalMetric, ...]:
-    """Metrics of a held-out set besides loss and score; UserError: one is meaningless for its labels."""
+    """List a held-out set's metrics besides loss and score; UserError if one is meaningless for its labels."""
     if isinstance(config, MaskedPatchStage):
         return ()
     return chosen_metrics(
@@ -218,7 +211,7 @@ def asked_metrics(config: TrainStage, *, shards: ShardSet, stage: StageName) -> 
 
 
 def cache_advice(recipe: Recipe, *, data: StageData, plan: StagePlan, processes_per_node: int) -> str | None:
-    """Warn if the cache is too small for the shuffle, so that shards would be fetched again."""
+    """Warn if the cache is too small for the shuffle, so that shards are fetched repeatedly."""
     if data.train.is_local or None in (sizes := [shard.num_bytes for shard in data.train.shards]):
         return None
     fitness, _ = assess(
@@ -231,7 +224,7 @@ def cache_advice(recipe: Recipe, *, data: StageData, plan: StagePlan, processes_
         window_images=recipe.data.shuffle_window_images,
     )
     limit = parse_bytes(recipe.data.cache.limit)
-    # Prefetched shards need space as well: see store/prefetch.py.
+    # Prefetched shards take space, too: store/prefetch.py.
     if fitness is None or fitness.window_bytes * 4 / 3 <= limit or data.train.num_bytes in range(limit):
         return None
     return (
@@ -242,7 +235,7 @@ def cache_advice(recipe: Recipe, *, data: StageData, plan: StagePlan, processes_
 
 
 def _demand_few_lost(shards: ShardSet, *, max_share: float) -> None:
-    """Refuse damage at the start that `FaultLedger` would stop for later."""
+    """Refuse damage at the start that would make `FaultLedger` stop later."""
     if shards.lost_samples > max_share * shards.num_samples:
         raise UserError(
             f"{shards.damage[0]}; {shards.lost_samples:,} of {shards.num_samples:,} images count as lost, more than "

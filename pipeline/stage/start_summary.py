@@ -24,7 +24,7 @@ _LAYOUT = {"processes": "processes", "zero_stage": "ZeRO stage"}
 def describe_start(
     stage: Stage, *, place: Place, task: Task, notes: Sequence[str], restored: Restored | None
 ) -> Iterator[str]:
-    """Describe the stage line by line; `notes`: of the kernels."""
+    """Describe the stage line by line; `notes`: about kernels."""
     recipe, config, data, plan = stage.recipe, stage.config, stage.data, stage.plan
     engine, head, count = recipe.engine, config.head_kind, len(task.outputs)
     yield f"{stage.name}: {config.image_size} px, {count} {task.kind_of_output}; {plan.describe()}"
@@ -59,7 +59,7 @@ def describe_start(
 
 
 def describe_restored(restored: Restored, *, stage: Stage) -> Iterator[str]:
-    """Describe damaged checkpoints that were skipped, then position and age of the restored one."""
+    """Describe damaged checkpoints that were skipped, then the position and age of the restored one."""
     state, plan = restored.state, stage.plan
     age_minutes = (time.time() - restored.folder.stat().st_mtime) / 60
     position = "nothing is left to train"
@@ -80,7 +80,7 @@ def describe_restored(restored: Restored, *, stage: Stage) -> Iterator[str]:
 def describe_changes(
     restored: Restored, *, recipe: Recipe, identity: Mapping[str, Any], written_by: Mapping[str, str]
 ) -> str | None:
-    """Describe what differs between the checkpoint and this process (the last three arguments); None: nothing."""
+    """Describe changes from the checkpoint to this process (the other arguments); None: no change."""
     before = restored.identity
     layout = [
         f"{name} {before[key]} -> {identity[key]}" for key, name in _LAYOUT.items() if before[key] != identity[key]
@@ -96,10 +96,9 @@ def describe_changes(
 
 
 def _changed_keys(folder: Path, recipe: Recipe) -> list[str]:
-    """List recipe keys that differ from the checkpoint's copy; forbidden changes were refused before."""
     try:
         before = flatten(parse_recipe(folder / "recipe.yaml"))
-    except (OSError, UserError):  # the digests were right, so another version of this program wrote it
+    except (OSError, UserError):  # the digests matched, so another version of shardvit wrote it
         return []
     now = flatten(recipe)
     return [

@@ -1,10 +1,9 @@
-"""Training tasks: turn a batch into the model's inputs and targets, its loss and its metrics.
+"""Training tasks (classification, masked patch prediction): batch -> model inputs, targets, loss, metrics.
 
-A `Task` is all that the loop and the evaluation know about the kind of training: classification (pre-training and
-fine-tuning) or masked patch prediction. It has no state: a function of batch and seed. It flips, normalises and mixes
-on the device: on a GPU that reads and writes 24 bytes per value (44 with mixup), 0.3 ms for 256 images of 224 px at
-3 TB/s [computed, not measured]; on a CPU the channels move first, while a value is still one byte, since that pass is
-the expensive one. Nothing here makes the host wait for a GPU.
+A `Task` is a stateless function of batch and seed, and all that the loop and the evaluation know about the training.
+It flips, normalises and mixes on the device. A GPU reads and writes 24 bytes per value (44 with mixup): 0.3 ms for 256
+images of 224 px at 3 TB/s [computed, not measured]. On a CPU the permutation to NCHW is the expensive pass, so it comes
+first, on one-byte values. Nothing here makes the host wait for a GPU.
 """
 
 from dataclasses import dataclass
@@ -29,13 +28,13 @@ from pipeline.recipe.vocabulary import StageName
 from pipeline.stage.stage_data import StageData
 
 Use = Literal["train", "eval"]
-TOP = 5  # classes that are kept of an answer
-_MASK_SHARE, _OTHER_SHARE = 0.8, 0.1  # of the corrupted patches; the rest is kept as it is
+TOP = 5  # classes kept per answer
+_MASK_SHARE, _OTHER_SHARE = 0.8, 0.1  # of the corrupted patches; the rest keep their embeddings
 
 
 @dataclass(frozen=True)
 class Example:
-    """A micro-batch of n images, for model and loss."""
+    """A micro-batch of n images for model and loss."""
 
     inputs: tuple[torch.Tensor, ...]  # each has n rows
     targets: torch.Tensor  # n rows
@@ -43,12 +42,12 @@ class Example:
 
 @dataclass(frozen=True)
 class Answers:
-    """A classifier's answer to each of n images, on the device."""
+    """A classifier's answers for n images, on the device."""
 
-    rank: torch.Tensor  # int64 [n]: classes above the best-scored true one, 0 if it is right; C without a true class
+    rank: torch.Tensor  # int64 [n]: number of classes above the best true one, 0 if right; C without a true class
     true: torch.Tensor  # int64 [n]: that class
     probability_of_true: torch.Tensor  # float32 [n]
-    top: torch.Tensor  # int64 [n, 5 or all]: the best-scored classes, best first, of equal ones the first
+    top: torch.Tensor  # int64 [n, 5 or all]: classes from the best on; ties in class order
     probabilities: torch.Tensor  # float32 [n, 5 or all], of these
 
 
@@ -71,9 +70,9 @@ class Classification:
     label_kind: LabelKind
     normalisation: Normalisation
     train_loss: LossFunction
-    loss_kind: LossKind  # held-out losses have no smoothing, so that they compare across recipes
+    loss_kind: LossKind  # without smoothing on held-out images, to compare recipes
 
-    kind_of_output = "classes"  # what `outputs` names
+    kind_of_output = "classes"  # the kind of `outputs`
     score = "top1"  # held-out accuracy, logged as val/SCORE
     train_metric = "train/top1"  # `train_score`
 
@@ -82,7 +81,7 @@ class Classification:
         return self.classes
 
     def example(self, batch: Batch, *, use: Use) -> Example:
-        """Make images, and classes or shares of classes; mixed if the batch says so."""
+        """Make images, and classes or their shares; mixed if the batch says so."""
         engine = self.engine
         return Example(
             (model_input(batch, device=engine.device, dtype=engine.input_dtype, normalisation=self.normalisation),),
@@ -90,17 +89,17 @@ class Classification:
         )
 
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean training loss of logits [n, classes], in float32; images weigh alike."""
+        """Mean training loss over images for logits [n, classes], in float32."""
         return self.train_loss(outputs, targets)
 
     def train_score(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Top-1 on a training batch, as in `tally`, 0-dimensional; a mixed image counts by its best class's share."""
+        """Training top-1 as in `tally`, 0-dimensional; a mixed image counts with the predicted class's share."""
         best = outputs.detach().argmax(dim=1)
         hit = targets.gather(1, best[:, None]) if targets.is_floating_point() else best == targets
         return hit.float().mean()
 
     def tally(self, outputs: torch.Tensor, targets: torch.Tensor) -> Tally:
-        """Score each held-out image by itself: top-1; with several labels, precision at 1 (big_vision's prec@1)."""
+        """Top-1 of each held-out image; with several labels, precision at 1 (big_vision's prec@1)."""
         found = answers(outputs, targets, kind=self.loss_kind)
         loss = image_losses(outputs, targets, kind=self.loss_kind).double()
         return Tally(loss, (found.rank == 0).double(), torch.ones_like(loss), found)
@@ -120,7 +119,7 @@ class MaskedPatches:
     train_metric = "train/accuracy"
 
     def example(self, batch: Batch, *, use: Use) -> Example:
-        """Make images and their corruption; classes [n, K] of the corrupted patches."""
+        """Make images, their corruption, and colours [n, K] of the corrupted patches."""
         engine = self.engine
         pixels = _flipped(batch, device=engine.device)
         colours = colour_classes(pixels.permute(0, 2, 3, 1), patch_size=self.patch_size)
@@ -133,15 +132,14 @@ class MaskedPatches:
         return Example((images, source, corrupted), colours.gather(1, corrupted))
 
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Cross-entropy of logits [n, K, 512], mean over all corrupted patches; every image has equally many."""
+        """Mean cross-entropy over all corrupted patches for logits [n, K, 512]; K is the same for every image."""
         return softmax_cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
     def train_score(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Share of corrupted patches whose colour is right."""
         return (outputs.detach().argmax(dim=-1) == targets).float().mean()
 
     def tally(self, outputs: torch.Tensor, targets: torch.Tensor) -> Tally:
-        """Counts patches, not images."""
+        """Count patches, not images."""
         losses = image_losses(outputs.flatten(0, 1), targets.flatten(), kind="softmax")
         loss = losses.double().view(targets.shape).sum(dim=1)
         right = (outputs.argmax(dim=-1) == targets).sum(dim=1).double()
@@ -152,31 +150,30 @@ class MaskedPatches:
 class Corruption:
     """Corruption of the N patches of n images."""
 
-    source: torch.Tensor  # int64 [n, N]: the number of the patch whose embedding each is given; N for the mask's
+    source: torch.Tensor  # int64 [n, N]: the patch whose embedding each patch gets; N for the mask's
     corrupted: torch.Tensor  # int64 [n, N // 2]: the patches to predict
 
 
 def corruption_in_training(batch: Batch, *, seed: int, num_patches: int) -> Corruption:
-    """Corrupt by (seed, epoch, sample), whatever the world size, workers or resumes."""
+    """Corrupt by (seed, epoch, sample), independent of world size, workers and resumes."""
     return draw_corruption(
         RandomStream.CORRUPTION_TRAIN, seed, batch.epochs.numpy(), batch.samples.numpy(), num_patches=num_patches
     )
 
 
 def corruption_held_out(batch: Batch, *, seed: int, num_patches: int) -> Corruption:
-    """Corrupt by (seed, sample): the same in every evaluation, so that results compare."""
+    """Corrupt by (seed, sample), the same in every evaluation."""
     return draw_corruption(RandomStream.CORRUPTION_HELD_OUT, seed, batch.samples.numpy(), num_patches=num_patches)
 
 
 def draw_corruption(*key: ArrayLike, num_patches: int) -> Corruption:
-    """Corrupt a random half of each image's patches (rounded down): 80 % of them get the mask's embedding, 10 % that of
-    another patch of the same image (so that an image's loss does not depend on its batch), and 10 % keep theirs.
-    `key`: words of `randomness.uniforms`; arrays have an entry for each image."""
+    """Corrupt a random half (rounded down) of each image's patches: 80 % get the mask's embedding, 10 % that of another
+    patch of the image, 10 % keep theirs. `key`: words of `randomness.uniforms`; arrays have an entry per image."""
     count = num_patches // 2
     draws = uniforms(*key, draws=num_patches + count)
     corrupted = np.argsort(draws[:, :num_patches], axis=1, kind="stable")[:, :count]
     kind = draws[:, num_patches:]
-    # The draw's position between the two shares selects the other patch.
+    # The draw's position within the share selects a patch of the same image, so its loss ignores the rest of the batch.
     steps = np.floor((kind - _MASK_SHARE) / _OTHER_SHARE * (num_patches - 1)).astype(np.int64).clip(0, num_patches - 2)
     other = (corrupted + 1 + steps) % num_patches
     given = np.where(kind < _MASK_SHARE, num_patches, np.where(kind < _MASK_SHARE + _OTHER_SHARE, other, corrupted))
@@ -186,8 +183,7 @@ def draw_corruption(*key: ArrayLike, num_patches: int) -> Corruption:
 
 
 def answers(logits: torch.Tensor, targets: torch.Tensor, *, kind: LossKind) -> Answers:
-    """Rank the classes by logits [n, C], with the loss's targets. Among equal scores the first class wins; with a NaN
-    score an image is wrong."""
+    """Rank the classes by logits [n, C]. The first of equal scores wins; an image with a NaN score is wrong."""
     count, classes = logits.shape
     if targets.is_floating_point():
         of_true = logits.masked_fill(targets <= 0, -torch.inf)
@@ -203,7 +199,7 @@ def answers(logits: torch.Tensor, targets: torch.Tensor, *, kind: LossKind) -> A
     shares = probabilities(logits, kind)
     top: list[torch.Tensor] = []
     left = logits.clone()
-    for _ in range(min(TOP, classes)):  # topk gives equal ones in any order
+    for _ in range(min(TOP, classes)):  # topk orders ties arbitrarily
         top.append(left.argmax(dim=1))
         left.scatter_(1, top[-1][:, None], -torch.inf)
     best = torch.stack(top, dim=1)
@@ -216,7 +212,7 @@ Task = Classification | MaskedPatches
 def make_task(
     recipe: Recipe, *, stage: StageName, data: StageData, normalisation: Normalisation, engine: Engine
 ) -> Task:
-    """Make the task of a stage."""
+    """Make a stage's task."""
     config = recipe.train_stage(stage)
     if isinstance(config, MaskedPatchStage):
         return MaskedPatches(engine=engine, seed=recipe.seed, patch_size=recipe.model.sizes.patch_size)
@@ -233,7 +229,7 @@ def make_task(
 def model_input(
     batch: Batch, *, device: torch.device, dtype: torch.dtype, normalisation: Normalisation = GOOGLES
 ) -> torch.Tensor:
-    """Flip, normalise and mix on the device: -> [n, 3, size, size] of `dtype`; computed in float32, rounded once."""
+    """Flip, normalise and mix on the device -> [n, 3, size, size] of `dtype`; in float32, rounded once."""
     values = _normalised(_flipped(batch, device=device), normalisation)
     if batch.mix is not None:
         values = _mixed_images(values, batch.mix)
@@ -241,8 +237,7 @@ def model_input(
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy to the device without waiting. For small tensors: torch keeps as much page-locked memory as is ever on its
-    way at once."""
+    """Copy to the device without waiting. For small tensors: torch keeps the page-locked memory of all pending ones."""
     source = values.pin_memory() if device.type == "cuda" else values
     return source.to(device, non_blocking=True)
 
@@ -256,14 +251,13 @@ def _flipped(batch: Batch, *, device: torch.device) -> torch.Tensor:
 
 
 def _normalised(pixels: torch.Tensor, normalisation: Normalisation) -> torch.Tensor:
-    """In float32."""
     mean, std = _mean_and_std(normalisation, device=pixels.device)
     return torch.sub(pixels, mean).div_(std)
 
 
 @lru_cache(maxsize=8)
 def _mean_and_std(normalisation: Normalisation, *, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Float32 [3, 1, 1] each; cached, as copying them makes the host wait."""
+    """float32 [3, 1, 1] each; cached, as copying makes the host wait."""
     mean, std = (
         torch.tensor(each, dtype=torch.float64).mul(255).float().to(device)[:, None, None]
         for each in (normalisation.mean, normalisation.std)
@@ -272,8 +266,7 @@ def _mean_and_std(normalisation: Normalisation, *, device: torch.device) -> tupl
 
 
 def targets(batch: Batch, *, device: torch.device, num_classes: int, label_kind: LabelKind) -> torch.Tensor:
-    """Make the loss's targets: classes, int64 [n], if each image has one and nothing is mixed; otherwise float32
-    [n, num_classes]: 1 for each label of an image, or its share after mixing."""
+    """Classes, int64 [n]; with several labels or mixing float32 [n, num_classes], 1 per label or its share."""
     labels = batch.labels.to(device, non_blocking=True)
     if label_kind == "single" and batch.mix is None:
         return labels
@@ -287,15 +280,15 @@ def targets(batch: Batch, *, device: torch.device, num_classes: int, label_kind:
 
 
 def _mixed_images(images: torch.Tensor, mix: Mix) -> torch.Tensor:
-    """Mix all but the last row with the next one; overwrites `images`."""
+    """Mix each row with the next, and drop the last; overwrites `images`."""
     if mix.kind == "mixup":
         return _weighted(images, keep=mix.keep)
     if mix.box is not None:
         rows, columns = slice(mix.box.top, mix.box.bottom), slice(mix.box.left, mix.box.right)
-        images[:-1, :, rows, columns] = images[1:, :, rows, columns].clone()  # before any of it is pasted over
+        images[:-1, :, rows, columns] = images[1:, :, rows, columns].clone()  # before it is overwritten
     return images[:-1]
 
 
 def _weighted(rows: torch.Tensor, *, keep: float) -> torch.Tensor:
-    """Blend each row with the next: two products and a sum, each rounded, so the bits do not depend on the shape."""
+    """Blend each row with the next: two products and a sum, each rounded, so that bits do not depend on the shape."""
     return (rows[:-1] * keep).add_(rows[1:] * (1 - keep))

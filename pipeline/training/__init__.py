@@ -1,1 +1,1 @@
-"""One training stage, assembled and run: the stages, THE loop, and what it is assembled from."""
+"""Assemble and run a training stage: the stages, THE loop and its parts."""

@@ -1,6 +1,6 @@
-"""What may follow an optimizer step, one decision per method: settle, log, roll back, evaluate, save, stop.
+"""Decide what follows an optimizer step, one decision per method: settle, log, roll back, evaluate, save, stop.
 
-A step's numbers arrive one step late (`late_metrics`), so no step waits for them; whatever reads the state (a log, a
+A step's numbers arrive one step late (`late_metrics`), so no step waits for them. Whatever reads the state (a log, a
 checkpoint, a decision to end) waits until it is exact.
 """
 
@@ -28,50 +28,46 @@ from pipeline.stage.task import Task
 
 
 class TrainingFailed(Exception):
-    """Training cannot continue, or its result is worthless; the message says why and what was saved."""
+    """Training cannot continue, or its result is worthless; says why and what was saved."""
 
 
 @dataclass(frozen=True)
 class TrainJob:
-    """The parts of one stage's training, ready to run."""
+    """Parts of one stage's training."""
 
     plan: StagePlan  # steps, batch sizes, learning rates, what is due when, and when to give up
     batches: Batches  # this rank's micro-batches, from the state's step on
     task: Task  # micro-batch -> inputs and targets -> loss
     engine: Engine  # forward, backward, step
     evaluate: Callable[[int], dict[str, float]]  # step -> held-out metrics by name; collective
-    saver: CheckpointSaver  # writes checkpoints, perhaps in the background
+    saver: CheckpointSaver  # writes checkpoints, in the background if asked to
     faults: FaultLedger  # damaged images so far, and their limit
     report: Report  # metrics.jsonl, events and the screen; silent above rank 0
     ranks: Ranks  # the process group
     requests: Requests  # of any rank: stop, or save
 
     def phase(self, name: Phase, step: int) -> AbstractContextManager[None]:
-        """Run a block as that phase of a step: timed, and reported to the watch for hangs."""
+        """Time a block as a phase of a step, and report it to the hang watch."""
         return self.report.phases(name, step=step)
 
 
 class AfterStep:
-    """Called after each step of a training; collective.
+    """Called after each step of a training; collective. `losses`: since the last point of the curve.
 
     Raises:
         Stopped: by a signal, after saving.
-        RollBack: the recipe asks to resume from before these steps and to skip their batches.
-        TrainingFailed: too many steps in a row without finite gradients, or too many rollbacks; or, after saving, a
-            rank is too slow and the recipe asks to stop.
-        UserError: more images are damaged than allowed (after saving), or a checkpoint cannot be written.
+        RollBack: resume from before these steps and skip their batches.
+        TrainingFailed: too many skipped steps in a row, too many rollbacks, or (after saving) a rank is too slow.
+        UserError: too many damaged images (after saving), or a checkpoint cannot be written.
         SaveFailed: the disk failed while writing a checkpoint; retrying may help.
-
-    Attributes:
-        losses: of the steps since the last point of the curve.
     """
 
     def __init__(self, job: TrainJob, state: TrainState) -> None:
         self._job, self._state, self._plan = job, state, job.plan
-        self._slow_rank = ""  # why a rank's pace ends the run
+        self._slow_rank = ""  # why a slow rank ends the run
         if job.faults.complaint:  # of an earlier attempt
             raise UserError(job.faults.complaint)
-        if state.step == job.plan.total_steps and (failure := self._failure()):  # it had failed at its last step
+        if state.step == job.plan.total_steps and (failure := self._failure()):  # failed at the last step
             raise failure
         self.losses = LossWindow(state.losses_since_log, state.scores_since_log)
         rollback = job.plan.rollback
@@ -94,11 +90,11 @@ class AfterStep:
         if plan.evaluates_after(state.step):
             self._evaluate()
         if is_last:
-            self._slow_rank = ""  # it undoes nothing
+            self._slow_rank = ""  # a slow rank must not end a finished stage
         is_end = bool(is_last or agreed.stop or self._slow_rank or job.faults.complaint)
         if is_end or agreed.save or plan.saves_after(state.step):
             self._save()
-        # Skipped steps alone ask for no checkpoint: we roll back to an earlier one instead.
+        # Skipped steps alone save no checkpoint: we roll back to an earlier one instead.
         failure = self._failure()
         if is_end or failure:
             self._finish_saving()
@@ -108,7 +104,7 @@ class AfterStep:
             raise Stopped
 
     def _settle(self, outcomes: Sequence[StepOutcome]) -> None:
-        """Count applied and skipped steps, and take in the ranks' requests in them."""
+        """Count applied and skipped steps, and read the ranks' requests."""
         for outcome in outcomes:
             if outcome.step - 1 not in self._state.passed_over:
                 self._state.settle(applied=outcome.applied)
@@ -118,7 +114,7 @@ class AfterStep:
 
     @property
     def _skips_may_be_too_many(self) -> bool:
-        """True if we would give up or roll back if all unsettled steps turn out skipped."""
+        """True if skipping all unsettled steps would make us give up or roll back."""
         plan, most = self._plan, self._plan.max_skipped_steps
         if plan.rollback:
             most = min(most, plan.rollback.after_skipped_steps)
@@ -130,7 +126,7 @@ class AfterStep:
         return rollback is not None and self._state.skipped_in_a_row >= rollback.after_skipped_steps
 
     def _log(self, *, lr: float) -> list[Spike]:
-        """Report a point of the training curve and compare the ranks' pace; returns spikes since the last point."""
+        """Report a point of the training curve, compare the ranks' speed, and return spikes since the last point."""
         job, state = self._job, self._state
         self._settle_faults()
         new, measured = self.losses.take(job.ranks), job.engine.measured()
@@ -159,13 +155,12 @@ class AfterStep:
         return spiked
 
     def _roll_back_after(self, spiked: Sequence[Spike]) -> None:
-        """Roll back if the recipe asks for it, to before the first trouble, so that the result does not depend on how
-        often the curve is logged."""
+        """Roll back if asked to, to before the first trouble, so that the result does not depend on log_every."""
         state, rollback = self._state, self._plan.rollback
         if rollback is None:
             return
         found: list[Trouble] = []
-        if rollback.spike_sigmas:  # a step whose loss is not finite was skipped
+        if rollback.spike_sigmas:  # steps with a loss that is not finite were skipped
             found = [
                 Trouble(each.step - 1, each.step - 1, each.describe()) for each in spiked if math.isfinite(each.loss)
             ]
@@ -191,7 +186,6 @@ class AfterStep:
         job.report.evaluation(state)
 
     def _save(self) -> None:
-        """Save a checkpoint, or begin to, as `saver` decides."""
         job, state = self._job, self._state
         with job.phase("saving", state.step):
             self._settle_faults()
@@ -206,7 +200,7 @@ class AfterStep:
             self._job.saver.finish()
 
     def _failure(self) -> Exception | None:
-        """Say why training must stop, if it must; saving may have found more damage."""
+        """Why training must stop, if it must; saving may have found more damage."""
         job, state = self._job, self._state
         if job.faults.complaint:
             return UserError(job.faults.complaint)

@@ -1,4 +1,4 @@
-"""Make the parts of a stage's training from its recipe, wire them together, and write the result."""
+"""Make the parts of a stage's training from the recipe, connect them, and write the result."""
 
 import math
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def make_job(
     watch: Watch,
     report: Report,
 ) -> TrainJob:
-    """Make all that the loop needs, from `state` on; collective."""
+    """Make what the loop needs to train from `state`; collective."""
     recipe, data, ranks = stage.recipe, stage.data, context.ranks
     sets = {"train": data.train, "eval": data.eval, **{f"eval {name}": one for name, one in data.also_eval.items()}}
     faults = FaultLedger(
@@ -100,7 +100,7 @@ def _make_evaluation(
     watch: Watch,
     report: Report,
 ) -> Callable[[int], dict[str, float]]:
-    """Make a function of the step that evaluates, keeps what the pictures need, and returns the metrics; collective."""
+    """Make a function step -> metrics that also keeps what pictures need; collective."""
     ranks, ema = context.ranks, stage.config.ema
     parts = {name: held_out(stage, shards, place=ranks.place) for name, shards in stage.data.held_out.items()}
     few_shot = few_shot_evaluation(context, stage, engine=engine, workers=workers, watch=watch, say=report.note)
@@ -160,7 +160,7 @@ def _make_saver(
         ranks=ranks,
         origin=Origin(
             checkpoint_identity(recipe, stage=stage.name, processes=ranks.place.world_size),
-            written_by=written_by() if ranks.place.is_main else {},  # rank 0 writes them down
+            written_by=written_by() if ranks.place.is_main else {},  # rank 0 records them
             inputs=stage.record.inputs if ranks.place.is_main else {},
             recipe_text=dump_recipe(recipe),
         ),
@@ -176,12 +176,12 @@ def _make_saver(
 
 
 def judged_by(config: TrainStage, *, task: Task) -> str:
-    """Name the metric that picks the best evaluation."""
+    """Name the metric of the best evaluation."""
     return config.judged_by("loss" if config.keep_best == "loss" else task.score)
 
 
 def make_phases(context: StageContext, config: EngineConfig, *, watch: Watch, device: torch.device) -> Phases:
-    """Make what times the steps of an attempt and compares the ranks' speed."""
+    """Make the timer of steps, which also compares the ranks' speed."""
     return Phases(
         watch=watch,
         device=device,
@@ -205,7 +205,7 @@ def check_disk(stage: Stage, *, model: nn.Module) -> None:
 
 
 def write_result(context: StageContext, stage: Stage, *, job: TrainJob, state: TrainState, start: StageStart) -> None:
-    """Write the model and mark the stage as done; collective. TrainingFailed: the last held-out loss is not finite."""
+    """Write the model and mark the stage done; collective. TrainingFailed if the last held-out loss is not finite."""
     config, name, model, report = stage.config, stage.name, stage.run.model(stage.name), job.report
     if not math.isfinite(loss := state.evaluation[config.judged_by("loss")]):
         raise TrainingFailed(

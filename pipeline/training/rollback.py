@@ -1,9 +1,8 @@
-"""Restore a stage, and roll back: resume from before trouble and skip the batches that led to it.
+"""Restore a stage, or roll back: resume from before trouble and skip the batches that led to it.
 
-The loop raises `RollBack`; stage.json then names the steps to skip, and the stage resumes from the newest checkpoint
-that is old enough. As every step is a function of its number, training continues as if those batches had never existed,
-whichever checkpoint it was and whatever was killed in between. PaLM was trained so (arXiv 2204.02311, section 5.1:
-restart about 100 steps before a spike, skip 200 to 500 batches).
+After `RollBack`, stage.json names the steps to skip, and the stage resumes from the newest checkpoint before them. A
+step is a function of its number, so the result does not depend on that checkpoint, nor on kills. PaLM restarts about
+100 steps before a spike and skips 200 to 500 batches (arXiv 2204.02311, section 5.1).
 """
 
 from collections.abc import Iterable
@@ -20,8 +19,8 @@ from pipeline.stage.stage_data import Stage
 
 
 def restore(context: StageContext, stage: Stage, *, engine: Engine) -> tuple[Restored | None, TrainState]:
-    """Load the newest whole checkpoint that has trained on no skipped batch; returns it with its state, or a new state;
-    collective. UserError: checkpoints were saved, but none is left to resume from."""
+    """Load the newest whole checkpoint that has trained on no skipped batch, or make a new state; collective. UserError
+    if checkpoints were saved, but none is left."""
     ranks = context.ranks
     abandoned = context.on_main(lambda: _abandoned_checkpoints(stage)) or []
     record: StageRecord = ranks.from_main(stage.record)
@@ -39,7 +38,7 @@ def restore(context: StageContext, stage: Stage, *, engine: Engine) -> tuple[Res
         )
     state = restored.state if restored else TrainState()
     ranks.barrier()  # every rank has read stage.json before it changes
-    # Only now: before an older one was restored, they may be all that is left.
+    # Not earlier: until an older one is restored, they may be all that is left.
     context.on_main(lambda: _remove(abandoned, stage=stage, restored=state))
     state.passed_over, state.rollbacks = list(record.passed_over), record.rollbacks
     return restored, state
@@ -64,7 +63,7 @@ def record_rollback(context: StageContext, stage: Stage, trouble: Trouble) -> No
 
 
 def _abandoned_checkpoints(stage: Stage) -> list[Path]:
-    """List checkpoints that have trained on steps to skip; damaged ones are left to `restore_checkpoint`."""
+    """List checkpoints that have trained on steps to skip, except damaged ones (see `restore_checkpoint`)."""
     passed_over, found = set(stage.record.passed_over), list[Path]()
     for folder in checkpoint_folders(stage.checkpoints):
         try:

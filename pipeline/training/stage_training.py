@@ -1,7 +1,4 @@
-"""Run one training stage, from its initial model to its result.
-
-The loop is `train_loop`, `assembly` makes its parts, `stages` has the differences between stages.
-"""
+"""Run one training stage, from its initial model to its result. `stages` has the differences between stages."""
 
 from contextlib import closing
 
@@ -29,7 +26,7 @@ from pipeline.training.train_loop import train
 
 def train_stage(context: StageContext, stage: Stage, *, model: nn.Module, start: StageStart) -> None:
     """Train `model` to the end of the stage, from its last checkpoint if any, and write STAGE/model; collective.
-    UserError: an input or checkpoint differs from the stage's first; Stopped: by a signal, after saving."""
+    UserError if an input or checkpoint is not the one the stage started with; Stopped by a signal, after saving."""
     recipe, plan, train_set = stage.recipe, stage.plan, stage.data.train
     inputs, record = {**stage.inputs, "weights": start.weights}, stage.record
     data_record = context.on_main(lambda: check_data(stage.run, stage=stage.name, data=stage.data))
@@ -80,8 +77,6 @@ def _attempt(
     watch: Watch,
     resumed: tuple[Restored | None, TrainState],
 ) -> None:
-    """Train from a checkpoint, or the beginning, to the end of the stage; collective. RollBack: resume from an earlier
-    checkpoint."""
     (restored, state), name, place = resumed, stage.name, context.ranks.place
     phases = make_phases(context, stage.recipe.engine, watch=watch, device=engine.device)
     context.start.set_status("preparing data and records")
@@ -89,7 +84,7 @@ def _attempt(
         context, stage=name, data=stage.data, plan=stage.plan, state=state, phases=phases, tags=kernels.tags
     ) as report:
         if context.start.say is not None:
-            context.start.say = report.note  # beside a bar
+            context.start.say = report.note  # does not garble a progress bar
         if kernels.compiled:
             kernels.compiled.tell = lambda line: report.note(f"{name}: {line}")
         task = make_task(stage.recipe, stage=name, data=stage.data, normalisation=start.normalisation, engine=engine)
@@ -100,7 +95,7 @@ def _attempt(
             context.draw(name, "begin", state.step)
         with closing(job.batches), closing(job.saver):
             if stage.plan.rollback and restored is None:
-                job.saver.save(state)  # nothing else lies before the first trouble
+                job.saver.save(state)  # to roll back to, should trouble come before the next save
             state = train(job, state)
         watch.progress(state.step, status="writing the model")
         write_result(context, stage, job=job, state=state, start=start)

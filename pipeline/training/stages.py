@@ -1,11 +1,11 @@
 """Run the paper's stages: masked_patch or pretrain, swap_head, finetune.
 
-A stage starts only from the last one's `STAGE/model/`, without its optimizer state, learning rate or clipping.
+A stage takes only `STAGE/model/` from the previous one: no optimizer state, learning rate or clipping.
 
-    masked_patch  random weights + mask token + Linear for tokens    -> trained on the colours of corrupted patches
+    masked_patch  random weights + mask token + Linear for tokens    -> trained on colours of corrupted patches
     pretrain      random weights + MLP head (Linear, tanh, Linear)   -> trained on the pre-training classes
-    swap_head     all that comes after the trunk dropped             -> one zero-initialised Linear for the new classes
-    finetune      position embeddings interpolated to the new grid   -> trained at the higher resolution
+    swap_head     everything after the trunk dropped                 -> a zero-initialised Linear for the new classes
+    finetune      position embeddings interpolated to the new grid   -> trained at higher resolution
 """
 
 from contextlib import nullcontext
@@ -40,7 +40,7 @@ from pipeline.training.stage_training import train_stage
 
 
 def run_stage(context: StageContext, *, stage: StageName) -> None:
-    """Run or resume one stage; collective. UserError: an earlier stage is not done, or an input has changed; Stopped:
+    """Run or resume one stage; collective. UserError if an earlier stage is not done or an input has changed; Stopped
     by a signal, after saving."""
     earlier = context.recipe.stages.names[: context.recipe.stages.names.index(stage)]
     missing = [name for name in earlier if context.folder.record(name).state != "done"]
@@ -73,7 +73,7 @@ def build_stage_model(recipe: Recipe, config: TrainStage, *, num_classes: int) -
 
 
 def initial_model(context: StageContext, config: TrainStage, *, num_classes: int) -> tuple[nn.Module, StageStart]:
-    """Make a training stage's model before its first step: random, or swap_head's at another resolution."""
+    """Make a stage's model before its first step: random, or swap_head's at the new resolution."""
     recipe, folder = context.recipe, context.folder
     model = build_stage_model(recipe, config, num_classes=num_classes)
     if not isinstance(config, FinetuneStage) or config.start == "scratch":
@@ -85,12 +85,12 @@ def initial_model(context: StageContext, config: TrainStage, *, num_classes: int
     model.load_state_dict(
         resize_state(state, config=recipe.model, from_image_size=meta.image_size, to_image_size=config.image_size)
     )
-    normalisation = Normalisation(mean=meta.mean, std=meta.std)  # as the model it starts from
+    normalisation = Normalisation(mean=meta.mean, std=meta.std)  # of the model to start from
     return model, StageStart(folder.record("swap_head").model_digest, normalisation)
 
 
 def check_frozen(recipe: Recipe, *, stage: StageName) -> None:
-    """UserError if `optimizer.frozen` names what the stage's model lacks, or all of it; allocates no weights."""
+    """UserError if `optimizer.frozen` names a part that the model lacks, or everything; allocates no weights."""
     config = recipe.train_stage(stage)
     with torch.device("meta"):
         model = build_stage_model(recipe, config, num_classes=1)
@@ -98,7 +98,7 @@ def check_frozen(recipe: Recipe, *, stage: StageName) -> None:
 
 
 def swap_head(context: StageContext) -> None:
-    """Replace the pre-training head by a zero Linear for fine-tuning's classes; on rank 0."""
+    """Replace the pre-training head with a zero Linear for the fine-tuning classes; on rank 0."""
     recipe, folder = context.recipe, context.folder
     classes = open_data(recipe, stage="finetune", report=context.say, commands="run").train.classes
     source = model_from_elsewhere(recipe)

@@ -1,7 +1,7 @@
-"""THE loop. One optimizer step per turn, read from top to bottom: read, forward, loss, backward, step, `after_step`.
+"""THE loop: read, forward, loss, backward, step, `after_step`; one optimizer step per turn.
 
-It knows the engine only through its protocol and writes nothing itself. Batches and randomness are functions of the
-step, so resuming at step k is the same as never having stopped.
+Batches and randomness are functions of the step, so resuming at step k equals never having stopped. Knows only the
+engine's protocol and writes nothing itself.
 """
 
 from model.vit import set_patch_dropout
@@ -23,7 +23,7 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
         if plan.patch_dropout:
             set_patch_dropout(engine.module, plan.patch_dropout if step < plan.patch_dropout_steps else 0.0)
 
-        if step in passed_over:  # by a rollback; the batches come without it
+        if step in passed_over:  # after a rollback; `batches` omits it
             losses.pass_over(device=engine.device)
             numbers = engine.pass_over(flags=job.requests.mine)
         else:
