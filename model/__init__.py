@@ -1,6 +1,6 @@
-"""Pixels -> logits -> loss: the Vision Transformer of arXiv 2010.11929. Knows nothing of data_shards or pipeline.
+"""Pixels -> logits -> loss: the Vision Transformer of arXiv 2010.11929. Imports neither data_shards nor pipeline.
 
-`config` says what a user may ask for, `variants` what the names mean, `build` makes any model (`vit`, resnet/, `head`,
-positions/), `init` fills it, `loss` trains it; `saved` is its folder, formats/ other projects' files, counting/ its
-cost. Names that recipes share are in `vocabulary`, without torch.
+`config` is what a user may ask for, `variants` the named sizes, `vit` builds any model (with resnet, layers/,
+positions/), `init` fills it, `loss` trains it; saved/ stores it, formats/ converts it, counting/ gives its cost.
+`vocabulary` has the names that recipes share, without torch.
 """

@@ -1,7 +1,7 @@
-"""Configuration of a model's trunk (a named variant or its sizes, and what the paper varies) and its dropout.
+"""Configuration of a model's trunk (a named variant or its sizes, and the paper's options) and its dropout.
 
-Pydantic only, so that reading a recipe and `shardvit --help` import neither torch nor timm. Image size, classes, head
-and dropout belong to a stage: they change between pre-training and fine-tuning.
+Imports pydantic only, so recipes and `shardvit --help` need neither torch nor timm. Image size, classes, head and
+dropout belong to a stage: they change between pre-training and fine-tuning.
 """
 
 from collections.abc import Iterator
@@ -25,11 +25,11 @@ OF_TRANSFORMERS = (
     *("pool", "position", "position_at", "class_token_position"),
     *("layer_scale", "gelu", "layer_norm_eps", "interpolation"),
 )
-"""Fields beside the sizes, which a pure ResNet does not have."""
+"""Fields other than sizes that a pure ResNet lacks."""
 
 
 class ModelConfig(BaseModel):
-    """A trunk: `variant` or the sizes. Fields are what the user wrote; read numbers from `sizes` or `resnet`."""
+    """A trunk: `variant` or the sizes. Fields hold what the user wrote; read numbers from `sizes` or `resnet`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -38,22 +38,22 @@ class ModelConfig(BaseModel):
     variant: str | None = None
     width: Width | None = None  # size D of a token
     depth: Depth | None = None  # encoder blocks
-    heads: Width | None = None  # attention heads; divides `width`
+    heads: Width | None = None  # attention heads; must divide `width`
     mlp_dim: Hidden | None = None  # hidden size of the blocks' MLPs; default: 4 * width, as in the ViT paper's Table 1
     patch_size: Pixels | None = None  # side in pixels, ResNet stem included
-    # Units in each stage of a ResNet: a hybrid's stem ([]: its root alone) or, without `width`, the whole model.
+    # Units in each stage of a ResNet: a hybrid's stem ([]: only its root) or, without `width`, the whole model.
     resnet_layers: tuple[Depth, ...] | None = Field(default=None, max_length=4)
     resnet_width_factor: WidthFactor | None = None  # multiplies the ResNet's widths
-    # What the head sees: the class token (no other has one), the mean of the normed patch tokens, or attention pooling
+    # Input of the head: class token (only "cls" has one), mean of the normed patch tokens, or attention pooling
     pool: Pool = "cls"
     position: PositionKind = "learned_1d"  # as in the ViT paper's Table 8; sincos_2d: big_vision's fixed one
-    position_at: PositionAt = "stem"  # where a learned one is added: once, or before each block (one for all, or each)
-    # learned: positions have a vector for the class token too (the paper, vision_transformer); none: they are added to
-    # the patches alone (big_vision; timm's no_embed_class), where Adam moves one parameter in place of a sum of two
+    position_at: PositionAt = "stem"  # where a learned one is added: once, or before each block (shared, or one each)
+    # learned: the class token has a position too (the paper, vision_transformer); none: only patches have one
+    # (big_vision; timm's no_embed_class), and Adam moves one parameter instead of a sum of two
     class_token_position: ClassTokenPosition = "learned"
     layer_scale: float | None = Field(default=None, gt=0)  # initial factor on each branch (CaiT, arXiv 2103.17239)
-    gelu: Gelu = "tanh"  # flax's default and so Google's; erf is torch's, timm's and transformers'
-    layer_norm_eps: float = Field(default=1e-6, gt=0)  # flax's default; transformers writes 1e-12
+    gelu: Gelu = "tanh"  # flax's and Google's default; torch, timm and transformers use erf
+    layer_norm_eps: float = Field(default=1e-6, gt=0)  # flax's default; transformers' is 1e-12
     interpolation: Interpolation = "google"  # google: bilinear, corners aligned; timm: bicubic, antialiased
 
     @model_validator(mode="after")
@@ -127,7 +127,7 @@ class ModelConfig(BaseModel):
 
     @property
     def has_convolutions(self) -> bool:
-        """Beside the patch embedding, which is a matrix product."""
+        """Besides the patch embedding, which is a matrix product."""
         return self.kind == "resnet" or self.sizes.resnet_layers is not None
 
     @property
@@ -151,30 +151,28 @@ class ModelConfig(BaseModel):
 
     @property
     def with_learned_positions(self) -> Self:
-        """This model with learned positions in place of fixed ones (sincos_2d, none); otherwise this model itself."""
+        """Replace fixed positions (sincos_2d, none) by learned ones."""
         fixed = self.kind == "vit" and self.position in ("sincos_2d", "none")
         return self.model_copy(update={"position": "learned_1d"}) if fixed else self
 
     @property
     def class_token_rows(self) -> int:
-        """Vectors of a learned position embedding that are the class token's, before those of the patches: 0 or 1."""
+        """Rows of a learned position embedding for the class token, before the patches': 0 or 1."""
         return int(self.pool == "cls" and self.class_token_position == "learned")
 
     @property
     def num_features(self) -> int:
-        """Size of what the head sees."""
         return self.sizes.width if self.kind == "vit" else self.resnet.num_features
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the Transformer and units of its stem; or units of a ResNet."""
+        """Blocks of the Transformer plus units of its stem; or units of a ResNet."""
         if self.kind == "resnet":
             return sum(self.resnet.layers)
         return self.sizes.depth + sum(self.sizes.resnet_layers or ())
 
     def grid_size(self, image_size: int) -> int:
-        """Patches, or a ResNet's last features, along one side of a square image. Raises ValueError if the model cannot
-        take images of `image_size` pixels (and says which it can)."""
+        """Patches (or a ResNet's last features) along one side; ValueError names the sizes that fit."""
         if self.kind == "vit":
             what, stride = "the patch size", self.sizes.patch_size
         else:
@@ -189,15 +187,15 @@ class ModelConfig(BaseModel):
 
 @dataclass(frozen=True)
 class Regularisation:
-    """Dropout rates, each in [0, 1), and who draws the masks; all off by default."""
+    """Dropout rates, each in [0, 1), and the source of the masks; off by default."""
 
     dropout: float = 0.0  # where `model.vit` says (ViT paper, Table 3: 0.1 for ImageNet pre-training, else 0)
-    stochastic_depth: float = 0.0  # of the last block's branches; linear to 0 at the first (arXiv 1603.09382)
-    patch_dropout: float = 0.0  # share of the patch tokens that a training step leaves out (FLIP, arXiv 2212.00794)
-    masks: DropoutMasks = "process"  # the process's generator; sample: given words (`model.layers.dropout`)
+    stochastic_depth: float = 0.0  # rate at the last block; linear from 0 at the first (arXiv 1603.09382)
+    patch_dropout: float = 0.0  # share of patch tokens dropped in training (FLIP, arXiv 2212.00794)
+    masks: DropoutMasks = "process"  # source: the process's generator; sample: given words (`model.layers.dropout`)
 
     def check(self, config: ModelConfig) -> None:
-        """Raise ValueError if a rate is out of range, or has no effect with this model."""
+        """Raise ValueError if a rate is out of range or does not apply to this model."""
         for name in ("dropout", "stochastic_depth", "patch_dropout"):
             rate = getattr(self, name)
             if not 0.0 <= rate < 1.0:

@@ -3,11 +3,11 @@
 google: google-research/vision_transformer `models_vit.py` and `models_resnet.py`, big_vision `models/vit.py` (attention
 pooling), big_transfer `bit_jax/models.py` (pure ResNets), and flax's defaults. big_vision: the same, but learned
 positions have deviation 1 / sqrt(D) (0.036 for B) instead of 0.02. timm: timm 1.0 with `weight_init=""`
-(models/vision_transformer.py, models/resnetv2.py, else torch's defaults), and google's for what timm lacks. timm's own
-"jax" init is not offered: it applies Xavier to the fused q/k/v matrix (3D x D), whose bound is sqrt(2) too small.
+(models/vision_transformer.py, models/resnetv2.py, else torch's defaults), and google's for what timm lacks. timm's
+"jax" init is omitted: its Xavier on the fused q/k/v matrix (3D x D) has a bound sqrt(2) too small.
 
-Each parameter has a random stream from (seed, its name), independent of the device and of other parameters: models with
-different heads start from the same trunk. Costs a second for B/16, about 10 for H/14.
+Each parameter's random stream is keyed by (seed, name), independent of device and other parameters: models that differ
+in heads start from the same trunk. Costs a second for B/16, about 10 for H/14.
 """
 
 import hashlib
@@ -22,19 +22,18 @@ from torch import Tensor, nn
 
 from model.vocabulary import InitStyle
 
-# Of a unit normal truncated to [-2, 2]: flax divides by it (jax.nn.initializers.variance_scaling).
+# Deviation of a unit normal truncated to [-2, 2]: flax divides by it (jax.nn.initializers.variance_scaling).
 TRUNCATED_STD = 0.87962566103423978
 
-# Fill zeros (float32, on the CPU) with a parameter's initial values; the module is the parameter's own.
+# Fills zeros (float32, on the CPU) with initial values; the module owns the parameter.
 Fill = Callable[[Tensor, torch.Generator, nn.Module], object]
 
 
 def initialise(model: nn.Module, *, seed: int, head_bias: float = 0.0, style: InitStyle = "google") -> None:
-    """Overwrite every parameter of `model`, one of `model.vit` or `model.masked_patch`, in place.
+    """Overwrite all parameters of a model by `model.vit` or `model.masked_patch`, drawn in float32 on the CPU.
 
-    Values are drawn in float32 on the CPU, whatever the model's device and dtype. `head_bias`, of the last layer: -10
-    for sigmoid pre-training with many classes (vision_transformer issue 2), -6.9 for ImageNet-1k, else 0. The last
-    layer's weights start at zero except in timm's style. Raises ValueError for a parameter that our models do not have.
+    `head_bias` of the last layer: -10 for sigmoid pre-training with many classes (vision_transformer issue 2), -6.9 for
+    ImageNet-1k, else 0. Its weights start at zero except in timm's style. ValueError for an unknown parameter.
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -64,12 +63,12 @@ def _normal(std: float) -> Fill:
 
 
 def _unit_vectors(share: float = 1.0) -> Fill:
-    """A normal in which vectors have length 1 on average, if rows of `value` are this share of them."""
+    """Normal with vectors of length 1 on average, if rows of `value` are this share of them."""
     return lambda value, generator, module: value.normal_(std=(value.shape[-1] / share) ** -0.5, generator=generator)
 
 
 def _xavier(parts: int = 1) -> Fill:
-    """Xavier on each D x D part of a fused matrix: the rows of q, of k, of v."""
+    """Xavier on each D x D part of a fused matrix (q, k, v)."""
 
     def fill(value: Tensor, generator: torch.Generator, module: nn.Module) -> None:
         for part in value.chunk(parts):
@@ -79,13 +78,13 @@ def _xavier(parts: int = 1) -> Fill:
 
 
 def _xavier_query(value: Tensor, generator: torch.Generator, module: nn.Module) -> None:
-    """[1, 1, D]: flax's Xavier takes 1 and D for the fans, torch others."""
+    """[1, 1, D]: flax's Xavier takes fans 1 and D, unlike torch's."""
     bound = math.sqrt(6.0 / sum(value.shape[-2:]))
     value.uniform_(-bound, bound, generator=generator)
 
 
 def _lecun_normal(value: Tensor, generator: torch.Generator, module: nn.Module) -> None:
-    """flax's lecun_normal: variance 1 / fan_in, cut off at two (uncorrected) deviations."""
+    """flax's lecun_normal: variance 1 / fan_in, truncated at two (uncorrected) deviations."""
     _truncated_normal(value, generator, std=math.sqrt(1.0 / value[0].numel()) / TRUNCATED_STD)
 
 
@@ -94,8 +93,7 @@ def _truncated_query(value: Tensor, generator: torch.Generator, module: nn.Modul
 
 
 def _truncated_normal(value: Tensor, generator: torch.Generator, *, std: float) -> None:
-    """Cut off at two deviations, by the inverse distribution function: torch's `trunc_normal_` draws other numbers in
-    2.15 than in 2.11."""
+    """Truncate at two deviations by inverse CDF: torch's `trunc_normal_` draws differ between 2.11 and 2.15."""
     edge = math.erf(math.sqrt(2.0))
     value.uniform_(-edge, edge, generator=generator)
     value.erfinv_().mul_(std * math.sqrt(2.0)).clamp_(-2.0 * std, 2.0 * std)
@@ -124,9 +122,9 @@ _MLP = r"(blocks\.\d+|attn_pool)\.mlp\.fc[12]"
 _TIMM_LINEAR: dict[InitStyle, Fill] = {"timm": _normal(0.02)}
 _TIMM_RESNET_HEAD: dict[InitStyle, Fill] = {"timm": _normal(0.01)}
 
-# Pattern of a parameter's whole name; google's value; other styles' where they differ. The first match counts.
+# Pattern of a parameter's full name; google's value; other styles' where they differ. The first match counts.
 _VALUES: tuple[tuple[str, Fill, dict[InitStyle, Fill]], ...] = (
-    (r"mask_token", _normal(0.02), {}),  # the paper does not say; BERT draws its own like positions
+    (r"mask_token", _normal(0.02), {}),  # not in the paper; BERT initialises its own like positions
     # 0.02: BERT's, models_vit.py. Columns and rows, which big_vision lacks, get the deviation of the whole token.
     (r"pos_embed|position\.tables\.\d+\.(embedding|prefix)", _normal(0.02), {"big_vision": _unit_vectors()}),
     (r"position\.tables\.\d+\.(column|row)", _normal(0.02), {"big_vision": _unit_vectors(0.5)}),
@@ -146,7 +144,7 @@ _VALUES: tuple[tuple[str, Fill, dict[InitStyle, Fill]], ...] = (
     (r"resnet\.head(\.logits)?\.weight", _zero, _TIMM_RESNET_HEAD),
     (r"resnet\.head\.pre_logits\.weight", _lecun_normal, _TIMM_RESNET_HEAD),
     (rf"({_RESNET}\.stem\.conv|{_UNIT}\.(conv[123]|downsample\.conv))\.weight", _lecun_normal, {"timm": _kaiming}),
-    # each unit of a hybrid's stem starts as its shortcut; a pure ResNet's units end in a convolution
+    # each unit of a hybrid's stem starts as its shortcut; pure ResNet units end in a convolution
     (r"patch_embed\.backbone\.stages\.\d+\.blocks\.\d+\.norm3\.weight", _zero, {}),
     (rf"{_NORM}\.weight", _one, {}),
     (rf"{_NORM}\.bias", _zero, {}),

@@ -1,11 +1,9 @@
 """Inspect a trained model: attention maps, rollout and distance; first filters and position similarity (ViT, Figure 7).
 
-Fused kernels never hold attention probabilities, so they are recomputed in float32 from each block's `qkv` output,
-relative positions included. Hooks catch it during the model's own forward pass, whose features stay bit for bit; heads
-x T x T numbers an image are held for one block at a time. Costs a second product of queries and keys.
-
-The model must be in evaluation mode, on any device. A pure ResNet has no attention; a masked patch model sees whole
-images.
+Fused kernels never hold attention probabilities, so hooks recompute them in float32 from each block's `qkv` output,
+relative positions included; the forward pass stays bit-identical. Costs a second product of queries and keys, and holds
+heads x T x T numbers an image for one block at a time. The model must be in evaluation mode, on any device. A pure
+ResNet has no attention; a masked patch model sees whole images.
 """
 
 from collections.abc import Callable
@@ -30,11 +28,8 @@ SeeBlock = Callable[[int, Tensor], None]
 
 @torch.no_grad()
 def look_at_attention(model: VisionTransformer, images: Tensor, *, see: SeeBlock) -> Tensor:
-    """Run a forward pass on normalised images [B, 3, S, S]; returns the normed tokens.
-
-    `see` gets each block's number and probabilities, float32 [B, heads, T, T] (class token first; the last axis, keys,
-    sums to 1), which it may change in place. Raises ValueError if the model is in training mode.
-    """
+    """Run a forward pass on normalised images [B, 3, S, S]; returns the normed tokens. ValueError in training mode.
+    `see` gets (and may change) each block's number and probabilities, float32 [B, heads, T, T], class token first."""
     if model.training:
         raise ValueError("attention is looked at in evaluation mode: call model.eval() first")
     assert isinstance(model.blocks, nn.Sequential)
@@ -48,12 +43,12 @@ def look_at_attention(model: VisionTransformer, images: Tensor, *, see: SeeBlock
             ) -> None:
                 see(number, _probabilities(attention, packed))
 
-            hooks.enter_context(attention.qkv.register_forward_hook(hook))  # which removes itself at the end
+            hooks.enter_context(attention.qkv.register_forward_hook(hook))  # removed on exit
         return model.forward_features(images)
 
 
 def _probabilities(attention: Attention, packed: Tensor) -> Tensor:
-    """The output [B, T, 3 D] of an attention's `qkv` -> its probabilities [B, heads, T, T]."""
+    """`qkv` output [B, T, 3 D] -> probabilities [B, heads, T, T]."""
     batch, tokens, _ = packed.shape
     by_head = packed.float().reshape(batch, tokens, 3, attention.num_heads, attention.head_dim).permute(2, 0, 3, 1, 4)
     queries, keys, _ = by_head
@@ -65,11 +60,8 @@ def _probabilities(attention: Attention, packed: Tensor) -> Tensor:
 
 @torch.no_grad()
 def weights_of_tokens(model: VisionTransformer, tokens: Tensor) -> Tensor:
-    """Share of each normed token [B, T, D] in what the head sees: [B, T], sums to 1.
-
-    The class token has all of it, or patches have equal shares ("gap", and a masked patch model, which has no pooling)
-    or those of attention pooling ("map"), averaged over its heads.
-    """
+    """Share of each normed token [B, T, D] in the head's input: [B, T], sums to 1. The class token has all; patches
+    share equally ("gap", or a masked patch model), or by attention pooling ("map"), averaged over its heads."""
     batch, count, _ = tokens.shape
     pool = model.attn_pool
     if isinstance(pool, AttentionPoolLatent):
@@ -88,22 +80,20 @@ def weights_of_tokens(model: VisionTransformer, tokens: Tensor) -> Tensor:
 class Rollout:
     """Attention rollout (Abnar & Zuidema, arXiv 2005.00928), as in the ViT paper's Figure 6 (appendix D).
 
-    Multiplies each block's mean attention over heads A onto that of the blocks before it. The paper does not mention
-    residual connections; its authors (google-research/vision_transformer, issue 18) take 0.5 A + 0.5 I, as Abnar &
-    Zuidema do. Layer norms and MLPs are left out. `add` is a `see` of `look_at_attention`. Costs T x T numbers each.
+    Multiplies the head-averaged attention A of all blocks. The paper does not mention residual connections; its authors
+    (google-research/vision_transformer, issue 18) take 0.5 A + 0.5 I, as Abnar & Zuidema do. Layer norms and MLPs are
+    ignored. Costs T x T numbers an image.
     """
 
-    joint: Tensor | None = None  # [B, T, T]: how much of each input token is in each output token; rows sum to 1
+    joint: Tensor | None = None  # [B, T, T]: share of each input token (column) in each output token
 
     def add(self, block: int, probabilities: Tensor) -> None:
-        """Multiply the next block's probabilities [B, heads, T, T] on."""
         mixed = 0.5 * probabilities.mean(dim=1)
         mixed.diagonal(dim1=-2, dim2=-1).add_(0.5)
         self.joint = mixed if self.joint is None else mixed @ self.joint
 
     def to_patches(self, model: VisionTransformer, tokens: Tensor) -> Tensor:
-        """Share of each patch in what the head sees: [B, grid, grid], without the class token's own; for the tokens of
-        `look_at_attention`. Attention pooling has no residual connection: its shares are multiplied on as they are."""
+        """[B, grid, grid]: share of each patch in the head's input; `tokens` are those of `look_at_attention`."""
         assert self.joint is not None, "no block was seen"
         shares = (weights_of_tokens(model, tokens)[:, None] @ self.joint)[:, 0, model.num_prefix_tokens :]
         grid = round(shares.shape[1] ** 0.5)
@@ -111,7 +101,7 @@ class Rollout:
 
 
 def patch_distances(grid: int, *, patch_size: float) -> Tensor:
-    """Distances in pixels between the centres of all patches of a square grid: float32 [grid^2, grid^2]."""
+    """Distances in pixels between patch centres of a square grid: float32 [grid^2, grid^2]."""
     place = torch.arange(grid, dtype=torch.float32)
     centres = torch.cartesian_prod(place, place)
     return patch_size * torch.cdist(centres, centres, compute_mode="donot_use_mm_for_euclid_dist")
@@ -120,23 +110,21 @@ def patch_distances(grid: int, *, patch_size: float) -> Tensor:
 class AttentionDistance:
     """Mean attention distance of each head (ViT paper, Figure 7 right, and appendix D; over 128 images there).
 
-    Averages a query patch's distances in pixels to all patches, itself included, weighted by its attention; then over
-    queries and images. The class token is neither query nor key, and weights on patches are scaled to sum to 1 (else a
-    head that attends to the class token would look near-sighted).
+    Averages a query patch's distances in pixels to all patches, itself included, weighted by attention, then over
+    queries and images. Weights are rescaled without the class token (else heads that attend to it look local).
     """
 
     def __init__(self, grid: int, *, patch_size: float) -> None:
         self._distances = patch_distances(grid, patch_size=patch_size)
-        self._sums: list[Tensor] = []  # float64 [heads], of each block
-        self.images = 0  # seen so far
+        self._sums: list[Tensor] = []  # float64 [heads] for each block
+        self.images = 0
 
     @property
     def of_uniform_attention(self) -> float:
-        """Mean attention distance of a head that attends to all patches alike."""
         return self._distances.mean(dtype=torch.float64).item()
 
     def add(self, block: int, probabilities: Tensor) -> None:
-        """Take in a block's probabilities [B, heads, T, T] of the next images; block 0 comes first."""
+        """Add a block's probabilities [B, heads, T, T] for the next images; start at block 0."""
         patches = len(self._distances)
         weights = probabilities[..., -patches:, -patches:]
         distances = self._distances.to(weights.device)
@@ -159,16 +147,15 @@ class AttentionDistance:
 class FirstFilters:
     """Filters over RGB, float32 [n, 3, side, side], in units of their own; 0 means no weight."""
 
-    kind: Literal["components", "kernels"]  # principal components of a patch embedding; or a ResNet's own kernels
+    kind: Literal["components", "kernels"]  # principal components of a patch embedding, or a ResNet's kernels
     filters: Tensor
-    shares: tuple[float, ...] = ()  # of the embedding's variance, of each component
+    shares: tuple[float, ...] = ()  # each component's share of the embedding's variance
 
 
 @torch.no_grad()
 def first_filters(model: VisionTransformer | BitResnet, *, most: int = PAPERS_COMPONENTS) -> FirstFilters:
-    """The first `most` principal components of the patch embedding's D filters around their mean (float64, by
-    descending variance, signed so that the largest weight is positive); or, of a hybrid or a ResNet, the first `most`
-    kernels of its root convolution, standardised as they are applied."""
+    """At most `most` principal components of the patch embedding's D filters around their mean (float64, by variance,
+    largest weight positive), or standardised kernels of a hybrid's or ResNet's root convolution."""
     if isinstance(model, BitResnet) or isinstance(model.patch_embed, HybridEmbed):
         resnet = model if isinstance(model, BitResnet) else model.get_submodule("patch_embed.backbone")
         root = resnet.get_submodule("stem.conv")
@@ -187,8 +174,7 @@ def first_filters(model: VisionTransformer | BitResnet, *, most: int = PAPERS_CO
 
 @torch.no_grad()
 def patch_positions(model: VisionTransformer) -> Tensor | None:
-    """The patches' position embeddings, float32 [tables, N, D]: one table, or one for each block that has its own.
-    None: no patch has one (`position: none` or `relative`, whose offsets belong to pairs)."""
+    """The patches' position embeddings, float32 [tables, N, D]; None for `none` and `relative` (offsets of pairs)."""
     if not isinstance(model, PositionedVit):
         return None if model.pos_embed is None else _of_patches(model, model.pos_embed)
     kinds = (Learned1d, Learned2d, SinCos2d)
@@ -205,6 +191,6 @@ def _of_patches(model: VisionTransformer, embedding: Tensor) -> Tensor:
 
 
 def position_similarity(positions: Tensor) -> Tensor:
-    """Cosine similarity of each patch's position embedding with all others': [..., N, D] -> [..., N, N], -1 to 1."""
+    """Cosine similarity of all pairs of patches' position embeddings: [..., N, D] -> [..., N, N], -1 to 1."""
     directions = nn.functional.normalize(positions, dim=-1)
     return directions @ directions.transpose(-2, -1)

@@ -1,8 +1,8 @@
-"""Losses of ViT pre-training and fine-tuning on hard or soft targets, and the probabilities that belong to them.
+"""Losses of ViT pre-training and fine-tuning on hard or soft targets, and their probabilities.
 
 The paper pre-trains with the sigmoid loss (vision_transformer issue 34) and fine-tunes with softmax. Computed in
-float32, so that large logits neither overflow nor lose precision in the sum over thousands of classes. To add a loss:
-its name and its row of `LOSSES` in `model/vocabulary.py`, a function and its cases here.
+float32, so large logits neither overflow nor lose precision in sums over thousands of classes. To add a loss: its name
+and row of `LOSSES` in `model/vocabulary.py`, a function and its cases here.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,11 +18,11 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 def loss_function(kind: LossKind, *, label_smoothing: float = 0.0) -> LossFunction:
-    """Make the loss of a stage: (logits [B, C], targets) -> float32 scalar, the mean over the batch.
+    """Return a loss: (logits [B, C], targets) -> float32 scalar, the mean over the batch.
 
-    Targets are class indices, int64 [B], or class weights, floating [B, C]: 1 for each label, or shares after mixing.
-    The sigmoid loss takes any in [0, 1]; softmax expects a sum of 1, and otherwise counts each row by its sum, as
-    optax does. Raises ValueError if `label_smoothing` is out of range for this kind.
+    Targets are class indices, int64 [B], or class weights, floating [B, C]: 1 per label, or shares after mixing.
+    Sigmoid takes any in [0, 1]; softmax expects a sum of 1 and otherwise weights each row by its sum, as optax does.
+    ValueError for `label_smoothing` out of range.
     """
     bound = LOSSES[kind].smoothing_below
     if not 0.0 <= label_smoothing < bound:
@@ -35,7 +35,7 @@ def loss_function(kind: LossKind, *, label_smoothing: float = 0.0) -> LossFuncti
 
 
 def image_losses(logits: Tensor, targets: Tensor, *, kind: LossKind) -> Tensor:
-    """The loss of each image, without smoothing: float32 [B], for logits [B, C] and targets as above."""
+    """Loss of each image without smoothing, float32 [B]; arguments as for a `loss_function`."""
     logits, targets = logits.float(), _float32_unless_indices(targets)
     match kind:
         case "softmax":
@@ -45,7 +45,7 @@ def image_losses(logits: Tensor, targets: Tensor, *, kind: LossKind) -> Tensor:
 
 
 def probabilities(logits: Tensor, kind: LossKind) -> Tensor:
-    """Class probabilities from logits [B, C] of a model trained with this loss; sigmoid's do not sum to one."""
+    """Class probabilities from logits [B, C]; sigmoid's do not sum to one."""
     match kind:
         case "softmax":
             return logits.softmax(dim=1)
@@ -59,16 +59,12 @@ def softmax_cross_entropy(logits: Tensor, targets: Tensor, *, label_smoothing: f
 
 
 def sigmoid_cross_entropy(logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
-    """Binary cross-entropy, sum over the classes (as Google's `sigmoid_xent`), mean over the batch.
-
-    Smoothing is per class: yes becomes 1 - s, no becomes s (big_vision: `onehot(1000, on=0.9999, off=0.0001)`), not
-    s / C as for softmax.
-    """
+    """Binary cross-entropy, summed over classes (as Google's `sigmoid_xent`), mean over the batch. Smoothing maps yes
+    to 1 - s and no to s (big_vision: `onehot(1000, on=0.9999, off=0.0001)`), not s / C as for softmax."""
     return _class_losses(logits.float(), targets, label_smoothing=label_smoothing).sum(dim=-1).mean()
 
 
 def _class_losses(logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
-    """Binary cross-entropy of each class, [B, C]."""
     if not targets.is_floating_point():
         targets = F.one_hot(targets, logits.shape[-1])
     targets = targets.float() * (1.0 - 2.0 * label_smoothing) + label_smoothing
@@ -80,10 +76,7 @@ def _float32_unless_indices(targets: Tensor) -> Tensor:
 
 
 class PixelsToProbabilities(nn.Module):
-    """A classifier with its normalisation and output function, as MLflow serves it; it does not resize.
-
-    uint8 [B, S, S, 3], RGB -> float32 [B, classes].
-    """
+    """uint8 [B, S, S, 3] RGB -> probabilities, float32 [B, classes], for MLflow: normalises, does not resize."""
 
     mean: Tensor
     std: Tensor

@@ -1,12 +1,10 @@
 """Masked patch prediction, the paper's self-supervised task (ViT, appendix B.1.2): the model and its targets.
 
-Half of an image's patch embeddings are corrupted: most replaced by a learned `mask_token`, some by another patch's,
-some kept; the caller draws which. As in BERT this comes before positions are added, so a masked patch knows where it
-is. From its final, normed token a linear layer predicts a corrupted patch's mean colour: 3 bits a channel, 512 classes.
-It starts at zero, so the loss begins at exactly ln 512. A hybrid's stem sees beyond its patch: an easier task.
-
-A trunk with attention pooling (`pool: map`) is built without it, so that weights which no gradient reaches are neither
-decayed nor saved; `classifier_of` adds them. Draws no random numbers.
+Half of an image's patch embeddings are corrupted: most become a learned `mask_token`, some another patch's, some stay;
+the caller draws which. As in BERT, positions are added afterwards, so a masked patch knows where it is. A linear layer
+predicts each corrupted patch's mean colour from its final, normed token: 3 bits a channel, 512 classes. It starts at
+zero, so the loss starts at exactly ln 512. A hybrid's stem sees beyond its patch: an easier task. With attention
+pooling (`pool: map`) the trunk is built without it, so no unused weights are decayed or saved; `classifier_of` adds it.
 """
 
 import torch
@@ -20,15 +18,13 @@ from model.vocabulary import COLOUR_LEVELS, COLOURS
 
 
 class MaskedPatchVit(VisionTransformer):
-    """A trunk with `mask_token` [1, 1, D], and a head of 512 outputs for single tokens."""
+    """A trunk with `mask_token` [1, 1, D] and a head of 512 outputs per token."""
 
     mask_token: nn.Parameter
 
     def forward(self, images: Tensor, source: Tensor, corrupted: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Images [n, 3, S, S] -> logits [n, K, 512] of the patches `corrupted` [n, K], each named once.
-
-        `source` [n, N] is, for each patch, the patch whose embedding it gets, or N for the mask token. Both int64.
-        """
+        """Images [n, 3, S, S] -> logits [n, K, 512] of the patches `corrupted` [n, K], int64, no patch twice. `source`
+        [n, N], int64, names the patch whose embedding each patch gets, or N for the mask token."""
         x = self._pos_embed(corrupt(self.patch_embed(images), source=source, mask_token=self.mask_token))
         patches = encode(self, x)[:, self.num_prefix_tokens :]
         return self.head(patches.gather(1, corrupted[..., None].expand(-1, -1, patches.shape[-1])))
@@ -41,11 +37,8 @@ class MaskedPatchPositionedVit(MaskedPatchVit, PositionedVit):  # pyright: ignor
 def build_masked_patch(
     config: ModelConfig, *, image_size: int, regularisation: Regularisation = NO_REGULARISATION
 ) -> MaskedPatchVit:
-    """Build the model for square RGB images, with placeholder weights; draws no random numbers.
-
-    Its state is that of `build_model` with a linear head of 512 outputs (and no attention pooling), and "mask_token".
-    Raises ValueError for a pure ResNet, fewer than two patches, patch dropout, and what `build_model` refuses.
-    """
+    """Build the model with placeholder weights: the state of `build_model` with a linear head of 512 outputs, and
+    "mask_token". ValueError as in `build_model`, and for a pure ResNet, fewer than two patches, or patch dropout."""
     if config.kind == "resnet" or config.grid_size(image_size) < 2:
         raise ValueError("masked patch prediction needs at least two patches: take another model, or more pixels")
     if regularisation.patch_dropout:
@@ -57,7 +50,7 @@ def build_masked_patch(
         head="linear",
         regularisation=regularisation,
     )
-    # Another forward pass over the same modules; torch.nn.utils.parametrize changes classes in the same way.
+    # Another forward pass over the same modules; torch.nn.utils.parametrize also swaps classes.
     kind = MaskedPatchPositionedVit if isinstance(trunk, PositionedVit) else MaskedPatchVit
     trunk.__class__ = kind  # pyright: ignore[reportAttributeAccessIssue]
     assert isinstance(trunk, MaskedPatchVit)
@@ -66,21 +59,16 @@ def build_masked_patch(
 
 
 def corrupt(embeddings: Tensor, *, source: Tensor, mask_token: Tensor) -> Tensor:
-    """Patch embeddings [n, N, D] -> those that `source` [n, N] chooses among them and the mask's, number N.
-
-    Multiplies by ones and zeros: an indexed read's gradient is summed in no fixed order, and a resume must be exact.
-    """
+    """Replace patch embeddings [n, N, D] by those that `source` [n, N] names; N is the mask token. Multiplies by ones
+    and zeros, since an indexed read's gradient is summed in no fixed order and a resume must be exact."""
     choices = torch.cat([embeddings, mask_token.expand(len(embeddings), -1, -1).to(embeddings.dtype)], dim=1)
     chosen = source[..., None] == torch.arange(choices.shape[1], device=source.device)
     return chosen.to(embeddings.dtype) @ choices
 
 
 def colour_classes(pixels: Tensor, *, patch_size: int) -> Tensor:
-    """Augmented pixels, uint8 [n, S, S, 3] -> the targets, each patch's 3-bit mean colour, int64 [n, N], row by row.
-
-    Per channel the level is min(7, floor(8 m)), m the mean over the patch of pixels in [0, 1]; the class is 64 r + 8 g
-    + b. Computed in integers, so alike on all devices.
-    """
+    """Augmented pixels, uint8 [n, S, S, 3] -> each patch's 3-bit mean colour, int64 [n, N], row by row: 64 r + 8 g + b
+    of levels min(7, floor(8 m)), m the patch's mean in [0, 1]. Integer arithmetic, so equal on all devices."""
     count, size = pixels.shape[:2]
     grid = size // patch_size
     sums = pixels.reshape(count, grid, patch_size, grid, patch_size, 3).sum(dim=(2, 4), dtype=torch.int64)
@@ -91,10 +79,8 @@ def colour_classes(pixels: Tensor, *, patch_size: int) -> Tensor:
 def classifier_of(
     masked: MaskedPatchVit, *, config: ModelConfig, image_size: int, num_classes: int, seed: int
 ) -> nn.Module:
-    """Copy the trunk of `masked`, in float32 and without mask token, below a zero linear layer for classes.
-
-    Attention pooling starts at Google's initial values for `seed`. Raises ValueError if `num_classes` is not positive.
-    """
+    """Copy the trunk of `masked`, in float32 without mask token, and add a zero linear layer for classes. Attention
+    pooling gets Google's initial values for `seed`. ValueError if `num_classes` is not positive."""
     model = build_model(config, image_size=image_size, num_classes=num_classes, head="linear")
     initialise(model, seed=seed)
     fresh = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(("head.", "attn_pool."))}

@@ -1,16 +1,16 @@
 """Google's ResNets, as timm's ResNetV2 around standardised convolutions: the hybrids' stem and the paper's baseline.
 
 - Stem (google-research/vision_transformer, `models_resnet.py`; ViT paper, section 3.1 "Hybrid Architecture"):
-  post-activation units, TensorFlow's SAME padding, root 7x7/2, norm, ReLU, max pool 3x3/2; a unit's stride is in its
-  3x3 convolution; a stage's first unit projects its shortcut.
+  post-activation units, TensorFlow's SAME padding, root 7x7/2, norm, ReLU, max pool 3x3/2; a unit strides in its 3x3
+  convolution; a stage's first unit projects its shortcut.
 - Baseline "ResNet (BiT)" (ViT paper, section 4.1; arXiv 1912.11370; google-research/big_transfer): pre-activation
-  units, fixed padding, no norm in the root, zeros rather than nothing around the max pool, norm and ReLU before the
-  global mean, then our heads.
+  units, fixed padding, no norm in the root, max pool padded with zeros, norm and ReLU before the global mean, our
+  heads.
 
 Weight standardisation (arXiv 1903.10520) is (w - mean) / (std + 1e-5) per output channel, as in `models_resnet.py`;
 timm puts its epsilon under a root. GroupNorm has 32 groups and flax's epsilon 1e-6 (torch and timm: 1e-5). BiT's code
 has other epsilons (1e-10 under the root, and 1e-5), which move a random model's logits by less than 1e-4 of the
-largest. Standardising costs one pass over the kernels per forward pass, uneven padding (stride 2) a copy of the input.
+largest. Costs one pass over the kernels per forward pass, and for uneven padding (stride 2) a copy of the input.
 """
 
 from collections.abc import Callable
@@ -31,21 +31,18 @@ from model.variants import ResnetSizes, resnet_stride
 GROUP_NORM_EPS = 1e-6  # flax's default, which models_resnet.py uses
 STANDARDISATION_EPS = 1e-5  # models_resnet.py, added to the standard deviation
 
-# same: ceil(input / stride) outputs; an odd zero goes to the right and the bottom (TensorFlow, XLA).
-# fixed: kernel - 1 zeros in all, whatever the input and the stride (BiT, arXiv 1912.11370; also torch's habit).
+# same: ceil(input / stride) outputs; an odd zero goes right and bottom (TensorFlow, XLA).
+# fixed: kernel - 1 zeros in total, for any input and stride (BiT, arXiv 1912.11370; usual in torch).
 Padding = Literal["same", "fixed"]
 
 
 class StandardisedConv2d(nn.Conv2d):
-    """[B, in_channels, H, W] -> [B, out_channels, H', W'], for square kernels of odd size, without a bias.
-
-    `weight` is the trained kernel; standardising computes in at least float32.
-    """
+    """Convolution whose square kernel of odd size is standardised, in at least float32; no bias."""
 
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: int, *, pad: Padding, dilation: int = 1, **more: Any
     ) -> None:
-        padding = dilation * (kernel_size - 1) // 2  # "fixed", and "same" where both sides get as many zeros
+        padding = dilation * (kernel_size - 1) // 2  # "fixed", and "same" where both sides get equally many zeros
         sizes: dict[str, Any] = {"kernel_size": kernel_size, "padding": padding, "dilation": dilation}
         super().__init__(in_channels, out_channels, bias=False, **sizes, **more)
         self.pad = pad
@@ -65,17 +62,14 @@ class StandardisedConv2d(nn.Conv2d):
 
 
 def standardise(weight: Tensor) -> Tensor:
-    """Standardise each output channel of a kernel [out, in, H, W], in its own dtype, rounded once.
-
-    The standard deviation is the population's (ddof 0).
-    """
+    """Standardise each output channel of a kernel [out, in, H, W] by its population deviation, in its own dtype."""
     exact = weight.to(torch.promote_types(weight.dtype, torch.float32))
     std, mean = torch.std_mean(exact, dim=(1, 2, 3), correction=0, keepdim=True)
     return ((exact - mean) / (std + STANDARDISATION_EPS)).to(weight.dtype)
 
 
 class BitResnet(ResNetV2):
-    """A pre-activation ResNetV2 whose `head` (a Linear or an `MlpHead`) sees features that are pooled here."""
+    """A pre-activation ResNetV2 that pools here, before `head` (a Linear or an `MlpHead`)."""
 
     head: nn.Module
 
@@ -86,14 +80,12 @@ class BitResnet(ResNetV2):
 
 
 def stem_embedding(config: ModelConfig, *, image_size: int) -> Callable[..., HybridEmbed]:
-    """Make a hybrid's `embed_layer` for timm's VisionTransformer: images [B, 3, S, S] -> tokens [B, N, D].
-
-    In the module that it makes, for one model, `backbone` is the ResNet and `proj` the projection of its features.
-    """
+    """Make a hybrid's `embed_layer` for timm's VisionTransformer: images [B, 3, S, S] -> tokens [B, N, D]. In its
+    module `backbone` is the ResNet and `proj` projects its features."""
     layers = config.sizes.resnet_layers
     assert layers is not None, "no ResNet stem"
     backbone = ResNetV2(**_timm_arguments(layers, width_factor=config.sizes.resnet_width_factor, preact=False))
-    # Given the sizes, timm finds them without a forward pass, and then asks a FeatureInfo for the channels.
+    # Given the sizes, timm skips its forward pass, and asks a FeatureInfo for the channels.
     info = FeatureInfo(backbone.feature_info, out_indices=(len(layers),))
     backbone.feature_info = info  # pyright: ignore[reportAttributeAccessIssue] -- as timm itself does
     stride = resnet_stride(layers)
@@ -101,7 +93,7 @@ def stem_embedding(config: ModelConfig, *, image_size: int) -> Callable[..., Hyb
 
 
 def build_resnet(sizes: ResnetSizes, *, num_classes: int) -> BitResnet:
-    """Build a pure ResNet with a zero linear head, which is BiT's own in both stages."""
+    """Build a pure ResNet with a zero linear head, which BiT uses in both stages."""
     model = BitResnet(**_timm_arguments(sizes.layers, width_factor=sizes.width_factor, preact=True))
     model.set_submodule("head", zero_linear(model.num_features, num_classes))
     model.num_classes = num_classes
@@ -114,7 +106,7 @@ def _timm_arguments(layers: tuple[int, ...], *, width_factor: int, preact: bool)
         "layers": list(layers),
         "width_factor": width_factor,
         "preact": preact,
-        "stem_type": pad,  # of the max pool; timm has the same two names
+        "stem_type": pad,  # the max pool's; timm uses the same two names
         "conv_layer": partial(StandardisedConv2d, pad=pad),
         "norm_layer": partial(GroupNormAct, num_groups=32, eps=GROUP_NORM_EPS),
         "num_classes": 0,

@@ -13,24 +13,24 @@ from dataclasses import dataclass, field, replace
 class VitSizes:
     """All sizes of a Transformer, with or without a ResNet stem."""
 
-    width: int  # of a token, D
+    width: int  # D, of a token
     depth: int  # encoder blocks
     heads: int
     mlp_dim: int
-    patch_size: int = 0  # in pixels, stem included; 0 in `VARIANTS`, where any is possible
-    resnet_layers: tuple[int, ...] | None = None  # units per stage of a hybrid's stem, (): root alone; None: no stem
+    patch_size: int = 0  # in pixels, stem included; 0 in `VARIANTS`: any
+    resnet_layers: tuple[int, ...] | None = None  # units per stage of a hybrid's stem; (): only the root; None: no stem
     resnet_width_factor: int = 1
-    source: str = field(default="", compare=False)  # of a named variant: the paper and table with these numbers
+    source: str = field(default="", compare=False)  # paper and table of a named variant
 
     @property
     def stem_patch_size(self) -> int:
-        """The patch size on what the patch embedding sees: pixels, or the stem's features."""
+        """Patch size on the patch embedding's input: pixels, or the stem's features."""
         return self.patch_size if self.resnet_layers is None else self.patch_size // resnet_stride(self.resnet_layers)
 
 
 @dataclass(frozen=True)
 class ResnetSizes:
-    """All sizes of a pure ResNet (BiT): units in each stage, and the factor on all widths."""
+    """All sizes of a pure ResNet (BiT): units per stage and the factor on all widths."""
 
     layers: tuple[int, ...]
     width_factor: int
@@ -43,7 +43,7 @@ class ResnetSizes:
 
 
 def resnet_stride(layers: tuple[int, ...]) -> int:
-    """Pixels per feature, along a side, of a ResNet with these stages: 4 at the root, doubled by all but the first."""
+    """Pixels per feature along a side: 4 at the root, doubled by all stages but the first."""
     return 4 * 2 ** max(0, len(layers) - 1)
 
 
@@ -54,7 +54,7 @@ _HYBRID = "google-research/vision_transformer, vit_jax/configs/models.py; ViT pa
 _TABLE_6 = "ViT paper (arXiv 2010.11929), section 4.1 and Table 6"
 _BIT = "Big Transfer (arXiv 1912.11370), the ResNets of the ViT paper's Tables 2 and 6"
 
-# The names are case-sensitive, as in the papers: g (giant, 1.0 billion) is not G (gigantic, 1.8 billion).
+# Case-sensitive, as in the papers: g (giant, 1.0 billion) is not G (gigantic, 1.8 billion).
 VARIANTS: dict[str, VitSizes] = {
     "Ti": VitSizes(192, 12, 3, 768, source=_AUGREG),
     "S": VitSizes(384, 12, 6, 1536, source=_AUGREG),
@@ -65,13 +65,13 @@ VARIANTS: dict[str, VitSizes] = {
     "G": VitSizes(1664, 48, 16, 8192, source=_SCALING),
 }
 
-# R50's fourth stage is left out at /16 and its three units given to the third (ViT paper, section 4.1).
+# /16 drops R50's fourth stage and gives its three units to the third (ViT paper, section 4.1).
 HYBRIDS: dict[str, VitSizes] = {
     "R50+B/16": replace(VARIANTS["B"], source=_HYBRID, patch_size=16, resnet_layers=(3, 4, 9)),
     "R50+B/32": replace(VARIANTS["B"], source=_TABLE_6, patch_size=32, resnet_layers=(3, 4, 6, 3)),
     "R50+L/16": replace(VARIANTS["L"], source=_TABLE_6, patch_size=16, resnet_layers=(3, 4, 9)),
     "R50+L/32": replace(VARIANTS["L"], source=_HYBRID, patch_size=32, resnet_layers=(3, 4, 6, 3)),
-    # By its name /16; but root and max pool halve twice, so that 8x8 patches of their features are 32 pixels.
+    # /16 by name; but root and max pool each halve, so 8x8 patches of their features are 32 pixels.
     "R+Ti/16": replace(VARIANTS["Ti"], source=_HYBRID, patch_size=32, resnet_layers=()),
     "R26+S/32": replace(VARIANTS["S"], source=_HYBRID, patch_size=32, resnet_layers=(2, 2, 2, 2)),
 }
@@ -84,7 +84,7 @@ RESNETS: dict[str, ResnetSizes] = {
 
 
 def parse_variant(name: str) -> VitSizes | ResnetSizes:
-    """The sizes of a name such as "B/16", "R50+B/16" or "R50x1". Raises ValueError if it is unknown."""
+    """Sizes of a name such as "B/16", "R50+B/16" or "R50x1"; ValueError if unknown."""
     own: dict[str, VitSizes | ResnetSizes] = {**HYBRIDS, **RESNETS}
     if name in own:
         return own[name]

@@ -1,22 +1,21 @@
 """Build any model: timm's VisionTransformer with the semantics of Google's ViT (hybrids too), or a pure ResNet.
 
 The paper leaves most of these semantics to google-research/vision_transformer, `models_vit.py`:
-- GELU in its tanh form: flax's default. timm, torchvision and transformers default to the erf form.
-- LayerNorm epsilon 1e-6: flax's default. torch's is 1e-5.
+- GELU in its tanh form, flax's default; timm, torchvision and transformers default to erf.
+- LayerNorm epsilon 1e-6, flax's default; torch's is 1e-5.
 - Class token first, then one learned 1-D position embedding added to all 1 + N tokens (with class_token_position none
   to the N patches, as big_vision); q, k, v and out have biases.
-- Dropout after that addition, after the attention's output projection, after the GELU and after the MLP; never on
-  attention probabilities or pooled features.
-- Final LayerNorm over all tokens, then pooling: the class token, the mean of the normed tokens (timm's "avg" would
-  pool first) or attention pooling.
+- Dropout after that addition, the attention's output projection, the GELU and the MLP; never on attention probabilities
+  or pooled features.
+- Final LayerNorm over all tokens, then pooling: class token, mean of the normed tokens (timm's "avg" pools first) or
+  attention pooling.
 
-Module names are timm's, so a state dict with a linear head loads strictly into its own models; only the positions that
-timm lacks (`model.positions`) are ours. Building draws no random numbers and gives placeholder weights.
+Module names are timm's, so a state dict with a linear head loads strictly into its own models; only positions that timm
+lacks (`model.positions`) are ours. Building draws no random numbers and leaves placeholder weights.
 
-Activation checkpointing: every k-th block, counted from the first over a hybrid's stem and the Transformer or over a
-ResNet, keeps only its input and is recomputed in the backward pass; with k > 1 the last one mostly is not, as its
-activations are needed at once. k = 1 costs a third more arithmetic. No gradient, name or weight changes; a block that
-is compiled in place is recomputed by its compiled code.
+Activation checkpointing recomputes every k-th block, counted from the first over a hybrid's stem and the Transformer or
+over a ResNet; with k > 1 rarely the last one, as its activations are needed immediately. k = 1 costs a third more
+arithmetic. Gradients, names and weights do not change.
 """
 
 import math
@@ -43,10 +42,8 @@ _TIMM_GELU = {"tanh": "gelu_tanh", "erf": "gelu"}
 
 
 class PatchProjection(nn.Conv2d):
-    """Compute the patch embedding's convolution (stride = kernel) as one matrix product, over the same weights.
-
-    Avoids cuDNN's choice of algorithms, forward and for the weights' gradient. Equals the convolution up to rounding.
-    """
+    """Compute the patch embedding's convolution (stride = kernel) as one matrix product over the same weights, equal up
+    to rounding. Avoids cuDNN's choice of algorithms, forward and for the weight gradient."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Images [B, C, H, W] -> [B, D, H / side, W / side], a view of [B, patches, D]."""
@@ -61,7 +58,7 @@ class PatchProjection(nn.Conv2d):
 
 
 class PositionedVit(VisionTransformer):
-    """A VisionTransformer with a position embedding of our own, `position`, in place of timm's `pos_embed`."""
+    """A VisionTransformer with our own position embedding, `position`, instead of timm's `pos_embed`."""
 
     position: Position
 
@@ -71,13 +68,12 @@ class PositionedVit(VisionTransformer):
         return self.pos_drop(self.position.at_stem(x))
 
     def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Images [B, 3, S, S] -> normed tokens [B, T, D]."""
         assert attn_mask is None and not is_causal, "nobody here masks attention"
         return encode(self, self.patch_drop(self._pos_embed(self.patch_embed(x))))
 
 
 def encode(model: VisionTransformer, tokens: Tensor) -> Tensor:
-    """Embedded tokens [B, T, D] -> normed ones: all blocks, with the positions added before them."""
+    """Run all blocks, with their positions, and the final norm on embedded tokens [B, T, D]."""
     assert isinstance(model.blocks, nn.Sequential)
     for layer, block in enumerate(in_turn(model.blocks)):
         if isinstance(model, PositionedVit):
@@ -97,15 +93,14 @@ def build_model(
     """Build the model for square RGB images: [B, 3, image_size, image_size] -> logits [B, num_classes].
 
     It has `head`, `num_classes`, `num_features`, `forward_features`, `forward_head` and `set_grad_checkpointing`.
-    `head` is "mlp" (pre-training: Linear, tanh, Linear) or "linear" (fine-tuning). A ResNet's weights do not depend on
-    `image_size`. Raises ValueError if an argument is out of range, the image size is no multiple of the patch size or
-    the ResNet's stride, or a pure ResNet gets regularisation.
+    `head`: "mlp" for pre-training, "linear" for fine-tuning. ValueError if an argument is out of range, the image size
+    does not fit the patch size or the ResNet's stride, or a pure ResNet gets regularisation.
     """
     if num_classes < 1:
         raise ValueError(f"num_classes must be at least 1, not {num_classes}")
     regularisation.check(config)
     config.grid_size(image_size)
-    # Layers draw random numbers when they are made; none survive, and the caller's stream must not move.
+    # Layers draw random numbers on creation; none survive, and the caller's stream must not move.
     with torch.random.fork_rng(devices=[]):
         if config.kind == "resnet":
             model = build_resnet(config.resnet, num_classes=num_classes)
@@ -145,22 +140,21 @@ def _build_vit(
         model.position = make_position(
             config, grid_size=grid_size, num_prefix_tokens=num_prefix_tokens, depth=sizes.depth
         )
-    for parameter in (model.pos_embed, model.cls_token):  # timm leaves them as uninitialised memory
+    for parameter in (model.pos_embed, model.cls_token):  # timm leaves them uninitialised
         if parameter is not None:
             nn.init.zeros_(parameter)
     return model
 
 
 def set_patch_dropout(model: nn.Module, rate: float) -> None:
-    """Change the share of dropped patches in a model built with patch dropout."""
+    """Change the rate of a model built with patch dropout."""
     for module in model.modules():
         if isinstance(module, PatchDropout):
             module.prob = rate
 
 
 def timm_arguments(config: ModelConfig, *, image_size: int) -> dict[str, Any]:
-    """Arguments, plain JSON values, with which timm builds this trunk, apart from a ResNet stem and positions that timm
-    lacks; epsilon 1e-6 is its default. `config.json` of a saved model has them too."""
+    """Plain JSON arguments with which timm builds this trunk, except a ResNet stem and positions that timm lacks."""
     sizes = config.sizes
     arguments = {
         "img_size": image_size,
@@ -186,15 +180,15 @@ def timm_arguments(config: ModelConfig, *, image_size: int) -> dict[str, Any]:
 
 
 def _mlp_ratio(width: int, mlp_dim: int) -> float:
-    """The ratio r for which timm's int(width * r) is `mlp_dim`: the quotient may round to just below it."""
+    """Return r with timm's int(width * r) == mlp_dim; the quotient may round to just below it."""
     ratio = mlp_dim / width
     return ratio if int(width * ratio) == mlp_dim else math.nextafter(ratio, math.inf)
 
 
 class CheckpointedBlocks(nn.Sequential):
-    """A Sequential, changed in place, of whose blocks some are recomputed."""
+    """A Sequential, converted in place, that recomputes some blocks."""
 
-    recomputed: frozenset[int]  # their numbers
+    recomputed: frozenset[int]  # block numbers
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         for block in in_turn(self):
@@ -215,7 +209,7 @@ def checkpoint_blocks(model: nn.Module, *, every: int) -> None:
 
 
 def in_turn(blocks: nn.Sequential) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Yield each block as it must be called."""
+    """Yield each block as a callable, checkpointed where it is recomputed."""
     recomputed = blocks.recomputed if isinstance(blocks, CheckpointedBlocks) else ()
     for number, block in enumerate(blocks):
         yield partial(checkpoint, block, use_reentrant=False) if number in recomputed else block

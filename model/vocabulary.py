@@ -1,4 +1,4 @@
-"""The names that a user may write about a model, and what they stand for; torch-free, for recipes and plans.
+"""The names that a user may write about a model, and their meaning; torch-free, for recipes and plans.
 
 To add one: its name here, and a loss in `LOSSES` and `model/loss.py`, a head in `head.py`, a pooling in `vit.py`, a
 position embedding in `positions/embedding.py`, initial values in `init.py`, an export format in `formats/export.py`.
@@ -16,9 +16,9 @@ LossKind = Literal["softmax", "sigmoid"]
 class LossFacts:
     """Properties of a loss; its formula is in `model/loss.py`."""
 
-    takes_several_labels: bool  # of an image
-    smoothing_below: float  # label_smoothing from here on would reverse the targets
-    output: str  # what turns logits into probabilities, for MLflow's model
+    takes_several_labels: bool  # per image
+    smoothing_below: float  # from here on label_smoothing would reverse the targets
+    output: str  # maps logits to probabilities, for MLflow's model
 
 
 LOSSES: dict[LossKind, LossFacts] = {
@@ -36,7 +36,7 @@ InitStyle = Literal["google", "timm", "big_vision"]
 DropoutMasks = Literal["sample", "process"]
 EvalProtocol = Literal["vit", "vit_exact", "big_vision", "big_vision_exact", "timm"]
 ExportFormat = Literal["npz", "big_vision", "timm", "transformers", "torchvision", "onnx", "torch_export"]
-EXPORT_ENDINGS: dict[ExportFormat, tuple[str, ...]] = {  # of the files' names; (): a folder
+EXPORT_ENDINGS: dict[ExportFormat, tuple[str, ...]] = {  # of file names; (): a folder
     "npz": (".npz",),
     "big_vision": (".npz",),
     "timm": (),
@@ -46,13 +46,13 @@ EXPORT_ENDINGS: dict[ExportFormat, tuple[str, ...]] = {  # of the files' names; 
     "torch_export": (".pt2",),
 }
 
-COLOUR_LEVELS = 8  # of a channel in masked patch prediction: 3 bits
+COLOUR_LEVELS = 8  # per channel in masked patch prediction: 3 bits
 COLOURS = tuple(f"r{red} g{green} b{blue}" for red, green, blue in product(range(COLOUR_LEVELS), repeat=3))
-"""The name of each of its classes; class 64 r + 8 g + b."""
+"""Class names of masked patch prediction; class 64 r + 8 g + b."""
 
 
 def check_ending(out: Path, *, to: ExportFormat) -> None:
-    """Raises ValueError if `out` does not end as files of the format do; needs no model, so it can be asked first."""
+    """Raise ValueError if `out` lacks the format's ending; needs no model."""
     endings = EXPORT_ENDINGS[to]
     if endings and out.suffix not in endings:
         raise ValueError(f"{out}: the name of such a file must end in {' or '.join(endings)}")

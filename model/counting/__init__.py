@@ -1,1 +1,1 @@
-"""Parameters, FLOPs and activation bytes of a model, by formula and without torch; begin at `flops.account`."""
+"""Parameters, FLOPs and activation bytes of a model, by formula and without torch; start at `flops.account`."""

@@ -1,8 +1,8 @@
 """Cost of single layers and of ResNets per image: parameters, FLOPs, bytes kept for the backward pass. No torch.
 
-FLOPs are counted as by torch's FlopCounterMode: two for each multiplication of a matrix product or convolution, none
-for anything else. A layer keeps its input, in bf16; the caller counts once what two layers share. A ResNet's sides are
-exact multiples of its strides; the standardised copy of a kernel is left out, as it is kept once a batch.
+FLOPs are counted as by torch's FlopCounterMode: two per multiplication of a matrix product or convolution, none for the
+rest. A layer keeps its input, in bf16; the caller counts shared inputs once. A ResNet's sides are exact multiples of
+its strides; the standardised copy of a kernel is left out, as it is kept once a batch.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Literal
 from model.variants import ResnetSizes
 
 VALUE_BYTES = 2  # bf16
-STATISTIC_BYTES = 4  # a norm's mean and reciprocal deviation, softmax's log-sum: float32 on the GPU
-_ROOT_WIDTH = 64  # of width factor 1 (arXiv 1512.03385, Table 1)
-_EXPANSION = 4  # a unit's outputs to its bottleneck's (the same)
-_INDEX_BYTES = 8  # max pooling keeps where the maximum was
+STATISTIC_BYTES = 4  # norms' mean and reciprocal deviation, softmax's log-sum: float32 on the GPU
+_ROOT_WIDTH = 64  # at width factor 1 (arXiv 1512.03385, Table 1)
+_EXPANSION = 4  # a unit's output channels over its bottleneck's (same table)
+_INDEX_BYTES = 8  # max pooling keeps the maximum's place
 
 Norms = Literal["before", "after"]  # each convolution: the pre-activation units of BiT, or the stem's
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Learnt parameters, forward FLOPs of one image, and the bytes kept of it until the backward pass."""
+    """Parameters, forward FLOPs per image, and bytes kept of it for the backward pass."""
 
     parameters: int = 0
     flops: int = 0
@@ -40,12 +40,12 @@ NOTHING = Cost()
 
 
 def learned(parameters: int) -> Cost:
-    """Parameters that are added or multiplied, element by element: no counted arithmetic."""
+    """Parameters added or multiplied element by element: no counted FLOPs."""
     return Cost(parameters=parameters)
 
 
 def saved(elements: int) -> Cost:
-    """A layer without parameters that keeps this many numbers: GELU its input, ReLU its output."""
+    """A layer without parameters that keeps this many values: GELU its input, ReLU its output."""
     return Cost(saved_bytes=VALUE_BYTES * elements)
 
 
@@ -64,8 +64,7 @@ def layer_norm(rows: int, width: int) -> Cost:
 
 
 def fused_attention(queries: int, keys: int, *, width: int, heads: int) -> Cost:
-    """Softmax attention that keeps q, k, v and a log-sum per query, never the [queries, keys] weights; its output is
-    kept by the Linear that follows."""
+    """Softmax attention keeps q, k, v and a log-sum per query, not the weights; the next Linear keeps its output."""
     saved = VALUE_BYTES * (queries + 2 * keys) * width + STATISTIC_BYTES * heads * queries
     return Cost(flops=2 * 2 * queries * keys * width, saved_bytes=saved)
 
@@ -73,8 +72,7 @@ def fused_attention(queries: int, keys: int, *, width: int, heads: int) -> Cost:
 def convolution(
     size: int, channels_in: int, channels_out: int, *, kernel: int, stride: int = 1, bias: bool = False, copied: int = 0
 ) -> Cost:
-    """A convolution of [channels_in, size, size] with square kernels, to size / stride a side. `copied` zeros along
-    each axis are added by a copy, which is then what is kept."""
+    """A square convolution of [channels_in, size, size]; pads `copied` zeros per axis by a copy, which it keeps."""
     weights = kernel * kernel * channels_in * channels_out
     return Cost(
         parameters=weights + (channels_out if bias else 0),
@@ -85,34 +83,33 @@ def convolution(
 
 @dataclass(frozen=True)
 class Unit:
-    """Bytes that one block of a chain keeps."""
+    """Bytes that one block keeps."""
 
     saved_bytes: int  # without activation checkpointing
     input_bytes: int  # with it
-    live_bytes: int  # beyond its input, while it is recomputed
+    live_bytes: int  # beyond its input, during recomputation
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Blocks one after the other, and what they cost without activation checkpointing."""
+    """Blocks in sequence and their cost without activation checkpointing."""
 
     cost: Cost = NOTHING
     units: tuple[Unit, ...] = ()
 
     def checkpointed_bytes(self, *, every: int) -> int:
-        """The most kept at once, while the backward pass recomputes each `every`-th unit, the first among them."""
+        """Peak while the backward pass recomputes every `every`-th unit, starting with the first."""
         before = most = 0
         for number, unit in enumerate(self.units):
             if number % every == 0:
-                most = max(most, before + unit.input_bytes + unit.live_bytes)  # the later ones' are freed by then
+                most = max(most, before + unit.input_bytes + unit.live_bytes)  # later units are freed by then
                 before += unit.input_bytes
             else:
                 before += unit.saved_bytes
         return max(most, before)
 
     def then(self, block: Cost, *, input_elements: int, own_output_elements: int = 0, times: int = 1) -> Chain:
-        """The chain with `times` units more. `own_output_elements`: of an output that the block itself keeps, counted
-        as the next one's input; recomputed, it is a second copy."""
+        """Append `times` units. A block that keeps its own output holds it twice while it is recomputed."""
         input_bytes = VALUE_BYTES * input_elements
         live_bytes = block.saved_bytes - input_bytes + VALUE_BYTES * own_output_elements
         units = (Unit(block.saved_bytes, input_bytes, live_bytes),) * times
@@ -121,10 +118,10 @@ class Chain:
 
 @dataclass(frozen=True)
 class ResnetCost:
-    """A ResNet without a head; its features are [channels, size, size]."""
+    """A ResNet without head; its features are [channels, size, size]."""
 
-    first: Cost  # the convolution that sees the pixels
-    ends: Cost  # all that is in no unit, `first` included
+    first: Cost  # the first convolution
+    ends: Cost  # everything outside the units, `first` included
     units: Chain
     channels: int
     size: int
@@ -140,7 +137,7 @@ def stem_cost(layers: tuple[int, ...], *, width_factor: int, image_size: int) ->
 
 
 def resnet_cost(sizes: ResnetSizes, *, image_size: int) -> ResnetCost:
-    """A pure ResNet: a norm and a ReLU come after the last unit."""
+    """A pure ResNet: a norm and a ReLU follow the last unit."""
     width, size = _ROOT_WIDTH * sizes.width_factor, image_size // 2
     first = convolution(image_size, 3, width, kernel=7, stride=2)
     root = first + _max_pool(size, width, copied=2)
@@ -149,7 +146,7 @@ def resnet_cost(sizes: ResnetSizes, *, image_size: int) -> ResnetCost:
 
 
 def _stages(layers: tuple[int, ...], *, width: int, size: int, norms: Norms) -> tuple[Chain, int, int]:
-    """The units of all stages, and the channels and the side of what comes out."""
+    """The units of all stages, and the output's channels and side."""
     chain, channels = Chain(), width
     for stage, units in enumerate(layers):
         for unit in range(units):
@@ -164,14 +161,14 @@ def _stages(layers: tuple[int, ...], *, width: int, size: int, norms: Norms) -> 
 
 
 def _unit(size: int, channels: int, bottleneck: int, *, stride: int, projected: bool, norms: Norms) -> Cost:
-    """Convolutions 1x1, 3x3 (with the stride) and 1x1, and the projection of the shortcut where there is one."""
+    """Convolutions 1x1, 3x3 (with the stride) and 1x1, and the shortcut's projection, if any."""
     out, out_size = _EXPANSION * bottleneck, size // stride
     copied = norms == "after" and stride > 1
     cost = (
         convolution(size, channels, bottleneck, kernel=1)
         + _group_norm(size, bottleneck)
         + convolution(size, bottleneck, bottleneck, kernel=3, stride=stride, copied=int(copied))
-        + saved(bottleneck * size**2 if copied else 0)  # the ReLU's output, of which the convolution has the copy
+        + saved(bottleneck * size**2 if copied else 0)  # the ReLU's output; the convolution keeps the copy
         + _group_norm(out_size, bottleneck)
         + convolution(out_size, bottleneck, out, kernel=1)
         + (_group_norm(size, channels) if norms == "before" else _group_norm(out_size, out))
@@ -179,12 +176,12 @@ def _unit(size: int, channels: int, bottleneck: int, *, stride: int, projected: 
     if not projected:
         return cost
     projection = convolution(size, channels, out, kernel=1, stride=stride)
-    shared = Cost(parameters=projection.parameters, flops=projection.flops)  # its input is the first convolution's
+    shared = Cost(parameters=projection.parameters, flops=projection.flops)  # shares the first convolution's input
     return cost + shared + (_group_norm(out_size, out) if norms == "after" else Cost())
 
 
 def _group_norm(size: int, channels: int) -> Cost:
-    """A GroupNorm of [channels, size, size]; the few statistics of its 32 groups are left out."""
+    """A GroupNorm of [channels, size, size], without the few statistics of its 32 groups."""
     return Cost(parameters=2 * channels, saved_bytes=VALUE_BYTES * channels * size * size)
 
 

@@ -1,12 +1,12 @@
 """Parameters, FLOPs and activation memory of a model per image, by formula and without torch.
 
-Parameters and FLOPs equal those of the modules and torch's FlopCounterMode to every digit
-(tests/oracles/test_flop_counter.py). A training step multiplies each weight three times: forward, for the weight's
-gradient and for the input's (not in the first convolution). Recomputation is not counted.
+Parameters and FLOPs equal the modules' and torch's FlopCounterMode's exactly (tests/oracles/test_flop_counter.py). A
+training step multiplies each weight three times: forward, for the weight's gradient and for the input's (not in the
+first convolution). Recomputation is not counted.
 
-Activation bytes are what autograd keeps of one image, in bf16, with fused attention, without dropout: the images, all
+Activation bytes are those autograd keeps of one image, in bf16, with fused attention, without dropout: images, all
 layers' inputs, statistics of norms and attention; 32 * tokens * width for a usual block. Not included: weights,
-gradients, optimizer state, loss, dropout's masks, kernels' workspace.
+gradients, optimizer state, loss, dropout masks, kernel workspace.
 """
 
 import math
@@ -38,16 +38,16 @@ class Accounting:
     """Cost of one model at one image size."""
 
     parameters: int  # head included
-    forward_flops: int  # of one image
+    forward_flops: int  # per image
     training_flops: int  # forward and backward
     tokens: int  # seen by the blocks, class token included; 0 in a pure ResNet
-    activation_bytes: int  # kept of one image until its backward pass
+    activation_bytes: int  # kept per image until its backward pass
     checkpointed_activation_bytes: (
-        int  # with checkpointing: the recomputed blocks' inputs, all of the others and of one
+        int  # with checkpointing: recomputed blocks' inputs, all activations of the others and of one
     )
 
     def describe(self, activations: Literal["all", "checkpointed"] = "all", *, precision: str = "bf16") -> str:
-        """One line for people, four significant digits; `activations`: those that are kept, in that `precision`."""
+        """One line with four significant digits, for the `activations` kept in `precision`."""
         tokens = f", {self.tokens:,} tokens" if self.tokens else ""
         kept_bytes, which = self.activation_bytes, "activations"
         if activations == "checkpointed":
@@ -68,8 +68,8 @@ def account(
     patch_dropout: float = 0.0,
     checkpointed_every: int = 1,
 ) -> Accounting:
-    """Cost per image of `build_model` with these arguments; `patch_dropout` is as in training, and each
-    `checkpointed_every`-th block is recomputed, where any is. ValueError: an argument that the model would refuse."""
+    """Cost per image of `build_model` with these arguments and training's `patch_dropout`, recomputing every
+    `checkpointed_every`-th block in the checkpointed figure. ValueError for arguments that the model would refuse."""
     if num_classes < 1:
         raise ValueError(f"num_classes must be at least 1, not {num_classes}")
     Regularisation(patch_dropout=patch_dropout).check(config)
@@ -83,7 +83,7 @@ def account(
     sizes = config.sizes
     patches = config.grid_size(image_size) ** 2
     prefix = int(config.pool == "cls")
-    tokens = prefix + max(1, int(patches * (1 - patch_dropout)))  # the model rounds down, but keeps one
+    tokens = prefix + max(1, int(patches * (1 - patch_dropout)))  # rounds down, but keeps one, as the model does
     if sizes.resnet_layers is None:
         first = embedding = _patch_embedding(image_size, 3, sizes)
         chain = Chain()
@@ -122,7 +122,7 @@ def _patch_embedding(size: int, channels: int, sizes: VitSizes) -> Cost:
 
 
 def _block(config: ModelConfig, *, tokens: int) -> Cost:
-    """One block: attention and MLP, each behind a norm; a sum keeps nothing."""
+    """Attention and MLP, each behind a norm; a sum keeps nothing."""
     sizes = config.sizes
     width = sizes.width
     scale = learned(width) + saved(tokens * width) if config.layer_scale is not None else NOTHING
@@ -145,17 +145,15 @@ def _mlp(rows: int, sizes: VitSizes) -> Cost:
 
 
 def _relative(sizes: VitSizes, *, tokens: int) -> Cost:
-    """Add relative positions to attention: a table of offsets, queries times it, a bias for each pair.
-
-    Kept are the queries once more, and the bias in rows of a multiple of 8, for torch's memory-efficient kernel.
-    """
+    """Relative positions: a table of offsets, queries times it, a bias per pair. Keeps the queries once more, and the
+    bias in rows of a multiple of 8, for torch's memory-efficient kernel."""
     offsets = 2 * tokens - 1
     bias = saved(tokens * sizes.width + sizes.heads * tokens * (tokens + -tokens % 8))
     return Cost(parameters=offsets * (sizes.width // sizes.heads), flops=2 * tokens * offsets * sizes.width) + bias
 
 
 def _position_parameters(config: ModelConfig, *, patches: int) -> int:
-    """Those that are added to tokens; relative positions belong to the blocks."""
+    """Without relative positions, which belong to the blocks."""
     sizes = config.sizes
     prefix = config.class_token_rows
     match config.position:
@@ -169,11 +167,11 @@ def _position_parameters(config: ModelConfig, *, patches: int) -> int:
 
 
 def _pooling(config: ModelConfig, *, tokens: int) -> Cost:
-    """Normed tokens to what the head sees, and what of it the head's first layer keeps."""
+    """Normed tokens to the head's input, with the part that the head's first layer keeps."""
     sizes = config.sizes
     width = sizes.width
     match config.pool:
-        case "cls":  # one row of the normed tokens: a view, which keeps them all
+        case "cls":  # a view, which keeps all normed tokens
             return saved((tokens - 1) * width)
         case "gap":  # a sum keeps nothing
             return NOTHING

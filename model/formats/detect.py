@@ -1,7 +1,7 @@
-"""Detect the format of any file or folder of weights, and read it.
+"""Detect the format of a file or folder of weights, and read it.
 
-Tensor names decide, not the file's; a folder is told by its `config.json`, and a record of ours beside a file
-(FILE.json) is believed. Costs one copy of the weights. ONNX files are refused. To add a format: a reader that gives a
+A file's tensor names decide, not its own name; a folder's `config.json` does. Our record next to a file (FILE.json) is
+trusted. Costs one copy of the weights. ONNX files are refused. To add a format: a reader that returns an
 `ExternalModel`, and a case here.
 """
 
@@ -43,11 +43,10 @@ def import_file(
 
 
 def read_external(path: Path, *, config: ModelConfig | None = None, hints: UserHints = NO_HINTS) -> ExternalModel:
-    """The model in a file or folder, under our names.
+    """Read the model in a file or folder, under our names; `config` and `hints` supply what the file does not tell.
 
-    `path`: a folder of ours, of timm or of transformers; Google's npz; safetensors or a torch file with a state dict of
-    timm, transformers or torchvision. `config` and `hints`: what the user says of it, for what the file does not tell.
-    Raises ValueError if nothing of the kind exists, it cannot be read, or it contradicts `config`.
+    Reads folders of ours, timm and transformers, Google's npz, and safetensors or torch files with a state dict of
+    timm, transformers or torchvision. ValueError if it is missing, unreadable, or contradicts `config`.
     """
     path = Path(path)
     if config is not None and config.kind == "vit":
@@ -103,7 +102,6 @@ def _folder(folder: Path, *, config: ModelConfig | None) -> ExternalModel:
 
 
 def _bare(path: Path, *, config: ModelConfig | None, hints: UserHints) -> ExternalModel:
-    """A state dict alone, or with a record of ours beside it."""
     state, origin = load_weights(path), str(path)
     for belongs, read in (
         (is_torchvision_state, read_torchvision_state),
@@ -117,7 +115,7 @@ def _bare(path: Path, *, config: ModelConfig | None, hints: UserHints) -> Extern
                 if hints.depth is None and (lost := lost_blocks(external.config.sizes)):
                     raise ValueError(f"{origin} {lost}")
                 return external
-            if belongs is is_timm_state:  # our own names: any of our models, those that timm cannot build too
+            if belongs is is_timm_state:  # our own names: any of our models, also those that timm cannot build
                 described = of_record(meta, state, format="state dict under our names")
             else:
                 external = read(state, config=meta.model, origin=origin)
@@ -130,7 +128,6 @@ def _bare(path: Path, *, config: ModelConfig | None, hints: UserHints) -> Extern
 
 
 def _settled(external: ExternalModel, *, config: ModelConfig | None, origin: str) -> ExternalModel:
-    """`external`, whose file tells all of its trunk, with what the user says besides."""
     if config is None:
         return external
     found = external.config
@@ -138,6 +135,6 @@ def _settled(external: ExternalModel, *, config: ModelConfig | None, origin: str
     heads = found.sizes.heads if found.kind == "vit" else None
     settled, notes = settle(config, of_file=of_file, heads=heads, kind=found.kind, origin=origin)
     image_size = external.image_size
-    if found.kind == "vit":  # the grid of positions is what the weights have; patches of another size are found later
+    if found.kind == "vit":  # the weights determine the grid; other patch sizes are found later
         image_size = image_size // found.sizes.patch_size * settled.sizes.patch_size
     return replace(external, config=settled, image_size=image_size, notes=(*external.notes, *notes))

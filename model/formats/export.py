@@ -1,8 +1,8 @@
-"""Write a model in another project's format, for people who never install shardvit.
+"""Write a model in another project's format, for people without shardvit.
 
-Our record goes beside the file (FILE.json) or inside (ONNX, torch.export). An export computes the model's logits, or
-the notes say what to change; what a format cannot hold is refused. To add a format: its name in `model/vocabulary.py`,
-and a case in each `match` here.
+Our record goes next to the file (FILE.json) or inside (ONNX, torch.export). An export computes the model's logits, or
+the notes say what to change; models that a format cannot hold are refused. To add a format: its name in
+`model/vocabulary.py`, and a case in each `match` here.
 """
 
 from __future__ import annotations
@@ -35,13 +35,12 @@ if TYPE_CHECKING:
 
 
 def export_model(meta: SavedModelMeta, state: Mapping[str, Tensor], *, to: ExportFormat, out: Path) -> list[str]:
-    """Write the model that `meta` describes, with its whole state dict, to `out`; returns notes for the user.
+    """Write the model that `meta` describes, from its full state dict, to `out`; returns notes for the user.
 
-    `to`: npz (names of vision_transformer) or big_vision, both Google's npz; timm: a folder that timm and, by its
-    TimmWrapper, transformers load; transformers: a folder of its own ViT; torchvision: a state dict; onnx and
-    torch_export: programs for any batch size. A file replaces an earlier one, a folder only an empty one or an earlier
-    export. Raises ValueError if the format cannot hold the model, the weights do not fit `meta`, or `out` has another
-    ending or is something else; nothing is written then.
+    npz (vision_transformer's names) and big_vision: Google's npz. timm: a folder for timm and, by its TimmWrapper,
+    transformers. transformers: a folder for its own ViT. torchvision: a state dict. onnx and torch_export: programs for
+    any batch size. Replaces an earlier file; a folder must be empty or an earlier export. ValueError, before writing,
+    if the format cannot hold the model, the weights do not fit `meta`, or `out` has another ending or kind.
     """
     out = Path(out)
     if to not in get_args(ExportFormat):
@@ -101,8 +100,7 @@ def _write(meta: SavedModelMeta, state: Mapping[str, Tensor], *, to: ExportForma
 
 
 def save_for_others(folder: Path, state: Mapping[str, Tensor], *, meta: SavedModelMeta) -> None:
-    """Save as `save_model` does, and add transformers' own files (twice the size) where timm, and transformers through
-    it, would use another LayerNorm epsilon."""
+    """Save as `save_model`, plus transformers' files (twice the size) if timm would use another LayerNorm epsilon."""
     save_model(folder, state, meta=meta)
     if timm_norm_layer(meta.model) and not transformers_objection(meta):
         own = "transformers.safetensors"
@@ -111,13 +109,13 @@ def save_for_others(folder: Path, state: Mapping[str, Tensor], *, meta: SavedMod
 
 
 def formats_of(meta: SavedModelMeta) -> tuple[list[ExportFormat], dict[ExportFormat, str]]:
-    """The formats that hold this model, and why each of the others does not."""
+    """The formats that can hold this model, and why the others cannot."""
     found = {to: export_objection(meta, to=to) for to in get_args(ExportFormat)}
     return [to for to, objection in found.items() if not objection], {to: why for to, why in found.items() if why}
 
 
 def export_objection(meta: SavedModelMeta, *, to: ExportFormat) -> str | None:
-    """Say why a format cannot hold this model with the same logits; None: it can."""
+    """Why a format cannot hold this model with the same logits, or None."""
     if meta.head == "masked_patch":
         return "it is of the masked-patch stage and has no classes yet: fine-tune it first"
     match to:

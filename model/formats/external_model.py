@@ -1,11 +1,9 @@
-"""A model found in another project's file, already under our names: what every reader returns; and its adaptation.
+"""A model read from another project's file, under our names: the result of every reader; and its adaptation.
 
-`Names` maps a library's names by tables of prefixes, both ways; what follows it is what a plain ViT lacks.
-
-What no shape tells comes from the format (`Semantics`), the file's record, or the user (`UserHints`, a `ModelConfig`).
-Resolution and classes are the file's until `adapt` changes them as the paper does (section 3.2): position embeddings
-are interpolated, "we remove the whole pre-trained prediction head and attach a zero-initialized D x K feedforward
-layer". Unchanged tensors are shared with the input.
+`Names` maps a library's names by tables of prefixes, both ways. What shapes do not tell comes from the format
+(`Semantics`), the file's record, or the user (`UserHints`, a `ModelConfig`). `adapt` changes resolution and classes as
+the paper does (section 3.2): position embeddings are interpolated, "we remove the whole pre-trained prediction head and
+attach a zero-initialized D x K feedforward layer". Unchanged tensors are shared with the input.
 """
 
 from __future__ import annotations
@@ -30,16 +28,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Names:
-    """A library's names."""
+    """A library's parameter names."""
 
-    outside: Mapping[str, str]  # prefix of theirs -> of ours, of what is in no block
-    block: str  # before a block's parts, with {} for its number
-    inside: Mapping[str, str]  # prefix of theirs -> of ours, of a block's parts
-    other_blocks: tuple[str, ...] = ()  # these two: in other releases of the library, which are read too
+    outside: Mapping[str, str]  # their prefix -> ours, outside blocks
+    block: str  # prefix of a block's parts, with {} for its number
+    inside: Mapping[str, str]  # their prefix -> ours, within a block
+    other_blocks: tuple[str, ...] = ()  # these two: other releases, read only
     other_inside: Mapping[str, str] | None = None
 
     def ours(self, name: str) -> str:
-        """Our name of a parameter; a name that is not theirs stays."""
+        """Our name of a parameter; unknown names stay."""
         for block in (self.block, *self.other_blocks):
             if match := re.match(re.escape(block).replace(r"\{\}", r"(\d+)"), name):
                 part = _changed(name[match.end() :], {**self.inside, **(self.other_inside or {})})
@@ -58,7 +56,7 @@ def _changed(name: str, prefixes: Mapping[str, str]) -> str | None:
 
 
 def add_qkv_biases(state: dict[str, Tensor]) -> list[str]:
-    """Give a model without biases of q, k and v zeros in their place; returns notes."""
+    """Add zeros for missing q, k and v biases; returns notes."""
     weights = [name for name in state if name.endswith(".attn.qkv.weight")]
     if not weights or any(name.endswith(".attn.qkv.bias") for name in state):
         return []
@@ -68,10 +66,8 @@ def add_qkv_biases(state: dict[str, Tensor]) -> list[str]:
 
 
 def move_class_row(state: Mapping[str, Tensor], *, config: ModelConfig) -> dict[str, Tensor]:
-    """Position embeddings of N or 1 + N rows -> with as many for the class token as `config` has; the same logits.
-
-    A missing row becomes zeros; one too many is added to the token itself, in float32, as big_vision does to files.
-    """
+    """Convert position embeddings of N or 1 + N rows to the class-token rows of `config`; logits stay the same. A
+    missing row becomes zeros; a superfluous one is added to the token in float32, as big_vision does."""
     from torch.nn import functional
 
     state = dict(state)
@@ -87,7 +83,7 @@ def move_class_row(state: Mapping[str, Tensor], *, config: ModelConfig) -> dict[
 
 
 def with_all_positions(state: Mapping[str, Tensor], *, meta: SavedModelMeta) -> dict[str, Tensor]:
-    """The weights with a position in `pos_embed` for every token: fixed ones, and zeros for a class token without."""
+    """Give `pos_embed` a position for every token: fixed ones included, zeros for a class token without."""
     from model.positions.embedding import fixed_numbers
 
     state = {**state, **fixed_numbers(meta.model, image_size=meta.image_size)}
@@ -96,7 +92,7 @@ def with_all_positions(state: Mapping[str, Tensor], *, meta: SavedModelMeta) -> 
 
 
 def plain_vit_objection(config: ModelConfig, *, whose: str) -> str | None:
-    """Why a ViT with only a class token and learned 1-D positions cannot be this trunk; None: it can."""
+    """Why a ViT with only a class token and learned 1-D positions cannot hold this trunk, or None."""
     config = config.with_learned_positions
     if config.kind == "resnet" or config.sizes.resnet_layers is not None:
         return f"{whose} is neither a hybrid nor a ResNet of Google's kind"
@@ -113,18 +109,18 @@ GOOGLE_MEAN = GOOGLE_STD = (0.5, 0.5, 0.5)  # pixels / 127.5 - 1: vision_transfo
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # torchvision's and most of timm's
 
 
-# On these data sets Google trains with the sigmoid loss (big_vision, configs/vit_i21k.py, bit_i21k.py and
+# Data sets on which Google trains with the sigmoid loss (big_vision, configs/vit_i21k.py, bit_i21k.py and
 # proj/scaling_laws/train_vit_g.py; Scaling Vision Transformers, section 3). ImageNet-21k is TFDS's.
 _SIGMOID_CLASSES = {21843: "ImageNet-21k", 18291: "JFT-300M", 29593: "JFT-3B"}
 
 
 @dataclass(frozen=True)
 class UserHints:
-    """What the user says about a file without a record of ours; None: infer it."""
+    """The user's statements about a file without our record; None: infer it."""
 
-    depth: int | None = None  # it has so few blocks on purpose
+    depth: int | None = None  # fewer blocks than the variant, on purpose
     position: Literal["sincos_2d", "none"] | None = None  # if it has no position embeddings
-    loss: LossKind | None = None  # of its head
+    loss: LossKind | None = None  # the head's
 
 
 NO_HINTS = UserHints()
@@ -132,25 +128,25 @@ NO_HINTS = UserHints()
 
 @dataclass(frozen=True)
 class ExternalModel:
-    """A converted model; fields without a comment are as in `SavedModelMeta`."""
+    """A converted model; uncommented fields are as in `SavedModelMeta`."""
 
     format: str  # for messages: "Google's npz (vision_transformer)", "torchvision state dict"
     state: dict[str, Tensor]  # under our (timm's) names, float32 on the CPU unless the file's dtype differs
-    config: ModelConfig  # as far as the file tells, else the format's usual (see `notes`)
+    config: ModelConfig  # from the file, else the format's usual (see `notes`)
     image_size: int
-    num_classes: int  # 0: it `headless`
+    num_classes: int  # 0: no head, see `headless`
     head: HeadKind
     class_names: tuple[str, ...] = ()  # () if the file has none
     mean: tuple[float, float, float] = GOOGLE_MEAN
     std: tuple[float, float, float] = GOOGLE_STD
-    loss: LossKind | None = None  # None: the file does not tell
+    loss: LossKind | None = None  # None: unknown
     eval_protocol: str = "vit"
     eval_crop_share: float | None = None
-    headless: str = "has no head"  # the reason, for messages
-    notes: tuple[str, ...] = field(default=())  # what was assumed or folded, a sentence each, for the user
+    headless: str = "has no head"  # reason, for messages
+    notes: tuple[str, ...] = field(default=())  # assumptions and changes, a sentence each, for the user
 
     def with_loss(self, asked: LossKind | None) -> ExternalModel:
-        """Settle the loss: the user's, the file's, or the usual one for so many classes (with a note)."""
+        """Settle the loss: the user's, the file's, or the usual one for this number of classes (with a note)."""
         if asked is not None or self.loss is not None or self.num_classes == 0:
             return replace(self, loss=asked or self.loss)
         data = _SIGMOID_CLASSES.get(self.num_classes)
@@ -161,7 +157,7 @@ class ExternalModel:
 
 
 def of_record(meta: SavedModelMeta, state: dict[str, Tensor], *, format: str) -> ExternalModel:
-    """A model with a record of ours; from the masked-patch stage the trunk alone."""
+    """Make a model from our record; from the masked-patch stage only the trunk."""
     from model.positions.embedding import without_numbers
 
     names = ("image_size", "num_classes", "class_names", "mean", "std", "loss", "eval_protocol", "eval_crop_share")
@@ -183,8 +179,7 @@ def of_record(meta: SavedModelMeta, state: dict[str, Tensor], *, format: str) ->
 def of_shapes(
     state: dict[str, Tensor], *, format: str, semantics: Semantics, given: ModelConfig | None, origin: str
 ) -> ExternalModel:
-    """A model without a record, under our names, with its tensors' sizes; arguments as for `config_of`. Raises
-    ValueError if the tensors do not tell the sizes, or contradict `given`."""
+    """Make a model from tensors' shapes, as `config_of`; ValueError if they give no sizes or contradict `given`."""
     sizes = read_sizes(shapes_of(state), origin=origin)
     if sizes.grid_size is None:
         raise ValueError(
@@ -205,13 +200,13 @@ def of_shapes(
     )
 
 
-# CaiT's for its smaller models (arXiv 2103.17239, table of hyper-parameters) and timm's usual; for a fresh model only.
+# CaiT's value for small models (arXiv 2103.17239, table of hyper-parameters) and timm's; used for fresh models only.
 _LAYER_SCALE = 1e-5
 
 
 @dataclass(frozen=True)
 class Semantics:
-    """What shapes do not tell; None if neither file nor format tells it either."""
+    """Properties that shapes do not show; None if neither file nor format gives them."""
 
     gelu: Gelu
     layer_norm_eps: float
@@ -219,11 +214,11 @@ class Semantics:
     heads: int | None = None
     layer_scale: float | None = None
     position: PositionKind | None = None
-    class_token_position: ClassTokenPosition | None = None  # None: as the shapes have it
+    class_token_position: ClassTokenPosition | None = None  # None: from the shapes
 
 
 def lost_blocks(sizes: VitSizes) -> str | None:
-    """The message for a named trunk's sizes with fewer blocks: the last ones are probably missing."""
+    """Say that blocks are probably missing, if a named trunk has fewer than its variant; else None."""
     for name, variant in VARIANTS.items():
         same = (variant.width, variant.heads, variant.mlp_dim) == (sizes.width, sizes.heads, sizes.mlp_dim)
         if same and sizes.depth < variant.depth:
@@ -237,11 +232,8 @@ def lost_blocks(sizes: VitSizes) -> str | None:
 def config_of(
     sizes: StateSizes, *, semantics: Semantics, given: ModelConfig | None, origin: str
 ) -> tuple[ModelConfig, tuple[str, ...]]:
-    """The trunk of a file, and notes for the user: what was assumed, what the user's word replaced.
-
-    `given`: the user's configuration (see `settle`); `origin` begins messages. Raises ValueError if the number of heads
-    is unknown, or the user's is not the file's.
-    """
+    """The trunk of a file, and notes on what was assumed or overridden. `given` is the user's configuration (see
+    `settle`); `origin` begins messages. ValueError if the number of heads is unknown or contradicts the file."""
     pool_and_scale: dict[str, Any] = {"pool": sizes.pool}
     if (semantics.class_token_position or sizes.class_token_position) == "none":
         pool_and_scale["class_token_position"] = "none"
@@ -266,12 +258,9 @@ def config_of(
 def settle(
     given: ModelConfig, *, of_file: Mapping[str, Any], heads: int | None, kind: Literal["vit", "resnet"], origin: str
 ) -> tuple[ModelConfig, tuple[str, ...]]:
-    """The user's configuration, completed by what a file tells, and a note for each value of the file that it replaced.
-
-    Sizes and explicit values in `given` stand (`adapt` compares them with the weights). `of_file`: other fields of
-    `ModelConfig`, by the file or its format. Raises ValueError if the file holds a model of another kind, or with
-    another number of heads.
-    """
+    """Complete the user's configuration from the file, with a note for each overridden value. Sizes and explicit values
+    in `given` win (`adapt` compares them with the weights); `of_file` are other fields of `ModelConfig`. ValueError if
+    the file holds another kind of model or number of heads."""
     if given.kind != kind:
         what = {"vit": "a Vision Transformer", "resnet": "a pure ResNet"}
         raise ValueError(f"{origin} holds {what[kind]}, not {what[given.kind]} as was asked for")
@@ -290,7 +279,6 @@ def settle(
 
 
 def _checked(fields: dict[str, Any], *, origin: str) -> ModelConfig:
-    """Contradictions become one sentence."""
     try:
         return ModelConfig(**fields)
     except ValidationError as error:
@@ -298,7 +286,6 @@ def _checked(fields: dict[str, Any], *, origin: str) -> ModelConfig:
 
 
 def _heads(sizes: StateSizes, *, semantics: Semantics, origin: str) -> tuple[int, tuple[str, ...]]:
-    """The number of heads of a trunk without a name: what the file says, else that of the named width."""
     if semantics.heads:
         return semantics.heads, ()
     for name, variant in VARIANTS.items():
@@ -318,12 +305,11 @@ def adapt(
     class_names: Sequence[str] | None = None,
     loss: LossKind | None = None,
 ) -> tuple[SavedModelMeta, dict[str, Tensor]]:
-    """The record and the weights of `external`, for another resolution or number of classes.
+    """Return record and weights of `external`, for another resolution or number of classes.
 
-    Another `num_classes` replaces the whole head by a zero linear one, trained with `loss` (None: softmax); the same
-    keeps it. `class_names` default to the file's, else "0", "1", ..., and may give their number instead. Raises
-    ValueError if the weights do not fit `external.config` (with a table) or are not finite, there is neither a head nor
-    a count, or an argument does not fit.
+    A new `num_classes` replaces the head by a zero linear one, trained with `loss` (None: softmax). `class_names`
+    default to the file's, else "0", "1", ..., and may replace `num_classes`. ValueError if the weights do not fit (with
+    a table) or are not finite, there is neither head nor class count, or an argument does not fit.
     """
     import torch
 
@@ -364,7 +350,6 @@ def adapt(
 
 
 def _record(external: ExternalModel, *, num_classes: int, head: str) -> SavedModelMeta:
-    """The record at the file's resolution, without its class names."""
     names = ("image_size", "mean", "std", "eval_protocol", "eval_crop_share")
     try:
         return SavedModelMeta.model_validate(

@@ -1,11 +1,9 @@
-"""Names, axes and sizes of Google's npz arrays: which array is which of our parameters, and which model they make.
+"""Names, axes and sizes of Google's npz arrays: map them to our parameters, and infer the model from them.
 
-Names are those of google-research/vision_transformer (`models_vit.py`, `models_resnet.py`; its released files number a
-block's parts by position, as flax did before linen) and google-research/big_vision (`models/vit.py`; by class). What
-neither has (layer scale, positions other than a learned or fixed embedding at the stem) has no name here.
-
-The files carry no configuration: sizes come from shapes, and the rest is what both code bases always do (tanh GELU,
-epsilon 1e-6, their interpolation). Reads no file.
+Names are those of google-research/vision_transformer (`models_vit.py`, `models_resnet.py`; released files number a
+block's parts by position, as flax did before linen) and google-research/big_vision (`models/vit.py`; by class). Layer
+scale and positions other than a learned or fixed embedding at the stem have no name here. Files carry no configuration:
+sizes come from shapes, the rest is common to both (tanh GELU, epsilon 1e-6, their interpolation).
 """
 
 from __future__ import annotations
@@ -27,20 +25,20 @@ if TYPE_CHECKING:
 Axes = Literal["same", "conv", "dense", "to_heads", "to_heads_bias", "from_heads"]
 
 PREFIXES = ("", "opt/target/", "params/", "target/")
-PATCH_KERNEL, FINAL_SCALE = "embedding/kernel", "Transformer/encoder_norm/scale"  # what every file has
+PATCH_KERNEL, FINAL_SCALE = "embedding/kernel", "Transformer/encoder_norm/scale"  # in every file
 STACKED = "Transformer/encoderblock/"  # big_vision's scan: all blocks in one array, depth first
-USUAL_IMAGE_SIZE = 224  # pixels; of pre-training in both code bases' configurations
-# vision_transformer's, big_vision's, and big_vision's of before 2022.
+USUAL_IMAGE_SIZE = 224  # pixels; pre-training in both code bases
+# vision_transformer's, big_vision's, and big_vision's before 2022.
 _POSITIONS = ("Transformer/posembed_input/pos_embedding", "pos_embedding", "Transformer/pos_embedding")
-# A block's parts: flax before linen, and linen.
+# A block's parts, before linen and in linen.
 _PARTS = {
     "norm1": ("LayerNorm_0", "LayerNorm_0"),
     "attn": ("MultiHeadDotProductAttention_1", "MultiHeadDotProductAttention_0"),
     "norm2": ("LayerNorm_2", "LayerNorm_1"),
     "mlp": ("MlpBlock_3", "MlpBlock_0"),
 }
-# flax's order of axes and torch's: flax multiplies from the right, and attention has an axis of heads. One matrix at a
-# time: timm's fused q/k/v is taken apart before.
+# flax's axes and torch's: flax multiplies from the right, and attention has an axis of heads. One matrix each: timm's
+# fused q/k/v is split first.
 _ORDERS: dict[Axes, tuple[str, str]] = {
     "same": ("...", "..."),
     "conv": ("height width inputs outputs", "outputs inputs height width"),
@@ -55,17 +53,16 @@ _ORDERS: dict[Axes, tuple[str, str]] = {
 class NpzLayout:
     """Array names of one code base."""
 
-    prefix: str  # of all weights; the rest is the optimiser's
-    before_linen: bool  # how a block's parts are numbered
-    position: str | None  # the array of position embeddings, without the prefix, if there is one
+    prefix: str  # all weights'; the rest is the optimiser's
+    before_linen: bool  # numbering of a block's parts
+    position: str | None  # array of position embeddings, without the prefix
     stacked: bool = False  # all blocks in one array
 
     @property
     def code_base(self) -> str:
         return "vision_transformer" if self.position == _POSITIONS[0] else "big_vision"
 
-    def part(self, block: int, which: str) -> str:
-        """Name of a block's norm1, attn, norm2 or mlp."""
+    def part(self, block: int, which: str) -> str:  # which: norm1, attn, norm2 or mlp
         before = STACKED if self.stacked else f"Transformer/encoderblock_{block}/"
         return before + _PARTS[which][not self.before_linen]
 
@@ -76,8 +73,7 @@ BIG_VISION = NpzLayout("params/", False, _POSITIONS[1])
 
 @dataclass(frozen=True)
 class ArrayPart:
-    """`part` of `parts` equal ones along the first axis of our `parameter`, in an array of the file, in order `axes`;
-    at index `layer` of its first axis if blocks are stacked."""
+    """Maps slice `part` of `parts` of our `parameter` (first axis) to `array`, with `axes`; `layer` if stacked."""
 
     array: str
     parameter: str
@@ -88,19 +84,19 @@ class ArrayPart:
 
 
 def from_google(axes: Axes, value: Tensor) -> Tensor:
-    """Permute an array of theirs to our axes. Raises RuntimeError for another number of axes."""
+    """Permute an array to our axes; RuntimeError for another number of axes."""
     theirs, ours = _ORDERS[axes]
     return rearrange(value, f"{theirs} -> {ours}")
 
 
 def to_google(axes: Axes, value: Tensor, *, heads: int) -> Tensor:
-    """Permute a parameter of ours to their axes."""
+    """Permute our parameter to their axes."""
     theirs, ours = _ORDERS[axes]
     return rearrange(value, f"{ours} -> {theirs}", **({"heads": heads} if "heads" in theirs else {}))
 
 
 def find_layout(names: Collection[str]) -> NpzLayout | None:
-    """Find the layout of a file by its arrays; None: no Vision Transformer of Google's."""
+    """Find a file's layout by its arrays; None if it is no Google ViT."""
     for prefix in PREFIXES:
         if f"{prefix}{PATCH_KERNEL}" in names and f"{prefix}{FINAL_SCALE}" in names:
             position = next((name for name in _POSITIONS if f"{prefix}{name}" in names), None)
@@ -111,7 +107,7 @@ def find_layout(names: Collection[str]) -> NpzLayout | None:
 
 
 def slots_of(parameters: Iterable[str], *, layout: NpzLayout) -> list[ArrayPart]:
-    """Locate all of our parameters, in their order; raises ValueError if one has no name in this layout."""
+    """Locate all of our parameters, in their order; ValueError if one has no name in this layout."""
     slots: list[ArrayPart] = []
     for parameter in parameters:
         path = parameter.split(".")
@@ -127,7 +123,7 @@ def slots_of(parameters: Iterable[str], *, layout: NpzLayout) -> list[ArrayPart]
 
 
 def _arrays(path: list[str], *, layout: NpzLayout) -> list[tuple[str, Axes]]:
-    """The arrays, without the prefix, that make one of our parameters, in order; none: it has no place."""
+    """Arrays (without prefix), in order, that make up one of our parameters; empty if unknown."""
     match path:
         case ["cls_token"]:
             return [("cls", "same")]
@@ -178,7 +174,7 @@ def _normed(module: str, leaf: str) -> tuple[str, Axes]:
 def _attention(module: str, which: str, leaf: str) -> list[tuple[str, Axes]]:
     if which == "proj":
         return [_weighed(f"{module}/out", leaf, "from_heads")]
-    letters = {"q": "query", "k": "key", "v": "value"}  # of timm's q, kv and qkv
+    letters = {"q": "query", "k": "key", "v": "value"}  # in timm's q, kv and qkv
     return [_weighed(f"{module}/{letters[letter]}", leaf, "to_heads") for letter in which if letter in letters]
 
 
@@ -187,18 +183,14 @@ def _mlp(module: str, which: str, leaf: str) -> tuple[str, Axes]:
 
 
 def _of_resnet(unit: str, part: str, leaf: str) -> tuple[str, Axes]:
-    """`part` is conv1, norm1, conv_root and so on."""
     if part.startswith("conv"):
         return f"{unit}{part}/kernel", "conv"
     return _normed(f"{unit}{part.replace('norm', 'gn')}", leaf)
 
 
 def infer_model(shapes: Mapping[str, Shape], *, layout: NpzLayout, hints: UserHints = NO_HINTS) -> ExternalModel:
-    """Infer the model whose arrays, named without the prefix, have these shapes; its weights are still to be read.
-
-    Raises ValueError if an array that fixes a size is missing or impossible, or if blocks or position embeddings are
-    probably missing and the user does not say that this is intended.
-    """
+    """Infer the model, still without weights, from its arrays' shapes, named without the prefix. ValueError if an array
+    that fixes a size is missing or impossible, or blocks or positions seem missing and `hints` does not confirm it."""
     height, side, channels, width = _axes(shapes, PATCH_KERNEL, count=4)
     attention = _axes(shapes, f"{layout.part(0, 'attn')}/query/kernel", count=3 + layout.stacked)
     mlp = _axes(shapes, f"{layout.part(0, 'mlp')}/Dense_0/kernel", count=2 + layout.stacked)
@@ -254,7 +246,7 @@ def infer_model(shapes: Mapping[str, Shape], *, layout: NpzLayout, hints: UserHi
 
 
 def _head(shapes: Mapping[str, Shape], *, width: int, num_classes: int) -> tuple[HeadKind, str]:
-    """The kind of head, and why it must be left out, if it must."""
+    """Kind of head, and why it must be left out, or ""."""
     if "pre_logits/kernel" not in shapes:
         return "linear", ""
     representation = _axes(shapes, "pre_logits/kernel", count=2)[1]
@@ -267,7 +259,6 @@ def _head(shapes: Mapping[str, Shape], *, width: int, num_classes: int) -> tuple
 
 
 def _axes(shapes: Mapping[str, Shape], name: str, *, count: int) -> Shape:
-    """The shape of an array, which must have so many axes, none of them empty."""
     if name not in shapes:
         raise ValueError(f"the array {name!r} is missing, which fixes a size of the model")
     shape = shapes[name]
@@ -277,7 +268,6 @@ def _axes(shapes: Mapping[str, Shape], name: str, *, count: int) -> Shape:
 
 
 def _stem(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Shapes that tell a hybrid's stem, under our names; empty without one."""
     if "conv_root/kernel" not in shapes:
         return {}
     channels = _axes(shapes, "conv_root/kernel", count=4)[3]

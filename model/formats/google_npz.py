@@ -1,9 +1,8 @@
-"""Read and write Google's npz files, of google-research/vision_transformer and of google-research/big_vision.
+"""Read and write Google's npz files, of google-research/vision_transformer and google-research/big_vision.
 
-Reading costs the model in float32 plus one array; names and shapes are compared with our model's before any weight is
-read. Writing costs one array. A file comes back bit for bit. vision_transformer's class token has a position embedding,
-big_vision's has none: in the other code base's file a model gets a row of zeros, or its token takes the row up.
-Optimiser states are left out; BiT's own files are not read.
+Reading costs the model in float32 plus one array, writing one array; names and shapes are checked before any weight is
+read. Round trips are bit-exact. vision_transformer's class token has a position, big_vision's has none: converting adds
+a row of zeros, or adds the row to the token. Optimiser states are skipped; BiT's own files are not read.
 """
 
 from __future__ import annotations
@@ -54,12 +53,8 @@ _DAMAGES = (OSError, EOFError, ValueError, NotImplementedError, RuntimeError, zi
 
 
 def read_google_npz(path: Path, *, hints: UserHints = NO_HINTS) -> ExternalModel:
-    """Read the model in a file of either code base, in float32.
-
-    A record beside it is believed; else sizes come from the arrays, and `hints` adds what the user knows. Raises a
-    ValueError that names the file if it is no npz, is damaged or holds something else, or arrays are missing, too many
-    or of another shape than the model's.
-    """
+    """Read either code base's model in float32. Our record next to it is trusted; else sizes come from the arrays,
+    completed by `hints`. ValueError names the file if it is damaged, or arrays are missing, surplus or misshapen."""
     path = Path(path)
     try:
         archive = zipfile.ZipFile(path)
@@ -76,14 +71,13 @@ def read_google_npz(path: Path, *, hints: UserHints = NO_HINTS) -> ExternalModel
 
 
 def write_google_npz(path: Path, state: Mapping[str, Tensor], *, meta: SavedModelMeta, names: GoogleNames) -> None:
-    """Write float32 weights under the names that a code base itself loads, and our record beside them, atomically.
-    Raises ValueError if `state` does not fit `meta`; nothing is written then."""
+    """Write float32 weights under the code base's names, plus our record, atomically; ValueError if they do not fit."""
     path = Path(path)
     check_state(state, meta=meta, says=f"{path} is not written: the weights are not those of the model")
     layout = _LAYOUTS[names]
     if names == "vision_transformer":
         state = with_all_positions(state, meta=meta)
-    elif meta.model.position == "sincos_2d":  # which big_vision computes itself
+    elif meta.model.position == "sincos_2d":  # big_vision computes it
         layout = replace(layout, position=None)
     else:
         state = {**state, **fixed_numbers(meta.model, image_size=meta.image_size)}
@@ -120,7 +114,7 @@ def _read(npz: _Npz, *, meta: SavedModelMeta | None, hints: UserHints) -> Extern
         model = replace(model, config=config.with_learned_positions)
 
     ours = _our_shapes(model)
-    # Of a model with a record, that may have been written with the other code base's class token.
+    # A file with our record may come from the other code base's class-token convention.
     if "pos_embed" in ours and model.config.pool == "cls":
         patches = model.config.grid_size(model.image_size) ** 2
         without = shapes.get(f"{layout.prefix}{layout.position}", ())[1:2] == (patches,)
@@ -147,7 +141,7 @@ def _read(npz: _Npz, *, meta: SavedModelMeta | None, hints: UserHints) -> Extern
 
 
 def _refuse_lost_blocks(names: Collection[str], *, depth: int) -> None:
-    """Compare with the optimiser's arrays, which are named like the weights and tell of blocks that were lost."""
+    """Compare with the optimiser's arrays, named like the weights, which reveal lost blocks."""
     found = [int(match[1]) for name in names if (match := re.search(r"/encoderblock_(\d+)/", f"/{name}"))]
     if found and max(found) >= depth:
         raise ValueError(
@@ -156,7 +150,6 @@ def _refuse_lost_blocks(names: Collection[str], *, depth: int) -> None:
 
 
 def _our_shapes(model: ExternalModel) -> dict[str, Shape]:
-    """Shapes of our model's state dict; without a head if the file has none."""
     with torch.device("meta"):
         built = build_model(
             model.config, image_size=model.image_size, num_classes=model.num_classes or 1, head=model.head
@@ -166,7 +159,7 @@ def _our_shapes(model: ExternalModel) -> dict[str, Shape]:
 
 
 def expected_arrays(slots: list[ArrayPart], ours: Mapping[str, Shape], *, heads: int, depth: int) -> dict[str, Shape]:
-    """Name -> shape of each array in a file of our model; `ours`: the state dict's shapes."""
+    """Name -> shape of each array in a file of our model, whose state dict has the shapes `ours`."""
     expected: dict[str, Shape] = {}
     for slot in slots:
         part = torch.empty(ours[slot.parameter], device="meta").chunk(slot.parts)[slot.part]
@@ -176,7 +169,7 @@ def expected_arrays(slots: list[ArrayPart], ours: Mapping[str, Shape], *, heads:
 
 
 def _in_our_names(found: Mapping[str, Shape], slots: list[ArrayPart]) -> dict[str, Shape]:
-    """Shapes under our names where all arrays of a parameter are there and fit together; under theirs otherwise."""
+    """Shapes under our names where a parameter's arrays are complete and fit; else under theirs."""
     parts: dict[str, list[Shape | None]] = {}
     for slot in slots:
         shape = found.get(slot.array)
@@ -184,7 +177,7 @@ def _in_our_names(found: Mapping[str, Shape], slots: list[ArrayPart]) -> dict[st
             shape = shape[1:] if shape and slot.layer < shape[0] else None
         try:
             part = None if shape is None else tuple(from_google(slot.axes, torch.empty(shape, device="meta")).shape)
-        except RuntimeError:  # of einops: another number of axes
+        except RuntimeError:  # einops: another number of axes
             part = None
         parts.setdefault(slot.parameter, []).append(part)
     known = {slot.array for slot in slots}
@@ -202,7 +195,7 @@ def _unpadded(name: str, shape: Shape) -> Shape:
 
 
 def _read_state(npz: _Npz, slots: list[ArrayPart], ours: Mapping[str, Shape]) -> dict[str, Tensor]:
-    """Read all weights, each array once, though it may hold a part of each block (stacked)."""
+    """Read all weights, each array once, even if stacked over blocks."""
     state = {name: torch.empty(shape, dtype=torch.float32) for name, shape in ours.items()}
     by_array: dict[str, list[ArrayPart]] = {}
     for slot in slots:
@@ -217,10 +210,7 @@ def _read_state(npz: _Npz, slots: list[ArrayPart], ours: Mapping[str, Shape]) ->
 
 
 class _Npz:
-    """An open npz file of floating-point arrays, read one by one, shapes before values, without pickle.
-
-    `np.load` reads an array whole to tell its shape. Errors are ValueErrors that name the array, not the file.
-    """
+    """Reads an npz array by array, without pickle, shapes first (`np.load` would read whole arrays for them)."""
 
     def __init__(self, archive: zipfile.ZipFile) -> None:
         self._archive = archive
@@ -232,13 +222,13 @@ class _Npz:
         self.names = list(self._members)
 
     def header(self, name: str) -> tuple[Shape, str]:
-        """Shape and precision ("float32", "bfloat16") of an array; reads its first bytes."""
+        """Shape and dtype ("float32", "bfloat16") of an array, from its first bytes."""
         with self._member(name) as file:
             version = np.lib.format.read_magic(file)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, _, dtype = read(file)
             missing = int(np.prod(shape, dtype=object)) * dtype.itemsize - (self._members[name].file_size - file.tell())
-        # big_vision's bfloat16: numpy does not know it and writes two opaque bytes
+        # big_vision's bfloat16: unknown to numpy, which writes two opaque bytes
         precision = "bfloat16" if dtype.kind == "V" and dtype.itemsize == 2 and dtype.names is None else str(dtype)
         if precision != "bfloat16" and dtype.kind != "f":
             raise ValueError(f"the array {name!r} holds {precision}, not floating-point numbers")
@@ -247,7 +237,6 @@ class _Npz:
         return shape, precision
 
     def read(self, name: str) -> Tensor:
-        """The values, in the file's precision."""
         with self._member(name) as file:
             array = np.lib.format.read_array(file, allow_pickle=False)
         if array.dtype.kind == "V":
@@ -264,7 +253,7 @@ class _Npz:
 
 
 def _write(path: Path, state: Mapping[str, Tensor], *, layout: NpzLayout, heads: int) -> None:
-    """Write array by array, without the time of day, so that the same weights make the same bytes."""
+    """Write array by array, without timestamps, so equal weights give equal bytes."""
     with zipfile.ZipFile(path, "w") as archive:
         for slot in slots_of(state, layout=layout):
             part = state[slot.parameter].detach().chunk(slot.parts)[slot.part].to("cpu", torch.float32)

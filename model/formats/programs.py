@@ -1,13 +1,10 @@
 """A model as a program for any batch size, with our record inside: ONNX (standard operators) or torch.export (.pt2).
 
-Writing takes some seconds and two copies of the weights. ONNX needs the extra `onnx`; weights beyond 1.5 GB (H/14, not
-L/16) go to NAME.onnx.data, as a protobuf message ends at 2 GB; it runs on the CPU here. No half precision, no
-quantisation, no resizing.
-
-`torch.export.load(FILE).module()` needs no code of ours, but trusted files: it unpickles sample inputs, evaluates
-formulas of shapes by `eval` (sympy), and loads compiled parts as a library. We read a .pt2's weights as raw bytes, for
-the model that its record names: nothing is executed or unpickled, and the graph is ignored. Archive layout:
-torch/export/pt2_archive/_package.py.
+Writing takes some seconds and two copies of the weights. ONNX needs the extra `onnx` and runs on the CPU here; weights
+beyond 1.5 GB (H/14, not L/16) go to NAME.onnx.data, as protobuf messages end at 2 GB. No half precision, quantisation
+or resizing. `torch.export.load(FILE).module()` needs no code of ours but trusted files: it unpickles sample inputs,
+`eval`s shape formulas (sympy) and loads compiled parts as a library. We read a .pt2's weights as raw bytes into the
+model of its record, and execute or unpickle nothing. Layout: torch/export/pt2_archive/_package.py.
 """
 
 from __future__ import annotations
@@ -38,13 +35,13 @@ _RECORD = f"extra/{RECORD_FILE}"
 _WEIGHTS = "data/weights/"
 _WEIGHTS_CONFIG = f"{_WEIGHTS}model_weights_config.json"
 
-# What zipfile, json and torch raise for damaged files.
+# Raised by zipfile, json and torch for damaged files.
 _BROKEN = (OSError, BadZipFile, EOFError, RuntimeError, zlib.error, ValueError, KeyError, TypeError, AttributeError)
 
 
 @contextmanager
 def _exported(model: nn.Module, *, meta: SavedModelMeta) -> Iterator[ExportedProgram]:
-    """`model`, in evaluation mode, traced for any batch size; the exporters' warnings about themselves are silent."""
+    """Trace `model` in evaluation mode for any batch size; silences the exporters' warnings."""
     import torch
 
     assert not model.training, "a model in training mode would be exported with its dropout"
@@ -55,11 +52,8 @@ def _exported(model: nn.Module, *, meta: SavedModelMeta) -> Iterator[ExportedPro
 
 
 def write_onnx(path: Path, model: nn.Module, *, meta: SavedModelMeta) -> None:
-    """Export `model`, which `meta` describes, in evaluation mode; replaces an earlier file at `path`.
-
-    The file takes "images", float32 [batch, 3, S, S], normalised with the record's mean and std, and gives "logits",
-    float32 [batch, classes]; the record is JSON in the metadata's "shardvit". Raises ValueError without the packages.
-    """
+    """Export `model` in evaluation mode: "images", float32 [batch, 3, S, S], normalised with the record's mean and std
+    -> "logits", float32 [batch, classes]. The metadata's "shardvit" has the record. ValueError without the packages."""
     import torch
 
     _require("onnx", "onnxscript")
@@ -74,7 +68,7 @@ def write_onnx(path: Path, model: nn.Module, *, meta: SavedModelMeta) -> None:
 
 @dataclass(frozen=True)
 class OnnxModel:
-    """A file that `write_onnx` wrote, ready to run."""
+    """A file by `write_onnx`, ready to run."""
 
     meta: SavedModelMeta
     session: Any  # onnxruntime.InferenceSession
@@ -87,29 +81,26 @@ class OnnxModel:
 
 
 def open_onnx(path: Path) -> OnnxModel:
-    """Load a file that `write_onnx` wrote, to run on the CPU in as many threads as torch. Raises ValueError if a
-    package is missing, the file cannot be read, or has no record."""
+    """Load a file by `write_onnx`, with torch's threads; ValueError if it is broken or a package is missing."""
     _require("onnxruntime")
     import onnxruntime
     import torch
 
     options = onnxruntime.SessionOptions()
-    # By default it pins threads to cores that a container may not own, and complains on stderr.
+    # By default it pins threads to cores that a container may not own, and prints errors to stderr.
     options.intra_op_num_threads = torch.get_num_threads()
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # noqa: BLE001 - its exceptions have no class in common, nor public names
+    except Exception as error:  # noqa: BLE001 - its exceptions have neither a common class nor public names
         raise ValueError(f"{path} cannot be read as ONNX: {error}") from None
     record = session.get_modelmeta().custom_metadata_map.get(RECORD_KEY)
     return OnnxModel(meta=parse_inside(record, path=path), session=session)
 
 
 def _protect_zeros_before_pools(program: Any) -> None:
-    """Replace the zeros that are padded before a max pool (BiT's root) by the smallest positive normal number.
-
-    onnxruntime (pad_fusion.cc, release 1.31 too) and onnx's optimizer (issue onnxsim 290) take such zeros for the
-    pool's own padding, minus infinity, and logits change in the third digit.
-    """
+    """Replace zeros padded before a max pool (BiT's root) by the smallest positive normal number: onnxruntime
+    (pad_fusion.cc, release 1.31 too) and onnx's optimizer (issue onnxsim 290) fuse them into the pool's own padding,
+    minus infinity, which changes logits in the third digit."""
     import numpy as np
     from onnxscript import ir
 
@@ -138,7 +129,7 @@ def _require(*packages: str) -> None:
 
 
 def write_torch_export(path: Path, model: nn.Module, *, meta: SavedModelMeta) -> None:
-    """As `write_onnx`, by torch.export; the record is the extra file "shardvit.json"."""
+    """As `write_onnx`, with torch.export; the record is the extra file "shardvit.json"."""
     import torch
 
     with _exported(model, meta=meta) as program, replaced_file(path) as new:
@@ -146,8 +137,7 @@ def write_torch_export(path: Path, model: nn.Module, *, meta: SavedModelMeta) ->
 
 
 def read_torch_export(path: Path) -> tuple[SavedModelMeta, dict[str, Tensor]]:
-    """The record and the weights, on the CPU, under the names of our state dict. Raises ValueError if the file cannot
-    be read, has no record, or its weights do not fit the record."""
+    """Read record and state dict onto the CPU; ValueError if the file is broken, has no record, or they do not fit."""
     import torch
 
     try:
@@ -171,13 +161,13 @@ def read_torch_export(path: Path) -> tuple[SavedModelMeta, dict[str, Tensor]]:
 
 
 def _root(archive: ZipFile) -> str:
-    """The one folder that all of the archive lies in; torch names it after the file."""
+    """Name of the archive's single top folder; torch names it after the file."""
     names = archive.namelist()
     return f"{names[0].partition('/')[0]}/" if names else ""
 
 
 def _tensor(archive: ZipFile, entry: dict[str, Any], *, like: Tensor) -> Tensor:
-    """One weight: raw bytes in native (little-endian) order, in our model's dtype."""
+    """Read raw bytes in native (little-endian) order as our model's dtype."""
     import torch
 
     if entry["use_pickle"]:

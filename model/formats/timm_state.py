@@ -1,7 +1,7 @@
 """Read timm's Vision Transformers: a folder that timm or transformers' TimmWrapper wrote, or bare weights.
 
-timm builds the architecture in `config.json` without memory; what we would compute differently is refused. Its hybrids
-are not read: their weight standardisation and GroupNorm have other epsilons. Costs one copy of the weights.
+timm builds the architecture in `config.json` without memory; any difference from ours is refused. Its hybrids are not
+read: their weight standardisation and GroupNorm have other epsilons. Costs one copy of the weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _GELUS: dict[str, Gelu] = {"GELU(approximate='none')": "erf", "GELU()": "erf", "
 _GELUS |= {"GELUTanh()": "tanh"}
 
 _FC_NORM = "a norm after the pooling (fc_norm), and the norm of a mean is not the mean of normed tokens"
-# What names in a state dict reveal: timm's parameters that no model of ours has.
+# Names in a state dict that reveal timm parameters unknown to our models.
 _UNKNOWN_PARTS = {
     "reg_token": "register tokens",
     "dist_token": "a distillation token",
@@ -44,12 +44,12 @@ _UNKNOWN_PARTS = {
 
 
 def is_timm_state(names: Collection[str]) -> bool:
-    """True for the names of a timm Vision Transformer, which are ours too."""
+    """True for the names of a timm Vision Transformer, which are also ours."""
     return "patch_embed.proj.weight" in names and any(name.startswith("blocks.0.") for name in names)
 
 
 def read_timm_state(state: dict[str, Tensor], *, config: ModelConfig | None, origin: str) -> ExternalModel:
-    """Read a bare state dict. Raises ValueError if it has parts that our models lack, or needs a `config`."""
+    """Read a bare state dict; ValueError if it has parts that our models lack, or needs a `config`."""
     _refuse_unknown_parts(state, origin=origin)
     if config is None and any(name.startswith("patch_embed.backbone.") for name in state):
         raise ValueError(
@@ -68,8 +68,7 @@ def read_timm_state(state: dict[str, Tensor], *, config: ModelConfig | None, ori
 
 
 def read_timm_folder(folder: Path, *, content: dict[str, Any], config: ModelConfig | None) -> ExternalModel:
-    """Read a folder; `content` is its `config.json`. Raises ValueError if timm does not know the architecture, or it
-    computes something that our models do not."""
+    """Read a folder, `content` being its `config.json`; ValueError if timm or our models lack its architecture."""
     from timm.data.config import resolve_data_config
 
     origin = str(folder)
@@ -89,7 +88,7 @@ def read_timm_folder(folder: Path, *, content: dict[str, Any], config: ModelConf
         layer_scale=getattr(model.blocks[0].ls1, "init_values", None),
     )
     external = of_shapes(state, format="timm folder", semantics=semantics, given=config, origin=origin)
-    # timm's model is compared with ours of the same sizes, whatever was asked for
+    # compare timm's model with ours of the same sizes, whatever was asked for
     own, _ = config_of(read_sizes(shapes_of(state), origin=origin), semantics=semantics, given=None, origin=origin)
     _compare_structure(model, own, origin=origin)
     data = resolve_data_config(pretrained_cfg=dict(model.pretrained_cfg) | (content.get("pretrained_cfg") or {}))
@@ -124,7 +123,7 @@ def _built_by_timm(content: dict[str, Any], *, origin: str) -> VisionTransformer
     arguments = dict(content.get("model_args") or {})
     if "num_classes" in content:
         arguments["num_classes"] = content["num_classes"]
-    # anything else would be read by timm's factory, which can load further files
+    # timm's factory would read anything else, and can load further files
     unknown = sorted(arguments.keys() - inspect.signature(VisionTransformer.__init__).parameters.keys())
     if unknown:
         raise ValueError(
@@ -144,7 +143,6 @@ def _built_by_timm(content: dict[str, Any], *, origin: str) -> VisionTransformer
 
 
 def _objection(model: VisionTransformer) -> str | None:
-    """Name the part of a model that timm built which ours cannot have."""
     from timm.layers.patch_embed import PatchEmbed
     from timm.models.vision_transformer import Block
     from torch import nn
@@ -172,7 +170,7 @@ def _objection(model: VisionTransformer) -> str | None:
 
 
 def _compare_structure(model: VisionTransformer, config: ModelConfig, *, origin: str) -> None:
-    """Refuse what `_objection` does not know by name: any layer that differs from ours at its place."""
+    """Refuse any layer that differs from ours and that `_objection` does not name."""
     import torch
 
     from model.vit import build_model
@@ -190,7 +188,7 @@ def _compare_structure(model: VisionTransformer, config: ModelConfig, *, origin:
 
 
 def _leaves(model: nn.Module) -> dict[str, str]:
-    """Name -> description of each layer with weights; without the head, and qkv, which may lack biases."""
+    """Name -> description of each layer with weights; without the head and qkv, which may lack biases."""
     return {
         name: repr(module)
         for name, module in model.named_modules()
@@ -202,7 +200,7 @@ def _leaves(model: nn.Module) -> dict[str, str]:
 
 
 def _evaluation(data: dict[str, Any]) -> tuple[EvalProtocol, float | None, list[str]]:
-    """Our evaluation protocol and crop share nearest to timm's transforms, and a note if they differ."""
+    """Our nearest evaluation protocol and crop share to timm's transforms, with a note if they differ."""
     kernel, mode, share = data["interpolation"], data["crop_mode"], float(data["crop_pct"])
     if mode == "squash":
         protocol, exact = "vit", kernel == "bilinear" and share == 1.0

@@ -1,7 +1,7 @@
 """Read and write the state dict of torchvision's Vision Transformers (`vit_b_16` and others).
 
-torchvision has erf GELU and LayerNorm epsilon 1e-6, and a state dict tells neither: reading assumes them, writing says
-what to change for other semantics. Models with a convolutional stem (`conv_stem_configs`) are not read.
+torchvision uses erf GELU and LayerNorm epsilon 1e-6, which a state dict does not record: reading assumes them, writing
+says what to change otherwise. Models with a convolutional stem (`conv_stem_configs`) are not read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NAMES = Names(
         "conv_proj.": "patch_embed.proj.",
         "encoder.ln.": "norm.",
         "heads.pre_logits.": "head.pre_logits.",
-        "heads.logits.": "head.logits.",  # theirs is heads.head. beside pre_logits, too
+        "heads.logits.": "head.logits.",  # theirs is heads.head. next to pre_logits, too
         "heads.head.": "head.",
     },
     block="encoder.layers.encoder_layer_{}.",
@@ -52,12 +52,12 @@ _BUILDERS = {"B/16": "vit_b_16", "B/32": "vit_b_32", "L/16": "vit_l_16", "L/32":
 
 
 def is_torchvision_state(names: Collection[str]) -> bool:
-    """True for the names of torchvision's VisionTransformer."""
+    """True if the names are those of torchvision's VisionTransformer."""
     return "class_token" in names and any(name.startswith("encoder.layers.encoder_layer_0.") for name in names)
 
 
 def read_torchvision_state(state: Mapping[str, Tensor], *, config: ModelConfig | None, origin: str) -> ExternalModel:
-    """Read a state dict. Raises ValueError if it has a convolutional stem, or needs a `config`."""
+    """Read a state dict; ValueError if it has a convolutional stem or needs a `config`."""
     if any(name.startswith("conv_proj.conv_bn_relu") for name in state):
         raise ValueError(f"{origin} has a convolutional stem (conv_stem_configs): we build no such model")
     if any(name.startswith("heads.pre_logits.") for name in state):
@@ -87,12 +87,12 @@ def read_torchvision_state(state: Mapping[str, Tensor], *, config: ModelConfig |
 
 
 def torchvision_objection(meta: SavedModelMeta) -> str | None:
-    """Why torchvision's VisionTransformer cannot hold this model; None: it can."""
+    """Why torchvision's VisionTransformer cannot hold this model, or None."""
     return plain_vit_objection(meta.model, whose="torchvision's VisionTransformer")
 
 
 def write_torchvision_state(path: Path, state: Mapping[str, Tensor], *, meta: SavedModelMeta) -> None:
-    """Write the state dict, renamed, with `torch.save`; `torchvision_objection(meta)` is None."""
+    """Write the renamed state dict with `torch.save`; requires `torchvision_objection(meta)` to be None."""
     import torch
 
     state = with_all_positions(state, meta=meta)
@@ -101,7 +101,7 @@ def write_torchvision_state(path: Path, state: Mapping[str, Tensor], *, meta: Sa
 
 
 def how_to_load(meta: SavedModelMeta, *, file: Path) -> list[str]:
-    """Lines of Python that load the file into torchvision's own class with our logits."""
+    """Python lines that load the file into torchvision's class with our logits."""
     config, sizes = meta.model, meta.model.sizes
     more = f", representation_size={sizes.width}" if meta.head == "mlp" else ""
     if config.layer_norm_eps != 1e-6:

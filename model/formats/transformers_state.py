@@ -1,8 +1,7 @@
 """Read and write transformers' own ViT (`ViTForImageClassification`, not its TimmWrapper): a folder, or bare weights.
 
 A folder is `config.json`, `model.safetensors` and `preprocessor_config.json`. Tensors are named as on the Hub; version
-5's internal names are read too. ViT's relatives (DeiT, BEiT, DINOv2) and tensors that classification does not use are
-not read.
+5's internal names are read too. DeiT, BEiT, DINOv2 and tensors unused in classification are not read.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 PREPROCESSOR_FILE = "preprocessor_config.json"
 MODEL_TYPE = "vit"
 
-_NAMES = Names(  # without the "vit." of the classifier's trunk; q, k and v are three
+_NAMES = Names(  # without the classifier trunk's "vit."; q, k and v are separate
     outside={
         "embeddings.cls_token": "cls_token",
         "embeddings.position_embeddings": "pos_embed",
@@ -63,7 +62,7 @@ _NAMES = Names(  # without the "vit." of the classifier's trunk; q, k and v are 
         "intermediate.dense.": "mlp.fc1.",
         "output.dense.": "mlp.fc2.",
     },
-    other_blocks=("layers.{}.",),  # inside version 5
+    other_blocks=("layers.{}.",),  # version 5's internal name
     other_inside={
         "attention.q_proj.": "attn.q.",
         "attention.k_proj.": "attn.k.",
@@ -82,7 +81,7 @@ _GELUS: dict[str, Gelu] = {
     "gelu_accurate": "tanh",
 }
 _DEFAULTS = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "num_attention_heads": 12, "num_channels": 3}  # ViTConfig's
-_BILINEAR, _BICUBIC = 2, 3  # PIL's numbers, which preprocessor_config.json has
+_BILINEAR, _BICUBIC = 2, 3  # PIL's numbers, as in preprocessor_config.json
 
 
 def is_transformers_state(names: Collection[str]) -> bool:
@@ -91,7 +90,7 @@ def is_transformers_state(names: Collection[str]) -> bool:
 
 
 def read_transformers_state(state: Mapping[str, Tensor], *, config: ModelConfig | None, origin: str) -> ExternalModel:
-    """Read a state dict without its `config.json`. Raises ValueError if it is incomplete, or needs a `config`."""
+    """Read a state dict without its `config.json`; ValueError if it is incomplete or needs a `config`."""
     semantics = Semantics(gelu="erf", layer_norm_eps=1e-12, interpolation="timm")
     external = _read(state, semantics=semantics, config=config, origin=origin)
     found = external.config
@@ -103,8 +102,7 @@ def read_transformers_state(state: Mapping[str, Tensor], *, config: ModelConfig 
 
 
 def read_transformers_folder(folder: Path, *, content: dict[str, Any], config: ModelConfig | None) -> ExternalModel:
-    """Read a folder; `content` is its `config.json`. Raises ValueError if our models lack its activation or kind of
-    images, or files are missing or broken."""
+    """Read a folder, `content` being its `config.json`; ValueError if files are broken or our models lack its parts."""
     from model.positions.embedding import without_numbers
 
     origin = str(folder)
@@ -122,7 +120,7 @@ def read_transformers_folder(folder: Path, *, content: dict[str, Any], config: M
     semantics = Semantics(
         gelu=_GELUS[activation],
         layer_norm_eps=float(content["layer_norm_eps"]),
-        interpolation=record.model.interpolation if record else "timm",  # config.json has no place for it
+        interpolation=record.model.interpolation if record else "timm",  # config.json cannot hold it
         heads=int(content["num_attention_heads"]),
         position=record.model.position if record else None,  # nor for these
         class_token_position=record.model.class_token_position if record else None,
@@ -141,7 +139,7 @@ def read_transformers_folder(folder: Path, *, content: dict[str, Any], config: M
 
 
 def transformers_objection(meta: SavedModelMeta) -> str | None:
-    """Why transformers' own ViT cannot hold this model; None: it can."""
+    """Why transformers' own ViT cannot hold this model, or None."""
     if meta.head != "linear":
         return f"its head is {meta.head}, and transformers' ViT has a linear one"
     return plain_vit_objection(meta.model, whose="transformers' ViT")
@@ -155,7 +153,7 @@ def write_transformers_folder(
     weights: str = WEIGHTS_FILE,
     more: Mapping[str, Any] = {},
 ) -> None:
-    """Write the three files into `folder`, with more keys for `config.json`; `transformers_objection(meta)` is None."""
+    """Write the three files, adding keys `more` to `config.json`; `transformers_objection(meta)` must be None."""
     write_safetensors(folder / weights, _to_transformers(with_all_positions(state, meta=meta)))
     write_json(folder / PREPROCESSOR_FILE, _preprocessor_json(meta))
     with replaced_file(folder / CONFIG_FILE) as new:
@@ -181,7 +179,6 @@ def _read(
 
 
 def _to_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our names -> those on the Hub; the fused q, k, v becomes three."""
     renamed: dict[str, Tensor] = {}
     for name, value in state.items():
         parts = [name.replace(".qkv.", f".{part}.") for part in "qkv"] if ".qkv." in name else [name]
@@ -241,7 +238,7 @@ def _preprocessor_json(meta: SavedModelMeta) -> dict[str, Any]:
 
 
 def _pixels(folder: Path, *, record: SavedModelMeta | None, notes: list[str]) -> dict[str, Any]:
-    """Mean, deviation and evaluation protocol from `preprocessor_config.json`, or from `record` if it wrote that."""
+    """Mean, deviation and protocol from `preprocessor_config.json`, or from `record` if it wrote that file."""
     path = folder / PREPROCESSOR_FILE
     if not path.is_file():
         notes.append(
@@ -268,11 +265,11 @@ def _pixels(folder: Path, *, record: SavedModelMeta | None, notes: list[str]) ->
 
 
 def _by_channel(value: Any) -> tuple[Any, ...]:
-    """Three values: transformers takes one number for all channels, too."""
+    """Three values; transformers also takes one number for all channels."""
     return tuple(value) if isinstance(value, list | tuple) else (value,) * 3
 
 
 def _share(side: int, edge: int) -> float:
-    """The crop share by which `edge` is floor(side / share), which a plain quotient may miss by rounding."""
+    """Crop share for which `edge` is floor(side / share); the plain quotient may miss it by rounding."""
     share = min(1.0, side / edge)
     return share if math.floor(side / share) >= edge else math.nextafter(share, 0.0)

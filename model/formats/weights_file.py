@@ -1,6 +1,6 @@
-"""Tensors out of safetensors and torch files, whatever they are wrapped in; no pickle is executed.
+"""Read tensors from safetensors and torch files, unwrapping what training code puts around a state dict.
 
-Costs one copy of the weights. It knows no model: it only takes off what training code puts around a state dict.
+Executes no pickle, knows no model. Costs one copy of the weights.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ TORCH_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt", ".tar")
 SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
 FOLDER_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 
-# Keys under which training code keeps the state dict; an average, if any, is what it evaluates.
+# Keys under which training code keeps the state dict; averages first, since they are evaluated.
 _WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model_state_dict", "model", "module")
-# DistributedDataParallel, torch.compile, Lightning and transformers' TimmWrapper put these before all names.
+# Prefixes of DistributedDataParallel, torch.compile, Lightning and transformers' TimmWrapper.
 _PREFIXES = ("module.", "_orig_mod.", "model.", "timm_model.")
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, on the CPU, in their own dtypes, without what is wrapped around them. Raises ValueError if
-    the file cannot be read, or holds something else than tensors by name; the message names it."""
+    """Read and unwrap a file's tensors on the CPU, in their dtypes; ValueError names a file without them."""
     content: object = read_safetensors(path) if path.suffix == ".safetensors" else _torch_file(path)
     while isinstance(content, Mapping):
         inner = next((content[key] for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
@@ -41,8 +40,7 @@ def load_weights(path: Path) -> dict[str, Tensor]:
 
 
 def load_folder_weights(folder: Path) -> dict[str, Tensor]:
-    """As `load_weights`, for a timm or transformers folder, in one file or several. Raises ValueError if there is none,
-    or one cannot be read."""
+    """As `load_weights`, for a timm or transformers folder of one or several files. ValueError if there is none."""
     for name in FOLDER_FILES:
         path = folder / name
         if not path.is_file():
@@ -65,7 +63,7 @@ def _torch_file(path: Path) -> object:
     _refuse_duplicates(path)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of pickle protocols: what cannot be read is refused below
+            warnings.simplefilter("ignore")  # about pickle protocols: unreadable content is refused below
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
@@ -78,12 +76,12 @@ def _torch_file(path: Path) -> object:
 
 
 def _refuse_duplicates(path: Path) -> None:
-    """A torch file is a zip; of two members of one name readers take one or the other."""
+    """Refuse a zip with two members of one name: readers disagree on which to take."""
     try:
         with zipfile.ZipFile(path) as archive:
             names = Counter(archive.namelist())
     except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile):
-        return  # an older format, or damaged, which torch tells
+        return  # an older format, or damaged, which torch reports
     if twice := [name for name, count in names.items() if count > 1]:
         raise ValueError(f"{path} has the member {twice[0]!r} {names[twice[0]]} times: it is damaged, get it again")
 

@@ -1,1 +1,1 @@
-"""Heads, dropout, regularisation and activation checkpointing."""
+"""Classification heads, and dropout with masks by sample."""

@@ -1,4 +1,4 @@
-"""The classification heads: the MLP of pre-training, the one layer of fine-tuning, the swap between them.
+"""Classification heads: the pre-training MLP, the fine-tuning linear layer, and the swap between them.
 
 ViT paper, section 3.1: "a MLP with one hidden layer at pre-training time and by a single linear layer at fine-tuning
 time"; 3.2: "we remove the whole pre-trained prediction head and attach a zero-initialized D x K feedforward layer".
@@ -18,10 +18,9 @@ if TYPE_CHECKING:
 
 
 class MlpHead(nn.Module):
-    """Linear(width, width), tanh, Linear(width, num_classes): [B, width] -> [B, num_classes].
+    """Linear(width, width), tanh, Linear(width, num_classes): [B, width] -> [B, num_classes]; outputs zeros when fresh.
 
-    Google's `representation_size` is the width (released ImageNet-21k models; vision_transformer issue 124). Parameters
-    are `pre_logits.*` and `logits.*`; a fresh head computes zeros.
+    `width` is Google's `representation_size` (released ImageNet-21k models; vision_transformer issue 124).
     """
 
     def __init__(self, width: int, num_classes: int) -> None:
@@ -36,7 +35,7 @@ class MlpHead(nn.Module):
 def zero_linear(
     in_features: int, out_features: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
 ) -> nn.Linear:
-    """A Linear whose weight and bias are zero; draws no random numbers."""
+    """Make a zero Linear without drawing random numbers."""
     device = device or torch.get_default_device()
     layer = nn.Linear(in_features, out_features, device="meta", dtype=dtype)  # `to_empty` would import sympy
     layer.weight = nn.Parameter(torch.zeros(out_features, in_features, device=device, dtype=dtype))
@@ -45,8 +44,7 @@ def zero_linear(
 
 
 def replace_head(model: VisionTransformer | ResNetV2, num_classes: int) -> None:
-    """Drop the whole head (both layers of an `MlpHead`) and attach a trainable zero Linear on its device, in its dtype.
-    Raises ValueError if `num_classes` is not positive."""
+    """Replace the whole head by a trainable zero Linear of its device and dtype; ValueError for no classes."""
     if num_classes < 1:
         raise ValueError(f"num_classes must be at least 1, not {num_classes}")
     old = next(model.head.parameters())

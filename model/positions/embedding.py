@@ -1,25 +1,25 @@
-"""Position embeddings that timm's VisionTransformer lacks: what the ViT paper compares in appendix D.4, Table 8.
+"""Position embeddings that timm's VisionTransformer lacks, compared in the ViT paper's appendix D.4, Table 8.
 
 - learned_1d: a vector for each token.
 - learned_2d: vectors of half the width for each column and row; a patch has its column's, then its row's. The class
-  token is on no grid and has its own; with class_token_position none it has none, of either kind.
+  token has its own; with class_token_position none it has none, in either kind.
 - sincos_2d: big_vision's fixed form (`models/vit.py`, after MoCo v3, arXiv 2104.02057); nothing for the class token.
 - none, and relative: nothing is added to tokens.
 
 D.4 adds learned ones "right after the stem"; "at the beginning of each layer", each with its own; or the same "shared
-between layers". Each table is a module of its own, because ZeRO-3 gathers parameters when their module is called.
-Draws no random numbers; learned tables are zero until filled.
+between layers". Each table is its own module, because ZeRO-3 gathers parameters when their module is called. Draws no
+random numbers; learned tables are zero until filled.
 
-relative: each offset between a query's and a key's position has a learned embedding, used as a key; these logits are
-added to those of the content before the softmax. What D.4 leaves open is as in Google's Tensor2Tensor
+relative: each offset between a query's and a key's position has a learned embedding, used as a key; its logits are
+added to the content's before the softmax. Details that D.4 leaves open follow Google's Tensor2Tensor
 (`common_attention.py`, dot_product_unmasked_self_attention_relative_v2; Music Transformer, arXiv 1809.04281):
 - positions count tokens in sequence, class token first: patches on neighbouring rows are a row's length apart.
-- offsets run from -(T - 1) to T - 1; none are merged.
+- offsets run from -(T - 1) to T - 1, unmerged.
 - the heads of a layer share one table, each layer has its own (Tensor2Tensor can share it).
-- both kinds of logits have the factor 1 / sqrt(head size); values have no relative part.
+- both kinds of logits are scaled by 1 / sqrt(head size); values have no relative part.
 - the initial table is normal with deviation 1 / sqrt(head size) (`model.init`).
-It costs 2 T (2 T - 1) D FLOPs per image and layer more than plain attention, and memory for heads x T x T logits. It
-fits one number of tokens only.
+- costs 2 T (2 T - 1) D FLOPs per image and layer more than plain attention, and memory for heads x T x T logits; fits
+  one number of tokens only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ SINCOS_TEMPERATURE = 10_000.0  # big_vision, models/vit.py
 
 
 class Learned1d(nn.Module):
-    """Adds `embedding` [1, T, D] to the last T tokens of [B, T or more, D]."""
+    """Add `embedding` [1, T, D] to the last T tokens of [B, T or more, D]."""
 
     def __init__(self, num_tokens: int, width: int) -> None:
         super().__init__()
@@ -48,8 +48,8 @@ class Learned1d(nn.Module):
 
 
 class Learned2d(nn.Module):
-    """Adds to each patch of a square grid its `column`, then its `row` (both [grid_size, D/2]), and to the
-    `num_prefix_tokens` before them `prefix` [P, D] (None if there are none); nothing to tokens before these."""
+    """Add to each patch its `column`, then its `row` (both [grid_size, D/2]), and `prefix` [P, D] to the
+    `num_prefix_tokens` before them (None if 0); nothing to earlier tokens."""
 
     def __init__(self, grid_size: int, width: int, *, num_prefix_tokens: int) -> None:
         super().__init__()
@@ -68,12 +68,12 @@ class Learned2d(nn.Module):
 
 
 def _behind_others(embedding: Tensor, tokens: Tensor) -> Tensor:
-    """[1, t, D] with rows of zeros before it, one for each token [B, T, D] that has no position."""
+    """Pad [1, t, D] in front with zeros, for tokens without a position."""
     return F.pad(embedding, (0, 0, tokens.shape[1] - embedding.shape[1], 0))
 
 
 class SinCos2d(nn.Module):
-    """Adds the fixed `table` [P + grid_size^2, D], which no state dict holds."""
+    """Add the fixed `table` [P + grid_size^2, D], which no state dict holds."""
 
     table: Tensor
 
@@ -83,18 +83,16 @@ class SinCos2d(nn.Module):
         self.register_buffer("table", torch.cat([grid.new_zeros(num_prefix_tokens, width), grid]), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        # DeepSpeed's ZeRO-3 lowers the precision of parameters and leaves buffers as they are. Autocast leaves both,
-        # and its sums of tokens and learned positions are float32; so is this one.
-        kind = tokens.device.type  # "meta" has no autocast to ask for
+        # DeepSpeed's ZeRO-3 lowers the precision of parameters but not of buffers. Autocast changes neither, and adds
+        # learned positions in float32; so does this.
+        kind = tokens.device.type  # "meta" has no autocast
         autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
         return tokens + (self.table if autocast else self.table.to(tokens.dtype))
 
 
 class Position(nn.Module):
-    """Position embedding of a `model.vit.PositionedVit`.
-
-    `tables`: a module for each layer (at "every_layer"), one for all of them or for the stem, or none.
-    """
+    """Position embedding of a `PositionedVit`, added to [B, T, D], class token first, at the stem or before blocks.
+    `tables`: a module per layer ("every_layer"), one in total, or none."""
 
     at: PositionAt
 
@@ -104,21 +102,17 @@ class Position(nn.Module):
         self.at = at
 
     def at_stem(self, tokens: Tensor) -> Tensor:
-        """Embedded tokens [B, T, D], the class token first -> the same with the stem's positions, if any."""
         return self.tables[0](tokens) if self.at == "stem" and len(self.tables) else tokens
 
     def before_block(self, tokens: Tensor, *, layer: int) -> Tensor:
-        """The input [B, T, D] of block `layer` -> the same with that block's positions, if any."""
         if self.at == "stem":
             return tokens
         return self.tables[layer if self.at == "every_layer" else 0](tokens)
 
 
 def make_position(config: ModelConfig, *, grid_size: int, num_prefix_tokens: int, depth: int) -> Position:
-    """The position embedding for a square grid of patches behind `num_prefix_tokens` other tokens (the class token).
-
-    State: `tables.N.embedding`, or `tables.N.{column,row,prefix}`; N is 0, up to `depth` - 1 for "every_layer".
-    """
+    """Make the position embedding for a square grid behind `num_prefix_tokens` tokens (the class token). State:
+    `tables.N.embedding`, or `tables.N.{column,row,prefix}`; N is 0, up to `depth` - 1 for "every_layer"."""
     width = config.sizes.width
 
     def table() -> nn.Module | None:
@@ -137,10 +131,8 @@ def make_position(config: ModelConfig, *, grid_size: int, num_prefix_tokens: int
 
 
 def sincos_2d(grid_size: int, width: int) -> Tensor:
-    """big_vision's fixed embedding of a square grid: [grid_size^2, width], row by row, rounded from float64.
-
-    A quarter of the width each: sine of x, cosine of x, sine of y, cosine of y, with frequencies from 1 to 1 / 10000.
-    """
+    """big_vision's fixed embedding of a square grid, [grid_size^2, width], row by row, rounded from float64: a quarter
+    of the width each for sin x, cos x, sin y, cos y, with frequencies from 1 to 1 / 10000."""
     quarter = width // 4
     exponent = torch.arange(quarter, dtype=torch.float64) / max(1, quarter - 1)
     angles = torch.arange(grid_size, dtype=torch.float64)[:, None] * SINCOS_TEMPERATURE**-exponent
@@ -151,8 +143,7 @@ def sincos_2d(grid_size: int, width: int) -> Tensor:
 
 
 def fixed_numbers(config: ModelConfig, *, image_size: int) -> dict[str, Tensor]:
-    """`pos_embed` [1, T, D] in float32 with the values of fixed positions, for libraries that know only learned ones;
-    empty if the positions are not fixed."""
+    """Fixed positions as `pos_embed`, float32 [1, T, D], for libraries that know only learned ones; else empty."""
     learned = config.with_learned_positions
     if learned is config:
         return {}
@@ -162,17 +153,17 @@ def fixed_numbers(config: ModelConfig, *, image_size: int) -> dict[str, Tensor]:
 
 
 def without_numbers(state: Mapping[str, Tensor], *, config: ModelConfig, image_size: int) -> dict[str, Tensor]:
-    """Drop `pos_embed` from a state dict if it equals `fixed_numbers`. One that was trained stays."""
+    """Drop `pos_embed` from a state dict if it equals `fixed_numbers`; a trained one stays."""
     fixed, state = fixed_numbers(config, image_size=image_size), dict(state)
     for name in fixed.keys() & state.keys():
         if state[name].shape == fixed[name].shape and torch.allclose(state[name].float(), fixed[name], atol=1e-3):
-            del state[name]  # libraries of mathematics differ by 1e-7
+            del state[name]  # math libraries differ by 1e-7
     return state
 
 
 class RelativeAttention(Attention):
-    """[B, T, D] -> [B, T, D] with timm's parameters and `relative` [2 T - 1, head size], whose row T - 1 + j - i is
-    the embedding of key j for query i. Take `relative_attention(T)`, which knows T."""
+    """[B, T, D] -> [B, T, D] with timm's parameters and `relative` [2 T - 1, head size], whose row T - 1 + j - i is for
+    key j and query i. Use `relative_attention(T)`, which sets T."""
 
     num_tokens: ClassVar[int]
 
@@ -192,15 +183,15 @@ class RelativeAttention(Attention):
 
 
 def relative_attention(num_tokens: int) -> type[RelativeAttention]:
-    """The class for sequences of this many tokens: timm's `attn_layer` has to be a class."""
+    """Make the class for this many tokens, since timm's `attn_layer` must be a class."""
     return type("RelativeAttention", (RelativeAttention,), {"num_tokens": num_tokens, "__module__": __name__})
 
 
 def by_key(by_offset: Tensor) -> Tensor:
     """Logits [..., T, 2 T - 1] by offset -> [..., T, T] by key: out[i, j] = in[i, T - 1 + j - i].
 
-    Pads rows by one, lays them end to end and cuts them to their old length, so that each begins one further left; the
-    gradient is summed in a fixed order. The copy frees the offsets and aligns rows for CUDA.
+    Pads rows by one, lays them end to end and recuts them, so each starts one further left; the gradient is summed in a
+    fixed order. The copy frees the offsets and aligns rows for CUDA.
     """
     tokens = by_offset.shape[-2]
     flat = F.pad(by_offset, (0, 1)).flatten(-2)

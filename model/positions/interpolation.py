@@ -1,13 +1,11 @@
 """Interpolate position embeddings to another resolution (ViT paper, section 3.2).
 
-The configuration chooses the kernel:
+- google: `scipy.ndimage.zoom(order=1)`, bilinear with the corners of both grids aligned; half-pixel kernels (timm,
+  open_clip) give visibly different values.
+- timm: bicubic, half-pixel, antialiased (timm.layers.resample_abs_pos_embed), for weights trained with it.
 
-- google: Google's code calls `scipy.ndimage.zoom(order=1)`, which is bilinear with the corners of both grids aligned;
-  half-pixel kernels (timm, open_clip) give visibly different values.
-- timm: bicubic, half-pixel, antialiased (timm.layers.resample_abs_pos_embed), for weights trained with that.
-
-Both are separable with weights that sum to 1, so resizing the two tables of a learned 2-D embedding equals resizing the
-grid. Computed or absent positions need nothing; relative ones are offsets in a sequence, undefined on another grid.
+Both are separable with weights that sum to 1, so resizing a learned 2-D embedding's two tables equals resizing the
+grid. Relative positions are offsets in a sequence, undefined on another grid.
 """
 
 import math
@@ -21,7 +19,7 @@ from torch.nn import functional as F
 from model.config import ModelConfig
 from model.vocabulary import Interpolation
 
-POS_EMBED_KEY = "pos_embed"  # timm's name of the parameter; other places and kinds are in model.position
+POS_EMBED_KEY = "pos_embed"  # timm's parameter; other places and kinds are under model.position
 
 # Precision as in the originals: scipy in float64, timm in float32.
 _KERNELS: dict[Interpolation, tuple[torch.dtype, dict[str, Any]]] = {
@@ -38,10 +36,7 @@ def interpolate_pos_embed(
     num_prefix_tokens: int = 1,
     kernel: Interpolation = "google",
 ) -> Tensor:
-    """Position embeddings [1, P + h*w, D] of `old_grid` (h, w) -> those of `new_grid`, in the dtype that came in.
-
-    The first `num_prefix_tokens` rows (the class token's) stay bit for bit.
-    """
+    """Resize position embeddings [1, P + h*w, D], keeping the dtype; `num_prefix_tokens` rows stay bit-identical."""
     dtype, arguments = _KERNELS[kernel]
     prefix, grid = pos_embed[:, :num_prefix_tokens], pos_embed[:, num_prefix_tokens:]
     grid = grid.reshape(1, *old_grid, -1).permute(0, 3, 1, 2).to(dtype)
@@ -52,12 +47,9 @@ def interpolate_pos_embed(
 def resize_state(
     state_dict: Mapping[str, Tensor], *, config: ModelConfig, from_image_size: int, to_image_size: int
 ) -> dict[str, Tensor]:
-    """A state dict trained on square images of `from_image_size` pixels -> one for `to_image_size`.
-
-    Only learned positions differ; other tensors are shared with the input. Raises ValueError for an image size that the
-    model cannot take, position embeddings that are missing, of another grid or of one that is not square, and relative
-    positions on another grid.
-    """
+    """Convert a state dict to square images of `to_image_size` pixels: only learned positions change, other tensors are
+    shared with the input. ValueError for an impossible image size, positions that are missing or of another or
+    non-square grid, and relative positions on another grid."""
     old, new = config.grid_size(from_image_size), config.grid_size(to_image_size)
     resized = dict(state_dict)
     if config.kind == "resnet":
@@ -89,7 +81,6 @@ def resize_state(
 
 
 def _learned_names(config: ModelConfig) -> list[str]:
-    """The tensors with a row for each patch, or for each column or row of patches."""
     leaves = {"learned_1d": ("embedding",), "learned_2d": ("column", "row")}.get(config.position, ())
     if config.position == "learned_1d" and config.position_at == "stem":
         return [POS_EMBED_KEY]

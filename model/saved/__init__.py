@@ -1,1 +1,1 @@
-"""A saved model: its folder, the shapes of its state, its record beside other files."""
+"""A saved model: its folder, the shapes of its state, its record next to other files."""

@@ -9,13 +9,10 @@ from pathlib import Path
 
 @contextmanager
 def replaced_file(path: Path) -> Iterator[Path]:
-    """Yield a path of the same name in a new folder; once the block succeeds, its file replaces `path`, atomically.
-
-    If more files were written (weights too large for an ONNX file), an earlier `path` is removed first, so that it is
-    never read with the wrong weights.
-    """
+    """Yield a path of the same name in a new folder; if the block succeeds, its file replaces `path` atomically. If it
+    wrote more files (large ONNX weights), an earlier `path` is removed first, so it never gets the wrong weights."""
     beside = path.with_name(f".{path.name}.writing")
-    shutil.rmtree(beside, ignore_errors=True)  # of an attempt that was killed
+    shutil.rmtree(beside, ignore_errors=True)  # left by a killed attempt
     beside.mkdir(parents=True)
     try:
         yield beside / path.name
@@ -32,14 +29,10 @@ def replaced_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """Yield a new folder for flat files; once the block succeeds, it replaces `folder`.
-
-    After a kill or power failure at any moment, `folder` is complete or absent. Between the two renames that replace an
-    earlier one it is absent, and the next call first puts the earlier one back. Raises OSError if the disk is full or
-    read-only; an earlier folder stays.
-    """
+    """Yield a new folder for flat files; if the block succeeds, it replaces `folder`. After a kill or power failure
+    `folder` is complete, or absent until the next call restores it. OSError if the disk fails; the old one stays."""
     beside, aside = (folder.with_name(f".{folder.name}.{end}") for end in ("writing", "replaced"))
-    if aside.exists() and not folder.exists():  # of an attempt that was killed
+    if aside.exists() and not folder.exists():  # left by a killed attempt
         aside.rename(folder)
     for leftover in (beside, aside):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -54,14 +47,13 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     if folder.exists():
         folder.rename(aside)
     beside.rename(folder)
-    for above in (folder.parent, folder.parent.parent):  # the latter may have got the former just now
-        with suppress(PermissionError):  # a home's parent may be closed to its users
+    for above in (folder.parent, folder.parent.parent):  # the latter may just have created the former
+        with suppress(PermissionError):  # users may be unable to read a home's parent
             _flush(above)
     shutil.rmtree(aside, ignore_errors=True)
 
 
 def _flush(path: Path) -> None:
-    """Wait until a file's content, or a folder's names, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,9 +1,9 @@
-"""A saved model: a folder with `model.safetensors` and `config.json`, or our record beside or inside another file.
+"""A saved model: a folder with `model.safetensors` and `config.json`, or our record next to or inside another file.
 
-`config.json` has our record under the key "shardvit". If timm can build the model, the rest is what
-`timm.create_model("local-dir:FOLDER", pretrained=True)` and transformers' AutoModelForImageClassification read, and
-fixed positions are among the weights. If not, that part is left out and both refuse the folder (transformers would
-attach a random head with only a warning). Costs one copy of the weights on disk; writes and reads no pickle.
+`config.json` has our record under "shardvit". If timm can build the model, the rest serves
+`timm.create_model("local-dir:FOLDER", pretrained=True)` and transformers' AutoModelForImageClassification, and fixed
+positions are among the weights. If not, that part is left out and both refuse the folder (transformers would attach a
+random head with only a warning). Costs one copy of the weights on disk; no pickle.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 RECORD_KEY = "shardvit"
 
-_TIMM_ENTRY_POINT = "vit_base_patch16_224"  # builds the trunk; `model_args` overrides every size it fixes
+_TIMM_ENTRY_POINT = "vit_base_patch16_224"  # builds the trunk; `model_args` overrides all its sizes
 
-# timm's names for our evaluation protocols: kernel, share of the image that the crop keeps, kind of crop.
+# timm's terms for our evaluation protocols: kernel, crop share, crop mode.
 _TIMM_EVALUATION: dict[EvalProtocol, tuple[str, float, str]] = {
-    "vit": ("bilinear", 1.0, "squash"),  # the whole image squashed to the square
+    "vit": ("bilinear", 1.0, "squash"),  # whole image, squashed to the square
     "vit_exact": ("bilinear", 1.0, "squash"),  # timm antialiases
     "big_vision": ("bilinear", 0.875, "center"),
     "big_vision_exact": ("bilinear", 0.875, "center"),  # timm averages no areas
@@ -44,7 +44,7 @@ _TIMM_EVALUATION: dict[EvalProtocol, tuple[str, float, str]] = {
 
 
 class SavedModelMeta(BaseModel):
-    """The record: how to rebuild a model, how to feed it pixels, and what its outputs mean."""
+    """The record: how to rebuild a model, feed it pixels, and read its outputs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -54,9 +54,9 @@ class SavedModelMeta(BaseModel):
     num_classes: int = Field(gt=0)
     class_names: tuple[str, ...]
     head: Literal[HeadKind, "masked_patch"]  # masked_patch: from the self-supervised stage
-    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)  # by channel; pixels in [0, 1] become (x - mean) / std
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)  # per channel; pixels in [0, 1] become (x - mean) / std
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    loss: LossKind = "softmax"  # probabilities are logits' softmax, or each logit's sigmoid
+    loss: LossKind = "softmax"  # probabilities: softmax of all logits, or sigmoid of each
     eval_protocol: EvalProtocol = "vit"  # resizing and cropping: `data_shards.images.transforms`
     eval_crop_share: float | None = Field(default=None, gt=0, le=1)
     ema_decay: float | None = Field(default=None, gt=0, lt=1)  # the weights are a moving average; None: as trained
@@ -70,11 +70,8 @@ class SavedModelMeta(BaseModel):
 
 
 def save_model(folder: Path, state_dict: Mapping[str, Tensor], *, meta: SavedModelMeta) -> None:
-    """Write full tensors (on any device, each in its own dtype) and `meta` to `folder`, atomically; call on one rank.
-
-    An earlier saved model there is replaced. Raises ValueError if the state dict does not fit `meta` or `folder` is no
-    saved model, OSError if the disk is full or read-only; what was there stays.
-    """
+    """Write full tensors (any device, own dtypes) and `meta` atomically; call on one rank. ValueError if they do not
+    fit or `folder` is no saved model, OSError if the disk fails; an earlier model then stays."""
     from model.positions.embedding import fixed_numbers
 
     folder = Path(folder)
@@ -91,8 +88,7 @@ def save_model(folder: Path, state_dict: Mapping[str, Tensor], *, meta: SavedMod
 
 
 def read_meta(folder: Path) -> SavedModelMeta:
-    """Read a saved model's record from its `config.json`, without torch or timm. Raises a ValueError that names the
-    file if it is missing or holds no valid record."""
+    """Read a saved model's record without torch or timm; ValueError names a missing or invalid file."""
     try:
         return read_record(Path(folder) / CONFIG_FILE)
     except FileNotFoundError as missing:
@@ -100,8 +96,7 @@ def read_meta(folder: Path) -> SavedModelMeta:
 
 
 def read_record(path: Path) -> SavedModelMeta:
-    """Read the record under "shardvit" in a JSON file. Raises FileNotFoundError, or a ValueError that names the file if
-    it holds no valid record."""
+    """Read the record under "shardvit" in a JSON file; FileNotFoundError, or ValueError naming an invalid file."""
     content = read_json(path)
     if RECORD_KEY not in content:
         raise ValueError(f"{path} has no key {RECORD_KEY!r}: the model was not saved by shardvit")
@@ -112,14 +107,13 @@ def read_record(path: Path) -> SavedModelMeta:
 
 
 def first_mistake(error: ValidationError) -> str:
-    """Name a record's first error, as "model.gelu: Input should be ..."."""
+    """First error of a record, as "model.gelu: Input should be ..."."""
     first = error.errors(include_url=False)[0]
     return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")]))
 
 
 def load_model(folder: Path) -> tuple[SavedModelMeta, dict[str, Tensor]]:
-    """Load a saved model's record and weights (on the CPU, in their dtypes). Raises ValueError if a file is missing or
-    broken, or the weights do not fit the record."""
+    """Load record and weights (CPU, own dtypes). ValueError if a file is missing or broken, or they do not fit."""
     from model.positions.embedding import without_numbers
 
     meta = read_meta(folder)
@@ -132,7 +126,7 @@ def load_model(folder: Path) -> tuple[SavedModelMeta, dict[str, Tensor]]:
 
 
 def build_from_saved(folder: Path) -> tuple[SavedModelMeta, VisionTransformer | BitResnet]:
-    """Load a saved model and build it: float32, on the CPU, in training mode."""
+    """Load and build a saved model: float32, on the CPU, in training mode."""
     meta, state_dict = load_model(folder)
     model = build_described(meta)
     model.load_state_dict(state_dict, strict=True)
@@ -140,7 +134,7 @@ def build_from_saved(folder: Path) -> tuple[SavedModelMeta, VisionTransformer | 
 
 
 def build_described(meta: SavedModelMeta) -> VisionTransformer | BitResnet:
-    """Build the model that a record describes, with placeholder weights."""
+    """Build a record's model, with placeholder weights."""
     from model.masked_patch import build_masked_patch
     from model.vit import build_model
 
@@ -150,7 +144,7 @@ def build_described(meta: SavedModelMeta) -> VisionTransformer | BitResnet:
 
 
 def expected_shapes(meta: SavedModelMeta) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of each tensor of the model that a record describes; allocates no weights."""
+    """Name -> shape for a record's model; allocates no weights."""
     import torch
 
     from model.saved.state_shapes import shapes_of
@@ -160,7 +154,7 @@ def expected_shapes(meta: SavedModelMeta) -> dict[str, tuple[int, ...]]:
 
 
 def timm_objection(meta: SavedModelMeta) -> str | None:
-    """Say why timm cannot build this model with the same logits; None: it can."""
+    """Why timm cannot build this model with the same logits, or None."""
     config = meta.model.with_learned_positions
     if meta.head != "linear":
         return f"its head is {meta.head}, and timm knows linear heads only"
@@ -174,7 +168,7 @@ def timm_objection(meta: SavedModelMeta) -> str | None:
 
 
 def timm_norm_layer(config: ModelConfig) -> str | None:
-    """Argument for `timm.create_model` where epsilon is not its 1e-6: JSON has no place for it."""
+    """Argument for `timm.create_model` if epsilon is not timm's 1e-6, which JSON cannot express."""
     eps = config.layer_norm_eps
     return None if eps == 1e-6 else f"norm_layer=functools.partial(torch.nn.LayerNorm, eps={eps:g})"
 
@@ -184,7 +178,7 @@ def _timm_json(meta: SavedModelMeta) -> dict[str, Any]:
 
     arguments = timm_arguments(meta.model.with_learned_positions, image_size=meta.image_size)
     if norm_layer := timm_norm_layer(meta.model):
-        arguments["norm_layer"] = f"give {norm_layer}"  # timm knows no such layer, and its KeyError says this
+        arguments["norm_layer"] = f"give {norm_layer}"  # unknown to timm, whose KeyError shows it
     kernel, share, mode = _TIMM_EVALUATION[meta.eval_protocol]
     return {
         "architecture": _TIMM_ENTRY_POINT,
@@ -213,7 +207,7 @@ def _timm_json(meta: SavedModelMeta) -> dict[str, Any]:
 
 
 def check_state(state: Mapping[str, Tensor], *, meta: SavedModelMeta, says: str) -> None:
-    """Raise ValueError if names or shapes are not those of `meta`'s model: `says`, the first difference, a table."""
+    """Raise ValueError unless names and shapes are those of `meta`'s model: `says`, the first difference, a table."""
     from model.saved.state_shapes import describe_differences, first_difference, shapes_of
 
     found, expected = shapes_of(state), expected_shapes(meta)
@@ -222,7 +216,7 @@ def check_state(state: Mapping[str, Tensor], *, meta: SavedModelMeta, says: str)
 
 
 def write_safetensors(path: Path, state_dict: Mapping[str, Tensor]) -> None:
-    """Write tensors from any device in their own dtypes. Raises OSError if the disk is full or read-only."""
+    """Write tensors from any device in their own dtypes; OSError if the disk fails."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -230,7 +224,7 @@ def write_safetensors(path: Path, state_dict: Mapping[str, Tensor]) -> None:
     try:
         # older releases of transformers refuse a file whose header does not say "pt" for PyTorch
         save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # its only sign of a full disk is this text
+    except SafetensorError as error:  # only its text tells of a full disk
         number = re.search(r"\(os error (\d+)\)", str(error))
         if number is None:
             raise
@@ -238,7 +232,7 @@ def write_safetensors(path: Path, state_dict: Mapping[str, Tensor]) -> None:
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Read a file's tensors onto the CPU. Raises a ValueError that names the file."""
+    """Read tensors onto the CPU; ValueError names the file."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -249,8 +243,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file. Raises FileNotFoundError, or a ValueError that names the file if it is broken or
-    holds no object."""
+    """Read a JSON object; FileNotFoundError, or ValueError, naming the file, if it is broken or no object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -263,7 +256,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON for people, as timm and transformers do."""
+    """Write indented JSON, as timm and transformers do."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -273,17 +266,17 @@ def record_json(meta: SavedModelMeta) -> dict[str, Any]:
 
 
 def side_path(file: Path) -> Path:
-    """The record beside another project's file: FILE.json."""
+    """FILE.json, the record next to another project's file."""
     return file.with_name(f"{file.name}.json")
 
 
 def write_side_record(file: Path, *, meta: SavedModelMeta) -> None:
-    """Write the record beside `file`."""
+    """Write the record to `side_path`."""
     write_json(side_path(file), record_json(meta))
 
 
 def read_side_record(file: Path) -> SavedModelMeta | None:
-    """Read the record beside `file`; None: there is none. Raises a ValueError that names it if it is broken."""
+    """Read the record next to `file`, if any; ValueError names a broken one."""
     path = side_path(file)
     try:
         return read_record(path)
@@ -294,7 +287,7 @@ def read_side_record(file: Path) -> SavedModelMeta | None:
 
 
 def parse_inside(text: str | bytes | None, *, path: Path) -> SavedModelMeta:
-    """Parse the record found inside the program `path`. Raises a ValueError that names `path`."""
+    """Parse the record of the program `path`, which ValueErrors name."""
     if text is None:
         raise ValueError(f"{path} has no record of shardvit, which says what is fed to it: export it with shardvit")
     try:

@@ -1,4 +1,4 @@
-"""The sizes that a state dict's shapes tell, and what is wrong when tensors and model do not fit.
+"""Infer sizes from a state dict's shapes, and explain why tensors and model do not fit.
 
 Values are never compared. Shapes tell neither the number of heads nor GELU's form, epsilon or interpolation.
 """
@@ -25,9 +25,9 @@ _STEM = "patch_embed.backbone."  # a hybrid's ResNet
 
 @dataclass(frozen=True)
 class StateSizes:
-    """A Transformer's sizes as its tensors have them."""
+    """A Transformer's sizes, from its tensors."""
 
-    trunk: VitSizes  # with heads 0, which no shape tells
+    trunk: VitSizes  # heads is 0: no shape tells it
     pool: Pool
     layer_scale: bool
     grid_size: int | None  # None without `pos_embed`
@@ -36,20 +36,18 @@ class StateSizes:
     class_token_position: ClassTokenPosition = "learned"
 
     def in_words(self) -> str:
-        """The sizes that make the trunk, as a user would give them."""
         it = self.trunk
         stem = f" (and resnet_layers {list(it.resnet_layers)})" if it.resnet_layers is not None else ""
         return f"--width {it.width} --depth {it.depth} --mlp-dim {it.mlp_dim} --patch-size {it.patch_size}{stem}"
 
 
 def shapes_of(state: Mapping[str, Tensor]) -> dict[str, Shape]:
-    """Name -> shape of each tensor."""
+    """Name -> shape."""
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
 def read_sizes(shapes: Mapping[str, Shape], *, origin: str) -> StateSizes:
-    """The sizes of the Vision Transformer whose tensors, under our names, have these shapes. Raises ValueError if
-    tensors that tell sizes are missing, or patches or grid are not square (the message begins with `origin`)."""
+    """Infer a Vision Transformer's sizes from shapes under our names; ValueError (`origin` first) if impossible."""
     needed = ("patch_embed.proj.weight", "blocks.0.mlp.fc1.weight", "norm.weight")
     if missing := [name for name in needed if name not in shapes]:
         raise ValueError(
@@ -81,7 +79,7 @@ def read_sizes(shapes: Mapping[str, Shape], *, origin: str) -> StateSizes:
 
 
 def variant_of(sizes: StateSizes, *, heads: int | None = None) -> str | None:
-    """The named variant with these sizes and, if given, heads; None: there is none."""
+    """Named variant with these sizes (and heads, if given), or None."""
     named = {f"{name}/{sizes.trunk.patch_size}": variant for name, variant in VARIANTS.items()} | HYBRIDS
     for name, variant in named.items():
         trunk = replace(variant, heads=0, patch_size=variant.patch_size or sizes.trunk.patch_size)
@@ -91,7 +89,7 @@ def variant_of(sizes: StateSizes, *, heads: int | None = None) -> str | None:
 
 
 def first_difference(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> str:
-    """Describe the first name, in alphabetical order, whose shapes differ."""
+    """Describe the alphabetically first name whose shapes differ."""
     name = min(name for name in {**found, **expected} if found.get(name) != expected.get(name))
     if name not in found:
         return f"{name!r} is missing"
@@ -101,8 +99,7 @@ def first_difference(found: Mapping[str, Shape], expected: Mapping[str, Shape]) 
 
 
 def describe_differences(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> str:
-    """A table of the first 20 names whose shapes differ, then a line for each thing that would fix it; "" if none do.
-    Both are name -> shape under our names."""
+    """Table of the first 20 names whose shapes differ, then a line for each possible fix; "" if none differ."""
     names = sorted((name for name in {*found, *expected} if found.get(name) != expected.get(name)), key=_in_order)
     if not names:
         return ""
@@ -122,7 +119,7 @@ def _what_would_fix_it(found: Mapping[str, Shape], expected: Mapping[str, Shape]
     other = f"Tensors that are missing: {missing}; that do not belong to the model: {extra}; the rest differ in shape."
     try:
         model = read_sizes(expected, origin="the model")
-    except ValueError:  # no Transformer, of which alone something can be said
+    except ValueError:  # no Transformer: nothing to suggest
         return [other]
     try:
         file = read_sizes(found, origin="The file")
@@ -175,12 +172,11 @@ def _other_head(file: StateSizes, model: StateSizes) -> str:
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
-    """Sorts blocks.2 before blocks.10."""
+    """Sort blocks.2 before blocks.10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"[.]", name)]
 
 
 def _grid_size(shapes: Mapping[str, Shape], *, origin: str) -> int | None:
-    """Patches along one side, from the learned 1-D position embeddings."""
     if "pos_embed" not in shapes:
         return None
     shape = shapes["pos_embed"]
@@ -196,7 +192,6 @@ def _grid_size(shapes: Mapping[str, Shape], *, origin: str) -> int | None:
 
 
 def _is_of_patches(shape: Shape | None) -> bool:
-    """True if position embeddings have a vector for each patch of a square grid and no more."""
     return shape is not None and len(shape) == 3 and math.isqrt(shape[1]) ** 2 == shape[1]
 
 

@@ -1,9 +1,9 @@
 """Evaluate a model on a held-out set: every sample exactly once, at any world size; collective.
 
-Each image's loss, rank of the true class and confidence stay on the device until the end, when the host waits once. The
-ranks then exchange 72 bytes an image (3.6 MB for 50,000), sorted in set order, so counts and sums are bit-identical on
-any number of processes (batches have the same samples on all: `EvalBatches`). Mean average precision exchanges all
-scores, a few classes at a time; keys and top five are exchanged for 128 images.
+Loss, rank of the true class and confidence of each image stay on the device until the end, when the host waits once.
+The ranks then exchange 72 bytes an image (3.6 MB for 50,000) and sort them in set order; batches hold the same samples
+at any world size (`EvalBatches`), so counts and sums are bit-identical. Mean average precision exchanges all scores, a
+few classes at a time; keys and top five are exchanged for 128 images.
 """
 
 import math
@@ -23,11 +23,11 @@ from pipeline.recipe.vocabulary import OWN_SET, EvalMetric, WeightsKind
 from pipeline.runs.evaluations import KEPT_SAMPLES, Evaluation, Floats, Judged, PerClass, save_evaluation
 from pipeline.stage.task import TOP, Classification, Tally, Task
 
-_CHUNK_BYTES = 64 * 2**20  # of scores in one exchange, of all images
+_CHUNK_BYTES = 64 * 2**20  # of all images' scores in one exchange
 
 
 class Exchange(Protocol):
-    """The methods of the process group that evaluation uses."""
+    """Methods of the process group that evaluation uses."""
 
     @property
     def place(self) -> Place: ...
@@ -48,14 +48,14 @@ class Evaluated:
     """Result of `evaluate`, equal on every rank."""
 
     metrics: dict[str, float]
-    record: Evaluation | None  # None: there are no classes
+    record: Evaluation | None  # None without classes
 
 
 @dataclass
 class Kept:
-    """Results of this rank's batches, in order; on the device unless stated."""
+    """This rank's results by batch, on the device unless stated."""
 
-    samples: list[torch.Tensor] = field(default_factory=list)  # int64 on the host, -1 for what does not count
+    samples: list[torch.Tensor] = field(default_factory=list)  # int64 on the host, -1 for rows that do not count
     columns: list[torch.Tensor] = field(default_factory=list)  # float64 [rows, columns], see `_columns`
     keys: list[str] = field(default_factory=list)
     labels: list[torch.Tensor] = field(default_factory=list)
@@ -86,11 +86,11 @@ def evaluate(
     metrics: Sequence[EvalMetric] = (),
     progress: Callable[[], None] = lambda: None,
 ) -> Evaluated:
-    """Evaluate `batches`, padded so that all ranks have equally many; collective.
+    """Evaluate `batches`, padded to equally many on all ranks; collective.
 
     Damaged images go to `faults` and do not count. Metrics are "val/loss", "val/SCORE" (`task.score`), "val/images"
-    (the readable samples), and for a classifier baselines and `metrics`; of another set than the stage's own they are
-    "val_NAME/...", of the moving average (`of` "ema") "val/ema_...". The caller swaps the weights.
+    (the readable samples) and, for a classifier, baselines and `metrics`. Another set's are "val_NAME/...", the moving
+    average's (`of` "ema") "val/ema_...". The caller swaps the weights.
     """
     keeps: Literal["scores", "tallies"] = "scores" if "mean_average_precision" in metrics else "tallies"
     use = "eval" if set_name == OWN_SET else f"eval {set_name}"
@@ -111,7 +111,7 @@ def evaluate(
 
 
 def keep_evaluations(stage_folder: Path, found: Iterable[Evaluated], *, step: int, say: Callable[[str], None]) -> None:
-    """Save the evaluations; a failing disk only costs a line, as training needs none of them."""
+    """Save the evaluations; if the disk fails, say so and continue."""
     for each in found:
         if each.record is not None:
             try:
@@ -129,7 +129,7 @@ def run_model(
     keeps: Literal["scores", "tallies"] = "tallies",
     progress: Callable[[], None] = lambda: None,
 ) -> Kept:
-    """Run this rank's forward passes, without waiting for the device. `use`: name of the set in `faults`."""
+    """Run this rank's forward passes without waiting for the device. `use` names the set in `faults`."""
     kept, engine = Kept(), task.engine
     engine.module.eval()
     for batch in batches:
@@ -143,7 +143,7 @@ def run_model(
 
 
 def _columns(tally: Tally) -> torch.Tensor:
-    """[rows, 3], or of a classifier [rows, 8]: loss, right, predictions; rank, true, predicted, probabilities."""
+    """[rows, 3], for a classifier [rows, 8]: loss, right, predictions; rank, true, predicted, probabilities."""
     columns = [tally.loss, tally.right, tally.predictions]
     if (found := tally.answers) is not None:
         columns += [found.rank, found.true, found.top[:, 0], found.probabilities[:, 0], found.probability_of_true]
@@ -151,22 +151,22 @@ def _columns(tally: Tally) -> torch.Tensor:
 
 
 class _Gathered:
-    """This rank's results, and those of all images; collective. The host waits for the device here."""
+    """This rank's results and those of all images; collective. The host waits for the device here."""
 
     def __init__(self, kept: Kept, ranks: Exchange) -> None:
         self.kept, self.ranks = kept, ranks
-        # float64 [rows, 1 + columns], the first the sample's number
+        # float64 [rows, 1 + columns]; column 0 is the sample's number
         self.mine = torch.cat([torch.cat(kept.samples)[:, None].double(), torch.cat(kept.columns).cpu()], dim=1)
         self.answered = _answered(ranks.gather(self.mine.flatten()).view(-1, self.mine.shape[1]))
 
     def labels(self) -> torch.Tensor:
-        """Labels of this rank's rows, on the host: int64 [rows, most labels of an image], padded with -1."""
+        """This rank's labels on the host, int64 [rows, most labels of an image], padded with -1."""
         parts = [each[:, None] if each.ndim == 1 else each for each in self.kept.labels]
         width = max(each.shape[1] for each in parts)
         return torch.cat([torch.nn.functional.pad(each.cpu(), (0, width - each.shape[1]), value=-1) for each in parts])
 
     def judged(self, chosen: np.ndarray) -> dict[int, Judged]:
-        """Details of the chosen samples, by number; collective."""
+        """Return details of the chosen samples by number; collective."""
         kept, samples = self.kept, self.mine[:, 0].long().numpy()
         rows = np.flatnonzero(np.isin(samples, chosen) & (samples >= 0))
         found: dict[int, Judged] = {}
@@ -182,7 +182,7 @@ class _Gathered:
         return {number: each for part in self.ranks.gather_objects(found) for number, each in part.items()}
 
     def average_precisions(self, *, labels: torch.Tensor, num_classes: int) -> Floats:
-        """[C]; each rank sorts some of the classes; collective."""
+        """[C]; the ranks share the sorting by class; collective."""
         mine, place = self.mine, self.ranks.place
         found = torch.zeros(num_classes, dtype=torch.float64)
         width = max(1, _CHUNK_BYTES // (16 * len(mine) * place.world_size))
@@ -201,7 +201,6 @@ class _Gathered:
 
 
 def _answered(rows: torch.Tensor) -> Answered:
-    """Select the rows that count, from all ranks, in set order."""
     table = rows[rows[:, 0] >= 0].numpy()
     table = table[np.argsort(table[:, 0])]
     assert len(np.unique(table[:, 0])) == len(table), "a sample was evaluated twice"
@@ -212,7 +211,6 @@ def _answered(rows: torch.Tensor) -> Answered:
 
 
 def _per_class(found: _Gathered, task: Classification) -> PerClass:
-    """Counts by class, with average precisions if scores were kept; collective."""
     num_classes, mine = len(task.classes), found.mine
     answers = np.bincount(found.answered.predicted, minlength=num_classes)
     if task.label_kind == "single":
@@ -253,7 +251,6 @@ def _class_metrics(
 def _record(
     found: _Gathered, classes: PerClass, *, task: Classification, set_name: str, of: WeightsKind, with_bins: bool
 ) -> Evaluation:
-    """All but the metrics; collective."""
     answered, single = found.answered, task.label_kind == "single"
     examples = answered.sample[answered.sample < KEPT_SAMPLES]
     mistakes = scores.worst(answered, count=KEPT_SAMPLES)

@@ -1,7 +1,7 @@
-"""Evaluate a model of any format on any shards: the work of each process of `shardvit eval`.
+"""Evaluate a model of any format on any shards: the work of each `shardvit eval` process.
 
-In float32, as `shardvit predict`; training evaluates in the stage's precision. Batches have the same samples on any
-number of processes. A process reads ahead with threads and holds the model and a few batches.
+Runs in float32, as `shardvit predict` does; training evaluates in the stage's precision. Batches hold the same samples
+on any number of processes. A process reads ahead with threads and holds the model and a few batches.
 """
 
 import math
@@ -37,14 +37,14 @@ from pipeline.using.predict import Predictor, open_predictor
 
 @dataclass(frozen=True)
 class ModelEvaluated:
-    """The result, equal on every process."""
+    """Result, equal on every process."""
 
     evaluation: Evaluation
-    origin: str  # of the model
+    origin: str  # source of the model
     notes: tuple[str, ...]
     set_name: str
     source: str
-    digest: str  # of the shards
+    digest: str  # the shards'
     protocol: EvalProtocol
     crop_share: float | None
     image_size: int
@@ -66,7 +66,7 @@ class NoPeers:
 
 @dataclass
 class _Labelled:
-    """Batches with the right labels; counts what is damaged or has no label."""
+    """Relabel batches; count damaged and unlabelled images."""
 
     truth: Truth
     damaged: dict[tuple[str, str], Fault] = field(default_factory=dict)
@@ -84,8 +84,8 @@ class _Labelled:
 
 
 def evaluate_model(request: EvalRequest, opened: tuple[ShardSet, Store], *, ranks: Exchange) -> ModelEvaluated:
-    """Evaluate this process's part of `opened` (see `open_set`), and return the result of all; collective. Raises
-    UserError if model, shards, or their classes do not fit or are broken."""
+    """Evaluate this process's part of `opened` (see `open_set`) and return the result of all; collective. UserError if
+    model, shards or classes do not fit or are broken."""
     shards, store = opened
     predictor = open_predictor(Path(request.model), device=request.device, weights=request.weights)
     meta = predictor.meta
@@ -127,7 +127,6 @@ def evaluate_model(request: EvalRequest, opened: tuple[ShardSet, Store], *, rank
 
 
 def _preprocessing(request: EvalRequest, meta: SavedModelMeta) -> tuple[EvalProtocol, float | None]:
-    """Protocol and crop share: as asked for, else as recorded."""
     protocol, crop_share = meta.eval_protocol, meta.eval_crop_share
     if request.protocol not in (None, protocol):
         protocol, crop_share = request.protocol, None
@@ -140,7 +139,7 @@ def _preprocessing(request: EvalRequest, meta: SavedModelMeta) -> tuple[EvalProt
 
 
 def _task(predictor: Predictor, truth: Truth) -> Classification:
-    """The model as evaluation takes it, with the engine attributes that it uses."""
+    """Wrap the model as a task; the engine has only the attributes that evaluation uses."""
     meta = predictor.meta
     chosen = None if truth.columns is None else torch.tensor(truth.columns, device=predictor.device)
 

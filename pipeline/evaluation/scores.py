@@ -1,7 +1,7 @@
-"""Compute metrics from per-image results on the host: numpy, exact, independent of the order of the images.
+"""Compute metrics from per-image results on the host: numpy, exact, independent of image order.
 
-Counts are integers; sums of losses and probabilities are rounded once (`math.fsum`). Costs milliseconds for 50,000
-images; a confusion matrix of C classes takes 8 C^2 bytes, so it ends at 1,000 classes.
+Counts are integers; sums of losses and probabilities are rounded once (`math.fsum`). Takes milliseconds for 50,000
+images. A confusion matrix of C classes takes 8 C^2 bytes, so it stops at 1,000 classes.
 """
 
 import math
@@ -25,13 +25,13 @@ from pipeline.runs.evaluations import (
 
 @dataclass(frozen=True)
 class Answered:
-    """The images that count, in the order of the set; arrays [n]."""
+    """The images that count, in set order; arrays [n]."""
 
     sample: Counts  # number in the set
     loss: Floats
     right: Floats
     predictions: Floats
-    rank: Counts  # of the best-scored true class; this and what follows: empty where there are no classes
+    rank: Counts  # of the best-scored true class; from here on empty without classes
     true: Counts
     predicted: Counts
     probability: Floats  # of the predicted class
@@ -43,37 +43,37 @@ class Answered:
 
 
 def mean_loss(answered: Answered) -> float:
-    """Over all predictions; NaN without any."""
+    """Mean over all predictions; NaN without any."""
     predictions = answered.predictions.sum()
     return math.fsum(answered.loss) / predictions if predictions else math.nan
 
 
 def share_right(answered: Answered) -> float:
-    """Right predictions over all predictions; NaN without any."""
+    """Share of right predictions; NaN without any."""
     predictions = answered.predictions.sum()
     return float(answered.right.sum() / predictions) if predictions else math.nan
 
 
 def top_share(answered: Answered, *, k: int) -> float:
-    """Images whose true class is among the k best-scored; NaN without any."""
+    """Share of images whose true class is among the k best-scored; NaN without any."""
     return int((answered.rank < k).sum()) / answered.images if answered.images else math.nan
 
 
 def per_class(answered: Answered, *, num_classes: int) -> PerClass:
-    """Counts by class for single-label images."""
+    """Count by class for single-label images."""
     images = np.bincount(answered.true, minlength=num_classes)
     right = np.bincount(answered.true[answered.rank == 0], minlength=num_classes)
     return PerClass(images, right, shares(right, of=images))
 
 
 def balanced_accuracy(classes: PerClass) -> float:
-    """The mean accuracy of the classes that have images; NaN without any."""
+    """Mean accuracy over the classes that have images; NaN without any."""
     known = classes.accuracy[classes.images > 0]
     return math.fsum(known) / len(known) if len(known) else math.nan
 
 
 def confusion_matrix(answered: Answered, *, num_classes: int) -> Counts | None:
-    """[C, C], row: true, column: predicted; None for more classes than `MOST_CONFUSED_CLASSES`."""
+    """[C, C], rows true, columns predicted; None above `MOST_CONFUSED_CLASSES`."""
     if num_classes > MOST_CONFUSED_CLASSES:
         return None
     pairs = answered.true * num_classes + answered.predicted
@@ -81,8 +81,7 @@ def confusion_matrix(answered: Answered, *, num_classes: int) -> Counts | None:
 
 
 def calibration(answered: Answered) -> Calibration:
-    """Images by the probability of their predicted class, in 15 bins of equal width, (lower, upper], as in Guo et al.
-    (arXiv 1706.04599)."""
+    """Bin by the predicted class's probability: 15 equal bins, (lower, upper] (Guo et al., arXiv 1706.04599)."""
     edges = np.linspace(0.0, 1.0, CALIBRATION_BINS + 1)
     bins = np.clip(np.searchsorted(edges, answered.probability, side="left") - 1, 0, CALIBRATION_BINS - 1)
     images = np.bincount(bins, minlength=CALIBRATION_BINS)
@@ -92,14 +91,14 @@ def calibration(answered: Answered) -> Calibration:
 
 
 def calibration_error(found: Calibration) -> float:
-    """Mean distance of confidence and accuracy over the bins, weighted by images; NaN without images."""
+    """Mean distance between confidence and accuracy over the bins, weighted by images; NaN without images."""
     used = found.images > 0
     distance = np.abs(found.confidence - found.accuracy)[used] * found.images[used]
     return math.fsum(distance) / int(found.images.sum()) if used.any() else math.nan
 
 
 def worst(answered: Answered, *, count: int) -> Counts:
-    """The samples of the most confident errors, the most confident first."""
+    """Samples of the wrong answers, most confident first."""
     wrong = np.flatnonzero(answered.rank > 0)
     order = np.lexsort((answered.sample[wrong], -answered.probability[wrong]))
     return answered.sample[wrong[order[:count]]]
@@ -111,22 +110,20 @@ def shares(part: NDArray[np.int64] | Floats, *, of: Counts) -> Floats:
 
 
 def average_precision(scores: Floats, *, positive: NDArray[np.bool_]) -> float:
-    """scikit-learn's average precision of one class, which does not interpolate; NaN without a positive. `scores`: [n],
-    of any range; NaN counts as the lowest."""
+    """scikit-learn's average precision of one class, not interpolated; NaN without positives, NaN scores rank last."""
     if not positive.any():
         return math.nan
     from sklearn.metrics import average_precision_score  # takes a second
 
     _, places = np.unique(np.nan_to_num(scores, nan=-np.inf, posinf=np.inf, neginf=-np.inf), return_inverse=True)
-    return float(average_precision_score(positive, places))  # their order is enough, and is finite
+    return float(average_precision_score(positive, places))  # ranks suffice, and are finite
 
 
 _MOST = 0.95  # of the answers
 
 
 def one_answer(evaluation: Evaluation) -> str:
-    """Warn if 95 % of the answers are one class (all of them, if one class has 95 % of the images); "": no, or
-    all images are of one class."""
+    """Warn if 95 % of the answers are one class (100 % if 95 % of the images are), unless all images are; else ""."""
     images, answers = evaluation.images, evaluation.per_class.answers
     if not images or answers is None or not all(map(math.isfinite, evaluation.metrics.values())):
         return ""

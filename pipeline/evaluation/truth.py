@@ -1,9 +1,9 @@
-"""The request of `shardvit eval`: open its shards, and map their labels (or others) to the model's classes.
+"""Open the shards of `shardvit eval` and map their labels (or others) to the model's classes.
 
-Classes are matched by name, in any order; shards may have only some of them. ImageNet's names differ between models
-("tench", "tench, Tinca tinca", "0"), so its classes are identified by WordNet number (n01440764), or by position where
-all 1,000 come in the usual order. Its ReaL labels (arXiv 2006.07159) are found by sample key; both come with timm.
-Imports torch only once there are batches.
+Classes match by name, in any order; shards may have only some of them. ImageNet's names differ between models ("tench",
+"tench, Tinca tinca", "0"), so its classes are identified by WordNet number (n01440764), or by position if all 1,000
+come in the usual order. ReaL labels (arXiv 2006.07159) are found by sample key; timm ships both. Imports torch only
+when batches arrive.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CLASSES = 1000
 _REAL_FILE = "_info/imagenet_real_labels.json"
 _NUMBER = re.compile(r"n\d{8}")  # a WordNet number
 _KEY = re.compile(r"ILSVRC2012_val_(\d{8})")
-_MOST_RENAMED = 0.1  # share of the classes whose name other projects have changed
+_MOST_RENAMED = 0.1  # share of classes that other projects renamed
 
 
 @cache
@@ -44,8 +44,8 @@ def wordnet_numbers() -> tuple[str, ...]:
 
 
 def usual_classes(names: Sequence[str]) -> list[int] | None:
-    """The usual class number of each name; None if they are not ImageNet's classes, or it is unclear."""
-    if all(map(_NUMBER.fullmatch, names)):  # else do not import timm, which takes seconds
+    """ImageNet class number of each name; None if they are not ImageNet's classes or ambiguous."""
+    if all(map(_NUMBER.fullmatch, names)):  # else skip importing timm, which takes seconds
         numbers = {name: number for number, name in enumerate(wordnet_numbers())}
         if all(name in numbers for name in names):
             return [numbers[name] for name in names]
@@ -53,14 +53,13 @@ def usual_classes(names: Sequence[str]) -> list[int] | None:
 
 
 def numbered_classes(names: Sequence[str]) -> list[int] | None:
-    """Class numbers of names that are numbers, as ImageNet-v2's folders; None: one is not."""
+    """Class numbers of names that are numbers, such as ImageNet-v2's folders; else None."""
     known = {str(number) for number in range(_CLASSES)}
     return [int(name) for name in names] if known.issuperset(names) else None
 
 
 def real_labels(key: str) -> tuple[int, ...] | None:
-    """The usual numbers of an image's ReaL labels, none if it has none; None: the key does not name an image of the
-    validation set, ILSVRC2012_val_00000001 to 00050000."""
+    """An image's ReaL labels, possibly none; None if the key names no validation image (ILSVRC2012_val_00050000)."""
     found = _KEY.search(key)
     every = _real()
     if found is None or not 1 <= int(found[1]) <= len(every):
@@ -98,19 +97,19 @@ Among = Literal["model", "shards"]
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """Model, shards and the flags that say how to evaluate; plain values, sent to processes as JSON."""
+    """Model, shards and flags, as plain values that go to processes as JSON."""
 
     model: str
     shards: str
     max_image_pixels: int
-    label: str | None = None  # this and the next two: of tars without a manifest
+    label: str | None = None  # this and the next two: for tars without a manifest
     multi_label: bool = False
     class_names: Path | None = None
     labels: LabelSet = "shards"
     classes: Matching = "names"
     among: Among = "model"
     metrics: tuple[EvalMetric, ...] | None = None  # None: those that fit
-    protocol: EvalProtocol | None = None  # None: the model's record says it; crop_share likewise
+    protocol: EvalProtocol | None = None  # None: from the model's record; crop_share likewise
     crop_share: float | None = None
     weights: WeightsKind | None = None
     batch_size: int = 64
@@ -120,20 +119,20 @@ class EvalRequest:
 
 @dataclass(frozen=True)
 class Truth:
-    """Correct labels in terms of the classes the model chooses among."""
+    """Correct labels, as indices into the classes the model chooses among."""
 
-    classes: tuple[str, ...]  # that the model chooses among
-    columns: tuple[int, ...] | None  # of its outputs, for these; None: all
-    labels: tuple[int, ...]  # the number in `classes` of each of the shards' classes, or of each usual one (ReaL)
+    classes: tuple[str, ...]
+    columns: tuple[int, ...] | None  # the model's outputs for `classes`; None: all
+    labels: tuple[int, ...]  # index in `classes` of each shard class, or of each ImageNet class (ReaL)
     label_kind: LabelKind
     label_set: LabelSet
 
     def relabelled(self, batch: Batch) -> Batch:
-        """The batch, on the host, with the right labels; images without a ReaL label do not count."""
+        """Relabel a batch on the host; images without a ReaL label do not count."""
         import torch
 
         if self.label_set != "real":
-            return replace(batch, labels=torch.tensor([*self.labels, -1])[batch.labels])  # -1, the padding, stays
+            return replace(batch, labels=torch.tensor([*self.labels, -1])[batch.labels])  # -1 is padding
         rows: list[list[int]] = []
         for key, counts in zip(batch.keys, batch.counted.tolist(), strict=True):
             found = real_labels(key)
@@ -151,7 +150,7 @@ class Truth:
 def find_truth(
     model_classes: Sequence[str], shards: ShardSet, *, label_set: LabelSet, matching: Matching, among: Among
 ) -> Truth:
-    """Match the classes. UserError: they do not fit."""
+    """Match the classes; UserError if they do not fit."""
     model, ours = tuple(model_classes), shards.classes
     whole: LabelKind = "multi" if shards.is_multi_label else "single"
     if label_set != "shards":
@@ -181,7 +180,7 @@ def find_truth(
 
 
 def _columns(model: tuple[str, ...], ours: tuple[str, ...], *, matching: Matching, source: str) -> tuple[int, ...]:
-    """The model's output for each of the shards' classes."""
+    """The model's output for each shard class."""
     if matching == "index":
         if len(ours) > len(model):
             raise UserError(f"--classes index: {source} has {len(ours):,} classes and the model {len(model):,}")
@@ -205,8 +204,8 @@ def _columns(model: tuple[str, ...], ours: tuple[str, ...], *, matching: Matchin
 
 
 def open_set(request: EvalRequest, *, report: Callable[[str], None]) -> tuple[ShardSet, Store]:
-    """The shards, and what reads them; damage is reported."""
-    from data_shards.reading.opening import open_shards  # numpy: not for the command's help
+    """Open the shards and their store; report damage."""
+    from data_shards.reading.opening import open_shards  # numpy would slow down --help
     from data_shards.shards.shard_set import ShardsSpec
     from data_shards.store.cache import CacheConfig
     from data_shards.store.store import Store
@@ -229,7 +228,7 @@ def open_set(request: EvalRequest, *, report: Callable[[str], None]) -> tuple[Sh
 def what_is_asked(
     request: EvalRequest, *, class_names: Sequence[str], shards: ShardSet
 ) -> tuple[Truth, tuple[EvalMetric, ...]]:
-    """Truth and metrics for a model with these classes on these shards. UserError: they do not fit."""
+    """Return truth and metrics for a model with these classes; UserError if they do not fit."""
     truth = find_truth(class_names, shards, label_set=request.labels, matching=request.classes, among=request.among)
     if request.labels == "real" and request.metrics is None:
         return truth, ("top5",)

@@ -1,14 +1,12 @@
-"""Classifiers on features: few-shot least squares, a linear probe, and k nearest neighbours. In float64, on any device.
+"""Fit classifiers on features: few-shot least squares, a linear probe, k nearest neighbours. In float64, on any device.
 
-Least squares is big_vision's few-shot measure (`fewshot_lsr.py`), in closed form. Features are standardised (deviation
-+ 1e-5) and get a constant feature of 100, so that its weight is hardly regularised; targets are 1 for the class and -1
-for the others. One eigendecomposition, of the smaller of X'X [D + 1, D + 1] and XX' [n, n], serves all strengths.
+Least squares is big_vision's few-shot measure (`fewshot_lsr.py`) in closed form. Features are standardised (deviation +
+1e-5) and get a constant feature of 100, whose weight is hardly regularised; targets are 1 for the class and -1 for the
+others. One eigendecomposition, of the smaller of X'X [D + 1, D + 1] and XX' [n, n], serves all strengths.
 
-The probe is multinomial logistic regression as scikit-learn's LogisticRegression defines it: C times the sum of
-cross-entropies plus half the squared weights, biases not regularised. scipy's L-BFGS-B minimises it; torch computes
-loss and gradient, two products of [n, D] and [D, K] an iteration.
-
-kNN votes by cosine, weighted by exp(cosine / temperature), as in DINO, in blocks of bounded memory.
+The probe is scikit-learn's LogisticRegression, multinomial: C times the sum of cross-entropies plus half the squared
+weights, biases not regularised, minimised by scipy's L-BFGS-B. kNN votes by cosine, weighted by exp(cosine /
+temperature) as in DINO, in blocks of bounded memory.
 """
 
 from __future__ import annotations
@@ -27,21 +25,20 @@ from pipeline.transfer.features import held_out_rows
 
 _LEAST_SQUARES_BIAS = 100.0
 _ITERATIONS, _GRADIENT = 1000, 1e-6
-_BLOCK_ELEMENTS = 2**25  # of the matrix of cosines that is held at once
+_BLOCK_ELEMENTS = 2**25  # elements of the cosine matrix held at a time
 
 
 @dataclass(frozen=True)
 class LinearClassifier:
-    """Scores [n, C] of features [n, D], in float64 on the weights' device."""
+    """Maps features [n, D] to scores [n, C], in float64 on the weights' device."""
 
     mean: Tensor  # float64 [D]
     deviation: Tensor  # float64 [D]
     weights: Tensor  # float64 [D + 1, C]; the last row is the constant feature's
-    bias: float  # the constant feature
+    bias: float  # value of the constant feature
     strength: float  # l2, or the probe's C
 
     def on(self, device: torch.device) -> LinearClassifier:
-        """A copy on `device`."""
         moved = (each.to(device) for each in (self.mean, self.deviation, self.weights))
         return LinearClassifier(*moved, bias=self.bias, strength=self.strength)
 
@@ -53,20 +50,20 @@ class LinearClassifier:
 def fit_least_squares(
     features: Tensor, labels: Tensor, *, num_classes: int, l2: Sequence[float], device: torch.device | None = None
 ) -> LinearClassifier:
-    """Fit features [n, D] (finite) to labels int64 [n]. Of several strengths `l2`, take the one with the least squared
-    leave-one-out error (in closed form; the standardisation is that of all rows), the first of equal ones."""
+    """Fit finite features [n, D] to labels int64 [n]. Of several strengths `l2`, take the first with the least squared
+    leave-one-out error (closed form; standardised over all rows)."""
     x = features.to(device or features.device, torch.float64)
     mean, deviation = x.mean(dim=0), x.std(dim=0, correction=0) + 1e-5
     x = F.pad((x - mean) / deviation, (0, 1), value=_LEAST_SQUARES_BIAS)
     y = 2 * F.one_hot(labels.to(x.device), num_classes).double() - 1
-    # (x'x + l2)^-1 x'y, or where there are fewer rows than features x' (xx' + l2)^-1 y; left (e + l2)^-1 right
+    # (x'x + l2)^-1 x'y, with fewer rows than features x' (xx' + l2)^-1 y; both are left (e + l2)^-1 right
     if has_many_rows := len(x) >= x.shape[1]:
         eigenvalues, vectors = torch.linalg.eigh(x.T @ x)
         left, right = vectors, vectors.T @ (x.T @ y)
     else:
         eigenvalues, vectors = torch.linalg.eigh(x @ x.T)
         left, right = x.T @ vectors, vectors.T @ y
-    eigenvalues = eigenvalues.clamp_min(0)  # rounded below it
+    eigenvalues = eigenvalues.clamp_min(0)  # rounding may make them negative
     best = l2[0]
     if len(l2) > 1:
         rows = x @ vectors if has_many_rows else vectors
@@ -88,10 +85,10 @@ def fit_least_squares(
 
 @dataclass(frozen=True)
 class Probe:
-    """Log-probabilities [n, C] of features [n, D]; -inf for classes without a training image."""
+    """Maps features [n, D] to log-probabilities [n, C]; -inf for classes without a training image."""
 
-    seen: LinearClassifier  # scores of the classes that have one
-    classes: Tensor  # int64 [K], these, ascending
+    seen: LinearClassifier  # scores of `classes`
+    classes: Tensor  # int64 [K], classes with a training image, ascending
     num_classes: int
 
     def __call__(self, features: Tensor) -> Tensor:
@@ -113,7 +110,7 @@ def fit_probe(
     progress: Callable[[str], None] = lambda far: None,
 ) -> Probe:
     """Fit features [n, D] to labels int64 [n]. Of several `c`, take the one with the best top-1 on rows held out by
-    their numbers `samples`, the smallest of equals. Raises ValueError if a single row would have to be divided."""
+    their numbers `samples`, the smallest on ties. ValueError if a single row would have to be split."""
     x, y = features.to(device, torch.float64), labels.to(device)
     best = c[0]
     if len(c) > 1:
@@ -122,7 +119,7 @@ def fit_probe(
         out = torch.from_numpy(held_out_rows(samples, share=hold_out)).to(device)
         top1: dict[float, float] = {}
         start: Tensor | None = None
-        for each in sorted(c):  # each begins where the last ended, from the strongest regularisation on
+        for each in sorted(c):  # warm start, from the strongest regularisation
             probe = _fit_probe(x[~out], y[~out], num_classes, c=each, start=start, progress=progress)
             start = probe.seen.weights
             top1[each] = float((probe(x[out]).argmax(dim=1) == y[out]).double().mean())
@@ -150,7 +147,7 @@ def _fit_probe(
         return float(value.detach()), gradient.flatten().cpu().numpy()
 
     far = (f"C {c:g} on {len(x):,} images, {number:,} iterations of {_ITERATIONS:,} at most" for number in count())
-    # Its threads would compete with torch's for cores: ten times slower.
+    # OpenBLAS threads would compete with torch's for cores: ten times slower.
     with ThreadpoolController().select(prefix="libscipy_openblas").limit(limits=1):
         found = minimize(
             loss,
@@ -175,8 +172,8 @@ def knn_votes(
     device: torch.device,
     progress: Callable[[str], None] = lambda far: None,
 ) -> list[Tensor]:
-    """Votes for features [n, D] by the `k` nearest (all if fewer) of `train` [m, D] with `labels` int64 [m], for each
-    `k`: float64 [n, C] on the CPU. Cosines are float32."""
+    """Votes for features [n, D] by the `k` nearest (all if fewer) of `train` [m, D] with `labels` int64 [m]: for each
+    `k` float64 [n, C] on the CPU. Cosines are float32."""
     known, classes = _unit(train, device), labels.to(device)
     most = min(max(k), len(train))
     votes = [torch.zeros(len(features), num_classes, dtype=torch.float64) for _ in k]

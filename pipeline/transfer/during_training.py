@@ -1,12 +1,11 @@
-"""Few-shot accuracy at a stage's evaluations, on all ranks together, without affecting training.
+"""Measure few-shot accuracy at a stage's evaluations, on all ranks together, without affecting training.
 
-Each rank computes the features of its part of both sets with the engine's own forward pass (ZeRO 3 included). The ranks
-exchange the shots' features, share the fits, and each counts the hits in its part of the held-out set. The first time
-costs the decoding; later decoded images are in memory, and only forward passes and fits remain. Training's random
-numbers are untouched, and the model is left in training mode.
+Each rank computes features of its part of both sets with the engine's own forward pass (ZeRO 3 included). The ranks
+exchange the shots' features, share the fits, and count the hits in their parts of the held-out set. The first time pays
+for decoding; decoded images then stay in memory. Training's random numbers are untouched.
 
-Nothing here may end a run: unreadable images are left out; missing shards or features that are not finite cost a line
-and the metric.
+Nothing here may end a run: unreadable images are left out; missing shards or non-finite features cost a line and the
+metric.
 """
 
 import statistics
@@ -43,15 +42,15 @@ from pipeline.transfer.settings import TransferSet, few_shot_of, open_few_shot
 
 @dataclass(frozen=True)
 class FewShotContext:
-    """The parts of a stage that its few-shot sets use."""
+    """Parts of a stage that its few-shot sets use."""
 
     engine: Engine
     ranks: Ranks
     plan: StagePlan
     workers: DataWorkers
-    access: Callable[[ShardSet], Access]  # reads a set's samples, without damaged ones
+    access: Callable[[ShardSet], Access]  # reads a set, skipping damaged samples
     transform: EvalTransform
-    progress: Callable[[int], None]  # told the step at each batch
+    progress: Callable[[int], None]  # called with the step at each batch
     say: Callable[[str], None]
 
 
@@ -65,8 +64,7 @@ class FewShotMeasures:
         self._context = context
 
     def __call__(self, step: int, *, of_average: bool) -> dict[str, float]:
-        """Measure the sets that are due, with the weights or their moving average: metrics by name, the same on all
-        ranks; collective. A set that cannot be measured has no metric."""
+        """Measure the sets due at `step`; collective, equal on all ranks. A failing set has no metric."""
         context, metrics = self._context, dict[str, float]()
         due = [each for number, each in enumerate(self._sets) if context.plan.few_shot_after(step, number=number)]
         if not due:
@@ -83,13 +81,13 @@ class FewShotMeasures:
 
 
 class _NotMeasured(Exception):
-    """Says why a set has no metric this time; raised on all ranks together."""
+    """Why a set has no metric this time; raised on all ranks together."""
 
 
 class _FewShotSet:
     def __init__(self, config: FewShotConfig, data: TransferSet, context: FewShotContext) -> None:
         self._config, self._data, self._context = config, data, context
-        self._labels: Int64s | None = None  # of the training set; unknown where an image is damaged
+        self._labels: Int64s | None = None  # of the training set; UNKNOWN for damaged images
         self._train: _DecodedPart | None = None
         self._held_out: _DecodedPart | None = None
         self._damaged = 0
@@ -148,7 +146,7 @@ class _FewShotSet:
         }
 
     def _read_labels(self) -> Int64s:
-        """Read the training set's labels, each rank its part; collective."""
+        """Read the training set's labels, one part per rank; collective."""
         place, shards = self._context.ranks.place, self._data.train
         block = -(-shards.num_samples // place.world_size)
         first, own, problem = min(place.rank * block, shards.num_samples), np.zeros(0, dtype=np.int64), ""
@@ -166,12 +164,12 @@ class _FewShotSet:
                     values, labels, num_classes=self._data.train.num_classes, l2=[self._config.l2], device=device
                 )
                 return fitted.on(torch.device("cpu"))
-            except torch.OutOfMemoryError:  # training has all of the GPU's memory
+            except torch.OutOfMemoryError:  # training fills the GPU's memory
                 continue
         raise AssertionError("unreachable: CPUs do not raise OutOfMemoryError")
 
     def _train_features(self, samples: Int64s, step: int) -> Features:
-        """The features of these training images, on every rank; collective."""
+        """Features of these training images, on every rank; collective."""
         if not len(samples):
             raise _NotMeasured(f"no image of {self._data.train.source} can be read")
         if self._train is None:
@@ -183,7 +181,7 @@ class _FewShotSet:
             raise _NotMeasured("features are not finite")
         if len(train.damaged):
             self._damaged += len(train.damaged)
-            self._train = None  # others are drawn in their place
+            self._train = None  # replacements are drawn
         return train
 
     def _agree(self, problem: str) -> None:
@@ -199,10 +197,7 @@ class _FewShotSet:
 
 
 class _DecodedPart:
-    """This rank's part of a set, or of some of its samples; keeps decoded images within the memory allowed.
-
-    `problem` says why the last features are incomplete; "": they are complete.
-    """
+    """This rank's part of a set, decoded within `keep_decoded`. `problem`: why features are incomplete, or ""."""
 
     def __init__(
         self, shards: ShardSet, samples: Int64s | None, *, config: FewShotConfig, context: FewShotContext
@@ -223,7 +218,7 @@ class _DecodedPart:
         self.problem = ""
 
     def features(self, step: int) -> Iterator[Features]:
-        """Features of each batch, on the CPU; equally many forward passes on all ranks, whatever happens."""
+        """Features of each batch on the CPU; equally many forward passes on all ranks, even after errors."""
         context, engine = self._context, self._context.engine
         self.problem = ""
 
@@ -241,7 +236,7 @@ class _DecodedPart:
         )
 
     def _batches(self) -> Generator[Batch]:
-        """Yield all batches; after a read error empty ones that do not count, since other ranks wait."""
+        """Yield all batches; after a read error, empty ones, since other ranks wait."""
         yield from self._kept
         number, workers = len(self._kept), self._context.workers
         try:
@@ -250,7 +245,7 @@ class _DecodedPart:
                     number += 1
                     if number == len(self._kept) + 1 and batch.images.nbytes <= self._left_bytes:
                         self._left_bytes -= batch.images.nbytes
-                        # a copy, out of the scarce memory shared with a worker process
+                        # copy, to free scarce shared memory
                         own = batch.images.clone() if batch.images.is_shared() else batch.images
                         self._kept.append(replace(batch, images=own))
                     yield batch
@@ -271,8 +266,8 @@ def few_shot_evaluation(
     watch: Watch,
     say: Callable[[str], None],
 ) -> Callable[[int], dict[str, float]]:
-    """Make the function that measures the sets due after a step, with the weights that become the stage's model. Both
-    are collective. Raises UserError as `open_few_shot`."""
+    """Return the function that measures the sets due after a step, with the weights that become the stage's model. Both
+    are collective. UserError as in `open_few_shot`."""
     configs = few_shot_of(stage.recipe, stage=stage.name)
     if not configs:
         return lambda step: {}

@@ -1,12 +1,12 @@
 """A model's features of a set of shards, cached on disk.
 
 A folder for each (weights, model, preprocessing, shards, layer), named by their digest, holds parts of at most 16,384
-samples, written whole: an interrupted command resumes, and a second method computes only what is missing. Numbers do
-not depend on the data workers, and on the batch size only by rounding. Costs 4 KB a sample of 1,024 features; above
-20 GB the least recently used folders go. Damaged images are left out and named.
+samples. Parts are written whole: an interrupted command resumes, and a second method computes only what is missing.
+Values do not depend on the data workers, and on the batch size only by rounding. Costs 4 KB a sample of 1,024 features;
+above 20 GB the least recently used folders are removed. Damaged images are left out and named.
 
-Images are chosen by hash of (seed, sample number): the 5 shots are among the 10 shots, and if an image is damaged the
-next one of its class replaces it and nothing else changes.
+Images are chosen by hash of (seed, sample number): the 5 shots are among the 10 shots, and the next image of its class
+replaces a damaged one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from pipeline.using.predict import Predictor
 _FORMAT = 1
 _PART_SAMPLES = 16_384
 _MOST_BYTES = 20 * 10**9
-_OURS = re.compile("[0-9a-f]{32}")  # the user's folder may hold others
+_OURS = re.compile("[0-9a-f]{32}")  # the folder may hold other files
 
 
 @dataclass(frozen=True)
@@ -59,23 +59,21 @@ class Features:
     values: torch.Tensor  # float32 [n, D]
     labels: torch.Tensor  # int64 [n]
     damaged: Int64s  # the unreadable samples
-    faults: tuple[Fault, ...] = ()  # of the damaged samples met in this process
+    faults: tuple[Fault, ...] = ()  # damaged samples met in this process
 
     def rows_of(self, samples: Int64s) -> torch.Tensor:
-        """Rows of these samples, all of which must be present: int64."""
+        """Return the rows of these samples, int64; all must be present."""
         return torch.from_numpy(np.searchsorted(self.samples, samples))
 
     def take(self, samples: Int64s) -> Features:
-        """Keep only these samples."""
         rows = self.rows_of(np.sort(samples))
         return Features(self.samples[rows.numpy()], self.values[rows], self.labels[rows], self.damaged, self.faults)
 
 
 class FeatureStore:
-    """The features of one model with a head, computed unless `folder` has them.
+    """Features of one model, computed unless `folder` has them; UserError for an ONNX file.
 
-    `layer`: see `captured_features`. Images of a forward pass, and threads that read and decode, affect time only.
-    Attributes: `digest` of the weights, and `forward_passes`, the batches computed so far. UserError: an ONNX file.
+    `digest` is the weights'; `forward_passes` counts the batches computed so far.
     """
 
     def __init__(
@@ -106,19 +104,19 @@ class FeatureStore:
         self.forward_passes = 0
 
     def features(self, shards: ShardSet, *, store: Store | None = None, samples: Int64s | None = None) -> Features:
-        """Features of all samples of a set, or of `samples`. Raises UserError if features are not finite, a shard is
-        gone, or no image is readable; OSError if the disk is full or fails."""
+        """Features of all samples of a set, or of `samples`. UserError if features are not finite, a shard is gone or
+        no image is readable; OSError if the disk fails."""
         wanted = np.arange(shards.num_samples) if samples is None else np.unique(samples)
         folder = self._folder / self._key(shards)
         known = [part for file in sorted(folder.glob("*.npz")) if (part := _read(file)) is not None]
         there = np.concatenate([np.zeros(0, dtype=np.int64), *(each.samples for each in known)])
-        missing = np.setdiff1d(wanted, there)  # with those that were damaged, which may have been repaired
+        missing = np.setdiff1d(wanted, there)  # damaged ones included: they may have been repaired
         if len(missing):
             folder.mkdir(parents=True, exist_ok=True)
             self._say(f"{shards.source}: features of {len(missing):,} images")
         else:
             with suppress(OSError):
-                os.utime(folder)  # the folder's last use
+                os.utime(folder)  # marks the last use
         for start in range(0, len(missing), _PART_SAMPLES):
             part = self._compute(shards, store=store, samples=missing[start : start + _PART_SAMPLES])
             if len(part.samples):
@@ -177,7 +175,7 @@ def extract(
     dtype: torch.dtype,
     normalisation: Normalisation = GOOGLES,
 ) -> Generator[Features]:
-    """The features of each batch, caught while `forward` runs `model` on its images."""
+    """Yield each batch's features, captured while `forward` runs `model` on its images."""
     with (
         closing(prefetch_to_device(batches, device=device)) as ready,
         captured_features(model, layer=layer) as captured,
@@ -190,8 +188,8 @@ def extract(
 def shot_features(
     labels: Int64s, *, shots: int, seeds: int, features_of: Callable[[Int64s], Features]
 ) -> tuple[Features, dict[int, Int64s]]:
-    """Return the features of the shots of all seeds, with all damage met on the way, and the shots by seed. The next
-    image of its class replaces a damaged one, whose label becomes unknown."""
+    """Return the features of all seeds' shots, with all damage met, and the shots by seed. The next image of its class
+    replaces a damaged one, whose label becomes UNKNOWN."""
     damaged, faults = [np.zeros(0, dtype=np.int64)], dict[tuple[str, str], Fault]()
     while True:
         by_seed = {seed: choose_shots(labels, shots=shots, seed=seed) for seed in range(seeds)}
@@ -216,7 +214,7 @@ def of_batch(batch: Batch, features: torch.Tensor) -> Features:
 
 
 def merged(parts: list[Features], *, samples: Int64s) -> Features:
-    """Merge and order parts; samples missing from all parts are damaged."""
+    """Merge and sort parts; samples missing from all are damaged."""
     numbers = np.concatenate([each.samples for each in parts])
     order = np.argsort(numbers, kind="stable")
     faults = {(each.shard, each.key): each for part in parts for each in part.faults}
@@ -230,7 +228,7 @@ def merged(parts: list[Features], *, samples: Int64s) -> Features:
 
 
 def state_digest(model: nn.Module) -> str:
-    """Digest of all weights: names, types and bytes; a second a GB."""
+    """Digest names, dtypes and bytes of all weights; a second per GB."""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -239,7 +237,7 @@ def state_digest(model: nn.Module) -> str:
 
 
 def default_features_folder() -> Path:
-    """The folder in the user's cache, by the XDG base directory specification."""
+    """Folder in the user's cache, by the XDG base directory specification."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardvit" / "features"
 
 
@@ -262,7 +260,7 @@ def _write(file: Path, part: Features) -> None:
 
 
 def _read(file: Path) -> Features | None:
-    """Read a part; None: it is damaged and must be computed again."""
+    """Read a part; remove it and return None if it is damaged."""
     try:
         with file.open("rb") as stream, np.load(stream, allow_pickle=False) as content:
             samples, values, labels = (content[name] for name in ("samples", "values", "labels"))
@@ -276,8 +274,8 @@ def _read(file: Path) -> Features | None:
 
 
 def _remove_old(root: Path, *, keep: Path) -> None:
-    """Remove least recently used folders while all together are too large; only files of ours."""
-    with suppress(OSError):  # of another process that does the same
+    """Remove least recently used folders of ours above the size limit."""
+    with suppress(OSError):  # another process may be doing the same
         ours = [each for each in root.iterdir() if _OURS.fullmatch(each.name) and each.is_dir()]
         files = {each: list(each.glob("*.npz")) for each in ours}
         sizes = {each: sum(file.stat().st_size for file in files[each]) for each in ours}
@@ -294,11 +292,9 @@ def _remove_old(root: Path, *, keep: Path) -> None:
 
 @contextmanager
 def captured_features(model: nn.Module, *, layer: FeatureLayer) -> Iterator[list[Tensor]]:
-    """Yield a list to which each forward pass of `model` appends its features [n, D], in their own type.
-
-    pre_logits: the input of the last linear layer (big_vision's `pre_logits`): with one linear layer the trunk's pooled
-    output, with the MLP head tanh of its hidden layer. pooled: the head's input, whatever the head. The hook also
-    works under ZeRO 3 and with compiled blocks."""
+    """Yield a list to which each forward pass of `model` appends its features [n, D], also under ZeRO 3 or compiled.
+    pre_logits: input of the last linear layer (big_vision's `pre_logits`; with the MLP head tanh of its hidden layer);
+    pooled: input of the head."""
     head = model.get_submodule("head")
     last = head.logits if layer == "pre_logits" and isinstance(head, MlpHead) else head
     captured: list[Tensor] = []
@@ -313,8 +309,7 @@ Int64s = NDArray[np.int64]
 
 
 def choose_shots(labels: Int64s, *, shots: int, seed: int) -> Int64s:
-    """Numbers of up to `shots` samples per class, by class, then in the order drawn. `labels`: classes of the samples,
-    int64 [n]; those below 0 are not taken."""
+    """Numbers of up to `shots` samples per class, by class, then in the order drawn; negative `labels` are skipped."""
     keys = hash_words(RandomStream.FEW_SHOT, seed, np.arange(len(labels)))
     order = np.lexsort((keys, labels))
     order = order[labels[order] >= 0]
@@ -324,13 +319,13 @@ def choose_shots(labels: Int64s, *, shots: int, seed: int) -> Int64s:
 
 
 def choose_images(num_samples: int, *, most: int) -> Int64s:
-    """Numbers of up to `most` samples of a set, ascending; always the same ones."""
+    """Choose up to `most` samples, always the same; returns their numbers, ascending."""
     keys = hash_words(RandomStream.TRANSFER_IMAGES, 0, np.arange(num_samples))
     return np.sort(np.argsort(keys, kind="stable")[:most]).astype(np.int64)
 
 
 def held_out_rows(samples: Int64s, *, share: float) -> NDArray[np.bool_]:
-    """Mask of the samples that choose the regularisation: bool [n], round(share * n), at least one and not all."""
+    """Mask, bool [n], of the samples that choose the regularisation: round(share * n), at least one, never all."""
     count = min(max(1, round(share * len(samples))), len(samples) - 1)
     keys = hash_words(RandomStream.TRANSFER_HOLD_OUT, 0, samples)
     chosen = np.zeros(len(samples), dtype=np.bool_)

@@ -1,6 +1,6 @@
-"""A model's score on one data set: features, then few-shot least squares, a linear probe or kNN.
+"""Score a model on one data set: features, then few-shot least squares, a linear probe or kNN.
 
-Random choices are by hash, so the numbers depend only on the model, the shards and the settings.
+Random choices are by hash, so results depend only on the model, the shards and the settings.
 """
 
 import math
@@ -19,24 +19,24 @@ from pipeline.transfer.features import Features, FeatureStore, Int64s, choose_im
 from pipeline.transfer.results import Setting, TransferScore, UsedSet
 from pipeline.transfer.settings import FewShotSettings, KnnSettings, ProbeSettings, Settings, TransferSet
 
-_BLOCK = 8192  # images whose scores are held at once
-_TOP5_CLASSES = 6  # the fewest for which top-5 is given
+_BLOCK = 8192  # images scored at a time
+_TOP5_CLASSES = 6  # fewer classes get no top-5
 
 
 @dataclass(frozen=True)
 class SetMeasured:
-    """The scores of one data set."""
+    """Scores of one data set."""
 
     used: UsedSet
     scores: tuple[TransferScore, ...]
     faults: tuple[Fault, ...] = ()
-    # seed -> class -> the samples of the greatest number of shots, in the order drawn
+    # seed -> class -> samples of the largest number of shots, in the order drawn
     shots: dict[int, dict[int, list[int]]] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()  # remarks for people
+    notes: tuple[str, ...] = ()
 
 
 def measure(features: FeatureStore, data: TransferSet, settings: Settings, *, most_images: int | None) -> SetMeasured:
-    """Measure one set on at most `most_images` training images (None: all). UserError: a set cannot be read."""
+    """Measure one set on at most `most_images` training images (None: all); UserError if a set cannot be read."""
     chosen = None
     if most_images is not None and most_images < data.train.num_samples:
         chosen = choose_images(data.train.num_samples, most=most_images)
@@ -159,7 +159,6 @@ def _knn(
 def _scores(
     data: TransferSet, settings: Settings, metrics: dict[str, list[float]], *, given: dict[str, Setting]
 ) -> list[TransferScore]:
-    """`metrics`: a value for each seed."""
     few = data.train.num_classes < _TOP5_CLASSES
     return [
         TransferScore(

@@ -78,7 +78,7 @@ class UsedSet:
 
     @property
     def digest(self) -> str:
-        """8 hex digits that tell sets of the same name apart."""
+        """8 hex digits; tell apart sets of the same name."""
         return hashlib.blake2b(f"{self.train_digest} {self.eval_digest}".encode(), digest_size=4).hexdigest()
 
 
@@ -123,14 +123,14 @@ _RECORD = TypeAdapter(TransferRecord)
 
 
 def save_record(file: Path, record: TransferRecord) -> None:
-    """Write a record atomically, creating its folder but no parents. OSError: the disk is full or fails."""
+    """Write a record atomically, creating its folder but no parents; OSError if the disk fails."""
     file.parent.mkdir(exist_ok=True)
     # ASCII: names from tars need not be UTF-8
     replace_text(file, json.dumps(asdict(record), indent=1) + "\n")
 
 
 def load_record(file: Path) -> TransferRecord:
-    """Read a record. ValueError: the file is missing or is no transfer result."""
+    """Read a record; ValueError if the file is missing or no transfer result."""
     try:
         return _RECORD.validate_json(read_inside(file, folder=file.parent))
     except OSError as error:
@@ -142,8 +142,7 @@ def load_record(file: Path) -> TransferRecord:
 
 
 def transfer_records(run: Path) -> list[TransferRecord]:
-    """Read the records in a run's folder by name, skipping unreadable ones; sets of the same name get their digest
-    appended."""
+    """Read a run's records by name, skipping unreadable ones; sets that share a name get their digest appended."""
     found: list[TransferRecord] = []
     for file in sorted((run / TRANSFER_FOLDER).glob("*.json")):
         if file.name.startswith(".") or not is_inside(file, folder=run):
@@ -171,13 +170,13 @@ def file_name(name: str) -> str:
 
 
 def metrics_of(record: TransferRecord) -> dict[str, float]:
-    """Metrics by MLflow name; see METRICS of `pipeline.recipe.vocabulary`."""
+    """Metrics by MLflow name, as METRICS of `pipeline.recipe.vocabulary`."""
     mean = {} if record.mean is None else {"val/transfer_mean": record.mean}
     return {f"val/{score_name(each)}": each.value for each in record.results} | mean
 
 
 def score_name(score: TransferScore) -> str:
-    """Metric name, such as "fewshot_pets_5shot", "probe_pets_top1" or "knn_pets_20nn_top5"."""
+    """Return a metric name such as "fewshot_pets_5shot", "probe_pets_top1" or "knn_pets_20nn_top5"."""
     match score.method:
         case "fewshot":
             return few_shot_name(score.data_set, shots=int(str(score.settings["shots"])))
@@ -188,21 +187,21 @@ def score_name(score: TransferScore) -> str:
 
 
 def few_shot_name(data_set: str, *, shots: int) -> str:
-    """Metric name of few-shot; a stage's metrics.jsonl has "val/" before it."""
+    """Few-shot metric name, without the "val/" of metrics.jsonl."""
     return f"fewshot_{data_set}_{shots}shot"
 
 
 @dataclass(frozen=True)
 class ModelOrigin:
-    """Where a model comes from; all None: not from a run folder."""
+    """Origin of a model; all None if it is not from a run folder."""
 
     run: RunFolder | None = None
     stage: StageName | None = None
-    step: int | None = None  # a checkpoint's
-    images_seen: int | None = None  # by the stage, up to this model; None: not known
+    step: int | None = None  # the checkpoint's
+    images_seen: int | None = None  # by the stage, up to this model; None if unknown
 
     def record_file(self, name: str, *, outside: Path) -> Path:
-        """RUN/transfer/NAME-STAGE.json, or -STAGE-step-00000400.json; a file in `outside` where there is no run."""
+        """RUN/transfer/NAME-STAGE.json, or -STAGE-step-00000400.json; without a run, a file in `outside`."""
         if self.run is None:
             return outside / f"{file_name(name)}.json"
         step = "" if self.step is None else f"-{FOLDER_PREFIX}{self.step:08d}"

@@ -3,7 +3,8 @@
 few-shot: as big_vision's evaluator `fewshot_lsr`: shots 1, 5, 10 and 25 of each class, l2 2^10, 3 seeds.
 probe: multinomial logistic regression; C on a logarithmic grid, as for CLIP (arXiv 2103.00020, appendix A.3).
 kNN: as DINO's (arXiv 2104.14294, appendix F): k 20, temperature 0.07, cosine.
-Mistakes in shards show before anything is loaded or started.
+
+Mistakes in shards are reported before anything is loaded or started.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,9 +32,9 @@ class FewShotSettings(Strict):
 
     method: Literal["fewshot"] = "fewshot"
     shots: Counts = (5, 10, 25)
-    """Images of each class."""
+    """Images per class."""
     l2: Strengths = (1024.0,)
-    """Strength of the regularisation; of several, the one with the least leave-one-out error on the shots."""
+    """Regularisation strength; of several, the one with the least leave-one-out error on the shots."""
     seeds: int = Field(default=3, ge=1, le=1000)
     """Number of draws; the result is their mean."""
 
@@ -43,10 +44,10 @@ class ProbeSettings(Strict):
 
     method: Literal["probe"] = "probe"
     c: Strengths = (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)
-    """scikit-learn's C, the inverse strength of the regularisation, on features of mean 0 and deviation 1; of several,
-    the one with the best top-1 on `hold_out` of the training images."""
+    """scikit-learn's C, the inverse regularisation strength, on features of mean 0 and deviation 1; of several, the one
+    with the best top-1 on `hold_out` of the training images."""
     hold_out: float = Field(default=0.2, gt=0, lt=1)
-    """Share of the training images that choose C; then all are learned from."""
+    """Share of the training images held out to choose C; the final fit uses all."""
 
     def problems(self) -> Iterator[str]:
         if len(self.c) == 1:
@@ -71,23 +72,23 @@ class TableSet(Strict):
 
     name: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=60)]
     group: SetGroup | None = None
-    """VTAB's groups, which get a mean of their own."""
+    """VTAB's groups; each gets its own mean."""
     train: OneSet
     eval: OneSet
 
 
 class FewShotSet(TableSet, FewShotSettings):
-    """One that few-shot least squares are measured on; the first of `shots` is its score in the mean."""
+    """A data set for few-shot least squares; the first of `shots` gives its score in the mean."""
 
     shots: Counts = (5,)
 
 
 class ProbeSet(TableSet, ProbeSettings):
-    """One that a linear probe is measured on."""
+    """A data set for a linear probe."""
 
 
 class KnnSet(TableSet, KnnSettings):
-    """One that kNN is measured on; the first of `k` is its score in the mean."""
+    """A data set for kNN; the first of `k` gives its score in the mean."""
 
 
 AnySet = Annotated[FewShotSet | ProbeSet | KnnSet, Field(discriminator="method")]
@@ -99,7 +100,7 @@ class TransferTable(Strict):
     name: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=60)] | None = None
     """Name of the result; default: the file's."""
     method: Literal["fewshot", "probe", "knn"] = "probe"
-    """Method of the data sets that name none."""
+    """Default method of the data sets."""
     data_sets: tuple[AnySet, ...] = Field(min_length=1, max_length=1000)
 
     @model_validator(mode="before")
@@ -128,7 +129,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class TransferSet:
-    """A data set to transfer to: opened shards with one label an image and the same classes, else UserError."""
+    """A data set to transfer to: opened shards with one label per image and equal classes, else UserError."""
 
     name: str
     train: ShardSet
@@ -150,7 +151,7 @@ class TransferSet:
 
 
 def open_set(shards: ShardsConfig, *, store: Store, say: Say) -> ShardSet:
-    """Open a set that the user names; report and leave out damage. UserError: it is missing or broken."""
+    """Open a set the user names; report and leave out damage. UserError if it is missing or broken."""
     if shards.weight is not None:
         raise UserError(f"{shards.shards}: a weight has no effect on a single set of shards: leave it out")
     opened = open_shards(shards_spec(shards), damaged="report", report=say, store=store)
@@ -160,7 +161,7 @@ def open_set(shards: ShardsConfig, *, store: Store, say: Say) -> ShardSet:
 
 
 def few_shot_of(recipe: Recipe, *, stage: StageName) -> tuple[FewShotConfig, ...]:
-    """The few-shot sets of a stage; only pretrain has any."""
+    """Few-shot sets of a stage; only pretrain has any."""
     config = getattr(recipe.stages, stage)
     return config.few_shot if isinstance(config, PretrainStage) else ()
 
@@ -173,12 +174,8 @@ def open_few_shot(
     commands: Commands = "refuse",
     store: Store | None = None,
 ) -> tuple[TransferSet, ...]:
-    """Open the sets of a stage, in the recipe's order; `commands` as `stage_data.open_data`.
-
-    Raises:
-        CommandRefused: one is a command.
-        UserError: shards are missing or broken, their classes differ, or an image has several labels.
-    """
+    """Open a stage's sets in the recipe's order; `commands` as in `stage_data.open_data`. CommandRefused if one is a
+    command; UserError if shards are missing or broken, classes differ, or an image has several labels."""
     found: list[TransferSet] = []
     for number, each in enumerate(few_shot_of(recipe, stage=stage)):
         store = store or store_of(recipe, commands=commands)

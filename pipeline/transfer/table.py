@@ -1,4 +1,4 @@
-"""A table of data sets for `shardvit transfer`: read from YAML, measured set by set, its result kept after each.
+"""Measure a table of data sets for `shardvit transfer`: read YAML, measure set by set, save the result after each.
 
 A set is measured again only if its settings, shards or model changed, so repeating an interrupted command resumes it.
 Imports torch only to measure.
@@ -32,7 +32,7 @@ _METHODS = ("fewshot", "probe", "knn")
 
 
 def read_table(path: Path) -> TransferTable:
-    """Read a table. UserError: the file cannot be read, or a key, which is named, is wrong."""
+    """Read a table; UserError names the wrong key or unreadable file."""
     tree = read_yaml_file(path)
     if not isinstance(tree, dict):
         raise UserError(f"{path} is no table: write method: probe, and data_sets: a list of {{name, train, eval}}")
@@ -48,7 +48,7 @@ def read_table(path: Path) -> TransferTable:
 
 
 def open_table(table: TransferTable, *, store: Store, say: Say) -> list[TransferSet]:
-    """Open and check all sets before anything is computed. UserError names the set."""
+    """Open and check all sets before computing anything; UserError names the set."""
     opened: list[TransferSet] = []
     for each in table.data_sets:
         try:
@@ -69,8 +69,8 @@ def measure_table(
     most_images: int | None,
     progress: Callable[[int, str, SetMeasured | None], None],
 ) -> TransferRecord:
-    """Measure what `file` does not have; `record` describes the model. After each set `progress` gets its number, its
-    name and its result (None: kept from before). Raises UserError as `measure`, OSError if the disk is full."""
+    """Measure what `file` lacks; `record` describes the model. After each set `progress` gets its number, name and
+    result (None: kept from before). UserError as in `measure`; OSError if the disk is full."""
     from pipeline.transfer.measure import measure
 
     found = _kept(file, like=record)
@@ -84,7 +84,7 @@ def measure_table(
                 raise UserError(f"data set {data.name}: {error}") from None
             found[data.name] = _Kept(measured.used, measured.scores, asked)
         is_last = number == len(sets)
-        if is_last or measured is not None:  # with earlier results of sets still to come, as a next time may keep them
+        if is_last or measured is not None:  # keep earlier results of later sets, for a resume
             every = [found[each.name] for each in sets if each.name in found]
             record = replace(
                 record,
@@ -100,7 +100,7 @@ def measure_table(
 
 @dataclass(frozen=True)
 class _Kept:
-    """The result of one data set; `asked`: a digest of how it was measured."""
+    """Result of one data set; `asked` digests how it was measured."""
 
     used: UsedSet
     scores: tuple[TransferScore, ...]
@@ -112,7 +112,6 @@ class _Kept:
 
 
 def _kept(file: Path, *, like: TransferRecord) -> dict[str, _Kept]:
-    """The earlier results in `file` by data set, if they are of the same model."""
     try:
         before = load_record(file)
     except ValueError:
@@ -144,6 +143,6 @@ def set_scores(record: TransferRecord) -> dict[str, TransferScore]:
 
 
 def mean_score(record: TransferRecord, *, group: str | None = None) -> float | None:
-    """Over the data sets, as VTAB's score is over its 19; of one group, or of all. None: there is none."""
+    """Mean over the data sets (of `group`, if given), as VTAB averages its 19."""
     values = [each.value for each in set_scores(record).values() if group is None or each.group == group]
     return statistics.fmean(values) if values else None

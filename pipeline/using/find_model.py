@@ -1,11 +1,11 @@
 """Find the model at a path: a run, a stage, a checkpoint, or any file of weights. Reads weights on the CPU.
 
 RUNS/NAME                                  the model of its last finished training stage
-RUNS/NAME/STAGE                            that stage's model; before it is done, its newest whole checkpoint
-RUNS/NAME/STAGE/checkpoints/step-00000400  that checkpoint, put together from its shards
+RUNS/NAME/STAGE                            that stage's model; until it is done, its newest whole checkpoint
+RUNS/NAME/STAGE/checkpoints/step-00000400  that checkpoint, assembled from its shards
 FOLDER or FILE                             a model of ours, or of any format that `model.formats` reads
 
-A checkpoint of a stage with a moving average (EMA) has two models: the caller chooses, by default the stage's choice.
+A checkpoint of a stage with EMA has two models: the caller chooses, by default the stage's choice.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ class FoundModel:
 
     meta: SavedModelMeta
     state: dict[str, Tensor]  # under our names, on the CPU
-    origin: str  # its path, for people
+    origin: str  # its path
     notes: tuple[str, ...] = ()  # assumptions, a sentence each
 
 
 def find_model(path: Path, *, weights: WeightsKind | None = None) -> FoundModel:
-    """Find the model at `path`, see above; `weights`: as trained, or their moving average; None: the stage's choice.
-    Raises UserError if it is missing or broken, or lacks these weights."""
+    """Find the model at `path`; UserError if it is missing, broken, or lacks `weights` (None: the stage's choice)."""
     found = _find(path, weights=weights)
     if weights is not None and weights != _kind(found.meta):
         here, wanted = _SHOWN[_kind(found.meta)], _SHOWN[weights]
@@ -52,8 +51,7 @@ def find_model(path: Path, *, weights: WeightsKind | None = None) -> FoundModel:
 
 
 def find_record(path: Path) -> SavedModelMeta | None:
-    """Read the record of the model at `path` without torch; None: it must be inferred from the weights. Raises
-    UserError if there is no model."""
+    """Read the record at `path` without torch; None if only the weights tell. UserError without a model."""
     place = _there(path).absolute()
     if (path / RECIPE_FILE).is_file():
         place = _model_of_run(path)
@@ -81,8 +79,10 @@ def _there(path: Path) -> Path:
 
 
 def _find(path: Path, *, weights: WeightsKind | None) -> FoundModel:
-    place = _there(path).absolute()  # also for "." and for a folder's bare name within its run
-    if place.name.startswith(FOLDER_PREFIX) and place.parent.name == CHECKPOINTS_FOLDER:  # has a recipe too
+    place = _there(path).absolute()  # handles "." and a bare stage name inside a run
+    if (
+        place.name.startswith(FOLDER_PREFIX) and place.parent.name == CHECKPOINTS_FOLDER
+    ):  # checked first: it has a recipe too
         from pipeline.checkpoint.store import damage_of
 
         if damage := damage_of(path):

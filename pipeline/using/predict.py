@@ -1,8 +1,8 @@
 """Classify image files with a trained model of any format.
 
-Images are prepared as in evaluation, per the model's record, in float32. After training with the sigmoid loss,
-probabilities are each logit's own and do not sum to one. Memory: the model, two batches of images, and all file names.
-Decoding takes a thread per core, one batch ahead.
+Images are prepared as in evaluation, per the model's record, in float32. With the sigmoid loss each logit has its own
+probability; they do not sum to one. Holds the model, two batches of images and all file names. Decodes with a thread
+per core, one batch ahead.
 """
 
 from collections import deque
@@ -38,15 +38,15 @@ DeviceChoice = Literal["auto", "cpu", "cuda"]
 class Predictor:
     """A model: `logits` maps normalised images, float32 [B, 3, S, S] on `device`, to logits [B, classes]."""
 
-    meta: SavedModelMeta  # what it is and what it is fed
+    meta: SavedModelMeta
     logits: Callable[[torch.Tensor], torch.Tensor]
-    device: torch.device  # where it runs
-    origin: str  # source of the weights, for people
-    notes: tuple[str, ...] = ()  # assumptions when reading them, a sentence each
+    device: torch.device
+    origin: str  # source of the weights
+    notes: tuple[str, ...] = ()  # assumptions made on reading, a sentence each
 
     @torch.inference_mode()
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Normalised images, float32 [B, 3, S, S] on any device -> logits, float32 [B, classes] on the CPU."""
+        """Images on any device -> logits, float32 [B, classes] on the CPU."""
         return self.logits(images.to(self.device)).float().cpu()
 
 
@@ -69,8 +69,8 @@ class ImagePrediction:
 
 
 def open_predictor(path: Path, *, device: DeviceChoice = "auto", weights: WeightsKind | None = None) -> Predictor:
-    """Load an ONNX file of ours, to run on the CPU, or anything that `find_model` finds; auto: a GPU if there is one.
-    Raises UserError if there is no model, it is broken or no classifier, or there is no such device."""
+    """Load an ONNX file of ours, to run on the CPU, or anything that `find_model` finds. UserError if there is no
+    model, it is broken or no classifier, or the device is missing."""
     chosen = chosen_device(device)
     settle_threads(cores=num_cores(), asked=None)
     if path.suffix == ONNX_ENDING and path.is_file():
@@ -95,7 +95,7 @@ def open_predictor(path: Path, *, device: DeviceChoice = "auto", weights: Weight
 
 
 def chosen_device(device: DeviceChoice) -> torch.device:
-    """Choose the device. Raises UserError if there is no such device."""
+    """Choose the device; UserError if it is missing."""
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no CUDA device here; leave it out")
     return torch.device("cpu" if device == "cpu" or not torch.cuda.is_available() else "cuda")
@@ -104,8 +104,7 @@ def chosen_device(device: DeviceChoice) -> torch.device:
 def predict_images(
     predictor: Predictor, images: Iterable[Path], *, top: int, batch_images: int, pixel_limit: PixelLimit = USUAL_LIMIT
 ) -> Iterator[ImagePrediction]:
-    """Predict images in order, `batch_images` per forward pass: the `top` classes of each, or why it cannot be read
-    (`pixel_limit` included). Raises UserError if the logits are not finite."""
+    """Predict the `top` classes of images in order, or why one cannot be read; UserError if logits are not finite."""
     meta = predictor.meta
     transform = EvalTransform(meta.image_size, protocol=meta.eval_protocol, crop_share=meta.eval_crop_share)
     squares = _squares(images, transform=transform, limit=pixel_limit, ahead=batch_images)
@@ -122,7 +121,6 @@ def predict_images(
 def _squares(
     images: Iterable[Path], *, transform: EvalTransform, limit: PixelLimit, ahead: int
 ) -> Iterator[tuple[Path, Pixels | str]]:
-    """Yield each image's pixels, or why there are none, decoding `ahead` in advance."""
     waiting: deque[tuple[Path, Future[Pixels | str]]] = deque()
     pool = ThreadPoolExecutor(num_cores())
     try:
@@ -138,7 +136,7 @@ def _squares(
 
 
 def _square(image: Path, transform: EvalTransform, limit: PixelLimit) -> Pixels | str:
-    """Transform an image as evaluation does, uint8 [S, S, 3]; or return why it cannot be read."""
+    """Return the evaluation transform, uint8 [S, S, 3], or why the image cannot be read."""
     try:
         return transform(read_image(image.read_bytes(), limit=limit))
     except UnreadableImage as error:
@@ -148,7 +146,7 @@ def _square(image: Path, transform: EvalTransform, limit: PixelLimit) -> Pixels 
 
 
 def _most_probable(predictor: Predictor, rows: Sequence[Pixels], *, top: int) -> Iterator[tuple[ClassShare, ...]]:
-    """The `top` classes of each image; ties go to the first class."""
+    """Yield the `top` classes of each image; ties go to the first class."""
     meta = predictor.meta
     images = model_input(
         batch_of(torch.from_numpy(np.stack(rows)), keys=("",) * len(rows)),
