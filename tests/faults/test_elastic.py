@@ -17,8 +17,8 @@ ELASTIC = (
     "and optimizer, losses equal but for rounding."
 )
 DATA = (
-    "Data that changed since a stage began, even only two images in a tar of the same size and time, are refused in one "
-    "sentence that names the shard; with the old data, or a copy, the run continues."
+    "Data that changed since a stage began, even only two images in a tar of the same size and time, are refused in "
+    "one sentence that names the shard; with the old data, or a copy, the run continues."
 )
 RECIPE = "A changed recipe is refused in one sentence that shows the difference; with the old one the run continues."
 VERSIONS = "Other library versions than those that wrote the checkpoint are named, and the run continues."
