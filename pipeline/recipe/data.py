@@ -179,13 +179,13 @@ class AugmentConfig(Strict):
         if self.crop_ratio is not None and not 0 < self.crop_ratio[0] <= self.crop_ratio[1]:
             yield "crop_ratio must be two positive numbers in ascending order"
         if self.crop != "resize_and_crop":
-            yield from self.ignored("resize_size", means_nothing=f"to crop {self.crop}")
+            yield from self.ignored("resize_size", why=f"with crop {self.crop}")
         else:
-            yield from self.ignored("crop_area", "crop_ratio", means_nothing="to crop resize_and_crop")
+            yield from self.ignored("crop_area", "crop_ratio", why="with crop resize_and_crop")
             if self.resize_size is None:
                 yield "crop resize_and_crop needs resize_size: give pixels, such as 448 for image_size 384"
         if self.interpolation != "bilinear":
-            yield from self.ignored("antialias", means_nothing=f"to interpolation {self.interpolation}")
+            yield from self.ignored("antialias", why=f"with interpolation {self.interpolation}")
         if self.cutmix_share != 0.5 and not (self.mixup_alpha and self.cutmix_alpha):
             yield "cutmix_share chooses between mixup and CutMix: set both alphas, or leave it out"
 

@@ -26,11 +26,11 @@ class Strict(BaseModel):
         """List conflicts between valid values; the first sentence is the error."""
         yield from ()
 
-    def ignored(self, *keys: str, means_nothing: str, group: str = "") -> Iterator[str]:
+    def ignored(self, *keys: str, why: str, group: str = "") -> Iterator[str]:
         """List these keys if they were changed, as they have no effect."""
         for key in keys:
             if getattr(self, key) != type(self).model_fields[key].default:
-                yield f"{group}{key} has no effect {means_nothing}: leave it out"
+                yield f"{group}{key} has no effect {why}: leave it out"
 
     @model_validator(mode="after")
     def _no_problem(self) -> Self:

@@ -58,19 +58,19 @@ class OptimizerConfig(Strict):
 
     def problems(self) -> Iterator[str]:
         others = {key for each in OPTIMIZERS.values() for key in each.keys} - {*OPTIMIZERS[self.name].keys}
-        yield from self.ignored(*sorted(others), means_nothing=f"to {self.name}")
+        yield from self.ignored(*sorted(others), why=f"with {self.name}")
         if not self.weight_decay and not self.head_weight_decay:
             on = () if self.name == "lamb" else ("weight_decay_on",)  # LAMB scales these parameters
-            yield from self.ignored("weight_decay_unit", *on, means_nothing="without decay")
+            yield from self.ignored("weight_decay_unit", *on, why="without decay")
         if {"trunk", "head"} <= {*self.frozen}:
             yield "frozen names trunk and head, so nothing is left to train: leave one out"
         if "trunk" in self.frozen:
-            yield from self.ignored("layer_decay", means_nothing="with a frozen trunk: the head's factor is 1")
+            yield from self.ignored("layer_decay", why="with a frozen trunk: the head's factor is 1")
         if "head" in self.frozen:
-            yield from self.ignored("head_lr_factor", "head_weight_decay", means_nothing="to a frozen head")
+            yield from self.ignored("head_lr_factor", "head_weight_decay", why="on a frozen head")
         if self.name == "lamb":
-            why = "to lamb, which scales update and decay together"
-            yield from self.ignored("weight_decay_unit", means_nothing=why)
+            why = "with lamb, which scales update and decay together"
+            yield from self.ignored("weight_decay_unit", why=why)
 
     @property
     def frozen_needs_model(self) -> bool:
@@ -100,17 +100,17 @@ class ScheduleConfig(Strict):
     def problems(self) -> Iterator[str]:
         cools = parse_duration(self.cooldown).amount > 0
         if self.decay != "rsqrt":
-            yield from self.ignored("timescale", means_nothing=f"to decay {self.decay}")
+            yield from self.ignored("timescale", why=f"with decay {self.decay}")
         elif not parse_duration(self.timescale).amount:
             yield "timescale is zero: give at least one step"
         elif not cools:
-            yield from self.ignored("end_lr", means_nothing="to rsqrt without a cooldown")
+            yield from self.ignored("end_lr", why="with rsqrt without a cooldown")
         if self.decay == "wsd" and not cools:
             yield "decay wsd ends in a cooldown: give one, such as cooldown: 20%, or take constant"
         if self.decay in ("cosine", "linear"):
-            yield from self.ignored("cooldown", means_nothing=f"to decay {self.decay}, which never stops falling")
+            yield from self.ignored("cooldown", why=f"with decay {self.decay}, which never stops falling")
         if self.decay == "constant":
-            yield from self.ignored("end_lr", "cooldown", means_nothing="to decay constant: take decay wsd")
+            yield from self.ignored("end_lr", "cooldown", why="with decay constant: take decay wsd")
 
 
 Decay = Literal["cosine", "linear", "rsqrt", "wsd", "constant"]

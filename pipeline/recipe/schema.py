@@ -55,11 +55,11 @@ class TrackingConfig(Strict):
 
     def problems(self) -> Iterator[str]:
         if self.mode == "offline":
-            yield from self.ignored("system_metrics", means_nothing="offline, as they are not kept to be sent later")
+            yield from self.ignored("system_metrics", why="offline, as they are not kept to be sent later")
         if not self.log_model:
-            yield from self.ignored("register_as", means_nothing="if no model is logged")
+            yield from self.ignored("register_as", why="if no model is logged")
         if self.register_as is None:
-            yield from self.ignored("alias", means_nothing="without register_as")
+            yield from self.ignored("alias", why="without register_as")
 
 
 class EngineConfig(Strict):
@@ -117,8 +117,8 @@ class EngineConfig(Strict):
     def problems(self) -> Iterator[str]:
         zero, offload = self.zero_stage, self.offload
         if self.precision != "fp32":
-            why = f"to precision {self.precision}, which has no float32 products"
-            yield from self.ignored("fp32_matmul", means_nothing=why)
+            why = f"with precision {self.precision}, which has no float32 products"
+            yield from self.ignored("fp32_matmul", why=why)
         if self.compile == "blocks" and zero == 3:
             yield (
                 "compile blocks needs zero_stage 0, 1 or 2, as ZeRO 3 gathers weights inside the blocks: set one of "
@@ -126,9 +126,9 @@ class EngineConfig(Strict):
             )
         if self.backend == "accelerate":
             keys = ("offload", "overlap", "bucket_elements", *(["zero_stage"] if zero else []))
-            yield from self.ignored(*keys, means_nothing="to accelerate, which is plain DDP")
+            yield from self.ignored(*keys, why="with accelerate, which is plain DDP")
         elif zero == 0:
-            yield from self.ignored("overlap", means_nothing="under ZeRO 0, which always overlaps")
+            yield from self.ignored("overlap", why="under ZeRO 0, which always overlaps")
             if offload != "none":
                 yield f"offload {offload} needs sharded optimizer state: set zero_stage to 1, 2 or 3"
         if offload == "optimizer_and_parameters" and zero < 3:
@@ -136,7 +136,7 @@ class EngineConfig(Strict):
 
     def problems_with(self, model: ModelConfig) -> Iterator[str]:
         if model.kind == "resnet":
-            yield from self.ignored("attention", means_nothing="to a pure ResNet", group="engine.")
+            yield from self.ignored("attention", why="on a pure ResNet", group="engine.")
             if self.compile == "blocks":
                 yield "engine.compile blocks: a pure ResNet has no Transformer blocks: leave it out"
         elif model.position == "relative" and self.attention in ("cudnn", "flash"):

@@ -136,17 +136,17 @@ class TrainStage(Strict):
 
     def problems(self) -> Iterator[str]:
         if self.eval_protocol in ("vit", "vit_exact"):
-            yield from self.ignored("eval_crop_share", means_nothing=f"to eval_protocol {self.eval_protocol}")
+            yield from self.ignored("eval_crop_share", why=f"with eval_protocol {self.eval_protocol}")
         size, resize = self.image_size, self.augment.resize_size
         if resize is not None and resize < size:
             yield f"augment.resize_size {resize} is smaller than the crop's image_size {size}: give at least {size}"
         if self.label_smoothing >= (bound := LOSSES[self.loss].smoothing_below):
             yield f"label_smoothing {self.label_smoothing} inverts {self.loss}'s targets: stay below {bound:g}"
         if not self.patch_dropout:
-            yield from self.ignored("unmasked_finish", means_nothing="without patch_dropout")
+            yield from self.ignored("unmasked_finish", why="without patch_dropout")
         if not (self.dropout or self.stochastic_depth or self.patch_dropout):
             why = "without dropout, stochastic_depth or patch_dropout"
-            yield from self.ignored("dropout_masks", means_nothing=why)
+            yield from self.ignored("dropout_masks", why=why)
         metrics = () if self.metrics == "auto" else self.metrics
         for each in metrics:
             if metrics.count(each) > 1:
@@ -202,9 +202,9 @@ class MaskedPatchStage(TrainStage):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        why = "to masked patch prediction"
-        yield from self.ignored("loss", "label_smoothing", "patch_dropout", "metrics", means_nothing=why)
-        yield from self.augment.ignored("mixup_alpha", "cutmix_alpha", means_nothing=why, group="augment.")
+        why = "with masked patch prediction"
+        yield from self.ignored("loss", "label_smoothing", "patch_dropout", "metrics", why=why)
+        yield from self.augment.ignored("mixup_alpha", "cutmix_alpha", why=why, group="augment.")
 
 
 class PretrainStage(TrainStage):
@@ -248,7 +248,7 @@ class FinetuneStage(TrainStage):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         if self.start == "swap_head":
-            yield from self.ignored("init", means_nothing="to start swap_head, which brings its weights")
+            yield from self.ignored("init", why="with start swap_head, which brings its weights")
             if "head" in self.optimizer.frozen:
                 yield (
                     "optimizer.frozen names the head, which swap_head leaves at zero, so no gradient would pass it: "

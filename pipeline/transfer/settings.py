@@ -51,7 +51,7 @@ class ProbeSettings(Strict):
 
     def problems(self) -> Iterator[str]:
         if len(self.c) == 1:
-            yield from self.ignored("hold_out", means_nothing="to a single c, which nothing has to choose")
+            yield from self.ignored("hold_out", why="with a single c, which nothing has to choose")
 
 
 class KnnSettings(Strict):

@@ -26,7 +26,7 @@ def test_three_stages_run_one_after_the_other_on_two_nodes(stand_in_run: Submitt
     for stage in STAGES:
         assert run.wait_for_state(jobs[stage], "COMPLETED", "FAILED", "CANCELLED") == "COMPLETED"
         assert run.record(stage).state == "done"
-    assert "swap_head rank 0 of 1 continues" in run.log("swap_head")
+    assert "swap_head rank 0 of 1 resumes" in run.log("swap_head")
     assert "all stages are done" in run.cli("submit", *_again(run)).error
 
 

@@ -189,7 +189,7 @@ def test_a_task_trains_and_judges_its_own_run(tmp_path: Path, task: int):
     assert shlex.quote(str(root)) in script.read_text()
 
 
-def test_what_means_nothing_without_a_sweep_is_refused(work: Path):
+def test_what_why_without_a_sweep_is_refused(work: Path):
     from launch.commands.training.submit import submit
 
     for flags in ({"hold_out": "1%"}, {"stage": "finetune"}, {"at_once": 2}):

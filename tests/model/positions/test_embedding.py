@@ -149,7 +149,7 @@ def test_nothing_is_added_without_positions(position: str) -> None:
 
 
 @pytest.mark.parametrize("position", ["none", "learned_2d", "sincos_2d", "relative"])
-def test_without_positions_and_only_then_the_order_of_patches_means_nothing(position: str) -> None:
+def test_without_positions_and_only_then_the_order_of_patches_why(position: str) -> None:
     """With the mean as pooling, a network without positions is invariant under a permutation of the patches."""
     model = build_model(_config(position=position, pool="gap"), image_size=12, num_classes=3, head="mlp").eval()
     randomise(model, scale=1.0)

@@ -199,7 +199,7 @@ def test_a_disk_that_fails_costs_a_line(alone: Evaluated, tmp_path: Path):
     assert len(said) == 1 and same(load_evaluation(folders[0]), alone.record)
 
 
-def test_chosen_metrics_follow_the_labels_and_what_means_nothing_is_refused():
+def test_chosen_metrics_follow_the_labels_and_what_why_is_refused():
     def chosen(asked: Any, **changes: Any) -> tuple[str, ...]:
         usual: dict[str, Any] = {"label_kind": "single", "num_classes": 10, "num_images": 50_000, "flag": "the.key"}
         return chosen_metrics(asked, **{**usual, **changes})

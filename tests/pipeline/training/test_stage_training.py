@@ -234,7 +234,7 @@ def test_a_stage_that_goes_on_says_from_where_and_what_has_changed_since(
     ends: OwnStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends.train()
-    assert not any("going on" in note for note in ends.notes)
+    assert not any("resuming" in note for note in ends.notes)
     found = Restored(
         folder=ends.root,
         state=TrainState(step=10, images_seen=80),
@@ -246,7 +246,7 @@ def test_a_stage_that_goes_on_says_from_where_and_what_has_changed_since(
     ends.notes.clear()
     ends.train()
     text = "\n".join(ends.notes)
-    assert "step-00000020 is damaged\ngoing on from" in text and "step 10 of 40" in text
+    assert "step-00000020 is damaged\nresuming from" in text and "step 10 of 40" in text
     assert "processes 4 -> 1" in text and "torch 1.0 ->" in text
 
 
