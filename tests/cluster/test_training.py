@@ -92,6 +92,7 @@ def wait_for_checkpoint(run: SubmittedRun, step: int = 20) -> None:
     run.wait_for(lambda: run.record("pretrain").last_saved_step >= step, what="checkpoint", patience_seconds=300)
 
 
+@pytest.mark.slow
 def test_a_requeue_in_the_middle_of_training_changes_no_bit(slurm: SlurmCluster, shards: Path, tmp_path: Path):
     """The short form of the next one: two stages of few steps, and a job that is held until it is requeued."""
     expected = Case(tmp_path / "undisturbed", shards, changes={"stages.pretrain.duration": "24 steps"})

@@ -32,7 +32,7 @@ BACKGROUND = {"engine.saving": "background"}
     [
         ("between_steps", "rank", {}),
         ("forward", "rank", ZERO_3),
-        pytest.param("backward", "rank", {}, marks=pytest.mark.fast),
+        ("backward", "rank", {}),
         ("optimizer", "rank", ZERO_3),
         ("evaluation", "rank", {}),
         ("between_steps", "everything", BACKGROUND),
@@ -122,7 +122,6 @@ def test_only_a_process_of_deepspeeds_launcher_is_killed(
     row.recovers(case, baseline, reached=STEP)
 
 
-@pytest.mark.fast
 def test_a_killed_rank_with_max_restarts(new_case: NewCase, undisturbed: Undisturbed, row: Row) -> None:
     row.is_about("kill -9 of rank, --max-restarts 1", RESTARTED)
     baseline, case = undisturbed(), new_case()

@@ -86,6 +86,7 @@ def test_more_known_damage_than_allowed_is_refused_before_anything_is_started(da
     assert not (folder / "runs/known").exists()
 
 
+@pytest.mark.slow
 def test_more_damage_than_allowed_stops_with_everything_saved_and_a_raised_budget_goes_on(damaged: Damaged, run: Run):
     folder, lost = damaged
     done = run(folder, "data.max_corrupt_share=0.016", "name=budget")

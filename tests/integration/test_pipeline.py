@@ -62,6 +62,7 @@ def test_every_stage_is_done_and_says_what_it_saw(finished):
     assert 0 <= records["finetune"]["results"]["val/top1"] <= 1
 
 
+@pytest.mark.slow
 def test_in_processes_of_its_own_each_stage_has_the_same_result_to_the_last_bit(
     finished: Path, run: Run, tmp_path: Path
 ):

@@ -234,6 +234,7 @@ def test_moving_average(digits: Path, run_preloaded: Run, measured: Measured) ->
     _compare(measured, name, digits=digits, recipe=recipe, stage="pretrain", theirs=theirs)
 
 
+@pytest.mark.slow
 def test_the_first_moment_that_big_visions_recipes_keep(digits: Path, run_preloaded: Run, measured: Measured) -> None:
     """In bf16, where the two round alike but for sums that fall on either side of a step of 2^-8."""
     pretrain = {

@@ -240,6 +240,7 @@ def test_when_a_host_dies_the_others_ranks_do_not_stay(hosts: TwoHosts, tmp_path
         assert "shardvit: the connection to beta was lost" in run.output and run.output.endswith("code 1\n")
 
 
+@pytest.mark.slow
 def test_when_the_cable_is_pulled_both_sides_find_out_and_no_rank_stays(hosts: TwoHosts, tmp_path: Path):
     with standing(hosts, tmp_path / "run", "stubborn", follow_seconds=2.0) as run:
         hosts.cut()
