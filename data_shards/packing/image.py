@@ -16,7 +16,7 @@ from data_shards.images.decode import PixelLimit, read_image
 # is a JPEG followed by more JPEGs.
 EXTENSIONS = {name: name.lower() for name in ("PNG", "WEBP", "BMP", "GIF", "PPM")}
 EXTENSIONS |= {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif"}
-DEFAULT_QUALITY = 90  # project notes: at 320 pixels 43 kB an ImageNet photograph, 5.4 times the stock loader
+DEFAULT_QUALITY = 90  # quality 90 at 320 px: 43 kB an ImageNet photograph
 PACKED_LIMIT = PixelLimit(name="--max-image-pixels")
 _JPEG_MAGIC = b"\xff\xd8\xff"
 

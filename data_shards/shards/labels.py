@@ -42,7 +42,7 @@ class LabelSpec:
         """Parse "cls", "txt" or "json:KEY"; ValueError for anything else."""
         part, colon, key = text.partition(":")
         if part not in get_args(LabelPart) or (part == "json") != bool(key) or (colon and not key):
-            raise ValueError(f"{text!r} is no place of a label: use cls, txt or json:KEY")
+            raise ValueError(f"{text!r} names no part of a sample: use cls, txt or json:KEY")
         return cls(part=cast(LabelPart, part), key=key or None, kind=kind)
 
     @property

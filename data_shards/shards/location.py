@@ -68,7 +68,7 @@ class CommandRefused(UserError):
 def require_no_command(location: str, *, commands: Commands) -> None:
     """CommandRefused if reading `location` may run a program (a pipe, an unknown scheme) and `commands` is "refuse"."""
     if commands == "refuse" and (why := command_reason(location)):
-        raise CommandRefused(f"{redacted(location)} {why}: it is run to train or check, never to look")
+        raise CommandRefused(f"{redacted(location)} {why}: commands run only for training and checking")
 
 
 def redacted(url: str) -> str:

@@ -61,9 +61,9 @@ def run_children(
     *,
     environments: Sequence[Mapping[str, str]],
     limit_seconds: float,
-    told: Callable[[str], None] = lambda output: None,
+    progress: Callable[[str], None] = lambda output: None,
 ) -> list[Answer]:
-    """Run commands in parallel until all have ended; once one fails, the others get a few more seconds. `told` is
+    """Run commands in parallel until all have ended; once one fails, the others get a few more seconds. `progress` is
     polled with the first one's output so far."""
     with tempfile.TemporaryDirectory(prefix="shardvit-doctor-") as folder:
         files = [
@@ -73,7 +73,7 @@ def run_children(
         try:
             for command, environment, paths in zip(commands, environments, files, strict=True):
                 children.append(_start(command, environment=environment, paths=paths))
-            _wait(children, limit_seconds=limit_seconds, meanwhile=lambda: told(_read(files[0][0])))
+            _wait(children, limit_seconds=limit_seconds, meanwhile=lambda: progress(_read(files[0][0])))
             codes = [127 if child is None else child.poll() for child in children]
         finally:
             for child in filter(None, children):

@@ -130,13 +130,15 @@ def try_parts(
     """Run in the parent: return each part's checks. After a crash or hang, a new child tries the rest."""
     found: dict[str, list[Check]] = {}
 
-    def told(output: str) -> None:
+    def show(output: str) -> None:
         if clock and (messages := Answer(None, output, "", 0.0).messages):
             part = messages[-1]["part"]
             clock.set_status(f"trying {PARTS[part].name}", f"{parts.index(part) + 1} of {len(parts)}")
 
     while left := [name for name in parts if name not in found]:
-        [answer] = run_children([[*command, *left]], environments=[environment], limit_seconds=limit_seconds, told=told)
+        [answer] = run_children(
+            [[*command, *left]], environments=[environment], limit_seconds=limit_seconds, progress=show
+        )
         # If not even one part began, none would.
         found |= _results(answer) or {name: PARTS[name].failed(answer.ending) for name in left}
     return found

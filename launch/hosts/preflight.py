@@ -236,16 +236,16 @@ class _Inquiry:
     ) -> tuple[str, dict[str, str]]:
         """Find an address where all others reach the first host, and each host's interface; adds to `problems`."""
         first, *others = [host.name for host in fleet.hosts]
-        told = facts[first]
-        assert isinstance(told, Facts)
-        candidates = [fleet.master_addr] if fleet.master_addr else [first, *told.addresses]
-        question = {"ask": "connect", "addresses": candidates, "port": told.port, "text": text}
+        host = facts[first]
+        assert isinstance(host, Facts)
+        candidates = [fleet.master_addr] if fleet.master_addr else [first, *host.addresses]
+        question = {"ask": "connect", "addresses": candidates, "port": host.port, "text": text}
         reached: dict[str, dict[str, list[str]]] = self._ask(dict.fromkeys(others, question))
         chosen = next((each for each in candidates if all(each in reached.get(name, {}) for name in others)), None)
         if chosen is None:
             for name in others:
                 if not set(candidates) & set(reached.get(name, {})):
-                    where = f"at {', '.join(candidates)}, port {told.port}"
+                    where = f"at {', '.join(candidates)}, port {host.port}"
                     problems[name].append(
                         f"{name} does not reach {first} {where}: open the ports between the hosts, or name an address "
                         "that all reach with --master-addr"
@@ -257,7 +257,7 @@ class _Inquiry:
                 )
             return candidates[0], {}
         number = reached[others[0]][chosen][0]
-        interfaces = {first: told.addresses.get(number, ""), **{name: reached[name][chosen][1] for name in others}}
+        interfaces = {first: host.addresses.get(number, ""), **{name: reached[name][chosen][1] for name in others}}
         return number, {name: interface for name, interface in interfaces.items() if interface}
 
     def _ask(self, questions: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -282,11 +282,11 @@ class _Inquiry:
             content = json.loads(line.removeprefix(self._word))
             if isinstance(clock := content.get("clock"), float):  # facts; else addresses, whose values are lists
                 del content["clock"]
-                content["clock_offset_seconds"] = clock_offset(clock, asked=self._asked, told=now)
+                content["clock_offset_seconds"] = clock_offset(clock, asked=self._asked, replied=now)
             self._replies.put((name, content))
 
 
-def clock_offset(clock: float, *, asked: float, told: float) -> float:
+def clock_offset(clock: float, *, asked: float, replied: float) -> float:
     """Smallest possible offset of a host's clock from ours, in seconds (positive: ahead). Pure. The host read `clock`
-    between our question (`asked`) and its reply (`told`), so a busy host's delay does not count."""
-    return min(0.0, clock - asked) + max(0.0, clock - told)
+    between our question (`asked`) and its reply (`replied`), so a busy host's delay does not count."""
+    return min(0.0, clock - asked) + max(0.0, clock - replied)

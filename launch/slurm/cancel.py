@@ -37,7 +37,7 @@ def cancel_run(
     if not alive:
         say(f"{run}: no job is in the queue")
         return 0
-    told: set[str] = set()
+    signalled: set[str] = set()
     waited = 0.0
     while alive and waited < wait_seconds:
         # Dependent jobs first, so that none starts when its predecessor is gone.
@@ -45,10 +45,10 @@ def cancel_run(
         if idle:
             slurm.cancel(idle)
             say(f"cancelled: {', '.join(idle)}")
-        for job in (job for job, state in alive.items() if state == "RUNNING" and job not in told | set(idle)):
+        for job in (job for job, state in alive.items() if state == "RUNNING" and job not in signalled | set(idle)):
             slurm.cancel_waiting(job)
             slurm.signal(job)
-            told.add(job)
+            signalled.add(job)
             say(f"job {job} saves and ends (at most {wait_seconds:.0f} seconds; --now does not wait)")
         if how == "now":
             return count

@@ -183,7 +183,7 @@ def of_shapes(
     sizes = read_sizes(shapes_of(state), origin=origin)
     if sizes.grid_size is None:
         raise ValueError(
-            f"{origin} has no position embeddings ({format}), so its resolution and kind of positions are not told: it "
+            f"{origin} has no position embeddings ({format}), so its resolution and kind of positions are unknown: it "
             "is incomplete, or import the folder that shardvit saved, or the file with its record FILE.json beside it"
         )
     config, notes = config_of(sizes, semantics=semantics, given=given, origin=origin)

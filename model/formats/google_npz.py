@@ -217,7 +217,7 @@ class _Npz:
         counts = Counter(info.filename.removesuffix(".npy") for info in archive.infolist())
         name, times = max(counts.items(), key=lambda each: each[1], default=("", 0))
         if times > 1:
-            raise ValueError(f"the array {name!r} is in it {times} times, and which one counts is not told")
+            raise ValueError(f"the array {name!r} is in it {times} times, and nothing says which one counts")
         self._members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
         self.names = list(self._members)
 

@@ -72,7 +72,7 @@ def test_each_difference_has_its_sentence(changes: dict[str, Any], sentence: str
     [(100.0, 0.0), (105.0, 0.0), (110.0, 0.0), (99.0, -1.0), (112.0, 2.0), (210.0, 100.0)],
 )
 def test_an_answer_that_takes_its_time_is_no_clock_that_goes_wrong(clock: float, offset: float):
-    assert clock_offset(clock, asked=100.0, told=110.0) == offset
+    assert clock_offset(clock, asked=100.0, replied=110.0) == offset
 
 
 def test_where_nobody_has_a_gpu_slots_are_processes():

@@ -129,7 +129,7 @@ def test_a_shipped_recipe_by_its_name_with_shards(call: Call, packed: Path, tmp_
         (("nowhere",), ("nowhere",)),
         (("nowhere.yaml",), ("nowhere.yaml",)),
         (("digits",), ("shards/digits-pretrain",)),
-        (("pipe:touch done",), ("command", "never to look")),
+        (("pipe:touch done",), ("command", "only for training and checking")),
     ],
 )
 def test_a_mistake_is_one_sentence(

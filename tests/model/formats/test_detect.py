@@ -106,7 +106,7 @@ def test_other_positions_come_with_their_record(tmp_path: Path, position: Any) -
     meta = described(ModelConfig(**SIZES, position=position))
     model = random_model(meta)
     save_file(model.state_dict(), tmp_path / "bare.safetensors")
-    with pytest.raises(ValueError, match=r"no position embeddings .*, so its resolution .* are not told"):
+    with pytest.raises(ValueError, match=r"no position embeddings .*, so its resolution .* are unknown"):
         read_external(tmp_path / "bare.safetensors", config=meta.model)
     write_side_record(tmp_path / "bare.safetensors", meta=meta)
     found, state = import_file(tmp_path / "bare.safetensors")
