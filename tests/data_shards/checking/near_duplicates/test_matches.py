@@ -67,14 +67,14 @@ def test_planted_copies_are_found_and_nothing_else(side: int, direction: str, tm
 
 @pytest.mark.parametrize("edit", MORE_EDITS)
 def test_what_shows_a_part_or_has_no_colours_is_found_from_either_side(edit: str, tmp_path: Path):
-    images = [image.resize((160, 120)) for image in photographs(40, side=160)]
-    copies = InMemory((jpeg(edited(image, edit, seed=seed)) for seed, image in enumerate(images[:30])), name="copies")
+    images = [image.resize((160, 120)) for image in photographs(80, side=160)]
+    copies = InMemory((jpeg(edited(image, edit, seed=seed)) for seed, image in enumerate(images[:60])), name="copies")
     originals = InMemory(map(jpeg, images), name="originals")
-    least = {"cropped 80 %": 0.9, "cropped 70 %": 0.7, "mirrored, cropped 75 %": 0.8}.get(edit, 0.95)
+    least = {"cropped 70 %": 0.7, "mirrored, cropped 75 %": 0.8}.get(edit, 0.95)
     for here, there in ((copies, originals), (originals, copies)):
         same = [match for match in matches(here, there, folder=tmp_path).matches if match.kind == "near-duplicate"]
         right = [match for match in same if match.image == match.other]
-        assert len(right) >= 30 * least and len(same) - len(right) <= 0.02 * len(same)
+        assert len(right) >= 60 * least and len(same) - len(right) <= 0.02 * len(same)
 
 
 @pytest.mark.parametrize("twins", [False, True])
