@@ -37,7 +37,7 @@ help: ## show this list
 	@echo "Examples: make demo DATA=fashion-mnist    make test ARGS='-m slow'    make test ARGS=tests/model"
 
 demo: $(BASE) ## pack, pre-train, swap the head, fine-tune, report: all on real images (DATA=digits or fashion-mnist)
-	@$(PY) -m launch.cli demo --data $(DATA) $(ARGS)
+	@$(PY) -m shardvit.launch.cli demo --data $(DATA) $(ARGS)
 
 test: $(ALL) ## run the tests in two processes, without those marked slow or faults (ARGS go to pytest; ARGS='-n 0': in one)
 	@$(PY) -m pytest -n 2 --dist loadfile --once-more -m "not slow and not faults" $(ARGS)

@@ -4,11 +4,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from data_shards.reading.opening import open_shards
-    from data_shards.reading.streaming import as_webdataset
+    from shardvit.data_shards.reading.opening import open_shards
+    from shardvit.data_shards.reading.streaming import as_webdataset
 
 __all__ = ["as_webdataset", "open_shards"]
-_MODULES = {"as_webdataset": "data_shards.reading.streaming", "open_shards": "data_shards.reading.opening"}
+_MODULES = {
+    "as_webdataset": "shardvit.data_shards.reading.streaming",
+    "open_shards": "shardvit.data_shards.reading.opening",
+}
 
 
 def __getattr__(name: str) -> Any:

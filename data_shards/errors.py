@@ -6,7 +6,7 @@ The command line prints a `UserError` without a traceback and exits with code 2.
 
 from dataclasses import dataclass
 
-from data_shards.text import printable
+from shardvit.data_shards.text import printable
 
 
 class UserError(ValueError):

@@ -12,7 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from data_shards.control_groups import core_quota
+from shardvit.data_shards.control_groups import core_quota
 
 _Request = TypeVar("_Request")
 _Part = TypeVar("_Part", bound=Hashable)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TextIO
 
-from data_shards.text import show_duration
+from shardvit.data_shards.text import show_duration
 
 LINE_SECONDS = 5.0
 

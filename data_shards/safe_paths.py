@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from data_shards.errors import UserError
+from shardvit.data_shards.errors import UserError
 
 
 def is_inside(path: Path, *, folder: Path) -> bool:

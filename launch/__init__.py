@@ -3,10 +3,13 @@
 import os
 import sys
 
-_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+import shardvit
 
-if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
-    # `python -m launch...` puts the working directory first in sys.path.
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(shardvit.__file__)))
+_MODULE = sys.orig_argv[sys.orig_argv.index("-m") + 1] if sys.argv[:1] == ["-m"] and "-m" in sys.orig_argv else ""
+
+if _MODULE.startswith(("shardvit.", "launch.")) and not sys.flags.safe_path:
+    # `python -m shardvit.launch...` puts the working directory first in sys.path.
     if sys.path[0] != _ROOT:
         del sys.path[0]
     else:  # a clone, perhaps not installed: pass its path on to child processes

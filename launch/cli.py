@@ -6,35 +6,36 @@ from collections.abc import Callable
 
 from cyclopts import App, CycloptsError, Group
 
-from data_shards.errors import UserError
-from data_shards.working_folder import leave_out
-from launch.commands.data.check import check
-from launch.commands.data.pack import pack
-from launch.commands.data.show import show
-from launch.commands.models.convert import export_model, import_model
-from launch.commands.models.evaluate import evaluate
-from launch.commands.models.predict import predict
-from launch.commands.models.transfer import transfer
-from launch.commands.results.figures import figures
-from launch.commands.results.report import compare, report
-from launch.commands.results.sync import sync
-from launch.commands.results.watch import status, watch
-from launch.commands.training.demo import demo
-from launch.commands.training.doctor import doctor
-from launch.commands.training.plan import plan
-from launch.commands.training.recipes import recipes
-from launch.commands.training.run import run, train
-from launch.commands.training.submit import cancel, submit
-from launch.commands.training.sweep import sweep
-from launch.local.output import OutputLost, guard, say
-from pipeline.recipe.vocabulary import EXIT_FAILED, EXIT_READER_LEFT, EXIT_STOPPED, EXIT_USER_ERROR
+import shardvit
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.working_folder import leave_out
+from shardvit.launch.commands.data.check import check
+from shardvit.launch.commands.data.pack import pack
+from shardvit.launch.commands.data.show import show
+from shardvit.launch.commands.models.convert import export_model, import_model
+from shardvit.launch.commands.models.evaluate import evaluate
+from shardvit.launch.commands.models.predict import predict
+from shardvit.launch.commands.models.transfer import transfer
+from shardvit.launch.commands.results.figures import figures
+from shardvit.launch.commands.results.report import compare, report
+from shardvit.launch.commands.results.sync import sync
+from shardvit.launch.commands.results.watch import status, watch
+from shardvit.launch.commands.training.demo import demo
+from shardvit.launch.commands.training.doctor import doctor
+from shardvit.launch.commands.training.plan import plan
+from shardvit.launch.commands.training.recipes import recipes
+from shardvit.launch.commands.training.run import run, train
+from shardvit.launch.commands.training.submit import cancel, submit
+from shardvit.launch.commands.training.sweep import sweep
+from shardvit.launch.local.output import OutputLost, guard, say
+from shardvit.pipeline.recipe.vocabulary import EXIT_FAILED, EXIT_READER_LEFT, EXIT_STOPPED, EXIT_USER_ERROR
 
 app = App(
     name="shardvit",
     help="Pre-train Vision Transformers from WebDataset shards: pretrain, swap head, finetune.",
     help_epilogue="Exit codes: 0 done; 1 failed, or (check, doctor) problems found; 2 a mistake or full disk; "
     "75 stopped by a signal: run it again.",
-    version="0.1.0.dev0",
+    version=shardvit.__version__,
     help_format="plaintext",
     suppress_keyboard_interrupt=False,  # `_run_command` handles it
 )

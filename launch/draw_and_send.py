@@ -27,17 +27,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 
-from data_shards.durable import break_links
-from data_shards.text import parse_json, printable
-from launch.local.env import experiment_name, tracking_uri
-from pipeline.recipe.io import parse_recipe
-from pipeline.recipe.vocabulary import ALL_STAGES, PICTURES_LOG, RECIPE_FILE, TRACKING_FOLDER, StageName
-from pipeline.runs.pictures import Moment
-from pipeline.runs.read import read_run
-from pipeline.runs.run_folder import RunFolder
+from shardvit.data_shards.durable import break_links
+from shardvit.data_shards.text import parse_json, printable
+from shardvit.launch.local.env import experiment_name, tracking_uri
+from shardvit.pipeline.recipe.io import parse_recipe
+from shardvit.pipeline.recipe.vocabulary import ALL_STAGES, PICTURES_LOG, RECIPE_FILE, TRACKING_FOLDER, StageName
+from shardvit.pipeline.runs.pictures import Moment
+from shardvit.pipeline.runs.read import read_run
+from shardvit.pipeline.runs.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from pipeline.tracking.sender import Sender
+    from shardvit.pipeline.tracking.sender import Sender
 
 _SILENT_SECONDS = 2.0  # announce a longer wait at the end
 _POLL_SECONDS = 0.1
@@ -115,7 +115,14 @@ class DrawAndSend(AbstractContextManager["DrawAndSend"]):
 
     def _start(self) -> subprocess.Popen[bytes]:
         folder, environ = self._folder, {**self._environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "launch.draw_and_send", str(folder.runs_root), folder.name, self._pictures]
+        command = [
+            sys.executable,
+            "-m",
+            "shardvit.launch.draw_and_send",
+            str(folder.runs_root),
+            folder.name,
+            self._pictures,
+        ]
         break_links(folder.path / PICTURES_LOG)
         with open(folder.path / PICTURES_LOG, "ab") as log:
             child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, bufsize=0, env=environ)
@@ -161,8 +168,8 @@ def main(runs_root: str, name: str, pictures: str) -> None:
 
 
 def _open_sender(folder: RunFolder, *, say: Callable[[str], None]) -> Sender | None:
-    from pipeline.tracking.mlflow_sink import sink_of
-    from pipeline.tracking.sender import Sender
+    from shardvit.pipeline.tracking.mlflow_sink import sink_of
+    from shardvit.pipeline.tracking.sender import Sender
 
     recipe = parse_recipe(folder.path / RECIPE_FILE)
     if recipe.tracking.mode == "offline":
@@ -189,9 +196,9 @@ def _listen(asked: SimpleQueue[dict[str, Any] | None]) -> dict[str, Any]:
 
 
 def _send_all(folder: RunFolder, sender: Sender | None, over: threading.Event) -> None:
-    from pipeline.tracking.environment import write_environment
-    from pipeline.tracking.facts import load_facts
-    from pipeline.tracking.sender import follow
+    from shardvit.pipeline.tracking.environment import write_environment
+    from shardvit.pipeline.tracking.facts import load_facts
+    from shardvit.pipeline.tracking.sender import follow
 
     known = [facts.tags for name in ALL_STAGES if (facts := load_facts(folder.stage(name)))]
     try:
@@ -209,8 +216,8 @@ def _draw_all(
     while pending := _pending(lines):
         if pictures == "off":
             continue
-        from launch.pages.sections import write_runs
-        from pipeline.pictures.drawing import draw, request_of
+        from shardvit.launch.pages.sections import write_runs
+        from shardvit.pipeline.pictures.drawing import draw, request_of
 
         for asked in pending:
             try:

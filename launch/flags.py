@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from data_shards.durable import replace_text
-from data_shards.errors import UserError
-from data_shards.vocabulary import USUAL_MOST_PIXELS
-from pipeline.recipe.vocabulary import ALL_STAGES, RECIPE_FILE, STAGE_FILE, WeightsKind
+from shardvit.data_shards.durable import replace_text
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.vocabulary import USUAL_MOST_PIXELS
+from shardvit.pipeline.recipe.vocabulary import ALL_STAGES, RECIPE_FILE, STAGE_FILE, WeightsKind
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
-    from data_shards.images.decode import PixelLimit
-    from data_shards.shards.shard_set import ShardsSpec
-    from data_shards.store.cache import CacheConfig
+    from shardvit.data_shards.images.decode import PixelLimit
+    from shardvit.data_shards.shards.shard_set import ShardsSpec
+    from shardvit.data_shards.store.cache import CacheConfig
 
 
 def switch(words: str, name: str | None = None) -> Parameter:
@@ -71,15 +71,15 @@ class ShardsOptions:
     )
 
     def spec(self, location: str) -> ShardsSpec:
-        from data_shards.shards.shard_set import ShardsSpec
+        from shardvit.data_shards.shards.shard_set import ShardsSpec
 
         kind = "multi" if self.multi_label else "single"
         return ShardsSpec(location, label=self.label, kind=kind, classes=self.classes)
 
     def cache_of(self, *locations: str) -> CacheConfig | None:
         """Return the cache, or None if all locations are local; UserError if cache flags are given then."""
-        from data_shards.shards.location import is_local
-        from data_shards.store.cache import CacheConfig, default_cache_folder
+        from shardvit.data_shards.shards.location import is_local
+        from shardvit.data_shards.store.cache import CacheConfig, default_cache_folder
 
         if not all(map(is_local, locations)):
             limit_bytes = size_bytes("--cache-limit", self.cache_limit) or CacheConfig.limit_bytes
@@ -91,7 +91,7 @@ class ShardsOptions:
 
 def pixel_limit(max_image_pixels: int) -> PixelLimit:
     """Convert the flag for decoding; UserError if the number is not allowed."""
-    from data_shards.images.decode import PixelLimit
+    from shardvit.data_shards.images.decode import PixelLimit
 
     return PixelLimit(max_image_pixels, name="--max-image-pixels")
 
@@ -112,7 +112,7 @@ def flag_mistake(error: ValidationError) -> UserError:
 
 def size_bytes(flag: str, text: str | None) -> int | None:
     """Parse a size such as 256MB; UserError if invalid."""
-    from data_shards.text import parse_bytes
+    from shardvit.data_shards.text import parse_bytes
 
     try:
         return None if text is None else parse_bytes(text)

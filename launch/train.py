@@ -1,8 +1,8 @@
 """Entry point of every rank under every launcher: run a recipe's stages one after another in the same processes.
 
-    PYTHONSAFEPATH=1 deepspeed --num_gpus 8 --no_local_rank --module launch.train RECIPE --stage pretrain
-    python -P -m launch.local.torchrun --nproc-per-node 8 -m launch.train RECIPE --stage pretrain --stage swap_head
-    python -P -m launch.train RECIPE --stage pretrain
+    PYTHONSAFEPATH=1 deepspeed --num_gpus 8 --no_local_rank --module shardvit.launch.train RECIPE --stage pretrain
+    python -P -m shardvit.launch.local.torchrun --nproc-per-node 8 -m shardvit.launch.train RECIPE --stage pretrain
+    python -P -m shardvit.launch.train RECIPE --stage pretrain
 
 `shardvit run` starts this by itself (`local`). Each stage has its own record, MLflow run and watch, and the same bits
 as in fresh processes (`pipeline.ranks.process`); imports and rendezvous are paid once. Of several stages, finished ones
@@ -28,10 +28,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from data_shards.errors import AgreedError, SampleError, UserError, WorkerDied
-from data_shards.working_folder import leave_out
-from launch.draw_and_send import DrawAndSend
-from launch.local.env import (
+from shardvit.data_shards.errors import AgreedError, SampleError, UserError, WorkerDied
+from shardvit.data_shards.working_folder import leave_out
+from shardvit.launch.draw_and_send import DrawAndSend
+from shardvit.launch.local.env import (
     job_tags,
     node_share,
     omp_num_threads,
@@ -44,25 +44,25 @@ from launch.local.env import (
     tracking_uri,
     without_place,
 )
-from launch.local.output import go_on, say
-from launch.local.processes import RANK_COMMAND, handled
-from launch.local.start import run_node
-from launch.run.disk import Presence, disk_problem, gone
-from launch.run.lock import locked
-from pipeline.checkpoint.mend_record import mend_records
-from pipeline.ranks.place import Place
-from pipeline.ranks.process import allow_open_files, needed_open_files, process_started
-from pipeline.ranks.start_clock import StartClock, seconds_since_start
-from pipeline.recipe.io import difference_to_parent, load_recipe
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.vocabulary import ALL_STAGES, EXIT_STOPPED, EXIT_USER_ERROR, StageName
-from pipeline.report.best import describe_results
-from pipeline.runs.run_folder import RunFolder
+from shardvit.launch.local.output import go_on, say
+from shardvit.launch.local.processes import RANK_COMMAND, handled
+from shardvit.launch.local.start import run_node
+from shardvit.launch.run.disk import Presence, disk_problem, gone
+from shardvit.launch.run.lock import locked
+from shardvit.pipeline.checkpoint.mend_record import mend_records
+from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.ranks.process import allow_open_files, needed_open_files, process_started
+from shardvit.pipeline.ranks.start_clock import StartClock, seconds_since_start
+from shardvit.pipeline.recipe.io import difference_to_parent, load_recipe
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.vocabulary import ALL_STAGES, EXIT_STOPPED, EXIT_USER_ERROR, StageName
+from shardvit.pipeline.report.best import describe_results
+from shardvit.pipeline.runs.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from pipeline.ranks.group import Ranks
-    from pipeline.ranks.stopping import StopFlag
-    from pipeline.stage.context import StageContext
+    from shardvit.pipeline.ranks.group import Ranks
+    from shardvit.pipeline.ranks.stopping import StopFlag
+    from shardvit.pipeline.stage.context import StageContext
 
 _COLLATERAL_WAIT_SECONDS = 3.0  # after another rank ends, so that its exit code is reported
 _WATCH_SECONDS = 1.0
@@ -134,14 +134,14 @@ def _failed(error: Exception, rank: _Rank) -> int:
             # The first rank may report the same error; then the launcher sends this one a SIGTERM.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(_COLLATERAL_WAIT_SECONDS)
-        from pipeline.ranks.dead_ranks import is_to_say_mistake
+        from shardvit.pipeline.ranks.dead_ranks import is_to_say_mistake
 
         if is_to_say_mistake(heartbeats, place=place):
             say(problem)
         return EXIT_USER_ERROR
     if place.world_size > 1:
-        from pipeline.ranks.dead_ranks import peer_is_gone, report_gone
-        from pipeline.ranks.group import PeerGone
+        from shardvit.pipeline.ranks.dead_ranks import peer_is_gone, report_gone
+        from shardvit.pipeline.ranks.group import PeerGone
 
         if isinstance(error, PeerGone):
             # Two per host say it, as one may be the missing rank; all would flood a shared log.
@@ -158,7 +158,7 @@ def _failed(error: Exception, rank: _Rank) -> int:
 
 def _memory_problem(error: Exception, rank: _Rank) -> str | None:
     """Advise if memory ran out, as a restart would run out again; None: another error."""
-    from pipeline.budget.out_of_memory import is_out_of_memory, what_to_change
+    from shardvit.pipeline.budget.out_of_memory import is_out_of_memory, what_to_change
 
     if not is_out_of_memory(error) or rank.recipe is None or rank.stage == "swap_head":
         return None
@@ -189,15 +189,15 @@ def _run(recipe: Recipe, *, rank: _Rank, difference: str) -> int:
     wants_pictures, _ = pictures_wanted(), tracking_uri()  # report mistakes before slow imports
     stop = _listen(place, recipe)
 
-    from model.without_compiler import import_timm
+    from shardvit.model.without_compiler import import_timm
 
     import_timm()
-    from pipeline.checkpoint.saver import SaveFailed
-    from pipeline.ranks.stopping import Stopped
-    from pipeline.stage.context import StageContext
-    from pipeline.tracking.system_metrics import node_metrics
-    from pipeline.training.after_step import TrainingFailed
-    from pipeline.training.stages import run_stage  # noqa: F401 - while nobody waits in the process group
+    from shardvit.pipeline.checkpoint.saver import SaveFailed
+    from shardvit.pipeline.ranks.stopping import Stopped
+    from shardvit.pipeline.stage.context import StageContext
+    from shardvit.pipeline.tracking.system_metrics import node_metrics
+    from shardvit.pipeline.training.after_step import TrainingFailed
+    from shardvit.pipeline.training.stages import run_stage  # noqa: F401 - while nobody waits in the process group
 
     with contextlib.ExitStack() as held:
         held.callback(clock.close)
@@ -232,7 +232,7 @@ def _run(recipe: Recipe, *, rank: _Rank, difference: str) -> int:
 
 def _listen(place: Place, recipe: Recipe) -> StopFlag:
     """Listen to signals, watch parent processes, and raise the limit of open files."""
-    from pipeline.ranks.stopping import StopFlag
+    from shardvit.pipeline.ranks.stopping import StopFlag
 
     stop = StopFlag()
     stop.listen()
@@ -249,9 +249,9 @@ def _meet(rank: _Rank, recipe: Recipe, *, held: contextlib.ExitStack, clock: Sta
     """Open the run folder on rank 0, join the process group, and share out the cores."""
     import torch
 
-    from pipeline.ranks.group import Ranks
-    from pipeline.ranks.process import settle_threads
-    from pipeline.stage.data_workers import cores_of
+    from shardvit.pipeline.ranks.group import Ranks
+    from shardvit.pipeline.ranks.process import settle_threads
+    from shardvit.pipeline.stage.data_workers import cores_of
 
     place, folder, meeting = rank.place, rank.folder, rendezvous_folder()
     if meeting is not None and meeting.parent == folder.path.absolute() and not meeting.exists():
@@ -274,9 +274,9 @@ def _meet(rank: _Rank, recipe: Recipe, *, held: contextlib.ExitStack, clock: Sta
 
 def _run_stages(context: StageContext, rank: _Rank) -> None:
     """Run the stages (of several, those not done). Stopped may also come between two."""
-    from pipeline.ranks.process import ProcessState
-    from pipeline.ranks.stopping import Stopped
-    from pipeline.training.stages import run_stage
+    from shardvit.pipeline.ranks.process import ProcessState
+    from shardvit.pipeline.ranks.stopping import Stopped
+    from shardvit.pipeline.training.stages import run_stage
 
     fresh, say_start, stages = ProcessState(), context.start.say, rank.stages
     for stage in stages:

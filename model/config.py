@@ -10,8 +10,16 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from model.variants import ResnetSizes, VitSizes, parse_variant, resnet_stride
-from model.vocabulary import ClassTokenPosition, DropoutMasks, Gelu, Interpolation, Pool, PositionAt, PositionKind
+from shardvit.model.variants import ResnetSizes, VitSizes, parse_variant, resnet_stride
+from shardvit.model.vocabulary import (
+    ClassTokenPosition,
+    DropoutMasks,
+    Gelu,
+    Interpolation,
+    Pool,
+    PositionAt,
+    PositionKind,
+)
 
 Width = Annotated[int, Field(gt=0, le=2**16)]
 Depth = Annotated[int, Field(gt=0, le=1000)]

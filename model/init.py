@@ -20,7 +20,7 @@ from timm.layers import LayerScale
 from timm.models.resnetv2 import ResNetV2
 from torch import Tensor, nn
 
-from model.vocabulary import InitStyle
+from shardvit.model.vocabulary import InitStyle
 
 # Deviation of a unit normal truncated to [-2, 2]: flax divides by it (jax.nn.initializers.variance_scaling).
 TRUNCATED_STD = 0.87962566103423978
@@ -137,7 +137,7 @@ _VALUES: tuple[tuple[str, Fill, dict[InitStyle, Fill]], ...] = (
     (rf"{_MLP}\.bias", _normal(1e-6), {"timm": _zero}),  # models_vit.py: nn.initializers.normal(stddev=1e-6)
     (r"(blocks\.\d+\.attn\.(qkv|proj)|attn_pool\.(q|kv|proj)|(resnet\.)?head\.pre_logits)\.bias", _zero, {}),
     (r"attn_pool\.latent", _xavier_query, {"timm": _truncated_query}),
-    (r"blocks\.\d+\.attn\.relative", _unit_vectors(), {}),  # Tensor2Tensor, see model.positions.embedding
+    (r"blocks\.\d+\.attn\.relative", _unit_vectors(), {}),  # Tensor2Tensor, see shardvit.model.positions.embedding
     (r"blocks\.\d+\.ls[12]\.gamma", _layer_scale, {}),
     (r"head(\.logits)?\.weight", _zero, _TIMM_LINEAR),
     (r"head\.pre_logits\.weight", _lecun_normal, _TIMM_LINEAR),

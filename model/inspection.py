@@ -16,10 +16,10 @@ from timm.layers import AttentionPoolLatent, HybridEmbed
 from timm.models.vision_transformer import Attention, VisionTransformer
 from torch import Tensor, nn
 
-from model.masked_patch import MaskedPatchVit
-from model.positions.embedding import Learned1d, Learned2d, RelativeAttention, SinCos2d, by_key
-from model.resnet import BitResnet, StandardisedConv2d, standardise
-from model.vit import PositionedVit
+from shardvit.model.masked_patch import MaskedPatchVit
+from shardvit.model.positions.embedding import Learned1d, Learned2d, RelativeAttention, SinCos2d, by_key
+from shardvit.model.resnet import BitResnet, StandardisedConv2d, standardise
+from shardvit.model.vit import PositionedVit
 
 PAPERS_COMPONENTS = 28  # Figure 7, left
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from model.vocabulary import LOSSES, LossKind
+from shardvit.model.vocabulary import LOSSES, LossKind
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 

@@ -11,10 +11,10 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from model.config import NO_REGULARISATION, ModelConfig, Regularisation
-from model.init import initialise
-from model.vit import PositionedVit, build_model, encode
-from model.vocabulary import COLOUR_LEVELS, COLOURS
+from shardvit.model.config import NO_REGULARISATION, ModelConfig, Regularisation
+from shardvit.model.init import initialise
+from shardvit.model.vit import PositionedVit, build_model, encode
+from shardvit.model.vocabulary import COLOUR_LEVELS, COLOURS
 
 
 class MaskedPatchVit(VisionTransformer):

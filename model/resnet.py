@@ -24,9 +24,9 @@ from timm.models.resnetv2 import ResNetV2
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from model.config import ModelConfig
-from model.layers.head import zero_linear
-from model.variants import ResnetSizes, resnet_stride
+from shardvit.model.config import ModelConfig
+from shardvit.model.layers.head import zero_linear
+from shardvit.model.variants import ResnetSizes, resnet_stride
 
 GROUP_NORM_EPS = 1e-6  # flax's default, which models_resnet.py uses
 STANDARDISATION_EPS = 1e-5  # models_resnet.py, added to the standard deviation

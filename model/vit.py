@@ -30,12 +30,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from model.config import NO_REGULARISATION, ModelConfig, Regularisation
-from model.layers.dropout import by_sample
-from model.layers.head import MlpHead
-from model.positions.embedding import Position, make_position, relative_attention
-from model.resnet import BitResnet, build_resnet, stem_embedding
-from model.vocabulary import HeadKind
+from shardvit.model.config import NO_REGULARISATION, ModelConfig, Regularisation
+from shardvit.model.layers.dropout import by_sample
+from shardvit.model.layers.head import MlpHead
+from shardvit.model.positions.embedding import Position, make_position, relative_attention
+from shardvit.model.resnet import BitResnet, build_resnet, stem_embedding
+from shardvit.model.vocabulary import HeadKind
 
 _TIMM_POOL = {"cls": "token", "gap": "avg", "map": "map"}
 _TIMM_GELU = {"tanh": "gelu_tanh", "erf": "gelu"}

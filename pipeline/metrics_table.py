@@ -1,10 +1,10 @@
-"""Make the table in docs/metrics.md from `vocabulary.METRICS`: `python -m pipeline.metrics_table` (for developers)."""
+"""Make the table in docs/metrics.md from `vocabulary.METRICS`: `python -m shardvit.pipeline.metrics_table`."""
 
 from pathlib import Path
 
-from pipeline.recipe.vocabulary import METRICS
+from shardvit.pipeline.recipe.vocabulary import METRICS
 
-PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 BEGIN, END = "<!-- metrics: begin -->\n", "<!-- metrics: end -->"
 
 

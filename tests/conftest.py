@@ -121,7 +121,7 @@ def _run_cli(
 ) -> subprocess.CompletedProcess[str]:
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.run(
-        [sys.executable, "-m", "launch.cli", *map(str, args)],
+        [sys.executable, "-m", "shardvit.launch.cli", *map(str, args)],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **more, **(env or {})},
         stdin=subprocess.DEVNULL,

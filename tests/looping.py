@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from model.config import ModelConfig, Regularisation
-from model.vit import build_model
-from pipeline.engine.base import Flags, step_numbers
-from pipeline.evaluation.evaluate import evaluate
-from pipeline.ranks.phases import Phases
-from pipeline.ranks.place import Place
-from pipeline.ranks.stopping import Requests, StopFlag
-from pipeline.recipe.optimizer import Schedule
-from pipeline.recipe.stage_plan import StagePlan
-from pipeline.stage.task import Example, Tally
-from pipeline.training.after_step import TrainJob
+from shardvit.model.config import ModelConfig, Regularisation
+from shardvit.model.vit import build_model
+from shardvit.pipeline.engine.base import Flags, step_numbers
+from shardvit.pipeline.evaluation.evaluate import evaluate
+from shardvit.pipeline.ranks.phases import Phases
+from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.ranks.stopping import Requests, StopFlag
+from shardvit.pipeline.recipe.optimizer import Schedule
+from shardvit.pipeline.recipe.stage_plan import StagePlan
+from shardvit.pipeline.stage.task import Example, Tally
+from shardvit.pipeline.training.after_step import TrainJob
 
 STEPS, MASKED = 6, 4
 ALL, HALF = 1 + 16, 1 + 8  # tokens

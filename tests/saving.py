@@ -9,13 +9,13 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from pipeline.checkpoint import saver
-from pipeline.checkpoint.saver import CheckpointSaver, Origin, SaveHooks
-from pipeline.checkpoint.store import Restored, Retention, restore_checkpoint
-from pipeline.checkpoint.train_state import TrainState
-from pipeline.engine.base import Hold
-from pipeline.engine.saved_state.state_files import StateFile, state_file, text_file, write_file
-from pipeline.ranks.place import Place
+from shardvit.pipeline.checkpoint import saver
+from shardvit.pipeline.checkpoint.saver import CheckpointSaver, Origin, SaveHooks
+from shardvit.pipeline.checkpoint.store import Restored, Retention, restore_checkpoint
+from shardvit.pipeline.checkpoint.train_state import TrainState
+from shardvit.pipeline.engine.base import Hold
+from shardvit.pipeline.engine.saved_state.state_files import StateFile, state_file, text_file, write_file
+from shardvit.pipeline.ranks.place import Place
 
 IDENTITY: dict[str, Any] = {
     "stage": "pretrain",

@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.runs.logs import read_metrics
+from shardvit.pipeline.runs.logs import read_metrics
 
 SMALL = {"width": 16, "depth": 1, "heads": 2, "patch_size": 4}
 

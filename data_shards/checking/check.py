@@ -12,21 +12,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from data_shards.checking.findings import MOST_PLACES, SEVERITIES, Finding, FoundAt, finding
-from data_shards.checking.fitness import Fitness, assess
-from data_shards.checking.judge import SplitScan, SplitSummary, findings_across, split_findings
-from data_shards.checking.near_duplicates.fingerprint import ShardImages
-from data_shards.checking.near_duplicates.matches import MATCH_KINDS, Match, Matches, MatchKind, find_matches
-from data_shards.checking.scan import CheckOptions, PartScan, ScanRequest, ShardPart, scan_part
-from data_shards.errors import UserError
-from data_shards.processes import num_cores, run_parts
-from data_shards.progress_line import Progress
-from data_shards.reading.opening import open_all_splits, open_shards, splits_below
-from data_shards.shards.location import is_local, local_path, redacted
-from data_shards.shards.manifest import MANIFEST_FILE
-from data_shards.shards.shard_set import ShardSet, ShardsSpec
-from data_shards.store.store import Store, StoreError
-from data_shards.text import counted
+from shardvit.data_shards.checking.findings import MOST_PLACES, SEVERITIES, Finding, FoundAt, finding
+from shardvit.data_shards.checking.fitness import Fitness, assess
+from shardvit.data_shards.checking.judge import SplitScan, SplitSummary, findings_across, split_findings
+from shardvit.data_shards.checking.near_duplicates.fingerprint import ShardImages
+from shardvit.data_shards.checking.near_duplicates.matches import MATCH_KINDS, Match, Matches, MatchKind, find_matches
+from shardvit.data_shards.checking.scan import CheckOptions, PartScan, ScanRequest, ShardPart, scan_part
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.processes import num_cores, run_parts
+from shardvit.data_shards.progress_line import Progress
+from shardvit.data_shards.reading.opening import open_all_splits, open_shards, splits_below
+from shardvit.data_shards.shards.location import is_local, local_path, redacted
+from shardvit.data_shards.shards.manifest import MANIFEST_FILE
+from shardvit.data_shards.shards.shard_set import ShardSet, ShardsSpec
+from shardvit.data_shards.store.store import Store, StoreError
+from shardvit.data_shards.text import counted
 
 # Starting a process takes 0.3 s, so less work than this starts none.
 _LITTLE_SECONDS = 0.5

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_shards.checking.findings import Finding, finding
-from data_shards.errors import UserError
-from data_shards.order.sample_order import Int64s, Order, check_sizes
-from data_shards.text import counted, show_bytes
+from shardvit.data_shards.checking.findings import Finding, finding
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.order.sample_order import Int64s, Order, check_sizes
+from shardvit.data_shards.text import counted, show_bytes
 
 DEFAULT_LANES = 256  # `data.lanes: auto` for batches that are multiples of 256
 WINDOW_IMAGES = 16384  # the recipe's default, data.shuffle_window_images

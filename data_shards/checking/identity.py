@@ -22,13 +22,13 @@ from pathlib import PurePath
 from types import UnionType
 from typing import Any
 
-from data_shards.errors import CorruptSample, UserError
-from data_shards.processes import num_cores
-from data_shards.reading.shard_reader import ShardReader
-from data_shards.reading.tar_summary import pixels_digest, spread
-from data_shards.shards.location import is_local, local_path
-from data_shards.shards.shard_index import load_index
-from data_shards.shards.shard_set import ShardEntry, ShardSet
+from shardvit.data_shards.errors import CorruptSample, UserError
+from shardvit.data_shards.processes import num_cores
+from shardvit.data_shards.reading.shard_reader import ShardReader
+from shardvit.data_shards.reading.tar_summary import pixels_digest, spread
+from shardvit.data_shards.shards.location import is_local, local_path
+from shardvit.data_shards.shards.shard_index import load_index
+from shardvit.data_shards.shards.shard_set import ShardEntry, ShardSet
 
 MOST_SHARDS = 64
 MOST_SAMPLES = 2048

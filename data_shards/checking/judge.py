@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.checking.findings import MOST_PLACES, Finding, FoundAt, finding
-from data_shards.checking.scan import SAMPLE, PartScan
-from data_shards.shards.labels import similar_names
-from data_shards.shards.location import is_local, local_path
-from data_shards.shards.manifest import MANIFEST_FILE
-from data_shards.shards.shard_set import ShardSet, class_difference
+from shardvit.data_shards.checking.findings import MOST_PLACES, Finding, FoundAt, finding
+from shardvit.data_shards.checking.scan import SAMPLE, PartScan
+from shardvit.data_shards.shards.labels import similar_names
+from shardvit.data_shards.shards.location import is_local, local_path
+from shardvit.data_shards.shards.manifest import MANIFEST_FILE
+from shardvit.data_shards.shards.shard_set import ShardSet, class_difference
 
 Int64s = NDArray[np.int64]
 

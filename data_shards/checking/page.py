@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from data_shards.checking.check import CheckResult
-from data_shards.checking.findings import Finding
-from data_shards.checking.fitness import describe
-from data_shards.checking.judge import SplitSummary, Spread
-from data_shards.checking.near_duplicates.fingerprint import Collection, ShardImages
-from data_shards.checking.near_duplicates.matches import MATCH_KINDS, Matches
-from data_shards.shards.shard_set import ShardSet
-from data_shards.text import counted, one_line, printable, show_bytes, show_duration, table
+from shardvit.data_shards.checking.check import CheckResult
+from shardvit.data_shards.checking.findings import Finding
+from shardvit.data_shards.checking.fitness import describe
+from shardvit.data_shards.checking.judge import SplitSummary, Spread
+from shardvit.data_shards.checking.near_duplicates.fingerprint import Collection, ShardImages
+from shardvit.data_shards.checking.near_duplicates.matches import MATCH_KINDS, Matches
+from shardvit.data_shards.shards.shard_set import ShardSet
+from shardvit.data_shards.text import counted, one_line, printable, show_bytes, show_duration, table
 
 _VERSION = 1
 _WIDTH = 100

@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.checking.findings import MOST_PLACES, FoundAt
-from data_shards.errors import UnreadableImage, UserError
-from data_shards.images.decode import USUAL_LIMIT, PixelLimit, read_image
-from data_shards.shards.labels import parse_label
-from data_shards.shards.location import is_local, local_path
-from data_shards.shards.shard_index import ShardIndex
-from data_shards.shards.shard_set import ShardEntry, ShardSet
-from data_shards.shards.tar_index import ReadableIndex, index_path, read_index, readable_index
-from data_shards.store.store import Store
+from shardvit.data_shards.checking.findings import MOST_PLACES, FoundAt
+from shardvit.data_shards.errors import UnreadableImage, UserError
+from shardvit.data_shards.images.decode import USUAL_LIMIT, PixelLimit, read_image
+from shardvit.data_shards.shards.labels import parse_label
+from shardvit.data_shards.shards.location import is_local, local_path
+from shardvit.data_shards.shards.shard_index import ShardIndex
+from shardvit.data_shards.shards.shard_set import ShardEntry, ShardSet
+from shardvit.data_shards.shards.tar_index import ReadableIndex, index_path, read_index, readable_index
+from shardvit.data_shards.store.store import Store
 
 _FORMATS = {
     "JPEG": rb"\xff\xd8\xff",

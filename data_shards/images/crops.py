@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.order.randomness import uniforms
-from data_shards.vocabulary import RandomStream
+from shardvit.data_shards.order.randomness import uniforms
+from shardvit.data_shards.vocabulary import RandomStream
 
 Pixels = NDArray[np.uint8]  # [height, width, 3], red, green, blue
 

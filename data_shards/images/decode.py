@@ -39,10 +39,10 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.errors import UnreadableImage, UserError
-from data_shards.images import decode_nvimgcodec
-from data_shards.images.crops import Box, Pixels
-from data_shards.vocabulary import MOST_PIXELS, USUAL_MOST_PIXELS, DecoderName
+from shardvit.data_shards.errors import UnreadableImage, UserError
+from shardvit.data_shards.images import decode_nvimgcodec
+from shardvit.data_shards.images.crops import Box, Pixels
+from shardvit.data_shards.vocabulary import MOST_PIXELS, USUAL_MOST_PIXELS, DecoderName
 
 if TYPE_CHECKING:
     from PIL import Image

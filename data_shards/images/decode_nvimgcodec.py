@@ -18,7 +18,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from data_shards.images.crops import Box, Pixels
+from shardvit.data_shards.images.crops import Box, Pixels
 
 Device = Literal["cpu", "gpu"]
 

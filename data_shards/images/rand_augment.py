@@ -42,10 +42,10 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from data_shards.errors import UserError
-from data_shards.images.crops import Pixels
-from data_shards.order.randomness import uniforms
-from data_shards.vocabulary import RandAugmentRanges, RandomStream
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.images.crops import Pixels
+from shardvit.data_shards.order.randomness import uniforms
+from shardvit.data_shards.vocabulary import RandAugmentRanges, RandomStream
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.images.crops import Pixels
-from data_shards.vocabulary import Antialias, CropInterpolation
+from shardvit.data_shards.images.crops import Pixels
+from shardvit.data_shards.vocabulary import Antialias, CropInterpolation
 
 if TYPE_CHECKING:
     import torch

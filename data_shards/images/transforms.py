@@ -23,12 +23,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.errors import UserError
-from data_shards.images.crops import CROP_LAWS, FLIP_DRAW, RAND_AUGMENT_DRAW, TORCHVISION_RATIO, Box, Pixels, place_of
-from data_shards.images.decode import EncodedImage
-from data_shards.images.rand_augment import RandAugment
-from data_shards.images.resizing import placed, resize
-from data_shards.vocabulary import Antialias, CropInterpolation, CropLaw, EvalProtocol
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.images.crops import (
+    CROP_LAWS,
+    FLIP_DRAW,
+    RAND_AUGMENT_DRAW,
+    TORCHVISION_RATIO,
+    Box,
+    Pixels,
+    place_of,
+)
+from shardvit.data_shards.images.decode import EncodedImage
+from shardvit.data_shards.images.rand_augment import RandAugment
+from shardvit.data_shards.images.resizing import placed, resize
+from shardvit.data_shards.vocabulary import Antialias, CropInterpolation, CropLaw, EvalProtocol
 
 _CROP_SHARES: dict[EvalProtocol, float] = {"big_vision": 224 / 256, "big_vision_exact": 224 / 256, "timm": 0.9}
 

@@ -15,16 +15,16 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
-from data_shards.errors import CorruptSample, Fault, SampleError, UnreadableImage
-from data_shards.images.decode import USUAL_LIMIT, EncodedImage, PixelLimit, read_image
-from data_shards.images.transforms import EvalTransform, Pixels, TrainTransform
-from data_shards.loading.batch import Batch
-from data_shards.loading.mixing import Mix
-from data_shards.order.sample_order import LaneStream, SampleRefs
-from data_shards.reading.shard_reader import ShardReader
-from data_shards.shards.shard_set import ShardSet
-from data_shards.store.store import Store
-from data_shards.vocabulary import DecoderName, OnCorrupt
+from shardvit.data_shards.errors import CorruptSample, Fault, SampleError, UnreadableImage
+from shardvit.data_shards.images.decode import USUAL_LIMIT, EncodedImage, PixelLimit, read_image
+from shardvit.data_shards.images.transforms import EvalTransform, Pixels, TrainTransform
+from shardvit.data_shards.loading.batch import Batch
+from shardvit.data_shards.loading.mixing import Mix
+from shardvit.data_shards.order.sample_order import LaneStream, SampleRefs
+from shardvit.data_shards.reading.shard_reader import ShardReader
+from shardvit.data_shards.shards.shard_set import ShardSet
+from shardvit.data_shards.store.store import Store
+from shardvit.data_shards.vocabulary import DecoderName, OnCorrupt
 
 # Substitutes tried for one sample. If a share c of samples is damaged, all fail with probability c**16: never, unless
 # the whole shard is lost, and then the run must stop.

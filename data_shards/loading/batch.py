@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from data_shards.errors import Fault
-from data_shards.loading.mixing import Mix
+from shardvit.data_shards.errors import Fault
+from shardvit.data_shards.loading.mixing import Mix
 
 
 @dataclass(frozen=True)

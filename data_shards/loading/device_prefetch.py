@@ -16,8 +16,8 @@ from typing import Protocol
 
 import torch
 
-from data_shards.loading.batch import Batch
-from data_shards.loading.memory import STAGES
+from shardvit.data_shards.loading.batch import Batch
+from shardvit.data_shards.loading.memory import STAGES
 
 _ON_DEVICE = ("images", "mirrored", "labels")  # the host uses the other fields
 _CLOSE_SECONDS = 5.0  # for the thread to finish its batch

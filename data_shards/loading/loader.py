@@ -14,18 +14,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.errors import UserError
-from data_shards.images.crops import DRAWS_PER_SAMPLE
-from data_shards.images.transforms import EvalTransform, TrainTransform
-from data_shards.loading.assemble import Access, Assembler
-from data_shards.loading.batch import Batch
-from data_shards.loading.mixing import MixupConfig, draw_mix
-from data_shards.loading.workers import iterate
-from data_shards.order.mixture import AnyOrder, upcoming_shards
-from data_shards.order.randomness import uniforms
-from data_shards.order.sample_order import Int64s, SampleRefs, refs_in_set_order
-from data_shards.store.prefetch import Prefetcher, start_prefetch
-from data_shards.vocabulary import RandomStream, WorkerKind
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.images.crops import DRAWS_PER_SAMPLE
+from shardvit.data_shards.images.transforms import EvalTransform, TrainTransform
+from shardvit.data_shards.loading.assemble import Access, Assembler
+from shardvit.data_shards.loading.batch import Batch
+from shardvit.data_shards.loading.mixing import MixupConfig, draw_mix
+from shardvit.data_shards.loading.workers import iterate
+from shardvit.data_shards.order.mixture import AnyOrder, upcoming_shards
+from shardvit.data_shards.order.randomness import uniforms
+from shardvit.data_shards.order.sample_order import Int64s, SampleRefs, refs_in_set_order
+from shardvit.data_shards.store.prefetch import Prefetcher, start_prefetch
+from shardvit.data_shards.vocabulary import RandomStream, WorkerKind
 
 # Planned together, at a ninth of the cost of 64 at a time; each worker process plans for itself.
 _PLANNED_IMAGES = 1024

@@ -13,10 +13,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from data_shards.errors import UserError
-from data_shards.images.crops import Box
-from data_shards.order.randomness import uniforms
-from data_shards.vocabulary import RandomStream
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.images.crops import Box
+from shardvit.data_shards.order.randomness import uniforms
+from shardvit.data_shards.vocabulary import RandomStream
 
 
 @dataclass(frozen=True)

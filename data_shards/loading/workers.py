@@ -27,10 +27,10 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
-from data_shards.errors import UserError, WorkerDied
-from data_shards.loading.memory import PREFETCH
-from data_shards.processes import end_with_parent
-from data_shards.vocabulary import WorkerKind
+from shardvit.data_shards.errors import UserError, WorkerDied
+from shardvit.data_shards.loading.memory import PREFETCH
+from shardvit.data_shards.processes import end_with_parent
+from shardvit.data_shards.vocabulary import WorkerKind
 
 Item = TypeVar("Item")
 Produced = TypeVar("Produced", covariant=True)
@@ -214,7 +214,7 @@ def start_fork_server() -> None:
     """
     atexit.unregister(_kill_workers)
     atexit.register(_kill_workers)
-    forkserver.set_forkserver_preload(["torch", "data_shards.loading.loader"])
+    forkserver.set_forkserver_preload(["torch", "shardvit.data_shards.loading.loader"])
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
         resource_tracker.ensure_running()  # the fork server would start it, but starting it unblocks signals

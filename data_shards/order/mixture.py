@@ -18,10 +18,10 @@ from itertools import count
 
 import numpy as np
 
-from data_shards.errors import UserError
-from data_shards.order.randomness import hash_words, uniforms
-from data_shards.order.sample_order import Int64s, LaneStream, Order, SampleRefs
-from data_shards.vocabulary import RandomStream
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.order.randomness import hash_words, uniforms
+from shardvit.data_shards.order.sample_order import Int64s, LaneStream, Order, SampleRefs
+from shardvit.data_shards.vocabulary import RandomStream
 
 PATTERN = 100_000  # positions until the pattern repeats: weights are rounded to multiples of 1 / PATTERN
 MOST_SETS = 256  # so that rounding up small weights to 1 position never uses up a large one

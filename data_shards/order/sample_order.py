@@ -23,9 +23,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.errors import UserError
-from data_shards.order.randomness import hash_words, permute
-from data_shards.vocabulary import RandomStream
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.order.randomness import hash_words, permute
+from shardvit.data_shards.vocabulary import RandomStream
 
 Int64s = NDArray[np.int64]
 

@@ -13,14 +13,14 @@ from typing import Literal
 
 import numpy as np
 
-from data_shards.checking.near_duplicates.fingerprint import ImagePlace, ShardImages, UnreadNow
-from data_shards.checking.near_duplicates.matches import Match, Matches, find_matches
-from data_shards.durable import replace_lines
-from data_shards.packing.found import EXCLUDED_FILE, UNSURE_FILE
-from data_shards.packing.request import PackRequest
-from data_shards.packing.shard_plan import Line, Marks, PackPlan, ShardPlan
-from data_shards.packing.sources.base import Source
-from data_shards.shards.shard_set import Report
+from shardvit.data_shards.checking.near_duplicates.fingerprint import ImagePlace, ShardImages, UnreadNow
+from shardvit.data_shards.checking.near_duplicates.matches import Match, Matches, find_matches
+from shardvit.data_shards.durable import replace_lines
+from shardvit.data_shards.packing.found import EXCLUDED_FILE, UNSURE_FILE
+from shardvit.data_shards.packing.request import PackRequest
+from shardvit.data_shards.packing.shard_plan import Line, Marks, PackPlan, ShardPlan
+from shardvit.data_shards.packing.sources.base import Source
+from shardvit.data_shards.shards.shard_set import Report
 
 EXCLUDED_PAGE = "excluded.html"
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
-from data_shards.checking.judge import equal_groups
-from data_shards.durable import replace_lines
-from data_shards.errors import UserError
-from data_shards.packing.shard_plan import Line, PackPlan
-from data_shards.packing.shard_writer import DIGEST_BYTES, ShardRecord
-from data_shards.packing.sources.base import Source
-from data_shards.shards.manifest import Manifest
-from data_shards.text import counted, show_bytes, show_duration
+from shardvit.data_shards.checking.judge import equal_groups
+from shardvit.data_shards.durable import replace_lines
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.shard_plan import Line, PackPlan
+from shardvit.data_shards.packing.shard_writer import DIGEST_BYTES, ShardRecord
+from shardvit.data_shards.packing.sources.base import Source
+from shardvit.data_shards.shards.manifest import Manifest
+from shardvit.data_shards.text import counted, show_bytes, show_duration
 
 DUPLICATES_FILE = "duplicates.jsonl"
 UNREADABLE_FILE = "unreadable.jsonl"

@@ -8,9 +8,9 @@ viewers show what training sees. A photograph takes 1.2 ms, 3 more if downscaled
 import io
 from dataclasses import dataclass
 
-from data_shards.errors import UnreadableImage, UserError
-from data_shards.images.crops import Pixels
-from data_shards.images.decode import PixelLimit, read_image
+from shardvit.data_shards.errors import UnreadableImage, UserError
+from shardvit.data_shards.images.crops import Pixels
+from shardvit.data_shards.images.decode import PixelLimit, read_image
 
 # The content decides a member's extension, not the file name: ImageNet has a PNG named .JPEG. MPO, from some cameras,
 # is a JPEG followed by more JPEGs.

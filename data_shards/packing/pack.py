@@ -27,15 +27,22 @@ from typing import Any
 
 import numpy as np
 
-from data_shards.durable import flush, replace_lines
-from data_shards.errors import UserError
-from data_shards.packing import found
-from data_shards.packing.exclusion import Excluded, find_excluded
-from data_shards.packing.found import Counts, PackReport
-from data_shards.packing.request import HoldoutList, PackRequest, read_holdout_list
-from data_shards.packing.seen import compare_seen, write_seen
-from data_shards.packing.shard_plan import LABEL_SPECS, PackPlan, ShardPlan, class_numbers, make_plan, needed_bytes
-from data_shards.packing.shard_writer import (
+from shardvit.data_shards.durable import flush, replace_lines
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing import found
+from shardvit.data_shards.packing.exclusion import Excluded, find_excluded
+from shardvit.data_shards.packing.found import Counts, PackReport
+from shardvit.data_shards.packing.request import HoldoutList, PackRequest, read_holdout_list
+from shardvit.data_shards.packing.seen import compare_seen, write_seen
+from shardvit.data_shards.packing.shard_plan import (
+    LABEL_SPECS,
+    PackPlan,
+    ShardPlan,
+    class_numbers,
+    make_plan,
+    needed_bytes,
+)
+from shardvit.data_shards.packing.shard_writer import (
     ShardRecord,
     WorkFolder,
     open_work,
@@ -45,15 +52,15 @@ from data_shards.packing.shard_writer import (
     work_path,
     write_shards,
 )
-from data_shards.packing.sources.archive import Unpacking
-from data_shards.packing.sources.base import Source, SplitName
-from data_shards.packing.sources.recognise import open_source
-from data_shards.processes import num_cores
-from data_shards.progress_line import Progress
-from data_shards.shards.manifest import Manifest, read_manifest, write_json, write_manifest, write_timm_info
-from data_shards.shards.shard_set import Report
-from data_shards.shards.tar_index import index_path
-from data_shards.text import counted, parse_json, printable, show_bytes
+from shardvit.data_shards.packing.sources.archive import Unpacking
+from shardvit.data_shards.packing.sources.base import Source, SplitName
+from shardvit.data_shards.packing.sources.recognise import open_source
+from shardvit.data_shards.processes import num_cores
+from shardvit.data_shards.progress_line import Progress
+from shardvit.data_shards.shards.manifest import Manifest, read_manifest, write_json, write_manifest, write_timm_info
+from shardvit.data_shards.shards.shard_set import Report
+from shardvit.data_shards.shards.tar_index import index_path
+from shardvit.data_shards.text import counted, parse_json, printable, show_bytes
 
 PACK_FILE = "pack.json"
 PACK_VERSION = 1

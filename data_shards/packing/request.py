@@ -8,17 +8,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from data_shards.errors import UserError
-from data_shards.images.decode import PixelLimit
-from data_shards.packing.image import PACKED_LIMIT, Resize
-from data_shards.packing.sources.base import Source
-from data_shards.packing.sources.label_list import LabelList, at_line, clean_path, read_lines
-from data_shards.packing.sources.recognise import Published
-from data_shards.shards.shard_set import ShardSet
-from data_shards.store.store import Store
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.images.decode import PixelLimit
+from shardvit.data_shards.packing.image import PACKED_LIMIT, Resize
+from shardvit.data_shards.packing.sources.base import Source
+from shardvit.data_shards.packing.sources.label_list import LabelList, at_line, clean_path, read_lines
+from shardvit.data_shards.packing.sources.recognise import Published
+from shardvit.data_shards.shards.shard_set import ShardSet
+from shardvit.data_shards.store.store import Store
 
 if TYPE_CHECKING:
-    from data_shards.checking.near_duplicates.matches import Matches
+    from shardvit.data_shards.checking.near_duplicates.matches import Matches
 
 DEFAULT_SAMPLES_PER_SHARD = 1000  # ImageNet: about 110 MB a shard; object stores prefer 0.1 to 1 GB
 

@@ -11,16 +11,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.durable import flush
-from data_shards.errors import UserError
-from data_shards.packing.request import PackRequest
-from data_shards.packing.shard_plan import PackPlan
-from data_shards.packing.shard_writer import DIGEST_BYTES, read_digests
-from data_shards.packing.sources.base import Source
-from data_shards.processes import num_cores
-from data_shards.progress_line import Progress
-from data_shards.shards.shard_set import Report
-from data_shards.text import counted
+from shardvit.data_shards.durable import flush
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.request import PackRequest
+from shardvit.data_shards.packing.shard_plan import PackPlan
+from shardvit.data_shards.packing.shard_writer import DIGEST_BYTES, read_digests
+from shardvit.data_shards.packing.sources.base import Source
+from shardvit.data_shards.processes import num_cores
+from shardvit.data_shards.progress_line import Progress
+from shardvit.data_shards.shards.shard_set import Report
+from shardvit.data_shards.text import counted
 
 SEEN_FILE = "images.bin"
 _SEEN = np.dtype([("stamp", "V8"), ("digest", f"V{DIGEST_BYTES}")])

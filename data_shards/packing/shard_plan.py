@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.errors import UserError
-from data_shards.packing.request import HoldoutList, PackRequest
-from data_shards.packing.sources.base import ImageSet, Int64s, Source, SplitName
-from data_shards.shards.labels import LabelSpec, similar_names
-from data_shards.text import named
-from data_shards.vocabulary import LabelKind
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.request import HoldoutList, PackRequest
+from shardvit.data_shards.packing.sources.base import ImageSet, Int64s, Source, SplitName
+from shardvit.data_shards.shards.labels import LabelSpec, similar_names
+from shardvit.data_shards.text import named
+from shardvit.data_shards.vocabulary import LabelKind
 
 Marks = NDArray[np.bool_]  # [images] of all splits of the source
 Line = dict[str, Any]  # an entry of duplicates.jsonl and the like

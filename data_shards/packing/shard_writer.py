@@ -22,18 +22,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from data_shards.durable import flush
-from data_shards.errors import UnreadableImage, UserError
-from data_shards.packing.image import prepare_image
-from data_shards.packing.request import PackRequest
-from data_shards.packing.shard_plan import LABEL_SPECS, ShardPlan
-from data_shards.packing.sources.base import ImageSet
-from data_shards.processes import run_threads
-from data_shards.progress_line import Progress
-from data_shards.shards.manifest import Shard, write_json
-from data_shards.shards.tar_index import build_index, index_path, write_index
-from data_shards.shards.webdataset_parts import tar_writer
-from data_shards.text import parse_json
+from shardvit.data_shards.durable import flush
+from shardvit.data_shards.errors import UnreadableImage, UserError
+from shardvit.data_shards.packing.image import prepare_image
+from shardvit.data_shards.packing.request import PackRequest
+from shardvit.data_shards.packing.shard_plan import LABEL_SPECS, ShardPlan
+from shardvit.data_shards.packing.sources.base import ImageSet
+from shardvit.data_shards.processes import run_threads
+from shardvit.data_shards.progress_line import Progress
+from shardvit.data_shards.shards.manifest import Shard, write_json
+from shardvit.data_shards.shards.tar_index import build_index, index_path, write_index
+from shardvit.data_shards.shards.webdataset_parts import tar_writer
+from shardvit.data_shards.text import parse_json
 
 DIGEST_BYTES = 16  # per image
 _BUFFER_BYTES = 1 << 20

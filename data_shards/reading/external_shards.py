@@ -13,18 +13,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_shards.errors import UserError
-from data_shards.reading.indexing import Indexed, Indexing
-from data_shards.reading.tar_summary import FoundLabels, TarSummary
-from data_shards.shards.labels import LabelSpec
-from data_shards.shards.location import is_local, local_path, redacted
-from data_shards.shards.shard_index import default_index_folder
-from data_shards.shards.shard_set import Damaged, Report, ShardSet, ShardsSpec, ShardTable
-from data_shards.text import parse_json
-from data_shards.vocabulary import SPLIT_FOLDERS
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.reading.indexing import Indexed, Indexing
+from shardvit.data_shards.reading.tar_summary import FoundLabels, TarSummary
+from shardvit.data_shards.shards.labels import LabelSpec
+from shardvit.data_shards.shards.location import is_local, local_path, redacted
+from shardvit.data_shards.shards.shard_index import default_index_folder
+from shardvit.data_shards.shards.shard_set import Damaged, Report, ShardSet, ShardsSpec, ShardTable
+from shardvit.data_shards.text import parse_json
+from shardvit.data_shards.vocabulary import SPLIT_FOLDERS
 
 if TYPE_CHECKING:
-    from data_shards.store.store import Store
+    from shardvit.data_shards.store.store import Store
 
 _MOST_CLASSES = 1_000_000  # more are identifiers or captions
 _MOST_NAMES_OF_FEW_SAMPLES = 100

@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
-from data_shards.durable import locked, replace_text
-from data_shards.errors import UserError
-from data_shards.processes import num_cores, run_parts
-from data_shards.reading.tar_summary import FoundLabels, IndexedTar, TarSummary, index_tar, peek
-from data_shards.shards.labels import LabelSpec
-from data_shards.shards.location import PIPE, is_local, local_path, redacted
-from data_shards.shards.shard_set import Report, ShardEntry, ShardsSpec
-from data_shards.text import counted, show_duration
+from shardvit.data_shards.durable import locked, replace_text
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.processes import num_cores, run_parts
+from shardvit.data_shards.reading.tar_summary import FoundLabels, IndexedTar, TarSummary, index_tar, peek
+from shardvit.data_shards.shards.labels import LabelSpec
+from shardvit.data_shards.shards.location import PIPE, is_local, local_path, redacted
+from shardvit.data_shards.shards.shard_set import Report, ShardEntry, ShardsSpec
+from shardvit.data_shards.text import counted, show_duration
 
 if TYPE_CHECKING:
-    from data_shards.store.store import Store
+    from shardvit.data_shards.store.store import Store
 
 _VERSION = 1  # of the indexes; increased when older ones are unusable
 # Indexing holds the GIL, so threads do not help; but a process takes 0.2 to 2 s to start.
@@ -155,7 +155,7 @@ class Indexing:
             return list(pool.map(self._fingerprint, self.urls))
 
     def _fingerprint(self, url: str) -> tuple[str, str]:
-        from data_shards.store.download import MissingObject
+        from shardvit.data_shards.store.download import MissingObject
 
         try:
             if is_local(url):

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_shards.errors import UserError
-from data_shards.shards.location import PIPE, expand_braces, is_local, join, local_path, redacted
-from data_shards.shards.manifest import (
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.shards.location import PIPE, expand_braces, is_local, join, local_path, redacted
+from shardvit.data_shards.shards.manifest import (
     MANIFEST_FILE,
     Manifest,
     ShardFiles,
@@ -21,12 +21,20 @@ from data_shards.shards.manifest import (
     parse_manifest,
     shard_files,
 )
-from data_shards.shards.shard_set import Damaged, Report, ShardEntry, ShardSet, ShardSource, ShardsSpec, ShardTable
-from data_shards.shards.tar_index import index_path, read_index, readable_index
-from data_shards.vocabulary import SPLIT_FOLDERS
+from shardvit.data_shards.shards.shard_set import (
+    Damaged,
+    Report,
+    ShardEntry,
+    ShardSet,
+    ShardSource,
+    ShardsSpec,
+    ShardTable,
+)
+from shardvit.data_shards.shards.tar_index import index_path, read_index, readable_index
+from shardvit.data_shards.vocabulary import SPLIT_FOLDERS
 
 if TYPE_CHECKING:
-    from data_shards.store.store import Store
+    from shardvit.data_shards.store.store import Store
 
 _MOST_MANIFEST_BYTES = 1 << 30  # 150 bytes a shard, and the classes
 
@@ -50,12 +58,12 @@ def open_shards(
     if spec.portion is not None:
         whole = replace(spec, portion=None)
         opened = open_shards(whole, damaged=damaged, index_folder=index_folder, report=report, store=store)
-        from data_shards.shards.holdout import take_portion
+        from shardvit.data_shards.shards.holdout import take_portion
 
         return take_portion(opened, spec.portion)
     location = spec.location
     if store is None and not is_local(location):
-        from data_shards.store.store import Store
+        from shardvit.data_shards.store.store import Store
 
         store = Store()
     if is_packed(location):
@@ -67,7 +75,7 @@ def open_shards(
             if store is None or is_local(location)
             else _open_remote(location, store=store)
         )
-    from data_shards.reading.external_shards import open_external
+    from shardvit.data_shards.reading.external_shards import open_external
 
     return open_external(
         spec, urls=tar_urls(location), damaged=damaged, index_folder=index_folder, report=report, store=store
@@ -98,7 +106,7 @@ def splits_below(location: str, *, store: Store) -> dict[str, str]:
 
 
 def _is_there(url: str, *, store: Store) -> bool:
-    from data_shards.store.download import MissingObject
+    from shardvit.data_shards.store.download import MissingObject
 
     try:
         store.size(url)
@@ -151,7 +159,7 @@ def _lost_samples(entry: ShardEntry) -> int:
 
 
 def _open_remote(location: str, *, store: Store) -> ShardSet:
-    from data_shards.store.download import MissingObject
+    from shardvit.data_shards.store.download import MissingObject
 
     url = join(location, MANIFEST_FILE)
     try:

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.errors import CorruptSample, Fault, SampleError, UnreadableImage
-from data_shards.images.crops import Pixels
-from data_shards.images.decode import USUAL_LIMIT, PixelLimit, peek_size, read_image
-from data_shards.order.randomness import hash_words
-from data_shards.order.sample_order import Int64s
-from data_shards.reading.shard_reader import ShardReader
-from data_shards.shards.location import is_local
-from data_shards.shards.shard_set import ShardSet
-from data_shards.store.store import Store
-from data_shards.vocabulary import RandomStream
+from shardvit.data_shards.errors import CorruptSample, Fault, SampleError, UnreadableImage
+from shardvit.data_shards.images.crops import Pixels
+from shardvit.data_shards.images.decode import USUAL_LIMIT, PixelLimit, peek_size, read_image
+from shardvit.data_shards.order.randomness import hash_words
+from shardvit.data_shards.order.sample_order import Int64s
+from shardvit.data_shards.reading.shard_reader import ShardReader
+from shardvit.data_shards.shards.location import is_local
+from shardvit.data_shards.shards.shard_set import ShardSet
+from shardvit.data_shards.store.store import Store
+from shardvit.data_shards.vocabulary import RandomStream
 
 MOST_LABELS = 200_000  # read by default
 MOST_SIZES = 2_000  # images to read height and width of

@@ -13,17 +13,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.errors import CorruptSample, SampleError, UserError
-from data_shards.shards.holdout import index_of
-from data_shards.shards.labels import LabelSpec, parse_label
-from data_shards.shards.location import is_local, local_path
-from data_shards.shards.shard_index import ShardIndex
-from data_shards.shards.shard_set import ShardEntry, ShardSet
-from data_shards.shards.tar_index import ReadableIndex, index_path, read_index, readable_index, readable_open
-from data_shards.shards.tar_walk import BLOCK_BYTES, stated_member
-from data_shards.store.cache import TOUCH_SECONDS, is_evicted, touch
-from data_shards.store.download import StoreError
-from data_shards.store.store import Store
+from shardvit.data_shards.errors import CorruptSample, SampleError, UserError
+from shardvit.data_shards.shards.holdout import index_of
+from shardvit.data_shards.shards.labels import LabelSpec, parse_label
+from shardvit.data_shards.shards.location import is_local, local_path
+from shardvit.data_shards.shards.shard_index import ShardIndex
+from shardvit.data_shards.shards.shard_set import ShardEntry, ShardSet
+from shardvit.data_shards.shards.tar_index import ReadableIndex, index_path, read_index, readable_index, readable_open
+from shardvit.data_shards.shards.tar_walk import BLOCK_BYTES, stated_member
+from shardvit.data_shards.store.cache import TOUCH_SECONDS, is_evicted, touch
+from shardvit.data_shards.store.download import StoreError
+from shardvit.data_shards.store.store import Store
 
 _MOST_KNOWN = 65_536  # parsed labels kept
 _NAME_BYTES = 100  # of a tar's header

@@ -10,17 +10,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from data_shards.errors import UserError
-from data_shards.reading.opening import is_packed, open_shards, tar_urls
-from data_shards.shards.labels import LabelSpec
-from data_shards.shards.location import is_local, local_path, redacted
-from data_shards.shards.shard_set import ShardEntry, ShardSet
-from data_shards.shards.webdataset_parts import library
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.reading.opening import is_packed, open_shards, tar_urls
+from shardvit.data_shards.shards.labels import LabelSpec
+from shardvit.data_shards.shards.location import is_local, local_path, redacted
+from shardvit.data_shards.shards.shard_set import ShardEntry, ShardSet
+from shardvit.data_shards.shards.webdataset_parts import library
 
 if TYPE_CHECKING:
     from webdataset.compat import WebDataset
 
-    from data_shards.store.store import Store
+    from shardvit.data_shards.store.store import Store
 
 
 def as_webdataset(

@@ -16,13 +16,13 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
-from data_shards.errors import UserError
-from data_shards.shards.labels import LabelSpec, read_values
-from data_shards.shards.shard_index import MOST_TAR_BYTES, ShardIndex, load_note, save_index
-from data_shards.shards.tar_index import IMAGE_EXTENSIONS, readable_index
-from data_shards.shards.tar_walk import TarDamage, walk_tar
-from data_shards.shards.webdataset_parts import split_name
-from data_shards.text import parse_json
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.shards.labels import LabelSpec, read_values
+from shardvit.data_shards.shards.shard_index import MOST_TAR_BYTES, ShardIndex, load_note, save_index
+from shardvit.data_shards.shards.tar_index import IMAGE_EXTENSIONS, readable_index
+from shardvit.data_shards.shards.tar_walk import TarDamage, walk_tar
+from shardvit.data_shards.shards.webdataset_parts import split_name
+from shardvit.data_shards.text import parse_json
 
 _MOST_NAMED = 3  # left-out samples in a message
 _PEEKED_MEMBERS = 64

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.errors import UserError
-from data_shards.order.randomness import hash_words, permute
-from data_shards.shards.shard_set import Portion, ShardEntry, ShardRows, ShardSet
-from data_shards.vocabulary import RandomStream
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.order.randomness import hash_words, permute
+from shardvit.data_shards.shards.shard_set import Portion, ShardEntry, ShardRows, ShardSet
+from shardvit.data_shards.vocabulary import RandomStream
 
 if TYPE_CHECKING:
-    from data_shards.shards.shard_index import ShardIndex
+    from shardvit.data_shards.shards.shard_index import ShardIndex
 
 _SEED = 0  # not the recipe's: every run holds out the same samples
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
-from data_shards.text import brief, parse_json
-from data_shards.vocabulary import LabelKind, LabelPart
+from shardvit.data_shards.text import brief, parse_json
+from shardvit.data_shards.vocabulary import LabelKind, LabelPart
 
 _MOST_DIGITS = 18  # int() of thousands is slow, and refused beyond 4300
 # Text that is a number, not a name; "-1" means "no label".

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
 
-from data_shards.errors import UserError
-from data_shards.shards.webdataset_parts import expand_urls
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.shards.webdataset_parts import expand_urls
 
 PIPE = "pipe:"
 Commands = Literal["run", "refuse"]

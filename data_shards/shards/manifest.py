@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from data_shards.durable import replace_text
-from data_shards.errors import UserError
-from data_shards.shards.labels import LabelSpec
-from data_shards.text import brief, one_line
-from data_shards.vocabulary import LabelKind, LabelPart
+from shardvit.data_shards.durable import replace_text
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.shards.labels import LabelSpec
+from shardvit.data_shards.text import brief, one_line
+from shardvit.data_shards.vocabulary import LabelKind, LabelPart
 
 MANIFEST_FILE = "manifest.json"
 MANIFEST_VERSION = 1

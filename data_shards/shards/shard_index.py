@@ -15,7 +15,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.durable import replaced
+from shardvit.data_shards.durable import replaced
 
 MOST_TAR_BYTES = 1 << 62  # twice this still fits into 64 bits
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from data_shards.errors import UserError
-from data_shards.shards.labels import LabelSpec
-from data_shards.shards.location import is_local, join, redacted
-from data_shards.shards.manifest import MANIFEST_FILE, Shard
-from data_shards.shards.shard_index import Texts
-from data_shards.vocabulary import LabelKind, PartName
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.shards.labels import LabelSpec
+from shardvit.data_shards.shards.location import is_local, join, redacted
+from shardvit.data_shards.shards.manifest import MANIFEST_FILE, Shard
+from shardvit.data_shards.shards.shard_index import Texts
+from shardvit.data_shards.vocabulary import LabelKind, PartName
 
 if TYPE_CHECKING:
     import numpy as np

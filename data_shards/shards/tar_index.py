@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from data_shards.errors import UserError
-from data_shards.shards.shard_index import MOST_TAR_BYTES, ShardIndex, Texts, load_index
-from data_shards.shards.tar_walk import Member, TarDamage, walk_tar
-from data_shards.shards.webdataset_parts import split_name
-from data_shards.text import one_line
-from data_shards.vocabulary import LabelPart
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.shards.shard_index import MOST_TAR_BYTES, ShardIndex, Texts, load_index
+from shardvit.data_shards.shards.tar_walk import Member, TarDamage, walk_tar
+from shardvit.data_shards.shards.webdataset_parts import split_name
+from shardvit.data_shards.text import one_line
+from shardvit.data_shards.vocabulary import LabelPart
 
 IMAGE_EXTENSIONS = frozenset({"jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm"})
 _VERSION = "v1.2"

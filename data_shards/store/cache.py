@@ -23,13 +23,13 @@ from itertools import count
 from pathlib import Path
 from typing import Literal
 
-from data_shards.control_groups import user_name
-from data_shards.durable import locked
-from data_shards.errors import UserError
-from data_shards.shards.shard_index import ShardIndex, load_index, save_index
-from data_shards.store.download import StoreError
-from data_shards.store.remote_errors import DownloadStopped, Stop, Transient
-from data_shards.text import show_bytes
+from shardvit.data_shards.control_groups import user_name
+from shardvit.data_shards.durable import locked
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.shards.shard_index import ShardIndex, load_index, save_index
+from shardvit.data_shards.store.download import StoreError
+from shardvit.data_shards.store.remote_errors import DownloadStopped, Stop, Transient
+from shardvit.data_shards.text import show_bytes
 
 Evict = Literal["any", "idle"]
 

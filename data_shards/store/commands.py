@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Generator
 from typing import IO, Any
 
-from data_shards.shards.location import PIPE, protocol, redact_text
-from data_shards.shards.webdataset_parts import part
-from data_shards.store.remote_errors import DownloadStopped, Refused, Stop, Transient, Wrong, translate_errors
-from data_shards.working_folder import users_environment
+from shardvit.data_shards.shards.location import PIPE, protocol, redact_text
+from shardvit.data_shards.shards.webdataset_parts import part
+from shardvit.data_shards.store.remote_errors import DownloadStopped, Refused, Stop, Transient, Wrong, translate_errors
+from shardvit.data_shards.working_folder import users_environment
 
 _PIECE_BYTES = 2**20
 _POLL_SECONDS = 0.1

@@ -15,10 +15,10 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from data_shards.errors import SampleError
-from data_shards.shards.location import PIPE, Commands, redacted
-from data_shards.store.remote import RANGE_BYTES, Output, Remotes, Stored
-from data_shards.store.remote_errors import DownloadStopped, Failure, Missing, Refused, Stop, Transient, Wrong
+from shardvit.data_shards.errors import SampleError
+from shardvit.data_shards.shards.location import PIPE, Commands, redacted
+from shardvit.data_shards.store.remote import RANGE_BYTES, Output, Remotes, Stored
+from shardvit.data_shards.store.remote_errors import DownloadStopped, Failure, Missing, Refused, Stop, Transient, Wrong
 
 _log = logging.getLogger(__name__)
 

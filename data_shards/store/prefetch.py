@@ -10,10 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from data_shards.shards.shard_set import ShardEntry, ShardSet
-from data_shards.store.cache import TOUCH_SECONDS, CacheFull
-from data_shards.store.remote_errors import DownloadStopped
-from data_shards.store.store import Store
+from shardvit.data_shards.shards.shard_set import ShardEntry, ShardSet
+from shardvit.data_shards.store.cache import TOUCH_SECONDS, CacheFull
+from shardvit.data_shards.store.remote_errors import DownloadStopped
+from shardvit.data_shards.store.store import Store
 
 # Shards in use need room too, as do those of the node's other ranks, which share the cache.
 _LOOKAHEAD_SHARE = 1 / 4

@@ -26,11 +26,11 @@ from functools import partial
 from itertools import islice
 from typing import Any, Literal, TypeVar
 
-from data_shards.errors import UserError
-from data_shards.shards.location import Commands, protocol, redact_text, redacted, require_no_command
-from data_shards.shards.webdataset_parts import part
-from data_shards.store.commands import gopen_pieces, pipe_pieces
-from data_shards.store.remote_errors import (
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.shards.location import Commands, protocol, redact_text, redacted, require_no_command
+from shardvit.data_shards.shards.webdataset_parts import part
+from shardvit.data_shards.store.commands import gopen_pieces, pipe_pieces
+from shardvit.data_shards.store.remote_errors import (
     DownloadStopped,
     Missing,
     Refused,

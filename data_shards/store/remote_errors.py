@@ -4,8 +4,8 @@ import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from data_shards.errors import UserError
-from data_shards.shards.location import redact_text
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.shards.location import redact_text
 
 Stop = Callable[[], bool]
 

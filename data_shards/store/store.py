@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from data_shards.errors import UserError
-from data_shards.shards.location import PIPE, Commands, is_local, local_path, redacted, require_no_command
-from data_shards.shards.shard_index import ShardIndex
-from data_shards.shards.shard_set import ShardEntry
-from data_shards.shards.tar_index import build_index, open_index, read_index
-from data_shards.store.cache import Cache, CacheConfig, Evict, PartialShard
-from data_shards.store.download import Downloads, MissingObject, RetryPolicy, StoreError
-from data_shards.store.remote_errors import DownloadStopped, Stop, Wrong
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.shards.location import PIPE, Commands, is_local, local_path, redacted, require_no_command
+from shardvit.data_shards.shards.shard_index import ShardIndex
+from shardvit.data_shards.shards.shard_set import ShardEntry
+from shardvit.data_shards.shards.tar_index import build_index, open_index, read_index
+from shardvit.data_shards.store.cache import Cache, CacheConfig, Evict, PartialShard
+from shardvit.data_shards.store.download import Downloads, MissingObject, RetryPolicy, StoreError
+from shardvit.data_shards.store.remote_errors import DownloadStopped, Stop, Wrong
 
 __all__ = ["MissingObject", "OpenShard", "RetryPolicy", "Store", "StoreError"]
 

@@ -1,6 +1,6 @@
 """Compare our data path with common loaders, on the user's photographs.
 
-    python -m launch.bench.data FOLDER_OR_TAR [--images 4000] [--rounds 3] [--record FILE] [--quick]
+    python -m shardvit.launch.bench.data FOLDER_OR_TAR [--images 4000] [--rounds 3] [--record FILE] [--quick]
 
 Measures, on the CPU: the training transform alone (one core) against stock torchvision; loaders with two workers, each
 in a fresh process, in rounds; time to resume in 1,000 shards; our memory over several epochs. Skips peers that fail or
@@ -24,11 +24,20 @@ from typing import Annotated, Any, Literal, get_args
 
 from cyclopts import App, Parameter
 
-from data_shards.errors import UserError
-from launch.bench.data_methods import BATCH_IMAGES, METHODS, OURS, OURS_PROCESSES, OURS_RESIZED, STOCK, WORKERS, Work
-from launch.bench.data_results import LoaderRound, Results, find_targets, report_lines
-from launch.bench.measure import Told, processor, run_told
-from launch.local.env import without_place
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.bench.data_methods import (
+    BATCH_IMAGES,
+    METHODS,
+    OURS,
+    OURS_PROCESSES,
+    OURS_RESIZED,
+    STOCK,
+    WORKERS,
+    Work,
+)
+from shardvit.launch.bench.data_results import LoaderRound, Results, find_targets, report_lines
+from shardvit.launch.bench.measure import Told, processor, run_told
+from shardvit.launch.local.env import without_place
 
 Part = Literal["transform", "loaders", "resume", "memory"]
 
@@ -44,7 +53,7 @@ _PACKAGES = (
     *("nvidia-dali-cuda130", "grain", "mosaicml-streaming", "litdata"),
 )
 
-app = App(name="python -m launch.bench.data", help_format="plaintext", version_flags=[])
+app = App(name="python -m shardvit.launch.bench.data", help_format="plaintext", version_flags=[])
 
 
 @app.default
@@ -62,7 +71,7 @@ def bench(
     record: Annotated[Path | None, Parameter(help="Write FILE (JSON), and the report beside it as .txt.")] = None,
 ) -> Results:
     """Measure our data path and its peers on a folder or tar of JPEGs."""
-    from launch.bench.data_prepare import prepare, read_photographs
+    from shardvit.launch.bench.data_prepare import prepare, read_photographs
 
     if quick:
         images, rounds = _QUICK_IMAGES, _QUICK_ROUNDS
@@ -80,7 +89,7 @@ def bench(
         for part in wanted_parts:
             match part:
                 case "transform":
-                    from launch.bench.data_ours import measure_transform
+                    from shardvit.launch.bench.data_ours import measure_transform
 
                     print("the transform alone", flush=True)
                     results.transform_ms, results.psnr = measure_transform(photographs.contents, rounds=2 * rounds)
@@ -149,7 +158,7 @@ def _loader_round(told: Told, *, images: int) -> LoaderRound:
 
 
 def _resume(results: Results, *, work: Work, rounds: int) -> None:
-    from launch.bench.data_ours import steps_of_epoch
+    from shardvit.launch.bench.data_ours import steps_of_epoch
 
     epoch_steps = steps_of_epoch(work.many)
     anywhere = random.Random(3)
@@ -178,7 +187,7 @@ def _child(task: str, *, work: Work, **request: Any) -> Told:
     environment = without_place()
     return run_told(
         lambda descriptor: [
-            *(sys.executable, "-m", "launch.bench.data_child"),
+            *(sys.executable, "-m", "shardvit.launch.bench.data_child"),
             json.dumps({"task": task, "descriptor": descriptor, "work": str(work.root), **request}),
         ],
         env={

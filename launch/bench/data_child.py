@@ -17,8 +17,8 @@ from typing import Any
 
 import psutil
 
-from launch.bench.data_methods import METHODS, Method, Work
-from launch.bench.measure import Teller, tree_cpu_seconds, tree_memory
+from shardvit.launch.bench.data_methods import METHODS, Method, Work
+from shardvit.launch.bench.measure import Teller, tree_cpu_seconds, tree_memory
 
 
 def _loader(teller: Teller, work: Work, *, method: str, warm_up: int, batches: int) -> None:
@@ -36,10 +36,10 @@ def _loader(teller: Teller, work: Work, *, method: str, warm_up: int, batches: i
 
 def _batches(method: Method, work: Work) -> Iterator[Any]:
     if method.batches is None:
-        from launch.bench import data_ours
+        from shardvit.launch.bench import data_ours
 
         return data_ours.batches(work.resized if method.shards == "resized" else work.shards, kind=method.kind)
-    from launch.bench import data_peers
+    from shardvit.launch.bench import data_peers
 
     match method.transform:
         case "own":
@@ -47,14 +47,14 @@ def _batches(method: Method, work: Work) -> Iterator[Any]:
         case "stock":
             transform = data_peers.stock_transform()
         case "fast":
-            from launch.bench.data_ours import fast_transform
+            from shardvit.launch.bench.data_ours import fast_transform
 
             transform = fast_transform()
     return getattr(data_peers, method.batches)(work, transform)
 
 
 def _resume(teller: Teller, work: Work, *, step: int) -> None:
-    from launch.bench import data_ours
+    from shardvit.launch.bench import data_ours
 
     teller.mark("ready")
     next(data_ours.batches(work.many, start_step=step))
@@ -62,7 +62,7 @@ def _resume(teller: Teller, work: Work, *, step: int) -> None:
 
 
 def _memory(teller: Teller, work: Work, *, epochs: int) -> None:
-    from launch.bench import data_ours
+    from shardvit.launch.bench import data_ours
 
     stream, steps = data_ours.batches(work.shards), data_ours.steps_of_epoch(work.shards)
     tenths = [max(1, steps * tenth // 10) for tenth in range(1, 10 * epochs + 1)]
@@ -75,7 +75,7 @@ def _memory(teller: Teller, work: Work, *, epochs: int) -> None:
 
 
 def _prepare(teller: Teller, work: Work, *, method: str) -> None:
-    from launch.bench import data_peers
+    from shardvit.launch.bench import data_peers
 
     getattr(data_peers, str(METHODS[method].prepare))(work)
     teller.mark("end")

@@ -15,17 +15,17 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.images.crops import DRAWS_PER_SAMPLE, Box, Pixels, torchvision_crop
-from data_shards.images.decode import read_image
-from data_shards.images.transforms import TrainTransform
-from data_shards.loading.assemble import Access
-from data_shards.loading.batch import Batch
-from data_shards.loading.loader import Layout, TrainBatches, TrainLoader
-from data_shards.order.mixture import make_order
-from data_shards.order.randomness import uniforms
-from data_shards.reading.opening import open_shards
-from launch.bench.data_methods import BATCH_IMAGES, CROP_AREA, PIXELS, WORKERS
-from launch.bench.measure import in_turns
+from shardvit.data_shards.images.crops import DRAWS_PER_SAMPLE, Box, Pixels, torchvision_crop
+from shardvit.data_shards.images.decode import read_image
+from shardvit.data_shards.images.transforms import TrainTransform
+from shardvit.data_shards.loading.assemble import Access
+from shardvit.data_shards.loading.batch import Batch
+from shardvit.data_shards.loading.loader import Layout, TrainBatches, TrainLoader
+from shardvit.data_shards.order.mixture import make_order
+from shardvit.data_shards.order.randomness import uniforms
+from shardvit.data_shards.reading.opening import open_shards
+from shardvit.launch.bench.data_methods import BATCH_IMAGES, CROP_AREA, PIXELS, WORKERS
+from shardvit.launch.bench.measure import in_turns
 
 OURS = TrainTransform(PIXELS, crop_area=CROP_AREA)
 _SEED, _CROP_SEED = 1, 2
@@ -78,7 +78,7 @@ def measure_transform(contents: Sequence[bytes], *, rounds: int) -> tuple[dict[s
     """CPU milliseconds per image of each method, by rounds; and our PSNR in dB over these JPEGs."""
     import torch
 
-    from launch.bench.data_peers import stock_transform
+    from shardvit.launch.bench.data_peers import stock_transform
 
     torch.set_num_threads(1)
     stock = stock_transform()

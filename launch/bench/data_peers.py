@@ -10,8 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from data_shards.shards.tar_index import index_path, open_index
-from launch.bench.data_methods import BATCH_IMAGES, CROP_AREA, PIXELS, WORKERS, Work
+from shardvit.data_shards.shards.tar_index import index_path, open_index
+from shardvit.launch.bench.data_methods import BATCH_IMAGES, CROP_AREA, PIXELS, WORKERS, Work
 
 Transform = Callable[[bytes], Any]
 

@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data_shards.errors import UserError
-from data_shards.packing.image import Resize
-from data_shards.packing.pack import pack
-from data_shards.shards.manifest import read_manifest, write_manifest
-from launch.bench.data_methods import QUALITY, SHORT_SIDE, Work
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.image import Resize
+from shardvit.data_shards.packing.pack import pack
+from shardvit.data_shards.shards.manifest import read_manifest, write_manifest
+from shardvit.launch.bench.data_methods import QUALITY, SHORT_SIDE, Work
 
 CLASSES = 10  # in turns; labels are arbitrary here
 SHARDS = 8

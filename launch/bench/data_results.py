@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from data_shards.text import table
-from launch.bench.data_methods import METHODS, OURS, OURS_RESIZED, STOCK
-from launch.bench.measure import median_ratio
+from shardvit.data_shards.text import table
+from shardvit.launch.bench.data_methods import METHODS, OURS, OURS_RESIZED, STOCK
+from shardvit.launch.bench.measure import median_ratio
 
 # Targets from the project's issue 3. The yardsticks come from a Cascade Lake at 2.5 GHz, where stock took 6.9 ms per
 # image; ratios between methods vary by up to a third between CPU types.

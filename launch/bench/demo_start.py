@@ -1,8 +1,8 @@
 """Time `make demo` to its first line, its first training step and its end, for one or two checkouts.
 
-Run `python -m launch.bench.demo_start --before CHECKOUT`; output in records/demo_start.txt. Checkouts take turns; the
-first turn of each, which reads the libraries from disk, does not count. Target: first step in at most half the time of
-`--before`, median of the rounds' ratios. 2 to 3 minutes per demo on 2 cores.
+Run `python -m shardvit.launch.bench.demo_start --before CHECKOUT`; output in records/demo_start.txt. Checkouts take
+turns; the first turn of each, which reads the libraries from disk, does not count. Target: first step in at most half
+the time of `--before`, median of the rounds' ratios. 2 to 3 minutes per demo on 2 cores.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from launch.bench.measure import median_ratio, setting
+from shardvit.launch.bench.measure import median_ratio, setting
 
 _HERE = Path(__file__).resolve().parents[2]
 _TARGET = 0.5
@@ -54,7 +54,7 @@ def demo(checkout: Path) -> Waits:
         fault = {"action": "sleep", "point": "between_steps", "rank": 0, "step": 1, "once": str(mark)}
         begin = time.time()
         process = subprocess.Popen(
-            [sys.executable, "-m", "launch.cli", "demo"],
+            [sys.executable, "-m", "shardvit.launch.cli", "demo"],
             cwd=name,
             env={
                 **os.environ,

@@ -1,8 +1,8 @@
 """Compare training speed on one GPU: its ceilings, four peers, a bar of plain torch, and ours. Below 10 minutes.
 
-Run `python -m launch.bench.gpu --json gpu.json`; the JSON is written after each contender. One peer needs transformers,
-in the package's extra `test`. `--tiny` runs everything at toy size, also on a CPU. Does not measure reading or several
-GPUs.
+Run `python -m shardvit.launch.bench.gpu --json gpu.json`; the JSON is written after each contender. One peer needs
+transformers, in the package's extra `test`. `--tiny` runs everything at toy size, also on a CPU. Does not measure
+reading or several GPUs.
 
 Each contender is a fresh process that trains on the same batch from the same weights (`gpu_contenders`, `gpu_work`).
 If its losses at steps 1 and 10 disagree with the bar's, it did other work and its row is void. The most important come
@@ -22,8 +22,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from launch.bench.gpu_report import GpuResults, Machine, report
-from launch.bench.measure import run_told
+from shardvit.launch.bench.gpu_report import GpuResults, Machine, report
+from shardvit.launch.bench.measure import run_told
 
 _CEILINGS = "ceilings"
 _LIBRARIES = ("torch", "timm", "deepspeed", "accelerate", "transformers", "triton")
@@ -107,7 +107,14 @@ def run(turns: Any, *, course: Mapping[str, int], out: Path, deadline: float | N
 def _take(turn: Turn, *, course: Mapping[str, int], folder: Path, limit_seconds: float) -> dict[str, Any]:
     # Compiled code is cached for the same contender's next turn but not for others: each shows its own compile time.
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / turn.what), "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-m", "launch.bench.gpu_contenders", turn.what, turn.size, json.dumps(dict(course))]
+    command = [
+        sys.executable,
+        "-m",
+        "shardvit.launch.bench.gpu_contenders",
+        turn.what,
+        turn.size,
+        json.dumps(dict(course)),
+    ]
     told = run_told(
         lambda descriptor: [*command, str(descriptor)],
         env=environment,

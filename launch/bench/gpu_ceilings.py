@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.benchmark import Timer
 
-from launch.bench.gpu_work import SIZES
+from shardvit.launch.bench.gpu_work import SIZES
 
 _KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,

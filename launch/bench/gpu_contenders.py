@@ -1,7 +1,7 @@
 """The contenders of `launch.bench.gpu`: peers as their users run them, a bar of plain torch, and ours.
 
-Started as `python -m launch.bench.gpu_contenders NAME SIZE COURSE DESCRIPTOR`, or with `ceilings`, each in a fresh
-process: compiled code, allocators and monkey-patched torch layers outlive a contender.
+Started as `python -m shardvit.launch.bench.gpu_contenders NAME SIZE COURSE DESCRIPTOR`, or with `ceilings`, each in a
+fresh process: compiled code, allocators and monkey-patched torch layers outlive a contender.
 
     timm            timm's model under autocast, eager, as its train.py --amp --amp-dtype bfloat16
     timm-compile    the same with torch.compile over the whole model
@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from launch.bench import gpu_work as work
-from launch.bench.gpu_meter import Course, Meter
-from launch.bench.measure import Teller
+from shardvit.launch.bench import gpu_work as work
+from shardvit.launch.bench.gpu_meter import Course, Meter
+from shardvit.launch.bench.measure import Teller
 
 Note = str  # for the table; may be empty
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
@@ -178,8 +178,8 @@ def _transformers_model(size: work.Size, *, device: torch.device) -> nn.Module:
     """transformers' ViT with the same weights, through the product's export."""
     from transformers import ViTForImageClassification
 
-    from model.formats.transformers_state import write_transformers_folder
-    from model.saved.model_folder import SavedModelMeta
+    from shardvit.model.formats.transformers_state import write_transformers_folder
+    from shardvit.model.saved.model_folder import SavedModelMeta
 
     names = tuple(map(str, range(size.classes)))
     meta = SavedModelMeta(
@@ -193,16 +193,16 @@ def _transformers_model(size: work.Size, *, device: torch.device) -> nn.Module:
 
 
 def _ours(size: work.Size, meter: Meter, device: torch.device) -> Note:
-    from data_shards.vocabulary import GOOGLES
-    from model.config import Regularisation
-    from model.vit import build_model, set_patch_dropout
-    from pipeline.engine.late_metrics import LateMetrics
-    from pipeline.engine.open import open_engine
-    from pipeline.kernels.settle import settled_kernels
-    from pipeline.ranks.group import Ranks
-    from pipeline.ranks.place import Place
-    from pipeline.recipe.stage_plan import plan_stage
-    from pipeline.stage.task import make_task
+    from shardvit.data_shards.vocabulary import GOOGLES
+    from shardvit.model.config import Regularisation
+    from shardvit.model.vit import build_model, set_patch_dropout
+    from shardvit.pipeline.engine.late_metrics import LateMetrics
+    from shardvit.pipeline.engine.open import open_engine
+    from shardvit.pipeline.kernels.settle import settled_kernels
+    from shardvit.pipeline.ranks.group import Ranks
+    from shardvit.pipeline.ranks.place import Place
+    from shardvit.pipeline.recipe.stage_plan import plan_stage
+    from shardvit.pipeline.stage.task import make_task
 
     recipe = recipe_of(size)
     ranks = Ranks(Place(), timeout_seconds=120)
@@ -241,7 +241,7 @@ def _ours(size: work.Size, meter: Meter, device: torch.device) -> Note:
 
 def recipe_of(size: work.Size) -> Any:
     """The product's recipe with the hyperparameters that all contenders share, and the engine's defaults."""
-    from pipeline.recipe.schema import Recipe
+    from shardvit.pipeline.recipe.schema import Recipe
 
     return Recipe.model_validate(
         {
@@ -299,7 +299,7 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if what == "ceilings":
-        from launch.bench.gpu_ceilings import ceilings
+        from shardvit.launch.bench.gpu_ceilings import ceilings
 
         result = asdict(ceilings(device=device, sizes=size.split("+")))
     else:

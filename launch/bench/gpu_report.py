@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from launch.bench.gpu_meter import PHASES
-from launch.bench.gpu_work import SIZES
-from pipeline.budget.gpus import gpu_of_driver
+from shardvit.launch.bench.gpu_meter import PHASES
+from shardvit.launch.bench.gpu_work import SIZES
+from shardvit.pipeline.budget.gpus import gpu_of_driver
 
 _LOSS_TOLERANCE = 0.01  # of the bar's loss at step 1
 _FALL_TOLERANCE = 0.10  # of the fall of the bar's loss by step 10

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data_shards.loading.batch import Batch
-from data_shards.vocabulary import GOOGLES
-from model.config import ModelConfig
-from model.counting.flops import Accounting, account
+from shardvit.data_shards.loading.batch import Batch
+from shardvit.data_shards.vocabulary import GOOGLES
+from shardvit.model.config import ModelConfig
+from shardvit.model.counting.flops import Accounting, account
 
 LR, WEIGHT_DECAY, BETAS, EPS, CLIP = 1e-4, 0.1, (0.9, 0.999), 1e-8, 1.0
 _STD = 0.02

@@ -1,7 +1,7 @@
 """Measure the engine's overhead over plain torch without a GPU: operations, waits, bytes, collectives, CPU time.
 
-Run `python -m launch.bench.overhead`; output in records/overhead.txt; five minutes on two cores. All but the CPU time
-(the minimum over many steps that alternate with plain torch's) are exact, held to their bounds by
+Run `python -m shardvit.launch.bench.overhead`; output in records/overhead.txt; five minutes on two cores. All but the
+CPU time (the minimum over many steps that alternate with plain torch's) are exact, held to their bounds by
 tests/launch/bench/test_overhead.py.
 
 Overhead: in backward, operations beyond plain torch's; in the step, all operations. Plain torch is the same model in
@@ -20,8 +20,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from launch.bench.measure import run_json, setting
-from launch.bench.overhead_child import BUCKET_ELEMENTS, DEPTH, WIDTH, Case, Counted
+from shardvit.launch.bench.measure import run_json, setting
+from shardvit.launch.bench.overhead_child import BUCKET_ELEMENTS, DEPTH, WIDTH, Case, Counted
 
 OWN = Case(zero_stage=1, precision="bf16")
 """The case that the bounds apply to: the default."""
@@ -93,7 +93,7 @@ def run_case(case: Case) -> list[Counted]:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(case.ranks) as pool:
 
         def count(rank: int) -> Counted:
-            arguments = ("launch.bench.overhead_child", json.dumps(asdict(case)), folder, str(rank))
+            arguments = ("shardvit.launch.bench.overhead_child", json.dumps(asdict(case)), folder, str(rank))
             found = run_json(*arguments, env=environment, timeout_seconds=_LIMIT_SECONDS)
             return TypeAdapter(Counted).validate_python(found)
 

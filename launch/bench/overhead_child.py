@@ -1,7 +1,8 @@
 """Child process: one engine on a deep, narrow model, and its step's overhead over plain torch.
 
-Started as `python -m launch.bench.overhead_child CASE RENDEZVOUS RANK`, CASE in JSON; its last line is `Counted` in
-JSON. A fresh process per case, because ZeRO 3 replaces torch's linear layer. As many tensors as ViT-L, but tiny ones.
+Started as `python -m shardvit.launch.bench.overhead_child CASE RENDEZVOUS RANK`, CASE in JSON; its last line is
+`Counted` in JSON. A fresh process per case, because ZeRO 3 replaces torch's linear layer. As many tensors as ViT-L, but
+tiny ones.
 """
 
 import contextlib
@@ -20,22 +21,22 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from data_shards.loading.batch import Batch
-from data_shards.vocabulary import GOOGLES
-from launch.bench.operations import Operations, synchronising_keys
-from model.init import initialise
-from model.vit import build_model
-from pipeline.engine.base import Engine
-from pipeline.engine.late_metrics import LateMetrics
-from pipeline.engine.open import open_engine
-from pipeline.kernels.settle import settled_kernels
-from pipeline.optimizers.optim import build_optimizer
-from pipeline.ranks.group import Ranks
-from pipeline.ranks.place import Place
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage_plan import plan_stage
-from pipeline.report.losses import LossWindow
-from pipeline.stage.task import make_task
+from shardvit.data_shards.loading.batch import Batch
+from shardvit.data_shards.vocabulary import GOOGLES
+from shardvit.launch.bench.operations import Operations, synchronising_keys
+from shardvit.model.init import initialise
+from shardvit.model.vit import build_model
+from shardvit.pipeline.engine.base import Engine
+from shardvit.pipeline.engine.late_metrics import LateMetrics
+from shardvit.pipeline.engine.open import open_engine
+from shardvit.pipeline.kernels.settle import settled_kernels
+from shardvit.pipeline.optimizers.optim import build_optimizer
+from shardvit.pipeline.ranks.group import Ranks
+from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stage_plan import plan_stage
+from shardvit.pipeline.report.losses import LossWindow
+from shardvit.pipeline.stage.task import make_task
 
 DEPTH, WIDTH, HEADS, PATCH, SIZE, CLASSES, IMAGES = 24, 64, 2, 4, 8, 10, 2
 BUCKET_ELEMENTS = 100_000  # scaled to this model from 25 million for ViT-L
@@ -266,7 +267,7 @@ def _input_waits(recipe: Recipe) -> dict[str, int]:
 
 
 def _seen_configurations(seen: list[dict[str, Any]]) -> Any:
-    from pipeline.engine import deepspeed_engine
+    from shardvit.pipeline.engine import deepspeed_engine
 
     make = deepspeed_engine.deepspeed_config
 

@@ -1,7 +1,7 @@
 """Measure `shardvit report` on long runs: seconds, memory and page size, for one run and for three.
 
-Run `python -m launch.bench.report_page`; output in records/report_page.txt. Run folders are synthetic: a stage of
-100,000 points with all that training logs, a spike, gaps, restarts, checkpoints, and pictures of noise, which
+Run `python -m shardvit.launch.bench.report_page`; output in records/report_page.txt. Run folders are synthetic: a stage
+of 100,000 points with all that training logs, a spike, gaps, restarts, checkpoints, and pictures of noise, which
 compresses worst. Targets: below 20 s of CPU time, below 5 MB, and the spike is on the page.
 """
 
@@ -20,10 +20,10 @@ from pathlib import Path
 
 import numpy as np
 
-from launch.bench.measure import children_cpu_seconds, setting
-from pipeline.recipe.io import load_recipe
-from pipeline.recipe.vocabulary import METRICS
-from pipeline.runs.run_folder import RunFolder
+from shardvit.launch.bench.measure import children_cpu_seconds, setting
+from shardvit.pipeline.recipe.io import load_recipe
+from shardvit.pipeline.recipe.vocabulary import METRICS
+from shardvit.pipeline.runs.run_folder import RunFolder
 
 _MOST_SECONDS, _MOST_BYTES = 20.0, 5_000_000
 _BATCH = 64
@@ -68,7 +68,16 @@ def measured(what: str, runs: list[RunFolder]) -> PageCost:
     page = runs[0].runs_root / "page.html"
     before, begun = children_cpu_seconds(), time.monotonic()
     subprocess.run(
-        [sys.executable, "-m", "launch.cli", "report", "--no-draw", "--output", page, *(run.path for run in runs)],
+        [
+            sys.executable,
+            "-m",
+            "shardvit.launch.cli",
+            "report",
+            "--no-draw",
+            "--output",
+            page,
+            *(run.path for run in runs),
+        ],
         check=True,
         stdout=subprocess.DEVNULL,
     )

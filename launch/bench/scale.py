@@ -1,8 +1,8 @@
 """Measure what grows with ranks, shards and files: 1,024 ranks on 128 hosts, 10^9 samples in 10^5 shards.
 
-Run `python -m launch.bench.scale [--only NAME]`; output in records/scale.txt. One machine simulates: ranks are threads
-or a few processes that run the product's code, files are empty but in their real number, and operations are counted.
-Costs about two minutes, 2 GB of memory and 1 GB of temporary files. Does not measure networks or file servers.
+Run `python -m shardvit.launch.bench.scale [--only NAME]`; output in records/scale.txt. One machine simulates: ranks are
+threads or a few processes that run the product's code, files are empty but in their real number, and operations are
+counted. Costs about two minutes, 2 GB of memory and 1 GB of temporary files. Does not measure networks or file servers.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from importlib import import_module
 from importlib.metadata import version
 from itertools import zip_longest
 
-from launch.bench.measure import run_json
+from shardvit.launch.bench.measure import run_json
 
 RANKS = 1024
 HOSTS = 128
@@ -27,11 +27,11 @@ _HEADS = ("what", "before", "now", "wanted")
 _WIDTH = 38
 # Functions without parameters that return rows.
 MEASURES: dict[str, str] = {
-    "opening": "launch.bench.scale_shards:opening",
-    "exchanges": "launch.bench.scale_ranks:exchanges",
-    "death": "launch.bench.scale_ranks:death",
-    "heartbeats": "launch.bench.scale_ranks:heartbeats",
-    "checkpoints": "launch.bench.scale_checkpoints:checkpoints",
+    "opening": "shardvit.launch.bench.scale_shards:opening",
+    "exchanges": "shardvit.launch.bench.scale_ranks:exchanges",
+    "death": "shardvit.launch.bench.scale_ranks:death",
+    "heartbeats": "shardvit.launch.bench.scale_ranks:heartbeats",
+    "checkpoints": "shardvit.launch.bench.scale_checkpoints:checkpoints",
 }
 
 
@@ -66,7 +66,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all measures, or one, and print the table."""
     parser = argparse.ArgumentParser(
-        prog="python -m launch.bench.scale", description="What grows with the number of ranks."
+        prog="python -m shardvit.launch.bench.scale", description="What grows with the number of ranks."
     )
     parser.add_argument("--only", choices=sorted(MEASURES), help="this measure alone")
     parser.add_argument("--json", action="store_true", help="print rows as JSON, measured in this process")
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         places = (MEASURES[name].split(":") for name in names)
         print(json.dumps([asdict(row) for module, name in places for row in getattr(import_module(module), name)()]))
         return 0
-    found = (run_json("launch.bench.scale", "--only", name, "--json") for name in names)
+    found = (run_json("shardvit.launch.bench.scale", "--only", name, "--json") for name in names)
     rows = [Row(**row) for each in found for row in each]
     print(f"{RANKS:,} ranks on {HOSTS} hosts, {SAMPLES:,} samples in {SHARDS:,} shards; ", end="")
     print(f"torch {version('torch')}, Python {platform.python_version()}\n")

@@ -19,15 +19,15 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from data_shards.text import show_bytes
-from launch.bench.scale import RANKS, Row
-from pipeline.checkpoint.saver import CheckpointSaver, Origin, SaveHooks
-from pipeline.checkpoint.store import Retention, beside_of, commit_checkpoint, open_beside, shared_out
-from pipeline.checkpoint.train_state import TrainState
-from pipeline.engine.base import Hold
-from pipeline.engine.saved_state.portable import WEIGHT, open_shared
-from pipeline.engine.saved_state.state_files import Seal, StateFile, digest_of, piece_sizes
-from pipeline.ranks.place import Place
+from shardvit.data_shards.text import show_bytes
+from shardvit.launch.bench.scale import RANKS, Row
+from shardvit.pipeline.checkpoint.saver import CheckpointSaver, Origin, SaveHooks
+from shardvit.pipeline.checkpoint.store import Retention, beside_of, commit_checkpoint, open_beside, shared_out
+from shardvit.pipeline.checkpoint.train_state import TrainState
+from shardvit.pipeline.engine.base import Hold
+from shardvit.pipeline.engine.saved_state.portable import WEIGHT, open_shared
+from shardvit.pipeline.engine.saved_state.state_files import Seal, StateFile, digest_of, piece_sizes
+from shardvit.pipeline.ranks.place import Place
 
 _FOLDER = "deepspeed"
 _MODEL_FILE = "mp_rank_00_model_states.pt"

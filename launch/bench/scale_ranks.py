@@ -23,14 +23,14 @@ from unittest.mock import patch
 import torch
 from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo
 
-from launch.bench.scale import HOSTS, RANKS, Row
-from pipeline.ranks import dead_ranks as gone
-from pipeline.ranks import heartbeat
-from pipeline.ranks.dead_ranks import report_gone
-from pipeline.ranks.group import gather_rows, rounds
-from pipeline.ranks.heartbeat import Heartbeat, read_heartbeat, write_heartbeat
-from pipeline.ranks.place import Log, Place
-from pipeline.ranks.process import process_started
+from shardvit.launch.bench.scale import HOSTS, RANKS, Row
+from shardvit.pipeline.ranks import dead_ranks as gone
+from shardvit.pipeline.ranks import heartbeat
+from shardvit.pipeline.ranks.dead_ranks import report_gone
+from shardvit.pipeline.ranks.group import gather_rows, rounds
+from shardvit.pipeline.ranks.heartbeat import Heartbeat, read_heartbeat, write_heartbeat
+from shardvit.pipeline.ranks.place import Log, Place
+from shardvit.pipeline.ranks.process import process_started
 
 _ATTEMPT = "simulated"
 _SIMULATED = 64

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from launch.bench.measure import run_json
-from launch.bench.scale import RANKS, SAMPLES, SHARDS, Row
+from shardvit.launch.bench.measure import run_json
+from shardvit.launch.bench.scale import RANKS, SAMPLES, SHARDS, Row
 
 _CLASSES = 1000
 
@@ -28,7 +28,7 @@ def opening() -> list[Row]:
     with tempfile.TemporaryDirectory() as name:
         folder = _synthetic(Path(name))
         first, other, worker = (
-            run_json("launch.bench.scale_shards", what, str(folder), f"{name}/sent")
+            run_json("shardvit.launch.bench.scale_shards", what, str(folder), f"{name}/sent")
             for what in ("open", "receive", "worker")
         )
     machine = "Before: 8.1 CPU s and 255 MB on the machine of the counts, 2.1 CPU s and 140 MB on this record's."
@@ -94,10 +94,10 @@ def _synthetic(root: Path) -> Path:
 def _measure(what: str, folder: Path, wire: Path) -> dict[str, float]:
     import numpy as np  # every rank has imported it anyway
 
-    from data_shards.images.transforms import EvalTransform
-    from data_shards.loading.assemble import Access
-    from data_shards.loading.loader import EvalBatches, eval_batches
-    from data_shards.reading.opening import open_shards
+    from shardvit.data_shards.images.transforms import EvalTransform
+    from shardvit.data_shards.loading.assemble import Access
+    from shardvit.data_shards.loading.loader import EvalBatches, eval_batches
+    from shardvit.data_shards.reading.opening import open_shards
 
     start, before = time.process_time(), _peak_megabytes()
     sent = 0

@@ -1,9 +1,9 @@
 """Measure what observing a run costs: metrics, events and pictures, in CPU time of rank 0's process.
 
-Run `python -m launch.bench.tracking`; output in records/tracking.txt. Calls that only observe (training accuracy,
-norms, curve, events, picture requests) are timed by their thread's CPU clock within the same steps, so their share does
-not depend on the machine's load. Other threads' CPU time counts as if training had waited for it. Target: below 1 % of
-a step, at the default `log_every` of 20 steps. Takes 3 minutes on two idle cores.
+Run `python -m shardvit.launch.bench.tracking`; output in records/tracking.txt. Calls that only observe (training
+accuracy, norms, curve, events, picture requests) are timed by their thread's CPU clock within the same steps, so their
+share does not depend on the machine's load. Other threads' CPU time counts as if training had waited for it. Target:
+below 1 % of a step, at the default `log_every` of 20 steps. Takes 3 minutes on two idle cores.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from launch.bench.measure import children_cpu_seconds, run_json, setting
+from shardvit.launch.bench.measure import children_cpu_seconds, run_json, setting
 
 _TARGET = 0.01
 _LOG_STEPS = 20  # the recipe's default
@@ -116,7 +116,7 @@ def main() -> None:
 
 def measure(*, steps: int) -> Costs:
     """Train on images of digits in a child process."""
-    from data_shards.packing.pack import pack
+    from shardvit.data_shards.packing.pack import pack
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -128,18 +128,20 @@ def measure(*, steps: int) -> Costs:
         environment = {key: value for key, value in os.environ.items() if key not in left_out}
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         arguments = ("--child", str(folder))
-        return Costs(**run_json("launch.bench.tracking", *arguments, env=environment, timeout_seconds=_LIMIT_SECONDS))
+        return Costs(
+            **run_json("shardvit.launch.bench.tracking", *arguments, env=environment, timeout_seconds=_LIMIT_SECONDS)
+        )
 
 
 def child(folder: Path) -> None:
     """Train as a rank does, with clocks around the calls that only observe."""
-    from launch import train as rank
-    from launch.draw_and_send import DrawAndSend
-    from pipeline.engine.deepspeed_engine import DeepSpeedEngine
-    from pipeline.engine.weight_norms import WeightNorms
-    from pipeline.report.reporter import Report
-    from pipeline.stage.task import Classification
-    from pipeline.training import stage_training
+    from shardvit.launch import train as rank
+    from shardvit.launch.draw_and_send import DrawAndSend
+    from shardvit.pipeline.engine.deepspeed_engine import DeepSpeedEngine
+    from shardvit.pipeline.engine.weight_norms import WeightNorms
+    from shardvit.pipeline.report.reporter import Report
+    from shardvit.pipeline.stage.task import Classification
+    from shardvit.pipeline.training import stage_training
 
     costs = Costs()
     training = threading.Event()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.local.processes import signal_name
+from shardvit.launch.local.processes import signal_name
 
 MARK = "@doctor "  # prefix of our lines in a child's output
 _ASK_SECONDS = 5.0

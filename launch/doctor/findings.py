@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from textwrap import indent
 from typing import Any, Literal
 
-from data_shards.text import show_duration, table
+from shardvit.data_shards.text import show_duration, table
 
 Verdict = Literal["fine", "note", "problem", "absent"]
 

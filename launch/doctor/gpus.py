@@ -6,10 +6,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from data_shards.text import show_bytes
-from launch.doctor.child import Answer, ask
-from launch.doctor.findings import Check, judge
-from launch.local.env import num_gpus
+from shardvit.data_shards.text import show_bytes
+from shardvit.launch.doctor.child import Answer, ask
+from shardvit.launch.doctor.findings import Check, judge
+from shardvit.launch.local.env import num_gpus
 
 _SMI = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version,compute_cap", "--format=csv,noheader")
 _SMI_SECONDS = 20.0  # seconds per GPU without a persistence daemon

@@ -7,7 +7,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from launch.doctor.findings import Check, judge
+from shardvit.launch.doctor.findings import Check, judge
 
 _SHOWN = ("torch", "torchvision", "deepspeed", "accelerate", "timm", "mlflow", "webdataset")
 _PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"

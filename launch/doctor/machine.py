@@ -13,11 +13,11 @@ import psutil
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from data_shards.control_groups import core_quota, memory_limit_bytes
-from data_shards.processes import num_cores
-from data_shards.text import show_bytes
-from launch.doctor.findings import Check, judge
-from pipeline.checkpoint.disk_space import free_bytes
+from shardvit.data_shards.control_groups import core_quota, memory_limit_bytes
+from shardvit.data_shards.processes import num_cores
+from shardvit.data_shards.text import show_bytes
+from shardvit.launch.doctor.findings import Check, judge
+from shardvit.pipeline.checkpoint.disk_space import free_bytes
 
 _DEMO_BYTES = 3 * 10**9  # `make demo` needs 2.5 GiB
 _ONE_CHECKPOINT_BYTES = 5 * 10**9  # ViT-L/16 in bf16 (14 bytes per parameter)

@@ -7,10 +7,10 @@ import urllib.error
 import urllib.request
 from urllib.parse import urlsplit
 
-from data_shards.text import show_bytes
-from launch.doctor.findings import Check, judge
-from launch.local.env import read_place
-from pipeline.tracking.facts import without_credentials
+from shardvit.data_shards.text import show_bytes
+from shardvit.launch.doctor.findings import Check, judge
+from shardvit.launch.local.env import read_place
+from shardvit.pipeline.tracking.facts import without_credentials
 
 ALL_REDUCE_SECONDS = 60.0
 _LARGE_VALUES = 4 * 2**20  # 16 MiB of float32, like a gradient bucket
@@ -23,7 +23,7 @@ def all_reduce(backend: str) -> list[Check]:
     import torch
     from torch import distributed
 
-    from pipeline.ranks.group import join_group
+    from shardvit.pipeline.ranks.group import join_group
 
     place = read_place()
     device = torch.device("cuda", place.local_rank) if backend == "nccl" else torch.device("cpu")

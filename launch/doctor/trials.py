@@ -1,4 +1,4 @@
-"""Try parts in child processes, `python -m launch.doctor.trials PART...`, and collect the results in the parent.
+"""Try parts in child processes, `python -m shardvit.launch.doctor.trials PART...`; collect results in the parent.
 
 The child announces each part, so that a crash or hang has a name. Some 20 seconds on 2 idle cores, mostly imports.
 """
@@ -13,17 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
-from launch.doctor.child import MARK, Answer, run_children
-from launch.doctor.findings import Check, judge
-from launch.doctor.gpus import try_arithmetic, try_torch
-from launch.doctor.network import ALL_REDUCE_SECONDS, all_reduce
-from launch.local.env import num_gpus
-from launch.local.processes import place_here
-from pipeline.ranks.start_clock import StartClock
+from shardvit.launch.doctor.child import MARK, Answer, run_children
+from shardvit.launch.doctor.findings import Check, judge
+from shardvit.launch.doctor.gpus import try_arithmetic, try_torch
+from shardvit.launch.doctor.network import ALL_REDUCE_SECONDS, all_reduce
+from shardvit.launch.local.env import num_gpus
+from shardvit.launch.local.processes import place_here
+from shardvit.pipeline.ranks.start_clock import StartClock
 
 Backend = Literal["gloo", "nccl"]
 _LIMIT_SECONDS = 120.0  # of a child; imports from a busy network disk have taken a minute
-_COMMAND = (sys.executable, "-m", "launch.doctor.trials")
+_COMMAND = (sys.executable, "-m", "shardvit.launch.doctor.trials")
 _LIBRARIES = ("torchvision", "timm", "accelerate", "deepspeed", "mlflow")
 _WORLD = 2
 
@@ -53,9 +53,9 @@ def try_import(library: str) -> Sequence[Check]:
 
 def try_decoders() -> list[Check]:
     """Find the working image decoders."""
-    from data_shards.errors import UserError
-    from data_shards.images import decode_nvimgcodec
-    from data_shards.images.decode import require_decoder
+    from shardvit.data_shards.errors import UserError
+    from shardvit.data_shards.images import decode_nvimgcodec
+    from shardvit.data_shards.images.decode import require_decoder
 
     complaints = {"nvimgcodec": decode_nvimgcodec.complaint("cpu") or "", "simplejpeg": ""}
     try:

@@ -10,16 +10,16 @@ from pathlib import Path
 from statistics import stdev
 from typing import TYPE_CHECKING, get_args
 
-from data_shards.processes import num_cores
-from data_shards.store.cache import CacheConfig
-from data_shards.store.store import Store
-from data_shards.text import one_line, table
-from launch.flags import pixel_limit, tell_result
-from launch.local.env import experiment_name, tracking_uri
-from launch.local.output import say, say_model
-from pipeline.ranks.start_clock import StartClock
-from pipeline.recipe.data import ShardsConfig
-from pipeline.transfer.results import (
+from shardvit.data_shards.processes import num_cores
+from shardvit.data_shards.store.cache import CacheConfig
+from shardvit.data_shards.store.store import Store
+from shardvit.data_shards.text import one_line, table
+from shardvit.launch.flags import pixel_limit, tell_result
+from shardvit.launch.local.env import experiment_name, tracking_uri
+from shardvit.launch.local.output import say, say_model
+from shardvit.pipeline.ranks.start_clock import StartClock
+from shardvit.pipeline.recipe.data import ShardsConfig
+from shardvit.pipeline.transfer.results import (
     Command,
     SetGroup,
     TransferRecord,
@@ -28,13 +28,13 @@ from pipeline.transfer.results import (
     model_origin,
     save_record,
 )
-from pipeline.transfer.settings import TransferSet, open_set
-from pipeline.transfer.table import mean_score, measure_table, open_table, read_table, set_scores
+from shardvit.pipeline.transfer.settings import TransferSet, open_set
+from shardvit.pipeline.transfer.table import mean_score, measure_table, open_table, read_table, set_scores
 
 if TYPE_CHECKING:
-    from launch.evaluation.transfer_options import TransferOptions
-    from pipeline.transfer.measure import SetMeasured
-    from pipeline.transfer.settings import Settings
+    from shardvit.launch.evaluation.transfer_options import TransferOptions
+    from shardvit.pipeline.transfer.measure import SetMeasured
+    from shardvit.pipeline.transfer.settings import Settings
 
 _MOST_WORKERS = 16
 _FAULTS_SHOWN = 5
@@ -51,7 +51,7 @@ def measure_one_set(
     ]
     data = TransferSet(options.name or opened[1].name, *opened, store=store)
     with closing(StartClock(settings.method, say=say, part="importing libraries")) as clock:
-        from pipeline.transfer.measure import measure
+        from shardvit.pipeline.transfer.measure import measure
 
         session = _Session(model, command=settings.method, options=options, clock=clock)
         measured = measure(session.features, data, settings, most_images=options.images)
@@ -110,8 +110,8 @@ class _Session:
     """One command on one model; `features` computes and caches its features."""
 
     def __init__(self, model: Path, *, command: Command, options: TransferOptions, clock: StartClock) -> None:
-        from pipeline.transfer.features import FeatureStore, default_features_folder
-        from pipeline.using.predict import open_predictor
+        from shardvit.pipeline.transfer.features import FeatureStore, default_features_folder
+        from shardvit.pipeline.using.predict import open_predictor
 
         clock.set_status("loading the model")
         predictor = open_predictor(model, device=options.device, weights=options.weights)
@@ -163,8 +163,8 @@ class _Session:
         return 0
 
     def _log(self, record: TransferRecord, file: Path, *, params: dict[str, object]) -> None:
-        from pipeline.tracking.command_runs import CommandResult, log_result
-        from pipeline.tracking.facts import DatasetInput
+        from shardvit.pipeline.tracking.command_runs import CommandResult, log_result
+        from shardvit.pipeline.tracking.facts import DatasetInput
 
         columns = ("data_set", "group", "method", "metric", "settings", "value")
         rows = [

@@ -1,6 +1,6 @@
 """One process of `shardvit eval --processes N`: read the request, evaluate a part; the first writes the result.
 
-    python -m launch.evaluation.rank FOLDER
+    python -m shardvit.launch.evaluation.rank FOLDER
 
 Reads FOLDER/request.json. Exit codes: 0 done, 2 a user's mistake, which the first process reports, 1 anything else.
 """
@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
-from data_shards.errors import SampleError, UserError
-from data_shards.processes import num_cores
-from launch.local.env import omp_num_threads, read_place
-from launch.local.output import go_on, say
-from pipeline.evaluation.truth import EvalRequest, open_set
-from pipeline.recipe.vocabulary import EXIT_USER_ERROR
+from shardvit.data_shards.errors import SampleError, UserError
+from shardvit.data_shards.processes import num_cores
+from shardvit.launch.local.env import omp_num_threads, read_place
+from shardvit.launch.local.output import go_on, say
+from shardvit.pipeline.evaluation.truth import EvalRequest, open_set
+from shardvit.pipeline.recipe.vocabulary import EXIT_USER_ERROR
 
 if TYPE_CHECKING:
-    from pipeline.evaluation.evaluate_file import ModelEvaluated
+    from shardvit.pipeline.evaluation.evaluate_file import ModelEvaluated
 
 _REQUEST, _RESULT, _EVALUATION = "request.json", "result.json", "evaluation"
 _TIMEOUT_SECONDS = 24 * 3600.0  # the first process may index tars for hours
@@ -37,9 +37,9 @@ def main(folder: Path) -> int:
         request = read_request(folder)
         import torch
 
-        from pipeline.evaluation.evaluate_file import evaluate_model
-        from pipeline.ranks.group import Ranks
-        from pipeline.ranks.process import settle_threads
+        from shardvit.pipeline.evaluation.evaluate_file import evaluate_model
+        from shardvit.pipeline.ranks.group import Ranks
+        from shardvit.pipeline.ranks.process import settle_threads
 
         if not torch.cuda.is_available():
             too_many = settle_threads(cores=num_cores() / place.world_size, asked=omp_num_threads())
@@ -70,7 +70,7 @@ def read_request(folder: Path) -> EvalRequest:
 
 def write_result(folder: Path, result: ModelEvaluated) -> None:
     """Write the result, in the first process; result.json comes last."""
-    from pipeline.runs.evaluations import write_evaluation
+    from shardvit.pipeline.runs.evaluations import write_evaluation
 
     write_evaluation(folder / _EVALUATION, result.evaluation)
     rest = {name: value for name, value in vars(result).items() if name != "evaluation"}
@@ -80,9 +80,9 @@ def write_result(folder: Path, result: ModelEvaluated) -> None:
 
 def read_result(folder: Path) -> ModelEvaluated:
     """Read the result that the first process wrote."""
-    from data_shards.loading.batch import Fault
-    from pipeline.evaluation.evaluate_file import ModelEvaluated
-    from pipeline.runs.evaluations import load_evaluation
+    from shardvit.data_shards.loading.batch import Fault
+    from shardvit.pipeline.evaluation.evaluate_file import ModelEvaluated
+    from shardvit.pipeline.runs.evaluations import load_evaluation
 
     content = json.loads((folder / _RESULT).read_text(encoding="ascii"))
     content |= {"damaged": tuple(Fault(**each) for each in content["damaged"]), "notes": tuple(content["notes"])}

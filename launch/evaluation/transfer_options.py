@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from data_shards.errors import UserError
-from data_shards.vocabulary import USUAL_MOST_PIXELS
-from launch.flags import (
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.vocabulary import USUAL_MOST_PIXELS
+from shardvit.launch.flags import (
     Device,
     Force,
     JsonFile,
@@ -23,11 +23,11 @@ from launch.flags import (
     flag_mistake,
     pixel_limit,
 )
-from launch.local.env import tracking_uri
-from pipeline.recipe.vocabulary import FeatureLayer
+from shardvit.launch.local.env import tracking_uri
+from shardvit.pipeline.recipe.vocabulary import FeatureLayer
 
 if TYPE_CHECKING:
-    from pipeline.transfer.settings import Settings
+    from shardvit.pipeline.transfer.settings import Settings
 
 Method = Literal["fewshot", "probe", "knn"]
 
@@ -64,7 +64,7 @@ class MethodOptions:
         """Validate the method's settings; UserError for a flag of another method or a value out of range."""
         from pydantic import ValidationError
 
-        from pipeline.transfer.settings import FewShotSettings, KnnSettings, ProbeSettings
+        from shardvit.pipeline.transfer.settings import FewShotSettings, KnnSettings, ProbeSettings
 
         kind = {"fewshot": FewShotSettings, "probe": ProbeSettings, "knn": KnnSettings}[method]
         for name in self.given().keys() - kind.model_fields.keys():
@@ -99,7 +99,7 @@ class TransferOptions:
 
     def check(self, model: Path, *, command: str) -> None:
         """UserError: a bad number or MLflow address, an output that `command` must not replace, or no model."""
-        from pipeline.using.find_model import find_record
+        from shardvit.pipeline.using.find_model import find_record
 
         demand_counts(batch_size=self.batch_size, workers=self.workers, images=self.images)
         pixel_limit(self.max_image_pixels)

@@ -27,14 +27,14 @@ from pathlib import Path
 
 import psutil
 
-from data_shards.durable import replace_text
-from launch.local.env import RENDEZVOUS, RUN_MARK, SUPERVISOR_PID, num_gpus, without_place
-from launch.local.processes import join_thread, kill_all, marked_ranks
+from shardvit.data_shards.durable import replace_text
+from shardvit.launch.local.env import RENDEZVOUS, RUN_MARK, SUPERVISOR_PID, num_gpus, without_place
+from shardvit.launch.local.processes import join_thread, kill_all, marked_ranks
 
 _POLL_SECONDS = 0.05
 _MOST_LINES = 1000
 _PUT_SECONDS, _DRAIN_SECONDS = 0.5, 5.0
-_ADDRESS_FILE = "address"  # same as in pipeline.ranks.group, which would import torch
+_ADDRESS_FILE = "address"  # same as in shardvit.pipeline.ranks.group, which would import torch
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from data_shards.errors import UserError
+from shardvit.data_shards.errors import UserError
 
 _LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>[0-9]{1,20})")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:%-]*")  # no ssh option, nothing that a shell would expand

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_shards.errors import UserError
-from data_shards.text import show_bytes, table
-from launch.hosts import host_facts
-from launch.hosts.hostfile import Fleet, Host
-from launch.hosts.remote import Connection
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.text import show_bytes, table
+from shardvit.launch.hosts import host_facts
+from shardvit.launch.hosts.hostfile import Fleet, Host
+from shardvit.launch.hosts.remote import Connection
 
 PACKAGES = ("shardvit", "torch", "deepspeed")
 _MODULES = ("launch", "pipeline", "model", "data_shards")

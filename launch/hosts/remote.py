@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from data_shards.working_folder import SAFE_PATH
-from launch.local.processes import join_thread
+from shardvit.data_shards.working_folder import SAFE_PATH
+from shardvit.launch.local.processes import join_thread
 
 _DRAIN_SECONDS = 1.0
 _NO_FOLDER, _NO_PYTHON, _SSH_FAILED = 96, 97, 255

@@ -18,22 +18,22 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from data_shards.shards.location import Commands, is_local, local_path
-from data_shards.shards.manifest import MANIFEST_FILE
-from data_shards.shards.shard_set import ShardSet
-from launch.hosts.agent import AgentOrder, rendezvous_name
-from launch.hosts.hostfile import Fleet, Host
-from launch.hosts.preflight import Ready, preflight
-from launch.hosts.remote import Connection
-from launch.hosts.variables import travelling
-from launch.local.env import without_place
-from launch.local.output import say
-from launch.local.processes import STOP_SIGNALS, handled, overall_code, signal_of
-from launch.local.start import STOPPING, Launch, rank_arguments, run_stage_locally
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.vocabulary import EXIT_STOPPED, StageName
-from pipeline.stage.stage_data import open_data
-from pipeline.transfer.settings import open_few_shot
+from shardvit.data_shards.shards.location import Commands, is_local, local_path
+from shardvit.data_shards.shards.manifest import MANIFEST_FILE
+from shardvit.data_shards.shards.shard_set import ShardSet
+from shardvit.launch.hosts.agent import AgentOrder, rendezvous_name
+from shardvit.launch.hosts.hostfile import Fleet, Host
+from shardvit.launch.hosts.preflight import Ready, preflight
+from shardvit.launch.hosts.remote import Connection
+from shardvit.launch.hosts.variables import travelling
+from shardvit.launch.local.env import without_place
+from shardvit.launch.local.output import say
+from shardvit.launch.local.processes import STOP_SIGNALS, handled, overall_code, signal_of
+from shardvit.launch.local.start import STOPPING, Launch, rank_arguments, run_stage_locally
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.vocabulary import EXIT_STOPPED, StageName
+from shardvit.pipeline.stage.stage_data import open_data
+from shardvit.pipeline.transfer.settings import open_few_shot
 
 _HEARTBEAT_SECONDS = 5.0  # to the agents
 _SILENCE_SECONDS = 45.0  # longer than ssh's own timeout, so that both sides notice
@@ -51,7 +51,7 @@ def node_command(launch: Launch, fleet: Fleet, *, node: int, master_addr: str) -
         *(sys.executable, "-u", "-m", "deepspeed.launcher.launch"),
         f"--world_info={base64.urlsafe_b64encode(world.encode()).decode()}",
         *(f"--node_rank={node}", f"--master_addr={master_addr}", f"--master_port={fleet.master_port or _ANY_PORT}"),
-        *("--log_level", "critical", "--no_local_rank", "--module", "launch.train", *rank_arguments(launch)),
+        *("--log_level", "critical", "--no_local_rank", "--module", "shardvit.launch.train", *rank_arguments(launch)),
     ]
 
 
@@ -141,7 +141,7 @@ class _Stage:
     def _connect(self, node: int, host: Host) -> Connection:
         connection = Connection(
             host.name,
-            ["-u", "-m", "launch.hosts.agent"],
+            ["-u", "-m", "shardvit.launch.hosts.agent"],
             python_path=self._variables.get("PYTHONPATH", ""),
             on_line=lambda line: self._lines.put((host.name, line)),
         )

@@ -5,8 +5,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from data_shards.errors import UserError
-from launch.local.env import RENDEZVOUS, SUPERVISOR_PID
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.local.env import RENDEZVOUS, SUPERVISOR_PID
 
 DEEPSPEED_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")  # deepspeed/launcher/runner.py 0.19, with CUDA
 PREFIXES = (*DEEPSPEED_PREFIXES, "GLOO_", "TORCH_", "SHARDVIT_", "WDS_")

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from data_shards.control_groups import user_name
-from data_shards.errors import UserError
-from data_shards.text import one_line
-from pipeline.ranks.place import Place
-from pipeline.ranks.stopping import TimeLimit
+from shardvit.data_shards.control_groups import user_name
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.text import one_line
+from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.ranks.stopping import TimeLimit
 
 SUPERVISOR_PID = "SHARDVIT_SUPERVISOR_PID"
 PATHS_FILE = "SHARDVIT_DATA"

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, Literal
 
-from data_shards.text import printable
+from shardvit.data_shards.text import printable
 
 _PATIENCE_SECONDS = 1.0  # for a non-blocking terminal or pipe
 

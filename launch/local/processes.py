@@ -20,10 +20,10 @@ from typing import Any
 
 import psutil
 
-from launch.local.env import RENDEZVOUS, SUPERVISOR_PID, without_place
-from pipeline.recipe.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR
+from shardvit.launch.local.env import RENDEZVOUS, SUPERVISOR_PID, without_place
+from shardvit.pipeline.recipe.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR
 
-RANK_COMMAND = ["-u", "-m", "launch.train"]
+RANK_COMMAND = ["-u", "-m", "shardvit.launch.train"]
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # Granted to the other ranks after the first exits: rank 0 may still be sending to MLflow; after a failure they notice
 # within seconds, unless they hang in a collective.

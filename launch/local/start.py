@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.local.env import NodeShare, num_gpus, without_place
-from launch.local.processes import RANK_COMMAND, STOP_SIGNALS, rank_environment, run_ranks, signal_of
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.vocabulary import EXIT_STOPPED, StageName
+from shardvit.launch.local.env import NodeShare, num_gpus, without_place
+from shardvit.launch.local.processes import RANK_COMMAND, STOP_SIGNALS, rank_environment, run_ranks, signal_of
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.vocabulary import EXIT_STOPPED, StageName
 
 STOPPING = "stopping: the ranks finish their step and save (Ctrl-C again kills them)"
 _RENDEZVOUS_PREFIX = ".rendezvous-"

@@ -3,8 +3,8 @@ hides a user error (2) and a stop after saving (75)."""
 
 import sys
 
-from data_shards.working_folder import leave_out
-from launch.local.output import go_on
+from shardvit.data_shards.working_folder import leave_out
+from shardvit.launch.local.output import go_on
 
 
 def main() -> int:

@@ -15,9 +15,9 @@ from html import escape
 from itertools import accumulate
 from typing import Any
 
-from data_shards.text import one_line, printable, show_bytes
-from launch.pages.blocks import ChartBlock, PageImage, PagePicture, PageSection, PageTable
-from pipeline.pictures.style import PNG_DOTS_PER_INCH, plain
+from shardvit.data_shards.text import one_line, printable, show_bytes
+from shardvit.launch.pages.blocks import ChartBlock, PageImage, PagePicture, PageSection, PageTable
+from shardvit.pipeline.pictures.style import PNG_DOTS_PER_INCH, plain
 
 _TAGS_BYTES, _CELL_BYTES = 300, 70  # upper bounds on the markup of a block and a cell
 _SVG_MOST_BYTES, _SVG_MUCH_LARGER = 1_000_000, 3.0

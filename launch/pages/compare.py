@@ -3,13 +3,13 @@
 import itertools
 from collections.abc import Mapping
 
-from data_shards.text import one_line, show_duration, table
-from launch.pages.curves import chart_kinds, read_curve, short
-from launch.pages.facts import reached, stage_result
-from launch.pages.sections import recipe_rows
-from launch.terminal_curves import draw_curves
-from pipeline.recipe.vocabulary import ALL_STAGES, METRICS
-from pipeline.runs.read import Run, RunStage
+from shardvit.data_shards.text import one_line, show_duration, table
+from shardvit.launch.pages.curves import chart_kinds, read_curve, short
+from shardvit.launch.pages.facts import reached, stage_result
+from shardvit.launch.pages.sections import recipe_rows
+from shardvit.launch.terminal_curves import draw_curves
+from shardvit.pipeline.recipe.vocabulary import ALL_STAGES, METRICS
+from shardvit.pipeline.runs.read import Run, RunStage
 
 WIDTH = 80
 _HEIGHT = 11  # lines of a curve

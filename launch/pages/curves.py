@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from data_shards.text import printable
-from launch.pages.blocks import ChartBlock, DrawnChart, Legend
-from launch.terminal_curves import scaled
-from pipeline.recipe.vocabulary import METRICS
-from pipeline.runs.logs import EventKind
-from pipeline.runs.read import RunStage
+from shardvit.data_shards.text import printable
+from shardvit.launch.pages.blocks import ChartBlock, DrawnChart, Legend
+from shardvit.launch.terminal_curves import scaled
+from shardvit.pipeline.recipe.vocabulary import METRICS
+from shardvit.pipeline.runs.logs import EventKind
+from shardvit.pipeline.runs.read import RunStage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

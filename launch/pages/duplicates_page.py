@@ -4,12 +4,12 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_shards.checking.near_duplicates.matches import MATCH_KINDS, Match, Matches, MatchKind, read
-from data_shards.errors import UnreadableImage
-from data_shards.images.decode import PixelLimit, read_image
-from launch.flags import PageCommand
-from launch.pages.blocks import PageCell, PageImage, PagePicture, PageSection, PageTable
-from launch.pages.page import render_page
+from shardvit.data_shards.checking.near_duplicates.matches import MATCH_KINDS, Match, Matches, MatchKind, read
+from shardvit.data_shards.errors import UnreadableImage
+from shardvit.data_shards.images.decode import PixelLimit, read_image
+from shardvit.launch.flags import PageCommand
+from shardvit.launch.pages.blocks import PageCell, PageImage, PagePicture, PageSection, PageTable
+from shardvit.launch.pages.page import render_page
 
 MATCHES_PAGE = "matches.html"
 TITLE = "Duplicates"

@@ -4,15 +4,15 @@ import math
 import re
 from dataclasses import dataclass
 
-from data_shards.text import show_duration
-from launch.pages.blocks import PageCell, PageTable, ShownNumber
-from launch.pages.curves import metric_words, short, unit_of
-from pipeline.pictures.paper.measured_runs import held_out_name
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage import TrainStage
-from pipeline.recipe.vocabulary import METRICS, OWN_SET, StageName
-from pipeline.report.best import SCORES
-from pipeline.runs.read import Run, RunStage
+from shardvit.data_shards.text import show_duration
+from shardvit.launch.pages.blocks import PageCell, PageTable, ShownNumber
+from shardvit.launch.pages.curves import metric_words, short, unit_of
+from shardvit.pipeline.pictures.paper.measured_runs import held_out_name
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stage import TrainStage
+from shardvit.pipeline.recipe.vocabulary import METRICS, OWN_SET, StageName
+from shardvit.pipeline.report.best import SCORES
+from shardvit.pipeline.runs.read import Run, RunStage
 
 _HEADS = ("mlp", "linear")
 BESIDE_SCORE = ("balanced accuracy", "commonest class")  # table columns
@@ -127,7 +127,7 @@ def describe_model(recipe: Recipe) -> str:
 
 def parameters(history: Run, stage: RunStage) -> int | None:
     """Count the parameters of the stage's model, including its head; None if the record is incomplete."""
-    from model.counting.flops import account
+    from shardvit.model.counting.flops import account
 
     saved = stage.record.model
     head, classes, size = saved.get("head"), saved.get("num_classes"), saved.get("image_size")

@@ -7,33 +7,39 @@ from pathlib import Path
 import numpy as np
 from timm.models.vision_transformer import VisionTransformer
 
-from data_shards.errors import UserError
-from data_shards.images.decode import PixelLimit
-from data_shards.loading.assemble import Access
-from data_shards.loading.batch import Batch
-from data_shards.packing.sources.folder import image_files
-from data_shards.reading.opening import open_shards
-from data_shards.safe_paths import require_inside
-from data_shards.shards.location import is_local
-from data_shards.shards.shard_set import ShardsSpec
-from data_shards.store.cache import CacheConfig
-from data_shards.store.store import Store
-from data_shards.text import one_line
-from launch.local.output import say
-from launch.pages.blocks import PageSection, PageText
-from launch.pages.shards_page import Shown
-from model.saved.model_folder import SavedModelMeta
-from pipeline.pictures.held_out_images import held_out_access
-from pipeline.pictures.paper.attention_inputs import images_of_files, images_of_shards, images_to_look_at, look
-from pipeline.pictures.paper.model_figures import built, figures_of_attention, figures_of_weights, left_out, numbers_of
-from pipeline.pictures.paper.weight_figures import evenly
-from pipeline.recipe.io import parse_recipe
-from pipeline.recipe.vocabulary import RECIPE_FILE, WeightsKind
-from pipeline.runs.evaluations import OWN_SET
-from pipeline.runs.pictures import DrawRequest
-from pipeline.transfer.results import model_origin
-from pipeline.using.find_model import FoundModel, find_model
-from pipeline.using.predict import DeviceChoice, chosen_device
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.images.decode import PixelLimit
+from shardvit.data_shards.loading.assemble import Access
+from shardvit.data_shards.loading.batch import Batch
+from shardvit.data_shards.packing.sources.folder import image_files
+from shardvit.data_shards.reading.opening import open_shards
+from shardvit.data_shards.safe_paths import require_inside
+from shardvit.data_shards.shards.location import is_local
+from shardvit.data_shards.shards.shard_set import ShardsSpec
+from shardvit.data_shards.store.cache import CacheConfig
+from shardvit.data_shards.store.store import Store
+from shardvit.data_shards.text import one_line
+from shardvit.launch.local.output import say
+from shardvit.launch.pages.blocks import PageSection, PageText
+from shardvit.launch.pages.shards_page import Shown
+from shardvit.model.saved.model_folder import SavedModelMeta
+from shardvit.pipeline.pictures.held_out_images import held_out_access
+from shardvit.pipeline.pictures.paper.attention_inputs import images_of_files, images_of_shards, images_to_look_at, look
+from shardvit.pipeline.pictures.paper.model_figures import (
+    built,
+    figures_of_attention,
+    figures_of_weights,
+    left_out,
+    numbers_of,
+)
+from shardvit.pipeline.pictures.paper.weight_figures import evenly
+from shardvit.pipeline.recipe.io import parse_recipe
+from shardvit.pipeline.recipe.vocabulary import RECIPE_FILE, WeightsKind
+from shardvit.pipeline.runs.evaluations import OWN_SET
+from shardvit.pipeline.runs.pictures import DrawRequest
+from shardvit.pipeline.transfer.results import model_origin
+from shardvit.pipeline.using.find_model import FoundModel, find_model
+from shardvit.pipeline.using.predict import DeviceChoice, chosen_device
 
 NUMBERS_FILE = "numbers.npz"
 _FAULTS_SHOWN = 5

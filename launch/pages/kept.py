@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from data_shards.text import one_line
-from launch.pages.blocks import PageBlock, PageCell, PageImage, PagePicture, PageSection, PageTable
-from launch.pages.facts import set_label
-from pipeline.pictures.style import rendered
-from pipeline.runs.pictures import KeptPicture, Picture, PictureGroup, kept_pictures, newest_pictures
-from pipeline.runs.read import Run, RunStage
+from shardvit.data_shards.text import one_line
+from shardvit.launch.pages.blocks import PageBlock, PageCell, PageImage, PagePicture, PageSection, PageTable
+from shardvit.launch.pages.facts import set_label
+from shardvit.pipeline.pictures.style import rendered
+from shardvit.pipeline.runs.pictures import KeptPicture, Picture, PictureGroup, kept_pictures, newest_pictures
+from shardvit.pipeline.runs.read import Run, RunStage
 
 MOST_ROWS = 1200  # shown of a table
 _GROUPS: tuple[PictureGroup, ...] = ("evaluation", "data", "model", "paper")
@@ -63,7 +63,7 @@ def pictures_beside(runs: Mapping[str, Run], *, notes: list[str]) -> PageSection
 
 def figures_across(runs: Mapping[str, Run], *, notes: list[str]) -> list[PageBlock]:
     """Draw few-shot accuracy over size and transfer over cost, if measured."""
-    from pipeline.pictures.paper.across_runs import few_shot_over_size, transfer_over_cost
+    from shardvit.pipeline.pictures.paper.across_runs import few_shot_over_size, transfer_over_cost
 
     blocks: list[PageBlock] = []
     for draw in (few_shot_over_size, transfer_over_cost):

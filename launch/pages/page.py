@@ -17,13 +17,13 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_shards.durable import replaced
-from data_shards.errors import UserError
-from data_shards.text import one_line, printable
-from launch.flags import PageCommand, page_mark
-from launch.pages.blocks import ChartBlock, PageBlock, PagePicture, PageSection, ShownNumber
-from launch.pages.budget import Fitting, embedded
-from pipeline.pictures import style
+from shardvit.data_shards.durable import replaced
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.text import one_line, printable
+from shardvit.launch.flags import PageCommand, page_mark
+from shardvit.launch.pages.blocks import ChartBlock, PageBlock, PagePicture, PageSection, ShownNumber
+from shardvit.launch.pages.budget import Fitting, embedded
+from shardvit.pipeline.pictures import style
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from data_shards.errors import UserError
-from data_shards.safe_paths import open_inside, read_inside
-from data_shards.text import one_line, parse_json, printable
-from launch.local.output import say
-from launch.pages.blocks import PageBlock, PageCell, PageSection, PageTable, PageText
-from launch.pages.curves import DATA_BYTES, metric_words, stage_charts
-from launch.pages.facts import (
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.safe_paths import open_inside, read_inside
+from shardvit.data_shards.text import one_line, parse_json, printable
+from shardvit.launch.local.output import say
+from shardvit.launch.pages.blocks import PageBlock, PageCell, PageSection, PageTable, PageText
+from shardvit.launch.pages.curves import DATA_BYTES, metric_words, stage_charts
+from shardvit.launch.pages.facts import (
     BESIDE_SCORE,
     duration_cell,
     headline,
@@ -26,17 +26,17 @@ from launch.pages.facts import (
     stage_result,
     stage_table,
 )
-from launch.pages.kept import LONG_TABLE, MOST_ROWS, figures_across, pictures_beside, stage_pictures
-from launch.pages.page import Page, render_page
-from launch.pages.timeline import event_table, time_line
-from model.formats.export import formats_of
-from pipeline.checkpoint.identity import STATE
-from pipeline.recipe.io import differences, dump_recipe, flatten
-from pipeline.recipe.vocabulary import ALL_STAGES, DIFFERENCE_FILE, PAGE_FILE, RECIPE_FILE, StageName
-from pipeline.runs.read import Run, read_run
-from pipeline.runs.run_folder import RunFolder, checkpoint_folders
-from pipeline.stage.initial_model import stage_model
-from pipeline.transfer.results import TransferRecord, transfer_records
+from shardvit.launch.pages.kept import LONG_TABLE, MOST_ROWS, figures_across, pictures_beside, stage_pictures
+from shardvit.launch.pages.page import Page, render_page
+from shardvit.launch.pages.timeline import event_table, time_line
+from shardvit.model.formats.export import formats_of
+from shardvit.pipeline.checkpoint.identity import STATE
+from shardvit.pipeline.recipe.io import differences, dump_recipe, flatten
+from shardvit.pipeline.recipe.vocabulary import ALL_STAGES, DIFFERENCE_FILE, PAGE_FILE, RECIPE_FILE, StageName
+from shardvit.pipeline.runs.read import Run, read_run
+from shardvit.pipeline.runs.run_folder import RunFolder, checkpoint_folders
+from shardvit.pipeline.stage.initial_model import stage_model
+from shardvit.pipeline.transfer.results import TransferRecord, transfer_records
 
 _MOST_TEXT_BYTES = 100_000
 _ONE_RUN = "Lines are training, lines with dots held-out images. Dotted rules mark restarts and trouble."
@@ -100,7 +100,7 @@ def write_beside(folder: RunFolder, *, others: Sequence[RunFolder]) -> Path:
 
 def drawn(runs: Sequence[Run]) -> list[Run]:
     """Draw the pictures training did not, and return the runs."""
-    from pipeline.pictures.drawing import draw_missing
+    from shardvit.pipeline.pictures.drawing import draw_missing
 
     for run in runs:
         try:

@@ -8,22 +8,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from data_shards.errors import UserError
-from data_shards.images.decode import PixelLimit
-from data_shards.reading.opening import open_shards, splits_below
-from data_shards.reading.overview import Overview
-from data_shards.shards.location import redacted
-from data_shards.shards.shard_set import ShardSet, ShardsSpec
-from data_shards.store.store import Store
-from data_shards.text import counted, one_line, show_bytes
-from launch.flags import INDEX_FILE
-from launch.pages.blocks import PageBlock, PageImage, PagePicture, PageSection, PageTable, PageText
-from launch.pages.page import render_page
-from pipeline.pictures.set_figures import contact_sheet, image_sizes, label_histogram
-from pipeline.pictures.style import Drawn, rendered
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.vocabulary import StageName
-from pipeline.stage.stage_data import open_data
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.images.decode import PixelLimit
+from shardvit.data_shards.reading.opening import open_shards, splits_below
+from shardvit.data_shards.reading.overview import Overview
+from shardvit.data_shards.shards.location import redacted
+from shardvit.data_shards.shards.shard_set import ShardSet, ShardsSpec
+from shardvit.data_shards.store.store import Store
+from shardvit.data_shards.text import counted, one_line, show_bytes
+from shardvit.launch.flags import INDEX_FILE
+from shardvit.launch.pages.blocks import PageBlock, PageImage, PagePicture, PageSection, PageTable, PageText
+from shardvit.launch.pages.page import render_page
+from shardvit.pipeline.pictures.set_figures import contact_sheet, image_sizes, label_histogram
+from shardvit.pipeline.pictures.style import Drawn, rendered
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.vocabulary import StageName
+from shardvit.pipeline.stage.stage_data import open_data
 
 _MOST_DAMAGED = 50  # named on the page
 _MOST_CLASSES = 2_000  # rows of the table of classes
@@ -82,7 +82,7 @@ def show_recipe(recipe: Recipe, *, stage: StageName, step: int, inspect: Inspect
     damaged for the recipe, or the stage has no such step."""
     data = open_data(recipe, stage=stage, report=report)
     # Imported only once recipe and shards are known good: torch takes seconds.
-    from pipeline.pictures.training_batch import batch_pictures, evaluation_crops, stage_steps
+    from shardvit.pipeline.pictures.training_batch import batch_pictures, evaluation_crops, stage_steps
 
     plan = stage_steps(recipe, stage=stage, data=data)
     if not 0 <= step < plan.total_steps:

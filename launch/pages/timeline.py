@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_shards.text import counted, show_duration
-from launch.pages.blocks import PageDrawing, PageTable
-from launch.pages.curves import plausible, text
-from launch.pages.facts import duration_cell, in_per_cent
-from pipeline.runs.logs import Event, EventKind
-from pipeline.runs.read import Run, RunStage
+from shardvit.data_shards.text import counted, show_duration
+from shardvit.launch.pages.blocks import PageDrawing, PageTable
+from shardvit.launch.pages.curves import plausible, text
+from shardvit.launch.pages.facts import duration_cell, in_per_cent
+from shardvit.pipeline.runs.logs import Event, EventKind
+from shardvit.pipeline.runs.read import Run, RunStage
 
 _LANES: dict[EventKind, str] = {
     "checkpoint": "checkpoints",

@@ -5,20 +5,20 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Literal
 
-from data_shards.errors import UserError
-from data_shards.text import counted, show_duration
-from launch.plan.plan_page import UNKNOWN, columns, engine_words, short
-from launch.plan.shards import ShardsBefore, look
-from model.formats.export import formats_of
-from pipeline.budget.cost import stage_cost
-from pipeline.budget.length import stage_length
-from pipeline.recipe.duration import parse_duration
-from pipeline.recipe.io import dump_recipe
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.vocabulary import StageName
-from pipeline.runs.logs import read_metrics
-from pipeline.runs.run_folder import RunFolder
-from pipeline.stage.initial_model import stage_model
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.text import counted, show_duration
+from shardvit.launch.plan.plan_page import UNKNOWN, columns, engine_words, short
+from shardvit.launch.plan.shards import ShardsBefore, look
+from shardvit.model.formats.export import formats_of
+from shardvit.pipeline.budget.cost import stage_cost
+from shardvit.pipeline.budget.length import stage_length
+from shardvit.pipeline.recipe.duration import parse_duration
+from shardvit.pipeline.recipe.io import dump_recipe
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.vocabulary import StageName
+from shardvit.pipeline.runs.logs import read_metrics
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.stage.initial_model import stage_model
 
 Keys = Literal["changed", "all"]
 

@@ -2,22 +2,22 @@
 
 from pathlib import Path
 
-from data_shards.errors import UserError
-from data_shards.shards.location import is_local
-from launch.local.env import num_gpus
-from launch.plan.plan_options import PlanOptions
-from launch.plan.plan_page import RecipeForecast
-from launch.plan.shards import look
-from pipeline.budget.communication import links_of
-from pipeline.budget.cost import stage_cost
-from pipeline.budget.forecast import GivenSpeed, Hardware, Shards, StageForecast, forecast_stage
-from pipeline.budget.gpus import Gpu, find_gpu, gpu_of_driver
-from pipeline.budget.length import stage_length
-from pipeline.budget.warnings import engine_warnings, stage_warnings
-from pipeline.recipe.duration import parse_duration
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage import MaskedPatchStage
-from pipeline.recipe.vocabulary import StageName
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.shards.location import is_local
+from shardvit.launch.local.env import num_gpus
+from shardvit.launch.plan.plan_options import PlanOptions
+from shardvit.launch.plan.plan_page import RecipeForecast
+from shardvit.launch.plan.shards import look
+from shardvit.pipeline.budget.communication import links_of
+from shardvit.pipeline.budget.cost import stage_cost
+from shardvit.pipeline.budget.forecast import GivenSpeed, Hardware, Shards, StageForecast, forecast_stage
+from shardvit.pipeline.budget.gpus import Gpu, find_gpu, gpu_of_driver
+from shardvit.pipeline.budget.length import stage_length
+from shardvit.pipeline.budget.warnings import engine_warnings, stage_warnings
+from shardvit.pipeline.recipe.duration import parse_duration
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stage import MaskedPatchStage
+from shardvit.pipeline.recipe.vocabulary import StageName
 
 DRIVER = Path("/proc/driver/nvidia/gpus")  # GPU/information for each GPU
 _ASSUMED_CLASSES = 1000
@@ -43,7 +43,7 @@ def make_plan(recipe: Recipe, options: PlanOptions, *, driver: Path = DRIVER) ->
     for name in names:
         config = recipe.train_stage(name)
         if config.optimizer.frozen_needs_model:
-            from pipeline.training.stages import check_frozen  # imports torch
+            from shardvit.pipeline.training.stages import check_frozen  # imports torch
 
             check_frozen(recipe, stage=name)
         shards, missing = _shards(recipe, name, num_images=num_images.get(name), num_classes=num_classes.get(name))

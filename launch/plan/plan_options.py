@@ -5,8 +5,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from data_shards.errors import UserError
-from launch.flags import demand_counts
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.flags import demand_counts
 
 
 @Parameter(name="*")

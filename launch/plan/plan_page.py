@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from data_shards.text import PAGE_WIDTH, printable, show_bytes, show_duration, table
-from pipeline.budget.communication import GOOD_KEPT_SHARE
-from pipeline.budget.forecast import Hardware, StageForecast
-from pipeline.budget.gpus import RESERVE_SHARE
-from pipeline.recipe.schema import EngineConfig, Recipe
+from shardvit.data_shards.text import PAGE_WIDTH, printable, show_bytes, show_duration, table
+from shardvit.pipeline.budget.communication import GOOD_KEPT_SHARE
+from shardvit.pipeline.budget.forecast import Hardware, StageForecast
+from shardvit.pipeline.budget.gpus import RESERVE_SHARE
+from shardvit.pipeline.recipe.schema import EngineConfig, Recipe
 
 UNKNOWN = "?"
 

@@ -8,19 +8,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from data_shards.reading.opening import open_shards
-from data_shards.shards.location import command_reason, expand_braces, is_local, join, local_path, redacted
-from data_shards.shards.manifest import MANIFEST_FILE
-from data_shards.shards.shard_set import ShardSet, merge_shard_sets
-from data_shards.store.download import MissingObject, RetryPolicy
-from data_shards.store.store import Store
-from data_shards.text import printable
-from pipeline.recipe.data import ShardsConfig
-from pipeline.recipe.roles import Role, missing_paths, role_of
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.vocabulary import StageName
-from pipeline.stage.stage_data import shards_spec
-from pipeline.transfer.settings import few_shot_of
+from shardvit.data_shards.reading.opening import open_shards
+from shardvit.data_shards.shards.location import command_reason, expand_braces, is_local, join, local_path, redacted
+from shardvit.data_shards.shards.manifest import MANIFEST_FILE
+from shardvit.data_shards.shards.shard_set import ShardSet, merge_shard_sets
+from shardvit.data_shards.store.download import MissingObject, RetryPolicy
+from shardvit.data_shards.store.store import Store
+from shardvit.data_shards.text import printable
+from shardvit.pipeline.recipe.data import ShardsConfig
+from shardvit.pipeline.recipe.roles import Role, missing_paths, role_of
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.vocabulary import StageName
+from shardvit.pipeline.stage.stage_data import shards_spec
+from shardvit.pipeline.transfer.settings import few_shot_of
 
 GIVE_UP_SECONDS = 30.0  # the user is waiting
 _MOST_MANIFEST_BYTES = 1 << 30

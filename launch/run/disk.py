@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from data_shards.errors import UserError
+from shardvit.data_shards.errors import UserError
 
 _ADVICE = {
     errno.ENOSPC: "the disk is full: make room there, and the same command resumes",

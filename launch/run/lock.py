@@ -29,12 +29,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from data_shards.durable import break_links
-from data_shards.errors import UserError
-from launch.local.output import say as to_stderr
-from launch.run.disk import Presence, gone
-from pipeline.ranks.process import process_started, this_machine
-from pipeline.recipe.vocabulary import EXIT_FAILED, EXIT_USER_ERROR
+from shardvit.data_shards.durable import break_links
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.local.output import say as to_stderr
+from shardvit.launch.run.disk import Presence, gone
+from shardvit.pipeline.ranks.process import process_started, this_machine
+from shardvit.pipeline.recipe.vocabulary import EXIT_FAILED, EXIT_USER_ERROR
 
 _BEAT_SECONDS = 5.0
 _WATCH_SECONDS = 30.0  # longer than a file server's pauses

@@ -11,25 +11,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from data_shards.errors import UserError
-from data_shards.shards.location import CommandRefused, Commands
-from launch.hosts.hostfile import Fleet
-from launch.local.env import SUPERVISOR_PID, num_gpus, tracking_uri
-from launch.local.output import say
-from launch.local.processes import handled, kill_all, memory_kills, reason
-from launch.local.start import Launch, run_stage_locally
-from launch.run.disk import Presence, disk_problem
-from launch.run.lock import locked
-from launch.run.restarts import PAUSE_SECONDS, Restarts
-from pipeline.checkpoint.identity import check_newest, checkpoint_identity
-from pipeline.checkpoint.mend_record import mend_records
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage import TrainStage
-from pipeline.recipe.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR, StageName
-from pipeline.report.best import describe_results
-from pipeline.runs.run_folder import RunFolder
-from pipeline.stage.data_record import check_data, has_record
-from pipeline.stage.initial_model import model_from_elsewhere
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.shards.location import CommandRefused, Commands
+from shardvit.launch.hosts.hostfile import Fleet
+from shardvit.launch.local.env import SUPERVISOR_PID, num_gpus, tracking_uri
+from shardvit.launch.local.output import say
+from shardvit.launch.local.processes import handled, kill_all, memory_kills, reason
+from shardvit.launch.local.start import Launch, run_stage_locally
+from shardvit.launch.run.disk import Presence, disk_problem
+from shardvit.launch.run.lock import locked
+from shardvit.launch.run.restarts import PAUSE_SECONDS, Restarts
+from shardvit.pipeline.checkpoint.identity import check_newest, checkpoint_identity
+from shardvit.pipeline.checkpoint.mend_record import mend_records
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stage import TrainStage
+from shardvit.pipeline.recipe.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR, StageName
+from shardvit.pipeline.report.best import describe_results
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.stage.data_record import check_data, has_record
+from shardvit.pipeline.stage.initial_model import model_from_elsewhere
 
 _GONE_SECONDS = 20.0  # for the ranks to notice, report it and exit
 
@@ -91,7 +91,7 @@ class PipelineRun:
             raise UserError(f"--max-restarts: it is {max_restarts}; give 0 or more")
         stages: list[StageName] = list(names if only is None else (only,))
         if mode == "dry-run":
-            from launch.plan.dry_run import printed, summary
+            from shardvit.launch.plan.dry_run import printed, summary
 
             self._starter()  # checks the hosts
             text = summary(
@@ -132,7 +132,7 @@ class PipelineRun:
         """Return the function that starts stages, here or on the hosts; checks the hosts first."""
         if self.fleet is None:
             return run_stage_locally
-        from launch.hosts.stage import prepare
+        from shardvit.launch.hosts.stage import prepare
 
         return prepare(
             self.fleet,
@@ -225,9 +225,9 @@ class PipelineRun:
 
     def check_stages(self) -> list[str]:
         """Check MLflow's address and every stage's data, sizes, model and checkpoints; returns what went unchecked."""
-        from pipeline.recipe.stage_plan import plan_stage  # imports numpy: only for a valid recipe
-        from pipeline.stage.stage_data import open_data, training_order
-        from pipeline.transfer.settings import open_few_shot
+        from shardvit.pipeline.recipe.stage_plan import plan_stage  # imports numpy: only for a valid recipe
+        from shardvit.pipeline.stage.stage_data import open_data, training_order
+        from shardvit.pipeline.transfer.settings import open_few_shot
 
         tracking_uri()  # UserError if it is no address
         notes: list[str] = []
@@ -240,7 +240,7 @@ class PipelineRun:
                 continue
             if is_open and config.optimizer.frozen_needs_model:
                 # Imports torch and timm (5 s), only where weight names matter.
-                from pipeline.training.stages import check_frozen
+                from shardvit.pipeline.training.stages import check_frozen
 
                 check_frozen(self.recipe, stage=stage)
             data = None
@@ -265,7 +265,7 @@ class PipelineRun:
         """Describe the stage's shards that a dry run does not open."""
         if self.shards == "needed" or stage not in self.recipe.stages.trained:
             return ()
-        from launch.plan.shards import look
+        from shardvit.launch.plan.shards import look
 
         return look(self.recipe, stage=stage).unopened
 

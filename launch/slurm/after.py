@@ -1,6 +1,7 @@
-"""Decide what follows when srun has ended: the stage is done, the job is requeued, or we give up.
+r"""Decide what follows when srun has ended: the stage is done, the job is requeued, or we give up.
 
-    python -m launch.slurm.after RUN --stage S --job ID --code N --signal none --queue RUNNING/None --max-restarts 20
+    python -m shardvit.launch.slurm.after RUN --stage S --job ID --code N --signal none --queue RUNNING/None \
+        --max-restarts 20
 
 Exit code: 0 done, 75 requeue this job, 2 the user must change something, 1 given up or left to SLURM. Dependent jobs
 run only after 0. Crashes are retried at most `--max-restarts` times; neither they nor stops (time limit, signal) are
@@ -16,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from data_shards.errors import UserError
-from launch.local.output import say
-from launch.local.processes import reason
-from launch.run.restarts import Restarts
-from launch.slurm.records import End, Kind, read_cancelled, read_ends, write_ends
-from pipeline.recipe.vocabulary import ALL_STAGES, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, StageName
-from pipeline.runs.run_folder import RunFolder, StageRecord
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.local.output import say
+from shardvit.launch.local.processes import reason
+from shardvit.launch.run.restarts import Restarts
+from shardvit.launch.slurm.records import End, Kind, read_cancelled, read_ends, write_ends
+from shardvit.pipeline.recipe.vocabulary import ALL_STAGES, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, StageName
+from shardvit.pipeline.runs.run_folder import RunFolder, StageRecord
 
 _TIME_LIMIT = "TimeLimit"
 
@@ -112,7 +113,9 @@ def judge(run: Path, *, stage: StageName, ending: Ending, max_restarts: int) -> 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the batch script's question, print the verdict and return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m launch.slurm.after", description="Is a stage's job requeued?")
+    parser = argparse.ArgumentParser(
+        prog="python -m shardvit.launch.slurm.after", description="Is a stage's job requeued?"
+    )
     parser.add_argument("run", type=Path, help="the run folder")
     parser.add_argument("--stage", required=True, choices=ALL_STAGES)
     parser.add_argument("--job", required=True)

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from data_shards.errors import UserError
-from launch.slurm.commands import Slurm
-from launch.slurm.records import read_cancelled, read_submission, write_cancelled
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.slurm.commands import Slurm
+from shardvit.launch.slurm.records import read_cancelled, read_submission, write_cancelled
 
 _POLL_SECONDS = 2.0
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from data_shards.errors import UserError
-from launch.slurm.job_options import parse_time
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.slurm.job_options import parse_time
 
 _TIMEOUT_SECONDS = 60.0
 _FORMAT = "%i|%T|%r|%L|%N"

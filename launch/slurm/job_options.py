@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 from cyclopts import Parameter
 
-from data_shards.errors import UserError
+from shardvit.data_shards.errors import UserError
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
 _FROM_SITE = Parameter(help="As sbatch's; default: the site file's.")

@@ -12,10 +12,10 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from data_shards.durable import break_links, replace_text
-from data_shards.errors import UserError
-from data_shards.safe_paths import read_inside
-from pipeline.recipe.vocabulary import StageName
+from shardvit.data_shards.durable import break_links, replace_text
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.safe_paths import read_inside
+from shardvit.pipeline.recipe.vocabulary import StageName
 
 Kind = Literal["stopped", "failed", "taken away"]
 """How an unfinished attempt ended; taken away: by SLURM (preemption, a failed node, scancel)."""

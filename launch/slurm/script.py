@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from data_shards.errors import UserError
-from data_shards.working_folder import SAFE_PATH
-from launch.slurm.job_options import limit_seconds
-from launch.slurm.site import ContainerSite, SlurmJob
-from pipeline.recipe.vocabulary import EXIT_STOPPED, RECIPE_FILE, StageName
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.working_folder import SAFE_PATH
+from shardvit.launch.slurm.job_options import limit_seconds
+from shardvit.launch.slurm.site import ContainerSite, SlurmJob
+from shardvit.pipeline.recipe.vocabulary import EXIT_STOPPED, RECIPE_FILE, StageName
 
 _WAIT_SECONDS = 120  # after the first process exits: by then all have saved, but may still send to MLflow
 _REQUEUE_SECONDS = 5  # before the time limit, to decide and requeue
@@ -75,12 +75,12 @@ def stage_script(stage: StageName, *, job: SlurmJob, paths: Paths, tasks: Tasks 
         job_id="$SLURM_JOB_ID" if tasks is None else "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}",
         train=_command(
             _srun(stage, job, paths=paths, how="train"),
-            [*inside, python, "-u", "-m", "launch.train", recipe, "--stage", stage],
+            [*inside, python, "-u", "-m", "shardvit.launch.train", recipe, "--stage", stage],
             ["--runs", str(runs)],
         ),
         after=_command(
             *_asking(stage, job, paths=paths),
-            [*inside, python, "-m", "launch.slurm.after", run],
+            [*inside, python, "-m", "shardvit.launch.slurm.after", run],
             ["--stage", stage, "--max-restarts", str(job.options.max_restarts)],
         ),
         patience_seconds=max(1, job.options.signal_seconds - _REQUEUE_SECONDS),

@@ -29,10 +29,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationError, create_model
 
-from data_shards.errors import UserError
-from launch.slurm.job_options import JobOptions, limit_seconds, table
-from pipeline.recipe.duration import Strict
-from pipeline.recipe.mistakes import mistakes
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.slurm.job_options import JobOptions, limit_seconds, table
+from shardvit.pipeline.recipe.duration import Strict
+from shardvit.pipeline.recipe.mistakes import mistakes
 
 
 def _one_line(text: str) -> str:

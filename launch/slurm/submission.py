@@ -10,21 +10,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import launch
-from data_shards.durable import replace_text
-from data_shards.errors import UserError
-from data_shards.shards.location import Commands
-from launch.run.pipeline_run import PipelineRun
-from launch.slurm.commands import After, Slurm, submit_command
-from launch.slurm.records import Submission, begin_jobs, read_submission, write_submission
-from launch.slurm.script import Paths, stage_script
-from launch.slurm.site import SlurmJob
-from pipeline.recipe.io import dump_recipe
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage_plan import plan_stage
-from pipeline.recipe.vocabulary import StageName
-from pipeline.runs.run_folder import RunFolder
-from pipeline.stage.stage_data import open_data
+import shardvit
+from shardvit.data_shards.durable import replace_text
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.shards.location import Commands
+from shardvit.launch.run.pipeline_run import PipelineRun
+from shardvit.launch.slurm.commands import After, Slurm, submit_command
+from shardvit.launch.slurm.records import Submission, begin_jobs, read_submission, write_submission
+from shardvit.launch.slurm.script import Paths, stage_script
+from shardvit.launch.slurm.site import SlurmJob
+from shardvit.pipeline.recipe.io import dump_recipe
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stage_plan import plan_stage
+from shardvit.pipeline.recipe.vocabulary import StageName
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.stage.stage_data import open_data
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,6 @@ def total_steps(recipe: Recipe, *, processes: int, commands: Commands = "refuse"
 
 
 def package_folder() -> Path | None:
-    """The folder that `launch` was imported from; None if it is installed."""
-    folder = Path(launch.__file__ or "").resolve().parents[1]
+    """The folder that `shardvit` was imported from; None if it is installed."""
+    folder = Path(shardvit.__file__).resolve().parents[1]
     return None if folder.is_relative_to(Path(sys.prefix).resolve()) else folder

@@ -16,21 +16,21 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from data_shards.durable import replace_text
-from data_shards.errors import UserError
-from launch.run.pipeline_run import PipelineRun
-from launch.slurm.commands import After
-from launch.slurm.records import Submission, begin_jobs, write_submission
-from launch.slurm.script import Paths, Tasks, stage_script, step_script
-from launch.slurm.site import SlurmJob
-from launch.slurm.submission import Job, SubmissionPlan, package_folder, total_steps
-from launch.sweep.points import FINAL, Point, Sweep, open_point
-from launch.sweep.record import make_record
-from launch.sweep.step import store_finals
-from pipeline.recipe.io import dump_recipe
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.vocabulary import RECIPE_FILE, StageName
-from pipeline.runs.run_folder import RunFolder
+from shardvit.data_shards.durable import replace_text
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.run.pipeline_run import PipelineRun
+from shardvit.launch.slurm.commands import After
+from shardvit.launch.slurm.records import Submission, begin_jobs, write_submission
+from shardvit.launch.slurm.script import Paths, Tasks, stage_script, step_script
+from shardvit.launch.slurm.site import SlurmJob
+from shardvit.launch.slurm.submission import Job, SubmissionPlan, package_folder, total_steps
+from shardvit.launch.sweep.points import FINAL, Point, Sweep, open_point
+from shardvit.launch.sweep.record import make_record
+from shardvit.launch.sweep.step import store_finals
+from shardvit.pipeline.recipe.io import dump_recipe
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.vocabulary import RECIPE_FILE, StageName
+from shardvit.pipeline.runs.run_folder import RunFolder
 
 
 def plan_sweep_jobs(sweep: Sweep, *, job: SlurmJob, at_once: int | None) -> SubmissionPlan:
@@ -84,7 +84,7 @@ def _jobs(
             yield Job(stage, paths.script(stage), stage_script(stage, job=job, paths=paths, tasks=tasks), how)
             how = "aftercorr"
         how = "afterany"
-    step = ("-m", "launch.sweep.step", str(sweep.root), "--do")
+    step = ("-m", "shardvit.launch.sweep.step", str(sweep.root), "--do")
     yield Job(
         "choose", paths.slurm / "choose.sbatch", step_script("choose", [*step, "choose"], job=job, paths=paths), how
     )

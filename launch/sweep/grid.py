@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from data_shards.errors import UserError
-from data_shards.text import one_line
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.text import one_line
 
 MOST_POINTS = 1000  # more is likely a typo; also SLURM's usual array limit
 _LONGEST_NAME = 100

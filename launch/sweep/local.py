@@ -7,17 +7,17 @@ A user error or full disk (exit code 2) or a stop (75) ends it.
 import signal
 from collections.abc import Callable
 
-from data_shards.errors import UserError
-from launch.local.output import say
-from launch.local.processes import handled
-from launch.run.lock import locked
-from launch.run.pipeline_run import PipelineRun
-from launch.sweep.grid import extend_grid
-from launch.sweep.points import FINAL, Point, SharedStage, Sweep, open_point
-from launch.sweep.record import SweepRecord, as_table, choose, failures, log_to_mlflow, make_record
-from pipeline.recipe.io import differences, parse_recipe
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.vocabulary import EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, RECIPE_FILE
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.local.output import say
+from shardvit.launch.local.processes import handled
+from shardvit.launch.run.lock import locked
+from shardvit.launch.run.pipeline_run import PipelineRun
+from shardvit.launch.sweep.grid import extend_grid
+from shardvit.launch.sweep.points import FINAL, Point, SharedStage, Sweep, open_point
+from shardvit.launch.sweep.record import SweepRecord, as_table, choose, failures, log_to_mlflow, make_record
+from shardvit.pipeline.recipe.io import differences, parse_recipe
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.vocabulary import EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, RECIPE_FILE
 
 _MOST_EXTENSIONS = 3
 

@@ -3,17 +3,17 @@
 from dataclasses import dataclass
 from typing import TypeVar
 
-from data_shards.errors import UserError
-from data_shards.text import show_duration, table
-from launch.plan.gathering import make_plan
-from launch.plan.plan_options import PlanOptions
-from launch.plan.plan_page import UNKNOWN, RecipeForecast
-from launch.plan.shards import look
-from launch.run.pipeline_run import PipelineRun
-from launch.sweep.points import FINAL, Sweep
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.vocabulary import StageName
-from pipeline.runs.run_folder import RunFolder
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.text import show_duration, table
+from shardvit.launch.plan.gathering import make_plan
+from shardvit.launch.plan.plan_options import PlanOptions
+from shardvit.launch.plan.plan_page import UNKNOWN, RecipeForecast
+from shardvit.launch.plan.shards import look
+from shardvit.launch.run.pipeline_run import PipelineRun
+from shardvit.launch.sweep.points import FINAL, Sweep
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.vocabulary import StageName
+from shardvit.pipeline.runs.run_folder import RunFolder
 
 Number = TypeVar("Number", int, float)
 

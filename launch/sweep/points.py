@@ -16,14 +16,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from data_shards.errors import UserError
-from launch.sweep.grid import Axis, grid_points, point_names, read_grid
-from pipeline.recipe.io import flatten, load_recipe, parse_recipe
-from pipeline.recipe.mistakes import mistakes
-from pipeline.recipe.roles import missing_paths
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.vocabulary import RECIPE_FILE, StageName
-from pipeline.runs.run_folder import RunFolder, recipe_digest
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.sweep.grid import Axis, grid_points, point_names, read_grid
+from shardvit.pipeline.recipe.io import flatten, load_recipe, parse_recipe
+from shardvit.pipeline.recipe.mistakes import mistakes
+from shardvit.pipeline.recipe.roles import missing_paths
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.vocabulary import RECIPE_FILE, StageName
+from shardvit.pipeline.runs.run_folder import RunFolder, recipe_digest
 
 FINAL = "final"  # the final run's folder
 

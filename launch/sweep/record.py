@@ -13,19 +13,19 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from data_shards.durable import replace_text
-from data_shards.errors import UserError
-from data_shards.safe_paths import read_inside
-from data_shards.text import printable, table
-from launch.local.env import experiment_name, tracking_uri
-from launch.local.output import say
-from launch.sweep.grid import standard_error, value_beyond
-from launch.sweep.points import FINAL, Point, Sweep
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.vocabulary import SWEEP_FILE, StageName
-from pipeline.runs.read import read_run
-from pipeline.runs.run_folder import RunFolder
-from pipeline.tracking.facts import RunStatus
+from shardvit.data_shards.durable import replace_text
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.safe_paths import read_inside
+from shardvit.data_shards.text import printable, table
+from shardvit.launch.local.env import experiment_name, tracking_uri
+from shardvit.launch.local.output import say
+from shardvit.launch.sweep.grid import standard_error, value_beyond
+from shardvit.launch.sweep.points import FINAL, Point, Sweep
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.vocabulary import SWEEP_FILE, StageName
+from shardvit.pipeline.runs.read import read_run
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.tracking.facts import RunStatus
 
 RULE = "the best held-out score; at equal scores the lower loss, then the first"
 _SCORES = ("top1", "accuracy")
@@ -217,7 +217,7 @@ def _progress(folder: RunFolder) -> dict[str, str | int]:
 
 def log_to_mlflow(sweep: Sweep, record: SweepRecord, *, status: RunStatus) -> None:
     """Update the sweep's own MLflow run, the parent of its runs; never raises, prints a failure."""
-    from pipeline.tracking.command_runs import log_sweep
+    from shardvit.pipeline.tracking.command_runs import log_sweep
 
     chosen = next((one for one in record.points if one.name == record.chosen), None)
     # Tags, not params, which are immutable in MLflow: grid and share may change.

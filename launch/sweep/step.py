@@ -1,7 +1,7 @@
 """The SLURM jobs of a sweep that do not train: choose a point and prepare the final run; summarize at the end.
 
-    python -m launch.sweep.step RUNS/NAME-sweep --do choose
-    python -m launch.sweep.step RUNS/NAME-sweep --do sum-up
+    python -m shardvit.launch.sweep.step RUNS/NAME-sweep --do choose
+    python -m shardvit.launch.sweep.step RUNS/NAME-sweep --do sum-up
 
 Reads recipes from the sweep's folder: POINT/recipe.yaml, and slurm/finals/POINT.yaml for a final run with the point's
 values. Exit code 1: no point can be chosen, or the final run is not done; 2: the folder is damaged.
@@ -13,16 +13,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_shards.durable import replace_text
-from data_shards.errors import UserError
-from launch.local.output import say
-from launch.sweep.grid import Axis
-from launch.sweep.local import begin_final
-from launch.sweep.points import FINAL, Point, SharedStage, Sweep, open_point
-from launch.sweep.record import Outcome, SweepRecord, as_table, choose, log_to_mlflow, make_record, read_record
-from pipeline.recipe.io import dump_recipe, parse_recipe
-from pipeline.recipe.vocabulary import EXIT_FAILED, EXIT_USER_ERROR, RECIPE_FILE, StageName
-from pipeline.runs.run_folder import RunFolder
+from shardvit.data_shards.durable import replace_text
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.local.output import say
+from shardvit.launch.sweep.grid import Axis
+from shardvit.launch.sweep.local import begin_final
+from shardvit.launch.sweep.points import FINAL, Point, SharedStage, Sweep, open_point
+from shardvit.launch.sweep.record import Outcome, SweepRecord, as_table, choose, log_to_mlflow, make_record, read_record
+from shardvit.pipeline.recipe.io import dump_recipe, parse_recipe
+from shardvit.pipeline.recipe.vocabulary import EXIT_FAILED, EXIT_USER_ERROR, RECIPE_FILE, StageName
+from shardvit.pipeline.runs.run_folder import RunFolder
 
 _FINALS = Path("slurm") / "finals"
 
@@ -79,7 +79,9 @@ def sum_up(sweep: Sweep, record: SweepRecord) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one of the two jobs; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m launch.sweep.step", description="Choose, or sum up, in a sweep.")
+    parser = argparse.ArgumentParser(
+        prog="python -m shardvit.launch.sweep.step", description="Choose, or sum up, in a sweep."
+    )
     parser.add_argument("root", type=Path, help="RUNS/NAME-sweep")
     parser.add_argument("--do", required=True, choices=("choose", "sum-up"))
     options = parser.parse_args(arguments)

@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from data_shards.errors import UserError
-from data_shards.safe_paths import open_inside
-from launch.slurm.commands import Queued, Slurm
-from launch.slurm.records import Submission, read_ends, read_submission
-from pipeline.ranks.heartbeat import Heartbeat, Sightings, heartbeat_file, read_heartbeat
-from pipeline.ranks.stopping import requeues_needed
-from pipeline.recipe.vocabulary import SWEEP_FILE
-from pipeline.report.progress import RecentSpeed
-from pipeline.runs.logs import Event
-from pipeline.runs.read import SUBMITTED_RECIPE, RunReader, RunStage
-from pipeline.runs.run_folder import RunFolder, StageRecord
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.safe_paths import open_inside
+from shardvit.launch.slurm.commands import Queued, Slurm
+from shardvit.launch.slurm.records import Submission, read_ends, read_submission
+from shardvit.pipeline.ranks.heartbeat import Heartbeat, Sightings, heartbeat_file, read_heartbeat
+from shardvit.pipeline.ranks.stopping import requeues_needed
+from shardvit.pipeline.recipe.vocabulary import SWEEP_FILE
+from shardvit.pipeline.report.progress import RecentSpeed
+from shardvit.pipeline.runs.logs import Event
+from shardvit.pipeline.runs.read import SUBMITTED_RECIPE, RunReader, RunStage
+from shardvit.pipeline.runs.run_folder import RunFolder, StageRecord
 
 _SPEED_WINDOW_SECONDS = 1800.0
 _QUEUE_SECONDS = 30.0

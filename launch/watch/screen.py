@@ -14,11 +14,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from data_shards.text import one_line, show_duration
-from launch.slurm.commands import Queued
-from launch.terminal_curves import Glyphs, bar, draw_curves
-from launch.watch.look import RankView, RunView, StageView
-from pipeline.runs.logs import Event
+from shardvit.data_shards.text import one_line, show_duration
+from shardvit.launch.slurm.commands import Queued
+from shardvit.launch.terminal_curves import Glyphs, bar, draw_curves
+from shardvit.launch.watch.look import RankView, RunView, StageView
+from shardvit.pipeline.runs.logs import Event
 
 _STYLES = {"running": "green", "done": "blue", "stopped": "yellow", "interrupted": "yellow", "failed": "red"}
 _KINDS = {"failed": "red", "spike": "yellow", "skipped": "yellow", "rollback": "yellow", "slow_rank": "yellow"}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 from typing import Literal
 
-from model.variants import ResnetSizes
+from shardvit.model.variants import ResnetSizes
 
 VALUE_BYTES = 2  # bf16
 STATISTIC_BYTES = 4  # norms' mean and reciprocal deviation, softmax's log-sum: float32 on the GPU

@@ -13,8 +13,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from model.config import ModelConfig, Regularisation
-from model.counting.cost import (
+from shardvit.model.config import ModelConfig, Regularisation
+from shardvit.model.counting.cost import (
     NOTHING,
     Chain,
     Cost,
@@ -27,8 +27,8 @@ from model.counting.cost import (
     saved,
     stem_cost,
 )
-from model.variants import VitSizes
-from model.vocabulary import HeadKind
+from shardvit.model.variants import VitSizes
+from shardvit.model.vocabulary import HeadKind
 
 _PREFIXES = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 

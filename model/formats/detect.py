@@ -12,18 +12,33 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from model.config import OF_TRANSFORMERS, ModelConfig
-from model.formats.external_model import NO_HINTS, ExternalModel, UserHints, adapt, lost_blocks, of_record, settle
-from model.formats.timm_state import is_timm_state, read_timm_folder, read_timm_state
-from model.formats.torchvision_state import is_torchvision_state, read_torchvision_state
-from model.formats.transformers_state import (
+from shardvit.model.config import OF_TRANSFORMERS, ModelConfig
+from shardvit.model.formats.external_model import (
+    NO_HINTS,
+    ExternalModel,
+    UserHints,
+    adapt,
+    lost_blocks,
+    of_record,
+    settle,
+)
+from shardvit.model.formats.timm_state import is_timm_state, read_timm_folder, read_timm_state
+from shardvit.model.formats.torchvision_state import is_torchvision_state, read_torchvision_state
+from shardvit.model.formats.transformers_state import (
     MODEL_TYPE,
     is_transformers_state,
     read_transformers_folder,
     read_transformers_state,
 )
-from model.formats.weights_file import FOLDER_FILES, SUFFIXES, load_weights
-from model.saved.model_folder import CONFIG_FILE, RECORD_KEY, SavedModelMeta, load_model, read_json, read_side_record
+from shardvit.model.formats.weights_file import FOLDER_FILES, SUFFIXES, load_weights
+from shardvit.model.saved.model_folder import (
+    CONFIG_FILE,
+    RECORD_KEY,
+    SavedModelMeta,
+    load_model,
+    read_json,
+    read_side_record,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,11 +74,11 @@ def read_external(path: Path, *, config: ModelConfig | None = None, hints: UserH
     if path.is_dir():
         found = _folder(path, config=config)
     elif path.suffix == ".npz":
-        from model.formats.google_npz import read_google_npz
+        from shardvit.model.formats.google_npz import read_google_npz
 
         found = _settled(read_google_npz(path, hints=hints), config=config, origin=str(path))
     elif path.suffix == ".pt2":
-        from model.formats.programs import read_torch_export
+        from shardvit.model.formats.programs import read_torch_export
 
         described = of_record(*read_torch_export(path), format="torch.export file")
         found = _settled(described, config=config, origin=str(path))

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
-from model.formats.torchvision_state import how_to_load, torchvision_objection, write_torchvision_state
-from model.formats.transformers_state import transformers_objection, write_transformers_folder
-from model.saved.atomic import replaced_file, replaced_folder
-from model.saved.model_folder import (
+from shardvit.model.formats.torchvision_state import how_to_load, torchvision_objection, write_torchvision_state
+from shardvit.model.formats.transformers_state import transformers_objection, write_transformers_folder
+from shardvit.model.saved.atomic import replaced_file, replaced_folder
+from shardvit.model.saved.model_folder import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     SavedModelMeta,
@@ -28,7 +28,7 @@ from model.saved.model_folder import (
     timm_objection,
     write_side_record,
 )
-from model.vocabulary import ExportFormat, check_ending
+from shardvit.model.vocabulary import ExportFormat, check_ending
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,7 +61,7 @@ def _write(meta: SavedModelMeta, state: Mapping[str, Tensor], *, to: ExportForma
     beside = f"in {side_path(out).name}: keep the two together"
     match to:
         case "npz" | "big_vision":
-            from model.formats.google_npz import write_google_npz
+            from shardvit.model.formats.google_npz import write_google_npz
 
             write_google_npz(out, state, meta=meta, names="vision_transformer" if to == "npz" else "big_vision")
             return [f"class names and preprocessing are {beside}"]
@@ -90,7 +90,7 @@ def _write(meta: SavedModelMeta, state: Mapping[str, Tensor], *, to: ExportForma
                 )
             return [*notes, "\n".join(["load it with", *how_to_load(meta, file=out)]), _pixels(meta)]
         case "onnx" | "torch_export":
-            from model.formats import programs
+            from shardvit.model.formats import programs
 
             model = build_described(meta)
             model.load_state_dict(state, strict=True)

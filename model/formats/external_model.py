@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
-from model.config import ModelConfig
-from model.saved.model_folder import SavedModelMeta, check_state, first_mistake
-from model.saved.state_shapes import StateSizes, read_sizes, shapes_of, variant_of
-from model.variants import VARIANTS, VitSizes
-from model.vocabulary import ClassTokenPosition, Gelu, HeadKind, Interpolation, LossKind, PositionKind
+from shardvit.model.config import ModelConfig
+from shardvit.model.saved.model_folder import SavedModelMeta, check_state, first_mistake
+from shardvit.model.saved.state_shapes import StateSizes, read_sizes, shapes_of, variant_of
+from shardvit.model.variants import VARIANTS, VitSizes
+from shardvit.model.vocabulary import ClassTokenPosition, Gelu, HeadKind, Interpolation, LossKind, PositionKind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,7 +84,7 @@ def move_class_row(state: Mapping[str, Tensor], *, config: ModelConfig) -> dict[
 
 def with_all_positions(state: Mapping[str, Tensor], *, meta: SavedModelMeta) -> dict[str, Tensor]:
     """Give `pos_embed` a position for every token: fixed ones included, zeros for a class token without."""
-    from model.positions.embedding import fixed_numbers
+    from shardvit.model.positions.embedding import fixed_numbers
 
     state = {**state, **fixed_numbers(meta.model, image_size=meta.image_size)}
     config = meta.model.with_learned_positions.model_copy(update={"class_token_position": "learned"})
@@ -158,7 +158,7 @@ class ExternalModel:
 
 def of_record(meta: SavedModelMeta, state: dict[str, Tensor], *, format: str) -> ExternalModel:
     """Make a model from our record; from the masked-patch stage only the trunk."""
-    from model.positions.embedding import without_numbers
+    from shardvit.model.positions.embedding import without_numbers
 
     names = ("image_size", "num_classes", "class_names", "mean", "std", "loss", "eval_protocol", "eval_crop_share")
     state = without_numbers(state, config=meta.model, image_size=meta.image_size)
@@ -341,7 +341,7 @@ def adapt(
     if new_head:
         changes["loss"] = loss or "softmax"
     if image_size is not None and image_size != external.image_size:
-        from model.positions.interpolation import resize_state
+        from shardvit.model.positions.interpolation import resize_state
 
         sizes = {"from_image_size": external.image_size, "to_image_size": image_size}
         state = resize_state(state, config=external.config, **sizes)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Literal
 
 from einops import rearrange
 
-from model.formats.external_model import NO_HINTS, ExternalModel, Semantics, UserHints, config_of, lost_blocks
-from model.saved.state_shapes import Shape, read_sizes
-from model.vocabulary import HeadKind
+from shardvit.model.formats.external_model import NO_HINTS, ExternalModel, Semantics, UserHints, config_of, lost_blocks
+from shardvit.model.saved.state_shapes import Shape, read_sizes
+from shardvit.model.vocabulary import HeadKind
 
 if TYPE_CHECKING:
     from torch import Tensor

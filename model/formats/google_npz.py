@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.formats.external_model import (
+from shardvit.model.formats.external_model import (
     NO_HINTS,
     ExternalModel,
     UserHints,
@@ -29,7 +29,7 @@ from model.formats.external_model import (
     of_record,
     with_all_positions,
 )
-from model.formats.google_names import (
+from shardvit.model.formats.google_names import (
     BIG_VISION,
     VISION_TRANSFORMER,
     ArrayPart,
@@ -40,11 +40,11 @@ from model.formats.google_names import (
     slots_of,
     to_google,
 )
-from model.positions.embedding import fixed_numbers, without_numbers
-from model.saved.atomic import replaced_file
-from model.saved.model_folder import SavedModelMeta, check_state, read_side_record, write_side_record
-from model.saved.state_shapes import Shape, describe_differences, first_difference, shapes_of
-from model.vit import build_model
+from shardvit.model.positions.embedding import fixed_numbers, without_numbers
+from shardvit.model.saved.atomic import replaced_file
+from shardvit.model.saved.model_folder import SavedModelMeta, check_state, read_side_record, write_side_record
+from shardvit.model.saved.state_shapes import Shape, describe_differences, first_difference, shapes_of
+from shardvit.model.vit import build_model
 
 GoogleNames = Literal["vision_transformer", "big_vision"]
 

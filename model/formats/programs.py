@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zipfile import BadZipFile, ZipFile
 
-from model.saved.atomic import replaced_file
-from model.saved.model_folder import RECORD_KEY, SavedModelMeta, build_described, parse_inside
+from shardvit.model.saved.atomic import replaced_file
+from shardvit.model.saved.model_folder import RECORD_KEY, SavedModelMeta, build_described, parse_inside
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

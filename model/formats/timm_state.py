@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model.config import ModelConfig
-from model.formats.external_model import ExternalModel, Semantics, add_qkv_biases, config_of, of_shapes
-from model.formats.weights_file import load_folder_weights
-from model.saved.state_shapes import describe_differences, read_sizes, shapes_of
-from model.vocabulary import EvalProtocol, Gelu, Pool
+from shardvit.model.config import ModelConfig
+from shardvit.model.formats.external_model import ExternalModel, Semantics, add_qkv_biases, config_of, of_shapes
+from shardvit.model.formats.weights_file import load_folder_weights
+from shardvit.model.saved.state_shapes import describe_differences, read_sizes, shapes_of
+from shardvit.model.vocabulary import EvalProtocol, Gelu, Pool
 
 if TYPE_CHECKING:
     from timm.models.vision_transformer import VisionTransformer
@@ -173,7 +173,7 @@ def _compare_structure(model: VisionTransformer, config: ModelConfig, *, origin:
     """Refuse any layer that differs from ours and that `_objection` does not name."""
     import torch
 
-    from model.vit import build_model
+    from shardvit.model.vit import build_model
 
     image_size = model.patch_embed.grid_size[0] * model.patch_embed.patch_size[0]
     with torch.device("meta"):

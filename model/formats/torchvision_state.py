@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from model.config import ModelConfig
-from model.formats.external_model import (
+from shardvit.model.config import ModelConfig
+from shardvit.model.formats.external_model import (
     IMAGENET_MEAN,
     IMAGENET_STD,
     ExternalModel,
@@ -22,7 +22,7 @@ from model.formats.external_model import (
     plain_vit_objection,
     with_all_positions,
 )
-from model.saved.model_folder import SavedModelMeta
+from shardvit.model.saved.model_folder import SavedModelMeta
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model.config import ModelConfig
-from model.formats.external_model import (
+from shardvit.model.config import ModelConfig
+from shardvit.model.formats.external_model import (
     GOOGLE_MEAN,
     GOOGLE_STD,
     ExternalModel,
@@ -24,9 +24,9 @@ from model.formats.external_model import (
     plain_vit_objection,
     with_all_positions,
 )
-from model.formats.weights_file import load_folder_weights
-from model.saved.atomic import replaced_file
-from model.saved.model_folder import (
+from shardvit.model.formats.weights_file import load_folder_weights
+from shardvit.model.saved.atomic import replaced_file
+from shardvit.model.saved.model_folder import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     SavedModelMeta,
@@ -35,7 +35,7 @@ from model.saved.model_folder import (
     write_json,
     write_safetensors,
 )
-from model.vocabulary import Gelu
+from shardvit.model.vocabulary import Gelu
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,7 +103,7 @@ def read_transformers_state(state: Mapping[str, Tensor], *, config: ModelConfig 
 
 def read_transformers_folder(folder: Path, *, content: dict[str, Any], config: ModelConfig | None) -> ExternalModel:
     """Read a folder, `content` being its `config.json`; ValueError if files are broken or our models lack its parts."""
-    from model.positions.embedding import without_numbers
+    from shardvit.model.positions.embedding import without_numbers
 
     origin = str(folder)
     content = _DEFAULTS | content

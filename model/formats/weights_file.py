@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from model.saved.model_folder import read_json, read_safetensors
+from shardvit.model.saved.model_folder import read_json, read_safetensors
 
 if TYPE_CHECKING:
     from torch import Tensor

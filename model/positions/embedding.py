@@ -30,8 +30,8 @@ from timm.models.vision_transformer import Attention
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from model.config import ModelConfig
-from model.vocabulary import PositionAt
+from shardvit.model.config import ModelConfig
+from shardvit.model.vocabulary import PositionAt
 
 SINCOS_TEMPERATURE = 10_000.0  # big_vision, models/vit.py
 

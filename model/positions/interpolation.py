@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from model.config import ModelConfig
-from model.vocabulary import Interpolation
+from shardvit.model.config import ModelConfig
+from shardvit.model.vocabulary import Interpolation
 
 POS_EMBED_KEY = "pos_embed"  # timm's parameter; other places and kinds are under model.position
 

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from model.config import ModelConfig
-from model.saved.atomic import replaced_folder
-from model.vocabulary import EvalProtocol, HeadKind, LossKind
+from shardvit.model.config import ModelConfig
+from shardvit.model.saved.atomic import replaced_folder
+from shardvit.model.vocabulary import EvalProtocol, HeadKind, LossKind
 
 if TYPE_CHECKING:
     from timm.models.vision_transformer import VisionTransformer
     from torch import Tensor
 
-    from model.resnet import BitResnet
+    from shardvit.model.resnet import BitResnet
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -72,7 +72,7 @@ class SavedModelMeta(BaseModel):
 def save_model(folder: Path, state_dict: Mapping[str, Tensor], *, meta: SavedModelMeta) -> None:
     """Write full tensors (any device, own dtypes) and `meta` atomically; call on one rank. ValueError if they do not
     fit or `folder` is no saved model, OSError if the disk fails; an earlier model then stays."""
-    from model.positions.embedding import fixed_numbers
+    from shardvit.model.positions.embedding import fixed_numbers
 
     folder = Path(folder)
     check_state(
@@ -114,7 +114,7 @@ def first_mistake(error: ValidationError) -> str:
 
 def load_model(folder: Path) -> tuple[SavedModelMeta, dict[str, Tensor]]:
     """Load record and weights (CPU, own dtypes). ValueError if a file is missing or broken, or they do not fit."""
-    from model.positions.embedding import without_numbers
+    from shardvit.model.positions.embedding import without_numbers
 
     meta = read_meta(folder)
     path = Path(folder) / WEIGHTS_FILE
@@ -135,8 +135,8 @@ def build_from_saved(folder: Path) -> tuple[SavedModelMeta, VisionTransformer | 
 
 def build_described(meta: SavedModelMeta) -> VisionTransformer | BitResnet:
     """Build a record's model, with placeholder weights."""
-    from model.masked_patch import build_masked_patch
-    from model.vit import build_model
+    from shardvit.model.masked_patch import build_masked_patch
+    from shardvit.model.vit import build_model
 
     if meta.head == "masked_patch":
         return build_masked_patch(meta.model, image_size=meta.image_size)
@@ -147,7 +147,7 @@ def expected_shapes(meta: SavedModelMeta) -> dict[str, tuple[int, ...]]:
     """Name -> shape for a record's model; allocates no weights."""
     import torch
 
-    from model.saved.state_shapes import shapes_of
+    from shardvit.model.saved.state_shapes import shapes_of
 
     with torch.device("meta"):
         return shapes_of(build_described(meta).state_dict())
@@ -174,7 +174,7 @@ def timm_norm_layer(config: ModelConfig) -> str | None:
 
 
 def _timm_json(meta: SavedModelMeta) -> dict[str, Any]:
-    from model.vit import timm_arguments
+    from shardvit.model.vit import timm_arguments
 
     arguments = timm_arguments(meta.model.with_learned_positions, image_size=meta.image_size)
     if norm_layer := timm_norm_layer(meta.model):
@@ -208,7 +208,7 @@ def _timm_json(meta: SavedModelMeta) -> dict[str, Any]:
 
 def check_state(state: Mapping[str, Tensor], *, meta: SavedModelMeta, says: str) -> None:
     """Raise ValueError unless names and shapes are those of `meta`'s model: `says`, the first difference, a table."""
-    from model.saved.state_shapes import describe_differences, first_difference, shapes_of
+    from shardvit.model.saved.state_shapes import describe_differences, first_difference, shapes_of
 
     found, expected = shapes_of(state), expected_shapes(meta)
     if expected != found:

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from model.variants import HYBRIDS, VARIANTS, VitSizes, resnet_stride
-from model.vocabulary import ClassTokenPosition, HeadKind, Pool
+from shardvit.model.variants import HYBRIDS, VARIANTS, VitSizes, resnet_stride
+from shardvit.model.vocabulary import ClassTokenPosition, HeadKind, Pool
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.budget.gpus import GB, Gpu
+from shardvit.pipeline.budget.gpus import GB, Gpu
 
 Way = Literal["overlapped", "in turn", "at once"]
 """Average gradients during the backward pass; bucket by bucket while it waits (DeepSpeed's default, one bucket); or in

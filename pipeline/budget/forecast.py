@@ -6,11 +6,11 @@ Hours exclude evaluation, checkpoints, compiling and waiting for data. `shardvit
 import math
 from dataclasses import dataclass
 
-from pipeline.budget.communication import Links, Traffic, Way, Workload, ZeroKind, most_useful_gpus, traffic
-from pipeline.budget.cost import StageCost, stage_cost
-from pipeline.budget.gpus import Gpu
-from pipeline.budget.length import Length
-from pipeline.budget.memory import (
+from shardvit.pipeline.budget.communication import Links, Traffic, Way, Workload, ZeroKind, most_useful_gpus, traffic
+from shardvit.pipeline.budget.cost import StageCost, stage_cost
+from shardvit.pipeline.budget.gpus import Gpu
+from shardvit.pipeline.budget.length import Length
+from shardvit.pipeline.budget.memory import (
     MAX_LIVE_ELEMENTS,
     ZERO_STAGES,
     Activations,
@@ -21,13 +21,21 @@ from pipeline.budget.memory import (
     saving,
     state_of,
 )
-from pipeline.budget.speed import Reading, ReadingAhead, Speed, host_seconds, nearest_anchor, reading, reading_ahead
-from pipeline.checkpoint.disk_space import estimate_bytes
-from pipeline.engine.zero_config import deepspeed_config, overlaps, reduces_at_once
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage import TrainStage
-from pipeline.recipe.stage_plan import StagePlan
-from pipeline.recipe.vocabulary import OPTIMIZERS, StageName
+from shardvit.pipeline.budget.speed import (
+    Reading,
+    ReadingAhead,
+    Speed,
+    host_seconds,
+    nearest_anchor,
+    reading,
+    reading_ahead,
+)
+from shardvit.pipeline.checkpoint.disk_space import estimate_bytes
+from shardvit.pipeline.engine.zero_config import deepspeed_config, overlaps, reduces_at_once
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stage import TrainStage
+from shardvit.pipeline.recipe.stage_plan import StagePlan
+from shardvit.pipeline.recipe.vocabulary import OPTIMIZERS, StageName
 
 _ACTIVATIONS: tuple[Activations, ...] = ("all", "checkpointed")
 _FORWARD = 1 / 3  # of the FLOPs: recomputed if all blocks are checkpointed

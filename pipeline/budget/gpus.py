@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from data_shards.errors import UserError
+from shardvit.data_shards.errors import UserError
 
 Precision = Literal["bf16", "fp16", "fp32"]
 

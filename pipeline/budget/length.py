@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from data_shards.errors import UserError
-from pipeline.recipe.duration import parse_duration
-from pipeline.recipe.optimizer import Schedule
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage_plan import StagePlan, plan_stage
-from pipeline.recipe.vocabulary import StageName
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.recipe.duration import parse_duration
+from shardvit.pipeline.recipe.optimizer import Schedule
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stage_plan import StagePlan, plan_stage
+from shardvit.pipeline.recipe.vocabulary import StageName
 
 _ANY_IMAGES = 10**9  # placeholder for an unknown number on which nothing depends
 

@@ -32,13 +32,13 @@ processes' agreement. A blocking save waits for the disk, which is not modelled.
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pipeline.budget.gpus import GB, Gpu
-from pipeline.engine.zero_config import deepspeed_config, reduces_at_once
-from pipeline.recipe.optimizer import OptimizerConfig
-from pipeline.recipe.schema import EngineConfig
-from pipeline.recipe.stage import EmaConfig
-from pipeline.recipe.stage_plan import StagePlan
-from pipeline.recipe.vocabulary import AVERAGE_BYTES, MASTER_BYTES, WEIGHT_BYTES
+from shardvit.pipeline.budget.gpus import GB, Gpu
+from shardvit.pipeline.engine.zero_config import deepspeed_config, reduces_at_once
+from shardvit.pipeline.recipe.optimizer import OptimizerConfig
+from shardvit.pipeline.recipe.schema import EngineConfig
+from shardvit.pipeline.recipe.stage import EmaConfig
+from shardvit.pipeline.recipe.stage_plan import StagePlan
+from shardvit.pipeline.recipe.vocabulary import AVERAGE_BYTES, MASTER_BYTES, WEIGHT_BYTES
 
 ZeroStage = Literal[0, 1, 2, 3]
 ZERO_STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)

@@ -6,11 +6,11 @@ both numbers. If the state alone is too large, it does not advise a smaller micr
 
 from typing import Literal
 
-from data_shards.text import show_bytes
-from pipeline.budget.forecast import GivenSpeed, Hardware, Shards, forecast_stage
-from pipeline.budget.length import stage_length
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.vocabulary import StageName
+from shardvit.data_shards.text import show_bytes
+from shardvit.pipeline.budget.forecast import GivenSpeed, Hardware, Shards, forecast_stage
+from shardvit.pipeline.budget.length import stage_length
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.vocabulary import StageName
 
 _CLASSES = 1000  # assumed: the head is small
 

@@ -14,13 +14,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from data_shards.loading.memory import ahead_bytes, staged_bytes
-from model.config import ModelConfig
-from pipeline.budget.communication import ZeroKind
-from pipeline.budget.cost import stage_cost
-from pipeline.budget.gpus import Gpu
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.vocabulary import StageName
+from shardvit.data_shards.loading.memory import ahead_bytes, staged_bytes
+from shardvit.model.config import ModelConfig
+from shardvit.pipeline.budget.communication import ZeroKind
+from shardvit.pipeline.budget.cost import stage_cost
+from shardvit.pipeline.budget.gpus import Gpu
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.vocabulary import StageName
 
 # Targets for one H200 in bf16, not data-bound. S/16: between a TPU v3-8 (90 epochs of ImageNet in 6 to 7 hours)
 # and measurements of small ViTs on an H100 (23 %).

@@ -4,12 +4,12 @@ import math
 from collections.abc import Iterator
 from itertools import chain
 
-from data_shards.text import counted, show_bytes
-from pipeline.budget.communication import GOOD_KEPT_SHARE
-from pipeline.budget.forecast import Hardware, StageForecast
-from pipeline.budget.gpus import RESERVE_SHARE
-from pipeline.budget.speed import MOST_WORKERS, workers_needed
-from pipeline.recipe.schema import Recipe
+from shardvit.data_shards.text import counted, show_bytes
+from shardvit.pipeline.budget.communication import GOOD_KEPT_SHARE
+from shardvit.pipeline.budget.forecast import Hardware, StageForecast
+from shardvit.pipeline.budget.gpus import RESERVE_SHARE
+from shardvit.pipeline.budget.speed import MOST_WORKERS, workers_needed
+from shardvit.pipeline.recipe.schema import Recipe
 
 _FULL_IMAGES = 64  # per micro-batch, enough to use a GPU well (B/16 and larger)
 _ROOMY = 2  # accumulation is a waste if this many times the micro-batch would fit

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import psutil
 
-from data_shards.errors import UserError
-from data_shards.text import show_bytes
-from pipeline.recipe.optimizer import OptimizerConfig
-from pipeline.recipe.schema import EngineConfig
-from pipeline.recipe.stage import EmaConfig
-from pipeline.recipe.vocabulary import AVERAGE_BYTES, MASTER_BYTES, WEIGHT_BYTES
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.text import show_bytes
+from shardvit.pipeline.recipe.optimizer import OptimizerConfig
+from shardvit.pipeline.recipe.schema import EngineConfig
+from shardvit.pipeline.recipe.stage import EmaConfig
+from shardvit.pipeline.recipe.vocabulary import AVERAGE_BYTES, MASTER_BYTES, WEIGHT_BYTES
 
 _RESERVE_BYTES = 1 << 30
 _RESERVE_SHARE = 0.05  # of memory, left for training itself

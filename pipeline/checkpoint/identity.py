@@ -9,10 +9,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from data_shards.errors import UserError
-from pipeline.recipe.schema import FEW_PROCESSES, Recipe
-from pipeline.recipe.vocabulary import StageName
-from pipeline.runs.run_folder import checkpoint_folders, recipe_digest
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.recipe.schema import FEW_PROCESSES, Recipe
+from shardvit.pipeline.recipe.vocabulary import StageName
+from shardvit.pipeline.runs.run_folder import checkpoint_folders, recipe_digest
 
 STATE = "state.json"
 _LAYOUT = ("zero_stage", "processes")  # how the state is sharded

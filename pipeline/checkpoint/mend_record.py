@@ -8,10 +8,10 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from data_shards.errors import UserError
-from pipeline.checkpoint.identity import read_state_file
-from pipeline.recipe.vocabulary import StageName
-from pipeline.runs.run_folder import BrokenRecord, RunFolder, StageRecord, checkpoint_folders
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.checkpoint.identity import read_state_file
+from shardvit.pipeline.recipe.vocabulary import StageName
+from shardvit.pipeline.runs.run_folder import BrokenRecord, RunFolder, StageRecord, checkpoint_folders
 
 
 def mend_records(folder: RunFolder, stages: Iterable[StageName]) -> list[str]:
@@ -32,7 +32,7 @@ def mend_records(folder: RunFolder, stages: Iterable[StageName]) -> list[str]:
 
 
 def _from_checkpoints(folder: RunFolder, stage: StageName, broken: BrokenRecord) -> tuple[StageRecord, str]:
-    from pipeline.checkpoint.store import damage_of  # torch
+    from shardvit.pipeline.checkpoint.store import damage_of  # torch
 
     for checkpoint in checkpoint_folders(folder.checkpoints(stage)):
         if damage_of(checkpoint):

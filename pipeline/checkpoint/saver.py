@@ -23,11 +23,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from data_shards.errors import UserError
-from data_shards.text import show_bytes
-from pipeline.checkpoint.disk_space import free_bytes, spare_host_bytes
-from pipeline.checkpoint.identity import STATE
-from pipeline.checkpoint.store import (
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.text import show_bytes
+from shardvit.pipeline.checkpoint.disk_space import free_bytes, spare_host_bytes
+from shardvit.pipeline.checkpoint.identity import STATE
+from shardvit.pipeline.checkpoint.store import (
     Retention,
     beside_of,
     collect_leftovers,
@@ -35,13 +35,13 @@ from pipeline.checkpoint.store import (
     open_beside,
     prune_checkpoints,
 )
-from pipeline.checkpoint.train_state import TrainState
-from pipeline.engine.base import Engine
-from pipeline.engine.saved_state.host_copy import HostBuffer, HostCopy, copy_bytes
-from pipeline.engine.saved_state.state_files import Abandoned, Seal, StateFile, text_file, write_file
-from pipeline.ranks.group import Ranks
-from pipeline.recipe.vocabulary import RECIPE_FILE
-from pipeline.runs.run_folder import checkpoint_folders
+from shardvit.pipeline.checkpoint.train_state import TrainState
+from shardvit.pipeline.engine.base import Engine
+from shardvit.pipeline.engine.saved_state.host_copy import HostBuffer, HostCopy, copy_bytes
+from shardvit.pipeline.engine.saved_state.state_files import Abandoned, Seal, StateFile, text_file, write_file
+from shardvit.pipeline.ranks.group import Ranks
+from shardvit.pipeline.recipe.vocabulary import RECIPE_FILE
+from shardvit.pipeline.runs.run_folder import checkpoint_folders
 
 _PROGRESS_SECONDS = 5.0
 # An unreachable file server or one bad transfer: a retry may succeed unaided.

@@ -22,17 +22,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data_shards.durable import flush, write_text
-from data_shards.errors import UserError
-from pipeline.checkpoint.identity import check_identity, read_state_file
-from pipeline.checkpoint.train_state import TrainState
-from pipeline.engine.base import Engine
-from pipeline.engine.saved_state.average import AVERAGE
-from pipeline.engine.saved_state.portable import WEIGHT, open_state
-from pipeline.engine.saved_state.state_files import Seal, piece_digests, piece_sizes, whole_digest
-from pipeline.ranks.group import Ranks
-from pipeline.recipe.vocabulary import WeightsKind
-from pipeline.runs.run_folder import FOLDER_PREFIX, checkpoint_folders
+from shardvit.data_shards.durable import flush, write_text
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.checkpoint.identity import check_identity, read_state_file
+from shardvit.pipeline.checkpoint.train_state import TrainState
+from shardvit.pipeline.engine.base import Engine
+from shardvit.pipeline.engine.saved_state.average import AVERAGE
+from shardvit.pipeline.engine.saved_state.portable import WEIGHT, open_state
+from shardvit.pipeline.engine.saved_state.state_files import Seal, piece_digests, piece_sizes, whole_digest
+from shardvit.pipeline.ranks.group import Ranks
+from shardvit.pipeline.recipe.vocabulary import WeightsKind
+from shardvit.pipeline.runs.run_folder import FOLDER_PREFIX, checkpoint_folders
 
 MANIFEST = "manifest.json"
 _WRITING = ".writing-"

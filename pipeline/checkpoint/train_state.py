@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from data_shards.order.randomness import hash_words
-from data_shards.vocabulary import RandomStream
+from shardvit.data_shards.order.randomness import hash_words
+from shardvit.data_shards.vocabulary import RandomStream
 
 
 @dataclass

@@ -14,15 +14,15 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, distributed, nn
 
-from pipeline.engine.saved_state.average import WeightAverage
-from pipeline.engine.saved_state.masters import Slot, put_average, put_state
-from pipeline.engine.saved_state.portable import PortableState, open_shared
-from pipeline.engine.saved_state.state_files import StateFile
-from pipeline.engine.weight_norms import WeightNorms
-from pipeline.ranks.group import Ranks
-from pipeline.recipe.stage import TrainStage
-from pipeline.recipe.stage_plan import StagePlan
-from pipeline.recipe.vocabulary import OPTIMIZERS
+from shardvit.pipeline.engine.saved_state.average import WeightAverage
+from shardvit.pipeline.engine.saved_state.masters import Slot, put_average, put_state
+from shardvit.pipeline.engine.saved_state.portable import PortableState, open_shared
+from shardvit.pipeline.engine.saved_state.state_files import StateFile
+from shardvit.pipeline.engine.weight_norms import WeightNorms
+from shardvit.pipeline.ranks.group import Ranks
+from shardvit.pipeline.recipe.stage import TrainStage
+from shardvit.pipeline.recipe.stage_plan import StagePlan
+from shardvit.pipeline.recipe.vocabulary import OPTIMIZERS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # by `engine.precision`
 Flags = tuple[bool, ...]  # one rank's, or their OR over ranks; opaque to the engine

@@ -24,21 +24,21 @@ import torch
 from torch import Tensor, distributed, nn
 from torch._utils import _flatten_dense_tensors
 
-from pipeline.engine.base import DTYPES, Engine, Flags, reduce_flags, step_numbers
-from pipeline.engine.saved_state.average import average_file
-from pipeline.engine.saved_state.frozen import FILE as FROZEN_FILE
-from pipeline.engine.saved_state.frozen import frozen_weights
-from pipeline.engine.saved_state.masters import masters_of, put_loss_scale, round_masters, slots_of
-from pipeline.engine.saved_state.portable import DEEPSPEED_FOLDER, PortableState
-from pipeline.engine.saved_state.state_files import StateFile, state_file
-from pipeline.engine.zero_config import deepspeed_config, reduces_at_once, takes_flat_step
-from pipeline.optimizers.flat import FlatOptimizer, GradientJudge
-from pipeline.optimizers.optim import build_optimizer
-from pipeline.optimizers.parameter_groups import parameter_groups
-from pipeline.ranks.group import Ranks
-from pipeline.recipe.schema import EngineConfig
-from pipeline.recipe.stage import TrainStage
-from pipeline.recipe.stage_plan import StagePlan
+from shardvit.pipeline.engine.base import DTYPES, Engine, Flags, reduce_flags, step_numbers
+from shardvit.pipeline.engine.saved_state.average import average_file
+from shardvit.pipeline.engine.saved_state.frozen import FILE as FROZEN_FILE
+from shardvit.pipeline.engine.saved_state.frozen import frozen_weights
+from shardvit.pipeline.engine.saved_state.masters import masters_of, put_loss_scale, round_masters, slots_of
+from shardvit.pipeline.engine.saved_state.portable import DEEPSPEED_FOLDER, PortableState
+from shardvit.pipeline.engine.saved_state.state_files import StateFile, state_file
+from shardvit.pipeline.engine.zero_config import deepspeed_config, reduces_at_once, takes_flat_step
+from shardvit.pipeline.optimizers.flat import FlatOptimizer, GradientJudge
+from shardvit.pipeline.optimizers.optim import build_optimizer
+from shardvit.pipeline.optimizers.parameter_groups import parameter_groups
+from shardvit.pipeline.ranks.group import Ranks
+from shardvit.pipeline.recipe.schema import EngineConfig
+from shardvit.pipeline.recipe.stage import TrainStage
+from shardvit.pipeline.recipe.stage_plan import StagePlan
 
 _LINEAR = nn.functional.linear  # ZeRO 3 replaces it process-wide
 

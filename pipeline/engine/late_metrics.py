@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeline.engine.base import Flags
+from shardvit.pipeline.engine.base import Flags
 
 _SLOTS = 4  # two are in use
 

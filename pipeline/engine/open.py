@@ -3,14 +3,14 @@
 import torch
 from torch import nn
 
-from data_shards.errors import UserError
-from model.without_compiler import keep_out_of_optimizers
-from pipeline.engine.base import Engine
-from pipeline.engine.saved_state.frozen import freeze
-from pipeline.ranks.group import Ranks
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage_plan import StagePlan
-from pipeline.recipe.vocabulary import StageName
+from shardvit.data_shards.errors import UserError
+from shardvit.model.without_compiler import keep_out_of_optimizers
+from shardvit.pipeline.engine.base import Engine
+from shardvit.pipeline.engine.saved_state.frozen import freeze
+from shardvit.pipeline.ranks.group import Ranks
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stage_plan import StagePlan
+from shardvit.pipeline.recipe.vocabulary import StageName
 
 
 def open_engine(recipe: Recipe, *, stage: StageName, plan: StagePlan, model: nn.Module, ranks: Ranks) -> Engine:
@@ -22,9 +22,9 @@ def open_engine(recipe: Recipe, *, stage: StageName, plan: StagePlan, model: nn.
     keep_out_of_optimizers()
     match recipe.engine.backend:
         case "deepspeed" if recipe.engine.zero_stage == 0:
-            from pipeline.engine.replicated import DdpEngine as Backend
+            from shardvit.pipeline.engine.replicated import DdpEngine as Backend
         case "deepspeed":
-            from pipeline.engine.deepspeed_engine import DeepSpeedEngine as Backend
+            from shardvit.pipeline.engine.deepspeed_engine import DeepSpeedEngine as Backend
         case "accelerate":
-            from pipeline.engine.replicated import AccelerateEngine as Backend
+            from shardvit.pipeline.engine.replicated import AccelerateEngine as Backend
     return Backend(model, config=recipe.engine, stage=config, plan=plan, ranks=ranks)

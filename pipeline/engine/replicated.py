@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
-from pipeline.engine.base import DTYPES, Engine, Flags, reduce_flags
-from pipeline.engine.saved_state.average import average_file
-from pipeline.engine.saved_state.frozen import frozen_weights
-from pipeline.engine.saved_state.masters import Slot
-from pipeline.engine.saved_state.portable import ACCELERATE_FILE, DDP_FILE, PortableState
-from pipeline.engine.saved_state.state_files import StateFile, state_file
-from pipeline.optimizers.optim import build_optimizer
-from pipeline.ranks.group import Ranks
-from pipeline.recipe.schema import EngineConfig
-from pipeline.recipe.stage import TrainStage
-from pipeline.recipe.stage_plan import StagePlan
+from shardvit.pipeline.engine.base import DTYPES, Engine, Flags, reduce_flags
+from shardvit.pipeline.engine.saved_state.average import average_file
+from shardvit.pipeline.engine.saved_state.frozen import frozen_weights
+from shardvit.pipeline.engine.saved_state.masters import Slot
+from shardvit.pipeline.engine.saved_state.portable import ACCELERATE_FILE, DDP_FILE, PortableState
+from shardvit.pipeline.engine.saved_state.state_files import StateFile, state_file
+from shardvit.pipeline.optimizers.optim import build_optimizer
+from shardvit.pipeline.ranks.group import Ranks
+from shardvit.pipeline.recipe.schema import EngineConfig
+from shardvit.pipeline.recipe.stage import TrainStage
+from shardvit.pipeline.recipe.stage_plan import StagePlan
 
 _NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_ and DeepSpeed
 _GROWTH_INTERVAL = 1000  # steps until the loss scale doubles, as in DeepSpeed's ZeRO 1 to 3

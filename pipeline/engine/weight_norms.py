@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pipeline.ranks.group import Ranks
+from shardvit.pipeline.ranks.group import Ranks
 
 
 class WeightNorms:

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from pipeline.recipe.optimizer import OptimizerConfig
-from pipeline.recipe.schema import EngineConfig
-from pipeline.recipe.stage_plan import StagePlan
+from shardvit.pipeline.recipe.optimizer import OptimizerConfig
+from shardvit.pipeline.recipe.schema import EngineConfig
+from shardvit.pipeline.recipe.stage_plan import StagePlan
 
 
 def takes_flat_step(engine: EngineConfig) -> bool:

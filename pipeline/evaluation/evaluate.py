@@ -15,13 +15,13 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
-from data_shards.loading.batch import Batch
-from pipeline.evaluation import scores
-from pipeline.evaluation.scores import Answered, average_precision
-from pipeline.ranks.place import Place
-from pipeline.recipe.vocabulary import OWN_SET, EvalMetric, WeightsKind
-from pipeline.runs.evaluations import KEPT_SAMPLES, Evaluation, Floats, Judged, PerClass, save_evaluation
-from pipeline.stage.task import TOP, Classification, Tally, Task
+from shardvit.data_shards.loading.batch import Batch
+from shardvit.pipeline.evaluation import scores
+from shardvit.pipeline.evaluation.scores import Answered, average_precision
+from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.recipe.vocabulary import OWN_SET, EvalMetric, WeightsKind
+from shardvit.pipeline.runs.evaluations import KEPT_SAMPLES, Evaluation, Floats, Judged, PerClass, save_evaluation
+from shardvit.pipeline.stage.task import TOP, Classification, Tally, Task
 
 _CHUNK_BYTES = 64 * 2**20  # of all images' scores in one exchange
 

@@ -14,25 +14,25 @@ from typing import Any
 
 import torch
 
-from data_shards.errors import UserError
-from data_shards.images.decode import PixelLimit
-from data_shards.images.transforms import EvalTransform
-from data_shards.loading.assemble import Access
-from data_shards.loading.batch import Batch, Fault
-from data_shards.loading.device_prefetch import prefetch_to_device
-from data_shards.loading.loader import EvalBatches, eval_batches
-from data_shards.shards.shard_set import ShardSet
-from data_shards.store.store import Store
-from data_shards.vocabulary import EvalProtocol, Normalisation
-from model.loss import loss_function
-from model.saved.model_folder import SavedModelMeta
-from model.vocabulary import LOSSES
-from pipeline.evaluation.evaluate import Exchange, evaluate
-from pipeline.evaluation.truth import EvalRequest, Truth, what_is_asked
-from pipeline.ranks.place import Place
-from pipeline.runs.evaluations import Evaluation
-from pipeline.stage.task import Classification
-from pipeline.using.predict import Predictor, open_predictor
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.images.decode import PixelLimit
+from shardvit.data_shards.images.transforms import EvalTransform
+from shardvit.data_shards.loading.assemble import Access
+from shardvit.data_shards.loading.batch import Batch, Fault
+from shardvit.data_shards.loading.device_prefetch import prefetch_to_device
+from shardvit.data_shards.loading.loader import EvalBatches, eval_batches
+from shardvit.data_shards.shards.shard_set import ShardSet
+from shardvit.data_shards.store.store import Store
+from shardvit.data_shards.vocabulary import EvalProtocol, Normalisation
+from shardvit.model.loss import loss_function
+from shardvit.model.saved.model_folder import SavedModelMeta
+from shardvit.model.vocabulary import LOSSES
+from shardvit.pipeline.evaluation.evaluate import Exchange, evaluate
+from shardvit.pipeline.evaluation.truth import EvalRequest, Truth, what_is_asked
+from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.runs.evaluations import Evaluation
+from shardvit.pipeline.stage.task import Classification
+from shardvit.pipeline.using.predict import Predictor, open_predictor
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.text import one_line
-from pipeline.runs.evaluations import (
+from shardvit.data_shards.text import one_line
+from shardvit.pipeline.runs.evaluations import (
     CALIBRATION_BINS,
     MOST_CONFUSED_CLASSES,
     OWN_SET,

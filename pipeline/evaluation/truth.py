@@ -17,15 +17,15 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from data_shards.errors import UserError
-from data_shards.text import named, one_line
-from data_shards.vocabulary import EvalProtocol, LabelKind
-from pipeline.recipe.vocabulary import EvalMetric, WeightsKind
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.text import named, one_line
+from shardvit.data_shards.vocabulary import EvalProtocol, LabelKind
+from shardvit.pipeline.recipe.vocabulary import EvalMetric, WeightsKind
 
 if TYPE_CHECKING:
-    from data_shards.loading.batch import Batch
-    from data_shards.shards.shard_set import ShardSet
-    from data_shards.store.store import Store
+    from shardvit.data_shards.loading.batch import Batch
+    from shardvit.data_shards.shards.shard_set import ShardSet
+    from shardvit.data_shards.store.store import Store
 
 
 _CLASSES = 1000
@@ -205,10 +205,10 @@ def _columns(model: tuple[str, ...], ours: tuple[str, ...], *, matching: Matchin
 
 def open_set(request: EvalRequest, *, report: Callable[[str], None]) -> tuple[ShardSet, Store]:
     """Open the shards and their store; report damage."""
-    from data_shards.reading.opening import open_shards  # numpy would slow down --help
-    from data_shards.shards.shard_set import ShardsSpec
-    from data_shards.store.cache import CacheConfig
-    from data_shards.store.store import Store
+    from shardvit.data_shards.reading.opening import open_shards  # numpy would slow down --help
+    from shardvit.data_shards.shards.shard_set import ShardsSpec
+    from shardvit.data_shards.store.cache import CacheConfig
+    from shardvit.data_shards.store.store import Store
 
     store = Store(CacheConfig(), commands="run")
     spec = ShardsSpec(
@@ -232,7 +232,7 @@ def what_is_asked(
     truth = find_truth(class_names, shards, label_set=request.labels, matching=request.classes, among=request.among)
     if request.labels == "real" and request.metrics is None:
         return truth, ("top5",)
-    from pipeline.recipe.stage_plan import chosen_metrics
+    from shardvit.pipeline.recipe.stage_plan import chosen_metrics
 
     metrics = chosen_metrics(
         "auto" if request.metrics is None else request.metrics,

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from data_shards.errors import UserError
-from pipeline.recipe.vocabulary import AttentionKernel
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.recipe.vocabulary import AttentionKernel
 
 _FIRST_CUDNN = 91_501  # 9.15.1
 _NODES = {  # a kernel's autograd node -> the kernel

@@ -8,7 +8,7 @@ import os
 import secrets
 from pathlib import Path
 
-from pipeline.recipe.vocabulary import COMPILED_FOLDER
+from shardvit.pipeline.recipe.vocabulary import COMPILED_FOLDER
 
 _NAME = "TORCHINDUCTOR_CACHE_DIR"  # torch reads it at each compilation; contains Triton's cache
 

@@ -21,13 +21,13 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from data_shards.errors import UserError
-from model.positions.embedding import RelativeAttention
-from pipeline.kernels.attention import AttentionCase, attention_kernels, order_of
-from pipeline.kernels.cache import keep_compiled_code
-from pipeline.kernels.compiled_blocks import CompiledBlocks, compile_blocks, why_not_compiled
-from pipeline.recipe.schema import EngineConfig, Recipe
-from pipeline.recipe.vocabulary import AttentionKernel, StageName
+from shardvit.data_shards.errors import UserError
+from shardvit.model.positions.embedding import RelativeAttention
+from shardvit.pipeline.kernels.attention import AttentionCase, attention_kernels, order_of
+from shardvit.pipeline.kernels.cache import keep_compiled_code
+from shardvit.pipeline.kernels.compiled_blocks import CompiledBlocks, compile_blocks, why_not_compiled
+from shardvit.pipeline.recipe.schema import EngineConfig, Recipe
+from shardvit.pipeline.recipe.vocabulary import AttentionKernel, StageName
 
 _TWO_TILES = 256  # tokens
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # for cuBLAS; torch demands one of two values

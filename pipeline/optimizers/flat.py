@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 
-from pipeline.optimizers.optim import optimizer_over
-from pipeline.recipe.optimizer import OptimizerConfig
-from pipeline.recipe.vocabulary import OPTIMIZERS
+from shardvit.pipeline.optimizers.optim import optimizer_over
+from shardvit.pipeline.recipe.optimizer import OptimizerConfig
+from shardvit.pipeline.recipe.vocabulary import OPTIMIZERS
 
 _EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _ROW_ELEMENTS = 1 << 16

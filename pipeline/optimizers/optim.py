@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.optimizers.adafactor import BigVisionAdafactor
-from pipeline.optimizers.bf16_moment import AdamWBf16, SgdBf16
-from pipeline.optimizers.parameter_groups import parameter_groups
-from pipeline.recipe.optimizer import OptimizerConfig
+from shardvit.pipeline.optimizers.adafactor import BigVisionAdafactor
+from shardvit.pipeline.optimizers.bf16_moment import AdamWBf16, SgdBf16
+from shardvit.pipeline.optimizers.parameter_groups import parameter_groups
+from shardvit.pipeline.recipe.optimizer import OptimizerConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeline.recipe.optimizer import OptimizerConfig
+from shardvit.pipeline.recipe.optimizer import OptimizerConfig
 
 _EMBEDDED = ("pos_embed", "position.", "cls_token", "mask_token")  # as in timm: no decay, layer 0
 _EMBEDDING = ("patch_embed.", "stem.")  # reads the pixels: not for Muon

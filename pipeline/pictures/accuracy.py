@@ -13,13 +13,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.text import counted, one_line
-from pipeline.evaluation.scores import calibration_error
-from pipeline.pictures.confusion import row_shares
-from pipeline.pictures.evaluated import EvaluatedSet, brief, of_each_set, percent
-from pipeline.pictures.style import ACCENT, BAD, INK, MUTED, PAPER, SERIES, Drawn, new_figure, plain, plain_numbers
-from pipeline.runs.evaluations import Calibration, Evaluation
-from pipeline.runs.pictures import Cell, DrawRequest
+from shardvit.data_shards.text import counted, one_line
+from shardvit.pipeline.evaluation.scores import calibration_error
+from shardvit.pipeline.pictures.confusion import row_shares
+from shardvit.pipeline.pictures.evaluated import EvaluatedSet, brief, of_each_set, percent
+from shardvit.pipeline.pictures.style import (
+    ACCENT,
+    BAD,
+    INK,
+    MUTED,
+    PAPER,
+    SERIES,
+    Drawn,
+    new_figure,
+    plain,
+    plain_numbers,
+)
+from shardvit.pipeline.runs.evaluations import Calibration, Evaluation
+from shardvit.pipeline.runs.pictures import Cell, DrawRequest
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.text import counted
-from pipeline.pictures.evaluated import EvaluatedSet, brief, of_each_set, percent
-from pipeline.pictures.style import ACCENT, GRID, INK, MUTED, PAPER, Drawn, new_figure, plain
-from pipeline.runs.pictures import DrawRequest
+from shardvit.data_shards.text import counted
+from shardvit.pipeline.pictures.evaluated import EvaluatedSet, brief, of_each_set, percent
+from shardvit.pipeline.pictures.style import ACCENT, GRID, INK, MUTED, PAPER, Drawn, new_figure, plain
+from shardvit.pipeline.runs.pictures import DrawRequest
 
 if TYPE_CHECKING:
     from matplotlib.colors import LinearSegmentedColormap

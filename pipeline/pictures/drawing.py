@@ -8,16 +8,16 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from data_shards.durable import make_folders, replace_text
-from data_shards.errors import UserError
-from data_shards.safe_paths import read_inside, require_inside
-from data_shards.text import one_line, parse_json, show_duration
-from pipeline.pictures.style import Drawn, keep_drawn
-from pipeline.recipe.io import parse_recipe
-from pipeline.recipe.vocabulary import PICTURES_FOLDER, RECIPE_FILE, StageName
-from pipeline.runs.evaluations import evaluated_step, evaluations
-from pipeline.runs.pictures import DrawRequest, Moment
-from pipeline.runs.run_folder import RunFolder
+from shardvit.data_shards.durable import make_folders, replace_text
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.safe_paths import read_inside, require_inside
+from shardvit.data_shards.text import one_line, parse_json, show_duration
+from shardvit.pipeline.pictures.style import Drawn, keep_drawn
+from shardvit.pipeline.recipe.io import parse_recipe
+from shardvit.pipeline.recipe.vocabulary import PICTURES_FOLDER, RECIPE_FILE, StageName
+from shardvit.pipeline.runs.evaluations import evaluated_step, evaluations
+from shardvit.pipeline.runs.pictures import DrawRequest, Moment
+from shardvit.pipeline.runs.run_folder import RunFolder
 
 Drawer = Callable[[DrawRequest], Iterable[Drawn]]
 Say = Callable[[str], None]
@@ -31,13 +31,13 @@ def drawers(moment: Moment) -> Sequence[Drawer]:
     """Import the drawers of a moment: begin (data as the model sees it), evaluated (results), end (the model)."""
     match moment:
         case "begin":
-            from pipeline.pictures.training_batch import draw_training_batch
+            from shardvit.pipeline.pictures.training_batch import draw_training_batch
 
             return (draw_training_batch,)
         case "evaluated":
-            from pipeline.pictures.accuracy import draw_per_class, draw_per_class_table, draw_reliability
-            from pipeline.pictures.confusion import draw_confused_pairs, draw_confusion_matrix
-            from pipeline.pictures.evaluation_grid import draw_evaluation_grid, draw_worst_mistakes
+            from shardvit.pipeline.pictures.accuracy import draw_per_class, draw_per_class_table, draw_reliability
+            from shardvit.pipeline.pictures.confusion import draw_confused_pairs, draw_confusion_matrix
+            from shardvit.pipeline.pictures.evaluation_grid import draw_evaluation_grid, draw_worst_mistakes
 
             return (
                 draw_evaluation_grid,
@@ -49,8 +49,8 @@ def drawers(moment: Moment) -> Sequence[Drawer]:
                 draw_per_class_table,
             )
         case "end":
-            from pipeline.pictures.masked_patches import draw_masked_patches
-            from pipeline.pictures.paper.model_figures import draw_paper_figures
+            from shardvit.pipeline.pictures.masked_patches import draw_masked_patches
+            from shardvit.pipeline.pictures.paper.model_figures import draw_paper_figures
 
             return (draw_paper_figures, draw_masked_patches)
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import wraps
 
-from data_shards.text import one_line
-from pipeline.pictures.style import Drawn, plain
-from pipeline.recipe.vocabulary import OWN_SET
-from pipeline.runs.evaluations import Evaluation, evaluated_step, evaluations, load_evaluation
-from pipeline.runs.pictures import DrawRequest, Picture
+from shardvit.data_shards.text import one_line
+from shardvit.pipeline.pictures.style import Drawn, plain
+from shardvit.pipeline.recipe.vocabulary import OWN_SET
+from shardvit.pipeline.runs.evaluations import Evaluation, evaluated_step, evaluations, load_evaluation
+from shardvit.pipeline.runs.pictures import DrawRequest, Picture
 
 
 @dataclass(frozen=True)

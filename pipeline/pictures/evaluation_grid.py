@@ -6,13 +6,13 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.text import counted, one_line
-from pipeline.pictures.evaluated import EvaluatedSet, brief, of_each_set, percent
-from pipeline.pictures.grid import Cell, image_grid, shortened
-from pipeline.pictures.held_out_images import held_out_images
-from pipeline.pictures.style import Drawn
-from pipeline.runs.evaluations import Evaluation, Judged
-from pipeline.runs.pictures import DrawRequest
+from shardvit.data_shards.text import counted, one_line
+from shardvit.pipeline.pictures.evaluated import EvaluatedSet, brief, of_each_set, percent
+from shardvit.pipeline.pictures.grid import Cell, image_grid, shortened
+from shardvit.pipeline.pictures.held_out_images import held_out_images
+from shardvit.pipeline.pictures.style import Drawn
+from shardvit.pipeline.runs.evaluations import Evaluation, Judged
+from shardvit.pipeline.runs.pictures import DrawRequest
 
 _MOST_EXAMPLES, _MOST_MISTAKES, _MOST_IN_ALT = 36, 24, 8
 _grid = partial(image_grid, columns=6, cell_inches=1.2)  # divides both limits above

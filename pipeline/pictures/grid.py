@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.text import one_line
-from pipeline.pictures.style import BAD, GRID, INK, MUTED, PNG_DOTS_PER_INCH, new_figure
+from shardvit.data_shards.text import one_line
+from shardvit.pipeline.pictures.style import BAD, GRID, INK, MUTED, PNG_DOTS_PER_INCH, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

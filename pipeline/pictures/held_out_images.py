@@ -11,17 +11,17 @@ from typing import Literal
 import numpy as np
 import torch
 
-from data_shards.images.decode import PixelLimit
-from data_shards.images.transforms import EvalTransform
-from data_shards.loading.assemble import Access, Assembler
-from data_shards.loading.batch import Batch
-from data_shards.order.sample_order import SampleRefs, refs_in_set_order
-from data_shards.reading.opening import open_shards
-from data_shards.shards.location import is_local
-from pipeline.recipe.vocabulary import OWN_SET
-from pipeline.runs.pictures import DrawRequest
-from pipeline.stage.batches import eval_transform
-from pipeline.stage.stage_data import shards_spec, store_of
+from shardvit.data_shards.images.decode import PixelLimit
+from shardvit.data_shards.images.transforms import EvalTransform
+from shardvit.data_shards.loading.assemble import Access, Assembler
+from shardvit.data_shards.loading.batch import Batch
+from shardvit.data_shards.order.sample_order import SampleRefs, refs_in_set_order
+from shardvit.data_shards.reading.opening import open_shards
+from shardvit.data_shards.shards.location import is_local
+from shardvit.pipeline.recipe.vocabulary import OWN_SET
+from shardvit.pipeline.runs.pictures import DrawRequest
+from shardvit.pipeline.stage.batches import eval_transform
+from shardvit.pipeline.stage.stage_data import shards_spec, store_of
 
 
 def held_out_images(request: DrawRequest, *, set_name: str, samples: Sequence[int]) -> Batch:

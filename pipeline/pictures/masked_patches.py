@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.text import counted
-from pipeline.pictures.evaluated import percent
-from pipeline.pictures.grid import Cell, image_grid
-from pipeline.pictures.held_out_images import held_out_images
-from pipeline.pictures.style import Drawn
-from pipeline.recipe.stage import MaskedPatchStage
-from pipeline.recipe.vocabulary import OWN_SET
-from pipeline.runs.pictures import DrawRequest, Picture
+from shardvit.data_shards.text import counted
+from shardvit.pipeline.pictures.evaluated import percent
+from shardvit.pipeline.pictures.grid import Cell, image_grid
+from shardvit.pipeline.pictures.held_out_images import held_out_images
+from shardvit.pipeline.pictures.style import Drawn
+from shardvit.pipeline.recipe.stage import MaskedPatchStage
+from shardvit.pipeline.recipe.vocabulary import OWN_SET
+from shardvit.pipeline.runs.pictures import DrawRequest, Picture
 
 _IMAGES = 8
 _PATCH_PIXELS = 16  # smallest side at which a frame and a hatch are visible
@@ -71,9 +71,9 @@ def fill_in(request: DrawRequest) -> FilledIn | None:
     """Predict held-out images; None if none is readable. UserError: the set does not open; ValueError: no model."""
     import torch
 
-    from model.masked_patch import colour_classes
-    from model.saved.model_folder import build_from_saved
-    from pipeline.stage.task import corruption_held_out, model_input
+    from shardvit.model.masked_patch import colour_classes
+    from shardvit.model.saved.model_folder import build_from_saved
+    from shardvit.pipeline.stage.task import corruption_held_out, model_input
 
     recipe = request.recipe
     batch = held_out_images(request, set_name=OWN_SET, samples=range(_IMAGES))

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data_shards.reading.overview import Overview
-from data_shards.text import counted, show_bytes
-from pipeline.pictures.grid import Cell, image_grid, label_names, shortened, whole_percent
-from pipeline.pictures.style import ACCENT, BAD, GRID, INK, MUTED, SERIES, Drawn, new_figure, plain_numbers
-from pipeline.runs.pictures import Picture
+from shardvit.data_shards.reading.overview import Overview
+from shardvit.data_shards.text import counted, show_bytes
+from shardvit.pipeline.pictures.grid import Cell, image_grid, label_names, shortened, whole_percent
+from shardvit.pipeline.pictures.style import ACCENT, BAD, GRID, INK, MUTED, SERIES, Drawn, new_figure, plain_numbers
+from shardvit.pipeline.runs.pictures import Picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

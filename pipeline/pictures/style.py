@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_shards.text import one_line
-from pipeline.runs.pictures import Cell, DrawRequest, Picture, keep_image, keep_table
+from shardvit.data_shards.text import one_line
+from shardvit.pipeline.runs.pictures import Cell, DrawRequest, Picture, keep_image, keep_table
 
 if TYPE_CHECKING:
     import numpy as np

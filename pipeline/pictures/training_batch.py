@@ -17,29 +17,29 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from data_shards.images.crops import DRAWS_PER_SAMPLE, Pixels
-from data_shards.images.decode import EncodedImage, PixelLimit, read_image
-from data_shards.loading.batch import Batch
-from data_shards.loading.mixing import Mix
-from data_shards.order.randomness import uniforms
-from data_shards.order.sample_order import refs_in_set_order
-from data_shards.reading.overview import DrawnImage, reduced
-from data_shards.reading.shard_reader import ShardReader
-from data_shards.text import counted
-from data_shards.vocabulary import GOOGLES, Normalisation, RandomStream
-from pipeline.pictures.grid import MOST_LABELS, Cell, image_grid, label_names, whole_percent
-from pipeline.pictures.style import Drawn, keep_drawn
-from pipeline.ranks.place import Place
-from pipeline.recipe.data import AugmentConfig
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage import MaskedPatchStage
-from pipeline.recipe.stage_plan import StagePlan, plan_stage
-from pipeline.recipe.vocabulary import StageName
-from pipeline.runs.pictures import DrawRequest, Picture, kept_pictures
-from pipeline.runs.run_folder import RunFolder
-from pipeline.stage.batches import eval_transform, train_stream, train_transform
-from pipeline.stage.stage_data import Stage, StageData, open_data
-from pipeline.stage.task import model_input, targets
+from shardvit.data_shards.images.crops import DRAWS_PER_SAMPLE, Pixels
+from shardvit.data_shards.images.decode import EncodedImage, PixelLimit, read_image
+from shardvit.data_shards.loading.batch import Batch
+from shardvit.data_shards.loading.mixing import Mix
+from shardvit.data_shards.order.randomness import uniforms
+from shardvit.data_shards.order.sample_order import refs_in_set_order
+from shardvit.data_shards.reading.overview import DrawnImage, reduced
+from shardvit.data_shards.reading.shard_reader import ShardReader
+from shardvit.data_shards.text import counted
+from shardvit.data_shards.vocabulary import GOOGLES, Normalisation, RandomStream
+from shardvit.pipeline.pictures.grid import MOST_LABELS, Cell, image_grid, label_names, whole_percent
+from shardvit.pipeline.pictures.style import Drawn, keep_drawn
+from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.recipe.data import AugmentConfig
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stage import MaskedPatchStage
+from shardvit.pipeline.recipe.stage_plan import StagePlan, plan_stage
+from shardvit.pipeline.recipe.vocabulary import StageName
+from shardvit.pipeline.runs.pictures import DrawRequest, Picture, kept_pictures
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.stage.batches import eval_transform, train_stream, train_transform
+from shardvit.pipeline.stage.stage_data import Stage, StageData, open_data
+from shardvit.pipeline.stage.task import model_input, targets
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -18,9 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from pipeline.ranks.heartbeat import Heartbeat, read_heartbeat, write_heartbeat
-from pipeline.ranks.place import Place
-from pipeline.ranks.process import process_started, this_machine
+from shardvit.pipeline.ranks.heartbeat import Heartbeat, read_heartbeat, write_heartbeat
+from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.ranks.process import process_started, this_machine
 
 About = Literal["a rank", "nobody known", "a mistake"]
 

@@ -24,9 +24,9 @@ from typing import TypeVar
 import torch
 from torch import distributed
 
-from data_shards.durable import replace_text
-from data_shards.errors import UserError
-from pipeline.ranks.place import Place
+from shardvit.data_shards.durable import replace_text
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.ranks.place import Place
 
 
 def rounds(ranks: int) -> int:

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from data_shards.durable import break_links
-from data_shards.safe_paths import read_inside
-from pipeline.ranks.process import process_started, this_machine
+from shardvit.data_shards.durable import break_links
+from shardvit.data_shards.safe_paths import read_inside
+from shardvit.pipeline.ranks.process import process_started, this_machine
 
 State = Literal["running", "left", "failed", "ended"]
 """left: exited cleanly; failed: by an exception; ended: stopped the run because another rank failed."""

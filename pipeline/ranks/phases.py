@@ -14,10 +14,10 @@ from typing import Literal
 
 import torch
 
-from pipeline.ranks.group import Ranks
-from pipeline.ranks.slow_rank import Slowest, SlowRanks
-from pipeline.ranks.start_clock import StartClock
-from pipeline.ranks.watch import Watch
+from shardvit.pipeline.ranks.group import Ranks
+from shardvit.pipeline.ranks.slow_rank import Slowest, SlowRanks
+from shardvit.pipeline.ranks.start_clock import StartClock
+from shardvit.pipeline.ranks.watch import Watch
 
 Phase = Literal["reading", "forward", "backward", "step", "evaluating", "saving"]
 _STATUS: dict[Phase, str] = {  # to describe a hanging rank

@@ -12,13 +12,13 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from data_shards.durable import break_links
+import shardvit
+from shardvit.data_shards.durable import break_links
 
 DUMP_SIGNAL = signal.SIGUSR2
 _INNERMOST_FRAMES, _OWN_FRAMES = 4, 6  # shown in a message
 _OUTERMOST = (" in <module>", " in _run_module_as_main", "  ...")  # the last: faulthandler stops at 100 frames
-_OWN_PACKAGES = ("data_shards", "launch", "model", "pipeline")
-_ROOT = Path(__file__).resolve().parents[2]
+_OURS = f"{Path(shardvit.__file__).parent}/"
 
 # A main thread whose innermost Python frame is in one of these may be waiting for other ranks.
 _WAITING_FILES = re.compile(
@@ -69,9 +69,7 @@ def stack_file(folder: Path, rank: int) -> Path:
 def stack_excerpt(text: str, *, thread: int) -> list[str]:
     """Pick one thread's innermost lines and those in this project, innermost first."""
     lines = _lines_of(thread, text)
-    own = [
-        line for line in lines[_INNERMOST_FRAMES:] if any(f"{_ROOT}/{package}/" in line for package in _OWN_PACKAGES)
-    ]
+    own = [line for line in lines[_INNERMOST_FRAMES:] if _OURS in line]
     return lines[:_INNERMOST_FRAMES] + own[:_OWN_FRAMES]
 
 

@@ -23,8 +23,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from data_shards.durable import make_folders
-from pipeline.ranks.dead_ranks import (
+from shardvit.data_shards.durable import make_folders
+from shardvit.pipeline.ranks.dead_ranks import (
     LEAVE_SECONDS,
     failure,
     first_word,
@@ -36,7 +36,7 @@ from pipeline.ranks.dead_ranks import (
     said_file,
     tell_all_hosts,
 )
-from pipeline.ranks.heartbeat import (
+from shardvit.pipeline.ranks.heartbeat import (
     Heartbeat,
     Sightings,
     State,
@@ -47,9 +47,16 @@ from pipeline.ranks.heartbeat import (
     read_heartbeat,
     write_heartbeat,
 )
-from pipeline.ranks.place import Place
-from pipeline.ranks.process import describe_process, process_started, this_machine
-from pipeline.ranks.stacks import DUMP_SIGNAL, StackDumps, is_whole, main_thread_waits, stack_excerpt, stack_file
+from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.ranks.process import describe_process, process_started, this_machine
+from shardvit.pipeline.ranks.stacks import (
+    DUMP_SIGNAL,
+    StackDumps,
+    is_whole,
+    main_thread_waits,
+    stack_excerpt,
+    stack_file,
+)
 
 _WRITE_SECONDS, _FILES_PER_SECOND = 2.0, 32
 _LOOK_SECONDS = 1.0  # between checks of this host's processes

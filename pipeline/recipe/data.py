@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, field_validator
 
-from data_shards.shards.location import redacted
-from data_shards.vocabulary import (
+from shardvit.data_shards.shards.location import redacted
+from shardvit.data_shards.vocabulary import (
     MOST_PIXELS,
     USUAL_MOST_PIXELS,
     Antialias,
@@ -19,8 +19,8 @@ from data_shards.vocabulary import (
     RandAugmentRanges,
     WorkerKind,
 )
-from pipeline.recipe.duration import BytesText, DurationText, Strict
-from pipeline.recipe.vocabulary import FeatureLayer
+from shardvit.pipeline.recipe.duration import BytesText, DurationText, Strict
+from shardvit.pipeline.recipe.vocabulary import FeatureLayer
 
 # A tenth of the work on an image is Python: with more threads, they and the training loop would wait for the GIL.
 _MOST_THREADS = 4

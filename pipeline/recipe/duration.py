@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from data_shards.text import parse_bytes
+from shardvit.data_shards.text import parse_bytes
 
 Unit = Literal["steps", "epochs", "images", "%"]
 

@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from data_shards.errors import UserError
-from data_shards.shards.location import redact_text
-from data_shards.text import one_line
-from pipeline.recipe.mistakes import mistakes, truths
-from pipeline.recipe.roles import with_paths
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.sources import (
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.shards.location import redact_text
+from shardvit.data_shards.text import one_line
+from shardvit.pipeline.recipe.mistakes import mistakes, truths
+from shardvit.pipeline.recipe.roles import with_paths
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.sources import (
     SETS,
     Tree,
     find_recipe,
@@ -22,8 +22,8 @@ from pipeline.recipe.sources import (
     read_source,
     with_finetune,
 )
-from pipeline.recipe.vocabulary import ALL_STAGES
-from pipeline.recipe.yaml_text import read_yaml, write_yaml
+from shardvit.pipeline.recipe.vocabulary import ALL_STAGES
+from shardvit.pipeline.recipe.yaml_text import read_yaml, write_yaml
 
 # May change on resume: they affect execution and reports, not the result.
 FREE_KEYS = (

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from data_shards.text import one_line
+from shardvit.data_shards.text import one_line
 
 _LONGEST_SHOWN = 60
 _BOUNDS = {"exclusiveMinimum": "above", "minimum": "of at least", "exclusiveMaximum": "below", "maximum": "at most"}

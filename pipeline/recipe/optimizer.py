@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.recipe.duration import DurationText, Strict, parse_duration
-from pipeline.recipe.vocabulary import OPTIMIZERS, MomentType, OptimizerName
+from shardvit.pipeline.recipe.duration import DurationText, Strict, parse_duration
+from shardvit.pipeline.recipe.vocabulary import OPTIMIZERS, MomentType, OptimizerName
 
 _Share = Annotated[float, Field(ge=0, lt=1)]
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from data_shards.errors import UserError
-from data_shards.text import one_line
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage import TrainStage
-from pipeline.recipe.vocabulary import StageName
-from pipeline.recipe.yaml_text import read_yaml_file
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.text import one_line
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stage import TrainStage
+from shardvit.pipeline.recipe.vocabulary import StageName
+from shardvit.pipeline.recipe.yaml_text import read_yaml_file
 
 _KEYS = ("train", "eval")
 

@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from model.config import ModelConfig
-from pipeline.recipe.data import MOST_LANES, DataConfig
-from pipeline.recipe.duration import Strict
-from pipeline.recipe.stage import MOST_SECONDS, MaskedPatchStage, Stages, TrainStage
-from pipeline.recipe.vocabulary import OPTIMIZERS, AttentionKernel, StageName
+from shardvit.model.config import ModelConfig
+from shardvit.pipeline.recipe.data import MOST_LANES, DataConfig
+from shardvit.pipeline.recipe.duration import Strict
+from shardvit.pipeline.recipe.stage import MOST_SECONDS, MaskedPatchStage, Stages, TrainStage
+from shardvit.pipeline.recipe.vocabulary import OPTIMIZERS, AttentionKernel, StageName
 
 FEW_PROCESSES = 256  # most for which `data.lanes: auto` ignores their number
 _MANY_LANES = 4096  # of auto, for more processes

@@ -21,12 +21,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from data_shards.errors import UserError
-from data_shards.safe_paths import is_inside
-from data_shards.text import one_line
-from model.config import ModelConfig
-from model.saved.model_folder import CONFIG_FILE, SavedModelMeta, read_meta
-from pipeline.recipe.yaml_text import read_yaml_file
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.safe_paths import is_inside
+from shardvit.data_shards.text import one_line
+from shardvit.model.config import ModelConfig
+from shardvit.model.saved.model_folder import CONFIG_FILE, SavedModelMeta, read_meta
+from shardvit.pipeline.recipe.yaml_text import read_yaml_file
 
 SHIPPED = Path(__file__).parents[1] / "recipes"
 SETS = "finetune"  # the folder, and the key

@@ -6,13 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from data_shards.vocabulary import EvalProtocol
-from model.config import Regularisation
-from model.vocabulary import LOSSES, DropoutMasks, HeadKind, InitStyle, LossKind
-from pipeline.recipe.data import MOST_SIDE, AugmentConfig, FewShotConfig, OneSet, SomeSets, several
-from pipeline.recipe.duration import DurationText, Strict
-from pipeline.recipe.optimizer import OptimizerConfig, ScheduleConfig
-from pipeline.recipe.vocabulary import ALL_STAGES, OF_SEVERAL_LABELS, EvalMetric, StageName, WeightsKind
+from shardvit.data_shards.vocabulary import EvalProtocol
+from shardvit.model.config import Regularisation
+from shardvit.model.vocabulary import LOSSES, DropoutMasks, HeadKind, InitStyle, LossKind
+from shardvit.pipeline.recipe.data import MOST_SIDE, AugmentConfig, FewShotConfig, OneSet, SomeSets, several
+from shardvit.pipeline.recipe.duration import DurationText, Strict
+from shardvit.pipeline.recipe.optimizer import OptimizerConfig, ScheduleConfig
+from shardvit.pipeline.recipe.vocabulary import ALL_STAGES, OF_SEVERAL_LABELS, EvalMetric, StageName, WeightsKind
 
 MOST_SECONDS = 10**7
 _MOST_IMAGES = 2**20  # of a batch

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from data_shards.errors import UserError
-from data_shards.order.sample_order import check_sizes, check_world_size
-from data_shards.text import counted
-from data_shards.vocabulary import LabelKind
-from pipeline.recipe.duration import in_steps, parse_duration
-from pipeline.recipe.optimizer import Schedule
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage import PretrainStage, RollbackConfig, TrainStage
-from pipeline.recipe.vocabulary import OF_ONE_LABEL, OF_SEVERAL_LABELS, EvalMetric, StageName
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.order.sample_order import check_sizes, check_world_size
+from shardvit.data_shards.text import counted
+from shardvit.data_shards.vocabulary import LabelKind
+from shardvit.pipeline.recipe.duration import in_steps, parse_duration
+from shardvit.pipeline.recipe.optimizer import Schedule
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stage import PretrainStage, RollbackConfig, TrainStage
+from shardvit.pipeline.recipe.vocabulary import OF_ONE_LABEL, OF_SEVERAL_LABELS, EvalMetric, StageName
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import yaml
 from yaml.constructor import ConstructorError
 from yaml.nodes import MappingNode, Node, ScalarNode
 
-from data_shards.errors import UserError
-from data_shards.text import one_line
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.text import one_line
 
 _TAG = "tag:yaml.org,2002:"
 _DEEPEST = 50

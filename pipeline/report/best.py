@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from pipeline.recipe.vocabulary import StageName
-from pipeline.runs.logs import MetricRow
-from pipeline.runs.run_folder import FOLDER_PREFIX, RunFolder
+from shardvit.pipeline.recipe.vocabulary import StageName
+from shardvit.pipeline.runs.logs import MetricRow
+from shardvit.pipeline.runs.run_folder import FOLDER_PREFIX, RunFolder
 
 SCORES = {"val/top1": "top-1", "val/accuracy": "accuracy"}  # on the screen
 AVERAGES_SCORES = {"val/ema_top1": "top-1", "val/ema_accuracy": "accuracy"}  # of the averaged weights

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pipeline.budget.cost import stage_cost
-from pipeline.budget.gpus import gpu_of_driver
-from pipeline.ranks.process import CoreWaits
-from pipeline.recipe.schema import EngineConfig, Recipe
-from pipeline.recipe.stage_plan import StagePlan
-from pipeline.recipe.vocabulary import StageName
+from shardvit.pipeline.budget.cost import stage_cost
+from shardvit.pipeline.budget.gpus import gpu_of_driver
+from shardvit.pipeline.ranks.process import CoreWaits
+from shardvit.pipeline.recipe.schema import EngineConfig, Recipe
+from shardvit.pipeline.recipe.stage_plan import StagePlan
+from shardvit.pipeline.recipe.vocabulary import StageName
 
 _GIB = 2**30
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeline.ranks.group import Ranks
+from shardvit.pipeline.ranks.group import Ranks
 
 _HISTORY_STEPS, _LEAST_STEPS = 128, 64  # OLMo-core's
 SIGMAS = 6.0  # OLMo-core's

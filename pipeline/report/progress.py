@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import TextIO
 
-from data_shards.progress_line import open_bar
-from data_shards.text import counted, printable, show_duration
-from pipeline.ranks.stopping import TimeLimit, requeues_needed
+from shardvit.data_shards.progress_line import open_bar
+from shardvit.data_shards.text import counted, printable, show_duration
+from shardvit.pipeline.ranks.stopping import TimeLimit, requeues_needed
 
 _SPEED_WINDOW_SECONDS = 60.0
 _LINE_SECONDS = 10.0

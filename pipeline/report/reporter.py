@@ -14,26 +14,26 @@ from typing import Any
 
 import torch
 
-from data_shards.errors import UserError
-from data_shards.loading.batch import Fault
-from data_shards.text import counted
-from pipeline.checkpoint.train_state import RollBack, TrainState
-from pipeline.ranks.dead_ranks import peer_is_gone
-from pipeline.ranks.phases import Phases
-from pipeline.ranks.process import WORTH_A_WORD
-from pipeline.ranks.stopping import Stopped
-from pipeline.recipe.stage_plan import StagePlan
-from pipeline.recipe.vocabulary import EVENTS_FILE, METRICS_FILE, StageName
-from pipeline.report.best import AVERAGES_SCORES, SCORES, show_score
-from pipeline.report.gauges import Gauges, peak_flops, stage_work
-from pipeline.report.losses import Spike
-from pipeline.report.progress import TrainingProgress
-from pipeline.runs.logs import EventKind, EventsLog, MetricsLog
-from pipeline.stage.context import StageContext
-from pipeline.stage.stage_data import StageData
-from pipeline.tracking.describe import begin_attempt, end_attempt, plan_params, stage_datasets, try_writing
-from pipeline.tracking.environment import gpu_tag
-from pipeline.tracking.facts import DatasetInput, FinalStatus
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.loading.batch import Fault
+from shardvit.data_shards.text import counted
+from shardvit.pipeline.checkpoint.train_state import RollBack, TrainState
+from shardvit.pipeline.ranks.dead_ranks import peer_is_gone
+from shardvit.pipeline.ranks.phases import Phases
+from shardvit.pipeline.ranks.process import WORTH_A_WORD
+from shardvit.pipeline.ranks.stopping import Stopped
+from shardvit.pipeline.recipe.stage_plan import StagePlan
+from shardvit.pipeline.recipe.vocabulary import EVENTS_FILE, METRICS_FILE, StageName
+from shardvit.pipeline.report.best import AVERAGES_SCORES, SCORES, show_score
+from shardvit.pipeline.report.gauges import Gauges, peak_flops, stage_work
+from shardvit.pipeline.report.losses import Spike
+from shardvit.pipeline.report.progress import TrainingProgress
+from shardvit.pipeline.runs.logs import EventKind, EventsLog, MetricsLog
+from shardvit.pipeline.stage.context import StageContext
+from shardvit.pipeline.stage.stage_data import StageData
+from shardvit.pipeline.tracking.describe import begin_attempt, end_attempt, plan_params, stage_datasets, try_writing
+from shardvit.pipeline.tracking.environment import gpu_tag
+from shardvit.pipeline.tracking.facts import DatasetInput, FinalStatus
 
 Say = Callable[[str], None]
 

@@ -17,12 +17,12 @@ from typing import Any, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.durable import make_folders
-from data_shards.safe_paths import is_inside, open_inside, read_inside
-from data_shards.text import printable
-from data_shards.vocabulary import LabelKind
-from pipeline.recipe.vocabulary import OWN_SET as OWN_SET  # re-exported for readers of evaluations
-from pipeline.recipe.vocabulary import WeightsKind
+from shardvit.data_shards.durable import make_folders
+from shardvit.data_shards.safe_paths import is_inside, open_inside, read_inside
+from shardvit.data_shards.text import printable
+from shardvit.data_shards.vocabulary import LabelKind
+from shardvit.pipeline.recipe.vocabulary import OWN_SET as OWN_SET  # re-exported for readers of evaluations
+from shardvit.pipeline.recipe.vocabulary import WeightsKind
 
 EVALUATIONS_FOLDER = "evaluations"
 CALIBRATION_BINS = 15

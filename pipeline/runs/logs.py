@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Self, get_args
 
-from data_shards.durable import break_links, replaced
-from data_shards.safe_paths import open_inside
+from shardvit.data_shards.durable import break_links, replaced
+from shardvit.data_shards.safe_paths import open_inside
 
 EventKind = Literal[
     "start",  # of an attempt: first step, processes, hosts

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from data_shards.durable import make_folders, replaced
-from data_shards.safe_paths import is_inside, read_inside
-from data_shards.text import parse_json
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.vocabulary import PICTURES_FOLDER, StageName
-from pipeline.runs.run_folder import RunFolder
+from shardvit.data_shards.durable import make_folders, replaced
+from shardvit.data_shards.safe_paths import is_inside, read_inside
+from shardvit.data_shards.text import parse_json
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.vocabulary import PICTURES_FOLDER, StageName
+from shardvit.pipeline.runs.run_folder import RunFolder
 
 PictureGroup = Literal["data", "evaluation", "model", "paper"]
 Moment = Literal["begin", "evaluated", "end"]

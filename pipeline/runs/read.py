@@ -14,14 +14,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from data_shards.errors import UserError
-from data_shards.text import one_line
-from pipeline.recipe.io import parse_recipe
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.vocabulary import ALL_STAGES, EVENTS_FILE, METRICS_FILE, RECIPE_FILE, StageName
-from pipeline.runs.logs import Event, MetricRow, MetricsFollower, read_events
-from pipeline.runs.pictures import KeptPicture, kept_pictures
-from pipeline.runs.run_folder import RunFolder, StageRecord, checkpoint_folders
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.text import one_line
+from shardvit.pipeline.recipe.io import parse_recipe
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.vocabulary import ALL_STAGES, EVENTS_FILE, METRICS_FILE, RECIPE_FILE, StageName
+from shardvit.pipeline.runs.logs import Event, MetricRow, MetricsFollower, read_events
+from shardvit.pipeline.runs.pictures import KeptPicture, kept_pictures
+from shardvit.pipeline.runs.run_folder import RunFolder, StageRecord, checkpoint_folders
 
 if TYPE_CHECKING:
     import numpy as np
@@ -55,7 +55,7 @@ class RunStage:
     @cached_property
     def evaluations(self) -> dict[str, list[Path]]:
         """Evaluation folders by held-out set, oldest first; `load_evaluation` reads one."""
-        from pipeline.runs.evaluations import evaluations
+        from shardvit.pipeline.runs.evaluations import evaluations
 
         return evaluations(self.folder)
 

@@ -28,13 +28,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from data_shards.durable import replace_text
-from data_shards.errors import UserError
-from data_shards.safe_paths import is_inside, read_inside
-from data_shards.text import one_line
-from pipeline.recipe.io import differences, dump_recipe, flatten, parse_recipe, without_free_keys
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.vocabulary import (
+from shardvit.data_shards.durable import replace_text
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.safe_paths import is_inside, read_inside
+from shardvit.data_shards.text import one_line
+from shardvit.pipeline.recipe.io import differences, dump_recipe, flatten, parse_recipe, without_free_keys
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.vocabulary import (
     ALL_STAGES,
     CHECKPOINTS_FOLDER,
     DIFFERENCE_FILE,

@@ -1,15 +1,15 @@
 """Translate a stage's order, crops, augmentation and mixing for `data_shards`."""
 
-from data_shards.images.decode import PixelLimit
-from data_shards.images.rand_augment import RandAugment
-from data_shards.images.transforms import EvalTransform, TrainTransform
-from data_shards.loading.assemble import Access
-from data_shards.loading.loader import EvalBatches, Layout, TrainBatches
-from data_shards.loading.mixing import MixupConfig
-from data_shards.shards.shard_set import ShardSet
-from pipeline.ranks.place import Place
-from pipeline.recipe.stage import TrainStage
-from pipeline.stage.stage_data import Stage
+from shardvit.data_shards.images.decode import PixelLimit
+from shardvit.data_shards.images.rand_augment import RandAugment
+from shardvit.data_shards.images.transforms import EvalTransform, TrainTransform
+from shardvit.data_shards.loading.assemble import Access
+from shardvit.data_shards.loading.loader import EvalBatches, Layout, TrainBatches
+from shardvit.data_shards.loading.mixing import MixupConfig
+from shardvit.data_shards.shards.shard_set import ShardSet
+from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.recipe.stage import TrainStage
+from shardvit.pipeline.stage.stage_data import Stage
 
 
 def train_stream(stage: Stage, *, place: Place) -> TrainBatches:

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from data_shards.errors import AgreedError, UserError
-from data_shards.text import printable
-from pipeline.ranks.group import Ranks, while_others_wait
-from pipeline.ranks.start_clock import StartClock
-from pipeline.ranks.stopping import StopFlag, TimeLimit
-from pipeline.ranks.watch import Watch
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.vocabulary import StageName
-from pipeline.runs.pictures import Moment
-from pipeline.runs.run_folder import RunFolder
+from shardvit.data_shards.errors import AgreedError, UserError
+from shardvit.data_shards.text import printable
+from shardvit.pipeline.ranks.group import Ranks, while_others_wait
+from shardvit.pipeline.ranks.start_clock import StartClock
+from shardvit.pipeline.ranks.stopping import StopFlag, TimeLimit
+from shardvit.pipeline.ranks.watch import Watch
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.vocabulary import StageName
+from shardvit.pipeline.runs.pictures import Moment
+from shardvit.pipeline.runs.run_folder import RunFolder
 
 T = TypeVar("T")
 

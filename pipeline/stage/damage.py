@@ -10,9 +10,9 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from data_shards.durable import break_links
-from data_shards.loading.batch import Batch, Fault
-from pipeline.ranks.group import Ranks
+from shardvit.data_shards.durable import break_links
+from shardvit.data_shards.loading.batch import Batch, Fault
+from shardvit.pipeline.ranks.group import Ranks
 
 Use = str  # "train", "eval", or "eval NAME" of a set of also_eval
 _Faults = dict[tuple[Use, str, str], Fault]  # by use, shard and key

@@ -13,13 +13,13 @@ import platform
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from data_shards.errors import AgreedError, UserError
-from data_shards.shards.shard_set import ShardSet
-from data_shards.store.store import Store
-from pipeline.ranks.process import this_machine
-from pipeline.recipe.vocabulary import StageName
-from pipeline.stage.context import StageContext
-from pipeline.stage.stage_data import StageData, open_data, store_of
+from shardvit.data_shards.errors import AgreedError, UserError
+from shardvit.data_shards.shards.shard_set import ShardSet
+from shardvit.data_shards.store.store import Store
+from shardvit.pipeline.ranks.process import this_machine
+from shardvit.pipeline.recipe.vocabulary import StageName
+from shardvit.pipeline.stage.context import StageContext
+from shardvit.pipeline.stage.stage_data import StageData, open_data, store_of
 
 _Identity = tuple[int, int, int, int] | None
 _Landmarks = dict[str, _Identity]  # of each path

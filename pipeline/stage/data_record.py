@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_shards.checking.identity import SetIdentity, compare_suspects, differences, identify, suspects
-from data_shards.durable import replace_text
-from data_shards.errors import UserError
-from data_shards.shards.shard_set import ShardSet
-from data_shards.text import named, parse_json
-from pipeline.recipe.vocabulary import DATA_FILE, StageName
-from pipeline.runs.run_folder import RunFolder
-from pipeline.stage.stage_data import HELD_OUT_IMAGES, TRAINING_IMAGES, StageData
+from shardvit.data_shards.checking.identity import SetIdentity, compare_suspects, differences, identify, suspects
+from shardvit.data_shards.durable import replace_text
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.shards.shard_set import ShardSet
+from shardvit.data_shards.text import named, parse_json
+from shardvit.pipeline.recipe.vocabulary import DATA_FILE, StageName
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.stage.stage_data import HELD_OUT_IMAGES, TRAINING_IMAGES, StageData
 
 _VERSION = 1  # of the file; other versions are ignored
 

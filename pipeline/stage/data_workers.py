@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
-from data_shards.control_groups import core_quota
-from data_shards.loading.loader import TrainBatches
-from data_shards.loading.workers import start_fork_server
-from data_shards.vocabulary import WorkerKind
-from pipeline.budget.gpus import gpu_of_driver
-from pipeline.budget.speed import anchored_speed, own_cores, workers_needed, workers_within
-from pipeline.ranks.group import Ranks
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.vocabulary import StageName
+from shardvit.data_shards.control_groups import core_quota
+from shardvit.data_shards.loading.loader import TrainBatches
+from shardvit.data_shards.loading.workers import start_fork_server
+from shardvit.data_shards.vocabulary import WorkerKind
+from shardvit.pipeline.budget.gpus import gpu_of_driver
+from shardvit.pipeline.budget.speed import anchored_speed, own_cores, workers_needed, workers_within
+from shardvit.pipeline.ranks.group import Ranks
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.vocabulary import StageName
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data_shards.order.randomness import hash_words
-from data_shards.vocabulary import RandomStream
-from model.layers.dropout import words_of
-from pipeline.engine.base import Engine
-from pipeline.recipe.stage_plan import StagePlan
+from shardvit.data_shards.order.randomness import hash_words
+from shardvit.data_shards.vocabulary import RandomStream
+from shardvit.model.layers.dropout import words_of
+from shardvit.pipeline.engine.base import Engine
+from shardvit.pipeline.recipe.stage_plan import StagePlan
 
 
 def draw_masks(engine: Engine, *, plan: StagePlan, step: int, place: int) -> None:

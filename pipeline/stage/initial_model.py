@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from data_shards.errors import UserError
-from data_shards.vocabulary import GOOGLES, Normalisation
-from model.config import ModelConfig
-from model.saved.model_folder import WEIGHTS_FILE, SavedModelMeta
-from model.vocabulary import COLOURS
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.sources import record_elsewhere
-from pipeline.recipe.vocabulary import StageName
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.vocabulary import GOOGLES, Normalisation
+from shardvit.model.config import ModelConfig
+from shardvit.model.saved.model_folder import WEIGHTS_FILE, SavedModelMeta
+from shardvit.model.vocabulary import COLOURS
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.sources import record_elsewhere
+from shardvit.pipeline.recipe.vocabulary import StageName
 
 
 @dataclass(frozen=True)

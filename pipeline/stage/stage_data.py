@@ -4,24 +4,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_shards.checking.fitness import assess
-from data_shards.errors import UserError
-from data_shards.order.mixture import AnyOrder, make_order
-from data_shards.reading.opening import open_shards
-from data_shards.shards.holdout import shared_images
-from data_shards.shards.location import CommandRefused, Commands
-from data_shards.shards.shard_set import Portion, ShardSet, ShardsSpec, merge_shard_sets
-from data_shards.store.cache import CacheConfig, default_cache_folder
-from data_shards.store.store import Store
-from data_shards.text import counted, named, parse_bytes, show_bytes
-from model.vocabulary import LOSSES
-from pipeline.recipe.data import ShardsConfig
-from pipeline.recipe.roles import missing_paths
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage import MaskedPatchStage, TrainStage
-from pipeline.recipe.stage_plan import StagePlan, chosen_metrics
-from pipeline.recipe.vocabulary import OWN_SET, EvalMetric, StageName
-from pipeline.runs.run_folder import RunFolder, StageRecord
+from shardvit.data_shards.checking.fitness import assess
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.order.mixture import AnyOrder, make_order
+from shardvit.data_shards.reading.opening import open_shards
+from shardvit.data_shards.shards.holdout import shared_images
+from shardvit.data_shards.shards.location import CommandRefused, Commands
+from shardvit.data_shards.shards.shard_set import Portion, ShardSet, ShardsSpec, merge_shard_sets
+from shardvit.data_shards.store.cache import CacheConfig, default_cache_folder
+from shardvit.data_shards.store.store import Store
+from shardvit.data_shards.text import counted, named, parse_bytes, show_bytes
+from shardvit.model.vocabulary import LOSSES
+from shardvit.pipeline.recipe.data import ShardsConfig
+from shardvit.pipeline.recipe.roles import missing_paths
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stage import MaskedPatchStage, TrainStage
+from shardvit.pipeline.recipe.stage_plan import StagePlan, chosen_metrics
+from shardvit.pipeline.recipe.vocabulary import OWN_SET, EvalMetric, StageName
+from shardvit.pipeline.runs.run_folder import RunFolder, StageRecord
 
 TRAINING_IMAGES, HELD_OUT_IMAGES = "training images", "held-out images"  # in the stage's records
 

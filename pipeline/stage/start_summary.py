@@ -6,17 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from data_shards.errors import UserError
-from model.counting.flops import account
-from pipeline.budget.cost import stage_cost
-from pipeline.checkpoint.identity import checkpoint_identity
-from pipeline.checkpoint.store import Restored
-from pipeline.ranks.place import Place
-from pipeline.recipe.io import flatten, parse_recipe
-from pipeline.recipe.schema import Recipe
-from pipeline.runs.written_by import changed_since, written_by
-from pipeline.stage.stage_data import Stage, cache_advice
-from pipeline.stage.task import Task
+from shardvit.data_shards.errors import UserError
+from shardvit.model.counting.flops import account
+from shardvit.pipeline.budget.cost import stage_cost
+from shardvit.pipeline.checkpoint.identity import checkpoint_identity
+from shardvit.pipeline.checkpoint.store import Restored
+from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.recipe.io import flatten, parse_recipe
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.runs.written_by import changed_since, written_by
+from shardvit.pipeline.stage.stage_data import Stage, cache_advice
+from shardvit.pipeline.stage.task import Task
 
 _LAYOUT = {"processes": "processes", "zero_stage": "ZeRO stage"}
 

@@ -14,18 +14,18 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from data_shards.loading.batch import Batch
-from data_shards.loading.mixing import Mix
-from data_shards.order.randomness import uniforms
-from data_shards.vocabulary import GOOGLES, LabelKind, Normalisation, RandomStream
-from model.loss import LossFunction, image_losses, loss_function, probabilities, softmax_cross_entropy
-from model.masked_patch import colour_classes
-from model.vocabulary import COLOURS, LossKind
-from pipeline.engine.base import Engine
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage import MaskedPatchStage
-from pipeline.recipe.vocabulary import StageName
-from pipeline.stage.stage_data import StageData
+from shardvit.data_shards.loading.batch import Batch
+from shardvit.data_shards.loading.mixing import Mix
+from shardvit.data_shards.order.randomness import uniforms
+from shardvit.data_shards.vocabulary import GOOGLES, LabelKind, Normalisation, RandomStream
+from shardvit.model.loss import LossFunction, image_losses, loss_function, probabilities, softmax_cross_entropy
+from shardvit.model.masked_patch import colour_classes
+from shardvit.model.vocabulary import COLOURS, LossKind
+from shardvit.pipeline.engine.base import Engine
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stage import MaskedPatchStage
+from shardvit.pipeline.recipe.vocabulary import StageName
+from shardvit.pipeline.stage.stage_data import StageData
 
 Use = Literal["train", "eval"]
 TOP = 5  # classes kept per answer

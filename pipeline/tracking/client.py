@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from data_shards.durable import break_links, flush, replaced
-from data_shards.errors import UserError
-from pipeline.runs.run_folder import RunFolder
+from shardvit.data_shards.durable import break_links, flush, replaced
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.runs.run_folder import RunFolder
 
 SQLITE = "sqlite:///"
 MODEL_TRAINING = "workflowType=machine_learning"  # query string; MLflow 3 shows GenAI views otherwise

@@ -10,12 +10,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pipeline.recipe.vocabulary import MLFLOW_FILE
-from pipeline.runs.run_folder import RunFolder
-from pipeline.runs.written_by import source_tags
-from pipeline.tracking.client import home_of, open_client, store_uri
-from pipeline.tracking.facts import DatasetInput, RunFacts, RunStatus, load_run_state, now_ms, without_credentials
-from pipeline.tracking.mlflow_sink import MlflowSink, log_facts, run_or_none
+from shardvit.pipeline.recipe.vocabulary import MLFLOW_FILE
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.runs.written_by import source_tags
+from shardvit.pipeline.tracking.client import home_of, open_client, store_uri
+from shardvit.pipeline.tracking.facts import (
+    DatasetInput,
+    RunFacts,
+    RunStatus,
+    load_run_state,
+    now_ms,
+    without_credentials,
+)
+from shardvit.pipeline.tracking.mlflow_sink import MlflowSink, log_facts, run_or_none
 
 ResultKind = Literal["eval", "fewshot", "probe", "knn", "transfer"]
 RUNS_FOLDER = Path("runs")  # for results without a run; the default of `shardvit run --runs`

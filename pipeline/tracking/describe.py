@@ -13,20 +13,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from data_shards.text import one_line
-from model.config import ModelConfig
-from model.counting.flops import account
-from pipeline.recipe.io import flatten
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage import MaskedPatchStage, PretrainStage, TrainStage
-from pipeline.recipe.vocabulary import MLFLOW_FACTS_FILE, RECIPE_FILE, REPLACED_FOLDER, StageName
-from pipeline.runs.run_folder import RunFolder
-from pipeline.runs.written_by import source_tags
-from pipeline.tracking.facts import DatasetInput, FinalStatus, RunFacts, RunStatus, load_facts, now_ms
+from shardvit.data_shards.text import one_line
+from shardvit.model.config import ModelConfig
+from shardvit.model.counting.flops import account
+from shardvit.pipeline.recipe.io import flatten
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stage import MaskedPatchStage, PretrainStage, TrainStage
+from shardvit.pipeline.recipe.vocabulary import MLFLOW_FACTS_FILE, RECIPE_FILE, REPLACED_FOLDER, StageName
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.runs.written_by import source_tags
+from shardvit.pipeline.tracking.facts import DatasetInput, FinalStatus, RunFacts, RunStatus, load_facts, now_ms
 
 if TYPE_CHECKING:
-    from data_shards.shards.shard_set import ShardSet
-    from pipeline.recipe.stage_plan import StagePlan
+    from shardvit.data_shards.shards.shard_set import ShardSet
+    from shardvit.pipeline.recipe.stage_plan import StagePlan
 
 _STAGES = "stages."
 _ABSENT = "None"

@@ -12,11 +12,11 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
-from data_shards.durable import replace_text
-from data_shards.text import show_bytes
-from pipeline.runs import written_by
-from pipeline.runs.written_by import git_tags, source_tags
-from pipeline.tracking.facts import without_credentials
+from shardvit.data_shards.durable import replace_text
+from shardvit.data_shards.text import show_bytes
+from shardvit.pipeline.runs import written_by
+from shardvit.pipeline.runs.written_by import git_tags, source_tags
+from shardvit.pipeline.tracking.facts import without_credentials
 
 ENVIRONMENT_FILE = "environment.txt"
 DIFF_FILE = "git.diff"

@@ -16,10 +16,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from data_shards.durable import replace_text
-from data_shards.safe_paths import read_inside
-from data_shards.text import parse_json
-from pipeline.recipe.vocabulary import MLFLOW_FACTS_FILE
+from shardvit.data_shards.durable import replace_text
+from shardvit.data_shards.safe_paths import read_inside
+from shardvit.data_shards.text import parse_json
+from shardvit.pipeline.recipe.vocabulary import MLFLOW_FACTS_FILE
 
 FinalStatus = Literal["FINISHED", "FAILED", "KILLED"]
 RunStatus = Literal[FinalStatus, "RUNNING"]

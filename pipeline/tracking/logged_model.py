@@ -13,12 +13,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from data_shards.safe_paths import require_inside
-from model.vocabulary import LOSSES
-from pipeline.recipe.vocabulary import METRICS_FILE, StageName
-from pipeline.runs.logs import iter_metrics
-from pipeline.runs.run_folder import RunFolder
-from pipeline.tracking.sink import ResultModel
+from shardvit.data_shards.safe_paths import require_inside
+from shardvit.model.vocabulary import LOSSES
+from shardvit.pipeline.recipe.vocabulary import METRICS_FILE, StageName
+from shardvit.pipeline.runs.logs import iter_metrics
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.tracking.sink import ResultModel
 
 CLASSES_FILE = "classes.json"  # class names in output order, in the model's folder
 _MOST_CLASSES = 1000  # named in the metadata
@@ -32,8 +32,8 @@ def log_result_model(client: Any, *, uri: str, result: ResultModel) -> str:
     import mlflow
     from mlflow.entities import LoggedModelOutput, Metric
 
-    from model.loss import PixelsToProbabilities
-    from model.saved.model_folder import build_described, load_model
+    from shardvit.model.loss import PixelsToProbabilities
+    from shardvit.model.saved.model_folder import build_described, load_model
 
     folder, recipe, stage, run_id = result.folder, result.recipe, result.stage, result.run_id
     require_inside(folder.model(stage), folder=folder.boundary)

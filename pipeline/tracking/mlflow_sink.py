@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.recipe.schema import Recipe
-from pipeline.runs.logs import MetricRow
-from pipeline.runs.pictures import KeptPicture
-from pipeline.runs.run_folder import RunFolder
-from pipeline.tracking.client import MODEL_TRAINING, home_of, open_client, store_uri
-from pipeline.tracking.facts import DatasetInput, RunFacts, RunState, without_credentials
-from pipeline.tracking.sink import ResultModel, Sink
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.runs.logs import MetricRow
+from shardvit.pipeline.runs.pictures import KeptPicture
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.tracking.client import MODEL_TRAINING, home_of, open_client, store_uri
+from shardvit.pipeline.tracking.facts import DatasetInput, RunFacts, RunState, without_credentials
+from shardvit.pipeline.tracking.sink import ResultModel, Sink
 
 # From mlflow.utils.validation; the digest's from MLflow's table `datasets`.
 _MAX_METRICS_PER_BATCH = 1_000
@@ -136,7 +136,7 @@ class MlflowSink:
         return self._there[run_id]
 
     def model(self, result: ResultModel) -> str:
-        from pipeline.tracking.logged_model import log_result_model
+        from shardvit.pipeline.tracking.logged_model import log_result_model
 
         return log_result_model(self._client, uri=self._uri, result=result)
 

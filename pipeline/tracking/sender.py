@@ -14,10 +14,10 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from data_shards.errors import UserError
-from data_shards.safe_paths import is_inside
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.vocabulary import (
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.safe_paths import is_inside
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.vocabulary import (
     CORRUPT_SAMPLES_FILE,
     DIFFERENCE_FILE,
     EVENTS_FILE,
@@ -29,13 +29,13 @@ from pipeline.recipe.vocabulary import (
     TRACKING_FOLDER,
     StageName,
 )
-from pipeline.runs.logs import MetricRow, MetricsFollower, iter_metrics
-from pipeline.runs.pictures import kept_pictures, newest_pictures
-from pipeline.runs.run_folder import RunFolder
-from pipeline.tracking.describe import begin_attempt, pipeline_facts, stage_description
-from pipeline.tracking.environment import TRACKED_FILES
-from pipeline.tracking.facts import RunFacts, RunState, load_facts, load_run_state, now_ms, without_credentials
-from pipeline.tracking.sink import ResultModel, Sink
+from shardvit.pipeline.runs.logs import MetricRow, MetricsFollower, iter_metrics
+from shardvit.pipeline.runs.pictures import kept_pictures, newest_pictures
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.tracking.describe import begin_attempt, pipeline_facts, stage_description
+from shardvit.pipeline.tracking.environment import TRACKED_FILES
+from shardvit.pipeline.tracking.facts import RunFacts, RunState, load_facts, load_run_state, now_ms, without_credentials
+from shardvit.pipeline.tracking.sink import ResultModel, Sink
 
 Say = Callable[[str], None]
 

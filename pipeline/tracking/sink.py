@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.vocabulary import StageName
-from pipeline.runs.logs import MetricRow
-from pipeline.runs.pictures import KeptPicture
-from pipeline.runs.run_folder import RunFolder
-from pipeline.tracking.facts import RunFacts, RunState
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.vocabulary import StageName
+from shardvit.pipeline.runs.logs import MetricRow
+from shardvit.pipeline.runs.pictures import KeptPicture
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.tracking.facts import RunFacts, RunState
 
 
 @dataclass(frozen=True)

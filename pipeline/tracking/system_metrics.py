@@ -14,10 +14,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.recipe.vocabulary import ALL_STAGES, MLFLOW_FILE
-from pipeline.runs.run_folder import RunFolder
-from pipeline.tracking.client import client_of, home_of, store_uri
-from pipeline.tracking.facts import load_facts, load_run_state, without_credentials
+from shardvit.pipeline.recipe.vocabulary import ALL_STAGES, MLFLOW_FILE
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.tracking.client import client_of, home_of, store_uri
+from shardvit.pipeline.tracking.facts import load_facts, load_run_state, without_credentials
 
 _POLL_SECONDS = 1.0
 _AGAIN_SECONDS = 30.0  # before restarting the monitor, which an outage ends

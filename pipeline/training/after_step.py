@@ -11,20 +11,20 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from data_shards.errors import UserError
-from data_shards.loading.device_prefetch import Batches
-from pipeline.checkpoint.saver import CheckpointSaver
-from pipeline.checkpoint.train_state import RollBack, TrainState, Trouble
-from pipeline.engine.base import Engine
-from pipeline.engine.late_metrics import LateMetrics, StepOutcome
-from pipeline.ranks.group import Ranks
-from pipeline.ranks.phases import Phase
-from pipeline.ranks.stopping import Requests, StopOrSave, Stopped
-from pipeline.recipe.stage_plan import StagePlan
-from pipeline.report.losses import SIGMAS, LossWindow, Spike, SpikeFinder
-from pipeline.report.reporter import Report
-from pipeline.stage.damage import FaultLedger
-from pipeline.stage.task import Task
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.loading.device_prefetch import Batches
+from shardvit.pipeline.checkpoint.saver import CheckpointSaver
+from shardvit.pipeline.checkpoint.train_state import RollBack, TrainState, Trouble
+from shardvit.pipeline.engine.base import Engine
+from shardvit.pipeline.engine.late_metrics import LateMetrics, StepOutcome
+from shardvit.pipeline.ranks.group import Ranks
+from shardvit.pipeline.ranks.phases import Phase
+from shardvit.pipeline.ranks.stopping import Requests, StopOrSave, Stopped
+from shardvit.pipeline.recipe.stage_plan import StagePlan
+from shardvit.pipeline.report.losses import SIGMAS, LossWindow, Spike, SpikeFinder
+from shardvit.pipeline.report.reporter import Report
+from shardvit.pipeline.stage.damage import FaultLedger
+from shardvit.pipeline.stage.task import Task
 
 
 class TrainingFailed(Exception):

@@ -7,39 +7,39 @@ from contextlib import closing, nullcontext
 import torch
 from torch import nn
 
-from data_shards.durable import make_folders
-from data_shards.loading.device_prefetch import prefetch_to_device
-from data_shards.loading.loader import TrainLoader, eval_batches
-from model.formats.export import save_for_others
-from pipeline.checkpoint.disk_space import check_free_space, estimate_bytes
-from pipeline.checkpoint.identity import checkpoint_identity
-from pipeline.checkpoint.saver import CheckpointSaver, Origin, SaveHooks
-from pipeline.checkpoint.store import Retention
-from pipeline.checkpoint.train_state import TrainState
-from pipeline.engine.base import Engine
-from pipeline.evaluation.evaluate import Evaluated, evaluate, keep_evaluations
-from pipeline.evaluation.scores import one_answer
-from pipeline.ranks.phases import Phases
-from pipeline.ranks.stopping import Requests
-from pipeline.ranks.watch import Watch
-from pipeline.recipe.io import dump_recipe
-from pipeline.recipe.schema import EngineConfig
-from pipeline.recipe.stage import TrainStage
-from pipeline.recipe.vocabulary import CORRUPT_SAMPLES_FILE, METRICS_FILE, WeightsKind
-from pipeline.report.best import best_results, describe_best
-from pipeline.report.reporter import Report
-from pipeline.runs.logs import iter_metrics
-from pipeline.runs.run_folder import weights_digest
-from pipeline.runs.written_by import written_by
-from pipeline.stage.batches import held_out, train_stream
-from pipeline.stage.context import StageContext
-from pipeline.stage.damage import FaultLedger
-from pipeline.stage.data_workers import DataWorkers, data_workers
-from pipeline.stage.initial_model import StageStart, stage_model
-from pipeline.stage.stage_data import Stage, asked_metrics
-from pipeline.stage.task import Task
-from pipeline.training.after_step import TrainingFailed, TrainJob
-from pipeline.transfer.during_training import few_shot_evaluation
+from shardvit.data_shards.durable import make_folders
+from shardvit.data_shards.loading.device_prefetch import prefetch_to_device
+from shardvit.data_shards.loading.loader import TrainLoader, eval_batches
+from shardvit.model.formats.export import save_for_others
+from shardvit.pipeline.checkpoint.disk_space import check_free_space, estimate_bytes
+from shardvit.pipeline.checkpoint.identity import checkpoint_identity
+from shardvit.pipeline.checkpoint.saver import CheckpointSaver, Origin, SaveHooks
+from shardvit.pipeline.checkpoint.store import Retention
+from shardvit.pipeline.checkpoint.train_state import TrainState
+from shardvit.pipeline.engine.base import Engine
+from shardvit.pipeline.evaluation.evaluate import Evaluated, evaluate, keep_evaluations
+from shardvit.pipeline.evaluation.scores import one_answer
+from shardvit.pipeline.ranks.phases import Phases
+from shardvit.pipeline.ranks.stopping import Requests
+from shardvit.pipeline.ranks.watch import Watch
+from shardvit.pipeline.recipe.io import dump_recipe
+from shardvit.pipeline.recipe.schema import EngineConfig
+from shardvit.pipeline.recipe.stage import TrainStage
+from shardvit.pipeline.recipe.vocabulary import CORRUPT_SAMPLES_FILE, METRICS_FILE, WeightsKind
+from shardvit.pipeline.report.best import best_results, describe_best
+from shardvit.pipeline.report.reporter import Report
+from shardvit.pipeline.runs.logs import iter_metrics
+from shardvit.pipeline.runs.run_folder import weights_digest
+from shardvit.pipeline.runs.written_by import written_by
+from shardvit.pipeline.stage.batches import held_out, train_stream
+from shardvit.pipeline.stage.context import StageContext
+from shardvit.pipeline.stage.damage import FaultLedger
+from shardvit.pipeline.stage.data_workers import DataWorkers, data_workers
+from shardvit.pipeline.stage.initial_model import StageStart, stage_model
+from shardvit.pipeline.stage.stage_data import Stage, asked_metrics
+from shardvit.pipeline.stage.task import Task
+from shardvit.pipeline.training.after_step import TrainingFailed, TrainJob
+from shardvit.pipeline.transfer.during_training import few_shot_evaluation
 
 
 def make_job(

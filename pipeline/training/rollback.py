@@ -8,14 +8,14 @@ step is a function of its number, so the result does not depend on that checkpoi
 from collections.abc import Iterable
 from pathlib import Path
 
-from data_shards.errors import UserError
-from pipeline.checkpoint.identity import checkpoint_identity, read_state_file
-from pipeline.checkpoint.store import Restored, remove_checkpoint, restore_checkpoint
-from pipeline.checkpoint.train_state import TrainState, Trouble
-from pipeline.engine.base import Engine
-from pipeline.runs.run_folder import StageRecord, checkpoint_folders
-from pipeline.stage.context import StageContext
-from pipeline.stage.stage_data import Stage
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.checkpoint.identity import checkpoint_identity, read_state_file
+from shardvit.pipeline.checkpoint.store import Restored, remove_checkpoint, restore_checkpoint
+from shardvit.pipeline.checkpoint.train_state import TrainState, Trouble
+from shardvit.pipeline.engine.base import Engine
+from shardvit.pipeline.runs.run_folder import StageRecord, checkpoint_folders
+from shardvit.pipeline.stage.context import StageContext
+from shardvit.pipeline.stage.stage_data import Stage
 
 
 def restore(context: StageContext, stage: Stage, *, engine: Engine) -> tuple[Restored | None, TrainState]:

@@ -4,24 +4,24 @@ from contextlib import closing
 
 from torch import nn
 
-from model.vit import checkpoint_blocks
-from pipeline.checkpoint.store import Restored
-from pipeline.checkpoint.train_state import RollBack, TrainState
-from pipeline.engine.base import Engine
-from pipeline.engine.open import open_engine
-from pipeline.kernels.settle import Kernels, settled_kernels
-from pipeline.ranks.watch import Watch
-from pipeline.report.reporter import stage_report
-from pipeline.runs.run_folder import check_inputs
-from pipeline.stage.context import StageContext
-from pipeline.stage.data_record import check_data, keep_data
-from pipeline.stage.initial_model import StageStart, stage_model
-from pipeline.stage.stage_data import Stage
-from pipeline.stage.start_summary import describe_start
-from pipeline.stage.task import make_task
-from pipeline.training.assembly import check_disk, make_job, make_phases, write_result
-from pipeline.training.rollback import record_rollback, restore
-from pipeline.training.train_loop import train
+from shardvit.model.vit import checkpoint_blocks
+from shardvit.pipeline.checkpoint.store import Restored
+from shardvit.pipeline.checkpoint.train_state import RollBack, TrainState
+from shardvit.pipeline.engine.base import Engine
+from shardvit.pipeline.engine.open import open_engine
+from shardvit.pipeline.kernels.settle import Kernels, settled_kernels
+from shardvit.pipeline.ranks.watch import Watch
+from shardvit.pipeline.report.reporter import stage_report
+from shardvit.pipeline.runs.run_folder import check_inputs
+from shardvit.pipeline.stage.context import StageContext
+from shardvit.pipeline.stage.data_record import check_data, keep_data
+from shardvit.pipeline.stage.initial_model import StageStart, stage_model
+from shardvit.pipeline.stage.stage_data import Stage
+from shardvit.pipeline.stage.start_summary import describe_start
+from shardvit.pipeline.stage.task import make_task
+from shardvit.pipeline.training.assembly import check_disk, make_job, make_phases, write_result
+from shardvit.pipeline.training.rollback import record_rollback, restore
+from shardvit.pipeline.training.train_loop import train
 
 
 def train_stage(context: StageContext, stage: Stage, *, model: nn.Module, start: StageStart) -> None:

@@ -13,30 +13,30 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from data_shards.durable import make_folders
-from data_shards.errors import UserError
-from data_shards.images.decode import require_decoder
-from data_shards.vocabulary import Normalisation
-from model.init import initialise
-from model.layers.head import replace_head
-from model.masked_patch import MaskedPatchVit, build_masked_patch, classifier_of
-from model.positions.interpolation import resize_state
-from model.saved.model_folder import build_from_saved, load_model, save_model
-from model.vit import build_model
-from pipeline.checkpoint.train_state import TrainState
-from pipeline.engine.saved_state.frozen import freeze
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage import FinetuneStage, MaskedPatchStage, PretrainStage, TrainStage
-from pipeline.recipe.stage_plan import plan_stage
-from pipeline.recipe.vocabulary import StageName
-from pipeline.report.reporter import attempt_events, attempt_log
-from pipeline.runs.run_folder import check_model, weights_digest
-from pipeline.stage.context import StageContext
-from pipeline.stage.data_once import open_data_once
-from pipeline.stage.data_workers import expect_data_workers
-from pipeline.stage.initial_model import StageStart, model_from_elsewhere
-from pipeline.stage.stage_data import Stage, open_data
-from pipeline.training.stage_training import train_stage
+from shardvit.data_shards.durable import make_folders
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.images.decode import require_decoder
+from shardvit.data_shards.vocabulary import Normalisation
+from shardvit.model.init import initialise
+from shardvit.model.layers.head import replace_head
+from shardvit.model.masked_patch import MaskedPatchVit, build_masked_patch, classifier_of
+from shardvit.model.positions.interpolation import resize_state
+from shardvit.model.saved.model_folder import build_from_saved, load_model, save_model
+from shardvit.model.vit import build_model
+from shardvit.pipeline.checkpoint.train_state import TrainState
+from shardvit.pipeline.engine.saved_state.frozen import freeze
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stage import FinetuneStage, MaskedPatchStage, PretrainStage, TrainStage
+from shardvit.pipeline.recipe.stage_plan import plan_stage
+from shardvit.pipeline.recipe.vocabulary import StageName
+from shardvit.pipeline.report.reporter import attempt_events, attempt_log
+from shardvit.pipeline.runs.run_folder import check_model, weights_digest
+from shardvit.pipeline.stage.context import StageContext
+from shardvit.pipeline.stage.data_once import open_data_once
+from shardvit.pipeline.stage.data_workers import expect_data_workers
+from shardvit.pipeline.stage.initial_model import StageStart, model_from_elsewhere
+from shardvit.pipeline.stage.stage_data import Stage, open_data
+from shardvit.pipeline.training.stage_training import train_stage
 
 
 def run_stage(context: StageContext, *, stage: StageName) -> None:

@@ -4,10 +4,10 @@ Batches and randomness are functions of the step, so resuming at step k equals n
 engine's protocol and writes nothing itself.
 """
 
-from model.vit import set_patch_dropout
-from pipeline.checkpoint.train_state import TrainState, seed_step
-from pipeline.stage.dropout_masks import draw_masks
-from pipeline.training.after_step import AfterStep, TrainJob
+from shardvit.model.vit import set_patch_dropout
+from shardvit.pipeline.checkpoint.train_state import TrainState, seed_step
+from shardvit.pipeline.stage.dropout_masks import draw_masks
+from shardvit.pipeline.training.after_step import AfterStep, TrainJob
 
 
 def train(job: TrainJob, state: TrainState) -> TrainState:

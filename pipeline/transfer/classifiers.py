@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeline.transfer.features import held_out_rows
+from shardvit.pipeline.transfer.features import held_out_rows
 
 _LEAST_SQUARES_BIAS = 100.0
 _ITERATIONS, _GRADIENT = 1000, 1e-6

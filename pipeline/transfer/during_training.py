@@ -16,28 +16,28 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from data_shards.errors import UserError
-from data_shards.images.transforms import EvalTransform
-from data_shards.loading.assemble import Access
-from data_shards.loading.batch import Batch, batch_of
-from data_shards.loading.loader import EvalBatches, eval_batches
-from data_shards.reading.shard_reader import label_column
-from data_shards.shards.shard_set import ShardSet
-from data_shards.text import parse_bytes
-from pipeline.engine.base import Engine
-from pipeline.ranks.group import Ranks
-from pipeline.ranks.watch import Watch
-from pipeline.recipe.data import FewShotConfig
-from pipeline.recipe.stage_plan import StagePlan
-from pipeline.recipe.vocabulary import FeatureLayer
-from pipeline.stage.batches import access_of, eval_transform
-from pipeline.stage.context import StageContext
-from pipeline.stage.data_workers import DataWorkers
-from pipeline.stage.stage_data import Stage
-from pipeline.transfer.classifiers import LinearClassifier, fit_least_squares
-from pipeline.transfer.features import Features, Int64s, choose_shots, extract, merged, shot_features
-from pipeline.transfer.results import few_shot_name
-from pipeline.transfer.settings import TransferSet, few_shot_of, open_few_shot
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.images.transforms import EvalTransform
+from shardvit.data_shards.loading.assemble import Access
+from shardvit.data_shards.loading.batch import Batch, batch_of
+from shardvit.data_shards.loading.loader import EvalBatches, eval_batches
+from shardvit.data_shards.reading.shard_reader import label_column
+from shardvit.data_shards.shards.shard_set import ShardSet
+from shardvit.data_shards.text import parse_bytes
+from shardvit.pipeline.engine.base import Engine
+from shardvit.pipeline.ranks.group import Ranks
+from shardvit.pipeline.ranks.watch import Watch
+from shardvit.pipeline.recipe.data import FewShotConfig
+from shardvit.pipeline.recipe.stage_plan import StagePlan
+from shardvit.pipeline.recipe.vocabulary import FeatureLayer
+from shardvit.pipeline.stage.batches import access_of, eval_transform
+from shardvit.pipeline.stage.context import StageContext
+from shardvit.pipeline.stage.data_workers import DataWorkers
+from shardvit.pipeline.stage.stage_data import Stage
+from shardvit.pipeline.transfer.classifiers import LinearClassifier, fit_least_squares
+from shardvit.pipeline.transfer.features import Features, Int64s, choose_shots, extract, merged, shot_features
+from shardvit.pipeline.transfer.results import few_shot_name
+from shardvit.pipeline.transfer.settings import TransferSet, few_shot_of, open_few_shot
 
 
 @dataclass(frozen=True)

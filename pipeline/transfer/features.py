@@ -26,24 +26,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from data_shards.durable import replaced
-from data_shards.errors import UserError
-from data_shards.images.decode import USUAL_LIMIT, PixelLimit
-from data_shards.images.transforms import EvalTransform
-from data_shards.loading.assemble import Access
-from data_shards.loading.batch import Batch, Fault
-from data_shards.loading.device_prefetch import Batches, prefetch_to_device
-from data_shards.loading.loader import EvalBatches, eval_batches
-from data_shards.order.randomness import hash_words
-from data_shards.reading.shard_reader import UNKNOWN
-from data_shards.shards.shard_set import ShardSet
-from data_shards.store.store import Store
-from data_shards.vocabulary import GOOGLES, Normalisation, RandomStream
-from model.layers.head import MlpHead
-from pipeline.ranks.start_clock import StartClock
-from pipeline.recipe.vocabulary import FeatureLayer
-from pipeline.stage.task import model_input
-from pipeline.using.predict import Predictor
+from shardvit.data_shards.durable import replaced
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.images.decode import USUAL_LIMIT, PixelLimit
+from shardvit.data_shards.images.transforms import EvalTransform
+from shardvit.data_shards.loading.assemble import Access
+from shardvit.data_shards.loading.batch import Batch, Fault
+from shardvit.data_shards.loading.device_prefetch import Batches, prefetch_to_device
+from shardvit.data_shards.loading.loader import EvalBatches, eval_batches
+from shardvit.data_shards.order.randomness import hash_words
+from shardvit.data_shards.reading.shard_reader import UNKNOWN
+from shardvit.data_shards.shards.shard_set import ShardSet
+from shardvit.data_shards.store.store import Store
+from shardvit.data_shards.vocabulary import GOOGLES, Normalisation, RandomStream
+from shardvit.model.layers.head import MlpHead
+from shardvit.pipeline.ranks.start_clock import StartClock
+from shardvit.pipeline.recipe.vocabulary import FeatureLayer
+from shardvit.pipeline.stage.task import model_input
+from shardvit.pipeline.using.predict import Predictor
 
 _FORMAT = 1
 _PART_SAMPLES = 16_384

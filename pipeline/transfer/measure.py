@@ -11,13 +11,20 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from data_shards.errors import UserError
-from data_shards.loading.batch import Fault
-from data_shards.reading.shard_reader import UNKNOWN, label_column
-from pipeline.transfer.classifiers import fit_least_squares, fit_probe, knn_votes
-from pipeline.transfer.features import Features, FeatureStore, Int64s, choose_images, choose_shots, shot_features
-from pipeline.transfer.results import Setting, TransferScore, UsedSet
-from pipeline.transfer.settings import FewShotSettings, KnnSettings, ProbeSettings, Settings, TransferSet
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.loading.batch import Fault
+from shardvit.data_shards.reading.shard_reader import UNKNOWN, label_column
+from shardvit.pipeline.transfer.classifiers import fit_least_squares, fit_probe, knn_votes
+from shardvit.pipeline.transfer.features import (
+    Features,
+    FeatureStore,
+    Int64s,
+    choose_images,
+    choose_shots,
+    shot_features,
+)
+from shardvit.pipeline.transfer.results import Setting, TransferScore, UsedSet
+from shardvit.pipeline.transfer.settings import FewShotSettings, KnnSettings, ProbeSettings, Settings, TransferSet
 
 _BLOCK = 8192  # images scored at a time
 _TOP5_CLASSES = 6  # fewer classes get no top-5

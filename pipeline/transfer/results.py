@@ -35,11 +35,11 @@ from typing import Annotated, Literal, cast
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from data_shards.durable import replace_text
-from data_shards.errors import UserError
-from data_shards.safe_paths import is_inside, read_inside
-from pipeline.checkpoint.identity import read_state_file
-from pipeline.recipe.vocabulary import (
+from shardvit.data_shards.durable import replace_text
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.safe_paths import is_inside, read_inside
+from shardvit.pipeline.checkpoint.identity import read_state_file
+from shardvit.pipeline.recipe.vocabulary import (
     ALL_STAGES,
     CHECKPOINTS_FOLDER,
     MODEL_FOLDER,
@@ -47,7 +47,7 @@ from pipeline.recipe.vocabulary import (
     FeatureLayer,
     StageName,
 )
-from pipeline.runs.run_folder import FOLDER_PREFIX, RunFolder
+from shardvit.pipeline.runs.run_folder import FOLDER_PREFIX, RunFolder
 
 TRANSFER_FOLDER = "transfer"  # in the run's folder
 

@@ -13,18 +13,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from data_shards.errors import UserError
-from data_shards.reading.opening import open_shards
-from data_shards.shards.location import Commands
-from data_shards.shards.shard_set import ShardSet
-from data_shards.store.store import Store
-from pipeline.recipe.data import Counts, FewShotConfig, OneSet, ShardsConfig, Strengths
-from pipeline.recipe.duration import Strict
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage import PretrainStage
-from pipeline.recipe.vocabulary import StageName
-from pipeline.stage.stage_data import shards_spec, store_of
-from pipeline.transfer.results import SetGroup
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.reading.opening import open_shards
+from shardvit.data_shards.shards.location import Commands
+from shardvit.data_shards.shards.shard_set import ShardSet
+from shardvit.data_shards.store.store import Store
+from shardvit.pipeline.recipe.data import Counts, FewShotConfig, OneSet, ShardsConfig, Strengths
+from shardvit.pipeline.recipe.duration import Strict
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stage import PretrainStage
+from shardvit.pipeline.recipe.vocabulary import StageName
+from shardvit.pipeline.stage.stage_data import shards_spec, store_of
+from shardvit.pipeline.transfer.results import SetGroup
 
 
 class FewShotSettings(Strict):

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from data_shards.errors import UserError
-from data_shards.store.store import Store
-from data_shards.text import one_line
-from pipeline.recipe.yaml_text import read_yaml_file
-from pipeline.transfer.results import TransferRecord, TransferScore, UsedSet, load_record, save_record
-from pipeline.transfer.settings import AnySet, Say, TransferSet, TransferTable, open_set
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.store.store import Store
+from shardvit.data_shards.text import one_line
+from shardvit.pipeline.recipe.yaml_text import read_yaml_file
+from shardvit.pipeline.transfer.results import TransferRecord, TransferScore, UsedSet, load_record, save_record
+from shardvit.pipeline.transfer.settings import AnySet, Say, TransferSet, TransferTable, open_set
 
 if TYPE_CHECKING:
-    from pipeline.transfer.features import FeatureStore
-    from pipeline.transfer.measure import SetMeasured
+    from shardvit.pipeline.transfer.features import FeatureStore
+    from shardvit.pipeline.transfer.measure import SetMeasured
 
 _METHODS = ("fewshot", "probe", "knn")
 
@@ -71,7 +71,7 @@ def measure_table(
 ) -> TransferRecord:
     """Measure what `file` lacks; `record` describes the model. After each set `progress` gets its number, name and
     result (None: kept from before). UserError as in `measure`; OSError if the disk is full."""
-    from pipeline.transfer.measure import measure
+    from shardvit.pipeline.transfer.measure import measure
 
     found = _kept(file, like=record)
     for number, (settings, data) in enumerate(zip(table.data_sets, sets, strict=True), start=1):

@@ -15,11 +15,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_shards.errors import UserError
-from model.saved.model_folder import CONFIG_FILE, SavedModelMeta, build_described, load_model, read_meta
-from pipeline.recipe.io import parse_recipe
-from pipeline.recipe.vocabulary import ALL_STAGES, CHECKPOINTS_FOLDER, RECIPE_FILE, STAGE_FILE, StageName, WeightsKind
-from pipeline.runs.run_folder import FOLDER_PREFIX, RunFolder, checkpoint_folders
+from shardvit.data_shards.errors import UserError
+from shardvit.model.saved.model_folder import CONFIG_FILE, SavedModelMeta, build_described, load_model, read_meta
+from shardvit.pipeline.recipe.io import parse_recipe
+from shardvit.pipeline.recipe.vocabulary import (
+    ALL_STAGES,
+    CHECKPOINTS_FOLDER,
+    RECIPE_FILE,
+    STAGE_FILE,
+    StageName,
+    WeightsKind,
+)
+from shardvit.pipeline.runs.run_folder import FOLDER_PREFIX, RunFolder, checkpoint_folders
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,7 +90,7 @@ def _find(path: Path, *, weights: WeightsKind | None) -> FoundModel:
     if (
         place.name.startswith(FOLDER_PREFIX) and place.parent.name == CHECKPOINTS_FOLDER
     ):  # checked first: it has a recipe too
-        from pipeline.checkpoint.store import damage_of
+        from shardvit.pipeline.checkpoint.store import damage_of
 
         if damage := damage_of(path):
             raise UserError(f"checkpoint {path} is damaged ({damage}): take another one")
@@ -99,7 +106,7 @@ def _find(path: Path, *, weights: WeightsKind | None) -> FoundModel:
             pass  # timm's or transformers': below
         else:
             return _read(path, load_model)
-    from model.formats.detect import import_file
+    from shardvit.model.formats.detect import import_file
 
     return _read(path, import_file)
 
@@ -123,7 +130,7 @@ def _model_of_run(path: Path) -> Path:
 
 
 def _of_stage(path: Path, *, stage: StageName, weights: WeightsKind | None) -> FoundModel:
-    from pipeline.checkpoint.store import damage_of
+    from shardvit.pipeline.checkpoint.store import damage_of
 
     run = _run(path)
     if run.record(stage).state == "done":
@@ -143,7 +150,7 @@ def _of_stage(path: Path, *, stage: StageName, weights: WeightsKind | None) -> F
 def _of_checkpoint(checkpoint: Path, *, weights: WeightsKind | None) -> FoundModel:
     import torch
 
-    from pipeline.checkpoint.store import checkpoint_weights
+    from shardvit.pipeline.checkpoint.store import checkpoint_weights
 
     stage_folder = checkpoint.absolute().parent.parent
     path, stage = stage_folder.parent, stage_folder.name

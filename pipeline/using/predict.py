@@ -16,20 +16,20 @@ from typing import Literal
 import numpy as np
 import torch
 
-from data_shards.errors import UnreadableImage, UserError
-from data_shards.images.crops import Pixels
-from data_shards.images.decode import USUAL_LIMIT, PixelLimit, read_image
-from data_shards.images.transforms import EvalTransform
-from data_shards.loading.batch import batch_of
-from data_shards.processes import num_cores
-from data_shards.vocabulary import Normalisation
-from model.formats.programs import ONNX_ENDING, open_onnx
-from model.loss import probabilities
-from model.saved.model_folder import SavedModelMeta, build_described
-from pipeline.ranks.process import settle_threads
-from pipeline.recipe.vocabulary import WeightsKind
-from pipeline.stage.task import model_input
-from pipeline.using.find_model import find_model
+from shardvit.data_shards.errors import UnreadableImage, UserError
+from shardvit.data_shards.images.crops import Pixels
+from shardvit.data_shards.images.decode import USUAL_LIMIT, PixelLimit, read_image
+from shardvit.data_shards.images.transforms import EvalTransform
+from shardvit.data_shards.loading.batch import batch_of
+from shardvit.data_shards.processes import num_cores
+from shardvit.data_shards.vocabulary import Normalisation
+from shardvit.model.formats.programs import ONNX_ENDING, open_onnx
+from shardvit.model.loss import probabilities
+from shardvit.model.saved.model_folder import SavedModelMeta, build_described
+from shardvit.pipeline.ranks.process import settle_threads
+from shardvit.pipeline.recipe.vocabulary import WeightsKind
+from shardvit.pipeline.stage.task import model_input
+from shardvit.pipeline.using.find_model import find_model
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 

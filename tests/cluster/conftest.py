@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from data_shards.durable import replace_text
-from launch.slurm.records import End, read_ends
-from pipeline.recipe.vocabulary import StageName
-from pipeline.runs.run_folder import RunFolder, StageRecord
+from shardvit.data_shards.durable import replace_text
+from shardvit.launch.slurm.records import End, read_ends
+from shardvit.pipeline.recipe.vocabulary import StageName
+from shardvit.pipeline.runs.run_folder import RunFolder, StageRecord
 from tests.cluster.slurm_cluster import Done, SlurmCluster, missing
 from tests.launch.machine import make_shards, on_shards
 
@@ -78,7 +78,7 @@ class SubmittedRun:
     def cli(self, command: str, *arguments: str, check: bool = True) -> Done:
         """`shardvit COMMAND ...`."""
         return self.slurm.run(
-            *(sys.executable, "-m", "launch.cli", command, *arguments),
+            *(sys.executable, "-m", "shardvit.launch.cli", command, *arguments),
             cwd=self.folder,
             environment={"PYTHONPATH": str(ROOT)},
             check=check,
@@ -115,7 +115,7 @@ class SubmittedRun:
 
     def kill_a_rank(self) -> None:
         """As the kernel does for want of memory; not the first rank, which may be making MLflow's database."""
-        command = ["launch.train", str(self.run / "slurm" / "recipe.yaml")]
+        command = ["shardvit.launch.train", str(self.run / "slurm" / "recipe.yaml")]
         ranks = [process for process in psutil.process_iter() if _has(process, command)]
         pids = {process.pid for process in ranks}
         ranks = [process for process in ranks if process.ppid() not in pids]  # not their worker processes
@@ -159,7 +159,7 @@ def stand_in_run(slurm: SlurmCluster, tmp_path: Path) -> SubmittedRun:
     python = tmp_path / "python with stand-in"  # a space: what is not quoted fails
     python.write_text(
         f"#!/bin/bash\nexport PYTHONPATH={ROOT}\n"
-        'for last in "$@"; do if [ "$last" = launch.train ]; then\n'
+        'for last in "$@"; do if [ "$last" = shardvit.launch.train ]; then\n'
         f'    shift 3; exec {sys.executable} -m tests.cluster.stand_in "$@"\nfi; done\n'
         f'exec {sys.executable} "$@"\n'
     )

@@ -20,10 +20,10 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from launch.local.env import read_place
-from pipeline.recipe.io import load_recipe
-from pipeline.recipe.vocabulary import ALL_STAGES, EXIT_STOPPED
-from pipeline.runs.run_folder import RunFolder
+from shardvit.launch.local.env import read_place
+from shardvit.pipeline.recipe.io import load_recipe
+from shardvit.pipeline.recipe.vocabulary import ALL_STAGES, EXIT_STOPPED
+from shardvit.pipeline.runs.run_folder import RunFolder
 
 STEP_SECONDS = 0.1
 

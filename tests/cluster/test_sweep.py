@@ -3,8 +3,8 @@
 import json
 import re
 
-from pipeline.recipe.io import parse_recipe
-from pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.recipe.io import parse_recipe
+from shardvit.pipeline.runs.run_folder import RunFolder
 from tests.cluster.conftest import GO_ON, SubmittedRun
 
 LR = "stages.finetune.optimizer.lr"

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import yaml
 
-from pipeline.recipe.vocabulary import StageName
+from shardvit.pipeline.recipe.vocabulary import StageName
 from tests.cluster.conftest import ROOT, SubmittedRun
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.faults.harness import INJECT, Case, Fault, pack_shards, recipe
@@ -184,7 +184,7 @@ def test_a_wrong_number_of_tasks_is_one_sentence(
     slurm: SlurmCluster, shards: Path, tmp_path: Path, tasks: int, variables: str, sentence: str
 ):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content(shards)))
-    srun = f"{variables}srun --ntasks={tasks} {sys.executable} -m launch.train recipe.yaml --stage pretrain"
+    srun = f"{variables}srun --ntasks={tasks} {sys.executable} -m shardvit.launch.train recipe.yaml --stage pretrain"
     script = bare(tmp_path, srun, 'echo "exit code $?"')
     # On one node: each node says what may be wrong with its disks.
     asked = ("--nodes=1", f"--ntasks={tasks}", "--overcommit", f"--output={tmp_path}/log", f"--chdir={tmp_path}")
@@ -198,7 +198,7 @@ def test_a_wrong_number_of_tasks_is_one_sentence(
 def test_an_array_of_two_runs_without_a_word_about_where_they_meet(slurm: SlurmCluster, shards: Path, tmp_path: Path):
     only = cast("dict[str, Any]", recipe(shards, {"stages.pretrain.duration": "10 steps", "processes": "auto"}))
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(only))
-    train = f"srun --ntasks=2 {sys.executable} -m launch.train recipe.yaml --stage pretrain"
+    train = f"srun --ntasks=2 {sys.executable} -m shardvit.launch.train recipe.yaml --stage pretrain"
     script = bare(tmp_path, f"{train} name=run-$SLURM_ARRAY_TASK_ID seed=$SLURM_ARRAY_TASK_ID")
     asked = ("--nodes=1", "--ntasks=2", "--array=0-1", f"--output={tmp_path}/log-%a", f"--chdir={tmp_path}")
     job = slurm.run("sbatch", "--parsable", *asked, script).out.strip()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.store.cache import CacheConfig
-from data_shards.store.store import RetryPolicy, Store
+from shardvit.data_shards.store.cache import CacheConfig
+from shardvit.data_shards.store.store import RetryPolicy, Store
 from tests.data_shards.http_server import FaultServer, serve
 from tests.data_shards.opened import QUICK, StoreFor
 

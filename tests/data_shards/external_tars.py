@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from data_shards.reading.opening import open_shards
-from data_shards.reading.shard_reader import RawSample, ShardReader
-from data_shards.shards.shard_set import ShardSet, ShardsSpec
+from shardvit.data_shards.reading.opening import open_shards
+from shardvit.data_shards.reading.shard_reader import RawSample, ShardReader
+from shardvit.data_shards.shards.shard_set import ShardSet, ShardsSpec
 
 Samples = list[dict[str, Any]]
 IMAGES = ("jpg", "jpeg", "png", "webp")

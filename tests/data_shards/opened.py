@@ -8,9 +8,9 @@ import tarfile
 import time
 from collections.abc import Callable
 
-from data_shards.shards.labels import LabelSpec
-from data_shards.shards.shard_set import ShardEntry
-from data_shards.store.store import RetryPolicy, Store
+from shardvit.data_shards.shards.labels import LabelSpec
+from shardvit.data_shards.shards.shard_set import ShardEntry
+from shardvit.data_shards.store.store import RetryPolicy, Store
 from tests.data_shards.http_server import FaultServer
 
 StoreFor = Callable[[list[str]], tuple[Store, list[float]]]

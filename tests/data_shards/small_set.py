@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_shards.packing.pack import pack
-from data_shards.reading.shard_reader import RawSample
-from data_shards.shards.manifest import Manifest
-from data_shards.shards.tar_index import index_path, read_index
+from shardvit.data_shards.packing.pack import pack
+from shardvit.data_shards.reading.shard_reader import RawSample
+from shardvit.data_shards.shards.manifest import Manifest
+from shardvit.data_shards.shards.tar_index import index_path, read_index
 
 
 def pack_small(folder: Path) -> Manifest:

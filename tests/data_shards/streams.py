@@ -9,16 +9,16 @@ import numpy as np
 import torch
 from PIL import Image
 
-from data_shards.images.transforms import TrainTransform
-from data_shards.loading.assemble import Access
-from data_shards.loading.batch import Batch
-from data_shards.loading.loader import Layout, TrainBatches, TrainLoader
-from data_shards.loading.mixing import MixupConfig
-from data_shards.order.sample_order import Order
-from data_shards.packing.pack import pack
-from data_shards.reading.opening import open_shards
-from data_shards.shards.shard_set import ShardSet
-from data_shards.vocabulary import WorkerKind
+from shardvit.data_shards.images.transforms import TrainTransform
+from shardvit.data_shards.loading.assemble import Access
+from shardvit.data_shards.loading.batch import Batch
+from shardvit.data_shards.loading.loader import Layout, TrainBatches, TrainLoader
+from shardvit.data_shards.loading.mixing import MixupConfig
+from shardvit.data_shards.order.sample_order import Order
+from shardvit.data_shards.packing.pack import pack
+from shardvit.data_shards.reading.opening import open_shards
+from shardvit.data_shards.shards.shard_set import ShardSet
+from shardvit.data_shards.vocabulary import WorkerKind
 
 LANES, GLOBAL_BATCH, STEPS, SEED, SIZE = 4, 8, 50, 11, 12
 TRANSFORM = TrainTransform(SIZE)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.control_groups import core_quota, memory_limit_bytes
+from shardvit.data_shards.control_groups import core_quota, memory_limit_bytes
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

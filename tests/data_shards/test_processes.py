@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from data_shards import processes
-from data_shards.processes import block_interrupts, num_cores
+from shardvit.data_shards import processes
+from shardvit.data_shards.processes import block_interrupts, num_cores
 from tests.data_shards.opened import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,8 +44,8 @@ COMES_LATE = """
 import os, signal, time
 import pytest
 
-from data_shards import processes
-from data_shards.processes import block_interrupts
+from shardvit.data_shards import processes
+from shardvit.data_shards.processes import block_interrupts
 try:
     with block_interrupts():
         os.kill(os.getpid(), signal.SIGINT)
@@ -70,7 +70,7 @@ def wait_long(_: object, part: int) -> None:
 
 
 WAITS = """
-from data_shards.processes import run_parts
+from shardvit.data_shards.processes import run_parts
 from tests.data_shards.test_processes import wait_long
 run_parts(wait_long, None, [1, 2], processes=2, done=print)
 """

@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from data_shards import progress_line as pack_progress
-from data_shards.progress_line import LINE_SECONDS, Progress
+from shardvit.data_shards import progress_line as pack_progress
+from shardvit.data_shards.progress_line import LINE_SECONDS, Progress
 from tests.terminal import terminal
 
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.errors import SampleError
-from data_shards.reading import shard_reader
-from data_shards.reading.opening import open_shards
-from data_shards.reading.shard_reader import ShardReader
-from data_shards.shards.manifest import Manifest
-from data_shards.shards.shard_set import ShardEntry
-from data_shards.store.cache import CacheConfig
-from data_shards.store.download import StoreError
-from data_shards.store.store import Store
+from shardvit.data_shards.errors import SampleError
+from shardvit.data_shards.reading import shard_reader
+from shardvit.data_shards.reading.opening import open_shards
+from shardvit.data_shards.reading.shard_reader import ShardReader
+from shardvit.data_shards.shards.manifest import Manifest
+from shardvit.data_shards.shards.shard_set import ShardEntry
+from shardvit.data_shards.store.cache import CacheConfig
+from shardvit.data_shards.store.download import StoreError
+from shardvit.data_shards.store.store import Store
 from tests.data_shards.http_server import FaultServer
 from tests.data_shards.opened import QUICK
 from tests.data_shards.small_set import by_webdataset, needs_proc, open_files, pack_small, places

@@ -11,17 +11,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data_shards.images.transforms import EvalTransform, TrainTransform
-from data_shards.loading.assemble import Access
-from data_shards.loading.batch import Batch
-from data_shards.loading.loader import EvalBatches, Layout, TrainBatches, TrainLoader, eval_batches
-from data_shards.loading.mixing import MixupConfig
-from data_shards.order.mixture import AnyOrder, make_order
-from data_shards.shards.labels import LabelSpec
-from data_shards.shards.shard_set import ShardEntry, ShardSet, ShardTable, merge_shard_sets
-from data_shards.shards.tar_index import build_index, index_path, write_index
-from data_shards.vocabulary import WorkerKind
-from pipeline.stage.task import model_input, targets
+from shardvit.data_shards.images.transforms import EvalTransform, TrainTransform
+from shardvit.data_shards.loading.assemble import Access
+from shardvit.data_shards.loading.batch import Batch
+from shardvit.data_shards.loading.loader import EvalBatches, Layout, TrainBatches, TrainLoader, eval_batches
+from shardvit.data_shards.loading.mixing import MixupConfig
+from shardvit.data_shards.order.mixture import AnyOrder, make_order
+from shardvit.data_shards.shards.labels import LabelSpec
+from shardvit.data_shards.shards.shard_set import ShardEntry, ShardSet, ShardTable, merge_shard_sets
+from shardvit.data_shards.shards.tar_index import build_index, index_path, write_index
+from shardvit.data_shards.vocabulary import WorkerKind
+from shardvit.pipeline.stage.task import model_input, targets
 from tests.data_shards.external_tars import png, write_tar
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.checking.check import CheckOptions, check
-from data_shards.checking.page import as_text
-from data_shards.errors import UserError
-from data_shards.shards.shard_set import ShardsSpec
-from data_shards.text import one_line, printable, show_duration, table
+from shardvit.data_shards.checking.check import CheckOptions, check
+from shardvit.data_shards.checking.page import as_text
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.shards.shard_set import ShardsSpec
+from shardvit.data_shards.text import one_line, printable, show_duration, table
 from tests.data_shards.external_tars import write_tar
 
 HARMFUL = ["\x1b[2J", "\x07", "\r", "\b", "\x9b31m", "\u202e", "\u2066", "\u200b", "\x7f", "\udc80", "\t", "\x00"]

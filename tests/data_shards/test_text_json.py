@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from data_shards.errors import UserError
-from data_shards.packing.pack import pack
-from data_shards.packing.sources.label_list import LabelList
-from data_shards.reading.external_shards import read_classes
-from data_shards.shards.manifest import read_manifest
-from data_shards.shards.shard_set import ShardsSpec
-from data_shards.text import parse_json
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.pack import pack
+from shardvit.data_shards.packing.sources.label_list import LabelList
+from shardvit.data_shards.reading.external_shards import read_classes
+from shardvit.data_shards.shards.manifest import read_manifest
+from shardvit.data_shards.shards.shard_set import ShardsSpec
+from shardvit.data_shards.text import parse_json
 from tests.data_shards.external_tars import opened, read_all, write_tar
 
 HOSTILE = {

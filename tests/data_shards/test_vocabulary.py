@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-from data_shards.vocabulary import RandomStream
+from shardvit.data_shards.vocabulary import RandomStream
 
 ROOT = Path(__file__).parents[2]
 

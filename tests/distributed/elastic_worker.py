@@ -18,12 +18,12 @@ import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-from data_shards.errors import UserError
-from pipeline.engine.open import open_engine
-from pipeline.ranks.group import Ranks
-from pipeline.ranks.place import Place
-from pipeline.recipe import vocabulary
-from pipeline.recipe.schema import Recipe
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.engine.open import open_engine
+from shardvit.pipeline.ranks.group import Ranks
+from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.recipe import vocabulary
+from shardvit.pipeline.recipe.schema import Recipe
 
 _spec = importlib.util.spec_from_file_location("engine_worker", Path(__file__).with_name("engine_worker.py"))
 common = importlib.util.module_from_spec(_spec)

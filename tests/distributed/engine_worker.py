@@ -13,16 +13,16 @@ from pathlib import Path
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from model import vit
-from model.init import initialise
-from pipeline.engine.late_metrics import LateMetrics
-from pipeline.engine.open import open_engine
-from pipeline.engine.saved_state.state_files import write_file
-from pipeline.ranks.group import Ranks
-from pipeline.ranks.place import Place
-from pipeline.recipe.optimizer import Schedule
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage_plan import StagePlan
+from shardvit.model import vit
+from shardvit.model.init import initialise
+from shardvit.pipeline.engine.late_metrics import LateMetrics
+from shardvit.pipeline.engine.open import open_engine
+from shardvit.pipeline.engine.saved_state.state_files import write_file
+from shardvit.pipeline.ranks.group import Ranks
+from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.recipe.optimizer import Schedule
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stage_plan import StagePlan
 
 STEPS, DECAY = 10, 0.9
 GLOBAL_BATCH, CLASSES, SIZE = 16, 5, 8

@@ -14,12 +14,12 @@ from typing import Literal
 
 import torch
 
-from model.vit import checkpoint_blocks
-from pipeline.engine.open import open_engine
-from pipeline.kernels.compiled_blocks import compile_blocks
-from pipeline.ranks.group import Ranks
-from pipeline.ranks.place import Place
-from pipeline.recipe.schema import Recipe
+from shardvit.model.vit import checkpoint_blocks
+from shardvit.pipeline.engine.open import open_engine
+from shardvit.pipeline.kernels.compiled_blocks import compile_blocks
+from shardvit.pipeline.ranks.group import Ranks
+from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.recipe.schema import Recipe
 
 _spec = importlib.util.spec_from_file_location("engine_worker", Path(__file__).with_name("engine_worker.py"))
 common = importlib.util.module_from_spec(_spec)

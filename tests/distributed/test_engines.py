@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.saved.model_folder import SavedModelMeta, build_from_saved, save_model
-from pipeline.checkpoint.store import assemble
+from shardvit.model.saved.model_folder import SavedModelMeta, build_from_saved, save_model
+from shardvit.pipeline.checkpoint.store import assemble
 from tests.workers import run_ranks
 
 WORKER = Path(__file__).with_name("engine_worker.py")

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.ranks.heartbeat import read_heartbeat
+from shardvit.pipeline.ranks.heartbeat import read_heartbeat
 
 WORKER = Path(__file__).with_name("watch_worker.py")
 HANG_SECONDS = 0.5  # of the watches' clock; powers of two add up without rounding

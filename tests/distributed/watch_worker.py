@@ -38,9 +38,9 @@ def tick():
 if (folder / "clock").exists():
     time.monotonic = tick
 
-from pipeline.ranks import watch as watch_module  # noqa: E402 - finds the replaced clock
-from pipeline.ranks.place import Place  # noqa: E402
-from pipeline.ranks.watch import Watch  # noqa: E402
+from shardvit.pipeline.ranks import watch as watch_module  # noqa: E402 - finds the replaced clock
+from shardvit.pipeline.ranks.place import Place  # noqa: E402
+from shardvit.pipeline.ranks.watch import Watch  # noqa: E402
 
 if follow_seconds:
     watch_module._FOLLOW_SECONDS = follow_seconds

@@ -29,7 +29,7 @@ from typing import Any, Literal
 import psutil
 import yaml
 
-from data_shards.packing.pack import pack
+from shardvit.data_shards.packing.pack import pack
 from tests.small_recipe import curve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +37,7 @@ INJECT = Path(__file__).with_name("inject")
 MARK = "SHARDVIT_FAULT_CASE"
 STEPS, SAVE_STEPS = 60, 10
 PATIENCE_SECONDS = 240.0  # of an attempt; a row that reaches it has failed
-_RANK_COMMANDS = (["-u", "-m", "launch.train"],)
+_RANK_COMMANDS = (["-u", "-m", "shardvit.launch.train"],)
 
 How = Literal["srun", "run", "deepspeed"]
 Fault = dict[str, Any]  # one entry of SHARDVIT_FAULT, see inject/injected_faults/fault.py
@@ -252,13 +252,13 @@ class Case:
         rank_arguments = ["recipe.yaml", "--stage", stage or self.stage.name, *arguments]
         match how:
             case "run":
-                command = ["-m", "launch.cli", "run", "recipe.yaml", *arguments]
+                command = ["-m", "shardvit.launch.cli", "run", "recipe.yaml", *arguments]
             case "srun":
                 command = ["-m", "tests.faults.srun", count, *rank_arguments]
                 with contextlib.suppress(OSError):  # of a folder that is read-only
                     self.run.mkdir(parents=True, exist_ok=True)  # as `shardvit run` has it when it starts ranks
             case "deepspeed":
-                command = ["-m", "deepspeed.launcher.runner", "--num_gpus", count, "--module", "launch.train"]
+                command = ["-m", "deepspeed.launcher.runner", "--num_gpus", count, "--module", "shardvit.launch.train"]
                 command += rank_arguments
         with output.open("w") as file:
             process = subprocess.Popen(
@@ -275,7 +275,7 @@ class Case:
         """Run another command than `run` in the case's folder to its end."""
         start = time.monotonic()
         done = subprocess.run(
-            [sys.executable, "-m", "launch.cli", *arguments],
+            [sys.executable, "-m", "shardvit.launch.cli", *arguments],
             cwd=self.folder,
             env=self.environment(faults),
             stdin=subprocess.DEVNULL,

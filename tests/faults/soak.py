@@ -25,8 +25,8 @@ from typing import Any
 
 import psutil
 
-from pipeline.checkpoint.store import damage_of
-from pipeline.runs.logs import iter_metrics
+from shardvit.pipeline.checkpoint.store import damage_of
+from shardvit.pipeline.runs.logs import iter_metrics
 from tests.faults.harness import Attempt, Case, pack_shards, send
 from tests.faults.rows import Row
 

@@ -14,7 +14,7 @@ import tempfile
 import time
 from types import FrameType
 
-from launch.local.env import RENDEZVOUS, SUPERVISOR_PID, without_place
+from shardvit.launch.local.env import RENDEZVOUS, SUPERVISOR_PID, without_place
 
 
 def main() -> int:
@@ -30,7 +30,7 @@ def main() -> int:
     }
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-u", "-m", "launch.train", *arguments],
+            [sys.executable, "-u", "-m", "shardvit.launch.train", *arguments],
             env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(count)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.shards.tar_index import open_index
-from pipeline.runs.logs import read_metrics
+from shardvit.data_shards.shards.tar_index import open_index
+from shardvit.pipeline.runs.logs import read_metrics
 from tests.data_shards.http_server import FaultServer, serve
 from tests.faults.conftest import NewCase, Undisturbed
 from tests.faults.harness import Case, recipe, send

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.runs.logs import read_events
+from shardvit.pipeline.runs.logs import read_events
 from tests.faults.conftest import NewCase, Undisturbed
 from tests.faults.harness import STEPS
 from tests.faults.rows import Row

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.recipe.io import dump_recipe, load_recipe
-from pipeline.runs.logs import read_metrics
+from shardvit.pipeline.recipe.io import dump_recipe, load_recipe
+from shardvit.pipeline.runs.logs import read_metrics
 from tests.faults.conftest import NewCase
 from tests.faults.harness import Case
 from tests.faults.rows import Row

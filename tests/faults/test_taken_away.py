@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from pipeline.checkpoint.store import damage_of
+from shardvit.pipeline.checkpoint.store import damage_of
 from tests.faults.conftest import NewCase, Undisturbed
 from tests.faults.harness import STEPS
 from tests.faults.rows import Row

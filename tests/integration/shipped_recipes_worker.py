@@ -10,14 +10,14 @@ import time
 import traceback
 from pathlib import Path
 
-from pipeline.ranks.group import Ranks
-from pipeline.ranks.place import Place
-from pipeline.ranks.stopping import StopFlag
-from pipeline.recipe.io import parse_recipe
-from pipeline.runs.logs import read_metrics
-from pipeline.runs.run_folder import RunFolder
-from pipeline.stage.context import StageContext
-from pipeline.training.stages import run_stage
+from shardvit.pipeline.ranks.group import Ranks
+from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.ranks.stopping import StopFlag
+from shardvit.pipeline.recipe.io import parse_recipe
+from shardvit.pipeline.runs.logs import read_metrics
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.stage.context import StageContext
+from shardvit.pipeline.training.stages import run_stage
 
 
 def main(out: Path, files: list[Path]) -> None:

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from data_shards.packing.pack import pack
-from pipeline.runs.logs import read_metrics
+from shardvit.data_shards.packing.pack import pack
+from shardvit.pipeline.runs.logs import read_metrics
 from tests.small_recipe import small_recipe, small_stage, write_recipe
 
 STEPS = 40

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.packing.pack import pack
+from shardvit.data_shards.packing.pack import pack
 from tests.small_recipe import small_recipe, small_stage, write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +27,7 @@ PATIENCE_SECONDS = 240.0
 def start(work: Path, runs: str, preloaded: Mapping[str, str]) -> subprocess.Popen[bytes]:
     with (work / "output.txt").open("ab") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "launch.cli", "run", "recipe.yaml", "--runs", runs],
+            [sys.executable, "-m", "shardvit.launch.cli", "run", "recipe.yaml", "--runs", runs],
             cwd=work,
             env={**os.environ, "PYTHONPATH": str(ROOT), **preloaded},
             stdin=subprocess.DEVNULL,

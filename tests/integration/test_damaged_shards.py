@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.packing.pack import pack
-from data_shards.shards.tar_index import open_index
-from pipeline.runs.logs import read_metrics
+from shardvit.data_shards.packing.pack import pack
+from shardvit.data_shards.shards.tar_index import open_index
+from shardvit.pipeline.runs.logs import read_metrics
 from tests.small_recipe import SMALL, small_recipe, small_stage, write_recipe
 
 Damaged = tuple[Path, set[tuple[str, str]]]

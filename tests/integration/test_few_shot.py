@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from data_shards.packing.pack import pack
-from pipeline.runs.logs import read_metrics
-from pipeline.runs.run_folder import RunFolder
+from shardvit.data_shards.packing.pack import pack
+from shardvit.pipeline.runs.logs import read_metrics
+from shardvit.pipeline.runs.run_folder import RunFolder
 from tests.small_recipe import small_recipe, small_stage, write_recipe
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.packing.pack import pack
-from pipeline.runs.pictures import kept_pictures
+from shardvit.data_shards.packing.pack import pack
+from shardvit.pipeline.runs.pictures import kept_pictures
 from tests.left_behind import surprises
 from tests.small_recipe import SMALL, small_recipe, small_stage, write_recipe
 

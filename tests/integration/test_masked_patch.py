@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_shards.images.transforms import EvalTransform
-from data_shards.loading.assemble import Access
-from data_shards.loading.loader import EvalBatches, eval_batches
-from data_shards.packing.pack import pack
-from data_shards.reading.opening import open_shards
-from model.masked_patch import colour_classes
-from model.saved.model_folder import load_model
-from pipeline.runs.logs import read_metrics
+from shardvit.data_shards.images.transforms import EvalTransform
+from shardvit.data_shards.loading.assemble import Access
+from shardvit.data_shards.loading.loader import EvalBatches, eval_batches
+from shardvit.data_shards.packing.pack import pack
+from shardvit.data_shards.reading.opening import open_shards
+from shardvit.model.masked_patch import colour_classes
+from shardvit.model.saved.model_folder import load_model
+from shardvit.pipeline.runs.logs import read_metrics
 from tests.small_recipe import SMALL, curve, small_recipe, small_stage, write_recipe
 
 STEPS, SAVED = 120, 60

@@ -16,11 +16,11 @@ from torch import nn
 from torchvision.models.vision_transformer import VisionTransformer
 from transformers import AutoModelForImageClassification, ViTForImageClassification
 
-from data_shards.errors import UserError
-from data_shards.packing.pack import pack
-from launch.cli import app
-from model.formats.detect import import_file
-from model.saved.model_folder import build_from_saved, load_model, read_meta
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.pack import pack
+from shardvit.launch.cli import app
+from shardvit.model.formats.detect import import_file
+from shardvit.model.saved.model_folder import build_from_saved, load_model, read_meta
 from tests.small_recipe import small_stage, write_recipe
 
 RunCli = Callable[..., subprocess.CompletedProcess[str]]

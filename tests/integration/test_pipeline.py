@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from data_shards.packing.pack import pack
-from model.saved.model_folder import load_model
-from pipeline.runs.logs import read_metrics
+from shardvit.data_shards.packing.pack import pack
+from shardvit.model.saved.model_folder import load_model
+from shardvit.pipeline.runs.logs import read_metrics
 from tests.left_behind import mlflow_states, surprises
 from tests.small_recipe import SMALL, curve, small_recipe, small_stage, write_recipe
 

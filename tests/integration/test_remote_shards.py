@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.packing.pack import pack
+from shardvit.data_shards.packing.pack import pack
 from tests.data_shards.http_server import FaultServer, serve
 from tests.small_recipe import SMALL, curve, small_recipe, small_stage, write_recipe
 

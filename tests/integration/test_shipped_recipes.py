@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_shards.packing.pack import pack
-from data_shards.packing.sources.label_list import LabelList
-from pipeline.recipe.io import dump_recipe, flatten, load_recipe
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.sources import finetune_sets, shipped_recipes
-from pipeline.recipe.stage import TrainStage
-from pipeline.runs.logs import read_metrics
+from shardvit.data_shards.packing.pack import pack
+from shardvit.data_shards.packing.sources.label_list import LabelList
+from shardvit.pipeline.recipe.io import dump_recipe, flatten, load_recipe
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.sources import finetune_sets, shipped_recipes
+from shardvit.pipeline.recipe.stage import TrainStage
+from shardvit.pipeline.runs.logs import read_metrics
 from tests.conftest import ROOT
 
 STEPS, SIDE = 3, 40

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.packing.pack import pack
-from pipeline.runs.logs import read_metrics
-from pipeline.runs.run_folder import RunFolder
+from shardvit.data_shards.packing.pack import pack
+from shardvit.pipeline.runs.logs import read_metrics
+from shardvit.pipeline.runs.run_folder import RunFolder
 from tests.small_recipe import small_recipe, small_stage, write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +42,7 @@ def work(tmp_path: Path) -> Path:
 
 def start(work: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "launch.cli", *arguments],
+        [sys.executable, "-m", "shardvit.launch.cli", *arguments],
         cwd=work,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,

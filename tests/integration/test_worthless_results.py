@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.packing.pack import pack
+from shardvit.data_shards.packing.pack import pack
 from tests.conftest import RunCli
 from tests.small_recipe import small_recipe, small_stage, write_recipe
 

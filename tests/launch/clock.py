@@ -9,7 +9,7 @@ HOUR = 3600.0
 # For a package `launch` that is found before ours: an agent's clock is an hour on for each of its host's files.
 AGENTS_CLOCK = f"""
 import glob, socket, sys, time
-if "launch.hosts.agent" in sys.orig_argv:
+if "shardvit.launch.hosts.agent" in sys.orig_argv:
     real = time.monotonic
     time.monotonic = lambda: real() + {HOUR} * len(glob.glob(f"hour-*-of-{{socket.gethostname()}}"))
 """

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import cli
-from launch.run import pipeline_run
+from shardvit.launch import cli
+from shardvit.launch.run import pipeline_run
 from tests.launch.machine import Machine, make_shards
 
 Call = Callable[..., tuple[int, str, str]]

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 
-from data_shards.shards.manifest import Manifest, Shard, write_manifest
-from launch.local.start import Launch
-from launch.run.pipeline_run import PipelineRun
-from pipeline.recipe.io import load_recipe
-from pipeline.recipe.vocabulary import StageName
-from pipeline.report.best import describe_results
-from pipeline.runs.run_folder import RunFolder
+from shardvit.data_shards.shards.manifest import Manifest, Shard, write_manifest
+from shardvit.launch.local.start import Launch
+from shardvit.launch.run.pipeline_run import PipelineRun
+from shardvit.pipeline.recipe.io import load_recipe
+from shardvit.pipeline.recipe.vocabulary import StageName
+from shardvit.pipeline.report.best import describe_results
+from shardvit.pipeline.runs.run_folder import RunFolder
 
 
 def each_once(*overrides: str) -> list[str]:

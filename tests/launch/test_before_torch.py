@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.runs.run_folder import RunFolder
 from tests.conftest import ROOT, RunCli
 from tests.pipeline.transfer.small_model import pack_digits, save_small
 
@@ -33,7 +33,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _record(model: Path) -> dict[str, object]:
-    from model.saved.model_folder import read_meta
+    from shardvit.model.saved.model_folder import read_meta
 
     return read_meta(model).model_dump(mode="json", exclude_none=True)
 

@@ -15,11 +15,11 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from launch.cli import COMMANDS, app
-from launch.run import pipeline_run
-from pipeline.checkpoint.identity import STATE, checkpoint_identity
-from pipeline.recipe.io import load_recipe
-from pipeline.runs.run_folder import RunFolder
+from shardvit.launch.cli import COMMANDS, app
+from shardvit.launch.run import pipeline_run
+from shardvit.pipeline.checkpoint.identity import STATE, checkpoint_identity
+from shardvit.pipeline.recipe.io import load_recipe
+from shardvit.pipeline.runs.run_folder import RunFolder
 from tests.launch.conftest import Call
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +53,7 @@ def make_images(root: Path, *, classes: tuple[str, ...] = ("cat", "dog"), each: 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working folder with images, shards of them, and a recipe."""
-    from data_shards.packing.pack import pack
+    from shardvit.data_shards.packing.pack import pack
 
     top = tmp_path_factory.mktemp("packed")
     make_images(top / "images")
@@ -141,7 +141,7 @@ def test_the_version(call: Call):
 
 MODULES = """
 import json, sys
-from launch.cli import main
+from shardvit.launch.cli import main
 try:
     main()
 finally:

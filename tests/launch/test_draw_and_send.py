@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from launch.draw_and_send import DrawAndSend
-from pipeline.ranks.process import process_started
-from pipeline.recipe.io import dump_recipe, load_recipe
-from pipeline.runs.logs import MetricsLog
-from pipeline.runs.run_folder import RunFolder, StageRecord
-from pipeline.tracking.describe import begin_attempt, end_attempt
+from shardvit.launch.draw_and_send import DrawAndSend
+from shardvit.pipeline.ranks.process import process_started
+from shardvit.pipeline.recipe.io import dump_recipe, load_recipe
+from shardvit.pipeline.runs.logs import MetricsLog
+from shardvit.pipeline.runs.run_folder import RunFolder, StageRecord
+from shardvit.pipeline.tracking.describe import begin_attempt, end_attempt
 from tests.left_behind import mlflow_states
 
 
@@ -109,8 +109,8 @@ def test_it_ends_with_rank_0(folder: RunFolder) -> None:
     code = """
         import os, sys, time
         from pathlib import Path
-        from launch.draw_and_send import DrawAndSend
-        from pipeline.runs.run_folder import RunFolder
+        from shardvit.launch.draw_and_send import DrawAndSend
+        from shardvit.pipeline.runs.run_folder import RunFolder
 
         beside = DrawAndSend(RunFolder(Path(sys.argv[1]), "digits"), environ=os.environ, pictures="draw", say=print)
         beside.ask("finetune", "begin", 0)
@@ -137,8 +137,8 @@ def test_what_training_wrote_is_sent_and_a_dead_server_costs_a_sentence(folder: 
     code = """
         import os, sys
         from pathlib import Path
-        from launch.draw_and_send import DrawAndSend
-        from pipeline.runs.run_folder import RunFolder
+        from shardvit.launch.draw_and_send import DrawAndSend
+        from shardvit.pipeline.runs.run_folder import RunFolder
 
         folder = RunFolder(Path(sys.argv[1]), "digits")
         with DrawAndSend(folder, environ=os.environ, pictures="off", say=print) as beside:

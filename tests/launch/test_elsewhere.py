@@ -15,10 +15,10 @@ import pytest
 import yaml
 from packaging.specifiers import SpecifierSet
 
-from launch.cli import app
-from launch.slurm.site import read_site
-from launch.train import _parse
-from pipeline.recipe.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR
+from shardvit.launch.cli import app
+from shardvit.launch.slurm.site import read_site
+from shardvit.launch.train import _parse
+from shardvit.pipeline.recipe.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "launch"
@@ -29,7 +29,7 @@ SKYPILOT = yaml.safe_load((LAUNCH / "skypilot/task.yaml").read_text(encoding="ut
 DOCKERFILE = (LAUNCH / "containers/Dockerfile").read_text(encoding="utf-8")
 APPTAINER = (LAUNCH / "containers/shardvit.def").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-EXIT_TERMINATED = 143  # 128 + SIGTERM, of launch.local.torchrun: tests/launch/local/test_torchrun.py
+EXIT_TERMINATED = 143  # 128 + SIGTERM, of shardvit.launch.local.torchrun: tests/launch/local/test_torchrun.py
 STAGES = ("pretrain", "swap_head", "finetune")
 
 
@@ -64,26 +64,26 @@ def pod_commands() -> list[str]:
 def launched(command: str) -> argparse.Namespace | None:
     """What `launch.train` makes of its part of a command, after the launcher's own parser has had the rest."""
     words = shlex.split(command, comments=True)
-    if "launch.local.torchrun" in words:
+    if "shardvit.launch.local.torchrun" in words:
         from torch.distributed.run import get_args_parser
 
-        options = get_args_parser().parse_args(words[words.index("launch.local.torchrun") + 1 :])
-        assert options.module and options.training_script == "launch.train"
+        options = get_args_parser().parse_args(words[words.index("shardvit.launch.local.torchrun") + 1 :])
+        assert options.module and options.training_script == "shardvit.launch.train"
         return _parse(options.training_script_args)
     if words[:2] == ["accelerate", "launch"]:
         from accelerate.commands.launch import launch_command_parser
 
         options = launch_command_parser().parse_args(words[2:])
-        assert options.module and options.training_script == "launch.train"
+        assert options.module and options.training_script == "shardvit.launch.train"
         return _parse(options.training_script_args)
     if words[0] == "deepspeed":
         from deepspeed.launcher.runner import parse_args
 
         options = parse_args(words[1:])
-        assert options.module and options.no_local_rank and options.user_script == "launch.train"
+        assert options.module and options.no_local_rank and options.user_script == "shardvit.launch.train"
         return _parse(options.user_args)
-    if "launch.train" in words:
-        return _parse(words[words.index("launch.train") + 1 :])
+    if "shardvit.launch.train" in words:
+        return _parse(words[words.index("shardvit.launch.train") + 1 :])
     return None
 
 
@@ -99,7 +99,7 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if "launch.train" in command])
+@pytest.mark.parametrize("command", [command for command in COMMANDS if "shardvit.launch.train" in command])
 def test_what_starts_training_parses(command: str):
     options = launched(command)
     assert options is not None and set(options.stages) <= set(STAGES)
@@ -109,7 +109,9 @@ def test_what_starts_training_parses(command: str):
 FOREIGN = ("docker build", "apptainer build", "enroot import", "kubectl", "sky jobs", "export MASTER_ADDR")
 
 
-@pytest.mark.parametrize("command", [command for command in readme_commands() if "launch.train" not in command])
+@pytest.mark.parametrize(
+    "command", [command for command in readme_commands() if "shardvit.launch.train" not in command]
+)
 def test_the_other_commands_are_shardvits_own_or_known_foreign_ones(command: str):
     words = shlex.split(command, comments=True)
     if command.startswith("apptainer run"):  # the image's runscript puts the name before it
@@ -118,7 +120,7 @@ def test_the_other_commands_are_shardvits_own_or_known_foreign_ones(command: str
     if "shardvit" in words and not command.startswith(FOREIGN):
         last = len(words) - 1 - words[::-1].index("shardvit")
         app.parse_args(words[last + 1 :], exit_on_error=False, print_error=False)
-    elif command.startswith("python -m launch.bench."):
+    elif command.startswith("python -m shardvit.launch.bench."):
         assert (ROOT / f"{words[2].replace('.', '/')}.py").is_file(), command
     else:
         assert command.startswith((*FOREIGN, "sed ")), command
@@ -128,7 +130,7 @@ def test_the_page_shows_every_launcher_and_every_file():
     shown = "\n".join(readme_commands())
     for words in (
         "deepspeed --",
-        "launch.local.torchrun",
+        "shardvit.launch.local.torchrun",
         "accelerate launch",
         "srun --",
         "--hostfile",
@@ -263,7 +265,7 @@ def test_pods_have_time_to_save_and_shared_memory():
         mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
         assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
         assert container["workingDir"] in mounts and "persistentVolumeClaim" in volumes[mounts["/data"]]
-        if "launch.local.torchrun" in container["command"]:
+        if "shardvit.launch.local.torchrun" in container["command"]:
             environment = {each["name"]: each.get("value") for each in container["env"]}
             saving = int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] or 0)
             assert 30 < saving < pod["terminationGracePeriodSeconds"], name
@@ -310,8 +312,8 @@ def test_the_skypilot_tasks_script_runs_the_stages_and_ends_with_their_code(tmp_
     assert done.returncode == code and len(lines) == (1 if code else 3), done.stderr
     for stage, line in zip(STAGES, lines, strict=False):
         assert line == (
-            f"{tmp_path}/data: -P -m launch.local.torchrun --nnodes 2 --node-rank 1 --nproc-per-node 8 "
-            f"--master-addr 10.0.0.1 --master-port 29500 -m launch.train my.yaml --stage {stage}"
+            f"{tmp_path}/data: -P -m shardvit.launch.local.torchrun --nnodes 2 --node-rank 1 --nproc-per-node 8 "
+            f"--master-addr 10.0.0.1 --master-port 29500 -m shardvit.launch.train my.yaml --stage {stage}"
         )
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.errors import UserError
-from launch.flags import INDEX_FILE, demand_target, page_mark
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.flags import INDEX_FILE, demand_target, page_mark
 from tests.launch.conftest import Call
 from tests.launch.report.runs import make_run
 

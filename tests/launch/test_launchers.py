@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.packing.pack import pack
-from launch.local.env import without_place
+from shardvit.data_shards.packing.pack import pack
+from shardvit.launch.local.env import without_place
 from tests.faults.harness import MARK, ROOT, Case
 from tests.faults.rows import Row
 from tests.traps import lay_traps
@@ -34,7 +34,7 @@ def deepspeed(processes: int, *arguments: str) -> list[str]:
 
 def torchrun(module: str, processes: int) -> list[str]:
     port = free_port()
-    return python(module, "--nproc-per-node", processes, "--master-port", port, "-m", "launch.train")
+    return python(module, "--nproc-per-node", processes, "--master-port", port, "-m", "shardvit.launch.train")
 
 
 def accelerate(processes: int) -> list[str]:
@@ -43,18 +43,18 @@ def accelerate(processes: int) -> list[str]:
         "accelerate.commands.launch",
         *("--multi_gpu" if processes > 1 else "--cpu", "--num_processes", processes, "--num_machines", 1),
         *("--main_process_port", free_port(), "--mixed_precision", "no", "--dynamo_backend", "no"),
-        *("--module", "launch.train"),
+        *("--module", "shardvit.launch.train"),
     )
 
 
 SCRIPT = str(ROOT / "launch" / "train.py")
-QUICK = "launch.local.torchrun"
+QUICK = "shardvit.launch.local.torchrun"
 LAUNCHERS: dict[str, Callable[[int], list[str]]] = {
-    "deepspeed, module": lambda n: deepspeed(n, "--module", "launch.train"),  # --local_rank comes first
+    "deepspeed, module": lambda n: deepspeed(n, "--module", "shardvit.launch.train"),  # --local_rank comes first
     "deepspeed, script": lambda n: deepspeed(n, SCRIPT),
-    "deepspeed, without --local_rank": lambda n: deepspeed(n, "--no_local_rank", "--module", "launch.train"),
+    "deepspeed, without --local_rank": lambda n: deepspeed(n, "--no_local_rank", "--module", "shardvit.launch.train"),
     "torchrun": lambda n: torchrun("torch.distributed.run", n),
-    "launch.local.torchrun": lambda n: torchrun("launch.local.torchrun", n),
+    "shardvit.launch.local.torchrun": lambda n: torchrun("shardvit.launch.local.torchrun", n),
     "accelerate launch": accelerate,
 }
 
@@ -119,5 +119,5 @@ def test_two_processes(launcher: str, tmp_path: Path, shards: Path, reference: C
 @pytest.mark.parametrize("launcher", ["python", *LAUNCHERS])
 def test_one_process(launcher: str, tmp_path: Path, shards: Path, reference: Callable[[int], Case]):
     case = Case(tmp_path / "case", shards, changes={"processes": 1})
-    train(case, python("launch.train") if launcher == "python" else LAUNCHERS[launcher](1))
+    train(case, python("shardvit.launch.train") if launcher == "python" else LAUNCHERS[launcher](1))
     Row(name=launcher).equals(case, reference(1))

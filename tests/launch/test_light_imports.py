@@ -8,9 +8,10 @@ import pytest
 from tests.conftest import ROOT
 
 HEAVY = ("torch", "torchvision", "timm", "accelerate", "deepspeed", "mlflow", "sklearn", "transformers", "jax")
-HELP = "from launch.cli import app; app([*{words}, '--help'], result_action='return_value')"
-PLAN = "from launch.commands.training.plan import PlanOptions, plan; plan('digits', options=PlanOptions(gpu='h200'))"
-LIBRARIES = "from launch.doctor.libraries import library_checks, read_requirements; "
+HELP = "from shardvit.launch.cli import app; app([*{words}, '--help'], result_action='return_value')"
+PLAN = "from shardvit.launch.commands.training.plan import PlanOptions, plan; "
+PLAN += "plan('digits', options=PlanOptions(gpu='h200'))"
+LIBRARIES = "from shardvit.launch.doctor.libraries import library_checks, read_requirements; "
 LIBRARIES += "assert {each.verdict for each in library_checks(read_requirements()[1])} <= {'fine', 'note'}"
 
 
@@ -18,10 +19,12 @@ LIBRARIES += "assert {each.verdict for each in library_checks(read_requirements(
     ("code", "more"),
     [
         pytest.param(PLAN, (), id="plan"),
-        pytest.param("from launch.commands.training.recipes import listing; listing()", ("numpy",), id="recipes"),
-        pytest.param("import launch.commands.models.predict", ("numpy",), id="predict"),
+        pytest.param(
+            "from shardvit.launch.commands.training.recipes import listing; listing()", ("numpy",), id="recipes"
+        ),
+        pytest.param("import shardvit.launch.commands.models.predict", ("numpy",), id="predict"),
         *(
-            pytest.param(HELP.format(words=words), ("rich.live", "launch.watch.page"), id=f"{words} --help")
+            pytest.param(HELP.format(words=words), ("rich.live", "shardvit.launch.watch.page"), id=f"{words} --help")
             for words in ((), ("run",), ("pack",))
         ),
         pytest.param(LIBRARIES, (), id="doctor's versions"),

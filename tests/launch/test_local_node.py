@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from launch import train
-from launch.local import env, processes
-from launch.local.env import NodeShare, node_share, read_place
-from launch.local.start import run_node
-from pipeline.ranks.place import Place
-from pipeline.recipe.vocabulary import EXIT_STOPPED
+from shardvit.launch import train
+from shardvit.launch.local import env, processes
+from shardvit.launch.local.env import NodeShare, node_share, read_place
+from shardvit.launch.local.start import run_node
+from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.recipe.vocabulary import EXIT_STOPPED
 
 SHARE = NodeShare(node=1, nodes=2, processes=2, address="n1", port=20_001)
 STEP = {
@@ -83,7 +83,7 @@ def test_the_entry_point_becomes_the_launcher_of_its_node(monkeypatch: pytest.Mo
     given = ["digits", "processes=auto", "--stage", "pretrain", "--runs", str(tmp_path)]
     assert train.main(given) == 75
     share = NodeShare(1, 2, processes=4, address="n1", port=20_144)
-    assert started == [(share, ["-u", "-m", "launch.train", *given])]
+    assert started == [(share, ["-u", "-m", "shardvit.launch.train", *given])]
 
 
 def test_its_processes_know_their_place():
@@ -132,7 +132,9 @@ def test_a_signal_while_they_are_being_started_reaches_all(tmp_path: Path, monke
             signal.raise_signal(signal.SIGUSR1)
         return started[-1]
 
-    monkeypatch.setattr("launch.local.processes.subprocess", SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL))
+    monkeypatch.setattr(
+        "shardvit.launch.local.processes.subprocess", SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)
+    )
     assert run_node(SHARE, ["-c", rank]) == 75
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.terminal_curves import bar, draw_curves
+from shardvit.launch.terminal_curves import bar, draw_curves
 
 
 def chart(points: list[tuple[int, float]], *, width: int, height: int, mark: str = "") -> list[str]:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.packing.pack import pack
-from launch.local.env import omp_num_threads
+from shardvit.data_shards.packing.pack import pack
+from shardvit.launch.local.env import omp_num_threads
 from tests.conftest import RunCli
 
 

@@ -15,13 +15,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch import train
-from launch.run.disk import disk_problem
-from pipeline.checkpoint.saver import SaveFailed
-from pipeline.ranks.group import PeerGone
-from pipeline.ranks.stopping import StopFlag, Stopped
-from pipeline.recipe.vocabulary import EXIT_USER_ERROR
-from pipeline.training.after_step import TrainingFailed
+from shardvit.launch import train
+from shardvit.launch.run.disk import disk_problem
+from shardvit.pipeline.checkpoint.saver import SaveFailed
+from shardvit.pipeline.ranks.group import PeerGone
+from shardvit.pipeline.ranks.stopping import StopFlag, Stopped
+from shardvit.pipeline.recipe.vocabulary import EXIT_USER_ERROR
+from shardvit.pipeline.training.after_step import TrainingFailed
 
 ARGUMENTS = ["digits", "--stage", "pretrain", "--runs", "some runs"]
 
@@ -73,13 +73,13 @@ def test_a_write_whose_path_is_not_known_names_the_place_that_is_full(tmp_path: 
     error = OSError(errno.ENOSPC, "No space left on device")
     assert str(disk_problem(error, folder=tmp_path)).startswith(f"{tmp_path} cannot be written: the disk is full")
     elsewhere = tmp_path / "elsewhere"
-    monkeypatch.setattr("launch.run.disk.tempfile.gettempdir", lambda: str(elsewhere))
+    monkeypatch.setattr("shardvit.launch.run.disk.tempfile.gettempdir", lambda: str(elsewhere))
     real = os.statvfs
 
     def statvfs(path: Path) -> os.statvfs_result:
         return os.statvfs_result((*real(tmp_path)[:4], 0, *real(tmp_path)[5:])) if path == elsewhere else real(path)
 
-    monkeypatch.setattr("launch.run.disk.os.statvfs", statvfs)
+    monkeypatch.setattr("shardvit.launch.run.disk.os.statvfs", statvfs)
     assert str(disk_problem(error, folder=tmp_path)).startswith(f"{elsewhere} cannot be written")
 
 
@@ -124,8 +124,8 @@ def test_a_later_rank_lets_the_first_one_say_it(
 def test_a_rank_whose_peer_is_gone_adds_no_traceback(
     error: Exception, waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("pipeline.ranks.dead_ranks.LEAVE_SECONDS", 0.1)
-    monkeypatch.setattr("pipeline.ranks.dead_ranks.first_word", threading.Lock())  # as in a process of its own
+    monkeypatch.setattr("shardvit.pipeline.ranks.dead_ranks.LEAVE_SECONDS", 0.1)
+    monkeypatch.setattr("shardvit.pipeline.ranks.dead_ranks.first_word", threading.Lock())  # as in a process of its own
     assert end(error, rank=1, monkeypatch=monkeypatch) == 1
     said = capsys.readouterr().err
     assert "Traceback" not in said and said.startswith("shardvit: ") and said.count("\n") == 1
@@ -168,10 +168,12 @@ def test_what_ends_training_in_good_order_has_its_own_exit_code_and_no_traceback
         assert timeout_seconds == 7.0  # the recipe's
         return SimpleNamespace(leave=lambda: None, gather_objects=lambda value: [value])
 
-    monkeypatch.setattr("pipeline.ranks.process.settle_threads", lambda **_: "")  # this process's are the tests'
-    monkeypatch.setattr("pipeline.training.stages.run_stage", run_stage)
-    monkeypatch.setattr("pipeline.ranks.group.Ranks", alone)
-    monkeypatch.setattr("pipeline.ranks.stopping.StopFlag.listen", lambda flag: None)
+    monkeypatch.setattr(
+        "shardvit.pipeline.ranks.process.settle_threads", lambda **_: ""
+    )  # this process's are the tests'
+    monkeypatch.setattr("shardvit.pipeline.training.stages.run_stage", run_stage)
+    monkeypatch.setattr("shardvit.pipeline.ranks.group.Ranks", alone)
+    monkeypatch.setattr("shardvit.pipeline.ranks.stopping.StopFlag.listen", lambda flag: None)
     monkeypatch.setattr(train, "_watch_parents", lambda flag: None)
     monkeypatch.setattr(train.DrawAndSend, "close", lambda *_, **__: None)  # a busy machine would have it say something
     arguments = ["digits", "engine.collective_timeout_seconds=7", "--stage", "pretrain", "--runs", str(tmp_path)]

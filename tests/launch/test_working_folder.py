@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.store.commands import pipe_pieces
-from data_shards.working_folder import SAFE_PATH, users_environment
+from shardvit.data_shards.store.commands import pipe_pieces
+from shardvit.data_shards.working_folder import SAFE_PATH, users_environment
 from tests.conftest import ROOT
 from tests.traps import lay_traps
 
@@ -71,7 +71,7 @@ def run_all(folder: Path, commands: Sequence[str]) -> None:
     for command in commands:
         if command in MORE and not (folder / "show.png").exists():
             (folder / "show.png").write_bytes(next((folder / "runs").rglob("pictures/**/*.png")).read_bytes())
-        done = python(folder, "-P", "-m", "launch.cli", *command.split())  # -P: as the console script
+        done = python(folder, "-P", "-m", "shardvit.launch.cli", *command.split())  # -P: as the console script
         assert done.returncode == 0 or command == "doctor", f"{command}\n{done.stdout}\n{done.stderr}"
         assert sprung() == [], command
 
@@ -86,18 +86,17 @@ def test_every_command_does(tmp_path: Path):
     run_all(tmp_path / "repository", (*FIRST, *MORE))
 
 
-@pytest.mark.parametrize("module", ["launch.cli", "launch.train", "launch.local.torchrun"])
+@pytest.mark.parametrize("module", ["shardvit.launch.cli", "shardvit.launch.train", "shardvit.launch.local.torchrun"])
 def test_a_module_of_ours_drops_the_folder_when_python_has_put_it_there(module: str, tmp_path: Path):
-    """Without -P, as a launcher starts it: all but what Python itself has looked for by then."""
-    sprung = lay_traps(tmp_path / "folder", without=("launch",))
+    """Without -P, as a launcher starts it."""
+    sprung = lay_traps(tmp_path / "folder")
     done = python(tmp_path / "folder", "-m", module, "--help")
     assert (done.returncode, sprung()) == (0, []), done.stderr
 
 
 def test_a_clone_that_is_not_installed_is_found_by_what_it_starts():
-    script = (
-        "import os, sys; sys.argv = ['-m']; sys.path[0] = os.getcwd(); import launch; print(os.environ['PYTHONPATH'])"
-    )
+    script = "import os, sys; sys.argv = ['-m']; sys.orig_argv = ['python', '-m', 'shardvit.launch.train']; "
+    script += "sys.path[0] = os.getcwd(); import shardvit.launch; print(os.environ['PYTHONPATH'])"
     done = subprocess.run(
         [sys.executable, "-c", script],
         cwd=ROOT,

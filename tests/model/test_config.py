@@ -6,8 +6,8 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from model.config import ModelConfig
-from model.variants import HYBRIDS, VARIANTS, ResnetSizes, VitSizes, resnet_stride
+from shardvit.model.config import ModelConfig
+from shardvit.model.variants import HYBRIDS, VARIANTS, ResnetSizes, VitSizes, resnet_stride
 
 SMALL = {"width": 64, "depth": 4, "heads": 4, "patch_size": 4}
 
@@ -191,8 +191,9 @@ def test_a_stage_doubles_the_stride() -> None:
 
 def test_reading_a_config_or_a_saved_record_imports_nothing_heavy() -> None:
     code = (
-        "import sys, model.config, model.saved; model.config.ModelConfig(variant='B/16').sizes; "
-        "model.config.ModelConfig(variant='R50x1').num_features; "
+        "import sys, shardvit.model.config, shardvit.model.saved; "
+        "shardvit.model.config.ModelConfig(variant='B/16').sizes; "
+        "shardvit.model.config.ModelConfig(variant='R50x1').num_features; "
         "print(sorted({'torch', 'timm', 'numpy', 'safetensors', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,11 +9,11 @@ import torch
 from scipy.stats import truncnorm
 from torch import nn
 
-from model.config import ModelConfig
-from model.init import initialise
-from model.masked_patch import build_masked_patch
-from model.vit import build_model
-from model.vocabulary import HeadKind, InitStyle
+from shardvit.model.config import ModelConfig
+from shardvit.model.init import initialise
+from shardvit.model.masked_patch import build_masked_patch
+from shardvit.model.vit import build_model
+from shardvit.model.vocabulary import HeadKind, InitStyle
 
 # The first numbers of the streams of seed 7, as they were when the project had only standard models. Truncated normals
 # are not among them: their law is torch's to keep, not its way of drawing them.

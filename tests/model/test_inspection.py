@@ -9,8 +9,8 @@ from sklearn.decomposition import PCA
 from sklearn.metrics.pairwise import cosine_similarity
 from timm.models.vision_transformer import VisionTransformer
 
-from model.config import ModelConfig
-from model.inspection import (
+from shardvit.model.config import ModelConfig
+from shardvit.model.inspection import (
     AttentionDistance,
     Rollout,
     first_filters,
@@ -20,9 +20,9 @@ from model.inspection import (
     position_similarity,
     weights_of_tokens,
 )
-from model.masked_patch import build_masked_patch
-from model.resnet import standardise
-from model.vit import build_model
+from shardvit.model.masked_patch import build_masked_patch
+from shardvit.model.resnet import standardise
+from shardvit.model.vit import build_model
 from tests.model.comparing import randomise
 
 SIZES: dict[str, Any] = {"width": 32, "depth": 3, "heads": 4, "mlp_dim": 48, "patch_size": 4}

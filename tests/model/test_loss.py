@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from model.loss import loss_function
-from model.vocabulary import LossKind
+from shardvit.model.loss import loss_function
+from shardvit.model.vocabulary import LossKind
 
 KINDS: list[LossKind] = ["softmax", "sigmoid"]
 

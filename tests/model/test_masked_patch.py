@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from model.config import ModelConfig, Regularisation
-from model.init import initialise
-from model.masked_patch import MaskedPatchVit, build_masked_patch, classifier_of, colour_classes, corrupt
-from model.saved.model_folder import SavedModelMeta, build_from_saved, load_model, save_model
-from model.vit import build_model, checkpoint_blocks
-from model.vocabulary import COLOURS
+from shardvit.model.config import ModelConfig, Regularisation
+from shardvit.model.init import initialise
+from shardvit.model.masked_patch import MaskedPatchVit, build_masked_patch, classifier_of, colour_classes, corrupt
+from shardvit.model.saved.model_folder import SavedModelMeta, build_from_saved, load_model, save_model
+from shardvit.model.vit import build_model, checkpoint_blocks
+from shardvit.model.vocabulary import COLOURS
 from tests.model.comparing import randomise
 
 SIZES: dict[str, Any] = {"width": 32, "depth": 3, "heads": 2, "patch_size": 4}

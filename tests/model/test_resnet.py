@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from model.config import ModelConfig, Regularisation
-from model.layers.head import MlpHead
-from model.resnet import BitResnet, Padding, StandardisedConv2d, standardise
-from model.vit import build_model, checkpoint_blocks
+from shardvit.model.config import ModelConfig, Regularisation
+from shardvit.model.layers.head import MlpHead
+from shardvit.model.resnet import BitResnet, Padding, StandardisedConv2d, standardise
+from shardvit.model.vit import build_model, checkpoint_blocks
 from tests.model.comparing import randomise
 
 HYBRID = ModelConfig(width=48, depth=2, heads=4, mlp_dim=80, patch_size=16, resnet_layers=(1, 1))

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from model.config import ModelConfig, Regularisation
-from model.init import initialise
-from model.variants import HYBRIDS, RESNETS
-from model.vit import PatchProjection, build_model, checkpoint_blocks, timm_arguments
+from shardvit.model.config import ModelConfig, Regularisation
+from shardvit.model.init import initialise
+from shardvit.model.variants import HYBRIDS, RESNETS
+from shardvit.model.vit import PatchProjection, build_model, checkpoint_blocks, timm_arguments
 from tests.model.comparing import randomise
 
 SMALL = ModelConfig(width=48, depth=2, heads=4, mlp_dim=80, patch_size=4)

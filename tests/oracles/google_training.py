@@ -18,14 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from data_shards.loading.batch import Batch
-from pipeline.ranks.place import Place
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage_plan import plan_stage
-from pipeline.recipe.vocabulary import StageName
-from pipeline.runs.run_folder import RunFolder
-from pipeline.stage.batches import train_stream
-from pipeline.stage.stage_data import Stage, open_data
+from shardvit.data_shards.loading.batch import Batch
+from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stage_plan import plan_stage
+from shardvit.pipeline.recipe.vocabulary import StageName
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.stage.batches import train_stream
+from shardvit.pipeline.stage.stage_data import Stage, open_data
 from tests.oracles.flax_vit import CLASSES, FlaxVit
 
 Params = dict[str, Any]

@@ -10,11 +10,11 @@ from timm.models.vision_transformer import VisionTransformer
 from timm.utils import AttentionExtract
 from transformers import ViTForImageClassification
 
-from model.config import ModelConfig
-from model.formats.export import export_model
-from model.inspection import look_at_attention
-from model.saved.model_folder import SavedModelMeta
-from model.vit import build_model
+from shardvit.model.config import ModelConfig
+from shardvit.model.formats.export import export_model
+from shardvit.model.inspection import look_at_attention
+from shardvit.model.saved.model_folder import SavedModelMeta
+from shardvit.model.vit import build_model
 from tests.model.comparing import SMALL_TOKENS, randomise
 from tests.oracles.conftest import Measured
 

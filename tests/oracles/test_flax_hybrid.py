@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 import torch
 
-from model.config import ModelConfig
-from model.resnet import StandardisedConv2d, stem_embedding
-from model.vit import build_model
+from shardvit.model.config import ModelConfig
+from shardvit.model.resnet import StandardisedConv2d, stem_embedding
+from shardvit.model.vit import build_model
 from tests.model.comparing import SMALL_TOKENS, randomise
 from tests.oracles.conftest import Measured
 from tests.oracles.flax_resnet import (

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from scipy.stats import ks_2samp
 
-from model.config import ModelConfig
-from model.init import initialise
-from model.vit import build_model
-from model.vocabulary import HeadKind, Pool
+from shardvit.model.config import ModelConfig
+from shardvit.model.init import initialise
+from shardvit.model.vit import build_model
+from shardvit.model.vocabulary import HeadKind, Pool
 from tests.oracles.flax_vit import CLASSES, FlaxVit, leaves, to_flax
 
 

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import pytest
 import torch
 
-from model.config import ModelConfig
-from model.vit import build_model
+from shardvit.model.config import ModelConfig
+from shardvit.model.vit import build_model
 from tests.oracles.conftest import Measured
 from tests.oracles.flax_resnet import FlaxStdConv, compare, pre_activation_unit
 

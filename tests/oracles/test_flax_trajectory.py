@@ -13,10 +13,10 @@ import optax
 import torch
 from torch.nn import functional
 
-from model.config import ModelConfig
-from model.init import initialise
-from model.vit import build_model
-from model.vocabulary import ClassTokenPosition
+from shardvit.model.config import ModelConfig
+from shardvit.model.init import initialise
+from shardvit.model.vit import build_model
+from shardvit.model.vocabulary import ClassTokenPosition
 from tests.oracles.flax_vit import CLASSES, FlaxVit, to_flax
 
 STEPS, BATCH, LEARNING_RATE = 20, 16, 1e-3

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from model.config import ModelConfig
-from model.vit import build_model
-from model.vocabulary import Gelu, HeadKind, Pool, PositionAt, PositionKind
+from shardvit.model.config import ModelConfig
+from shardvit.model.vit import build_model
+from shardvit.model.vocabulary import Gelu, HeadKind, Pool, PositionAt, PositionKind
 from tests.model.comparing import SMALL_TOKENS, randomise
 from tests.oracles.conftest import Measured
 from tests.oracles.flax_vit import CLASSES, FlaxVit, leaves, to_flax

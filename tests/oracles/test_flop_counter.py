@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from model.config import ModelConfig, Regularisation
-from model.counting.flops import account
-from model.vit import build_model
-from model.vocabulary import HeadKind
+from shardvit.model.config import ModelConfig, Regularisation
+from shardvit.model.counting.flops import account
+from shardvit.model.vit import build_model
+from shardvit.model.vocabulary import HeadKind
 
 SMALL: dict[str, Any] = {"width": 192, "depth": 3, "heads": 3, "patch_size": 8}
 

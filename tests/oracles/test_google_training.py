@@ -17,13 +17,13 @@ import torch
 import yaml
 from scipy.ndimage import zoom
 
-from data_shards.packing.pack import pack
-from model.init import initialise
-from model.saved.model_folder import load_model
-from model.vit import build_model
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.vocabulary import StageName
-from pipeline.runs.logs import read_metrics
+from shardvit.data_shards.packing.pack import pack
+from shardvit.model.init import initialise
+from shardvit.model.saved.model_folder import load_model
+from shardvit.model.vit import build_model
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.vocabulary import StageName
+from shardvit.pipeline.runs.logs import read_metrics
 from tests.oracles.conftest import Measured
 from tests.oracles.flax_vit import CLASSES, FlaxVit, leaves, to_flax
 from tests.oracles.google_training import (

@@ -12,8 +12,8 @@ from torch import nn
 from torchvision.models.vision_transformer import VisionTransformer
 from transformers import ViTConfig, ViTForImageClassification
 
-from model.config import ModelConfig
-from model.formats.detect import import_file
+from shardvit.model.config import ModelConfig
+from shardvit.model.formats.detect import import_file
 from tests.model.comparing import SMALL_TOKENS, randomise
 from tests.model.formats.small_model import images, logits, rebuilt
 from tests.oracles.conftest import Measured

@@ -20,12 +20,12 @@ import torch
 from flax.training.checkpoints import convert_pre_linen
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from model.config import ModelConfig
-from model.formats.external_model import ExternalModel, UserHints
-from model.formats.google_npz import GoogleNames, read_google_npz, write_google_npz
-from model.saved.model_folder import SavedModelMeta
-from model.vit import build_model
-from model.vocabulary import HeadKind, Pool
+from shardvit.model.config import ModelConfig
+from shardvit.model.formats.external_model import ExternalModel, UserHints
+from shardvit.model.formats.google_npz import GoogleNames, read_google_npz, write_google_npz
+from shardvit.model.saved.model_folder import SavedModelMeta
+from shardvit.model.vit import build_model
+from shardvit.model.vocabulary import HeadKind, Pool
 from tests.model.comparing import SMALL_TOKENS, randomise
 from tests.oracles.conftest import Measured
 

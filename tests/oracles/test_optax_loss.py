@@ -9,8 +9,8 @@ import optax
 import pytest
 import torch
 
-from model.loss import loss_function
-from model.vocabulary import LossKind
+from shardvit.model.loss import loss_function
+from shardvit.model.vocabulary import LossKind
 from tests.oracles.conftest import Measured
 
 _NAMES = {

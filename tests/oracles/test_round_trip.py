@@ -15,8 +15,8 @@ import torchvision
 from torch import nn
 from transformers import AutoModelForImageClassification, TimmWrapperForImageClassification, ViTForImageClassification
 
-from model.formats.detect import import_file
-from model.formats.export import export_model
+from shardvit.model.formats.detect import import_file
+from shardvit.model.formats.export import export_model
 from tests.model.comparing import relative_difference
 from tests.model.formats.small_model import described, images, logits, random_model, rebuilt
 from tests.oracles.conftest import Measured

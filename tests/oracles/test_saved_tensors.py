@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from model.config import ModelConfig
-from model.counting.flops import account
-from model.vit import build_model, checkpoint_blocks
+from shardvit.model.config import ModelConfig
+from shardvit.model.counting.flops import account
+from shardvit.model.vit import build_model, checkpoint_blocks
 
 SMALL: dict[str, Any] = {"width": 192, "depth": 3, "heads": 3, "patch_size": 8}
 

@@ -6,7 +6,7 @@ import torch
 from scipy.ndimage import zoom
 from torch.nn import functional as F
 
-from model.positions.interpolation import interpolate_pos_embed
+from shardvit.model.positions.interpolation import interpolate_pos_embed
 from tests.oracles.conftest import Measured
 
 SEMANTIC, ORACLE = "interpolation of positions, kernel google", "scipy.ndimage.zoom, order 1"

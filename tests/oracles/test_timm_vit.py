@@ -13,12 +13,12 @@ from timm.models.resnetv2 import ResNetV2
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from model import resnet
-from model.config import ModelConfig, Regularisation
-from model.init import initialise
-from model.positions.interpolation import interpolate_pos_embed
-from model.vit import build_model, timm_arguments
-from model.vocabulary import Gelu, Pool
+from shardvit.model import resnet
+from shardvit.model.config import ModelConfig, Regularisation
+from shardvit.model.init import initialise
+from shardvit.model.positions.interpolation import interpolate_pos_embed
+from shardvit.model.vit import build_model, timm_arguments
+from shardvit.model.vocabulary import Gelu, Pool
 from tests.model.comparing import SMALL_TOKENS, randomise, relative_difference
 from tests.oracles.conftest import Measured
 

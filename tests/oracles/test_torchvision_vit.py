@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torchvision.models.vision_transformer import VisionTransformer, interpolate_embeddings
 
-from model.config import ModelConfig, Regularisation
-from model.formats.export import export_model
-from model.positions.interpolation import resize_state
-from model.saved.model_folder import SavedModelMeta
-from model.vit import build_model
-from model.vocabulary import HeadKind
+from shardvit.model.config import ModelConfig, Regularisation
+from shardvit.model.formats.export import export_model
+from shardvit.model.positions.interpolation import resize_state
+from shardvit.model.saved.model_folder import SavedModelMeta
+from shardvit.model.vit import build_model
+from shardvit.model.vocabulary import HeadKind
 from tests.model.comparing import SMALL_TOKENS, randomise
 from tests.oracles.conftest import Measured
 

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTForImageClassification
 
-from model.config import ModelConfig
-from model.formats.export import export_model
-from model.saved.model_folder import SavedModelMeta, save_model
-from model.vit import build_model
-from model.vocabulary import HeadKind
+from shardvit.model.config import ModelConfig
+from shardvit.model.formats.export import export_model
+from shardvit.model.saved.model_folder import SavedModelMeta, save_model
+from shardvit.model.vit import build_model
+from shardvit.model.vocabulary import HeadKind
 from tests.model.comparing import SMALL_TOKENS, randomise
 from tests.oracles.conftest import Measured
 

@@ -17,17 +17,17 @@ RANK = """
 import json, sys, tempfile
 from pathlib import Path
 import torch
-from model.without_compiler import import_timm
+from shardvit.model.without_compiler import import_timm
 
 import_timm()
-import pipeline.training.stages
-from model.vit import build_model
-from model.init import initialise
-from pipeline.engine.open import open_engine
-from pipeline.ranks.group import Ranks
-from pipeline.ranks.place import Place
-from pipeline.recipe.io import load_recipe
-from pipeline.recipe.stage_plan import plan_stage
+import shardvit.pipeline.training.stages
+from shardvit.model.vit import build_model
+from shardvit.model.init import initialise
+from shardvit.pipeline.engine.open import open_engine
+from shardvit.pipeline.ranks.group import Ranks
+from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.recipe.io import load_recipe
+from shardvit.pipeline.recipe.stage_plan import plan_stage
 
 stage, zero_stage = sys.argv[1:]
 recipe = load_recipe("digits", overrides=[f"engine.zero_stage={zero_stage}", "processes=1"])
@@ -61,10 +61,10 @@ def test_a_rank_imports_nothing_needless(stage: str, zero_stage: str):
 
 
 USE = """
-from model.without_compiler import import_timm, keep_out_of_optimizers
+from shardvit.model.without_compiler import import_timm, keep_out_of_optimizers
 
 import_timm()
-from pipeline.engine.deepspeed_engine import import_deepspeed
+from shardvit.pipeline.engine.deepspeed_engine import import_deepspeed
 
 import_deepspeed()
 import torch

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from pipeline.metrics_table import PAGE, metrics_table, with_table
-from pipeline.recipe.vocabulary import METRICS
+from shardvit.pipeline.metrics_table import PAGE, metrics_table, with_table
+from shardvit.pipeline.recipe.vocabulary import METRICS
 
 UNITS = {
     *("nats", "share", "ratio", "epochs", "steps", "images", "images/s", "s", "h", "TFLOP/s", "GiB", "parameters"),
@@ -15,7 +15,7 @@ UNITS = {
 
 def test_the_page_has_the_table_as_it_is() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert with_table(page) == page, "write it anew: python -m pipeline.metrics_table"
+    assert with_table(page) == page, "write it anew: python -m shardvit.pipeline.metrics_table"
     rows = re.findall(r"^\| `([^`]+)` \| ([^|]*) \| (.+) \|$", metrics_table(), flags=re.MULTILINE)
     assert [name for name, _, _ in rows] == list(METRICS)
     assert [unit.strip() for _, unit, _ in rows] == [metric.unit for metric in METRICS.values()]

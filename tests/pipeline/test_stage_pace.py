@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.ranks.place import Place
-from pipeline.recipe.schema import EngineConfig
-from pipeline.training.assembly import make_phases
+from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.recipe.schema import EngineConfig
+from shardvit.pipeline.training.assembly import make_phases
 
 
 class Two:
@@ -47,7 +47,7 @@ def test_the_forward_pass_is_a_ranks_own_unless_it_waits_for_the_others_weights(
     zero_stage: int, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticks = itertools.count()
-    monkeypatch.setattr("pipeline.ranks.phases.time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    monkeypatch.setattr("shardvit.pipeline.ranks.phases.time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     ranks = Two(1.0)
     phases = phases_of(EngineConfig(zero_stage=zero_stage))  # pyright: ignore[reportArgumentType]
     for phase in ("step", "forward"):  # the first step does not count

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.data.mixup import mixup_target
 
-from data_shards.images.crops import Box
-from data_shards.loading.batch import Batch
-from data_shards.loading.mixing import Mix, MixupConfig, draw_mix
-from data_shards.vocabulary import LabelKind
-from pipeline.stage.task import model_input, targets
+from shardvit.data_shards.images.crops import Box
+from shardvit.data_shards.loading.batch import Batch
+from shardvit.data_shards.loading.mixing import Mix, MixupConfig, draw_mix
+from shardvit.data_shards.vocabulary import LabelKind
+from shardvit.pipeline.stage.task import model_input, targets
 
 law = settings(max_examples=60, deadline=None)  # a deadline measures how busy the machine is
 CPU = torch.device("cpu")

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from data_shards.images.crops import Box
-from data_shards.loading.batch import Batch
-from data_shards.loading.mixing import Mix
-from data_shards.vocabulary import GOOGLES, LabelKind
-from launch.bench.operations import Operations
-from model.loss import loss_function
-from model.vocabulary import COLOURS, LossKind
-from pipeline.evaluation.evaluate import run_model
-from pipeline.stage.task import Classification, MaskedPatches, Task, to_device
+from shardvit.data_shards.images.crops import Box
+from shardvit.data_shards.loading.batch import Batch
+from shardvit.data_shards.loading.mixing import Mix
+from shardvit.data_shards.vocabulary import GOOGLES, LabelKind
+from shardvit.launch.bench.operations import Operations
+from shardvit.model.loss import loss_function
+from shardvit.model.vocabulary import COLOURS, LossKind
+from shardvit.pipeline.evaluation.evaluate import run_model
+from shardvit.pipeline.stage.task import Classification, MaskedPatches, Task, to_device
 
 META = torch.device("meta")
 COUNT, SIZE, PATCH = 6, 12, 3

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.checkpoint.train_state import TrainState
-from pipeline.engine.base import step_numbers
-from pipeline.engine.late_metrics import LateMetrics
-from pipeline.ranks.stopping import Requests, StopFlag, Stopped
-from pipeline.training.train_loop import train
+from shardvit.pipeline.checkpoint.train_state import TrainState
+from shardvit.pipeline.engine.base import step_numbers
+from shardvit.pipeline.engine.late_metrics import LateMetrics
+from shardvit.pipeline.ranks.stopping import Requests, StopFlag, Stopped
+from shardvit.pipeline.training.train_loop import train
 from tests.looping import STEPS, saving, stepping
 
 
@@ -79,7 +79,7 @@ def test_a_step_is_waited_for_only_where_its_numbers_are_needed() -> None:
 
     whole.engine.step = lambda **how: stepping(applied=next(results))(**how)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeline.training.after_step.LateMetrics", Noting)
+        patch.setattr("shardvit.pipeline.training.after_step.LateMetrics", Noting)
         train(replace(whole, plan=replace(whole.plan, max_skipped_steps=3)), TrainState())
     assert drained == [4, 6]  # after step 3, two are known to be skipped: the third is looked at
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.loading.batch import Fault
-from launch.draw_and_send import DrawAndSend
-from pipeline.ranks.dead_ranks import tell_all_hosts
-from pipeline.ranks.heartbeat import Heartbeat, write_heartbeat
-from pipeline.ranks.stacks import StackDumps, stack_file
-from pipeline.runs.logs import EventsLog, MetricsLog
-from pipeline.runs.run_folder import RunFolder
+from shardvit.data_shards.loading.batch import Fault
+from shardvit.launch.draw_and_send import DrawAndSend
+from shardvit.pipeline.ranks.dead_ranks import tell_all_hosts
+from shardvit.pipeline.ranks.heartbeat import Heartbeat, write_heartbeat
+from shardvit.pipeline.ranks.stacks import StackDumps, stack_file
+from shardvit.pipeline.runs.logs import EventsLog, MetricsLog
+from shardvit.pipeline.runs.run_folder import RunFolder
 from tests.pipeline.stage.test_damage import batch_with, ledger, settle_alone
 
 BEAT = Heartbeat(0, "1", "here", "x", 1, 0.0, 1, 1, 400, 1, "", 0.0, waiting=False, state="failed")

@@ -1,7 +1,7 @@
 """Has torch, DeepSpeed and MLflow loaded, and does in forks what processes of `shardvit` would load them for first.
 
     with preloaded() as more:
-        subprocess.run([sys.executable, "-m", "launch.cli", ...], env={**os.environ, **more})
+        subprocess.run([sys.executable, "-m", "shardvit.launch.cli", ...], env={**os.environ, **more})
 
 For tests that look at exit codes, output and files. Whoever kills processes, looks for them or measures them has real
 ones. A fork has the caller's arguments, environment, folder, standard streams and session; sitecustomize.py is the
@@ -63,9 +63,9 @@ def main(address: str) -> int:
     import accelerate  # noqa: F401  # pyright: ignore[reportUnusedImport]
     import mlflow  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
-    import launch.cli
-    import launch.train  # noqa: F401
-    from pipeline.engine.deepspeed_engine import import_deepspeed
+    import shardvit.launch.cli
+    import shardvit.launch.train  # noqa: F401
+    from shardvit.pipeline.engine.deepspeed_engine import import_deepspeed
 
     import_deepspeed()
     assert threading.active_count() == 1, threading.enumerate()

@@ -1,14 +1,18 @@
 """Python imports this at the start of every process that has this folder on its PYTHONPATH: see server.py.
 
-`python -m launch.cli ...` and `python -u -m launch.train ...` go no further: a fork of the server does their work, and
-this process has the number, the environment and the command line that others look for. It passes signals on and ends
-as the fork does. When it is killed, so is the fork.
+`python -m shardvit.launch.cli ...` and `python -u -m shardvit.launch.train ...` go no further: a fork of the server
+does their work, and this process has the number, the environment and the command line that others look for. It passes
+signals on and ends as the fork does. When it is killed, so is the fork.
 """
 
 import os
 import sys
 
-MODULES = ("launch.cli", "launch.train", "tests.preloaded.waiting")  # the last: for a test of these forks
+MODULES = (
+    "shardvit.launch.cli",
+    "shardvit.launch.train",
+    "tests.preloaded.waiting",
+)  # the last: for a test of these forks
 SERVER = "SHARDVIT_TEST_SERVER"
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.checking.near_duplicates.fingerprint import FingerprintRequest, Fingerprints, Kind
-from data_shards.checking.near_duplicates.likeness import align
-from data_shards.checking.near_duplicates.perceptual_hash import (
+from shardvit.data_shards.checking.near_duplicates.fingerprint import FingerprintRequest, Fingerprints, Kind
+from shardvit.data_shards.checking.near_duplicates.likeness import align
+from shardvit.data_shards.checking.near_duplicates.perceptual_hash import (
     NUM_WORDS,
     PARTS,
     WHOLE,

@@ -24,20 +24,20 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.checking.near_duplicates.perceptual_hash import (
+from shardvit.data_shards.checking.near_duplicates.perceptual_hash import (
     NUM_WORDS,
     THUMBNAIL_PIXELS,
     WHOLE,
     hash_windows,
     thumbnail,
 )
-from data_shards.durable import replaced
-from data_shards.errors import CorruptSample, SampleError, UnreadableImage
-from data_shards.images.decode import PixelLimit, read_image, read_reduced
-from data_shards.processes import run_parts, run_threads
-from data_shards.reading.shard_reader import ShardReader
-from data_shards.shards.shard_set import Damaged, ShardSet
-from data_shards.store.store import Store
+from shardvit.data_shards.durable import replaced
+from shardvit.data_shards.errors import CorruptSample, SampleError, UnreadableImage
+from shardvit.data_shards.images.decode import PixelLimit, read_image, read_reduced
+from shardvit.data_shards.processes import run_parts, run_threads
+from shardvit.data_shards.reading.shard_reader import ShardReader
+from shardvit.data_shards.shards.shard_set import Damaged, ShardSet
+from shardvit.data_shards.store.store import Store
 
 _VERSION = 2  # raised when the format changes
 _LEAST_PIXELS = 2 * THUMBNAIL_PIXELS  # per side, kept by reduced decoding

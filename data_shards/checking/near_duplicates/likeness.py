@@ -22,8 +22,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.checking.near_duplicates.perceptual_hash import Windows, sampling
-from data_shards.images.crops import Pixels
+from shardvit.data_shards.checking.near_duplicates.perceptual_hash import Windows, sampling
+from shardvit.data_shards.images.crops import Pixels
 
 Floats = NDArray[Any]
 Answer = Literal["same", "unsure", "different"]

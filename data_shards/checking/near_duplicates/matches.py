@@ -19,8 +19,14 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from data_shards.checking.near_duplicates.candidates import EQUAL_BYTES, EQUAL_PIXELS, PAIR, Pairs, find_candidates
-from data_shards.checking.near_duplicates.fingerprint import (
+from shardvit.data_shards.checking.near_duplicates.candidates import (
+    EQUAL_BYTES,
+    EQUAL_PIXELS,
+    PAIR,
+    Pairs,
+    find_candidates,
+)
+from shardvit.data_shards.checking.near_duplicates.fingerprint import (
     Collection,
     FingerprintRequest,
     ImagePlace,
@@ -28,12 +34,12 @@ from data_shards.checking.near_duplicates.fingerprint import (
     default_fingerprint_folder,
     make_fingerprints,
 )
-from data_shards.checking.near_duplicates.likeness import DECODED_PIXELS, compare
-from data_shards.errors import UnreadableImage
-from data_shards.images.crops import Pixels
-from data_shards.images.decode import USUAL_LIMIT, PixelLimit, read_image, read_reduced
-from data_shards.processes import num_cores, run_parts
-from data_shards.progress_line import Progress
+from shardvit.data_shards.checking.near_duplicates.likeness import DECODED_PIXELS, compare
+from shardvit.data_shards.errors import UnreadableImage
+from shardvit.data_shards.images.crops import Pixels
+from shardvit.data_shards.images.decode import USUAL_LIMIT, PixelLimit, read_image, read_reduced
+from shardvit.data_shards.processes import num_cores, run_parts
+from shardvit.data_shards.progress_line import Progress
 
 MatchKind = Literal["equal-bytes", "equal-pixels", "near-duplicate", "unsure"]
 MATCH_KINDS: tuple[MatchKind, ...] = get_args(MatchKind)

@@ -24,14 +24,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data_shards.durable import replaced
-from data_shards.errors import UserError
-from data_shards.packing.sources.base import GZIPPED, SUFFIXES, Files, FolderFiles, Int64s, is_image, walk_folder
-from data_shards.progress_line import LINE_SECONDS
-from data_shards.shards.shard_index import MOST_TAR_BYTES, Texts, default_index_folder, read_arrays
-from data_shards.shards.shard_set import Report
-from data_shards.shards.tar_walk import BLOCK_BYTES, Member, TarDamage, stated_member, walk_tar
-from data_shards.text import named, show_bytes
+from shardvit.data_shards.durable import replaced
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.sources.base import (
+    GZIPPED,
+    SUFFIXES,
+    Files,
+    FolderFiles,
+    Int64s,
+    is_image,
+    walk_folder,
+)
+from shardvit.data_shards.progress_line import LINE_SECONDS
+from shardvit.data_shards.shards.shard_index import MOST_TAR_BYTES, Texts, default_index_folder, read_arrays
+from shardvit.data_shards.shards.shard_set import Report
+from shardvit.data_shards.shards.tar_walk import BLOCK_BYTES, Member, TarDamage, stated_member, walk_tar
+from shardvit.data_shards.text import named, show_bytes
 
 _VERSION = 2  # of cached listings
 _COPY_BYTES = 1 << 20

@@ -20,9 +20,17 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.errors import UserError
-from data_shards.packing.sources.archive import read_small, rows_by_name
-from data_shards.packing.sources.base import Files, ImageSet, Int64s, Source, SplitName, array_images, published_source
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.sources.archive import read_small, rows_by_name
+from shardvit.data_shards.packing.sources.base import (
+    Files,
+    ImageSet,
+    Int64s,
+    Source,
+    SplitName,
+    array_images,
+    published_source,
+)
 
 _DIGITS_FILE = "datasets/data/digits.csv.gz"  # read by load_digits: 64 pixels and the digit a line
 _DIGITS_MOST = 16  # each pixel counts the set points in a 4x4 block of the scan

@@ -18,10 +18,10 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.errors import UserError
-from data_shards.shards.tar_index import IMAGE_EXTENSIONS
-from data_shards.text import counted
-from data_shards.vocabulary import LabelKind
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.shards.tar_index import IMAGE_EXTENSIONS
+from shardvit.data_shards.text import counted
+from shardvit.data_shards.vocabulary import LabelKind
 
 GZIPPED = (".tar.gz", ".tgz")
 SUFFIXES = (".tar", *GZIPPED)  # of archives

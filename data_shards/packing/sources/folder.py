@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from data_shards.errors import UserError
-from data_shards.packing.sources.base import (
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.sources.base import (
     FolderFiles,
     ImageSet,
     Source,
@@ -21,8 +21,8 @@ from data_shards.packing.sources.base import (
     scan_folder,
     walk_folder,
 )
-from data_shards.text import named
-from data_shards.vocabulary import SPLIT_FOLDERS
+from shardvit.data_shards.text import named
+from shardvit.data_shards.vocabulary import SPLIT_FOLDERS
 
 
 @dataclass

@@ -20,8 +20,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from data_shards.errors import UserError
-from data_shards.packing.sources.archive import (
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.sources.archive import (
     Archive,
     Unpacking,
     is_archive,
@@ -30,9 +30,17 @@ from data_shards.packing.sources.archive import (
     read_small,
     rows_by_name,
 )
-from data_shards.packing.sources.base import Files, ImageSet, Source, SplitName, class_images, is_image, left_out_notes
-from data_shards.packing.sources.label_list import read_lines
-from data_shards.text import counted, named
+from shardvit.data_shards.packing.sources.base import (
+    Files,
+    ImageSet,
+    Source,
+    SplitName,
+    class_images,
+    is_image,
+    left_out_notes,
+)
+from shardvit.data_shards.packing.sources.label_list import read_lines
+from shardvit.data_shards.text import counted, named
 
 TRAIN_ARCHIVES = ("ILSVRC2012_img_train.tar", "fall11_whole.tar", "winter21_whole.tar.gz", "winter21_whole.tar")
 VAL_ARCHIVE = "ILSVRC2012_img_val.tar"

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_shards.errors import UserError
-from data_shards.packing.sources.base import (
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.sources.base import (
     ABSENT,
     ImageSet,
     Int64s,
@@ -39,7 +39,7 @@ from data_shards.packing.sources.base import (
     refuse_all,
     walk_folder,
 )
-from data_shards.text import brief, one_line, parse_json
+from shardvit.data_shards.text import brief, one_line, parse_json
 
 VTAB_TRAIN, VTAB_TEST = "train800val200.txt", "test.txt"
 _SEPARATOR = "|"  # of labels in a CSV

@@ -12,11 +12,19 @@ from pathlib import Path
 
 import numpy as np
 
-from data_shards.errors import UserError
-from data_shards.packing.sources.archive import Unpacking, is_archive, open_files, read_small, rows_by_name
-from data_shards.packing.sources.base import Files, ImageSet, Int64s, Source, SplitName, is_image, published_source
-from data_shards.packing.sources.imagenet import read_mat
-from data_shards.text import named
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.sources.archive import Unpacking, is_archive, open_files, read_small, rows_by_name
+from shardvit.data_shards.packing.sources.base import (
+    Files,
+    ImageSet,
+    Int64s,
+    Source,
+    SplitName,
+    is_image,
+    published_source,
+)
+from shardvit.data_shards.packing.sources.imagenet import read_mat
+from shardvit.data_shards.text import named
 
 PETS_IMAGES, PETS_LISTS = ("images.tar.gz", "images"), ("annotations.tar.gz", "annotations")
 FLOWERS_IMAGES, FLOWERS_LABELS, FLOWERS_SPLITS = ("102flowers.tgz", "jpg"), "imagelabels.mat", "setid.mat"

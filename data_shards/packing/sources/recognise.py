@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from data_shards.errors import UserError
-from data_shards.packing.sources import arrays, imagenet, oxford
-from data_shards.packing.sources.archive import Unpacking, is_archive, open_files
-from data_shards.packing.sources.base import SUFFIXES, Source
-from data_shards.packing.sources.folder import folder_source
-from data_shards.packing.sources.label_list import (
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.sources import arrays, imagenet, oxford
+from shardvit.data_shards.packing.sources.archive import Unpacking, is_archive, open_files
+from shardvit.data_shards.packing.sources.base import SUFFIXES, Source
+from shardvit.data_shards.packing.sources.folder import folder_source
+from shardvit.data_shards.packing.sources.label_list import (
     VTAB_TEST,
     VTAB_TRAIN,
     LabelList,

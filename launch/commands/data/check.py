@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from data_shards.durable import replace_lines
-from data_shards.errors import UserError
-from data_shards.text import printable
-from launch.flags import Force, JsonFlag, ShardsOptions, demand_counts, demand_target, pixel_limit, switch
+from shardvit.data_shards.durable import replace_lines
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.text import printable
+from shardvit.launch.flags import Force, JsonFlag, ShardsOptions, demand_counts, demand_target, pixel_limit, switch
 
 if TYPE_CHECKING:
-    from data_shards.checking.scan import CheckOptions
+    from shardvit.data_shards.checking.scan import CheckOptions
 
 _LINES_FILE = "matches.jsonl"
 
@@ -33,7 +33,7 @@ class Thoroughness:
     gpus_per_node: Annotated[int | None, Parameter(help="Processes a machine, for --world-size; default: 8.")] = None
 
     def options(self, max_image_pixels: int) -> CheckOptions:
-        from data_shards.checking.scan import CheckOptions
+        from shardvit.data_shards.checking.scan import CheckOptions
 
         demand_counts(world_size=self.world_size, lanes=self.lanes, gpus_per_node=self.gpus_per_node)
         if self.world_size is None and (self.lanes, self.gpus_per_node) != (None, None):
@@ -82,10 +82,10 @@ def check(
         shardvit check shards/in21k --against shards/cifar10/val --output seen
         shardvit check "laion/{00000..00099}.tar" --label json:label --json
     """
-    from data_shards.checking.check import check as check_shards
-    from data_shards.checking.page import as_json, as_text
-    from data_shards.store.store import RetryPolicy, Store
-    from launch.pages.duplicates_page import MATCHES_PAGE, write_duplicates
+    from shardvit.data_shards.checking.check import check as check_shards
+    from shardvit.data_shards.checking.page import as_json, as_text
+    from shardvit.data_shards.store.store import RetryPolicy, Store
+    from shardvit.launch.pages.duplicates_page import MATCHES_PAGE, write_duplicates
 
     chosen = thoroughness.options(options.max_image_pixels)
     cache = options.cache_of(shards, *(against or ()))
@@ -105,7 +105,7 @@ def _say(line: str) -> None:
 
 
 def _demand_report(report: Path | None, *, against: list[str] | None, force: bool) -> None:
-    from launch.pages.duplicates_page import MATCHES_PAGE, TITLE
+    from shardvit.launch.pages.duplicates_page import MATCHES_PAGE, TITLE
 
     if against is not None and not against:
         raise UserError("--against: it is followed by no shards; name the sets to compare with")

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from data_shards.errors import UserError
-from data_shards.text import printable
-from data_shards.vocabulary import USUAL_MOST_PIXELS
-from launch.flags import MaxImagePixels, pixel_limit, size_bytes, switch
-from launch.local.output import go_on
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.text import printable
+from shardvit.data_shards.vocabulary import USUAL_MOST_PIXELS
+from shardvit.launch.flags import MaxImagePixels, pixel_limit, size_bytes, switch
+from shardvit.launch.local.output import go_on
 
 if TYPE_CHECKING:
-    from data_shards.packing.request import Exclusion
-    from data_shards.packing.sources.label_list import LabelList
+    from shardvit.data_shards.packing.request import Exclusion
+    from shardvit.data_shards.packing.sources.label_list import LabelList
 
 
 def _say(line: str) -> None:
@@ -69,8 +69,8 @@ class PackOptions:
     seed: Annotated[int, Parameter(help="Seed of the shuffle and the held-out choice.")] = 0
 
     def request(self) -> dict[str, Any]:
-        from data_shards.packing.image import DEFAULT_QUALITY, Resize
-        from data_shards.packing.sources.recognise import Published
+        from shardvit.data_shards.packing.image import DEFAULT_QUALITY, Resize
+        from shardvit.data_shards.packing.sources.recognise import Published
 
         if self.resize_short is None and self.quality is not None:
             raise UserError("--quality: only reduced images are encoded again; give --resize-short too")
@@ -91,7 +91,7 @@ class PackOptions:
         }
 
     def _label_list(self) -> LabelList | None:
-        from data_shards.packing.sources.label_list import LabelList
+        from shardvit.data_shards.packing.sources.label_list import LabelList
 
         if self.labels is not None:
             columns = self.path_column or "path", self.label_column or "label"
@@ -101,12 +101,12 @@ class PackOptions:
         return None
 
     def _exclusion(self) -> Exclusion | None:
-        from data_shards.packing.request import Exclusion
-        from data_shards.reading.opening import open_all_splits
-        from data_shards.shards.location import is_local
-        from data_shards.store.cache import CacheConfig
-        from data_shards.store.store import Store
-        from launch.pages.duplicates_page import write_duplicates
+        from shardvit.data_shards.packing.request import Exclusion
+        from shardvit.data_shards.reading.opening import open_all_splits
+        from shardvit.data_shards.shards.location import is_local
+        from shardvit.data_shards.store.cache import CacheConfig
+        from shardvit.data_shards.store.store import Store
+        from shardvit.launch.pages.duplicates_page import write_duplicates
 
         sets = self.exclude_matches_of
         if sets is None:
@@ -136,7 +136,7 @@ def pack(source: str, out: Path, /, *, options: PackOptions = PackOptions()) -> 
         shardvit pack imagenet/ shards/imagenet-320 --resize-short 320 --shard-size 256MB
         shardvit pack in21k/ shards/in21k --exclude-matches-of shards/imagenet/val shards/cifar10/val
     """
-    from data_shards.packing.pack import pack as pack_images
+    from shardvit.data_shards.packing.pack import pack as pack_images
 
     go_on()
     pack_images(source, out, report=_say, **options.request())

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from data_shards.errors import UserError
-from data_shards.shards.location import redacted
-from data_shards.text import printable
-from launch.flags import (
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.shards.location import redacted
+from shardvit.data_shards.text import printable
+from shardvit.launch.flags import (
     INDEX_FILE,
     DataFile,
     Force,
@@ -25,12 +25,12 @@ from launch.flags import (
     page_mark,
     pixel_limit,
 )
-from launch.local.env import paths_file
+from shardvit.launch.local.env import paths_file
 
 if TYPE_CHECKING:
-    from launch.pages.shards_page import Inspect, Shown
-    from pipeline.recipe.schema import Recipe
-    from pipeline.recipe.vocabulary import StageName
+    from shardvit.launch.pages.shards_page import Inspect, Shown
+    from shardvit.pipeline.recipe.schema import Recipe
+    from shardvit.pipeline.recipe.vocabulary import StageName
 
 _MOST_IMAGES = 400
 _RECIPE_ENDINGS = (".yaml", ".yml")
@@ -83,8 +83,8 @@ def show(
         }
         _refuse(given, to=f"{what}, which is a recipe: it has keys for that")
 
-    from data_shards.reading.overview import inspect_shards
-    from launch.pages.shards_page import show_recipe
+    from shardvit.data_shards.reading.overview import inspect_shards
+    from shardvit.launch.pages.shards_page import show_recipe
 
     inspect = partial(inspect_shards, images=images, most_labels=labels, seed=seed)
     if recipe is None:
@@ -107,9 +107,9 @@ def _demand_numbers(*, images: int, labels: int, seed: int) -> None:
 
 
 def _show_shards(what: str, options: ShardsOptions, inspect: Inspect) -> Shown:
-    from data_shards.store.download import RetryPolicy
-    from data_shards.store.store import Store
-    from launch.pages.shards_page import show_shards
+    from shardvit.data_shards.store.download import RetryPolicy
+    from shardvit.data_shards.store.store import Store
+    from shardvit.launch.pages.shards_page import show_shards
 
     store = Store(options.cache_of(what), retry=RetryPolicy(give_up_seconds=_GIVE_UP_SECONDS))
     limit = pixel_limit(options.max_image_pixels)
@@ -122,8 +122,8 @@ def _report(line: str) -> None:
 
 def _recipe(what: str, overrides: tuple[str, ...], *, data: Path | None) -> Recipe | None:
     """Return None if `what` names shards."""
-    from pipeline.recipe.io import load_recipe
-    from pipeline.recipe.sources import shipped_recipes
+    from shardvit.pipeline.recipe.io import load_recipe
+    from shardvit.pipeline.recipe.sources import shipped_recipes
 
     is_named = what in shipped_recipes()
     if not is_named and not what.endswith(_RECIPE_ENDINGS):

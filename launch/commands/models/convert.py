@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from data_shards.errors import UserError
-from data_shards.text import printable
-from launch.flags import Force, WhichWeights, demand_target, flag_mistake
-from model.vocabulary import ExportFormat, Gelu, Interpolation, LossKind, check_ending
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.text import printable
+from shardvit.launch.flags import Force, WhichWeights, demand_target, flag_mistake
+from shardvit.model.vocabulary import ExportFormat, Gelu, Interpolation, LossKind, check_ending
 
 if TYPE_CHECKING:
-    from model.config import ModelConfig
-    from model.saved.model_folder import SavedModelMeta
+    from shardvit.model.config import ModelConfig
+    from shardvit.model.saved.model_folder import SavedModelMeta
 
 _ENDINGS: dict[ExportFormat, str] = {
     "npz": ".npz",
@@ -69,7 +69,7 @@ class ImportOptions:
 
     def config(self) -> ModelConfig | None:
         """The model, if its sizes were given; None: take the file's. UserError if they make no model."""
-        from model.config import ModelConfig
+        from shardvit.model.config import ModelConfig
 
         given = self._given()
         if not given.keys() - {"depth", "gelu", "layer_norm_eps", "interpolation", "position"}:
@@ -120,9 +120,9 @@ def import_model(
         shardvit import ViT-B_16.npz models/vit-b16-384 --image-size 384 --num-classes 10
         shardvit import ViT-B_16-imagenet.npz models/b16 --class-names imagenet-1k
     """
-    from model.formats.detect import read_external
-    from model.formats.export import save_for_others
-    from model.formats.external_model import UserHints, adapt
+    from shardvit.model.formats.detect import read_external
+    from shardvit.model.formats.export import save_for_others
+    from shardvit.model.formats.external_model import UserHints, adapt
 
     demand_target(out, flag="OUT", force=force)
     config, num_classes = options.config(), options.num_classes
@@ -189,8 +189,8 @@ def export_model(
         raise UserError(f"--output {error}") from None
     demand_target(target, flag="--output", force=force)
 
-    from model.formats.export import export_model as write
-    from pipeline.using.find_model import find_model
+    from shardvit.model.formats.export import export_model as write
+    from shardvit.pipeline.using.find_model import find_model
 
     found = find_model(model, weights=weights)
     with _mistakes(target):
@@ -214,7 +214,7 @@ def _mistakes(target: Path) -> Iterator[None]:
 
 def _name_of(model: Path) -> str:
     """The name of the run with its stage or checkpoint, or of a file without its ending."""
-    from pipeline.recipe.vocabulary import ALL_STAGES
+    from shardvit.pipeline.recipe.vocabulary import ALL_STAGES
 
     path = model.resolve()
     parts = [path.name if path.is_dir() else path.stem]
@@ -240,7 +240,7 @@ def _class_names(text: str) -> tuple[str, ...]:
 
 
 def _summary(meta: SavedModelMeta) -> str:
-    from model.counting.flops import account
+    from shardvit.model.counting.flops import account
 
     assert meta.head != "masked_patch"  # never imported or exported
     parts = account(meta.model, image_size=meta.image_size, num_classes=meta.num_classes, head=meta.head)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from data_shards.errors import UserError
-from data_shards.text import one_line, table
-from data_shards.vocabulary import USUAL_MOST_PIXELS, EvalProtocol
-from launch.evaluation.rank import read_result, write_request
-from launch.flags import (
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.text import one_line, table
+from shardvit.data_shards.vocabulary import USUAL_MOST_PIXELS, EvalProtocol
+from shardvit.launch.evaluation.rank import read_result, write_request
+from shardvit.launch.flags import (
     Device,
     Force,
     JsonFile,
@@ -29,13 +29,13 @@ from launch.flags import (
     pixel_limit,
     tell_result,
 )
-from launch.local.env import experiment_name, num_gpus, tracking_uri
-from launch.local.output import say, say_model
-from pipeline.evaluation.truth import Among, EvalRequest, LabelSet, Matching, open_set, what_is_asked
-from pipeline.recipe.vocabulary import EXIT_USER_ERROR, EvalMetric
+from shardvit.launch.local.env import experiment_name, num_gpus, tracking_uri
+from shardvit.launch.local.output import say, say_model
+from shardvit.pipeline.evaluation.truth import Among, EvalRequest, LabelSet, Matching, open_set, what_is_asked
+from shardvit.pipeline.recipe.vocabulary import EXIT_USER_ERROR, EvalMetric
 
 if TYPE_CHECKING:
-    from pipeline.evaluation.evaluate_file import ModelEvaluated
+    from shardvit.pipeline.evaluation.evaluate_file import ModelEvaluated
 
 _MOST_WORKERS = 8  # reading threads per process
 _NAMED_FAULTS = 5
@@ -133,13 +133,13 @@ def evaluate(model: Path, shards: str, /, *, options: EvalOptions = EvalOptions(
     """
     options.check()
     request = options.request(model, shards)
-    from pipeline.using.find_model import find_record
+    from shardvit.pipeline.using.find_model import find_record
 
     record, opened = find_record(model), open_set(request, report=say)
     if record is not None:  # else only the weights can tell, seconds later
         what_is_asked(request, class_names=record.class_names, shards=opened[0])
     if options.processes == 1:
-        from pipeline.evaluation.evaluate_file import NoPeers, evaluate_model
+        from shardvit.pipeline.evaluation.evaluate_file import NoPeers, evaluate_model
 
         result = evaluate_model(request, opened, ranks=NoPeers())
     else:
@@ -151,14 +151,14 @@ def evaluate(model: Path, shards: str, /, *, options: EvalOptions = EvalOptions(
 
 def _by_processes(request: EvalRequest, *, processes: int, on_gpus: bool) -> ModelEvaluated | int:
     """Returns the result, or the exit code without one."""
-    from launch.local.processes import rank_environment, reason, run_ranks
+    from shardvit.launch.local.processes import rank_environment, reason, run_ranks
 
     with tempfile.TemporaryDirectory(prefix="shardvit-eval-") as name:
         folder = Path(name)
         write_request(folder, request)
         hidden = {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}
         code, stopped = run_ranks(
-            ["-u", "-m", "launch.evaluation.rank", name],
+            ["-u", "-m", "shardvit.launch.evaluation.rank", name],
             [rank_environment(rank, ranks=processes, rendezvous=folder) | hidden for rank in range(processes)],
         )
         if stopped:
@@ -172,8 +172,8 @@ def _by_processes(request: EvalRequest, *, processes: int, on_gpus: bool) -> Mod
 
 
 def _finish(result: ModelEvaluated, request: EvalRequest, options: EvalOptions) -> int:
-    from pipeline.evaluation.scores import one_answer
-    from pipeline.runs.evaluations import write_evaluation
+    from shardvit.pipeline.evaluation.scores import one_answer
+    from shardvit.pipeline.runs.evaluations import write_evaluation
 
     say_model(request.model, origin=result.origin, notes=result.notes)
     for fault in result.damaged[:_NAMED_FAULTS]:
@@ -268,9 +268,9 @@ def _confused(result: ModelEvaluated) -> list[dict[str, object]]:
 
 
 def _track(result: ModelEvaluated, request: EvalRequest, *, processes: int) -> None:
-    from pipeline.tracking.command_runs import CommandResult, log_result
-    from pipeline.tracking.facts import DatasetInput
-    from pipeline.transfer.results import model_origin
+    from shardvit.pipeline.tracking.command_runs import CommandResult, log_result
+    from shardvit.pipeline.tracking.facts import DatasetInput
+    from shardvit.pipeline.transfer.results import model_origin
 
     counts, evaluation = result.evaluation.per_class, result.evaluation
     origin = model_origin(result.origin)

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from data_shards.errors import UserError
-from data_shards.text import one_line
-from data_shards.vocabulary import USUAL_MOST_PIXELS
-from launch.flags import Device, MaxImagePixels, WhichWeights, demand_counts, pixel_limit, switch
-from launch.local.output import say, say_model
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.text import one_line
+from shardvit.data_shards.vocabulary import USUAL_MOST_PIXELS
+from shardvit.launch.flags import Device, MaxImagePixels, WhichWeights, demand_counts, pixel_limit, switch
+from shardvit.launch.local.output import say, say_model
 
 if TYPE_CHECKING:
-    from pipeline.using.predict import ImagePrediction
+    from shardvit.pipeline.using.predict import ImagePrediction
 
 _WIDEST_NAME = 48  # longer names are not aligned: a single one would push all classes aside
 
@@ -60,12 +60,12 @@ def predict(
     demand_counts(top=top, batch_size=batch_size)
     if not images:
         raise UserError("predict: name at least one image or folder of images after the model")
-    from data_shards.packing.sources.folder import image_files
-    from pipeline.using.find_model import find_record
+    from shardvit.data_shards.packing.sources.folder import image_files
+    from shardvit.pipeline.using.find_model import find_record
 
     find_record(model)
     files, limit = image_files(images), pixel_limit(max_image_pixels)
-    from pipeline.using.predict import open_predictor, predict_images
+    from shardvit.pipeline.using.predict import open_predictor, predict_images
 
     predictor = open_predictor(model, device=device, weights=weights)
     say_model(model, origin=predictor.origin, notes=predictor.notes)

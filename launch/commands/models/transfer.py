@@ -5,8 +5,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from data_shards.errors import UserError
-from launch.evaluation.transfer_options import Method, MethodOptions, TransferOptions
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.evaluation.transfer_options import Method, MethodOptions, TransferOptions
 
 
 def transfer(
@@ -37,14 +37,14 @@ def transfer(
     if eval_shards is None:
         _demand_table_options(source, method=method, of_method=of_method, options=options)
         options.check(model, command="transfer")
-        from launch.evaluation.measuring import measure_a_table
+        from shardvit.launch.evaluation.measuring import measure_a_table
 
         return measure_a_table(model, Path(source), options=options)
     if method is None:
         raise UserError("--method: give fewshot, probe or knn")
     settings = of_method.settings(method)
     options.check(model, command=method)
-    from launch.evaluation.measuring import measure_one_set
+    from shardvit.launch.evaluation.measuring import measure_one_set
 
     return measure_one_set(model, source, eval_shards, settings, options=options)
 

@@ -5,9 +5,9 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from data_shards.errors import UserError
-from data_shards.vocabulary import USUAL_MOST_PIXELS
-from launch.flags import (
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.vocabulary import USUAL_MOST_PIXELS
+from shardvit.launch.flags import (
     INDEX_FILE,
     Device,
     Force,
@@ -66,7 +66,7 @@ def figures(
         raise UserError(
             f"{model}: an ONNX file computes logits alone, without attention: give the model that it was exported from"
         )
-    from launch.pages.figures_page import Wanted, make_page
+    from shardvit.launch.pages.figures_page import Wanted, make_page
 
     wanted = Wanted(model, images, weights=weights, device=device, count=count, label=label, classes=classes)
     print(make_page(wanted, limit=limit, folder=output))

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from data_shards.errors import UserError
-from launch.flags import Force, demand_target, page_mark
-from pipeline.recipe.vocabulary import PAGE_FILE
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.flags import Force, demand_target, page_mark
+from shardvit.pipeline.recipe.vocabulary import PAGE_FILE
 
 if TYPE_CHECKING:
-    from pipeline.runs.read import Run
+    from shardvit.pipeline.runs.read import Run
 
 PageFile = Annotated[
     Path | None,
@@ -41,7 +41,7 @@ def report(*runs: Path, output: PageFile = None, no_draw: NoDraw = False, force:
         shardvit report runs/digits
         shardvit report runs/digits runs/digits-scratch --output compared.html
     """
-    from launch.pages.sections import default_place, drawn, write_runs
+    from shardvit.launch.pages.sections import default_place, drawn, write_runs
 
     histories = _histories(runs, least=1)
     place = _place(output or default_place(histories))
@@ -67,8 +67,8 @@ def compare(*runs: Path, output: PageFile = None, no_draw: NoDraw = False, force
     histories = _histories(runs, least=2)
     output = output and _place(output)
     demand_target(output, flag="--output", force=force, mark=page_mark("report"))
-    from launch.pages.compare import comparison
-    from launch.pages.sections import drawn, named, write_runs
+    from shardvit.launch.pages.compare import comparison
+    from shardvit.launch.pages.sections import drawn, named, write_runs
 
     print(comparison(named(histories)))
     if output is not None:
@@ -82,7 +82,7 @@ def _place(path: Path) -> Path:
 
 
 def _histories(runs: Sequence[Path], *, least: int) -> list[Run]:
-    from pipeline.runs.read import read_run, run_folder_at
+    from shardvit.pipeline.runs.read import read_run, run_folder_at
 
     if len(runs) < least:
         raise UserError("give the folders of two runs or more" if least > 1 else "give a run's folder, RUNS/NAME")

@@ -5,10 +5,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from data_shards.errors import UserError
-from data_shards.text import one_line
-from launch.local.env import experiment_name, tracking_uri
-from launch.local.output import say
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.text import one_line
+from shardvit.launch.local.env import experiment_name, tracking_uri
+from shardvit.launch.local.output import say
 
 _SCHEMES = ("http:", "https:", "sqlite:", "postgresql", "mysql", "mssql", "databricks", "file:")
 
@@ -37,12 +37,12 @@ def sync(
         shardvit sync runs/vit-b16 --to http://mlflow:5000
         shardvit sync runs/*
     """
-    from launch.run.lock import locked
-    from pipeline.recipe.io import parse_recipe
-    from pipeline.recipe.vocabulary import RECIPE_FILE
-    from pipeline.runs.read import run_folder_at
-    from pipeline.tracking.mlflow_sink import sink_of
-    from pipeline.tracking.sender import sync_run
+    from shardvit.launch.run.lock import locked
+    from shardvit.pipeline.recipe.io import parse_recipe
+    from shardvit.pipeline.recipe.vocabulary import RECIPE_FILE
+    from shardvit.pipeline.runs.read import run_folder_at
+    from shardvit.pipeline.tracking.mlflow_sink import sink_of
+    from shardvit.pipeline.tracking.sender import sync_run
 
     if to is not None and not to.startswith(_SCHEMES):
         raise UserError(f"--to {one_line(to)}: give the address of a server or database, such as http://mlflow:5000")

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from data_shards.errors import UserError
-from launch.flags import switch
-from pipeline.recipe.vocabulary import SWEEP_FILE
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.flags import switch
+from shardvit.pipeline.recipe.vocabulary import SWEEP_FILE
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from launch.terminal_curves import Glyphs
-    from launch.watch.look import Watcher
+    from shardvit.launch.terminal_curves import Glyphs
+    from shardvit.launch.watch.look import Watcher
 
 _LEAST_SECONDS = 0.2
 _STDIN = 0
@@ -51,13 +51,13 @@ def watch(
     if not interval >= _LEAST_SECONDS:
         raise UserError(f"--interval {interval:g}: give {_LEAST_SECONDS:g} seconds or more")
     if (run / SWEEP_FILE).is_file():
-        from launch.sweep.record import show_progress
+        from shardvit.launch.sweep.record import show_progress
 
         print(show_progress(run, form="json" if as_json else "text"))
         return 0
 
-    from launch.slurm.commands import Slurm
-    from launch.watch.look import Watcher
+    from shardvit.launch.slurm.commands import Slurm
+    from shardvit.launch.watch.look import Watcher
 
     watcher = Watcher(run, slurm=Slurm())
     if as_json:
@@ -108,7 +108,7 @@ def open_console() -> Console:
 
 def show_once(watcher: Watcher, *, console: Console) -> None:
     """Print the page at full length."""
-    from launch.watch.screen import page
+    from shardvit.launch.watch.screen import page
 
     view = watcher.look(queue="wait for it")
     console.print(page(view, width=console.width, height=None, glyphs=_glyphs(console)))
@@ -120,7 +120,7 @@ def follow(watcher: Watcher, *, console: Console, interval_seconds: float) -> No
     from rich.live import Live
     from rich.text import Text
 
-    from launch.watch.screen import page
+    from shardvit.launch.watch.screen import page
 
     try:
         with _leaving_by_q() as typed, Live(console=console, auto_refresh=False, screen=True) as live:
@@ -144,7 +144,7 @@ def _glyphs(console: Console) -> Glyphs:
 def _leaving_by_q() -> Iterator[Callable[[float], bool] | None]:
     """Yield a function that waits that many seconds for `q` (True if typed); None without a terminal of ours. SIGTERM
     and SIGHUP become KeyboardInterrupt, so that the terminal is restored."""
-    from launch.local.processes import handled
+    from shardvit.launch.local.processes import handled
 
     with handled((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler):
         if not _is_ours():

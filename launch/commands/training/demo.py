@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from data_shards.text import table
-from launch.flags import RunsFolder
-from launch.local.env import num_gpus
-from launch.local.output import go_on
+from shardvit.data_shards.text import table
+from shardvit.launch.flags import RunsFolder
+from shardvit.launch.local.env import num_gpus
+from shardvit.launch.local.output import go_on
 
 if TYPE_CHECKING:
-    from pipeline.recipe.vocabulary import StageName
-    from pipeline.runs.run_folder import RunFolder
+    from shardvit.pipeline.recipe.vocabulary import StageName
+    from shardvit.pipeline.runs.run_folder import RunFolder
 
 DemoData = Literal["digits", "fashion-mnist"]
 
@@ -68,9 +68,9 @@ def demo(
     go_on()
     choice = CHOICES[data]
     print(f"== packing {data} ==", flush=True)
-    from data_shards.packing.pack import pack  # late: imports scikit-learn, and the first line must not wait
-    from launch.run.pipeline_run import PipelineRun
-    from pipeline.recipe.io import difference_to_parent, load_recipe
+    from shardvit.data_shards.packing.pack import pack  # late: imports scikit-learn, and the first line must not wait
+    from shardvit.launch.run.pipeline_run import PipelineRun
+    from shardvit.pipeline.recipe.io import difference_to_parent, load_recipe
 
     packed = (
         ("pretrain", choice.pretrain_classes, choice.pretrain_holdout),
@@ -92,7 +92,7 @@ def demo(
         folders.append(run.folder)
     transferred, scratch = folders
     print(f"\n{comparison(transferred, scratch=scratch)}\n\n{next_commands(choice, runs_root=runs)}\n", flush=True)
-    from launch.pages.sections import write_beside
+    from shardvit.launch.pages.sections import write_beside
 
     print(f"report  {write_beside(transferred, others=[scratch])}")
     return 0
@@ -126,7 +126,7 @@ def _processes() -> list[str]:
 
 def comparison(transferred: RunFolder, *, scratch: RunFolder) -> str:
     """Tabulate each stage's images, seconds and top-1, and the top-1 of fine-tuning from scratch."""
-    from pipeline.recipe.io import parse_recipe
+    from shardvit.pipeline.recipe.io import parse_recipe
 
     def top1(folder: RunFolder, name: StageName) -> str:
         by = "" if name == "swap_head" else recipe.train_stage(name).judged_by("top1")
@@ -146,7 +146,7 @@ def comparison(transferred: RunFolder, *, scratch: RunFolder) -> str:
 
 def next_commands(choice: DemoChoice, *, runs_root: Path) -> str:
     """Suggest the next commands."""
-    shardvit, mlflow = _command("shardvit", module="launch.cli"), _command("mlflow", module="mlflow")
+    shardvit, mlflow = _command("shardvit", module="shardvit.launch.cli"), _command("mlflow", module="mlflow")
     return (
         "Next:\n"
         f"  look at it in MLflow    {mlflow} ui --backend-store-uri sqlite:///{runs_root}/mlflow.db\n"

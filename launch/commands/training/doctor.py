@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from launch.doctor.findings import Check, Diagnosis
-from launch.flags import JsonFlag, switch
-from launch.local.env import num_gpus, tracking_uri, without_place
-from launch.local.output import say
-from pipeline.ranks.start_clock import StartClock
+from shardvit.launch.doctor.findings import Check, Diagnosis
+from shardvit.launch.flags import JsonFlag, switch
+from shardvit.launch.local.env import num_gpus, tracking_uri, without_place
+from shardvit.launch.local.output import say
+from shardvit.pipeline.ranks.start_clock import StartClock
 
 _LEFT_OUT = ("imports", "arithmetic", "decoding", "all-reduce", "collect_env", "ds_report")
 
@@ -51,7 +51,7 @@ def doctor(
 
 def examine(*, runs: Path, depth: Literal["all", "quick"], clock: StartClock) -> Diagnosis:
     """Run all checks; "quick" leaves out those in child processes. `clock` shows which one is running."""
-    from launch.doctor import gpus, libraries, machine, network, trials
+    from shardvit.launch.doctor import gpus, libraries, machine, network, trials
 
     begin = time.monotonic()
     environment, visible = without_place(), num_gpus()

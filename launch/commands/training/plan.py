@@ -2,9 +2,9 @@
 
 import json
 
-from launch.flags import DataFile, JsonFlag
-from launch.local.env import paths_file
-from launch.plan.plan_options import PlanOptions
+from shardvit.launch.flags import DataFile, JsonFlag
+from shardvit.launch.local.env import paths_file
+from shardvit.launch.plan.plan_options import PlanOptions
 
 _NO_OPTIONS = PlanOptions()
 
@@ -31,13 +31,13 @@ def plan(
         shardvit plan my.yaml --gpus 8 --gpu a100 --images 1281167 --classes 1000 engine.zero_stage=2
         shardvit plan my.yaml --gpus 64 --gpu h200 --images-per-second 1250 --json
     """
-    from pipeline.recipe.io import load_recipe
+    from shardvit.pipeline.recipe.io import load_recipe
 
     # Report mistakes before importing anything slow.
     loaded = load_recipe(recipe, overrides=overrides, paths=paths_file(data))
 
-    from launch.plan.gathering import make_plan
-    from launch.plan.plan_page import as_json, as_page
+    from shardvit.launch.plan.gathering import make_plan
+    from shardvit.launch.plan.plan_page import as_json, as_page
 
     made = make_plan(loaded, options)
     print(json.dumps(as_json(made), indent=1) if as_json_text else as_page(made))

@@ -10,12 +10,12 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from data_shards.errors import UserError
-from launch.flags import DataFile, switch
-from launch.local.env import paths_file
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.flags import DataFile, switch
+from shardvit.launch.local.env import paths_file
 
 if TYPE_CHECKING:
-    from pipeline.recipe.schema import Recipe
+    from shardvit.pipeline.recipe.schema import Recipe
 
 _PAGE_WIDTH = 150
 _FAMILIES = {  # folders, in the order of the page
@@ -49,8 +49,8 @@ def recipes(
             raise UserError("--data and --all-keys are for one recipe: name it")
         print(listing(), end="")
         return 0
-    from pipeline.recipe.io import dump_recipe, load_recipe
-    from pipeline.recipe.sources import find_recipe, read_header, read_source
+    from shardvit.pipeline.recipe.io import dump_recipe, load_recipe
+    from shardvit.pipeline.recipe.sources import find_recipe, read_header, read_source
 
     recipe = load_recipe(name, overrides=overrides, paths=paths_file(data))
     path = find_recipe(name, beside=Path())
@@ -61,9 +61,9 @@ def recipes(
 
 def listing() -> str:
     """Tabulate all shipped recipes by family, then list the fine-tuning sets."""
-    from data_shards.text import table
-    from pipeline.recipe.io import load_recipe
-    from pipeline.recipe.sources import finetune_sets, read_header, read_source, shipped_recipes
+    from shardvit.data_shards.text import table
+    from shardvit.pipeline.recipe.io import load_recipe
+    from shardvit.pipeline.recipe.sources import finetune_sets, read_header, read_source, shipped_recipes
 
     rows: dict[str, list[list[str]]] = {family: [] for family in _FAMILIES}
     for name, path in shipped_recipes().items():

@@ -6,12 +6,12 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from data_shards.errors import UserError
-from launch.flags import DataFile, RunsFolder, switch
-from launch.hosts.hostfile import HostOptions
-from launch.local.env import paths_file
-from launch.local.output import go_on
-from pipeline.recipe.vocabulary import StageName
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.flags import DataFile, RunsFolder, switch
+from shardvit.launch.hosts.hostfile import HostOptions
+from shardvit.launch.local.env import paths_file
+from shardvit.launch.local.output import go_on
+from shardvit.pipeline.recipe.vocabulary import StageName
 
 _ONE_HOST = HostOptions()
 
@@ -49,14 +49,14 @@ def run(
         shardvit run my.yaml --stage finetune --restart finetune
         shardvit run my.yaml --hostfile hosts --exclude host3 --max-restarts 20
     """
-    from pipeline.recipe.io import difference_to_parent, load_recipe
+    from shardvit.pipeline.recipe.io import difference_to_parent, load_recipe
 
     if all_keys and not dry_run:
         raise UserError("--all-keys says what --dry-run prints: give that too")
     # Report mistakes before importing anything slow.
     loaded = load_recipe(recipe, overrides=overrides, paths=paths_file(data))
 
-    from launch.run.pipeline_run import PipelineRun
+    from shardvit.launch.run.pipeline_run import PipelineRun
 
     if not dry_run:
         go_on()
@@ -90,10 +90,10 @@ def train(
     """Run one stage of a recipe on this rank, as launchers do (`shardvit run` does it for you).
 
     Some examples:
-        python -P -m launch.local.torchrun --nproc-per-node 8 -m launch.train my.yaml --stage pretrain
+        python -P -m shardvit.launch.local.torchrun --nproc-per-node 8 -m shardvit.launch.train my.yaml --stage pretrain
 
         shardvit train my.yaml --stage swap_head
     """
-    from launch.train import main as train_main
+    from shardvit.launch.train import main as train_main
 
     return train_main(arguments)

@@ -7,12 +7,12 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from data_shards.errors import UserError
-from launch.flags import DataFile, switch
-from launch.local.env import paths_file
-from launch.local.output import say
-from launch.slurm.job_options import JobOptions
-from pipeline.recipe.vocabulary import StageName
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.flags import DataFile, switch
+from shardvit.launch.local.env import paths_file
+from shardvit.launch.local.output import say
+from shardvit.launch.slurm.job_options import JobOptions
+from shardvit.pipeline.recipe.vocabulary import StageName
 
 
 def submit(
@@ -47,26 +47,26 @@ def submit(
         raise UserError("--hold-out, --stage and --at-once have no effect without --sweep: give it, too")
     # Report mistakes in the recipe before importing anything slow.
     if sweep:
-        from launch.sweep.points import plan_sweep, read_share
+        from shardvit.launch.sweep.points import plan_sweep, read_share
 
         share = read_share(hold_out)
         points = plan_sweep(recipe, overrides, runs_root=runs, paths=paths_file(data), stage=stage, hold_out=share)
 
-        from launch.slurm.sweep_jobs import plan_sweep_jobs
+        from shardvit.launch.slurm.sweep_jobs import plan_sweep_jobs
 
         plan_jobs = partial(plan_sweep_jobs, points, at_once=at_once)
     else:
-        from pipeline.recipe.io import load_recipe
+        from shardvit.pipeline.recipe.io import load_recipe
 
         loaded = load_recipe(recipe, overrides=overrides, paths=paths_file(data))
 
-        from launch.slurm.submission import plan_submission
+        from shardvit.launch.slurm.submission import plan_submission
 
         plan_jobs = partial(plan_submission, loaded, runs_root=runs, commands="refuse" if render else "run")
 
-    from launch.slurm import submission
-    from launch.slurm.commands import Slurm
-    from launch.slurm.site import job_of, read_site
+    from shardvit.launch.slurm import submission
+    from shardvit.launch.slurm.commands import Slurm
+    from shardvit.launch.slurm.site import job_of, read_site
 
     plan = plan_jobs(job=job_of(options, site=read_site(site)))
     for note in plan.notes:
@@ -100,8 +100,8 @@ def cancel(
         shardvit cancel runs/digits
         shardvit cancel runs/digits --now
     """
-    from launch.slurm.cancel import cancel_run
-    from launch.slurm.commands import Slurm
+    from shardvit.launch.slurm.cancel import cancel_run
+    from shardvit.launch.slurm.commands import Slurm
 
     cancel_run(run, slurm=Slurm(), how="now" if now else "save", wait_seconds=wait_seconds)
     return 0

@@ -6,11 +6,11 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from data_shards.errors import UserError
-from launch.flags import DataFile, RunsFolder, switch
-from launch.local.env import paths_file
-from launch.local.output import go_on
-from pipeline.recipe.vocabulary import StageName
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.flags import DataFile, RunsFolder, switch
+from shardvit.launch.local.env import paths_file
+from shardvit.launch.local.output import go_on
+from shardvit.pipeline.recipe.vocabulary import StageName
 
 
 def sweep(
@@ -54,7 +54,7 @@ def sweep(
         shardvit sweep vit_b16_in21k finetune=cifar10 --data paths.yaml
         shardvit sweep my.yaml finetune.optimizer.lr=0.003,0.01 --hold-out 1% --dry-run
     """
-    from launch.sweep.points import plan_sweep, read_share
+    from shardvit.launch.sweep.points import plan_sweep, read_share
 
     # Report mistakes before importing anything slow.
     share = read_share(hold_out)
@@ -63,13 +63,13 @@ def sweep(
     if max_restarts < 0:
         raise UserError(f"--max-restarts: it is {max_restarts}; give 0 or more")
     if dry_run:
-        from launch.sweep.outline import outline
+        from shardvit.launch.sweep.outline import outline
 
         print(outline(planned))
         if widen:
             print("--widen: more points where the best one lies at the edge of this grid.")
         return 0
-    from launch.sweep.local import run_sweep
+    from shardvit.launch.sweep.local import run_sweep
 
     go_on()
     return run_sweep(planned, max_restarts=max_restarts, widen=plan if widen else None)

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from data_shards.errors import UserError
-from pipeline.engine.saved_state.reading import read_state
-from pipeline.optimizers.parameter_groups import is_head
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.engine.saved_state.reading import read_state
+from shardvit.pipeline.optimizers.parameter_groups import is_head
 
 FILE = "frozen.pt"  # in a checkpoint, next to DeepSpeed's files
 _PARTS: dict[str, Callable[[str], bool]] = {

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pipeline.engine.saved_state.state_files import Abandoned, Place, StateFile
+from shardvit.pipeline.engine.saved_state.state_files import Abandoned, Place, StateFile
 
 _ALIGNMENT = 512  # bytes, of each storage in the buffer: CUDA's own
 _PIECE_BYTES = 64 << 20

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from pipeline.engine.saved_state.average import AVERAGE, WeightAverage
-from pipeline.engine.saved_state.frozen import put_frozen
-from pipeline.engine.saved_state.portable import WEIGHT, LossScale, PortableState
+from shardvit.pipeline.engine.saved_state.average import AVERAGE, WeightAverage
+from shardvit.pipeline.engine.saved_state.frozen import put_frozen
+from shardvit.pipeline.engine.saved_state.portable import WEIGHT, LossScale, PortableState
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from data_shards.errors import UserError
-from pipeline.engine.saved_state.average import AVERAGE, average_file
-from pipeline.engine.saved_state.frozen import read_frozen
-from pipeline.engine.saved_state.reading import read_state
-from pipeline.engine.saved_state.state_files import left_out, put_back
-from pipeline.ranks.group import Ranks
-from pipeline.recipe.vocabulary import OPTIMIZERS
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.engine.saved_state.average import AVERAGE, average_file
+from shardvit.pipeline.engine.saved_state.frozen import read_frozen
+from shardvit.pipeline.engine.saved_state.reading import read_state
+from shardvit.pipeline.engine.saved_state.state_files import left_out, put_back
+from shardvit.pipeline.ranks.group import Ranks
+from shardvit.pipeline.recipe.vocabulary import OPTIMIZERS
 
 # In a checkpoint, by backend and ZeRO stage.
 ACCELERATE_FILE = "accelerate.pt"

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from data_shards.errors import SampleError
+from shardvit.data_shards.errors import SampleError
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 

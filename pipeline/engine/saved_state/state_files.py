@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import torch
 
-from data_shards.durable import make_folders
+from shardvit.data_shards.durable import make_folders
 
 _FILE_OVERHEAD_BYTES = 4096
 _TENSOR_OVERHEAD_BYTES = 256  # header and alignment of one record in torch's zip format

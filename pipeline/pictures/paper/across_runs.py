@@ -10,12 +10,12 @@ from dataclasses import replace
 from math import ceil, floor, log10
 from typing import TYPE_CHECKING
 
-from data_shards.text import counted
-from pipeline.pictures.evaluated import percent
-from pipeline.pictures.paper.measured_runs import CostPoint, FewShotPoint, cost_points, few_shot_points
-from pipeline.pictures.style import DASHES, SERIES, Drawn, draw_level, new_figure
-from pipeline.runs.pictures import Cell, Picture
-from pipeline.runs.read import Run
+from shardvit.data_shards.text import counted
+from shardvit.pipeline.pictures.evaluated import percent
+from shardvit.pipeline.pictures.paper.measured_runs import CostPoint, FewShotPoint, cost_points, few_shot_points
+from shardvit.pipeline.pictures.style import DASHES, SERIES, Drawn, draw_level, new_figure
+from shardvit.pipeline.runs.pictures import Cell, Picture
+from shardvit.pipeline.runs.read import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from data_shards.loading.batch import Batch
-from model.saved.model_folder import SavedModelMeta
-from pipeline.pictures.grid import Cell, Mark, image_grid
-from pipeline.pictures.paper.attention_inputs import SHOWN_IMAGES, SeenAttention
-from pipeline.pictures.paper.weight_figures import evenly, show_tiles, tiled
-from pipeline.pictures.style import ACCENT, INK, Drawn, draw_level, new_figure, sequential
-from pipeline.runs.pictures import Picture
+from shardvit.data_shards.loading.batch import Batch
+from shardvit.model.saved.model_folder import SavedModelMeta
+from shardvit.pipeline.pictures.grid import Cell, Mark, image_grid
+from shardvit.pipeline.pictures.paper.attention_inputs import SHOWN_IMAGES, SeenAttention
+from shardvit.pipeline.pictures.paper.weight_figures import evenly, show_tiles, tiled
+from shardvit.pipeline.pictures.style import ACCENT, INK, Drawn, draw_level, new_figure, sequential
+from shardvit.pipeline.runs.pictures import Picture
 
 _SHOWN_PIXELS = 192  # approximate side of an image in the figure
 _INPUT_INCHES = 1.3

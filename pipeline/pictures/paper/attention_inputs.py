@@ -15,20 +15,20 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from data_shards.errors import UnreadableImage, UserError
-from data_shards.images.decode import USUAL_LIMIT, PixelLimit, read_image
-from data_shards.images.transforms import EvalTransform, Pixels
-from data_shards.loading.assemble import Access
-from data_shards.loading.batch import Batch, batch_of
-from data_shards.text import one_line
-from data_shards.vocabulary import Normalisation
-from model.counting.flops import account
-from model.inspection import AttentionDistance, Rollout, look_at_attention
-from model.loss import probabilities as of_logits
-from model.saved.model_folder import SavedModelMeta
-from pipeline.pictures.held_out_images import read_samples
-from pipeline.pictures.paper.weight_figures import evenly
-from pipeline.stage.task import model_input
+from shardvit.data_shards.errors import UnreadableImage, UserError
+from shardvit.data_shards.images.decode import USUAL_LIMIT, PixelLimit, read_image
+from shardvit.data_shards.images.transforms import EvalTransform, Pixels
+from shardvit.data_shards.loading.assemble import Access
+from shardvit.data_shards.loading.batch import Batch, batch_of
+from shardvit.data_shards.text import one_line
+from shardvit.data_shards.vocabulary import Normalisation
+from shardvit.model.counting.flops import account
+from shardvit.model.inspection import AttentionDistance, Rollout, look_at_attention
+from shardvit.model.loss import probabilities as of_logits
+from shardvit.model.saved.model_folder import SavedModelMeta
+from shardvit.pipeline.pictures.held_out_images import read_samples
+from shardvit.pipeline.pictures.paper.weight_figures import evenly
+from shardvit.pipeline.stage.task import model_input
 
 PAPERS_IMAGES = 128  # of attention distance: ViT paper, appendix D
 SHOWN_IMAGES = 8

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from data_shards.safe_paths import read_inside
-from data_shards.text import parse_json
-from model.config import ModelConfig
-from model.counting.flops import account
-from model.saved.model_folder import SavedModelMeta
-from pipeline.pictures.style import plain
-from pipeline.recipe.vocabulary import DATA_FILE, StageName
-from pipeline.runs.read import Run, RunStage
-from pipeline.transfer.results import TransferRecord, score_name, transfer_records
+from shardvit.data_shards.safe_paths import read_inside
+from shardvit.data_shards.text import parse_json
+from shardvit.model.config import ModelConfig
+from shardvit.model.counting.flops import account
+from shardvit.model.saved.model_folder import SavedModelMeta
+from shardvit.pipeline.pictures.style import plain
+from shardvit.pipeline.recipe.vocabulary import DATA_FILE, StageName
+from shardvit.pipeline.runs.read import Run, RunStage
+from shardvit.pipeline.transfer.results import TransferRecord, score_name, transfer_records
 
 PRETRAINING: tuple[StageName, ...] = ("masked_patch", "pretrain")
 Family = Literal["ViT", "hybrid", "ResNet"]

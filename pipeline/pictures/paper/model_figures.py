@@ -7,18 +7,18 @@ import torch
 from numpy.typing import NDArray
 from timm.models.vision_transformer import VisionTransformer
 
-from data_shards.loading.batch import Batch
-from model.inspection import first_filters, patch_positions, position_similarity
-from model.resnet import BitResnet
-from model.saved.model_folder import SavedModelMeta, build_described
-from pipeline.pictures.held_out_images import held_out_access
-from pipeline.pictures.paper.attention_figures import draw_distance, draw_maps, draw_rollout
-from pipeline.pictures.paper.attention_inputs import SeenAttention, images_of_shards, images_to_look_at, look
-from pipeline.pictures.paper.weight_figures import draw_filters, draw_positions
-from pipeline.pictures.style import Drawn
-from pipeline.recipe.vocabulary import OWN_SET
-from pipeline.runs.pictures import DrawRequest
-from pipeline.using.find_model import FoundModel, find_model
+from shardvit.data_shards.loading.batch import Batch
+from shardvit.model.inspection import first_filters, patch_positions, position_similarity
+from shardvit.model.resnet import BitResnet
+from shardvit.model.saved.model_folder import SavedModelMeta, build_described
+from shardvit.pipeline.pictures.held_out_images import held_out_access
+from shardvit.pipeline.pictures.paper.attention_figures import draw_distance, draw_maps, draw_rollout
+from shardvit.pipeline.pictures.paper.attention_inputs import SeenAttention, images_of_shards, images_to_look_at, look
+from shardvit.pipeline.pictures.paper.weight_figures import draw_filters, draw_positions
+from shardvit.pipeline.pictures.style import Drawn
+from shardvit.pipeline.recipe.vocabulary import OWN_SET
+from shardvit.pipeline.runs.pictures import DrawRequest
+from shardvit.pipeline.using.find_model import FoundModel, find_model
 
 
 def built(found: FoundModel, *, device: torch.device) -> VisionTransformer | BitResnet:

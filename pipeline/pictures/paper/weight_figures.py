@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from timm.models.vision_transformer import VisionTransformer
 
-from model.inspection import FirstFilters
-from model.saved.model_folder import SavedModelMeta
-from pipeline.pictures.style import MUTED, Drawn, new_figure, sequential
-from pipeline.runs.pictures import Picture
+from shardvit.model.inspection import FirstFilters
+from shardvit.model.saved.model_folder import SavedModelMeta
+from shardvit.pipeline.pictures.style import MUTED, Drawn, new_figure, sequential
+from shardvit.pipeline.runs.pictures import Picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

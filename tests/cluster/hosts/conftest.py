@@ -76,7 +76,16 @@ def run_on(
 ) -> Attempt:
     """Start `shardvit run recipe.yaml --hostfile hostfile` on alpha."""
     return start_on(
-        hosts, case, "-m", "launch.cli", "run", "recipe.yaml", "--hostfile", "hostfile", *arguments, faults=faults
+        hosts,
+        case,
+        "-m",
+        "shardvit.launch.cli",
+        "run",
+        "recipe.yaml",
+        "--hostfile",
+        "hostfile",
+        *arguments,
+        faults=faults,
     )
 
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PATIENCE_SECONDS = 240.0
 STAND_IN, KIND = "SHARDVIT_STAND_IN", "SHARDVIT_KIND"
 
-# Called like ours (python -u -m launch.train), so it is found by its command line.
+# Called like ours (python -u -m shardvit.launch.train), so it is found by its command line.
 RANK = """
 import json, os, signal, socket, sys, time
 from pathlib import Path
@@ -48,19 +48,19 @@ sys.exit(7)
 LAUNCHER = """
 import os, subprocess, sys
 environment = {**os.environ, "RANK": sys.argv[1]}
-sys.exit(subprocess.call([sys.executable, "-u", "-m", "launch.train"], env=environment) % 256)
+sys.exit(subprocess.call([sys.executable, "-u", "-m", "shardvit.launch.train"], env=environment) % 256)
 """
 DRIVER = """
 import sys
 from pathlib import Path
-from launch.hosts import stage
-from launch.hosts.hostfile import Fleet
-from launch.hosts.hostfile import Host
-from launch.hosts.preflight import Ready
-from launch.hosts.variables import travelling
-from launch.local.env import without_place
-from launch.local.start import Launch
-from pipeline.recipe.io import load_recipe
+from shardvit.launch.hosts import stage
+from shardvit.launch.hosts.hostfile import Fleet
+from shardvit.launch.hosts.hostfile import Host
+from shardvit.launch.hosts.preflight import Ready
+from shardvit.launch.hosts.variables import travelling
+from shardvit.launch.local.env import without_place
+from shardvit.launch.local.start import Launch
+from shardvit.pipeline.recipe.io import load_recipe
 address, follow_seconds = sys.argv[1:]
 stage.node_command = lambda launch, fleet, node, master_addr: [sys.executable, "launcher.py", str(node)]
 # The agents' times are the test's to pass. What ssh takes for a host's death stays as it is.
@@ -208,7 +208,7 @@ def test_ctrl_c_again_kills_the_ranks_of_all_hosts(hosts: TwoHosts, tmp_path: Pa
     with standing(hosts, tmp_path / "run", "stubborn") as run:
         run.driver.send_signal(signal.SIGINT)
         run.wait_for("stopped-0", "stopped-1")
-        assert len([each for each in run.all() if "launch.train" in command_of(each)]) == 2
+        assert len([each for each in run.all() if "shardvit.launch.train" in command_of(each)]) == 2
         run.driver.send_signal(signal.SIGINT)
         output = run.finish()
         assert output.endswith("interrupted\n") and "Traceback" not in output
@@ -220,7 +220,7 @@ def test_when_shardvit_run_is_killed_the_ranks_save_or_are_killed_later(hosts: T
         run.driver.kill()
         run.wait_for("stopped-0", "stopped-1")
         if kind == "stubborn":
-            assert len([each for each in run.all() if "launch.train" in command_of(each)]) == 2
+            assert len([each for each in run.all() if "shardvit.launch.train" in command_of(each)]) == 2
             for name in NAMES:
                 pass_an_hour(run.folder, host=name)
         run.finish()

@@ -52,7 +52,9 @@ def in_the_middle(hosts: TwoHosts, case: Case, *arguments: str) -> Attempt:
 
 def shardvit_run(case: Case) -> psutil.Process:
     """The process of the command, on alpha."""
-    return next(process for process in case.processes() if process.cmdline()[1:4] == ["-m", "launch.cli", "run"])
+    return next(
+        process for process in case.processes() if process.cmdline()[1:4] == ["-m", "shardvit.launch.cli", "run"]
+    )
 
 
 def is_like(case: Case, baseline: Case, *, besides: tuple[str, ...] = ()) -> None:
@@ -91,7 +93,7 @@ def test_deepspeed_by_hand_does_the_same(hosts: TwoHosts, case: Case, one_host: 
     # gloo takes the interface that the host's name leads to; and a name of ours marks the processes for this test.
     lines = ["OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=veth0", f"{MARK}={case.mark}"]
     (case.folder / ".deepspeed_env").write_text("\n".join(lines) + "\n")
-    deepspeed = ("-m", "deepspeed.launcher.runner", "--hostfile", "hostfile", "--module", "launch.train")
+    deepspeed = ("-m", "deepspeed.launcher.runner", "--hostfile", "hostfile", "--module", "shardvit.launch.train")
     ended = start_on(hosts, case, *deepspeed, "recipe.yaml", "--stage", "pretrain").wait()
     assert ended.code == 0, ended.output
     is_like(case, one_host())

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.packing.pack import pack
+from shardvit.data_shards.packing.pack import pack
 from tests.data_shards.checking.doctored import CLASSES, encoded
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from data_shards.checking.check import CheckOptions, CheckResult, check
-from data_shards.checking.findings import Finding
-from data_shards.shards.shard_set import ShardsSpec
-from data_shards.shards.tar_index import index_path, open_index
+from shardvit.data_shards.checking.check import CheckOptions, CheckResult, check
+from shardvit.data_shards.checking.findings import Finding
+from shardvit.data_shards.shards.shard_set import ShardsSpec
+from shardvit.data_shards.shards.tar_index import index_path, open_index
 from tests.data_shards.external_tars import write_tar
 
 CLASSES = ("ant", "bee", "cow")

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from data_shards.checking.page import as_json, as_text
-from data_shards.shards.shard_set import ShardEntry
-from data_shards.shards.tar_index import index_path
-from data_shards.store.store import Store
+from shardvit.data_shards.checking.page import as_json, as_text
+from shardvit.data_shards.shards.shard_set import ShardEntry
+from shardvit.data_shards.shards.tar_index import index_path
+from shardvit.data_shards.store.store import Store
 from tests.data_shards.checking.doctored import (
     CLASSES,
     by_kind,

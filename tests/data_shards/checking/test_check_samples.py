@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from data_shards.checking.findings import MOST_PLACES
-from data_shards.checking.page import as_json, as_text
-from data_shards.errors import UserError
-from data_shards.packing.pack import pack
-from data_shards.shards.shard_set import ShardsSpec
-from data_shards.shards.tar_index import open_index
+from shardvit.data_shards.checking.findings import MOST_PLACES
+from shardvit.data_shards.checking.page import as_json, as_text
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.pack import pack
+from shardvit.data_shards.shards.shard_set import ShardsSpec
+from shardvit.data_shards.shards.tar_index import open_index
 from tests.data_shards.checking.doctored import (
     CLASSES,
     by_kind,

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_shards.checking.findings import Finding
-from data_shards.checking.fitness import Fitness, assess
-from data_shards.order.sample_order import Order
+from shardvit.data_shards.checking.findings import Finding
+from shardvit.data_shards.checking.fitness import Fitness, assess
+from shardvit.data_shards.order.sample_order import Order
 
 
 @settings(deadline=None, max_examples=25)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_shards.checking import identity
-from data_shards.checking.identity import (
+from shardvit.data_shards.checking import identity
+from shardvit.data_shards.checking.identity import (
     MOST_SAMPLES,
     MOST_SHARDS,
     SetIdentity,
@@ -20,11 +20,11 @@ from data_shards.checking.identity import (
     identify,
     suspects,
 )
-from data_shards.reading.opening import open_shards
-from data_shards.reading.tar_summary import spread
-from data_shards.shards.shard_set import ShardsSpec
-from data_shards.store.cache import CacheConfig
-from data_shards.store.store import Store
+from shardvit.data_shards.reading.opening import open_shards
+from shardvit.data_shards.reading.tar_summary import spread
+from shardvit.data_shards.shards.shard_set import ShardsSpec
+from shardvit.data_shards.store.cache import CacheConfig
+from shardvit.data_shards.store.store import Store
 from tests.data_shards.external_tars import opened, write_tar
 from tests.data_shards.http_server import FaultServer
 from tests.data_shards.opened import QUICK

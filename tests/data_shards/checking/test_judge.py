@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_shards.checking.judge import equal_groups
+from shardvit.data_shards.checking.judge import equal_groups
 
 
 @given(st.lists(st.integers(0, 6), max_size=40), st.data())

@@ -10,10 +10,10 @@ import pytest
 import sklearn.datasets
 from PIL import Image
 
-from data_shards.errors import UnreadableImage
-from data_shards.images import decode
-from data_shards.images.crops import Box
-from data_shards.images.decode import read_image
+from shardvit.data_shards.errors import UnreadableImage
+from shardvit.data_shards.images import decode
+from shardvit.data_shards.images.crops import Box
+from shardvit.data_shards.images.decode import read_image
 
 has_nvimgcodec = pytest.mark.skipif(find_spec("nvidia.nvimgcodec") is None, reason="nvImageCodec is not installed")
 NVIMGCODEC = pytest.param("nvimgcodec", marks=has_nvimgcodec)

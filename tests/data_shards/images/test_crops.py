@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from scipy import stats
 from torchvision.transforms import RandomResizedCrop
 
-from data_shards.images.crops import DRAWS_PER_SAMPLE, Box, google_crop, place_of, torchvision_crop
-from data_shards.order.randomness import uniforms
+from shardvit.data_shards.images.crops import DRAWS_PER_SAMPLE, Box, google_crop, place_of, torchvision_crop
+from shardvit.data_shards.order.randomness import uniforms
 
 law = settings(max_examples=100, deadline=None)  # a deadline measures how busy the machine is
 

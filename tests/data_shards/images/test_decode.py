@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_shards.errors import UnreadableImage, UserError
-from data_shards.images import decode, decode_nvimgcodec
-from data_shards.images.crops import Box
-from data_shards.images.decode import PixelLimit, read_image
-from data_shards.vocabulary import MOST_PIXELS, USUAL_MOST_PIXELS
+from shardvit.data_shards.errors import UnreadableImage, UserError
+from shardvit.data_shards.images import decode, decode_nvimgcodec
+from shardvit.data_shards.images.crops import Box
+from shardvit.data_shards.images.decode import PixelLimit, read_image
+from shardvit.data_shards.vocabulary import MOST_PIXELS, USUAL_MOST_PIXELS
 from tests.data_shards.images.pictures import (
     PHOTOGRAPHS,
     TOP,

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_shards.errors import UnreadableImage
-from data_shards.images import decode
-from data_shards.images.crops import Box
-from data_shards.images.decode import read_image
+from shardvit.data_shards.errors import UnreadableImage
+from shardvit.data_shards.images import decode
+from shardvit.data_shards.images.crops import Box
+from shardvit.data_shards.images.decode import read_image
 from tests.data_shards.images.pictures import (
     PHOTOGRAPHS,
     TOP,

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_shards.errors import UserError
-from data_shards.images import decode, decode_nvimgcodec
-from data_shards.images.crops import Box
-from data_shards.images.decode import read_image
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.images import decode, decode_nvimgcodec
+from shardvit.data_shards.images.crops import Box
+from shardvit.data_shards.images.decode import read_image
 from tests.data_shards.images.pictures import PHOTOGRAPHS, TOP, has_nvimgcodec
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -80,8 +80,8 @@ def test_the_gpu_decodes_nearly_the_same_pixels():
 
 PREAMBLE = f"""
 import sys
-from data_shards.images.crops import Box
-from data_shards.images.decode import read_image
+from shardvit.data_shards.images.crops import Box
+from shardvit.data_shards.images.decode import read_image
 data = bytes.fromhex({PHOTOGRAPH.hex()!r})
 """
 
@@ -110,7 +110,7 @@ def test_nvimgcodec_is_quiet_leaves_the_environment_alone_and_needs_no_torch():
         before, folder = dict(os.environ), tempfile.mkdtemp()
         tempfile.tempdir = folder
         assert read_image(data, decoder="nvimgcodec").pixels(Box(9, 9, 20, 30)).shape == (20, 30, 3)
-        from data_shards.images.decode_nvimgcodec import decode_jpeg
+        from shardvit.data_shards.images.decode_nvimgcodec import decode_jpeg
         assert decode_jpeg(data, box=Box(0, 0, 5000, 5000), device="cpu") is None, "which it would also announce"
         assert dict(os.environ) == before and os.listdir(folder) == []
         assert "torch" not in sys.modules and "nvidia.nvimgcodec" in sys.modules
@@ -130,7 +130,7 @@ def test_threads_and_forked_children_make_decoders_of_their_own():
         """
         import os
         from concurrent.futures import ThreadPoolExecutor
-        from data_shards.images.decode_nvimgcodec import _decoder
+        from shardvit.data_shards.images.decode_nvimgcodec import _decoder
         mine, box = _decoder("cpu"), Box(9, 9, 20, 30)
         assert _decoder("cpu") is mine
         with ThreadPoolExecutor(1) as pool:

@@ -12,10 +12,10 @@ from PIL import Image
 from scipy import ndimage
 from timm.data.auto_augment import rand_augment_transform
 
-from data_shards.errors import UserError
-from data_shards.images import rand_augment
-from data_shards.images.rand_augment import OPERATIONS, RandAugment, apply_big_visions
-from data_shards.order.randomness import uniforms
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.images import rand_augment
+from shardvit.data_shards.images.rand_augment import OPERATIONS, RandAugment, apply_big_visions
+from shardvit.data_shards.order.randomness import uniforms
 
 
 def picture(size: int = 48) -> np.ndarray:
@@ -93,7 +93,7 @@ def test_numbers_that_mean_nothing_are_refused(num_ops: int, magnitude: int):
 
 def test_a_worker_does_not_load_all_of_timm():
     script = (
-        "import sys, numpy\nfrom data_shards.images.rand_augment import RandAugment\n"
+        "import sys, numpy\nfrom shardvit.data_shards.images.rand_augment import RandAugment\n"
         "RandAugment(2, 9)(numpy.zeros((8, 8, 3), dtype=numpy.uint8), draw=0.5)\n"
         "assert not {'timm', 'torch'} & set(sys.modules), sorted(sys.modules)"
     )

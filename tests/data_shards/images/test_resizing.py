@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchvision.transforms import v2
 
-from data_shards.images.resizing import resize
-from data_shards.vocabulary import CropInterpolation
+from shardvit.data_shards.images.resizing import resize
+from shardvit.data_shards.vocabulary import CropInterpolation
 from tests.data_shards.images.pictures import decibels_between, noise, whole_photograph
 
 law = settings(max_examples=100, deadline=None)  # a deadline measures how busy the machine is

@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from data_shards.errors import UserError
-from data_shards.images.crops import DRAWS_PER_SAMPLE, Box, Pixels, google_crop, place_of, torchvision_crop
-from data_shards.images.decode import EncodedImage, read_image
-from data_shards.images.rand_augment import RandAugment
-from data_shards.images.resizing import resize
-from data_shards.images.transforms import EvalTransform, TrainTransform
-from data_shards.order.randomness import uniforms
-from data_shards.vocabulary import Antialias, CropInterpolation, CropLaw, EvalProtocol
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.images.crops import DRAWS_PER_SAMPLE, Box, Pixels, google_crop, place_of, torchvision_crop
+from shardvit.data_shards.images.decode import EncodedImage, read_image
+from shardvit.data_shards.images.rand_augment import RandAugment
+from shardvit.data_shards.images.resizing import resize
+from shardvit.data_shards.images.transforms import EvalTransform, TrainTransform
+from shardvit.data_shards.order.randomness import uniforms
+from shardvit.data_shards.vocabulary import Antialias, CropInterpolation, CropLaw, EvalProtocol
 from tests.data_shards.images.pictures import decibels_between as psnr
 from tests.data_shards.images.pictures import noise
 from tests.data_shards.images.pictures import whole_photograph as photograph

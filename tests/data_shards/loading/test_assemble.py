@@ -10,17 +10,17 @@ import pytest
 import torch
 from PIL import Image
 
-from data_shards.errors import SampleError
-from data_shards.images.decode import PixelLimit
-from data_shards.images.transforms import EvalTransform
-from data_shards.loading.assemble import PADDING, Access
-from data_shards.loading.batch import Batch, Fault
-from data_shards.loading.loader import EvalBatches, eval_batches
-from data_shards.reading.opening import open_shards
-from data_shards.shards.shard_set import ShardSet, ShardsSpec
-from data_shards.shards.tar_index import open_index, read_index
-from data_shards.vocabulary import WorkerKind
-from pipeline.stage.task import targets
+from shardvit.data_shards.errors import SampleError
+from shardvit.data_shards.images.decode import PixelLimit
+from shardvit.data_shards.images.transforms import EvalTransform
+from shardvit.data_shards.loading.assemble import PADDING, Access
+from shardvit.data_shards.loading.batch import Batch, Fault
+from shardvit.data_shards.loading.loader import EvalBatches, eval_batches
+from shardvit.data_shards.reading.opening import open_shards
+from shardvit.data_shards.shards.shard_set import ShardSet, ShardsSpec
+from shardvit.data_shards.shards.tar_index import open_index, read_index
+from shardvit.data_shards.vocabulary import WorkerKind
+from shardvit.pipeline.stage.task import targets
 from tests.data_shards.external_tars import png, read_all, write_tar
 from tests.data_shards.streams import GLOBAL_BATCH, SIZE, STEPS, global_batches, make_order, micro_batches, pack_noise
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from data_shards.errors import UserError
-from data_shards.loading import device_prefetch
-from data_shards.loading.batch import Batch, Fault
-from data_shards.loading.device_prefetch import CudaCopies, DevicePrefetch, prefetch_to_device
-from data_shards.loading.memory import STAGES, staged_bytes
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.loading import device_prefetch
+from shardvit.data_shards.loading.batch import Batch, Fault
+from shardvit.data_shards.loading.device_prefetch import CudaCopies, DevicePrefetch, prefetch_to_device
+from shardvit.data_shards.loading.memory import STAGES, staged_bytes
 
 MINE = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 CPU = torch.device("cpu")

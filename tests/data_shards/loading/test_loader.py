@@ -11,16 +11,16 @@ import pytest
 import torch
 from PIL import Image
 
-from data_shards.images.crops import DRAWS_PER_SAMPLE
-from data_shards.images.decode import read_image
-from data_shards.images.rand_augment import RandAugment
-from data_shards.images.transforms import EvalTransform
-from data_shards.loading import loader
-from data_shards.loading.assemble import Access
-from data_shards.loading.loader import EvalBatches, TrainLoader, eval_batches
-from data_shards.order.randomness import uniforms
-from data_shards.reading.shard_reader import ShardReader
-from data_shards.shards.shard_set import ShardSet
+from shardvit.data_shards.images.crops import DRAWS_PER_SAMPLE
+from shardvit.data_shards.images.decode import read_image
+from shardvit.data_shards.images.rand_augment import RandAugment
+from shardvit.data_shards.images.transforms import EvalTransform
+from shardvit.data_shards.loading import loader
+from shardvit.data_shards.loading.assemble import Access
+from shardvit.data_shards.loading.loader import EvalBatches, TrainLoader, eval_batches
+from shardvit.data_shards.order.randomness import uniforms
+from shardvit.data_shards.reading.shard_reader import ShardReader
+from shardvit.data_shards.shards.shard_set import ShardSet
 from tests.data_shards.streams import (
     GLOBAL_BATCH,
     SEED,

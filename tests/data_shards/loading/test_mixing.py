@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from scipy import stats
 from timm.data.mixup import Mixup, cutmix_bbox_and_lam
 
-from data_shards.errors import UserError
-from data_shards.loading import mixing
-from data_shards.loading.mixing import Mix, MixupConfig, draw_mix
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.loading import mixing
+from shardvit.data_shards.loading.mixing import Mix, MixupConfig, draw_mix
 
 law = settings(max_examples=50, deadline=None)  # a deadline measures how busy the machine is
 
@@ -150,7 +150,7 @@ def test_numbers_that_mean_nothing_are_refused(values: tuple[float, float, float
 
 def test_deciding_what_to_mix_needs_no_torch():
     script = (
-        "import sys\nfrom data_shards.loading.mixing import MixupConfig, draw_mix\n"
+        "import sys\nfrom shardvit.data_shards.loading.mixing import MixupConfig, draw_mix\n"
         "draw_mix(MixupConfig(0.2), seed=0, step=0, image_size=8)\nassert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=240, cwd=Path(mixing.__file__).parents[2])

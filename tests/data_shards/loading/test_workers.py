@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from data_shards.errors import WorkerDied
-from data_shards.loading.loader import TrainLoader
-from data_shards.shards.shard_set import ShardSet, ShardTable
+from shardvit.data_shards.errors import WorkerDied
+from shardvit.data_shards.loading.loader import TrainLoader
+from shardvit.data_shards.shards.shard_set import ShardSet, ShardTable
 from tests.data_shards.opened import wait_until
 from tests.data_shards.streams import pack_noise, train_batches
 
@@ -90,8 +90,8 @@ def test_a_dead_worker_is_named_where_its_death_is_told_late(shards: ShardSet, t
 
 ENDLESS = """
 import sys
-from data_shards.loading.loader import TrainLoader
-from data_shards.reading.opening import open_shards
+from shardvit.data_shards.loading.loader import TrainLoader
+from shardvit.data_shards.reading.opening import open_shards
 from tests.data_shards.streams import train_batches
 
 if __name__ == "__main__":

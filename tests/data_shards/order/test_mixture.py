@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_shards.errors import UserError
-from data_shards.order.mixture import (
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.order.mixture import (
     MOST_SETS,
     PATTERN,
     MixedOrder,
@@ -18,7 +18,7 @@ from data_shards.order.mixture import (
     set_seed,
     upcoming_shards,
 )
-from data_shards.order.sample_order import LaneStream, Order, SampleRefs
+from shardvit.data_shards.order.sample_order import LaneStream, Order, SampleRefs
 
 law = settings(max_examples=40, deadline=None)  # a deadline measures how busy the machine is
 

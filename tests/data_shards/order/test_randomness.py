@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from data_shards.order.randomness import hash_words, mix, permute, uniforms
+from shardvit.data_shards.order.randomness import hash_words, mix, permute, uniforms
 
 MASK = 2**64 - 1
 law = settings(max_examples=60, deadline=None)  # a deadline measures how busy the machine is
@@ -76,7 +76,7 @@ def test_neighbouring_columns_and_keys_are_independent():
 
 def test_the_largest_word_still_gives_less_than_one(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
-        "data_shards.order.randomness.hash_words", lambda *words: np.full((1, 1), MASK, dtype=np.uint64)[0]
+        "shardvit.data_shards.order.randomness.hash_words", lambda *words: np.full((1, 1), MASK, dtype=np.uint64)[0]
     )
     assert 0.999999 < uniforms(0, draws=1).max() < 1
 

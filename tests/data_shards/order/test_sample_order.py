@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from data_shards.errors import UserError
-from data_shards.order.sample_order import Order, SampleRefs, check_sizes, check_world_size
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.order.sample_order import Order, SampleRefs, check_sizes, check_world_size
 
 law = settings(max_examples=60, deadline=None)  # a deadline measures how busy the machine is
 

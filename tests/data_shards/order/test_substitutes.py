@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from data_shards.order.sample_order import Order
+from shardvit.data_shards.order.sample_order import Order
 from tests.data_shards.order.test_sample_order import Case, cases, law, make_order, rows
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from data_shards import progress_line as progress
+from shardvit.data_shards import progress_line as progress
 
 
 @pytest.fixture(autouse=True)

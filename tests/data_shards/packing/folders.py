@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from data_shards.packing.found import PackReport
-from data_shards.packing.pack import pack
-from data_shards.shards.manifest import Manifest
-from data_shards.shards.tar_index import open_index
+from shardvit.data_shards.packing.found import PackReport
+from shardvit.data_shards.packing.pack import pack
+from shardvit.data_shards.shards.manifest import Manifest
+from shardvit.data_shards.shards.tar_index import open_index
 
 Sample = tuple[str, bytes, int]
 

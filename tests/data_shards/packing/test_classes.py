@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.errors import UserError
-from data_shards.packing.sources.label_list import LabelList
-from data_shards.shards.labels import similar_names
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.sources.label_list import LabelList
+from shardvit.data_shards.shards.labels import similar_names
 from tests.data_shards.packing.folders import encoded, quiet, spoken
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_shards.shards.manifest import read_manifest
-from launch import cli
+from shardvit.data_shards.shards.manifest import read_manifest
+from shardvit.launch import cli
 from tests.data_shards.packing.sources.layouts import binary, cifar100, write_tar
 
 

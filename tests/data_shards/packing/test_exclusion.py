@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from data_shards import open_shards
-from data_shards.errors import UserError
-from data_shards.packing.request import Exclusion
-from data_shards.shards.manifest import load_manifest
-from data_shards.store.store import Store
-from launch.pages.duplicates_page import write_duplicates
+from shardvit.data_shards import open_shards
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.request import Exclusion
+from shardvit.data_shards.shards.manifest import load_manifest
+from shardvit.data_shards.store.store import Store
+from shardvit.launch.pages.duplicates_page import write_duplicates
 from tests.data_shards.checking.near_duplicates.planted import edited, jpeg, photographs
 from tests.data_shards.packing.folders import quiet
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.errors import UserError
-from data_shards.shards.manifest import Manifest
-from data_shards.shards.tar_index import open_index
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.shards.manifest import Manifest
+from shardvit.data_shards.shards.tar_index import open_index
 from tests.data_shards.packing.folders import encoded, packed_images, quiet, spoken
 
 

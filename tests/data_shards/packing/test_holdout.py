@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_shards.errors import UserError
-from data_shards.packing.request import HoldoutList, PackRequest, read_holdout_list
-from data_shards.packing.shard_plan import hold_out
-from data_shards.packing.sources.base import Source, array_images
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.request import HoldoutList, PackRequest, read_holdout_list
+from shardvit.data_shards.packing.shard_plan import hold_out
+from shardvit.data_shards.packing.sources.base import Source, array_images
 
 
 def source(count: int, *, multi: bool = False, lists: bool = False) -> Source:

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from data_shards.errors import UnreadableImage, UserError
-from data_shards.images.decode import read_image
-from data_shards.packing.image import Resize, prepare_image
+from shardvit.data_shards.errors import UnreadableImage, UserError
+from shardvit.data_shards.images.decode import read_image
+from shardvit.data_shards.packing.image import Resize, prepare_image
 
 
 def encoded(pixels: np.ndarray | Image.Image, format: str = "PNG", **options: object) -> bytes:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.errors import UnreadableImage
-from data_shards.packing import pack as pack_module
-from data_shards.packing.image import prepare_image
-from data_shards.packing.pack import pack
-from data_shards.shards.manifest import read_manifest
+from shardvit.data_shards.errors import UnreadableImage
+from shardvit.data_shards.packing import pack as pack_module
+from shardvit.data_shards.packing.image import prepare_image
+from shardvit.data_shards.packing.pack import pack
+from shardvit.data_shards.shards.manifest import read_manifest
 from tests.data_shards.packing.folders import by_index, by_webdataset, encoded, quiet, tree, write_folder
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.errors import UserError
-from data_shards.packing import pack as pack_module
-from data_shards.packing.pack import pack
-from data_shards.packing.sources.base import FolderFiles
-from data_shards.packing.sources.label_list import LabelList
-from data_shards.shards.labels import LabelSpec, parse_label
-from data_shards.shards.manifest import read_manifest
-from data_shards.shards.tar_index import open_index
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing import pack as pack_module
+from shardvit.data_shards.packing.pack import pack
+from shardvit.data_shards.packing.sources.base import FolderFiles
+from shardvit.data_shards.packing.sources.label_list import LabelList
+from shardvit.data_shards.shards.labels import LabelSpec, parse_label
+from shardvit.data_shards.shards.manifest import read_manifest
+from shardvit.data_shards.shards.tar_index import open_index
 from tests.data_shards.packing.folders import encoded, quiet, tree, write_folder
 
 # ---- bad input, and what is there already
@@ -181,5 +181,6 @@ def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path, mon
 
 def test_importing_needs_no_torch():
     heavy = "{'torch', 'webdataset', 'sklearn', 'PIL'}"
-    code = f"import sys, data_shards.packing.pack, data_shards.packing.sources; print({heavy} & set(sys.modules))"
+    code = "import sys, shardvit.data_shards.packing.pack, shardvit.data_shards.packing.sources; "
+    code += f"print({heavy} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.errors import UserError
-from data_shards.packing.sources import archive
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.sources import archive
 from tests.data_shards.packing.folders import quiet, tree
 from tests.data_shards.packing.sources.layouts import class_tars, imagenet_train, jpeg, write_tar
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_shards.errors import UserError
-from data_shards.packing.image import Resize
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.image import Resize
 from tests.data_shards.packing.folders import quiet, spoken, tree
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -40,8 +40,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 if hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-from data_shards.packing import shard_writer
-from launch.cli import main
+from shardvit.data_shards.packing import shard_writer
+from shardvit.launch.cli import main
 
 records, held, least = Path(sys.argv.pop(1)), Path(sys.argv.pop(1)), int(sys.argv.pop(1))
 given_up, images_since = threading.Event(), 0
@@ -118,7 +118,7 @@ def test_the_real_command_speaks_while_it_decodes(tmp_path: Path):
 EVERY_MOMENT = """
 import hashlib, os, sys
 from pathlib import Path
-from data_shards.packing.pack import pack
+from shardvit.data_shards.packing.pack import pack
 from PIL import Image, JpegImagePlugin  # once, instead of in every child
 import simplejpeg
 
@@ -199,8 +199,8 @@ class Stopper:
 def fail_at(monkeypatch: pytest.MonkeyPatch, error: BaseException, *, at: int) -> None:
     """The tar's and the index's flush are calls 1 and 2 of the first shard, and so on (on one thread)."""
     stopper = Stopper(error, at=at)
-    monkeypatch.setattr("data_shards.packing.pack.num_cores", lambda: 1)
-    monkeypatch.setattr("data_shards.packing.shard_writer.flush", stopper)
+    monkeypatch.setattr("shardvit.data_shards.packing.pack.num_cores", lambda: 1)
+    monkeypatch.setattr("shardvit.data_shards.packing.shard_writer.flush", stopper)
 
 
 def test_a_full_disk_is_one_sentence_and_what_is_finished_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -262,7 +262,7 @@ def test_another_request_starts_afresh_and_says_so(half: Path):
 
 def finished_images(half: Path) -> set[str]:
     """Stems of the images in the two finished shards."""
-    from data_shards.shards.tar_index import build_index
+    from shardvit.data_shards.shards.tar_index import build_index
 
     tars = sorted((half / ".out.packing/result/train").glob("*.tar"))
     assert len(tars) == 2
@@ -317,7 +317,7 @@ def test_unreadable_images_once_mended_cost_only_their_shards(tmp_path: Path):
 
 
 def test_a_file_that_could_not_be_opened_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from data_shards.packing.sources.base import FolderFiles
+    from shardvit.data_shards.packing.sources.base import FolderFiles
 
     write_images(tmp_path / "in", count=20)
     read = FolderFiles.read

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from data_shards.errors import UserError
-from data_shards.packing.found import PackReport
-from data_shards.packing.seen import SEEN_FILE
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.found import PackReport
+from shardvit.data_shards.packing.seen import SEEN_FILE
 from tests.data_shards.packing.folders import quiet, tree
 from tests.data_shards.packing.sources.layouts import tar_bytes
 

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from webdataset.tariterators import base_plus_ext
 
-from data_shards.errors import UserError
-from data_shards.packing.request import PackRequest
-from data_shards.packing.shard_plan import PackPlan, make_plan, needed_bytes, sample_key, tar_bytes
-from data_shards.packing.shard_writer import write_shards
-from data_shards.packing.sources.base import Source, array_images
-from data_shards.progress_line import Progress
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.request import PackRequest
+from shardvit.data_shards.packing.shard_plan import PackPlan, make_plan, needed_bytes, sample_key, tar_bytes
+from shardvit.data_shards.packing.shard_writer import write_shards
+from shardvit.data_shards.packing.sources.base import Source, array_images
+from shardvit.data_shards.progress_line import Progress
 
 
 def array_source(labels: list[int]) -> Source:

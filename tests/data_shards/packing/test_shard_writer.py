@@ -10,14 +10,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from data_shards.packing.image import Resize
-from data_shards.packing.request import PackRequest
-from data_shards.packing.shard_plan import ShardPlan
-from data_shards.packing.shard_writer import ShardRecord, plan_mark, write_shards
-from data_shards.packing.sources.base import ImageSet, array_images
-from data_shards.progress_line import Progress
-from data_shards.shards.manifest import Shard
-from data_shards.shards.tar_index import build_index, index_path, read_index
+from shardvit.data_shards.packing.image import Resize
+from shardvit.data_shards.packing.request import PackRequest
+from shardvit.data_shards.packing.shard_plan import ShardPlan
+from shardvit.data_shards.packing.shard_writer import ShardRecord, plan_mark, write_shards
+from shardvit.data_shards.packing.sources.base import ImageSet, array_images
+from shardvit.data_shards.progress_line import Progress
+from shardvit.data_shards.shards.manifest import Shard
+from shardvit.data_shards.shards.tar_index import build_index, index_path, read_index
 
 
 def plan(count: int, *, kind: str = "single", file: str = "x-train-000000.tar", seed: int = 0) -> ShardPlan:

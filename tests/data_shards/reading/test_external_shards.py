@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from data_shards.errors import CorruptSample, UserError
-from data_shards.reading.external_shards import _name
-from data_shards.reading.shard_reader import ShardReader
-from data_shards.shards.shard_set import ShardsSpec
+from shardvit.data_shards.errors import CorruptSample, UserError
+from shardvit.data_shards.reading.external_shards import _name
+from shardvit.data_shards.reading.shard_reader import ShardReader
+from shardvit.data_shards.shards.shard_set import ShardsSpec
 from tests.data_shards.external_tars import by_shard_writer, opened, read_all
 
 

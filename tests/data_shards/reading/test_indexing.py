@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from data_shards.errors import UserError
-from data_shards.reading import indexing as foreign
-from data_shards.reading.opening import open_shards
-from data_shards.reading.shard_reader import RawSample
-from data_shards.shards import tar_walk
-from data_shards.shards.shard_set import ShardsSpec
-from data_shards.store.cache import CacheConfig
-from data_shards.store.store import Store
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.reading import indexing as foreign
+from shardvit.data_shards.reading.opening import open_shards
+from shardvit.data_shards.reading.shard_reader import RawSample
+from shardvit.data_shards.shards import tar_walk
+from shardvit.data_shards.shards.shard_set import ShardsSpec
+from shardvit.data_shards.store.cache import CacheConfig
+from shardvit.data_shards.store.store import Store
 from tests.data_shards.external_tars import IMAGES, Samples, by_shard_writer, numbered, opened, read_all, write_tar
 from tests.data_shards.http_server import FaultServer
 from tests.data_shards.opened import QUICK
@@ -169,7 +169,7 @@ def test_the_second_open_reads_no_tar_and_a_changed_tar_alone_is_read_again(
     monkeypatch.setattr(foreign, "index_tar", lambda path, **kw: read.append(path) or original(path, **kw))
     walked: list[int] = []
     walk = tar_walk.walk_tar
-    monkeypatch.setattr("data_shards.shards.tar_index.walk_tar", lambda fd: walked.append(fd) or walk(fd))
+    monkeypatch.setattr("shardvit.data_shards.shards.tar_index.walk_tar", lambda fd: walked.append(fd) or walk(fd))
     lines: list[str] = []
     first = opened(folder, report=lines.append)
     assert len(read) == len(walked) == 3 and "indexing 3 tars" in lines[0] and "12 samples" in lines[-1]

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_shards.reading.opening import open_shards
-from data_shards.reading.shard_reader import UNKNOWN, ShardReader, label_column
-from data_shards.shards.shard_set import Portion, ShardSet, ShardsSpec
-from data_shards.shards.tar_index import index_path, read_index
+from shardvit.data_shards.reading.opening import open_shards
+from shardvit.data_shards.reading.shard_reader import UNKNOWN, ShardReader, label_column
+from shardvit.data_shards.shards.shard_set import Portion, ShardSet, ShardsSpec
+from shardvit.data_shards.shards.tar_index import index_path, read_index
 from tests.data_shards.small_set import pack_small
 
 

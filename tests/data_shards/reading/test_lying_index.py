@@ -5,13 +5,13 @@ from collections.abc import Callable
 
 import pytest
 
-from data_shards.checking.identity import identify
-from data_shards.errors import CorruptSample, UserError
-from data_shards.reading.opening import open_shards
-from data_shards.reading.shard_reader import ShardReader
-from data_shards.shards.manifest import Manifest
-from data_shards.shards.tar_index import index_path
-from data_shards.shards.tar_walk import BLOCK_BYTES
+from shardvit.data_shards.checking.identity import identify
+from shardvit.data_shards.errors import CorruptSample, UserError
+from shardvit.data_shards.reading.opening import open_shards
+from shardvit.data_shards.reading.shard_reader import ShardReader
+from shardvit.data_shards.shards.manifest import Manifest
+from shardvit.data_shards.shards.tar_index import index_path
+from shardvit.data_shards.shards.tar_walk import BLOCK_BYTES
 from tests.data_shards.external_tars import read_all
 from tests.data_shards.small_set import by_webdataset, pack_small
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from data_shards.errors import UserError
-from data_shards.reading.opening import open_shards
-from data_shards.reading.shard_reader import ShardReader
-from data_shards.shards.labels import LabelSpec
-from data_shards.shards.manifest import Manifest, Shard, read_manifest, write_manifest
-from data_shards.shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets
-from data_shards.shards.tar_index import build_index, index_path, write_index
-from data_shards.store.cache import CacheConfig
-from data_shards.store.store import Store
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.reading.opening import open_shards
+from shardvit.data_shards.reading.shard_reader import ShardReader
+from shardvit.data_shards.shards.labels import LabelSpec
+from shardvit.data_shards.shards.manifest import Manifest, Shard, read_manifest, write_manifest
+from shardvit.data_shards.shards.shard_set import ShardSet, ShardsSpec, merge_shard_sets
+from shardvit.data_shards.shards.tar_index import build_index, index_path, write_index
+from shardvit.data_shards.store.cache import CacheConfig
+from shardvit.data_shards.store.store import Store
 from tests.data_shards.external_tars import write_tar
 from tests.data_shards.http_server import FaultServer
 from tests.data_shards.opened import QUICK
@@ -205,8 +205,8 @@ def test_sets_that_do_not_fit_together(tmp_path: Path):
 def test_needs_no_torch(tmp_path: Path):
     pack_by_hand(tmp_path / "a")
     code = (
-        "import sys; from data_shards.reading.opening import open_shards; "
-        "import data_shards.reading.external_shards;"
+        "import sys; from shardvit.data_shards.reading.opening import open_shards; "
+        "import shardvit.data_shards.reading.external_shards;"
         "open_shards(sys.argv[1]); open_shards(sys.argv[1] + '/x-000000.tar', report=str);"
         "print({'torch', 'fsspec', 'PIL', 'webdataset'} & set(sys.modules))"
     )

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_shards.images.decode import read_image
-from data_shards.packing.pack import pack
-from data_shards.reading.opening import open_shards
-from data_shards.reading.overview import Overview, inspect_shards
-from data_shards.reading.shard_reader import RawSample
-from data_shards.shards.manifest import Manifest
-from data_shards.shards.shard_set import ShardsSpec
-from data_shards.shards.tar_index import index_path, read_index
-from data_shards.store.store import Store
+from shardvit.data_shards.images.decode import read_image
+from shardvit.data_shards.packing.pack import pack
+from shardvit.data_shards.reading.opening import open_shards
+from shardvit.data_shards.reading.overview import Overview, inspect_shards
+from shardvit.data_shards.reading.shard_reader import RawSample
+from shardvit.data_shards.shards.manifest import Manifest
+from shardvit.data_shards.shards.shard_set import ShardsSpec
+from shardvit.data_shards.shards.tar_index import index_path, read_index
+from shardvit.data_shards.store.store import Store
 from tests.data_shards.external_tars import by_shard_writer, opened, png
 from tests.data_shards.http_server import FaultServer
 from tests.data_shards.small_set import by_webdataset, pack_small

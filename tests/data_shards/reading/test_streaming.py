@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-import data_shards
-from data_shards import as_webdataset, open_shards
-from data_shards.errors import UserError
-from data_shards.reading.shard_reader import RawSample
-from data_shards.shards.manifest import Manifest
-from data_shards.store.cache import CacheConfig
-from data_shards.store.store import Store
+from shardvit.data_shards import as_webdataset, open_shards
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.reading.shard_reader import RawSample
+from shardvit.data_shards.shards.manifest import Manifest
+from shardvit.data_shards.store.cache import CacheConfig
+from shardvit.data_shards.store.store import Store
+from tests.conftest import ROOT
 from tests.data_shards.http_server import FaultServer
 from tests.data_shards.opened import QUICK
 from tests.data_shards.small_set import by_webdataset, needs_proc, open_files, pack_small
@@ -83,7 +83,7 @@ def test_shards_from_elsewhere_come_through_the_cache(manifest: Manifest, server
 
 
 def test_the_readmes_example_runs(manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    page = (Path(data_shards.__file__).parents[1] / "docs" / "your-data.md").read_text()
+    page = (ROOT / "docs" / "your-data.md").read_text()
     (example,) = re.findall(r"```python\n(.*?as_webdataset.*?)```", page, re.S)
     shutil.copytree(manifest.root, tmp_path / "shards/photos/train")
     monkeypatch.chdir(tmp_path)

@@ -11,12 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from data_shards.errors import UserError
-from data_shards.reading.opening import open_shards
-from data_shards.reading.shard_reader import ShardReader
-from data_shards.shards.holdout import held_out_images, rows_of, shared_images, take_portion
-from data_shards.shards.labels import LabelSpec
-from data_shards.shards.shard_set import Portion, ShardEntry, ShardSet, ShardsSpec, ShardTable, merge_shard_sets
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.reading.opening import open_shards
+from shardvit.data_shards.reading.shard_reader import ShardReader
+from shardvit.data_shards.shards.holdout import held_out_images, rows_of, shared_images, take_portion
+from shardvit.data_shards.shards.labels import LabelSpec
+from shardvit.data_shards.shards.shard_set import (
+    Portion,
+    ShardEntry,
+    ShardSet,
+    ShardsSpec,
+    ShardTable,
+    merge_shard_sets,
+)
 from tests.data_shards.external_tars import png, write_tar
 
 law = settings(max_examples=25, deadline=None)
@@ -186,8 +193,8 @@ def test_the_reader_gives_the_parts_samples_and_no_other(folder: Path):
 
 def test_a_damaged_tar_keeps_its_samples_in_their_parts(folder: Path, tmp_path: Path):
     """Lost and remaining samples of a cut tar stay in their parts."""
-    from data_shards.errors import CorruptSample
-    from data_shards.shards.tar_index import build_index, index_path, write_index
+    from shardvit.data_shards.errors import CorruptSample
+    from shardvit.data_shards.shards.tar_index import build_index, index_path, write_index
 
     whole = folder / "2.tar"
     index = build_index(whole)

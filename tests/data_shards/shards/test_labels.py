@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_shards.shards.labels import LabelSpec, parse_label, read_values
-from data_shards.vocabulary import LabelKind
+from shardvit.data_shards.shards.labels import LabelSpec, parse_label, read_values
+from shardvit.data_shards.vocabulary import LabelKind
 
 CLASSES = ("cat", "dog", "Hündchen", "3", "a b")
 LABEL_MAP = {name: number for number, name in enumerate(CLASSES)}
@@ -132,5 +132,5 @@ def test_any_bytes_are_a_label_or_a_reason(content: bytes, text: str, kind: Labe
 
 
 def test_needs_neither_torch_nor_numpy():
-    code = "import sys, data_shards.shards.labels; print({'torch', 'numpy', 'PIL'} & set(sys.modules))"
+    code = "import sys, shardvit.data_shards.shards.labels; print({'torch', 'numpy', 'PIL'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"

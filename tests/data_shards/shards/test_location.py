@@ -6,8 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_shards.errors import UserError
-from data_shards.shards.location import expand_braces, is_local, join, local_path, protocol, redact_text, redacted
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.shards.location import (
+    expand_braces,
+    is_local,
+    join,
+    local_path,
+    protocol,
+    redact_text,
+    redacted,
+)
 
 # Marked, so that its letters cannot be in the rest of the URL by chance.
 secrets = st.text(string.ascii_letters + string.digits + "!$&()*+,;=._~%-", min_size=2, max_size=12).map(

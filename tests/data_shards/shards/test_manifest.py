@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_shards.errors import UserError
-from data_shards.shards.labels import LabelSpec
-from data_shards.shards.manifest import Manifest, Shard, read_manifest, write_manifest, write_timm_info
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.shards.labels import LabelSpec
+from shardvit.data_shards.shards.manifest import Manifest, Shard, read_manifest, write_manifest, write_timm_info
 
 
 def make(root: Path, *, sizes: tuple[int, ...] = (512, 1024)) -> Manifest:
@@ -169,7 +169,7 @@ def test_any_bytes_are_either_a_manifest_or_a_user_error(tmp_path_factory: pytes
 
 
 def test_needs_neither_torch_nor_numpy():
-    code = "import sys, data_shards.shards.manifest; print({'torch', 'numpy', 'PIL'} & set(sys.modules))"
+    code = "import sys, shardvit.data_shards.shards.manifest; print({'torch', 'numpy', 'PIL'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_shards.shards.shard_index import ShardIndex, Texts, load_index, load_note, save_index
+from shardvit.data_shards.shards.shard_index import ShardIndex, Texts, load_index, load_note, save_index
 
 texts = st.lists(st.text(st.characters(codec="utf-8"), max_size=12) | st.just("no utf-8: \udcff"), max_size=8)
 

@@ -5,11 +5,18 @@ from dataclasses import replace
 
 import pytest
 
-from data_shards.shards.holdout import take_portion
-from data_shards.shards.labels import LabelSpec
-from data_shards.shards.manifest import Shard
-from data_shards.shards.shard_index import Texts
-from data_shards.shards.shard_set import Portion, ShardEntry, ShardSet, ShardSource, ShardTable, merge_shard_sets
+from shardvit.data_shards.shards.holdout import take_portion
+from shardvit.data_shards.shards.labels import LabelSpec
+from shardvit.data_shards.shards.manifest import Shard
+from shardvit.data_shards.shards.shard_index import Texts
+from shardvit.data_shards.shards.shard_set import (
+    Portion,
+    ShardEntry,
+    ShardSet,
+    ShardSource,
+    ShardTable,
+    merge_shard_sets,
+)
 
 NAMES = ["a.tar", "", "sub/ü.tar", "c" * 300, "日本.tar"]
 

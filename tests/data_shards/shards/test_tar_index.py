@@ -9,10 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_shards.errors import UserError
-from data_shards.shards.shard_index import ShardIndex, save_index
-from data_shards.shards.tar_index import build_index, index_path, open_index, read_index, readable_index, write_index
-from data_shards.vocabulary import LabelPart
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.shards.shard_index import ShardIndex, save_index
+from shardvit.data_shards.shards.tar_index import (
+    build_index,
+    index_path,
+    open_index,
+    read_index,
+    readable_index,
+    write_index,
+)
+from shardvit.data_shards.vocabulary import LabelPart
 from tests.data_shards.external_tars import write_tar
 
 Members = list[tuple[str, bytes]]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_shards.shards.webdataset_parts import expand_urls, split_name
+from shardvit.data_shards.shards.webdataset_parts import expand_urls, split_name
 
 
 @settings(deadline=None)  # the first call imports torch
@@ -34,7 +34,7 @@ def test_patterns_take_names_from_the_environment_but_not_in_a_command(monkeypat
 @pytest.mark.parametrize("first", ["", "import torch; "])
 def test_torch_is_not_imported_but_used_where_it_is(first: str):
     code = (
-        f"{first}import io, sys; from data_shards.shards.webdataset_parts import *;"
+        f"{first}import io, sys; from shardvit.data_shards.shards.webdataset_parts import *;"
         "print(split_name('a/b.JPG'), expand_urls('{0..1}'), tar_writer(io.BytesIO()).__module__.partition('.')[0],"
         "'torch' in sys.modules); import webdataset, torch.utils.data;"
         "assert issubclass(webdataset.WebDataset, torch.utils.data.IterableDataset); split_name('a.b');"

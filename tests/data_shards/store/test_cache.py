@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_shards.errors import UserError
-from data_shards.shards.shard_index import ShardIndex, Texts
-from data_shards.shards.shard_set import ShardEntry
-from data_shards.store import cache as cache_module
-from data_shards.store.cache import Cache, CacheConfig, CacheFull, is_evicted, touch
-from data_shards.store.store import Store, StoreError
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.shards.shard_index import ShardIndex, Texts
+from shardvit.data_shards.shards.shard_set import ShardEntry
+from shardvit.data_shards.store import cache as cache_module
+from shardvit.data_shards.store.cache import Cache, CacheConfig, CacheFull, is_evicted, touch
+from shardvit.data_shards.store.store import Store, StoreError
 from tests.data_shards.http_server import FaultServer
 from tests.data_shards.opened import QUICK, make_entry, make_tar
 

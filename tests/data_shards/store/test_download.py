@@ -2,8 +2,8 @@
 
 import pytest
 
-from data_shards.store.download import Backoff, RetryPolicy, StoreError
-from data_shards.store.remote_errors import Transient
+from shardvit.data_shards.store.download import Backoff, RetryPolicy, StoreError
+from shardvit.data_shards.store.remote_errors import Transient
 
 
 @pytest.mark.parametrize("draw", [0.0, 0.5, 0.999])

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from data_shards.shards.shard_set import ShardEntry, ShardSet, ShardTable
-from data_shards.store import cache as cache_module
-from data_shards.store import prefetch as prefetch_module
-from data_shards.store.cache import CacheConfig
-from data_shards.store.prefetch import Prefetcher, start_prefetch
-from data_shards.store.store import MissingObject, Store
+from shardvit.data_shards.shards.shard_set import ShardEntry, ShardSet, ShardTable
+from shardvit.data_shards.store import cache as cache_module
+from shardvit.data_shards.store import prefetch as prefetch_module
+from shardvit.data_shards.store.cache import CacheConfig
+from shardvit.data_shards.store.prefetch import Prefetcher, start_prefetch
+from shardvit.data_shards.store.store import MissingObject, Store
 from tests.data_shards.http_server import FaultServer
 from tests.data_shards.opened import QUICK, make_entry, make_tar, wait_until
 

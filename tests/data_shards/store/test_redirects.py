@@ -2,7 +2,7 @@
 
 import pytest
 
-from data_shards.store.store import Store, StoreError
+from shardvit.data_shards.store.store import Store, StoreError
 from tests.data_shards.http_server import FaultServer
 from tests.data_shards.opened import content_of, make_entry, make_tar
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from data_shards.shards.location import CommandRefused
-from data_shards.shards.webdataset_parts import part
-from data_shards.store.store import MissingObject, Store, StoreError
+from shardvit.data_shards.shards.location import CommandRefused
+from shardvit.data_shards.shards.webdataset_parts import part
+from shardvit.data_shards.store.store import MissingObject, Store, StoreError
 from tests.data_shards.http_server import FaultServer
 from tests.data_shards.opened import StoreFor, assert_attempts, content_of, make_entry, make_tar, parts
 

@@ -15,10 +15,10 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from data_shards.errors import UserError
-from data_shards.store import remote
-from data_shards.store.cache import CacheConfig
-from data_shards.store.store import MissingObject, RetryPolicy, Store, StoreError
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.store import remote
+from shardvit.data_shards.store.cache import CacheConfig
+from shardvit.data_shards.store.store import MissingObject, RetryPolicy, Store, StoreError
 from tests.data_shards.http_server import FaultServer
 from tests.data_shards.opened import (
     QUICK,
@@ -274,10 +274,10 @@ def test_an_unknown_kind_of_url(store: Store):
 PROCESS = """
 import os, sys
 from pathlib import Path
-from data_shards.store.cache import CacheConfig
-from data_shards.shards.labels import LabelSpec
-from data_shards.shards.shard_set import ShardEntry
-from data_shards.store.store import Store
+from shardvit.data_shards.store.cache import CacheConfig
+from shardvit.data_shards.shards.labels import LabelSpec
+from shardvit.data_shards.shards.shard_set import ShardEntry
+from shardvit.data_shards.store.store import Store
 url, folder, num_bytes, sha256 = sys.argv[1:]
 entry = ShardEntry(url, "a", 4, int(num_bytes), sha256, None, LabelSpec())
 shard = Store(CacheConfig(folder=Path(folder), limit_bytes=50_000_000)).open(entry)

@@ -12,13 +12,13 @@ import psutil
 import pytest
 from PIL import Image
 
-from data_shards.errors import UserError
-from launch.bench import data
-from launch.bench.data_methods import METHODS, WORKERS, Work
-from launch.bench.data_prepare import read_photographs
-from launch.bench.data_results import LoaderRound, Results, find_targets, report_lines
-from launch.bench.measure import Memory, in_turns, median_ratio, run_told, tree_cpu_seconds, tree_memory
-from pipeline.recipe.data import DataConfig
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.bench import data
+from shardvit.launch.bench.data_methods import METHODS, WORKERS, Work
+from shardvit.launch.bench.data_prepare import read_photographs
+from shardvit.launch.bench.data_results import LoaderRound, Results, find_targets, report_lines
+from shardvit.launch.bench.measure import Memory, in_turns, median_ratio, run_told, tree_cpu_seconds, tree_memory
+from shardvit.pipeline.recipe.data import DataConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -129,7 +129,7 @@ def test_cpu_time_of_children_counts_while_they_live_and_after_they_were_waited_
 
 TELLS = """
 import os, subprocess, sys, time
-from launch.bench.measure import Teller
+from shardvit.launch.bench.measure import Teller
 teller = Teller(int(sys.argv[1]))
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 teller.mark("first", value=7)
@@ -158,9 +158,9 @@ def test_a_measured_process_is_watched_and_ended_with_its_children(tmp_path, mon
             watched.touch()  # for this the process waits
         return found
 
-    monkeypatch.setattr("launch.bench.measure.tree_memory", look)
-    monkeypatch.setattr("launch.bench.measure._SAMPLE_SECONDS", 0.05)
-    monkeypatch.setattr("launch.bench.measure._LEAVE_SECONDS", 0.1)
+    monkeypatch.setattr("shardvit.launch.bench.measure.tree_memory", look)
+    monkeypatch.setattr("shardvit.launch.bench.measure._SAMPLE_SECONDS", 0.05)
+    monkeypatch.setattr("shardvit.launch.bench.measure._LEAVE_SECONDS", 0.1)
     found = told(TELLS, str(watched))
     assert found.failure is None and found.marks["first"]["value"] == 7
     assert found.peak.processes == 2 and found.peak.pss_mib > 5
@@ -179,7 +179,7 @@ def is_alive(pid: int) -> bool:
 
 
 def test_a_measured_process_that_fails_or_hangs_is_told_with_its_last_words(monkeypatch):
-    monkeypatch.setattr("launch.bench.measure._LEAVE_SECONDS", 5)
+    monkeypatch.setattr("shardvit.launch.bench.measure._LEAVE_SECONDS", 5)
     failed = told("print('hello'); raise ValueError('the third batch')")
     assert failed.failure == "exit code 1: ValueError: the third batch"
     hung = told("import time; time.sleep(60)", timeout_seconds=0.3)

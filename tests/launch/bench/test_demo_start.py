@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.bench.demo_start import Waits, report
+from shardvit.launch.bench.demo_start import Waits, report
 
 
 @pytest.mark.parametrize(

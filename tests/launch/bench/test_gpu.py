@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from launch.bench import gpu
-from launch.bench.gpu_contenders import CONTENDERS
-from launch.bench.gpu_meter import Course, Meter, Ran, kind_of, split_kernels
-from launch.bench.gpu_report import GpuResults, Machine, report, rows_of, targets, void
-from launch.bench.gpu_work import SIZES
+from shardvit.launch.bench import gpu
+from shardvit.launch.bench.gpu_contenders import CONTENDERS
+from shardvit.launch.bench.gpu_meter import Course, Meter, Ran, kind_of, split_kernels
+from shardvit.launch.bench.gpu_report import GpuResults, Machine, report, rows_of, targets, void
+from shardvit.launch.bench.gpu_work import SIZES
 
 SHORT = {"blocks": 1, "block": 2, "singles": 1, "profiled": 1}
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from launch.bench.operations import Collective, Operations, count
+from shardvit.launch.bench.operations import Collective, Operations, count
 
 
 def device(values: torch.Tensor) -> torch.Tensor:

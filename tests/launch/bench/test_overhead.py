@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from launch.bench.operations import synchronising_keys
-from launch.bench.overhead import (
+from shardvit.launch.bench.operations import synchronising_keys
+from shardvit.launch.bench.overhead import (
     COMPILED,
     OWN,
     Bound,
@@ -15,7 +15,7 @@ from launch.bench.overhead import (
     report,
     run_case,
 )
-from launch.bench.overhead_child import Case, Counted, Spent
+from shardvit.launch.bench.overhead_child import Case, Counted, Spent
 
 
 def test_the_default_engines_step_stays_within_its_bounds():

@@ -2,9 +2,9 @@
 
 import pytest
 
-from launch.bench import scale_checkpoints as bench
-from launch.bench.scale import MEASURES, table
-from launch.bench.scale_checkpoints import commit_operations, digest_shares, load, saves
+from shardvit.launch.bench import scale_checkpoints as bench
+from shardvit.launch.bench.scale import MEASURES, table
+from shardvit.launch.bench.scale_checkpoints import commit_operations, digest_shares, load, saves
 
 
 def test_a_commit_has_as_few_operations_for_any_number_of_files():
@@ -38,7 +38,7 @@ def test_a_rank_opens_its_own_shard_and_looks_at_a_few_files():
 def test_the_table_has_the_rows(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bench, "RANKS", 16)
     monkeypatch.setattr(bench, "_LOADING", 4)
-    assert MEASURES["checkpoints"] == "launch.bench.scale_checkpoints:checkpoints"
+    assert MEASURES["checkpoints"] == "shardvit.launch.bench.scale_checkpoints:checkpoints"
     rows = bench.checkpoints()
     assert [row.now for row in rows if row.wanted] == ["9"]
     assert all(row.before and row.now and row.how for row in rows) and table(rows).count("\n") > 3 * len(rows)

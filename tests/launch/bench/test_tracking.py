@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.bench.tracking import Costs, report
+from shardvit.launch.bench.tracking import Costs, report
 
 COSTS = Costs(
     calls={"training accuracy": 100, "step's clock": 100, "point of the curve": 10, "norms": 10},

@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.doctor import child
-from launch.doctor.child import MARK, ask, run_children
+from shardvit.launch.doctor import child
+from shardvit.launch.doctor.child import MARK, ask, run_children
 from tests.launch.clock import Clock
 
 

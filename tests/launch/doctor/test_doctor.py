@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from cyclopts import App
 
-from launch.commands.training import doctor as command
-from launch.commands.training.doctor import doctor, examine
-from launch.doctor.findings import Check, Diagnosis
-from pipeline.ranks.start_clock import StartClock
+from shardvit.launch.commands.training import doctor as command
+from shardvit.launch.commands.training.doctor import doctor, examine
+from shardvit.launch.doctor.findings import Check, Diagnosis
+from shardvit.pipeline.ranks.start_clock import StartClock
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -83,7 +83,7 @@ def test_a_finding_that_says_nothing_of_what_to_do_is_our_own_mistake(verdict):
 
 
 def test_quick_on_this_machine(tmp_path: Path):
-    code = "import sys; from launch.commands.training.doctor import doctor; from pathlib import Path\n"
+    code = "import sys; from shardvit.launch.commands.training.doctor import doctor; from pathlib import Path\n"
     code += f"code = doctor(quick=True, runs=Path({str(tmp_path)!r}), as_json_text=True)\n"
     code += "assert not {'torch', 'deepspeed', 'mlflow'} & set(sys.modules); sys.exit(code)"
     done = subprocess.run(
@@ -121,7 +121,7 @@ def test_a_look_that_fails_is_a_finding_and_the_others_are_made(monkeypatch: pyt
     def broken(**_: object) -> None:
         raise OSError("a file of /proc is odd")
 
-    monkeypatch.setattr("launch.doctor.machine.machine_checks", broken)
+    monkeypatch.setattr("shardvit.launch.doctor.machine.machine_checks", broken)
     made = examine(runs=tmp_path, depth="quick", clock=StartClock())
     assert list(made.checks) == ["machine", "libraries", "GPUs and arithmetic", "network"]
     [check] = made.checks["machine"]
@@ -131,17 +131,19 @@ def test_a_look_that_fails_is_a_finding_and_the_others_are_made(monkeypatch: pyt
 
 def stand_in_for_children(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every part fails; returns the backends as they are tried."""
-    from launch.doctor.trials import PARTS
+    from shardvit.launch.doctor.trials import PARTS
 
     tried: list[str] = []
     monkeypatch.setattr(
-        "launch.doctor.trials.try_parts",
+        "shardvit.launch.doctor.trials.try_parts",
         lambda parts, environment, clock: {name: PARTS[name].failed("gone") for name in parts},
     )
     monkeypatch.setattr(
-        "launch.doctor.trials.try_all_reduce", lambda backend, environment: tried.append(backend) or [PROBLEM]
+        "shardvit.launch.doctor.trials.try_all_reduce", lambda backend, environment: tried.append(backend) or [PROBLEM]
     )
-    monkeypatch.setattr("launch.doctor.trials.full_reports", lambda environment: {"ds_report": "torch version .. 2.15"})
+    monkeypatch.setattr(
+        "shardvit.launch.doctor.trials.full_reports", lambda environment: {"ds_report": "torch version .. 2.15"}
+    )
     return tried
 
 
@@ -153,7 +155,7 @@ def test_gpus_are_counted_with_and_without_what_hides_them(
     tried = stand_in_for_children(monkeypatch)
     monkeypatch.setattr(command, "num_gpus", lambda environ=None: visible if environ is None else 8)
     monkeypatch.setattr(
-        "launch.doctor.gpus.check_gpus", lambda devices, visible: asked.append((devices, visible)) or FINE
+        "shardvit.launch.doctor.gpus.check_gpus", lambda devices, visible: asked.append((devices, visible)) or FINE
     )
     examine(runs=tmp_path, depth="all", clock=StartClock())
     assert asked == [(8, visible)] and tried == backends
@@ -173,7 +175,7 @@ def test_all_parts_are_tried_and_told(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_what_can_be_imported_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     stand_in_for_children(monkeypatch)
     results = {"import:timm": [], "import:mlflow": [], "import:deepspeed": [PROBLEM]}
-    monkeypatch.setattr("launch.doctor.trials.try_parts", lambda parts, environment, clock: results)
+    monkeypatch.setattr("shardvit.launch.doctor.trials.try_parts", lambda parts, environment, clock: results)
     made = examine(runs=tmp_path, depth="all", clock=StartClock())
     assert Check("imports", "fine", "timm, mlflow") in made.checks["libraries"]
     assert PROBLEM in made.checks["libraries"]

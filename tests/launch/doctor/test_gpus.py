@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from launch.doctor.child import Answer
-from launch.doctor.gpus import (
+from shardvit.launch.doctor.child import Answer
+from shardvit.launch.doctor.gpus import (
     check_gpus,
     judge_arithmetic,
     judge_memory,

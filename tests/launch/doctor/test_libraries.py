@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from launch.doctor import libraries
-from launch.doctor.libraries import check_requirement, installed_version, library_checks, read_requirements
+from shardvit.launch.doctor import libraries
+from shardvit.launch.doctor.libraries import check_requirement, installed_version, library_checks, read_requirements
 
 ROOT = Path(__file__).resolve().parents[3]
 VERSIONS = {"torch": "2.15.0", "torchvision": "0.30.0", "simplejpeg": "1.9.0", "pillow": "13.0.0"}

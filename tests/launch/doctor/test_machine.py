@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.doctor import machine
-from launch.doctor.machine import (
+from shardvit.launch.doctor import machine
+from shardvit.launch.doctor.machine import (
     check_cores,
     check_disk,
     check_memory,

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from launch.doctor.network import check_tracking
+from shardvit.launch.doctor.network import check_tracking
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, dict[str, int]]]:
     """A server's address, and what it answers to paths; it has all the time that it may need."""
-    monkeypatch.setattr("launch.doctor.network._MLFLOW_SECONDS", 240.0)
+    monkeypatch.setattr("shardvit.launch.doctor.network._MLFLOW_SECONDS", 240.0)
     answers: dict[str, int] = {}
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -59,6 +59,6 @@ def test_a_server_that_is_not_there():
     ],
 )
 def test_other_stores(uri: str | None, verdict: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("launch.doctor.network._status", lambda url: pytest.fail("nothing is to be asked"))
+    monkeypatch.setattr("shardvit.launch.doctor.network._status", lambda url: pytest.fail("nothing is to be asked"))
     check = check_tracking(uri)
     assert check.verdict == verdict and "secret" not in check.found

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from launch.doctor import child
-from launch.doctor import trials as probe
-from launch.doctor.findings import Check
-from launch.doctor.trials import Part, judge_decoders, try_all_reduce, try_decoders, try_import, try_parts
-from launch.local.env import without_place
-from pipeline.ranks.start_clock import StartClock
+from shardvit.launch.doctor import child
+from shardvit.launch.doctor import trials as probe
+from shardvit.launch.doctor.findings import Check
+from shardvit.launch.doctor.trials import Part, judge_decoders, try_all_reduce, try_decoders, try_import, try_parts
+from shardvit.launch.local.env import without_place
+from shardvit.pipeline.ranks.start_clock import StartClock
 from tests.launch.clock import Clock
 
 STAND_IN = """
 import os, sys, time
-from launch.doctor.findings import Check
-from launch.doctor.trials import PARTS, Part, main
+from shardvit.launch.doctor.findings import Check
+from shardvit.launch.doctor.trials import PARTS, Part, main
 
 def crash(): os.kill(os.getpid(), 11)
 def warn(): print("noise", file=sys.stderr); return []
@@ -145,10 +145,10 @@ def test_two_real_processes():
 
 def test_they_are_told_their_place_as_shardvit_run_does_it():
     check = run_two(
-        "import os; from launch.local.env import read_place; place = read_place()\n"
+        "import os; from shardvit.launch.local.env import read_place; place = read_place()\n"
         "assert place.world_size == place.local_world_size == 2 and place.rank == place.local_rank\n"
         "assert os.listdir(place.rendezvous) == [] or place.rank == 1\n"
-        "from launch.doctor.trials import _tell\n"
+        "from shardvit.launch.doctor.trials import _tell\n"
         "_tell('gloo', checks=[{'name': 'two', 'verdict': 'fine', 'found': 'fast', 'remedy': ''}])"
     )
     assert check == Check("two", "fine", "fast")
@@ -178,7 +178,7 @@ def test_processes_that_hang():
 
 def test_a_wrong_sum_is_a_problem():
     check = run_two(
-        "import sys; from launch.doctor.trials import _tell\n"
+        "import sys; from shardvit.launch.doctor.trials import _tell\n"
         "_tell('gloo', error='ArithmeticError: the sum came out as 2.0'); sys.exit(1)"
     )
     assert check.verdict == "problem" and "the sum came out as 2.0" in check.found

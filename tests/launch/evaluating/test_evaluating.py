@@ -8,12 +8,12 @@ from typing import get_args
 import pytest
 import torch
 
-from launch.commands.models.evaluate import WORDS
-from model.config import ModelConfig
-from model.saved.model_folder import SavedModelMeta, load_model, save_model
-from model.vit import build_model
-from pipeline.recipe.vocabulary import METRICS, EvalMetric
-from pipeline.runs.evaluations import load_evaluation
+from shardvit.launch.commands.models.evaluate import WORDS
+from shardvit.model.config import ModelConfig
+from shardvit.model.saved.model_folder import SavedModelMeta, load_model, save_model
+from shardvit.model.vit import build_model
+from shardvit.pipeline.recipe.vocabulary import METRICS, EvalMetric
+from shardvit.pipeline.runs.evaluations import load_evaluation
 from tests.conftest import RunCli
 from tests.data_shards.streams import pack_noise
 

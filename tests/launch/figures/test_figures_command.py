@@ -7,11 +7,11 @@ import pytest
 import torch
 from PIL import Image
 
-from data_shards.packing.pack import pack
-from model.config import ModelConfig
-from model.saved.model_folder import SavedModelMeta, build_described, save_model
-from pipeline.recipe.io import load_recipe
-from pipeline.runs.run_folder import RunFolder
+from shardvit.data_shards.packing.pack import pack
+from shardvit.model.config import ModelConfig
+from shardvit.model.saved.model_folder import SavedModelMeta, build_described, save_model
+from shardvit.pipeline.recipe.io import load_recipe
+from shardvit.pipeline.runs.run_folder import RunFolder
 from tests.launch.conftest import Call
 from tests.model.comparing import randomise
 

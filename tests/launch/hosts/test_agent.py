@@ -14,15 +14,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.hosts.agent import AgentOrder, rendezvous_name
-from launch.local.env import RUN_MARK
+from shardvit.launch.hosts.agent import AgentOrder, rendezvous_name
+from shardvit.launch.local.env import RUN_MARK
 from tests.launch.clock import AGENTS_CLOCK, pass_an_hour
 
 ROOT = Path(__file__).resolve().parents[3]
 PATIENCE_SECONDS = 240.0
 MORE_LINES = 1000  # than the agent keeps for a reader; what the pipes hold comes on top
 
-# Called like ours (python -u -m launch.train), so it is found by its command line.
+# Called like ours (python -u -m shardvit.launch.train), so it is found by its command line.
 RANK = f"""
 import json, os, signal, sys, time
 from pathlib import Path
@@ -51,7 +51,7 @@ sys.exit(int(Path("go").read_text()))
 LAUNCHER = """
 import os, subprocess, sys
 environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-sys.exit(subprocess.call([sys.executable, "-u", "-m", "launch.train", *sys.argv[1:]], env=environment) % 256)
+sys.exit(subprocess.call([sys.executable, "-u", "-m", "shardvit.launch.train", *sys.argv[1:]], env=environment) % 256)
 """
 
 
@@ -125,7 +125,7 @@ def agent(tmp_path: Path, kind: str, **changes: object) -> Iterator[Standing]:
         grace_seconds=600,
     )
     process = subprocess.Popen(
-        [sys.executable, "-u", "-m", "launch.hosts.agent"],
+        [sys.executable, "-u", "-m", "shardvit.launch.hosts.agent"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "RANK": "7", "CUDA_VISIBLE_DEVICES": ""},
         stdin=subprocess.PIPE,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_shards.errors import UserError
-from launch.hosts.hostfile import Fleet, Host, parse_hostfile, select
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.hosts.hostfile import Fleet, Host, parse_hostfile, select
 
 TEXT = """
 # the cluster

@@ -16,16 +16,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from data_shards.errors import UserError
-from launch.hosts import host_facts as probe
-from launch.hosts import preflight as preflight_module
-from launch.hosts import stage as stage_module
-from launch.hosts.hostfile import Fleet, Host
-from launch.hosts.preflight import _MODULES, PACKAGES, Ready, folded, preflight
-from launch.hosts.stage import run_stage_on_hosts
-from launch.local.start import Launch
-from pipeline.recipe.io import load_recipe
-from pipeline.recipe.vocabulary import EXIT_STOPPED
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.hosts import host_facts as probe
+from shardvit.launch.hosts import preflight as preflight_module
+from shardvit.launch.hosts import stage as stage_module
+from shardvit.launch.hosts.hostfile import Fleet, Host
+from shardvit.launch.hosts.preflight import _MODULES, PACKAGES, Ready, folded, preflight
+from shardvit.launch.hosts.stage import run_stage_on_hosts
+from shardvit.launch.local.start import Launch
+from shardvit.pipeline.recipe.io import load_recipe
+from shardvit.pipeline.recipe.vocabulary import EXIT_STOPPED
 
 HOSTS = 128
 FLEET = Fleet(tuple(Host(f"node-{number:03}", tuple(range(8))) for number in range(HOSTS)), Path("hosts"))
@@ -41,7 +41,7 @@ cd @FOLDER@
 echo "$host" >>calls
 meet() { : >"$1/$host"; read -r _ <"$1.gate"; }
 case $2 in
-*launch.hosts.agent*)
+*shardvit.launch.hosts.agent*)
     IFS= read -r order
     word=${order#*'"word": "'}; word=${word%%'"'*}
     printf '%s\n' "${#order}" >"orders/$host"

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from launch.hosts import host_facts as probe
-from launch.hosts.hostfile import Host
-from launch.hosts.preflight import PACKAGES, Facts, clock_offset, find_problems, hosts_table
+from shardvit.launch.hosts import host_facts as probe
+from shardvit.launch.hosts.hostfile import Host
+from shardvit.launch.hosts.preflight import PACKAGES, Facts, clock_offset, find_problems, hosts_table
 
 HERE = Facts(
     machine="boot here",

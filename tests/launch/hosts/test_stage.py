@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.errors import UserError
-from launch.hosts.hostfile import Fleet, Host, HostOptions
-from launch.hosts.remote import ssh_command
-from launch.hosts.stage import node_command, shared_files
-from launch.local.processes import overall_code
-from launch.local.start import Launch
-from launch.train import _parse
-from pipeline.recipe.io import load_recipe
-from pipeline.stage.stage_data import open_data
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.hosts.hostfile import Fleet, Host, HostOptions
+from shardvit.launch.hosts.remote import ssh_command
+from shardvit.launch.hosts.stage import node_command, shared_files
+from shardvit.launch.local.processes import overall_code
+from shardvit.launch.local.start import Launch
+from shardvit.launch.train import _parse
+from shardvit.pipeline.recipe.io import load_recipe
+from shardvit.pipeline.stage.stage_data import open_data
 from tests.launch.machine import make_shards
 
 FLEET = Fleet((Host("a", (0, 1)), Host("b", (3,))), Path("hosts"))
@@ -29,7 +29,7 @@ def test_a_node_is_told_its_place_and_its_ranks_everything():
     assert "--node_rank=1" in command and "--master_addr=10.0.0.1" in command
     (world,) = [word.removeprefix("--world_info=") for word in command if word.startswith("--world_info=")]
     assert json.loads(base64.urlsafe_b64decode(world)) == {"a": [0, 1], "b": [3]}
-    options = _parse(command[command.index("launch.train") + 1 :])
+    options = _parse(command[command.index("shardvit.launch.train") + 1 :])
     assert (options.recipe, options.overrides) == ("some runs/a b;c/recipe.yaml", [])
     assert (options.stages, options.runs) == (["finetune"], Path("some runs"))
 

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.errors import UserError
-from launch.hosts import stage
-from launch.hosts.hostfile import Fleet, Host
-from launch.hosts.preflight import Ready
-from launch.local.start import Launch
-from launch.run import pipeline_run
-from launch.run.pipeline_run import PipelineRun
-from pipeline.recipe.io import load_recipe
-from pipeline.recipe.vocabulary import EXIT_STOPPED
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.hosts import stage
+from shardvit.launch.hosts.hostfile import Fleet, Host
+from shardvit.launch.hosts.preflight import Ready
+from shardvit.launch.local.start import Launch
+from shardvit.launch.run import pipeline_run
+from shardvit.launch.run.pipeline_run import PipelineRun
+from shardvit.pipeline.recipe.io import load_recipe
+from shardvit.pipeline.recipe.vocabulary import EXIT_STOPPED
 from tests.launch.machine import Machine, each_once, make_shards, on_shards
 
 FLEET = Fleet((Host("a", (0, 1)), Host("b", (1, 2))), Path("hosts"))

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.errors import UserError
-from launch.hosts.variables import DEEPSPEED_PREFIXES, parse_environment, travelling
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.hosts.variables import DEEPSPEED_PREFIXES, parse_environment, travelling
 
 
 def test_prefixes_and_files_travel_and_nothing_else(tmp_path: Path):

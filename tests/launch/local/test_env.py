@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.errors import UserError
-from launch.local.env import (
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.local.env import (
     experiment_name,
     first_host,
     job_tags,
@@ -20,8 +20,8 @@ from launch.local.env import (
     tracking_uri,
     without_place,
 )
-from pipeline.ranks.place import Place
-from pipeline.ranks.stopping import TimeLimit
+from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.ranks.stopping import TimeLimit
 
 ADDRESS = {"MASTER_ADDR": "node7", "MASTER_PORT": "29501"}
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", **ADDRESS}

@@ -13,10 +13,10 @@ from typing import IO
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-CLI = "from launch.cli import main; import sys; sys.argv[1:] = {arguments}; main()"
+CLI = "from shardvit.launch.cli import main; import sys; sys.argv[1:] = {arguments}; main()"
 GOES_ON = """
 import os, subprocess, sys
-from launch.local.output import go_on
+from shardvit.launch.local.output import go_on
 go_on()
 for text in ("first", "second"):
     print(text, flush=True)
@@ -74,7 +74,7 @@ def test_what_can_be_written_again_is_written(tmp_path: Path) -> None:
     """A disk that was full for a moment: only what came meanwhile is lost, and the descriptor stays the same."""
     code = """
 import os, sys
-from launch.local.output import go_on
+from shardvit.launch.local.output import go_on
 go_on()
 whole = os.dup(1)
 print("before", flush=True)
@@ -112,7 +112,7 @@ def test_closed_streams_end_no_command(tmp_path: Path, shell: str) -> None:
 
 
 def test_streams_that_somebody_else_has_put_there_stay(capsys: pytest.CaptureFixture[str]) -> None:
-    from launch.local.output import go_on
+    from shardvit.launch.local.output import go_on
 
     before = sys.stdout, sys.stderr
     go_on()

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.local import processes
-from launch.local.processes import memory_kills, reason
+from shardvit.launch.local import processes
+from shardvit.launch.local.processes import memory_kills, reason
 
 MARK = ("SHARDVIT_TEST_OF_PROCESSES", str(os.getpid()))
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.local.env import read_place
-from launch.local.processes import rank_environment
-from launch.local.start import Launch, rank_arguments
-from launch.train import _parse
-from pipeline.recipe.io import load_recipe
-from pipeline.recipe.vocabulary import StageName
+from shardvit.launch.local.env import read_place
+from shardvit.launch.local.processes import rank_environment
+from shardvit.launch.local.start import Launch, rank_arguments
+from shardvit.launch.train import _parse
+from shardvit.pipeline.recipe.io import load_recipe
+from shardvit.pipeline.recipe.vocabulary import StageName
 
 ROOT = Path(__file__).resolve().parents[3]
 PATIENCE_SECONDS = 240.0
@@ -66,7 +66,7 @@ def test_a_launchers_own_argument_is_passed_over(spelling: str):
     assert options.recipe == "a.yaml" and options.overrides == ["seed=1", "seed=2"] and options.stages == ["finetune"]
 
 
-# A stand-in, called like ours (python -u -m launch.train).
+# A stand-in, called like ours (python -u -m shardvit.launch.train).
 RANK = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -87,8 +87,8 @@ DRIVER = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from launch.local import processes, start
-from pipeline.recipe.io import load_recipe
+from shardvit.launch.local import processes, start
+from shardvit.pipeline.recipe.io import load_recipe
 start.rank_arguments = lambda launch: sys.argv[2:]
 processes._FOLLOW_FAILED_SECONDS = 1.0
 stage = start.Launch(load_recipe("digits"), Path("recipe.yaml"), Path("runs"), stage="pretrain", processes=2)
@@ -237,10 +237,11 @@ def test_what_a_rank_makes_of_a_stop(tmp_path: Path, listens: str, ended: str):
 PLAIN_DRIVER = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from launch.local import start
+from shardvit.launch.local import start
 from pathlib import Path
-from pipeline.recipe.io import load_recipe
-show = "from launch.local.env import read_place; place = read_place(); print('place', place.rank, place.world_size)"
+from shardvit.pipeline.recipe.io import load_recipe
+show = "from shardvit.launch.local.env import read_place; "
+show += "place = read_place(); print('place', place.rank, place.world_size)"
 start.RANK_COMMAND, start.rank_arguments = ["-c", show], lambda launch: []
 root = Path(sys.argv[2])
 stage = start.Launch(load_recipe("digits"), Path("recipe.yaml"), root, stage="swap_head", processes=2)

@@ -21,7 +21,7 @@ def start(tmp_path: Path, what: str) -> subprocess.Popen[str]:
     script.write_text(RANK, encoding="utf-8")
     return subprocess.Popen(
         [
-            *(sys.executable, "-m", "launch.local.torchrun", "--standalone", "--nproc-per-node", "1"),
+            *(sys.executable, "-m", "shardvit.launch.local.torchrun", "--standalone", "--nproc-per-node", "1"),
             *(str(script), what, str(tmp_path / "began")),
         ],
         cwd=Path(__file__).resolve().parents[3],

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.pages.curves import Curve, chart_kinds, read_curve, stage_charts, thinned, training_seconds
-from launch.pages.timeline import event_table, time_line
-from pipeline.recipe.vocabulary import METRICS
-from pipeline.runs.logs import Event, EventKind, MetricRow
-from pipeline.runs.read import RunStage, read_run
-from pipeline.runs.run_folder import StageRecord
+from shardvit.launch.pages.curves import Curve, chart_kinds, read_curve, stage_charts, thinned, training_seconds
+from shardvit.launch.pages.timeline import event_table, time_line
+from shardvit.pipeline.recipe.vocabulary import METRICS
+from shardvit.pipeline.runs.logs import Event, EventKind, MetricRow
+from shardvit.pipeline.runs.read import RunStage, read_run
+from shardvit.pipeline.runs.run_folder import StageRecord
 from tests.launch.report.runs import make_run
 
 VALUES = st.lists(st.floats(-1e6, 1e6) | st.just(float("nan")), min_size=1, max_size=400)

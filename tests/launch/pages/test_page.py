@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from launch.pages.blocks import (
+from shardvit.launch.pages.blocks import (
     ChartBlock,
     DrawnChart,
     PageBlock,
@@ -21,7 +21,7 @@ from launch.pages.blocks import (
     PageTable,
     PageText,
 )
-from launch.pages.page import MOST_BYTES, render_page, script_json, show_number
+from shardvit.launch.pages.page import MOST_BYTES, render_page, script_json, show_number
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \"' & {{ 7*7 }} \x1b[2J \u202e \u2028 \0"
 

@@ -8,16 +8,16 @@ from typing import get_args
 
 import pytest
 
-from data_shards.errors import UserError
-from launch.run import pipeline_run
-from launch.run.pipeline_run import PipelineRun
-from model.vit import build_model
-from model.vocabulary import ExportFormat
-from pipeline.recipe.io import dump_recipe, load_recipe, parse_recipe
-from pipeline.recipe.sources import shipped_recipes
-from pipeline.recipe.stage_plan import plan_stage
-from pipeline.recipe.vocabulary import StageName
-from pipeline.runs.run_folder import RunFolder
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.run import pipeline_run
+from shardvit.launch.run.pipeline_run import PipelineRun
+from shardvit.model.vit import build_model
+from shardvit.model.vocabulary import ExportFormat
+from shardvit.pipeline.recipe.io import dump_recipe, load_recipe, parse_recipe
+from shardvit.pipeline.recipe.sources import shipped_recipes
+from shardvit.pipeline.recipe.stage_plan import plan_stage
+from shardvit.pipeline.recipe.vocabulary import StageName
+from shardvit.pipeline.runs.run_folder import RunFolder
 from tests.launch.conftest import Call
 from tests.launch.machine import each_once, make_shards, on_shards
 

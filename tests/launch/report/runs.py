@@ -8,14 +8,14 @@ import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
 
-from pipeline.pictures.style import keep_picture
-from pipeline.recipe.io import load_recipe
-from pipeline.recipe.vocabulary import StageName
-from pipeline.runs.evaluations import Calibration, Evaluation, Judged, PerClass, save_evaluation
-from pipeline.runs.logs import EventsLog, MetricsLog
-from pipeline.runs.pictures import Picture, keep_table
-from pipeline.runs.run_folder import RunFolder
-from pipeline.transfer.results import TransferRecord, TransferScore, UsedSet, save_record
+from shardvit.pipeline.pictures.style import keep_picture
+from shardvit.pipeline.recipe.io import load_recipe
+from shardvit.pipeline.recipe.vocabulary import StageName
+from shardvit.pipeline.runs.evaluations import Calibration, Evaluation, Judged, PerClass, save_evaluation
+from shardvit.pipeline.runs.logs import EventsLog, MetricsLog
+from shardvit.pipeline.runs.pictures import Picture, keep_table
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.transfer.results import TransferRecord, TransferScore, UsedSet, save_record
 
 # Shown anywhere it must be text. What it would run sets window.hit.
 HOSTILE = (

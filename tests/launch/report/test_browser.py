@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.pages.sections import write_runs
-from pipeline.runs.read import read_run
+from shardvit.launch.pages.sections import write_runs
+from shardvit.pipeline.runs.read import read_run
 from tests.launch.report.browser import FONT_SETS, Browser, font_config, open_browser, program
 from tests.launch.report.runs import HOSTILE, make_hostile, make_run
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.errors import UserError
-from data_shards.packing.pack import pack
-from launch.local.start import Launch
-from launch.run import pipeline_run
-from pipeline.recipe.vocabulary import EXIT_STOPPED
-from pipeline.stage.data_record import check_data, keep_data
-from pipeline.stage.stage_data import open_data
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.pack import pack
+from shardvit.launch.local.start import Launch
+from shardvit.launch.run import pipeline_run
+from shardvit.pipeline.recipe.vocabulary import EXIT_STOPPED
+from shardvit.pipeline.stage.data_record import check_data, keep_data
+from shardvit.pipeline.stage.stage_data import open_data
 from tests.data_shards.small_set import touch_up
 from tests.launch.machine import Machine
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.errors import UserError
-from launch.run.disk import Presence
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.run.disk import Presence
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -81,7 +81,7 @@ def test_a_file_server_that_is_away_is_no_proof(folder: Path, number: int, monke
 OWNER = """
 import sys, time
 from pathlib import Path
-from launch.run import lock
+from shardvit.launch.run import lock
 lock._BEAT_SECONDS = 0.05
 given, ended = float(sys.argv[2]), Path(sys.argv[1]).parents[1] / "others-ended"
 with lock.locked(Path(sys.argv[1]), what="it", gone_seconds=given, end_others=ended.touch):

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.errors import UserError
-from launch.run import lock
-from launch.run.lock import locked
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.run import lock
+from shardvit.launch.run.lock import locked
 
 ROOT = Path(__file__).resolve().parents[3]
 PATIENCE_SECONDS = 240.0
@@ -26,8 +26,8 @@ MACHINE = """
 import errno, fcntl, os, sys, time
 from dataclasses import replace
 from pathlib import Path
-from launch.run import lock
-from launch.run.lock import locked
+from shardvit.launch.run import lock
+from shardvit.launch.run.lock import locked
 lock._BEAT_SECONDS, lock._POLL_SECONDS = 0.1, 0.02
 def on(machine, locks):
     real = lock.this_process

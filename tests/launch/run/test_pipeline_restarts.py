@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from data_shards.errors import UserError
-from launch.local.start import Launch
-from launch.run import pipeline_run
-from launch.run.lock import locked
-from pipeline.recipe.vocabulary import EXIT_STOPPED
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.local.start import Launch
+from shardvit.launch.run import pipeline_run
+from shardvit.launch.run.lock import locked
+from shardvit.pipeline.recipe.vocabulary import EXIT_STOPPED
 from tests.launch.machine import Machine
 
 

@@ -10,15 +10,15 @@ from typing import Literal
 
 import pytest
 
-from data_shards.errors import UserError
-from launch.local.start import Launch
-from launch.run import pipeline_run
-from launch.run.lock import locked
-from launch.run.pipeline_run import PipelineRun
-from model.saved.model_folder import SavedModelMeta
-from pipeline.recipe.io import load_recipe
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.vocabulary import EXIT_STOPPED
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.local.start import Launch
+from shardvit.launch.run import pipeline_run
+from shardvit.launch.run.lock import locked
+from shardvit.launch.run.pipeline_run import PipelineRun
+from shardvit.model.saved.model_folder import SavedModelMeta
+from shardvit.pipeline.recipe.io import load_recipe
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.vocabulary import EXIT_STOPPED
 from tests.launch.machine import Machine
 from tests.saving import one_rank, save
 
@@ -304,7 +304,7 @@ def test_a_run_folder_that_cannot_be_written_is_named_before_anything_starts(
         raise OSError(number, os.strerror(number), os.fspath(path))
 
     run = machine.open()
-    monkeypatch.setattr("launch.run.lock.os.open", refuse)
+    monkeypatch.setattr("shardvit.launch.run.lock.os.open", refuse)
     number = errno.EROFS
     with pytest.raises(UserError, match=rf"{machine.folder.path}\S* cannot be written: .*read-only file system"):
         run.execute()

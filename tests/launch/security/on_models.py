@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from model.saved.model_folder import CONFIG_FILE, WEIGHTS_FILE
+from shardvit.model.saved.model_folder import CONFIG_FILE, WEIGHTS_FILE
 from tests.launch.security.on_shards import add
 from tests.launch.security.somebody import Attack, World
 

@@ -88,8 +88,8 @@ def pickled_members(world: World) -> None:
 
 def cached_index_of_objects(world: World) -> None:
     """An index that was left where ours are kept."""
-    from data_shards.reading.opening import open_shards
-    from data_shards.shards.shard_set import ShardsSpec
+    from shardvit.data_shards.reading.opening import open_shards
+    from shardvit.data_shards.shards.shard_set import ShardsSpec
 
     tar_of_others(world)
     open_shards(ShardsSpec(str(world.shards)), report=lambda line: None)
@@ -188,7 +188,7 @@ archive_of_links = archive_to_pack(name="of_links", a="/etc/passwd", b="../../se
 
 def listing_of_objects(world: World) -> None:
     """What was remembered of an archive, poisoned."""
-    from data_shards.packing.sources.archive import Archive, list_archives
+    from shardvit.data_shards.packing.sources.archive import Archive, list_archives
 
     archive_to_pack(name="plain")(world)
     list_archives([Archive(world.source)])

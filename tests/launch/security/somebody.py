@@ -14,18 +14,18 @@ from typing import Any
 import torch
 import yaml
 
-from data_shards.images.decode import read_image
-from data_shards.packing.pack import pack
-from data_shards.shards.manifest import load_manifest
-from model.saved.model_folder import save_model
-from model.vit import build_model
-from pipeline.checkpoint.identity import STATE, checkpoint_identity
-from pipeline.checkpoint.store import MANIFEST
-from pipeline.engine.saved_state.state_files import Seal, digest_of
-from pipeline.recipe.io import dump_recipe
-from pipeline.recipe.schema import Recipe
-from pipeline.runs.run_folder import RunFolder
-from pipeline.stage.initial_model import StageStart, stage_model
+from shardvit.data_shards.images.decode import read_image
+from shardvit.data_shards.packing.pack import pack
+from shardvit.data_shards.shards.manifest import load_manifest
+from shardvit.model.saved.model_folder import save_model
+from shardvit.model.vit import build_model
+from shardvit.pipeline.checkpoint.identity import STATE, checkpoint_identity
+from shardvit.pipeline.checkpoint.store import MANIFEST
+from shardvit.pipeline.engine.saved_state.state_files import Seal, digest_of
+from shardvit.pipeline.recipe.io import dump_recipe
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.stage.initial_model import StageStart, stage_model
 
 STEP = "step-00000002"
 

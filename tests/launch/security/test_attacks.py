@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from data_shards.store.store import Store
-from launch.run import pipeline_run
+from shardvit.data_shards.store.store import Store
+from shardvit.launch.run import pipeline_run
 from tests.launch.conftest import Call
 from tests.launch.security.attacks import ROWS, Outcome
 from tests.launch.security.on_records import pipe, tagged_recipe

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from data_shards.durable import break_links
-from launch.slurm.records import Submission, write_submission
-from pipeline.ranks.heartbeat import Heartbeat, write_heartbeat
-from pipeline.runs.evaluations import load_evaluation, save_evaluation
-from pipeline.runs.pictures import Picture, keep_table
-from pipeline.runs.run_folder import RunFolder
-from pipeline.transfer.results import load_record, save_record
+from shardvit.data_shards.durable import break_links
+from shardvit.launch.slurm.records import Submission, write_submission
+from shardvit.pipeline.ranks.heartbeat import Heartbeat, write_heartbeat
+from shardvit.pipeline.runs.evaluations import load_evaluation, save_evaluation
+from shardvit.pipeline.runs.pictures import Picture, keep_table
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.transfer.results import load_record, save_record
 from tests.launch.conftest import Call
 from tests.launch.report.runs import make_run
 

@@ -9,8 +9,8 @@ import pytest
 import yaml
 from PIL import Image
 
-from data_shards.packing.pack import pack
-from data_shards.shards.manifest import read_manifest
+from shardvit.data_shards.packing.pack import pack
+from shardvit.data_shards.shards.manifest import read_manifest
 from tests.launch.conftest import Call
 from tests.launch.pages.test_page import Elements
 

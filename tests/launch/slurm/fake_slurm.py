@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data_shards.errors import UserError
-from launch.slurm.commands import After, Queued, Slurm
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.slurm.commands import After, Queued, Slurm
 
 
 @dataclass

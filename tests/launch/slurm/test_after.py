@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from launch.slurm.after import Ending, decide, main
-from launch.slurm.records import End, Kind, read_ends, write_cancelled
-from pipeline.runs.run_folder import RunFolder, StageRecord
+from shardvit.launch.slurm.after import Ending, decide, main
+from shardvit.launch.slurm.records import End, Kind, read_ends, write_cancelled
+from shardvit.pipeline.runs.run_folder import RunFolder, StageRecord
 
 RUNNING = StageRecord(state="running", last_saved_step=40)
 

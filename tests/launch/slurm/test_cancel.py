@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.errors import UserError
-from launch.slurm.cancel import cancel_run
-from launch.slurm.commands import Queued
-from launch.slurm.records import Submission, read_cancelled, write_submission
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.slurm.cancel import cancel_run
+from shardvit.launch.slurm.commands import Queued
+from shardvit.launch.slurm.records import Submission, read_cancelled, write_submission
 from tests.launch.slurm.fake_slurm import FakeSlurm
 
 ALL = {"1", "2", "3"}

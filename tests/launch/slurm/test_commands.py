@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.errors import UserError
-from launch.slurm.commands import Queued, Slurm, parse_queue, submit_command
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.slurm.commands import Queued, Slurm, parse_queue, submit_command
 
 
 def test_the_queue_is_read():

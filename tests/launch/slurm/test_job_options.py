@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from data_shards.errors import UserError
-from launch.slurm.job_options import JobOptions, format_limit, limit_seconds, parse_time, table
-from launch.slurm.site import SbatchSite, Site, job_of
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.slurm.job_options import JobOptions, format_limit, limit_seconds, parse_time, table
+from shardvit.launch.slurm.site import SbatchSite, Site, job_of
 
 ASKED = JobOptions(nodes=4, time="24:00:00", gpus_per_node=8)
 

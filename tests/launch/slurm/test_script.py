@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from data_shards.errors import UserError
-from launch.slurm.job_options import JobOptions
-from launch.slurm.script import Paths, stage_script
-from launch.slurm.site import Site, SlurmJob, job_of
-from pipeline.recipe.vocabulary import StageName
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.slurm.job_options import JobOptions
+from shardvit.launch.slurm.script import Paths, stage_script
+from shardvit.launch.slurm.site import Site, SlurmJob, job_of
+from shardvit.pipeline.recipe.vocabulary import StageName
 
 OPTIONS = JobOptions(nodes=4, gpus_per_node=8, time="25:00:00")
 JOB = job_of(OPTIONS, site=Site())
@@ -83,12 +83,20 @@ def test_the_ranks_and_the_question_afterwards():
     text = stage_script("finetune", job=asking(max_restarts=7), paths=paths())
     srun = words_of(text, "srun")
     assert srun[-10:] == [
-        *(sys.executable, "-u", "-m", "launch.train", "/runs/law/slurm/recipe.yaml"),
+        *(sys.executable, "-u", "-m", "shardvit.launch.train", "/runs/law/slurm/recipe.yaml"),
         *("--stage", "finetune", "--runs", "/runs", "&"),
     ]
     assert "--ntasks=32" in srun and "--nodes=4" in srun
     after = words_of(text, sys.executable)
-    assert after[1:8] == ["-m", "launch.slurm.after", "/runs/law", "--stage", "finetune", "--max-restarts", "7"]
+    assert after[1:8] == [
+        "-m",
+        "shardvit.launch.slurm.after",
+        "/runs/law",
+        "--stage",
+        "finetune",
+        "--max-restarts",
+        "7",
+    ]
 
 
 @pytest.mark.parametrize("runtime", ["pyxis", "apptainer"])
@@ -108,7 +116,11 @@ def test_in_a_container_both_run_in_it(runtime: str):
                 *("--pwd=/w d", "vit image"),
             ]
         assert "python3" in words
-    assert "launch.train" in commands[0] and "launch.slurm.after" in commands[1] and "--ntasks=1" in commands[1]
+    assert (
+        "shardvit.launch.train" in commands[0]
+        and "shardvit.launch.slurm.after" in commands[1]
+        and "--ntasks=1" in commands[1]
+    )
 
 
 def test_the_sites_words_are_words(tmp_path: Path):
@@ -154,7 +166,7 @@ def test_a_controller_that_is_busy_is_asked_again_to_requeue(refusals: int, code
         "srun": "exit 75",
         "squeue": "echo RUNNING/None",
         "sleep": "exit 0",
-        "python": 'case "$*" in *launch.slurm.after*) exit 75;; esac; exit 9',
+        "python": 'case "$*" in *shardvit.launch.slurm.after*) exit 75;; esac; exit 9',
         "scontrol": f'echo "$*" >>{asked}; [ $(wc -l <{asked}) -gt {refusals} ]',
     }
     for name, line in stand_ins.items():

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.errors import UserError
-from launch.slurm.site import Site, read_site
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.slurm.site import Site, read_site
 
 FULL = """
 modules = ["cuda/12.8"]

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.errors import UserError
-from launch.bench.scale_ranks import counting
-from launch.slurm.job_options import JobOptions
-from launch.slurm.records import read_submission, write_cancelled, write_ends
-from launch.slurm.site import Site, SlurmJob, job_of
-from launch.slurm.submission import SubmissionPlan, plan_submission, render, submit_plan
-from pipeline.recipe.io import load_recipe, parse_recipe
-from pipeline.recipe.schema import Recipe
-from pipeline.runs.run_folder import RunFolder
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.bench.scale_ranks import counting
+from shardvit.launch.slurm.job_options import JobOptions
+from shardvit.launch.slurm.records import read_submission, write_cancelled, write_ends
+from shardvit.launch.slurm.site import Site, SlurmJob, job_of
+from shardvit.launch.slurm.submission import SubmissionPlan, plan_submission, render, submit_plan
+from shardvit.pipeline.recipe.io import load_recipe, parse_recipe
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.runs.run_folder import RunFolder
 from tests.launch.machine import each_once, make_shards, on_shards
 from tests.launch.slurm.fake_slurm import FakeSlurm
 

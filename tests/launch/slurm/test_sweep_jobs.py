@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.errors import UserError
-from launch.slurm.after import Ending, judge
-from launch.slurm.cancel import cancel_run
-from launch.slurm.job_options import JobOptions
-from launch.slurm.records import End, read_ends, read_submission, write_ends
-from launch.slurm.script import Paths, Tasks, stage_script, step_script
-from launch.slurm.site import Site, job_of
-from launch.slurm.submission import SubmissionPlan, render, submit_plan
-from launch.slurm.sweep_jobs import plan_sweep_jobs
-from launch.sweep import step
-from launch.sweep.points import Sweep, plan_sweep
-from launch.sweep.record import show_progress
-from pipeline.recipe.io import parse_recipe
-from pipeline.recipe.vocabulary import StageName
-from pipeline.runs.run_folder import RunFolder
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.slurm.after import Ending, judge
+from shardvit.launch.slurm.cancel import cancel_run
+from shardvit.launch.slurm.job_options import JobOptions
+from shardvit.launch.slurm.records import End, read_ends, read_submission, write_ends
+from shardvit.launch.slurm.script import Paths, Tasks, stage_script, step_script
+from shardvit.launch.slurm.site import Site, job_of
+from shardvit.launch.slurm.submission import SubmissionPlan, render, submit_plan
+from shardvit.launch.slurm.sweep_jobs import plan_sweep_jobs
+from shardvit.launch.sweep import step
+from shardvit.launch.sweep.points import Sweep, plan_sweep
+from shardvit.launch.sweep.record import show_progress
+from shardvit.pipeline.recipe.io import parse_recipe
+from shardvit.pipeline.recipe.vocabulary import StageName
+from shardvit.pipeline.runs.run_folder import RunFolder
 from tests.launch.machine import each_once, on_shards
 from tests.launch.slurm.fake_slurm import FakeSlurm
 
@@ -150,7 +150,9 @@ def scripts(root: str) -> dict[str, str]:
     return {
         "array": stage_script("finetune", job=JOB, paths=paths, tasks=tasks),
         "swap_head": stage_script("swap_head", job=JOB, paths=paths, tasks=tasks),
-        "step": step_script("choose", ["-m", "launch.sweep.step", root, "--do", "choose"], job=JOB, paths=paths),
+        "step": step_script(
+            "choose", ["-m", "shardvit.launch.sweep.step", root, "--do", "choose"], job=JOB, paths=paths
+        ),
     }
 
 
@@ -183,14 +185,14 @@ def test_a_task_trains_and_judges_its_own_run(tmp_path: Path, task: int):
     subprocess.run(["bash", script], env={**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", **ids}, check=True)
     srun, squeue, after = ((tmp_path / "said").read_text().splitlines())[:3]
     run = str(root / ("one", "two")[task])
-    assert f"|launch.train|{run}/slurm/recipe.yaml|--stage|finetune|--runs|{root}|" in srun
+    assert f"|shardvit.launch.train|{run}/slurm/recipe.yaml|--stage|finetune|--runs|{root}|" in srun
     assert f"|--jobs=7_{task}|" in squeue
-    assert f"|launch.slurm.after|{run}|--stage|finetune|" in after and f"|--job|7_{task}|" in after
+    assert f"|shardvit.launch.slurm.after|{run}|--stage|finetune|" in after and f"|--job|7_{task}|" in after
     assert shlex.quote(str(root)) in script.read_text()
 
 
 def test_what_why_without_a_sweep_is_refused(work: Path):
-    from launch.commands.training.submit import submit
+    from shardvit.launch.commands.training.submit import submit
 
     for flags in ({"hold_out": "1%"}, {"stage": "finetune"}, {"at_once": 2}):
         with pytest.raises(UserError, match="--sweep"):

@@ -7,8 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_shards.errors import UserError
-from launch.sweep.grid import Axis, extend_grid, grid_points, point_names, read_grid, standard_error, value_beyond
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.sweep.grid import (
+    Axis,
+    extend_grid,
+    grid_points,
+    point_names,
+    read_grid,
+    standard_error,
+    value_beyond,
+)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.sweep.record import Outcome, SweepRecord, as_table, choose, failures, outcome
-from pipeline.recipe.io import load_recipe
-from pipeline.runs.run_folder import RunFolder
+from shardvit.launch.sweep.record import Outcome, SweepRecord, as_table, choose, failures, outcome
+from shardvit.pipeline.recipe.io import load_recipe
+from shardvit.pipeline.runs.run_folder import RunFolder
 
 RECIPE = load_recipe("digits")
 

@@ -7,16 +7,16 @@ from functools import partial
 
 import pytest
 
-from data_shards.errors import UserError
-from launch.local.start import Launch
-from launch.run.lock import locked
-from launch.sweep import local
-from launch.sweep.local import run_sweep
-from launch.sweep.outline import outline
-from launch.sweep.points import Sweep, open_point, plan_sweep
-from pipeline.recipe.io import load_recipe, parse_recipe
-from pipeline.recipe.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR
-from pipeline.runs.run_folder import RunFolder, recipe_digest
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.local.start import Launch
+from shardvit.launch.run.lock import locked
+from shardvit.launch.sweep import local
+from shardvit.launch.sweep.local import run_sweep
+from shardvit.launch.sweep.outline import outline
+from shardvit.launch.sweep.points import Sweep, open_point, plan_sweep
+from shardvit.pipeline.recipe.io import load_recipe, parse_recipe
+from shardvit.pipeline.recipe.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR
+from shardvit.pipeline.runs.run_folder import RunFolder, recipe_digest
 from tests.launch.machine import Machine, each_once, on_shards
 
 # `main` reads sys.argv, which is what `call` sets.

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.sweep.points import plan_sweep
-from launch.sweep.record import log_to_mlflow, make_record
+from shardvit.launch.sweep.points import plan_sweep
+from shardvit.launch.sweep.record import log_to_mlflow, make_record
 
 LR = "stages.finetune.optimizer.lr"
 

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from data_shards.errors import UserError
-from launch.slurm.commands import Queued
-from launch.slurm.records import End, Submission, write_ends, write_submission
-from launch.watch.look import Watcher, last_lines
-from launch.watch.screen import page
-from pipeline.ranks.heartbeat import Heartbeat, heartbeat_file, write_heartbeat
-from pipeline.ranks.process import process_started, this_machine
-from pipeline.recipe.io import load_recipe
-from pipeline.runs.logs import EventsLog, MetricsLog
-from pipeline.runs.run_folder import RunFolder
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.slurm.commands import Queued
+from shardvit.launch.slurm.records import End, Submission, write_ends, write_submission
+from shardvit.launch.watch.look import Watcher, last_lines
+from shardvit.launch.watch.screen import page
+from shardvit.pipeline.ranks.heartbeat import Heartbeat, heartbeat_file, write_heartbeat
+from shardvit.pipeline.ranks.process import process_started, this_machine
+from shardvit.pipeline.recipe.io import load_recipe
+from shardvit.pipeline.runs.logs import EventsLog, MetricsLog
+from shardvit.pipeline.runs.run_folder import RunFolder
 from tests.launch.slurm.fake_slurm import FakeSlurm
 
 NOW = 1_760_000_000.0

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from model.config import ModelConfig
-from model.counting.flops import Accounting, account
+from shardvit.model.config import ModelConfig
+from shardvit.model.counting.flops import Accounting, account
 
 
 def at_1000_classes(variant: str, image_size: int = 224, **more: Any) -> Accounting:
@@ -98,5 +98,6 @@ def test_what_the_model_would_refuse_is_refused(config: Any, more: Any, message:
 
 
 def test_no_torch_is_imported() -> None:
-    code = "import sys, model.counting.flops; sys.exit(any(name in sys.modules for name in ('torch', 'timm', 'numpy')))"
+    code = "import sys, shardvit.model.counting.flops; "
+    code += "sys.exit(any(name in sys.modules for name in ('torch', 'timm', 'numpy')))"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240)

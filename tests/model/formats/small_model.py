@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.config import ModelConfig
-from model.saved.model_folder import SavedModelMeta, build_described
+from shardvit.model.config import ModelConfig
+from shardvit.model.saved.model_folder import SavedModelMeta, build_described
 from tests.model.comparing import SMALL_TOKENS, randomise
 
 CONFIG = ModelConfig(width=48, depth=4, heads=4, mlp_dim=80, patch_size=4)

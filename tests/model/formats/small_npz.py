@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from model.config import ModelConfig
-from model.formats.google_npz import (
+from shardvit.model.config import ModelConfig
+from shardvit.model.formats.google_npz import (
     GoogleNames,
     write_google_npz,
 )
-from model.saved.model_folder import SavedModelMeta, side_path
-from model.vit import build_model
+from shardvit.model.saved.model_folder import SavedModelMeta, side_path
+from shardvit.model.vit import build_model
 
 SIZES: dict[str, Any] = {"width": 16, "depth": 11, "heads": 2, "mlp_dim": 24, "patch_size": 4}
 Arrays = dict[str, np.ndarray]

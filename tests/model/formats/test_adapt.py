@@ -7,9 +7,9 @@ import pytest
 import torch
 from scipy import ndimage
 
-from model.config import ModelConfig
-from model.formats.external_model import ExternalModel, adapt
-from model.positions.interpolation import resize_state
+from shardvit.model.config import ModelConfig
+from shardvit.model.formats.external_model import ExternalModel, adapt
+from shardvit.model.positions.interpolation import resize_state
 from tests.model.formats.small_model import CONFIG, NAMES, described, images, logits, random_model, rebuilt
 
 SIZES = {"width": 48, "depth": 4, "heads": 4, "mlp_dim": 80, "patch_size": 4}

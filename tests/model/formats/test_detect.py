@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from model.config import ModelConfig
-from model.formats.detect import import_file, read_external
-from model.formats.export import export_model
-from model.formats.external_model import UserHints
-from model.saved.model_folder import save_model, write_side_record
+from shardvit.model.config import ModelConfig
+from shardvit.model.formats.detect import import_file, read_external
+from shardvit.model.formats.export import export_model
+from shardvit.model.formats.external_model import UserHints
+from shardvit.model.saved.model_folder import save_model, write_side_record
 from tests.model.formats.small_model import CONFIG, described, images, logits, random_model, rebuilt
 
 SIZES = {"width": 48, "depth": 4, "heads": 4, "mlp_dim": 80, "patch_size": 4}

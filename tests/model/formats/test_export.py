@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForImageClassification
 
-from model.config import ModelConfig
-from model.formats.detect import import_file
-from model.formats.export import ExportFormat, export_model, export_objection, formats_of, save_for_others
-from model.saved.model_folder import SavedModelMeta, load_model
+from shardvit.model.config import ModelConfig
+from shardvit.model.formats.detect import import_file
+from shardvit.model.formats.export import ExportFormat, export_model, export_objection, formats_of, save_for_others
+from shardvit.model.saved.model_folder import SavedModelMeta, load_model
 from tests.model.comparing import relative_difference
 from tests.model.formats.small_model import (
     CONFIG,
@@ -177,7 +177,7 @@ def test_an_export_of_another_kind_stays(tmp_path: Path, first: ExportFormat, se
 
 def test_a_programs_notes_say_how_to_normalise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     meta, written = described(mean=(0.1, 0.2, 0.3)), list[Path]()
-    monkeypatch.setattr("model.formats.programs.write_onnx", lambda path, *_, **__: written.append(path))
+    monkeypatch.setattr("shardvit.model.formats.programs.write_onnx", lambda path, *_, **__: written.append(path))
     (tmp_path / "m.onnx").write_text("an earlier one")
     (note,) = export_model(meta, random_model(meta).state_dict(), to="onnx", out=tmp_path / "m.onnx")
     assert written == [tmp_path / "m.onnx"] and "(x - (0.1, 0.2, 0.3)) / (0.5, 0.5, 0.5)" in note

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from model.config import ModelConfig
-from model.formats.export import export_model
-from model.formats.external_model import UserHints
-from model.formats.google_names import BIG_VISION, VISION_TRANSFORMER, find_layout, infer_model, slots_of
-from model.formats.google_npz import GoogleNames, expected_arrays, read_google_npz, write_google_npz
-from model.positions.embedding import sincos_2d
-from model.saved.model_folder import side_path
-from model.variants import HYBRIDS, VARIANTS
-from model.vit import build_model
+from shardvit.model.config import ModelConfig
+from shardvit.model.formats.export import export_model
+from shardvit.model.formats.external_model import UserHints
+from shardvit.model.formats.google_names import BIG_VISION, VISION_TRANSFORMER, find_layout, infer_model, slots_of
+from shardvit.model.formats.google_npz import GoogleNames, expected_arrays, read_google_npz, write_google_npz
+from shardvit.model.positions.embedding import sincos_2d
+from shardvit.model.saved.model_folder import side_path
+from shardvit.model.variants import HYBRIDS, VARIANTS
+from shardvit.model.vit import build_model
 from tests.model.formats.small_npz import Arrays, arrays_of, meta_of, same, save, state_of
 
 
@@ -362,7 +362,7 @@ def test_an_interrupted_export_leaves_the_earlier_file_with_its_record(
         file.write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"model.formats.google_npz.{stopped_at}", stop)
+    monkeypatch.setattr(f"shardvit.model.formats.google_npz.{stopped_at}", stop)
     meta = meta_of(pool="gap")
     with pytest.raises(KeyboardInterrupt):
         write_google_npz(path, state_of(meta), meta=meta, names="vision_transformer")

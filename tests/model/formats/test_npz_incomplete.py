@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from model.formats.external_model import UserHints, adapt
-from model.formats.google_npz import (
+from shardvit.model.formats.external_model import UserHints, adapt
+from shardvit.model.formats.google_npz import (
     GoogleNames,
     read_google_npz,
 )

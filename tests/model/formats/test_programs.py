@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from model.config import ModelConfig
-from model.formats import programs
-from model.formats.programs import open_onnx, read_torch_export, write_onnx, write_torch_export
-from model.saved import atomic as replacing
-from model.saved.model_folder import SavedModelMeta, build_described
+from shardvit.model.config import ModelConfig
+from shardvit.model.formats import programs
+from shardvit.model.formats.programs import open_onnx, read_torch_export, write_onnx, write_torch_export
+from shardvit.model.saved import atomic as replacing
+from shardvit.model.saved.model_folder import SavedModelMeta, build_described
 from tests.model.comparing import randomise
 
 onnx = pytest.importorskip("onnx")

@@ -11,8 +11,8 @@ from timm.models import save_for_hf
 from torch import nn
 from transformers import AutoModelForImageClassification
 
-from model.config import ModelConfig
-from model.formats.detect import import_file, read_external
+from shardvit.model.config import ModelConfig
+from shardvit.model.formats.detect import import_file, read_external
 from tests.model.comparing import SMALL_TOKENS, randomise, relative_difference
 from tests.model.formats.small_model import described, images, logits, random_model, rebuilt
 

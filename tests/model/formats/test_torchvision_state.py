@@ -8,12 +8,12 @@ import torch
 import torchvision
 from torchvision.models.vision_transformer import ConvStemConfig, VisionTransformer
 
-from model.config import ModelConfig
-from model.formats.detect import import_file, read_external
-from model.formats.export import export_model
-from model.formats.external_model import IMAGENET_MEAN, IMAGENET_STD
-from model.formats.torchvision_state import how_to_load
-from model.saved.model_folder import side_path
+from shardvit.model.config import ModelConfig
+from shardvit.model.formats.detect import import_file, read_external
+from shardvit.model.formats.export import export_model
+from shardvit.model.formats.external_model import IMAGENET_MEAN, IMAGENET_STD
+from shardvit.model.formats.torchvision_state import how_to_load
+from shardvit.model.saved.model_folder import side_path
 from tests.model.comparing import SMALL_TOKENS, randomise, relative_difference
 from tests.model.formats.small_model import (
     CONFIG,

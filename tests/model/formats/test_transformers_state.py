@@ -17,9 +17,9 @@ from transformers import (
     ViTModel,
 )
 
-from model.config import ModelConfig
-from model.formats.detect import import_file, read_external
-from model.formats.export import export_model
+from shardvit.model.config import ModelConfig
+from shardvit.model.formats.detect import import_file, read_external
+from shardvit.model.formats.export import export_model
 from tests.model.comparing import SMALL_TOKENS, randomise, relative_difference
 from tests.model.formats.small_model import (
     NAMES,

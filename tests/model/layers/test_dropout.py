@@ -7,12 +7,12 @@ import torch
 from timm.layers import DropPath, PatchDropout
 from torch import Tensor, nn
 
-from model.config import ModelConfig, Regularisation
-from model.layers import dropout
-from model.layers.dropout import SampleDropout, SampleWords, by_sample, drop, mix_words, signed, words_of
-from model.masked_patch import build_masked_patch
-from model.vit import build_model, checkpoint_blocks
-from model.vocabulary import Pool
+from shardvit.model.config import ModelConfig, Regularisation
+from shardvit.model.layers import dropout
+from shardvit.model.layers.dropout import SampleDropout, SampleWords, by_sample, drop, mix_words, signed, words_of
+from shardvit.model.masked_patch import build_masked_patch
+from shardvit.model.vit import build_model, checkpoint_blocks
+from shardvit.model.vocabulary import Pool
 from tests.model.comparing import randomise
 
 RATES = {"dropout": 0.3, "stochastic_depth": 0.4, "patch_dropout": 0.5}

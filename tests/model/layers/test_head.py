@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from model.config import ModelConfig
-from model.init import initialise
-from model.layers.head import MlpHead, replace_head
-from model.vit import build_model
+from shardvit.model.config import ModelConfig
+from shardvit.model.init import initialise
+from shardvit.model.layers.head import MlpHead, replace_head
+from shardvit.model.vit import build_model
 
 SMALL = ModelConfig(width=48, depth=1, heads=4, patch_size=4)
 

@@ -8,9 +8,9 @@ from timm.layers import DropPath
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from model.config import ModelConfig, Regularisation
-from model.vit import build_model, timm_arguments
-from model.vocabulary import Pool
+from shardvit.model.config import ModelConfig, Regularisation
+from shardvit.model.vit import build_model, timm_arguments
+from shardvit.model.vocabulary import Pool
 from tests.model.comparing import randomise
 
 DEPTH, PATCHES = 4, 36

@@ -10,9 +10,9 @@ import torch
 from timm.models.vision_transformer import Attention
 from torch import Tensor
 
-from model.config import ModelConfig
-from model.init import initialise
-from model.positions.embedding import (
+from shardvit.model.config import ModelConfig
+from shardvit.model.init import initialise
+from shardvit.model.positions.embedding import (
     Learned1d,
     Learned2d,
     RelativeAttention,
@@ -21,8 +21,8 @@ from model.positions.embedding import (
     make_position,
     relative_attention,
 )
-from model.vit import build_model
-from model.vocabulary import Pool
+from shardvit.model.vit import build_model
+from shardvit.model.vocabulary import Pool
 from tests.model.comparing import randomise
 
 GRID, WIDTH, DEPTH = 3, 8, 2

@@ -5,11 +5,11 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from model.config import ModelConfig
-from model.init import initialise
-from model.positions.interpolation import interpolate_pos_embed, resize_state
-from model.vit import build_model
-from model.vocabulary import Interpolation, Pool
+from shardvit.model.config import ModelConfig
+from shardvit.model.init import initialise
+from shardvit.model.positions.interpolation import interpolate_pos_embed, resize_state
+from shardvit.model.vit import build_model
+from shardvit.model.vocabulary import Interpolation, Pool
 
 
 def test_a_plane_stays_a_plane_from_corner_to_corner() -> None:

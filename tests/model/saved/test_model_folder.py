@@ -10,8 +10,8 @@ import torch
 from pydantic import ValidationError
 from safetensors import safe_open
 
-from model.config import ModelConfig
-from model.saved.model_folder import (
+from shardvit.model.config import ModelConfig
+from shardvit.model.saved.model_folder import (
     SavedModelMeta,
     build_from_saved,
     expected_shapes,
@@ -19,9 +19,9 @@ from model.saved.model_folder import (
     read_meta,
     save_model,
 )
-from model.saved.state_shapes import Shape, describe_differences
-from model.vit import build_model
-from model.vocabulary import HeadKind
+from shardvit.model.saved.state_shapes import Shape, describe_differences
+from shardvit.model.vit import build_model
+from shardvit.model.vocabulary import HeadKind
 from tests.model.comparing import randomise
 from tests.model.formats.small_model import described
 

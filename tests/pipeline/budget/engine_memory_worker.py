@@ -19,16 +19,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from model.init import initialise
-from model.vit import build_model
-from pipeline.engine import deepspeed_engine as engine_deepspeed
-from pipeline.engine import zero_config
-from pipeline.engine.open import open_engine
-from pipeline.engine.saved_state.host_copy import copy_bytes
-from pipeline.optimizers import optim
-from pipeline.ranks.group import Ranks
-from pipeline.ranks.place import Place
-from pipeline.recipe.schema import Recipe
+from shardvit.model.init import initialise
+from shardvit.model.vit import build_model
+from shardvit.pipeline.engine import deepspeed_engine as engine_deepspeed
+from shardvit.pipeline.engine import zero_config
+from shardvit.pipeline.engine.open import open_engine
+from shardvit.pipeline.engine.saved_state.host_copy import copy_bytes
+from shardvit.pipeline.optimizers import optim
+from shardvit.pipeline.ranks.group import Ranks
+from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.recipe.schema import Recipe
 from tests.pipeline.budget.planning import recipe, stage_plan
 
 BUCKET_ELEMENTS = 40_000

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from pipeline.budget.communication import links_of
-from pipeline.budget.forecast import GivenSpeed, Hardware, Shards, StageForecast, forecast_stage
-from pipeline.budget.gpus import find_gpu
-from pipeline.budget.length import stage_length
-from pipeline.recipe.optimizer import Schedule
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage_plan import StagePlan
+from shardvit.pipeline.budget.communication import links_of
+from shardvit.pipeline.budget.forecast import GivenSpeed, Hardware, Shards, StageForecast, forecast_stage
+from shardvit.pipeline.budget.gpus import find_gpu
+from shardvit.pipeline.budget.length import stage_length
+from shardvit.pipeline.recipe.optimizer import Schedule
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stage_plan import StagePlan
 from tests.small_recipe import small_recipe, small_stage
 
 IMAGES = 1_281_167

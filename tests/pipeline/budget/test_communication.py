@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.budget.communication import Workload, links_of, most_useful_gpus, traffic
-from pipeline.budget.gpus import find_gpu
+from shardvit.pipeline.budget.communication import Workload, links_of, most_useful_gpus, traffic
+from shardvit.pipeline.budget.gpus import find_gpu
 
 JOB = Workload(300_000_000, 2, 24, 1, 25_000_000)
 LINKS = links_of(find_gpu("h200"), gpus_per_node=8, node_gbps=None)

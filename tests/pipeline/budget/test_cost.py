@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from model.config import ModelConfig
-from model.masked_patch import build_masked_patch
-from pipeline.budget.cost import stage_cost
-from pipeline.recipe.schema import EngineConfig
-from pipeline.recipe.stage import MaskedPatchStage
+from shardvit.model.config import ModelConfig
+from shardvit.model.masked_patch import build_masked_patch
+from shardvit.pipeline.budget.cost import stage_cost
+from shardvit.pipeline.recipe.schema import EngineConfig
+from shardvit.pipeline.recipe.stage import MaskedPatchStage
 from tests.pipeline.budget.planning import forecast, recipe
 from tests.small_recipe import small_stage
 

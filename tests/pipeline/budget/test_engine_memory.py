@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.budget import memory
-from pipeline.budget.communication import Workload, links_of, traffic
-from pipeline.budget.gpus import find_gpu
-from pipeline.budget.memory import copied_bytes
+from shardvit.pipeline.budget import memory
+from shardvit.pipeline.budget.communication import Workload, links_of, traffic
+from shardvit.pipeline.budget.gpus import find_gpu
+from shardvit.pipeline.budget.memory import copied_bytes
 from tests.pipeline.budget import engine_memory_worker as worker
 from tests.pipeline.budget.planning import forecast, stage_plan
 from tests.workers import run_ranks

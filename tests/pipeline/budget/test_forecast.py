@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.budget.forecast import GivenSpeed
-from pipeline.checkpoint.disk_space import estimate_bytes
+from shardvit.pipeline.budget.forecast import GivenSpeed
+from shardvit.pipeline.checkpoint.disk_space import estimate_bytes
 from tests.pipeline.budget.planning import forecast, recipe
 
 

@@ -1,7 +1,7 @@
 """Batches and lengths where the recipe does not fit the number of GPUs, or the images are not counted yet."""
 
-from pipeline.budget.length import stage_length
-from pipeline.recipe.stage_plan import plan_stage
+from shardvit.pipeline.budget.length import stage_length
+from shardvit.pipeline.recipe.stage_plan import plan_stage
 from tests.pipeline.budget.planning import IMAGES, forecast, recipe
 
 

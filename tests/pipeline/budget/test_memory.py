@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.budget.memory import ZERO_STAGES, State, ZeroStage, state_of
-from pipeline.engine.zero_config import deepspeed_config
-from pipeline.recipe.optimizer import OptimizerConfig
-from pipeline.recipe.schema import EngineConfig
-from pipeline.recipe.stage import EmaConfig
+from shardvit.pipeline.budget.memory import ZERO_STAGES, State, ZeroStage, state_of
+from shardvit.pipeline.engine.zero_config import deepspeed_config
+from shardvit.pipeline.recipe.optimizer import OptimizerConfig
+from shardvit.pipeline.recipe.schema import EngineConfig
+from shardvit.pipeline.recipe.stage import EmaConfig
 from tests.pipeline.budget.planning import forecast, recipe, stage_plan
 
 ADAMW = OptimizerConfig(name="adamw", lr=0.001)

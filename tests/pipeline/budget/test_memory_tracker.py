@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from model.vit import build_model, checkpoint_blocks
-from pipeline.budget.memory import state_of
-from pipeline.optimizers.optim import build_optimizer
-from pipeline.recipe.schema import Recipe
+from shardvit.model.vit import build_model, checkpoint_blocks
+from shardvit.pipeline.budget.memory import state_of
+from shardvit.pipeline.optimizers.optim import build_optimizer
+from shardvit.pipeline.recipe.schema import Recipe
 from tests.pipeline.budget.planning import forecast, recipe, stage_plan
 
 SMALL: dict[str, Any] = {"width": 192, "depth": 6, "heads": 3, "patch_size": 8}

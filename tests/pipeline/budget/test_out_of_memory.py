@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from pipeline.budget.out_of_memory import is_out_of_memory, what_to_change
+from shardvit.pipeline.budget.out_of_memory import is_out_of_memory, what_to_change
 from tests.pipeline.budget.planning import recipe
 
 GB = 10**9
@@ -25,7 +25,7 @@ def test_memory_that_ran_out_is_recognised_and_other_errors_are_not():
 def test_a_real_limit_of_a_process_is_recognised():
     """A process whose address space is limited, which asks torch for more."""
     code = (
-        "import resource, torch; from pipeline.budget.out_of_memory import is_out_of_memory\n"
+        "import resource, torch; from shardvit.pipeline.budget.out_of_memory import is_out_of_memory\n"
         "resource.setrlimit(resource.RLIMIT_AS, (1 << 32, 1 << 32))\n"
         "try: torch.zeros(1 << 33, dtype=torch.uint8)\n"
         "except Exception as error: print(is_out_of_memory(error))"

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.budget.gpus import GPUS
-from pipeline.budget.memory import Saving
+from shardvit.pipeline.budget.gpus import GPUS
+from shardvit.pipeline.budget.memory import Saving
 from tests.pipeline.budget.planning import forecast, recipe
 
 

@@ -4,11 +4,11 @@ import re
 
 import pytest
 
-from data_shards.errors import UserError
-from pipeline.budget.communication import ZeroKind
-from pipeline.budget.forecast import GivenSpeed, Shards
-from pipeline.budget.gpus import GPUS, find_gpu, gpu_of_driver
-from pipeline.budget.speed import PASS_SECONDS, STEP_SECONDS, host_seconds, reading
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.budget.communication import ZeroKind
+from shardvit.pipeline.budget.forecast import GivenSpeed, Shards
+from shardvit.pipeline.budget.gpus import GPUS, find_gpu, gpu_of_driver
+from shardvit.pipeline.budget.speed import PASS_SECONDS, STEP_SECONDS, host_seconds, reading
 from tests.conftest import ROOT
 from tests.pipeline.budget.planning import forecast, recipe
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.budget.communication import (
+from shardvit.pipeline.budget.communication import (
     Links,
     Way,
     Workload,
@@ -16,10 +16,10 @@ from pipeline.budget.communication import (
     most_useful_gpus,
     traffic,
 )
-from pipeline.budget.gpus import find_gpu
-from pipeline.budget.memory import state_of
-from pipeline.recipe.optimizer import OptimizerConfig
-from pipeline.recipe.schema import EngineConfig
+from shardvit.pipeline.budget.gpus import find_gpu
+from shardvit.pipeline.budget.memory import state_of
+from shardvit.pipeline.recipe.optimizer import OptimizerConfig
+from shardvit.pipeline.recipe.schema import EngineConfig
 from tests.pipeline.budget.planning import forecast, recipe, stage_plan
 
 GB = 10**9

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from pipeline.budget.communication import links_of
-from pipeline.budget.forecast import Hardware, Shards
-from pipeline.budget.gpus import find_gpu
-from pipeline.budget.warnings import engine_warnings, stage_warnings
+from shardvit.pipeline.budget.communication import links_of
+from shardvit.pipeline.budget.forecast import Hardware, Shards
+from shardvit.pipeline.budget.gpus import find_gpu
+from shardvit.pipeline.budget.warnings import engine_warnings, stage_warnings
 from tests.pipeline.budget.planning import forecast, recipe
 
 

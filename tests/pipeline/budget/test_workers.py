@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.budget.gpus import find_gpu
-from pipeline.budget.speed import (
+from shardvit.pipeline.budget.gpus import find_gpu
+from shardvit.pipeline.budget.speed import (
     MOST_WORKERS,
     anchored_speed,
     own_cores,

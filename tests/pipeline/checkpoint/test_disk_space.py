@@ -5,12 +5,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from data_shards.errors import UserError
-from pipeline.checkpoint import disk_space
-from pipeline.checkpoint.disk_space import check_free_space, estimate_bytes, free_bytes, spare_host_bytes
-from pipeline.recipe.optimizer import OptimizerConfig
-from pipeline.recipe.schema import EngineConfig
-from pipeline.recipe.stage import EmaConfig
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.checkpoint import disk_space
+from shardvit.pipeline.checkpoint.disk_space import check_free_space, estimate_bytes, free_bytes, spare_host_bytes
+from shardvit.pipeline.recipe.optimizer import OptimizerConfig
+from shardvit.pipeline.recipe.schema import EngineConfig
+from shardvit.pipeline.recipe.stage import EmaConfig
 
 GIB = 1 << 30
 

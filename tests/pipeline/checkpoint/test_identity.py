@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from data_shards.errors import UserError
-from pipeline.checkpoint.identity import STATE, check_identity, check_newest, checkpoint_identity
-from pipeline.recipe.io import load_recipe
-from pipeline.runs.run_folder import checkpoint_folders
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.checkpoint.identity import STATE, check_identity, check_newest, checkpoint_identity
+from shardvit.pipeline.recipe.io import load_recipe
+from shardvit.pipeline.runs.run_folder import checkpoint_folders
 
 
 def identity(*overrides: str, processes: int = 2) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.config import ModelConfig
-from model.saved.model_folder import SavedModelMeta, build_described, load_model, save_model
-from pipeline.recipe.io import load_recipe
-from pipeline.runs.run_folder import RunFolder
+from shardvit.model.config import ModelConfig
+from shardvit.model.saved.model_folder import SavedModelMeta, build_described, load_model, save_model
+from shardvit.pipeline.recipe.io import load_recipe
+from shardvit.pipeline.runs.run_folder import RunFolder
 
 # What CPython tells its audit hooks; a write inside safetensors is one operation, which ends before the next.
 WRITING = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree", "os.truncate", "os.listdir"}

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.errors import UserError
-from pipeline.checkpoint.mend_record import mend_records
-from pipeline.runs.run_folder import RunFolder, StageRecord
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.checkpoint.mend_record import mend_records
+from shardvit.pipeline.runs.run_folder import RunFolder, StageRecord
 from tests.saving import one_rank, save
 
 BROKEN = [

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.checkpoint import saver
-from pipeline.checkpoint import store as checkpoint
-from pipeline.checkpoint.saver import SaveFailed
-from pipeline.checkpoint.store import Retention, damage_of
-from pipeline.checkpoint.train_state import TrainState
-from pipeline.engine.saved_state.host_copy import HostCopy, copy_bytes
-from pipeline.engine.saved_state.state_files import StateFile, write_file
+from shardvit.pipeline.checkpoint import saver
+from shardvit.pipeline.checkpoint import store as checkpoint
+from shardvit.pipeline.checkpoint.saver import SaveFailed
+from shardvit.pipeline.checkpoint.store import Retention, damage_of
+from shardvit.pipeline.checkpoint.train_state import TrainState
+from shardvit.pipeline.engine.saved_state.host_copy import HostCopy, copy_bytes
+from shardvit.pipeline.engine.saved_state.state_files import StateFile, write_file
 from tests.saving import (
     Gate,
     TensorEngine,

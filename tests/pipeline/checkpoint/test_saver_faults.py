@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from data_shards.errors import UserError
-from pipeline.checkpoint import saver
-from pipeline.checkpoint.saver import SaveFailed
-from pipeline.checkpoint.store import Retention, damage_of
-from pipeline.engine.saved_state import state_files
-from pipeline.engine.saved_state.state_files import StateFile, write_file
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.checkpoint import saver
+from shardvit.pipeline.checkpoint.saver import SaveFailed
+from shardvit.pipeline.checkpoint.store import Retention, damage_of
+from shardvit.pipeline.engine.saved_state import state_files
+from shardvit.pipeline.engine.saved_state.state_files import StateFile, write_file
 from tests.pipeline.checkpoint.test_killed_anywhere import killed_everywhere
 from tests.saving import (
     Gate,

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from data_shards.errors import UserError
-from pipeline.checkpoint import store as checkpoint
-from pipeline.checkpoint.identity import STATE
-from pipeline.checkpoint.saver import SaveFailed
-from pipeline.checkpoint.store import MANIFEST, Retention, commit_checkpoint, open_beside, restore_checkpoint
-from pipeline.engine.saved_state import state_files
-from pipeline.ranks.group import Ranks
-from pipeline.ranks.place import Place
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.checkpoint import store as checkpoint
+from shardvit.pipeline.checkpoint.identity import STATE
+from shardvit.pipeline.checkpoint.saver import SaveFailed
+from shardvit.pipeline.checkpoint.store import MANIFEST, Retention, commit_checkpoint, open_beside, restore_checkpoint
+from shardvit.pipeline.engine.saved_state import state_files
+from shardvit.pipeline.ranks.group import Ranks
+from shardvit.pipeline.ranks.place import Place
 from tests.saving import (
     EXACT,
     IDENTITY,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.checkpoint.store import Retention, to_delete
+from shardvit.pipeline.checkpoint.store import Retention, to_delete
 
 METRICS = st.none() | st.sampled_from([0.1, 0.2, 0.2, 0.5, math.nan, math.inf, -math.inf])
 RUNS = st.dictionaries(st.integers(1, 60), METRICS, min_size=1)

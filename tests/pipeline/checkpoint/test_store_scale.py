@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.checkpoint import store as checkpoint
-from pipeline.checkpoint.store import MANIFEST, commit_checkpoint, open_beside
-from pipeline.engine.saved_state import state_files
-from pipeline.engine.saved_state.state_files import text_file
+from shardvit.pipeline.checkpoint import store as checkpoint
+from shardvit.pipeline.checkpoint.store import MANIFEST, commit_checkpoint, open_beside
+from shardvit.pipeline.engine.saved_state import state_files
+from shardvit.pipeline.engine.saved_state.state_files import text_file
 from tests.saving import (
     on_ranks,
     restore,

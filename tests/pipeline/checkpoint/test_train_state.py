@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.checkpoint.train_state import TrainState, seed_step
+from shardvit.pipeline.checkpoint.train_state import TrainState, seed_step
 
 FLOATS = st.floats(allow_nan=False)
 

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from pipeline.engine.late_metrics import LateMetrics
+from shardvit.pipeline.engine.late_metrics import LateMetrics
 
 CPU = torch.device("cpu")
 

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.engine.replicated import DdpEngine
-from pipeline.engine.saved_state.state_files import write_file
-from pipeline.ranks.group import Ranks
-from pipeline.ranks.place import Place
-from pipeline.recipe.optimizer import OptimizerConfig
-from pipeline.recipe.schema import EngineConfig
-from pipeline.recipe.stage import EmaConfig
+from shardvit.pipeline.engine.replicated import DdpEngine
+from shardvit.pipeline.engine.saved_state.state_files import write_file
+from shardvit.pipeline.ranks.group import Ranks
+from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.recipe.optimizer import OptimizerConfig
+from shardvit.pipeline.recipe.schema import EngineConfig
+from shardvit.pipeline.recipe.stage import EmaConfig
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw"},

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from launch.bench.operations import Operations
-from pipeline.engine.weight_norms import WeightNorms
+from shardvit.launch.bench.operations import Operations
+from shardvit.pipeline.engine.weight_norms import WeightNorms
 
 CPU = torch.device("cpu")
 ONE: Any = SimpleNamespace(gather=lambda values: values[None])

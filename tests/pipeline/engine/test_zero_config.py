@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.engine.zero_config import deepspeed_config, reduces_at_once
-from pipeline.recipe.optimizer import OptimizerConfig, Schedule
-from pipeline.recipe.schema import EngineConfig
-from pipeline.recipe.stage_plan import StagePlan
+from shardvit.pipeline.engine.zero_config import deepspeed_config, reduces_at_once
+from shardvit.pipeline.recipe.optimizer import OptimizerConfig, Schedule
+from shardvit.pipeline.recipe.schema import EngineConfig
+from shardvit.pipeline.recipe.stage_plan import StagePlan
 
 PLAN = StagePlan(
     world_size=2,

@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
-from data_shards.images.transforms import EvalTransform
-from data_shards.loading.assemble import Access
-from data_shards.loading.loader import EvalBatches, eval_batches
-from data_shards.reading.opening import open_shards
-from data_shards.shards.shard_set import ShardSet
-from data_shards.vocabulary import GOOGLES
-from model.config import ModelConfig
-from model.loss import loss_function
-from model.vit import build_model
-from pipeline.evaluation.evaluate import Evaluated, evaluate
-from pipeline.ranks.group import Ranks
-from pipeline.ranks.place import Place
-from pipeline.stage.task import Classification
+from shardvit.data_shards.images.transforms import EvalTransform
+from shardvit.data_shards.loading.assemble import Access
+from shardvit.data_shards.loading.loader import EvalBatches, eval_batches
+from shardvit.data_shards.reading.opening import open_shards
+from shardvit.data_shards.shards.shard_set import ShardSet
+from shardvit.data_shards.vocabulary import GOOGLES
+from shardvit.model.config import ModelConfig
+from shardvit.model.loss import loss_function
+from shardvit.model.vit import build_model
+from shardvit.pipeline.evaluation.evaluate import Evaluated, evaluate
+from shardvit.pipeline.ranks.group import Ranks
+from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.stage.task import Classification
 
 SIZE = 16
 

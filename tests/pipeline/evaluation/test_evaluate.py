@@ -12,15 +12,15 @@ import torch
 from PIL import Image
 from sklearn import metrics as oracle
 
-from data_shards.errors import UserError
-from data_shards.loading.loader import eval_batches
-from data_shards.packing.pack import pack
-from data_shards.packing.sources.label_list import LabelList
-from data_shards.reading.opening import open_shards
-from pipeline.evaluation.evaluate import Evaluated, keep_evaluations
-from pipeline.recipe.stage_plan import chosen_metrics
-from pipeline.runs.evaluations import evaluations, load_evaluation
-from pipeline.stage.task import model_input
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.loading.loader import eval_batches
+from shardvit.data_shards.packing.pack import pack
+from shardvit.data_shards.packing.sources.label_list import LabelList
+from shardvit.data_shards.reading.opening import open_shards
+from shardvit.pipeline.evaluation.evaluate import Evaluated, keep_evaluations
+from shardvit.pipeline.recipe.stage_plan import chosen_metrics
+from shardvit.pipeline.runs.evaluations import evaluations, load_evaluation
+from shardvit.pipeline.stage.task import model_input
 from tests.pipeline.runs.test_evaluations import same
 from tests.workers import run_ranks
 

@@ -11,12 +11,12 @@ import torch
 from sklearn import metrics as oracle
 from torchmetrics.functional import classification as library
 
-from model.loss import image_losses, loss_function, probabilities
-from model.vocabulary import LossKind
-from pipeline.evaluation import scores
-from pipeline.evaluation.scores import Answered, average_precision, one_answer
-from pipeline.runs.evaluations import Evaluation, PerClass
-from pipeline.stage.task import answers
+from shardvit.model.loss import image_losses, loss_function, probabilities
+from shardvit.model.vocabulary import LossKind
+from shardvit.pipeline.evaluation import scores
+from shardvit.pipeline.evaluation.scores import Answered, average_precision, one_answer
+from shardvit.pipeline.runs.evaluations import Evaluation, PerClass
+from shardvit.pipeline.stage.task import answers
 
 IMAGES, CLASSES = 400, 12
 

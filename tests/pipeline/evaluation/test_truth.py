@@ -7,10 +7,10 @@ import pytest
 import torch
 from timm.data.real_labels import RealLabelsImagenet
 
-from data_shards.errors import UserError
-from data_shards.loading.batch import Batch
-from data_shards.shards.shard_set import ShardSet, ShardTable
-from pipeline.evaluation.truth import Truth, find_truth, real_labels, usual_classes, wordnet_numbers
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.loading.batch import Batch
+from shardvit.data_shards.shards.shard_set import ShardSet, ShardTable
+from shardvit.pipeline.evaluation.truth import Truth, find_truth, real_labels, usual_classes, wordnet_numbers
 
 NUMBERS = tuple(map(str, range(1000)))
 

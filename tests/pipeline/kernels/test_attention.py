@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from data_shards.errors import UserError
-from pipeline.kernels.attention import AttentionCase, attention_kernels, kernel_that_runs, order_of
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.kernels.attention import AttentionCase, attention_kernels, kernel_that_runs, order_of
 
 ON_CPU = AttentionCase(device="cpu", precision="fp32", heads=2, head_size=16, tokens=17)
 H100 = AttentionCase(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.kernels.cache import keep_compiled_code
+from shardvit.pipeline.kernels.cache import keep_compiled_code
 
 NAME = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -19,7 +19,7 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_secret_name_for_all_processes_runs_and_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ThreadPoolExecutor(8) as pool:
-        from pipeline.kernels.cache import _users_name
+        from shardvit.pipeline.kernels.cache import _users_name
 
         names = set(pool.map(_users_name, [tmp_path / "home" / "name"] * 32))
     assert len(names) == 1 and [path.name for path in (tmp_path / "home").iterdir()] == ["name"]

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from data_shards.errors import UserError
-from model.layers.dropout import words_of
-from model.masked_patch import build_masked_patch
-from model.vit import build_model, checkpoint_blocks, set_patch_dropout
-from pipeline.engine.saved_state.frozen import freeze
-from pipeline.kernels import compiled_blocks
-from pipeline.kernels.compiled_blocks import CompiledBlocks, compile_blocks, why_not_compiled
-from pipeline.kernels.settle import settled_kernels
-from pipeline.recipe.schema import Recipe
-from pipeline.stage.dropout_masks import sample_words
+from shardvit.data_shards.errors import UserError
+from shardvit.model.layers.dropout import words_of
+from shardvit.model.masked_patch import build_masked_patch
+from shardvit.model.vit import build_model, checkpoint_blocks, set_patch_dropout
+from shardvit.pipeline.engine.saved_state.frozen import freeze
+from shardvit.pipeline.kernels import compiled_blocks
+from shardvit.pipeline.kernels.compiled_blocks import CompiledBlocks, compile_blocks, why_not_compiled
+from shardvit.pipeline.kernels.settle import settled_kernels
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.stage.dropout_masks import sample_words
 from tests.model.comparing import randomise
 
 # Dynamo looks at it, and hides the warning from what prints it, not from what makes it an error.

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.nn import functional
 
-from data_shards.errors import UserError
-from model.config import ModelConfig
-from model.vit import build_model
-from pipeline.kernels.attention import AttentionCase
-from pipeline.kernels.settle import deterministic_algorithms, fp32_products, repeats_bits, settled_kernels
-from pipeline.recipe.schema import Recipe
+from shardvit.data_shards.errors import UserError
+from shardvit.model.config import ModelConfig
+from shardvit.model.vit import build_model
+from shardvit.pipeline.kernels.attention import AttentionCase
+from shardvit.pipeline.kernels.settle import deterministic_algorithms, fp32_products, repeats_bits, settled_kernels
+from shardvit.pipeline.recipe.schema import Recipe
 
 
 def case(tokens: int, *, precision: str = "bf16", **more: object) -> AttentionCase:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from launch.bench.operations import Operations
-from pipeline.optimizers.flat import FlatOptimizer, GradientVerdict
-from pipeline.optimizers.optim import build_optimizer
-from pipeline.optimizers.parameter_groups import parameter_groups
-from pipeline.recipe.optimizer import OptimizerConfig
+from shardvit.launch.bench.operations import Operations
+from shardvit.pipeline.optimizers.flat import FlatOptimizer, GradientVerdict
+from shardvit.pipeline.optimizers.optim import build_optimizer
+from shardvit.pipeline.optimizers.parameter_groups import parameter_groups
+from shardvit.pipeline.recipe.optimizer import OptimizerConfig
 from tests.rates import set_lr
 
 STEPS, POISONED, CLIP, PADDING = 20, 7, 1.0, 5
@@ -79,7 +79,7 @@ def gradients(model: nn.Module, step: int) -> dict[str, Tensor]:
 def test_twenty_steps_with_one_nan_are_torchs(
     kind: dict[str, Any], settings: dict[str, Any], poisoned_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.optimizers.bf16_moment.BF16_CHUNK_ELEMENTS", 7)
+    monkeypatch.setattr("shardvit.pipeline.optimizers.bf16_moment.BF16_CHUNK_ELEMENTS", 7)
     monkeypatch.setitem(globals(), "POISONED", poisoned_at)
     config, oracle = OptimizerConfig(**kind, **settings), Model()
     theirs = build_optimizer(oracle, config)

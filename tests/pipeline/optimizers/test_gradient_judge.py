@@ -6,11 +6,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from launch.bench.operations import Operations
-from pipeline.engine.late_metrics import LateMetrics, StepOutcome
-from pipeline.optimizers.flat import GradientJudge
-from pipeline.ranks.group import Ranks
-from pipeline.ranks.place import Place
+from shardvit.launch.bench.operations import Operations
+from shardvit.pipeline.engine.late_metrics import LateMetrics, StepOutcome
+from shardvit.pipeline.optimizers.flat import GradientJudge
+from shardvit.pipeline.ranks.group import Ranks
+from shardvit.pipeline.ranks.place import Place
 
 ROW = 1 << 16
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from timm.optim import param_groups_layer_decay
 
-from data_shards.errors import UserError
-from model.config import ModelConfig
-from model.masked_patch import build_masked_patch
-from model.vit import build_model
-from pipeline.engine.saved_state.frozen import freeze
-from pipeline.optimizers.parameter_groups import parameter_groups
-from pipeline.recipe.optimizer import OptimizerConfig
+from shardvit.data_shards.errors import UserError
+from shardvit.model.config import ModelConfig
+from shardvit.model.masked_patch import build_masked_patch
+from shardvit.model.vit import build_model
+from shardvit.pipeline.engine.saved_state.frozen import freeze
+from shardvit.pipeline.optimizers.parameter_groups import parameter_groups
+from shardvit.pipeline.recipe.optimizer import OptimizerConfig
 
 
 @pytest.fixture(params=["mlp", "linear"])

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from model.config import ModelConfig
-from model.vit import build_model
-from pipeline.engine.saved_state.frozen import freeze
-from pipeline.optimizers.optim import build_optimizer
-from pipeline.recipe.optimizer import OptimizerConfig, Schedule
+from shardvit.model.config import ModelConfig
+from shardvit.model.vit import build_model
+from shardvit.pipeline.engine.saved_state.frozen import freeze
+from shardvit.pipeline.optimizers.optim import build_optimizer
+from shardvit.pipeline.recipe.optimizer import OptimizerConfig, Schedule
 from tests.rates import set_lr
 
 optax = pytest.importorskip("optax")

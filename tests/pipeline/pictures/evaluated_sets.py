@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from pipeline.runs.evaluations import Calibration, Evaluation, Judged, PerClass
+from shardvit.pipeline.runs.evaluations import Calibration, Evaluation, Judged, PerClass
 
 HOSTILE = (
     "<script>alert(1)</script>",

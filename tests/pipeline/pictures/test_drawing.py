@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.errors import UserError
-from pipeline.pictures import drawing
-from pipeline.pictures.drawing import Drawer, draw_missing, request_of
-from pipeline.pictures.style import Drawn
-from pipeline.recipe.io import dump_recipe, load_recipe
-from pipeline.runs.pictures import DrawRequest, Moment
-from pipeline.runs.run_folder import RunFolder, StageRecord
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.pictures import drawing
+from shardvit.pipeline.pictures.drawing import Drawer, draw_missing, request_of
+from shardvit.pipeline.pictures.style import Drawn
+from shardvit.pipeline.recipe.io import dump_recipe, load_recipe
+from shardvit.pipeline.runs.pictures import DrawRequest, Moment
+from shardvit.pipeline.runs.run_folder import RunFolder, StageRecord
 
 
 @pytest.fixture

@@ -13,15 +13,15 @@ from scipy.stats import binomtest
 from sklearn.calibration import calibration_curve
 from torchmetrics.functional.classification import multiclass_calibration_error
 
-from pipeline.evaluation.scores import calibration_error
-from pipeline.pictures.accuracy import (
+from shardvit.pipeline.evaluation.scores import calibration_error
+from shardvit.pipeline.pictures.accuracy import (
     class_scores,
     draw_per_class,
     draw_per_class_table,
     draw_reliability,
     wilson_interval,
 )
-from pipeline.pictures.confusion import (
+from shardvit.pipeline.pictures.confusion import (
     confused_pairs,
     draw_confused_pairs,
     draw_confusion_matrix,
@@ -29,13 +29,13 @@ from pipeline.pictures.confusion import (
     row_shares,
     similar_order,
 )
-from pipeline.pictures.drawing import Drawer, draw, drawers
-from pipeline.pictures.style import keep_drawn
-from pipeline.recipe.io import load_recipe
-from pipeline.runs import pictures as picture_module
-from pipeline.runs.evaluations import Evaluation, PerClass, save_evaluation
-from pipeline.runs.pictures import DrawRequest, KeptPicture, kept_pictures
-from pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.pictures.drawing import Drawer, draw, drawers
+from shardvit.pipeline.pictures.style import keep_drawn
+from shardvit.pipeline.recipe.io import load_recipe
+from shardvit.pipeline.runs import pictures as picture_module
+from shardvit.pipeline.runs.evaluations import Evaluation, PerClass, save_evaluation
+from shardvit.pipeline.runs.pictures import DrawRequest, KeptPicture, kept_pictures
+from shardvit.pipeline.runs.run_folder import RunFolder
 from tests.pipeline.pictures.evaluated_sets import HOSTILE, evaluation_of, random_evaluation
 
 STEP = 400

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipeline.pictures.grid import Cell, image_grid, shortened
-from pipeline.pictures.style import PNG_DOTS_PER_INCH, finished_svg, rendered
+from shardvit.pipeline.pictures.grid import Cell, image_grid, shortened
+from shardvit.pipeline.pictures.style import PNG_DOTS_PER_INCH, finished_svg, rendered
 
 
 def noise(height: int, width: int, *, seed: int = 0) -> np.ndarray:

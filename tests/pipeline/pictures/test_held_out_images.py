@@ -12,30 +12,30 @@ import pytest
 import torch
 from PIL import Image
 
-from data_shards.errors import UserError
-from data_shards.loading.assemble import Access
-from data_shards.loading.batch import Batch
-from data_shards.loading.loader import EvalBatches, eval_batches
-from data_shards.packing.pack import pack
-from data_shards.reading.opening import open_shards
-from data_shards.shards.shard_set import ShardsSpec
-from data_shards.shards.tar_index import index_path, read_index
-from model.init import initialise
-from model.masked_patch import build_masked_patch, colour_classes
-from model.saved.model_folder import save_model
-from pipeline.pictures import held_out_images as held_out_module
-from pipeline.pictures.drawing import draw, drawers
-from pipeline.pictures.evaluation_grid import draw_evaluation_grid, draw_worst_mistakes, is_right
-from pipeline.pictures.held_out_images import held_out_images
-from pipeline.pictures.masked_patches import colour_of, draw_masked_patches, fill_in
-from pipeline.pictures.style import keep_drawn
-from pipeline.recipe.schema import Recipe
-from pipeline.runs.evaluations import Evaluation, Judged, save_evaluation
-from pipeline.runs.pictures import DrawRequest, kept_pictures
-from pipeline.runs.run_folder import RunFolder
-from pipeline.stage.batches import eval_transform
-from pipeline.stage.initial_model import StageStart, stage_model
-from pipeline.stage.task import MaskedPatches
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.loading.assemble import Access
+from shardvit.data_shards.loading.batch import Batch
+from shardvit.data_shards.loading.loader import EvalBatches, eval_batches
+from shardvit.data_shards.packing.pack import pack
+from shardvit.data_shards.reading.opening import open_shards
+from shardvit.data_shards.shards.shard_set import ShardsSpec
+from shardvit.data_shards.shards.tar_index import index_path, read_index
+from shardvit.model.init import initialise
+from shardvit.model.masked_patch import build_masked_patch, colour_classes
+from shardvit.model.saved.model_folder import save_model
+from shardvit.pipeline.pictures import held_out_images as held_out_module
+from shardvit.pipeline.pictures.drawing import draw, drawers
+from shardvit.pipeline.pictures.evaluation_grid import draw_evaluation_grid, draw_worst_mistakes, is_right
+from shardvit.pipeline.pictures.held_out_images import held_out_images
+from shardvit.pipeline.pictures.masked_patches import colour_of, draw_masked_patches, fill_in
+from shardvit.pipeline.pictures.style import keep_drawn
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.runs.evaluations import Evaluation, Judged, save_evaluation
+from shardvit.pipeline.runs.pictures import DrawRequest, kept_pictures
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.stage.batches import eval_transform
+from shardvit.pipeline.stage.initial_model import StageStart, stage_model
+from shardvit.pipeline.stage.task import MaskedPatches
 from tests.pipeline.pictures.evaluated_sets import HOSTILE, evaluation_of
 
 IMAGES, DAMAGED = 40, 5
@@ -227,7 +227,7 @@ def test_what_is_filled_in_is_what_evaluation_judges(masked: DrawRequest, shards
     task = MaskedPatches(engine=engine, seed=7, patch_size=4)
     everything = seen_in_evaluation(masked, shards / "one" / "train")
     example = task.example(everything, use="eval")
-    from model.saved.model_folder import build_from_saved
+    from shardvit.model.saved.model_folder import build_from_saved
 
     _, model = build_from_saved(masked.folder.model("masked_patch"))
     with torch.inference_mode():

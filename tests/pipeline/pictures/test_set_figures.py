@@ -7,11 +7,11 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from data_shards.reading.overview import DrawnImage, Overview
-from data_shards.shards.labels import LabelSpec
-from data_shards.shards.shard_set import ShardEntry, ShardSet, ShardTable
-from pipeline.pictures.set_figures import contact_sheet, image_sizes, label_histogram
-from pipeline.pictures.style import rendered
+from shardvit.data_shards.reading.overview import DrawnImage, Overview
+from shardvit.data_shards.shards.labels import LabelSpec
+from shardvit.data_shards.shards.shard_set import ShardEntry, ShardSet, ShardTable
+from shardvit.pipeline.pictures.set_figures import contact_sheet, image_sizes, label_histogram
+from shardvit.pipeline.pictures.style import rendered
 
 HOSTILE = ("<script>alert(1)</script>", "$x^2$", "a\x1b[2J\nb")
 

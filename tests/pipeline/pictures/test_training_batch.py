@@ -10,24 +10,24 @@ import pytest
 import torch
 from PIL import Image
 
-from data_shards.loading.device_prefetch import prefetch_to_device
-from data_shards.loading.loader import TrainLoader
-from data_shards.packing.pack import pack
-from data_shards.shards.tar_index import index_path, read_index
-from data_shards.vocabulary import GOOGLES, Normalisation
-from pipeline.checkpoint.train_state import TrainState
-from pipeline.pictures.drawing import draw
-from pipeline.pictures.training_batch import seen_batch, seen_in_epochs
-from pipeline.ranks.place import Place
-from pipeline.recipe.io import dump_recipe
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage_plan import plan_stage
-from pipeline.runs.pictures import DrawRequest, kept_pictures
-from pipeline.runs.run_folder import RunFolder, StageRecord
-from pipeline.stage.batches import train_stream
-from pipeline.stage.stage_data import Stage, StageData, open_data
-from pipeline.stage.task import make_task
-from pipeline.training.train_loop import train
+from shardvit.data_shards.loading.device_prefetch import prefetch_to_device
+from shardvit.data_shards.loading.loader import TrainLoader
+from shardvit.data_shards.packing.pack import pack
+from shardvit.data_shards.shards.tar_index import index_path, read_index
+from shardvit.data_shards.vocabulary import GOOGLES, Normalisation
+from shardvit.pipeline.checkpoint.train_state import TrainState
+from shardvit.pipeline.pictures.drawing import draw
+from shardvit.pipeline.pictures.training_batch import seen_batch, seen_in_epochs
+from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.recipe.io import dump_recipe
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stage_plan import plan_stage
+from shardvit.pipeline.runs.pictures import DrawRequest, kept_pictures
+from shardvit.pipeline.runs.run_folder import RunFolder, StageRecord
+from shardvit.pipeline.stage.batches import train_stream
+from shardvit.pipeline.stage.stage_data import Stage, StageData, open_data
+from shardvit.pipeline.stage.task import make_task
+from shardvit.pipeline.training.train_loop import train
 from tests import looping
 
 CPU = torch.device("cpu")

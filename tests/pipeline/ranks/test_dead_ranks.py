@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from launch.bench.scale_ranks import beat_of, simulate_death
-from pipeline.ranks import dead_ranks as gone
-from pipeline.ranks.dead_ranks import About, is_to_say, is_to_say_mistake, tell_all_hosts
-from pipeline.ranks.heartbeat import read_heartbeat, write_heartbeat
-from pipeline.ranks.place import Log, Place
-from pipeline.ranks.process import this_machine
+from shardvit.launch.bench.scale_ranks import beat_of, simulate_death
+from shardvit.pipeline.ranks import dead_ranks as gone
+from shardvit.pipeline.ranks.dead_ranks import About, is_to_say, is_to_say_mistake, tell_all_hosts
+from shardvit.pipeline.ranks.heartbeat import read_heartbeat, write_heartbeat
+from shardvit.pipeline.ranks.place import Log, Place
+from shardvit.pipeline.ranks.process import this_machine
 
 
 @pytest.mark.parametrize("victim", [0, 5, 8], ids=["rank 0", "in the middle of a host", "the first of a host"])

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from data_shards.errors import UserError
-from pipeline.ranks import group
-from pipeline.ranks.group import (
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.ranks import group
+from shardvit.pipeline.ranks.group import (
     ADDRESS_FILE,
     PeerGone,
     Ranks,
@@ -27,7 +27,7 @@ from pipeline.ranks.group import (
     rounds,
     while_others_wait,
 )
-from pipeline.ranks.place import Place
+from shardvit.pipeline.ranks.place import Place
 from tests.saving import ThreadRanks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -35,8 +35,8 @@ RANK = """
 import sys, time
 from pathlib import Path
 import torch
-from pipeline.ranks.place import Place
-from pipeline.ranks.group import Ranks
+from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.ranks.group import Ranks
 rank, world_size, folder, delay = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), float(sys.argv[4])
 time.sleep(delay)
 place = Place(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, rendezvous=folder)
@@ -205,9 +205,9 @@ GREETING = """
 import os, sys
 from pathlib import Path
 import torch
-from data_shards.errors import UserError
-from pipeline.ranks import group
-from pipeline.ranks.place import Place
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.ranks import group
+from shardvit.pipeline.ranks.place import Place
 rank, world_size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 group._MOST_MESHED = 2
 place = Place(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, rendezvous=folder)

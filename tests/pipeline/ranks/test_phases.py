@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.ranks.phases import Phases
-from pipeline.ranks.place import Place
-from pipeline.ranks.slow_rank import Slowest, SlowRanks
+from shardvit.pipeline.ranks.phases import Phases
+from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.ranks.slow_rank import Slowest, SlowRanks
 
 STEP_SECONDS = 0.5  # so that the windows below take 10 s
 
@@ -131,8 +131,8 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr("pipeline.ranks.phases.time", SimpleNamespace(perf_counter=lambda: self.now))
-        monkeypatch.setattr("pipeline.ranks.phases.platform", SimpleNamespace(node=lambda: "host-0"))
+        monkeypatch.setattr("shardvit.pipeline.ranks.phases.time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr("shardvit.pipeline.ranks.phases.platform", SimpleNamespace(node=lambda: "host-0"))
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ import numpy
 import pytest
 import torch
 
-from pipeline.ranks.process import CoreWaits, ProcessState, needed_open_files, settle_threads
+from shardvit.pipeline.ranks.process import CoreWaits, ProcessState, needed_open_files, settle_threads
 
 ROOT = Path(__file__).resolve().parents[3]
 CHILD = """
 import resource, sys
-from pipeline.ranks.process import allow_open_files
+from shardvit.pipeline.ranks.process import allow_open_files
 soft, hard, needed = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 said = allow_open_files(needed)
@@ -92,7 +92,7 @@ def test_the_share_is_of_the_time_since_the_last_call(tmp_path: Path) -> None:
 
 ON_ONE_CORE = """
 import os, subprocess, sys, time
-from pipeline.ranks.process import CoreWaits
+from shardvit.pipeline.ranks.process import CoreWaits
 
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]

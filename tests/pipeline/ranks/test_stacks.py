@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from pipeline.ranks import stacks
-from pipeline.ranks.stacks import is_whole, main_thread_waits, stack_excerpt
+from shardvit.pipeline.ranks import stacks
+from shardvit.pipeline.ranks.stacks import is_whole, main_thread_waits, stack_excerpt
 
 
 def test_an_excerpt_has_the_innermost_lines_of_the_thread_and_those_of_this_project(tmp_path):

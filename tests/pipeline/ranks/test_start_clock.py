@@ -7,8 +7,8 @@ from contextlib import closing
 
 import pytest
 
-from pipeline.ranks import start_clock
-from pipeline.ranks.start_clock import StartClock, seconds_since_start
+from shardvit.pipeline.ranks import start_clock
+from shardvit.pipeline.ranks.start_clock import StartClock, seconds_since_start
 
 PATIENCE_SECONDS = 240.0
 

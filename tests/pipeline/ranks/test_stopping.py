@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.local.processes import handled
-from pipeline.ranks.stopping import Requests, StopFlag, StopOrSave
-from pipeline.recipe.vocabulary import EXIT_STOPPED
+from shardvit.launch.local.processes import handled
+from shardvit.pipeline.ranks.stopping import Requests, StopFlag, StopOrSave
+from shardvit.pipeline.recipe.vocabulary import EXIT_STOPPED
 
 ROOT = Path(__file__).resolve().parents[3]
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -63,7 +63,7 @@ def test_the_first_reason_stays(flag: StopFlag):
 def test_a_second_ctrl_c_ends_the_process():
     code = """
 import os, signal
-from pipeline.ranks.stopping import StopFlag
+from shardvit.pipeline.ranks.stopping import StopFlag
 flag = StopFlag()
 flag.listen()
 os.kill(os.getpid(), signal.SIGINT)
@@ -114,7 +114,7 @@ def test_a_rank_requests_what_its_flag_says():
 def test_a_checkpoint_is_requested_when_the_last_one_is_old(monkeypatch: pytest.MonkeyPatch):
     now = [1000.0]
     # The module's alone: other threads of this process ask time.monotonic too.
-    monkeypatch.setattr("pipeline.ranks.stopping.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("shardvit.pipeline.ranks.stopping.time", SimpleNamespace(monotonic=lambda: now[0]))
     exchange, never = requests(StopFlag(), save_minutes=2.0), requests(StopFlag())
 
     def due(at: float) -> bool:

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.ranks import dead_ranks as gone_module
-from pipeline.ranks import watch as watch_module
-from pipeline.ranks.dead_ranks import peer_is_gone, report_gone
-from pipeline.ranks.heartbeat import (
+from shardvit.pipeline.ranks import dead_ranks as gone_module
+from shardvit.pipeline.ranks import watch as watch_module
+from shardvit.pipeline.ranks.dead_ranks import peer_is_gone, report_gone
+from shardvit.pipeline.ranks.heartbeat import (
     Heartbeat,
     Sightings,
     WakingClock,
@@ -23,9 +23,9 @@ from pipeline.ranks.heartbeat import (
     read_heartbeat,
     write_heartbeat,
 )
-from pipeline.ranks.place import Place
-from pipeline.ranks.process import process_started, this_machine
-from pipeline.ranks.watch import Watch
+from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.ranks.process import process_started, this_machine
+from shardvit.pipeline.ranks.watch import Watch
 
 
 def make_beat(rank: int, **changes) -> Heartbeat:

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import yaml
 
-from data_shards.errors import UserError
-from pipeline.recipe.data import ShardsConfig
-from pipeline.recipe.io import differences, dump_recipe, load_recipe, parse_recipe
-from pipeline.recipe.schema import Recipe
-from pipeline.stage.batches import eval_transform, mixup, train_transform
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.recipe.data import ShardsConfig
+from shardvit.pipeline.recipe.io import differences, dump_recipe, load_recipe, parse_recipe
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.stage.batches import eval_transform, mixup, train_transform
 from tests.small_recipe import small_recipe, small_stage, write_recipe
 
 

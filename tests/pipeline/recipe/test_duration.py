@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pipeline.recipe.duration import Duration, in_steps, parse_duration
+from shardvit.pipeline.recipe.duration import Duration, in_steps, parse_duration
 
 
 @pytest.mark.parametrize(

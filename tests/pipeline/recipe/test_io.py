@@ -5,11 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.errors import UserError
-from pipeline.recipe.io import difference_to_parent, differences, dump_recipe, flatten, load_recipe, parse_recipe
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.sources import read_header, read_source, shipped_recipes
-from pipeline.runs.run_folder import recipe_digest
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.recipe.io import (
+    difference_to_parent,
+    differences,
+    dump_recipe,
+    flatten,
+    load_recipe,
+    parse_recipe,
+)
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.sources import read_header, read_source, shipped_recipes
+from shardvit.pipeline.runs.run_folder import recipe_digest
 
 TEXT = """
 name: mine

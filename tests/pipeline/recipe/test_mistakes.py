@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.errors import UserError
-from pipeline.recipe.io import load_recipe
-from pipeline.recipe.schema import Recipe
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.recipe.io import load_recipe
+from shardvit.pipeline.recipe.schema import Recipe
 
 TEXT = """\
 name: mine
@@ -215,10 +215,10 @@ def test_no_kind_of_value_at_any_key_is_answered_in_the_words_of_a_library(file:
 
 
 def _fields(key: str, place: str) -> list[str]:
-    from pipeline.recipe.data import AugmentConfig, CacheRecipe, DataConfig
-    from pipeline.recipe.optimizer import OptimizerConfig
-    from pipeline.recipe.schema import EngineConfig
-    from pipeline.recipe.stage import PretrainStage
+    from shardvit.pipeline.recipe.data import AugmentConfig, CacheRecipe, DataConfig
+    from shardvit.pipeline.recipe.optimizer import OptimizerConfig
+    from shardvit.pipeline.recipe.schema import EngineConfig
+    from shardvit.pipeline.recipe.stage import PretrainStage
 
     of = {
         ("data", ""): DataConfig,

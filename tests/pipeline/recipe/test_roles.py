@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.errors import UserError
-from pipeline.recipe.io import differences, dump_recipe, load_recipe, parse_recipe
-from pipeline.recipe.roles import ROLES, missing_paths, read_paths
-from pipeline.runs.run_folder import recipe_digest
-from pipeline.stage.stage_data import open_data
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.recipe.io import differences, dump_recipe, load_recipe, parse_recipe
+from shardvit.pipeline.recipe.roles import ROLES, missing_paths, read_paths
+from shardvit.pipeline.runs.run_folder import recipe_digest
+from shardvit.pipeline.stage.stage_data import open_data
 
 PATHS = """
 imagenet21k: {train: big/train, eval: big/val}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.recipe.optimizer import Decay, Schedule
+from shardvit.pipeline.recipe.optimizer import Decay, Schedule
 
 
 def google(step: int, *, total: int, base: float, decay: str, warmup: int, linear_end: float) -> float:

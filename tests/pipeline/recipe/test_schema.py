@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from pipeline.recipe.io import differences, flatten, load_recipe
-from pipeline.recipe.optimizer import OptimizerConfig, ScheduleConfig
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage import MaskedPatchStage
-from pipeline.runs.run_folder import recipe_digest
+from shardvit.pipeline.recipe.io import differences, flatten, load_recipe
+from shardvit.pipeline.recipe.optimizer import OptimizerConfig, ScheduleConfig
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stage import MaskedPatchStage
+from shardvit.pipeline.runs.run_folder import recipe_digest
 from tests.small_recipe import small_stage
 
 TRAIN = small_stage("a", image_size=16, global_batch_size=8, optimizer={"name": "sgd", "lr": 0.1})

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.errors import UserError
-from pipeline.recipe import sources
-from pipeline.recipe.io import load_recipe
-from pipeline.recipe.sources import find_recipe, finetune_sets, merge, read_source, shipped_recipes
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.recipe import sources
+from shardvit.pipeline.recipe.io import load_recipe
+from shardvit.pipeline.recipe.sources import find_recipe, finetune_sets, merge, read_source, shipped_recipes
 
 BASE = """
 name: base

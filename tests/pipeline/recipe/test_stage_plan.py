@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_shards.errors import UserError
-from pipeline.recipe.optimizer import Schedule
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage_plan import StagePlan, plan_stage
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.recipe.optimizer import Schedule
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stage_plan import StagePlan, plan_stage
 from tests.small_recipe import small_recipe, small_stage
 
 

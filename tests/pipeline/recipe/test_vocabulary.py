@@ -9,10 +9,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from pipeline.optimizers.optim import build_optimizer
-from pipeline.recipe import vocabulary
-from pipeline.recipe.optimizer import OptimizerConfig
-from pipeline.recipe.vocabulary import METRICS, OPTIMIZERS, MomentType, OptimizerName
+from shardvit.pipeline.optimizers.optim import build_optimizer
+from shardvit.pipeline.recipe import vocabulary
+from shardvit.pipeline.recipe.optimizer import OptimizerConfig
+from shardvit.pipeline.recipe.vocabulary import METRICS, OPTIMIZERS, MomentType, OptimizerName
 
 ROOT = Path(__file__).resolve().parents[3]
 

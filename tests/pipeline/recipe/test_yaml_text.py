@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from data_shards.errors import UserError
-from pipeline.recipe.io import load_recipe
-from pipeline.recipe.yaml_text import read_yaml, write_yaml
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.recipe.io import load_recipe
+from shardvit.pipeline.recipe.yaml_text import read_yaml, write_yaml
 
 TEXT = "name: mine\nstages: {}\n"
 

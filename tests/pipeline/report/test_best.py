@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.report.best import best_results, describe_best, describe_results
-from pipeline.runs.logs import MetricRow
-from pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.report.best import best_results, describe_best, describe_results
+from shardvit.pipeline.runs.logs import MetricRow
+from shardvit.pipeline.runs.run_folder import RunFolder
 
 VALUES = st.one_of(st.floats(0, 1), st.just(math.nan))
 

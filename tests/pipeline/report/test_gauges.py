@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from model.counting.flops import account
-from pipeline.recipe.io import load_recipe
-from pipeline.recipe.schema import EngineConfig
-from pipeline.recipe.stage_plan import plan_stage
-from pipeline.report import gauges
-from pipeline.report.gauges import Gauges, ImageWork, peak_flops, stage_work
+from shardvit.model.counting.flops import account
+from shardvit.pipeline.recipe.io import load_recipe
+from shardvit.pipeline.recipe.schema import EngineConfig
+from shardvit.pipeline.recipe.stage_plan import plan_stage
+from shardvit.pipeline.report import gauges
+from shardvit.pipeline.report.gauges import Gauges, ImageWork, peak_flops, stage_work
 
 WORK = ImageWork(flops=2 * 10**12, last_flops=3 * 10**12, last_from=10)
 

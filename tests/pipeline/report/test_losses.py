@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from pipeline.report.losses import LossWindow, Spike, SpikeFinder, StepMeans
+from shardvit.pipeline.report.losses import LossWindow, Spike, SpikeFinder, StepMeans
 
 
 def curve(steps: int, *, kind: str = "power", scatter: float = 0.05, seed: int = 0) -> list[float]:

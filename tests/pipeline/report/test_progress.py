@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.ranks.stopping import TimeLimit
-from pipeline.report.progress import RecentSpeed, TrainingProgress, format_count
+from shardvit.pipeline.ranks.stopping import TimeLimit
+from shardvit.pipeline.report.progress import RecentSpeed, TrainingProgress, format_count
 from tests.terminal import terminal
 
 

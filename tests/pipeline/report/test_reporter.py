@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from data_shards.errors import UserError
-from pipeline.checkpoint.train_state import RollBack, TrainState, Trouble
-from pipeline.ranks import phases
-from pipeline.ranks.phases import Phases
-from pipeline.ranks.place import Place
-from pipeline.ranks.stopping import Stopped
-from pipeline.report import reporter
-from pipeline.report.losses import Spike
-from pipeline.report.reporter import Report, attempt_events
-from pipeline.runs.logs import EventsLog, read_events
-from pipeline.runs.run_folder import RunFolder
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.checkpoint.train_state import RollBack, TrainState, Trouble
+from shardvit.pipeline.ranks import phases
+from shardvit.pipeline.ranks.phases import Phases
+from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.ranks.stopping import Stopped
+from shardvit.pipeline.report import reporter
+from shardvit.pipeline.report.losses import Spike
+from shardvit.pipeline.report.reporter import Report, attempt_events
+from shardvit.pipeline.runs.logs import EventsLog, read_events
+from shardvit.pipeline.runs.run_folder import RunFolder
 
 
 class Notebook:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.runs.evaluations import (
+from shardvit.pipeline.runs.evaluations import (
     Calibration,
     Evaluation,
     Judged,

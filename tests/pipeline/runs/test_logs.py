@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.runs.logs import EVENT_KINDS, Event, EventsLog, MetricsLog, iter_metrics, read_events, read_metrics
+from shardvit.pipeline.runs.logs import (
+    EVENT_KINDS,
+    Event,
+    EventsLog,
+    MetricsLog,
+    iter_metrics,
+    read_events,
+    read_metrics,
+)
 
 VALUES = st.dictionaries(st.text(max_size=5), st.floats(allow_subnormal=True), max_size=4)
 STEPS = st.lists(st.integers(0, 20), max_size=8).map(sorted)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.pictures import style as module
-from pipeline.pictures.style import ACCENT, DARK, INK, keep_picture, new_figure, plain
-from pipeline.runs.pictures import Picture, keep_table, kept_pictures, newest_pictures
+from shardvit.pipeline.pictures import style as module
+from shardvit.pipeline.pictures.style import ACCENT, DARK, INK, keep_picture, new_figure, plain
+from shardvit.pipeline.runs.pictures import Picture, keep_table, kept_pictures, newest_pictures
 
 HOSTILE = "<script>alert(1)</script> $\\frac{a}$ & \x1b[31m\u202e 😀"
 

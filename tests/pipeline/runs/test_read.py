@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.errors import UserError
-from pipeline.recipe.io import load_recipe
-from pipeline.runs.logs import MetricsLog
-from pipeline.runs.read import RunReader, read_run, run_folder_at
-from pipeline.runs.run_folder import RunFolder
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.recipe.io import load_recipe
+from shardvit.pipeline.runs.logs import MetricsLog
+from shardvit.pipeline.runs.read import RunReader, read_run, run_folder_at
+from shardvit.pipeline.runs.run_folder import RunFolder
 
 
 @pytest.fixture

@@ -6,10 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.errors import UserError
-from pipeline.recipe.io import load_recipe
-from pipeline.recipe.schema import Recipe
-from pipeline.runs.run_folder import RunFolder, StageRecord, check_inputs, check_model, recipe_digest, weights_digest
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.recipe.io import load_recipe
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.runs.run_folder import (
+    RunFolder,
+    StageRecord,
+    check_inputs,
+    check_model,
+    recipe_digest,
+    weights_digest,
+)
 
 STAGES = ("pretrain", "swap_head", "finetune")
 

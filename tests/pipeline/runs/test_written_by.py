@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.runs.written_by import changed_since, git_tags, source_tags, written_by
+from shardvit.pipeline.runs.written_by import changed_since, git_tags, source_tags, written_by
 
 
 def test_changes_are_named_and_neither_host_nor_time_is_one():

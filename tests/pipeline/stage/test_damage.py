@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from data_shards.loading.batch import Batch, Fault
-from pipeline.stage.damage import FaultLedger
+from shardvit.data_shards.loading.batch import Batch, Fault
+from shardvit.pipeline.stage.damage import FaultLedger
 
 
 class SharedRanks:

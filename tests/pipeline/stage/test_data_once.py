@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from data_shards.errors import AgreedError
-from data_shards.packing.pack import pack
-from pipeline.ranks.place import Place
-from pipeline.ranks.stopping import StopFlag
-from pipeline.recipe.schema import Recipe
-from pipeline.runs.run_folder import RunFolder
-from pipeline.stage import data_once as stage_data_once
-from pipeline.stage.context import StageContext
-from pipeline.stage.data_once import open_data_once
-from pipeline.stage.stage_data import StageData, open_data
+from shardvit.data_shards.errors import AgreedError
+from shardvit.data_shards.packing.pack import pack
+from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.ranks.stopping import StopFlag
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.stage import data_once as stage_data_once
+from shardvit.pipeline.stage.context import StageContext
+from shardvit.pipeline.stage.data_once import open_data_once
+from shardvit.pipeline.stage.stage_data import StageData, open_data
 from tests.saving import ThreadRanks
 from tests.small_recipe import small_recipe, small_stage
 

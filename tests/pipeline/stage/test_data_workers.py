@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from data_shards.errors import UserError
-from data_shards.loading.loader import TrainBatches
-from pipeline.recipe.schema import Recipe
-from pipeline.stage import data_workers as module
-from pipeline.stage.data_workers import DataWorkers, choose, cores_of, data_workers, expect_data_workers
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.loading.loader import TrainBatches
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.stage import data_workers as module
+from shardvit.pipeline.stage.data_workers import DataWorkers, choose, cores_of, data_workers, expect_data_workers
 from tests.data_shards.streams import pack_noise, seen, train_batches
 from tests.pipeline.budget.planning import recipe
 

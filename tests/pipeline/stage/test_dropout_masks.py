@@ -8,13 +8,13 @@ import pytest
 import torch
 from scipy.stats import chi2, chi2_contingency
 
-from data_shards.loading.loader import Layout, TrainBatches
-from model.config import ModelConfig, Regularisation
-from model.layers.dropout import SampleDropout, SampleDropPath, SamplePatchDropout, SampleWords
-from model.vit import build_model
-from pipeline.recipe.optimizer import Schedule
-from pipeline.recipe.stage_plan import StagePlan
-from pipeline.stage.dropout_masks import draw_masks, sample_words
+from shardvit.data_shards.loading.loader import Layout, TrainBatches
+from shardvit.model.config import ModelConfig, Regularisation
+from shardvit.model.layers.dropout import SampleDropout, SampleDropPath, SamplePatchDropout, SampleWords
+from shardvit.model.vit import build_model
+from shardvit.pipeline.recipe.optimizer import Schedule
+from shardvit.pipeline.recipe.stage_plan import StagePlan
+from shardvit.pipeline.stage.dropout_masks import draw_masks, sample_words
 
 GLOBAL_BATCH, RATE = 24, 0.3
 TOKENS, WIDTH = 13, 20

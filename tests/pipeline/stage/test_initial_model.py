@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import yaml
 
-from data_shards.errors import UserError
-from model.config import ModelConfig
-from model.saved.model_folder import CONFIG_FILE, RECORD_KEY, WEIGHTS_FILE, SavedModelMeta, save_model
-from model.vit import build_model
-from pipeline.recipe.io import load_recipe
-from pipeline.recipe.schema import Recipe
-from pipeline.stage.initial_model import model_from_elsewhere
+from shardvit.data_shards.errors import UserError
+from shardvit.model.config import ModelConfig
+from shardvit.model.saved.model_folder import CONFIG_FILE, RECORD_KEY, WEIGHTS_FILE, SavedModelMeta, save_model
+from shardvit.model.vit import build_model
+from shardvit.pipeline.recipe.io import load_recipe
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.stage.initial_model import model_from_elsewhere
 from tests.small_recipe import small_recipe, small_stage
 
 SMALL = {"width": 16, "depth": 2, "heads": 2, "patch_size": 4}

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from data_shards.loading.batch import Batch
-from pipeline.stage.task import Corruption, corruption_held_out, corruption_in_training, draw_corruption
+from shardvit.data_shards.loading.batch import Batch
+from shardvit.pipeline.stage.task import Corruption, corruption_held_out, corruption_in_training, draw_corruption
 
 PATCHES = 16
 IMAGES = 20_000

@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from data_shards.order.sample_order import Order
-from data_shards.packing.pack import pack
-from data_shards.reading.opening import open_shards
-from data_shards.shards.shard_set import ShardSet, ShardsSpec
-from pipeline.checkpoint.identity import checkpoint_identity
-from pipeline.checkpoint.store import Restored
-from pipeline.checkpoint.train_state import TrainState
-from pipeline.recipe.io import dump_recipe, load_recipe
-from pipeline.recipe.stage_plan import plan_stage
-from pipeline.runs.run_folder import RunFolder
-from pipeline.runs.written_by import written_by
-from pipeline.stage.stage_data import Stage, StageData
-from pipeline.stage.start_summary import describe_changes, describe_restored
+from shardvit.data_shards.order.sample_order import Order
+from shardvit.data_shards.packing.pack import pack
+from shardvit.data_shards.reading.opening import open_shards
+from shardvit.data_shards.shards.shard_set import ShardSet, ShardsSpec
+from shardvit.pipeline.checkpoint.identity import checkpoint_identity
+from shardvit.pipeline.checkpoint.store import Restored
+from shardvit.pipeline.checkpoint.train_state import TrainState
+from shardvit.pipeline.recipe.io import dump_recipe, load_recipe
+from shardvit.pipeline.recipe.stage_plan import plan_stage
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.runs.written_by import written_by
+from shardvit.pipeline.stage.stage_data import Stage, StageData
+from shardvit.pipeline.stage.start_summary import describe_changes, describe_restored
 
 NOW = written_by()
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from data_shards.errors import UserError
-from data_shards.order.mixture import MixedOrder
-from data_shards.order.sample_order import Order
-from data_shards.packing.pack import pack
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage_plan import plan_stage
-from pipeline.stage.stage_data import StageData, cache_advice, open_data, training_order
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.order.mixture import MixedOrder
+from shardvit.data_shards.order.sample_order import Order
+from shardvit.data_shards.packing.pack import pack
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stage_plan import plan_stage
+from shardvit.pipeline.stage.stage_data import StageData, cache_advice, open_data, training_order
 from tests.small_recipe import small_recipe, small_stage
 
 

@@ -7,14 +7,14 @@ from typing import Any, Literal
 
 import pytest
 
-from data_shards.packing.pack import pack
-from pipeline.budget.cost import stage_cost
-from pipeline.ranks.place import Place
-from pipeline.recipe.io import load_recipe
-from pipeline.recipe.stage_plan import plan_stage
-from pipeline.runs.run_folder import RunFolder
-from pipeline.stage.stage_data import Stage, open_data
-from pipeline.stage.start_summary import describe_start
+from shardvit.data_shards.packing.pack import pack
+from shardvit.pipeline.budget.cost import stage_cost
+from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.recipe.io import load_recipe
+from shardvit.pipeline.recipe.stage_plan import plan_stage
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.stage.stage_data import Stage, open_data
+from shardvit.pipeline.stage.start_summary import describe_start
 
 
 @pytest.fixture(scope="module")

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from data_shards.loading.batch import Batch
-from data_shards.loading.mixing import Mix
-from data_shards.shards.shard_set import ShardSet
-from data_shards.vocabulary import GOOGLES, LabelKind, Normalisation
-from model.loss import loss_function
-from model.masked_patch import colour_classes
-from model.vocabulary import COLOURS
-from pipeline.evaluation.evaluate import evaluate
-from pipeline.stage.task import Classification, Example, MaskedPatches, model_input, targets
+from shardvit.data_shards.loading.batch import Batch
+from shardvit.data_shards.loading.mixing import Mix
+from shardvit.data_shards.shards.shard_set import ShardSet
+from shardvit.data_shards.vocabulary import GOOGLES, LabelKind, Normalisation
+from shardvit.model.loss import loss_function
+from shardvit.model.masked_patch import colour_classes
+from shardvit.model.vocabulary import COLOURS
+from shardvit.pipeline.evaluation.evaluate import evaluate
+from shardvit.pipeline.stage.task import Classification, Example, MaskedPatches, model_input, targets
 from tests.data_shards.streams import SIZE, STEPS, micro_batches, pack_noise
 
 PATCH_SIZE, PATCHES = 3, (SIZE // 3) ** 2

@@ -5,15 +5,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.vocabulary import StageName
-from pipeline.runs.logs import MetricsLog
-from pipeline.runs.run_folder import RunFolder
-from pipeline.tracking.client import home_of, store_uri
-from pipeline.tracking.describe import begin_attempt, end_attempt
-from pipeline.tracking.facts import DatasetInput, FinalStatus, load_run_state
-from pipeline.tracking.mlflow_sink import MlflowSink
-from pipeline.tracking.sender import Sender, Synced, follow, sync_run
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.vocabulary import StageName
+from shardvit.pipeline.runs.logs import MetricsLog
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.tracking.client import home_of, store_uri
+from shardvit.pipeline.tracking.describe import begin_attempt, end_attempt
+from shardvit.pipeline.tracking.facts import DatasetInput, FinalStatus, load_run_state
+from shardvit.pipeline.tracking.mlflow_sink import MlflowSink
+from shardvit.pipeline.tracking.sender import Sender, Synced, follow, sync_run
 
 OPENED: list["Attempt"] = []
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.recipe.io import load_recipe
-from pipeline.runs.run_folder import RunFolder
-from pipeline.tracking import sender
-from pipeline.tracking.facts import DatasetInput
+from shardvit.pipeline.recipe.io import load_recipe
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.tracking import sender
+from shardvit.pipeline.tracking.facts import DatasetInput
 from tests.pipeline.tracking.attempts import OPENED, Settings
 
 

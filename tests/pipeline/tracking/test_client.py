@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.tracking.client import make_database
+from shardvit.pipeline.tracking.client import make_database
 
 ROOT = Path(__file__).resolve().parents[3]
 MAKE = """
 import sys
 from mlflow.tracking import MlflowClient
-from pipeline.tracking.client import make_database
+from shardvit.pipeline.tracking.client import make_database
 make_database(sys.argv[1], create=lambda uri: MlflowClient(tracking_uri=uri).search_experiments(max_results=1))
 print(MlflowClient(tracking_uri=sys.argv[1]).get_experiment("0").name)
 """

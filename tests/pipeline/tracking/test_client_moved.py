@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.tracking.client import client_of, open_client, store_uri
+from shardvit.pipeline.tracking.client import client_of, open_client, store_uri
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

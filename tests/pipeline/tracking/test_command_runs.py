@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.runs.run_folder import RunFolder
-from pipeline.tracking import command_runs
-from pipeline.tracking.command_runs import CommandResult, log_result
-from pipeline.tracking.facts import DatasetInput, load_run_state
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.tracking import command_runs
+from shardvit.pipeline.tracking.command_runs import CommandResult, log_result
+from shardvit.pipeline.tracking.facts import DatasetInput, load_run_state
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

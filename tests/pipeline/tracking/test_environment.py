@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.tracking import environment
-from pipeline.tracking.environment import git_diff, without_secrets, write_environment, write_if_changed
+from shardvit.pipeline.tracking import environment
+from shardvit.pipeline.tracking.environment import git_diff, without_secrets, write_environment, write_if_changed
 
 
 def test_packages_are_named_and_an_equal_file_keeps_its_time(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.tracking.facts import RunState, load_run_state, without_credentials
+from shardvit.pipeline.tracking.facts import RunState, load_run_state, without_credentials
 
 
 def test_a_state_reads_back(tmp_path: Path) -> None:

@@ -26,9 +26,9 @@ def test_a_killed_process_is_followed_by_one_that_completes_its_curve(
     code = """
         import os, signal, sys, time
         from pathlib import Path
-        from pipeline.recipe.io import load_recipe
-        from pipeline.runs.run_folder import RunFolder
-        from pipeline.tracking import sender
+        from shardvit.pipeline.recipe.io import load_recipe
+        from shardvit.pipeline.runs.run_folder import RunFolder
+        from shardvit.pipeline.tracking import sender
         from tests.pipeline.tracking.attempts import Attempt, Settings, begun
 
         sender._BEGIN_SECONDS = 0

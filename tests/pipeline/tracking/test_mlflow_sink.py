@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.tracking.facts import DatasetInput, load_facts, load_run_state
-from pipeline.tracking.mlflow_sink import log_datasets
+from shardvit.pipeline.tracking.facts import DatasetInput, load_facts, load_run_state
+from shardvit.pipeline.tracking.mlflow_sink import log_datasets
 from tests.pipeline.tracking.attempts import Attempt, Settings, curve, run_of
 
 # MLflow's and SQLAlchemy's own: they are not for us to mend.
@@ -210,7 +210,7 @@ def test_a_state_that_cannot_be_read_begins_a_new_run_and_says_so(client: Any, s
 
 
 def test_training_imports_nothing_heavy_to_write_down_what_is_sent() -> None:
-    code = "import sys, pipeline.tracking.facts, pipeline.report.progress\n"
+    code = "import sys, shardvit.pipeline.tracking.facts, shardvit.pipeline.report.progress\n"
     code += "print([m for m in sys.modules if m in heavy])"
     code = "heavy = {'mlflow', 'torch', 'tqdm', 'pandas', 'numpy'}\n" + code
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

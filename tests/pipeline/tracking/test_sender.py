@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.recipe.io import load_recipe
-from pipeline.runs.logs import MetricRow, MetricsLog, iter_metrics
-from pipeline.runs.pictures import KeptPicture
-from pipeline.runs.run_folder import RunFolder
-from pipeline.tracking import sender as module
-from pipeline.tracking.describe import begin_attempt, end_attempt
-from pipeline.tracking.facts import FinalStatus, RunFacts, RunState, load_run_state
-from pipeline.tracking.sender import Sender, follow
-from pipeline.tracking.sink import ResultModel
+from shardvit.pipeline.recipe.io import load_recipe
+from shardvit.pipeline.runs.logs import MetricRow, MetricsLog, iter_metrics
+from shardvit.pipeline.runs.pictures import KeptPicture
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.tracking import sender as module
+from shardvit.pipeline.tracking.describe import begin_attempt, end_attempt
+from shardvit.pipeline.tracking.facts import FinalStatus, RunFacts, RunState, load_run_state
+from shardvit.pipeline.tracking.sender import Sender, follow
+from shardvit.pipeline.tracking.sink import ResultModel
 
 
 class ListSink:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from data_shards.errors import UserError
-from pipeline.runs.run_folder import RunFolder
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.runs.run_folder import RunFolder
 from tests.pipeline.tracking.attempts import Attempt, Settings, begun, curve, run_of, sync
 
 pytestmark = [

@@ -18,17 +18,17 @@ import numpy as np
 import pytest
 import torch
 
-from data_shards.errors import UserError
-from model.saved.model_folder import SavedModelMeta, load_model, save_model
-from model.vit import build_model
-from pipeline.pictures.style import keep_picture, new_figure
-from pipeline.recipe.io import dump_recipe, load_recipe
-from pipeline.runs.logs import read_metrics
-from pipeline.runs.pictures import Picture, keep_table
-from pipeline.runs.run_folder import RunFolder
-from pipeline.tracking import sender
-from pipeline.tracking.facts import load_run_state
-from pipeline.tracking.sender import Synced
+from shardvit.data_shards.errors import UserError
+from shardvit.model.saved.model_folder import SavedModelMeta, load_model, save_model
+from shardvit.model.vit import build_model
+from shardvit.pipeline.pictures.style import keep_picture, new_figure
+from shardvit.pipeline.recipe.io import dump_recipe, load_recipe
+from shardvit.pipeline.runs.logs import read_metrics
+from shardvit.pipeline.runs.pictures import Picture, keep_table
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.tracking import sender
+from shardvit.pipeline.tracking.facts import load_run_state
+from shardvit.pipeline.tracking.sender import Synced
 from tests.pipeline.tracking.attempts import Attempt, Settings, sync
 
 pytestmark = [
@@ -110,7 +110,7 @@ def run(tmp_path: Path) -> RunFolder:
 
 
 def settings_of(folder: RunFolder, server: Server) -> Settings:
-    from pipeline.recipe.io import parse_recipe
+    from shardvit.pipeline.recipe.io import parse_recipe
 
     return Settings(
         folder=folder,
@@ -227,7 +227,7 @@ print(json.dumps([answers, model.metadata.metadata["class_names"], model.metadat
 
 def check_model(uri: str, *, model_id: str, version: str, folder: RunFolder, work: Path) -> None:
     """In a process and a folder that know nothing of us: the same probabilities as ours, for any number of images."""
-    from model.saved.model_folder import build_described
+    from shardvit.model.saved.model_folder import build_described
 
     assert version == "1"
     pixels = np.random.default_rng(0).integers(0, 256, (5, 16, 16, 3), dtype=np.uint8)

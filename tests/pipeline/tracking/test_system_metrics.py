@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.runs.run_folder import RunFolder
-from pipeline.tracking import system_metrics
-from pipeline.tracking.facts import RunFacts, load_run_state
-from pipeline.tracking.system_metrics import node_metrics
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.tracking import system_metrics
+from shardvit.pipeline.tracking.facts import RunFacts, load_run_state
+from shardvit.pipeline.tracking.system_metrics import node_metrics
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from data_shards.errors import UserError
-from pipeline.checkpoint.train_state import RollBack, TrainState, Trouble
-from pipeline.training import stage_training
-from pipeline.training.after_step import TrainJob
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.checkpoint.train_state import RollBack, TrainState, Trouble
+from shardvit.pipeline.training import stage_training
+from shardvit.pipeline.training.after_step import TrainJob
 from tests.pipeline.training import test_stage_training
 from tests.pipeline.training.test_stage_training import TOTAL_STEPS, OwnStage
 from tests.saving import state_at, steps

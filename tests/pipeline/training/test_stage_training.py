@@ -13,27 +13,27 @@ from typing import Any
 import pytest
 import torch
 
-from data_shards.errors import UserError
-from data_shards.packing.pack import pack
-from pipeline.checkpoint.identity import checkpoint_identity
-from pipeline.checkpoint.mend_record import mend_records
-from pipeline.checkpoint.store import Restored
-from pipeline.checkpoint.train_state import TrainState
-from pipeline.ranks.place import Place
-from pipeline.ranks.stopping import StopFlag
-from pipeline.recipe.io import dump_recipe
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage_plan import plan_stage
-from pipeline.runs.logs import MetricsLog
-from pipeline.runs.run_folder import RunFolder
-from pipeline.runs.written_by import written_by
-from pipeline.stage.context import StageContext
-from pipeline.stage.initial_model import StageStart
-from pipeline.stage.stage_data import Stage, open_data
-from pipeline.training import assembly, stage_training
-from pipeline.training.after_step import TrainingFailed, TrainJob
-from pipeline.training.assembly import make_job
-from pipeline.training.stage_training import train_stage
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.pack import pack
+from shardvit.pipeline.checkpoint.identity import checkpoint_identity
+from shardvit.pipeline.checkpoint.mend_record import mend_records
+from shardvit.pipeline.checkpoint.store import Restored
+from shardvit.pipeline.checkpoint.train_state import TrainState
+from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.ranks.stopping import StopFlag
+from shardvit.pipeline.recipe.io import dump_recipe
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stage_plan import plan_stage
+from shardvit.pipeline.runs.logs import MetricsLog
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.runs.written_by import written_by
+from shardvit.pipeline.stage.context import StageContext
+from shardvit.pipeline.stage.initial_model import StageStart
+from shardvit.pipeline.stage.stage_data import Stage, open_data
+from shardvit.pipeline.training import assembly, stage_training
+from shardvit.pipeline.training.after_step import TrainingFailed, TrainJob
+from shardvit.pipeline.training.assembly import make_job
+from shardvit.pipeline.training.stage_training import train_stage
 from tests.data_shards.small_set import touch_up
 from tests.saving import Gate, TinyEngine, one_rank, state_at, steps
 from tests.small_recipe import SMALL, small_recipe, small_stage
@@ -165,7 +165,7 @@ def test_the_clock_is_set_to_save_every_minutes(
     stage: OwnStage, minutes: float, due: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr("pipeline.ranks.stopping.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("shardvit.pipeline.ranks.stopping.time", SimpleNamespace(monotonic=lambda: now[0]))
     job = stage.job(save_every_minutes=minutes)
     now[0] += 120.0
     assert job.requests.mine.save == due
@@ -205,7 +205,7 @@ def test_a_save_that_takes_long_is_no_hang_to_the_watch(stage: OwnStage, monkeyp
         told.add((step, status))
         gate.opened.set()
 
-    monkeypatch.setattr("pipeline.checkpoint.saver._PROGRESS_SECONDS", 0.01)
+    monkeypatch.setattr("shardvit.pipeline.checkpoint.saver._PROGRESS_SECONDS", 0.01)
     stage.job(watch=SimpleNamespace(progress=progress)).saver.save(state_at(4))
     assert told == {(4, "saving a checkpoint")}
 
@@ -242,7 +242,7 @@ def test_a_stage_that_goes_on_says_from_where_and_what_has_changed_since(
         identity=checkpoint_identity(ends.context(engine={}).recipe, stage="pretrain", processes=4),
         written_by=written_by() | {"torch": "1.0"},
     )
-    monkeypatch.setattr("pipeline.training.rollback.restore_checkpoint", lambda *arguments, **more: found)
+    monkeypatch.setattr("shardvit.pipeline.training.rollback.restore_checkpoint", lambda *arguments, **more: found)
     ends.notes.clear()
     ends.train()
     text = "\n".join(ends.notes)
@@ -332,7 +332,7 @@ def test_what_could_not_be_saved_is_not_begun_and_what_is_saved_whole_needs_no_r
     def opened(*arguments: Any, **more: Any) -> None:
         raise Reached
 
-    monkeypatch.setattr("pipeline.checkpoint.disk_space.free_bytes", lambda root: 15_399)
+    monkeypatch.setattr("shardvit.pipeline.checkpoint.disk_space.free_bytes", lambda root: 15_399)
     monkeypatch.setattr(stage_training, "open_engine", opened)
     with pytest.raises(UserError, match=r"a checkpoint needs about 15.4 kB"):  # 14 bytes for each of 1100 parameters
         ends.train()
@@ -348,7 +348,7 @@ def test_the_watch_is_told_engine_hang_seconds(ends: OwnStage, monkeypatch: pyte
         asked.append((folder, hang_seconds))
         raise Reached
 
-    monkeypatch.setattr("pipeline.stage.context.Watch", watch)
+    monkeypatch.setattr("shardvit.pipeline.stage.context.Watch", watch)
     with pytest.raises(Reached):
         ends.train(engine={"hang_seconds": 17})
     assert asked == [(ends.folder.ranks("pretrain"), 17)]

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from data_shards.errors import UserError
-from pipeline.checkpoint.train_state import RollBack, TrainState
-from pipeline.ranks.slow_rank import Slowest
-from pipeline.ranks.stopping import Requests, StopOrSave
-from pipeline.recipe.optimizer import Schedule
-from pipeline.recipe.stage import RollbackConfig
-from pipeline.report.losses import Spike
-from pipeline.training.after_step import TrainingFailed
-from pipeline.training.train_loop import train
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.checkpoint.train_state import RollBack, TrainState
+from shardvit.pipeline.ranks.slow_rank import Slowest
+from shardvit.pipeline.ranks.stopping import Requests, StopOrSave
+from shardvit.pipeline.recipe.optimizer import Schedule
+from shardvit.pipeline.recipe.stage import RollbackConfig
+from shardvit.pipeline.report.losses import Spike
+from shardvit.pipeline.training.after_step import TrainingFailed
+from shardvit.pipeline.training.train_loop import train
 from tests.looping import ALL, HALF, MASKED, STEPS, job, saving, stepping
 
 

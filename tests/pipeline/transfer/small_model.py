@@ -6,15 +6,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_shards.packing.pack import pack
-from data_shards.reading.opening import open_shards
-from data_shards.shards.shard_set import ShardSet
-from data_shards.shards.tar_index import index_path, read_index
-from model.config import ModelConfig
-from model.saved.model_folder import SavedModelMeta, build_described, save_model
-from model.vocabulary import HeadKind
-from pipeline.transfer.features import FeatureStore
-from pipeline.using.predict import Predictor, open_predictor
+from shardvit.data_shards.packing.pack import pack
+from shardvit.data_shards.reading.opening import open_shards
+from shardvit.data_shards.shards.shard_set import ShardSet
+from shardvit.data_shards.shards.tar_index import index_path, read_index
+from shardvit.model.config import ModelConfig
+from shardvit.model.saved.model_folder import SavedModelMeta, build_described, save_model
+from shardvit.model.vocabulary import HeadKind
+from shardvit.pipeline.transfer.features import FeatureStore
+from shardvit.pipeline.using.predict import Predictor, open_predictor
 
 SIZE, CLASSES = 8, 4
 

@@ -12,9 +12,9 @@ from sklearn.neighbors import KNeighborsClassifier
 from sklearn.preprocessing import StandardScaler
 from threadpoolctl import ThreadpoolController, threadpool_info
 
-from pipeline.transfer import classifiers
-from pipeline.transfer.classifiers import fit_least_squares, fit_probe, knn_votes
-from pipeline.transfer.features import held_out_rows
+from shardvit.pipeline.transfer import classifiers
+from shardvit.pipeline.transfer.classifiers import fit_least_squares, fit_probe, knn_votes
+from shardvit.pipeline.transfer.features import held_out_rows
 
 CPU = torch.device("cpu")
 CLASSES = 4

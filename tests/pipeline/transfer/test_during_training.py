@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from data_shards.images.transforms import EvalTransform
-from data_shards.loading.assemble import Access
-from data_shards.reading.shard_reader import ShardReader
-from data_shards.shards.shard_set import ShardSet
-from pipeline.recipe.data import FewShotConfig
-from pipeline.stage.data_workers import DataWorkers
-from pipeline.transfer.during_training import FewShotContext, FewShotMeasures
-from pipeline.transfer.measure import measure
-from pipeline.transfer.settings import FewShotSettings, TransferSet
+from shardvit.data_shards.images.transforms import EvalTransform
+from shardvit.data_shards.loading.assemble import Access
+from shardvit.data_shards.reading.shard_reader import ShardReader
+from shardvit.data_shards.shards.shard_set import ShardSet
+from shardvit.pipeline.recipe.data import FewShotConfig
+from shardvit.pipeline.stage.data_workers import DataWorkers
+from shardvit.pipeline.transfer.during_training import FewShotContext, FewShotMeasures
+from shardvit.pipeline.transfer.measure import measure
+from shardvit.pipeline.transfer.settings import FewShotSettings, TransferSet
 from tests.pipeline.transfer.small_model import SIZE, damage, digits, open_small, pack_digits, save_small, store_for
 from tests.saving import ThreadRanks, on_ranks
 
@@ -150,8 +150,8 @@ def test_a_repeat_reads_and_decodes_nothing(work: Path, monkeypatch: pytest.Monk
 
 
 def _shots(data: TransferSet) -> int:
-    from data_shards.reading.shard_reader import label_column
-    from pipeline.transfer.features import choose_shots
+    from shardvit.data_shards.reading.shard_reader import label_column
+    from shardvit.pipeline.transfer.features import choose_shots
 
     labels = label_column(data.train)
     return len({int(each) for seed in range(2) for each in choose_shots(labels, shots=10, seed=seed)})

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from data_shards.errors import UserError
-from data_shards.images.decode import read_image
-from data_shards.images.transforms import EvalTransform
-from data_shards.reading.shard_reader import ShardReader
-from data_shards.shards.shard_set import ShardSet
-from model.vocabulary import HeadKind
-from pipeline.recipe.vocabulary import FeatureLayer
-from pipeline.transfer import features as features_file
-from pipeline.transfer.features import Features, FeatureStore, choose_images, choose_shots, held_out_rows
-from pipeline.using.predict import Predictor
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.images.decode import read_image
+from shardvit.data_shards.images.transforms import EvalTransform
+from shardvit.data_shards.reading.shard_reader import ShardReader
+from shardvit.data_shards.shards.shard_set import ShardSet
+from shardvit.model.vocabulary import HeadKind
+from shardvit.pipeline.recipe.vocabulary import FeatureLayer
+from shardvit.pipeline.transfer import features as features_file
+from shardvit.pipeline.transfer.features import Features, FeatureStore, choose_images, choose_shots, held_out_rows
+from shardvit.pipeline.using.predict import Predictor
 from tests.pipeline.transfer.small_model import (
     SIZE,
     damage,

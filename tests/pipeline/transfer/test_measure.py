@@ -8,13 +8,13 @@ import pytest
 from sklearn.linear_model import Ridge
 from sklearn.neighbors import KNeighborsClassifier
 
-from data_shards.errors import UserError
-from data_shards.packing.pack import pack
-from data_shards.shards.shard_set import ShardSet
-from pipeline.ranks.start_clock import StartClock
-from pipeline.transfer.features import FeatureStore, choose_images
-from pipeline.transfer.measure import measure
-from pipeline.transfer.settings import FewShotSettings, KnnSettings, ProbeSettings, TransferSet
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.pack import pack
+from shardvit.data_shards.shards.shard_set import ShardSet
+from shardvit.pipeline.ranks.start_clock import StartClock
+from shardvit.pipeline.transfer.features import FeatureStore, choose_images
+from shardvit.pipeline.transfer.measure import measure
+from shardvit.pipeline.transfer.settings import FewShotSettings, KnnSettings, ProbeSettings, TransferSet
 from tests.pipeline.transfer.small_model import CLASSES, damage, digits, open_small, pack_digits, save_small, store_for
 
 

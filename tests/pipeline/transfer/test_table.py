@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from data_shards.errors import UserError
-from data_shards.store.store import Store
-from pipeline.transfer.results import (
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.store.store import Store
+from shardvit.pipeline.transfer.results import (
     TRANSFER_FOLDER,
     TransferRecord,
     TransferScore,
@@ -21,8 +21,8 @@ from pipeline.transfer.results import (
     save_record,
     transfer_records,
 )
-from pipeline.transfer.settings import TransferTable
-from pipeline.transfer.table import (
+from shardvit.pipeline.transfer.settings import TransferTable
+from shardvit.pipeline.transfer.table import (
     mean_score,
     measure_table,
     open_table,

@@ -11,13 +11,13 @@ import pytest
 import torch
 import yaml
 
-from data_shards.errors import UserError
-from data_shards.packing.pack import pack
-from model.saved.model_folder import load_model, read_meta
-from model.vocabulary import COLOURS
-from pipeline.runs.logs import read_metrics
-from pipeline.runs.run_folder import RunFolder
-from pipeline.using.find_model import FoundModel, find_model
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.pack import pack
+from shardvit.model.saved.model_folder import load_model, read_meta
+from shardvit.model.vocabulary import COLOURS
+from shardvit.pipeline.runs.logs import read_metrics
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.using.find_model import FoundModel, find_model
 
 ROOT = Path(__file__).resolve().parents[3]
 STAGES = {"labels": "pretrain", "colours": "masked_patch"}  # of the two runs
@@ -55,7 +55,16 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     processes = []
     for name, stage in STAGES.items():
         (top / f"{name}.yaml").write_text(yaml.safe_dump(recipe(name, top / "shards")))
-        command = [sys.executable, "-m", "launch.train", f"{name}.yaml", "--stage", stage, "--runs", f"{name}-runs"]
+        command = [
+            sys.executable,
+            "-m",
+            "shardvit.launch.train",
+            f"{name}.yaml",
+            "--stage",
+            stage,
+            "--runs",
+            f"{name}-runs",
+        ]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         processes.append(
             subprocess.Popen(

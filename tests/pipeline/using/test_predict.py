@@ -10,22 +10,22 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
-from data_shards.errors import UserError
-from data_shards.images.transforms import EvalTransform
-from data_shards.loading.assemble import Access
-from data_shards.loading.loader import EvalBatches, eval_batches
-from data_shards.packing.pack import pack
-from data_shards.packing.sources.folder import image_files
-from data_shards.reading.opening import open_shards
-from data_shards.shards.shard_set import ShardsSpec
-from data_shards.vocabulary import Normalisation
-from model.config import ModelConfig
-from model.formats.export import ExportFormat, export_model
-from model.masked_patch import build_masked_patch
-from model.saved.model_folder import SavedModelMeta, build_described, build_from_saved, save_model
-from pipeline.stage.task import model_input
-from pipeline.using import predict as predict_module
-from pipeline.using.predict import Predictor, open_predictor, predict_images
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.images.transforms import EvalTransform
+from shardvit.data_shards.loading.assemble import Access
+from shardvit.data_shards.loading.loader import EvalBatches, eval_batches
+from shardvit.data_shards.packing.pack import pack
+from shardvit.data_shards.packing.sources.folder import image_files
+from shardvit.data_shards.reading.opening import open_shards
+from shardvit.data_shards.shards.shard_set import ShardsSpec
+from shardvit.data_shards.vocabulary import Normalisation
+from shardvit.model.config import ModelConfig
+from shardvit.model.formats.export import ExportFormat, export_model
+from shardvit.model.masked_patch import build_masked_patch
+from shardvit.model.saved.model_folder import SavedModelMeta, build_described, build_from_saved, save_model
+from shardvit.pipeline.stage.task import model_input
+from shardvit.pipeline.using import predict as predict_module
+from shardvit.pipeline.using.predict import Predictor, open_predictor, predict_images
 
 CLASSES = ("barn", "city", "dog", "elk", "fox, red", "goat")
 CPU = torch.device("cpu")

@@ -10,9 +10,9 @@ from typing import Literal
 import numpy as np
 from PIL import Image, ImageOps
 
-from data_shards.checking.near_duplicates.fingerprint import ImagePlace
-from data_shards.checking.near_duplicates.matches import Matches, find_matches
-from data_shards.errors import UnreadableImage
+from shardvit.data_shards.checking.near_duplicates.fingerprint import ImagePlace
+from shardvit.data_shards.checking.near_duplicates.matches import Matches, find_matches
+from shardvit.data_shards.errors import UnreadableImage
 
 _PART = 96  # pixels of a side
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_shards.checking.near_duplicates import matches as matches_module
-from data_shards.checking.near_duplicates.candidates import find_candidates
-from data_shards.checking.near_duplicates.fingerprint import ShardImages
-from data_shards.checking.near_duplicates.matches import find_matches
-from data_shards.packing.pack import pack
-from data_shards.reading.opening import open_shards
-from data_shards.store.store import Store
+from shardvit.data_shards.checking.near_duplicates import matches as matches_module
+from shardvit.data_shards.checking.near_duplicates.candidates import find_candidates
+from shardvit.data_shards.checking.near_duplicates.fingerprint import ShardImages
+from shardvit.data_shards.checking.near_duplicates.matches import find_matches
+from shardvit.data_shards.packing.pack import pack
+from shardvit.data_shards.reading.opening import open_shards
+from shardvit.data_shards.store.store import Store
 from tests.data_shards.checking.near_duplicates.drawn_scenes import drawn_floors, scenes
 from tests.data_shards.checking.near_duplicates.planted import (
     EDITS,

@@ -5,8 +5,8 @@ import pytest
 import scipy.fft
 from PIL import Image
 
-from data_shards.checking.near_duplicates import perceptual_hash
-from data_shards.checking.near_duplicates.perceptual_hash import (
+from shardvit.data_shards.checking.near_duplicates import perceptual_hash
+from shardvit.data_shards.checking.near_duplicates.perceptual_hash import (
     MOST_BITS,
     MOST_FIRST,
     HashIndex,

@@ -5,10 +5,10 @@ from typing import Any, Literal
 
 import pytest
 
-from data_shards.errors import UserError
-from data_shards.packing.sources.archive import Unpacking
-from data_shards.packing.sources.base import Source
-from data_shards.packing.sources.recognise import Published, open_source
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.sources.archive import Unpacking
+from shardvit.data_shards.packing.sources.base import Source
+from shardvit.data_shards.packing.sources.recognise import Published, open_source
 
 
 def touch(root: Path, *files: str) -> Path:

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_shards.errors import UserError
-from data_shards.packing.sources import archive
-from data_shards.packing.sources.archive import Archive, Listing, Unpacking, inner_name, list_archives
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.sources import archive
+from shardvit.data_shards.packing.sources.archive import Archive, Listing, Unpacking, inner_name, list_archives
 from tests.data_shards.packing.sources.layouts import tar_bytes
 
 INNER = {"n1/a.JPEG": b"one", "n1/b.JPEG": b"x" * 700, "n2/c.JPEG": b""}

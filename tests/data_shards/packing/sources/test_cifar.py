@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 from torchvision.datasets import CIFAR10, CIFAR100, cifar
 
-from data_shards.errors import UserError
-from data_shards.packing.sources import arrays as ours
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.sources import arrays as ours
 from tests.data_shards.packing.sources.layouts import binary, cifar10, cifar100, write_files, write_tar
 from tests.data_shards.packing.sources.opening import opened
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from torchvision.datasets import imagenet as theirs
 
-from data_shards.errors import UserError
-from data_shards.packing.sources import imagenet
-from data_shards.packing.sources.base import Source
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.sources import imagenet
+from shardvit.data_shards.packing.sources.base import Source
 from tests.data_shards.packing.sources.layouts import (
     SYNSETS,
     class_tars,

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_shards.errors import UserError
-from data_shards.packing.sources.base import Source
-from data_shards.packing.sources.label_list import LabelList
-from data_shards.packing.sources.recognise import open_source
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.sources.base import Source
+from shardvit.data_shards.packing.sources.label_list import LabelList
+from shardvit.data_shards.packing.sources.recognise import open_source
 from tests.data_shards.packing.sources.layouts import cifar10, flowers, jpeg, pets, write_files, write_tar
 from tests.data_shards.packing.sources.opening import opened as published
 from tests.data_shards.packing.sources.opening import refused, touch

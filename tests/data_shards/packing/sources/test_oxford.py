@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from torchvision.datasets import Flowers102, OxfordIIITPet, flowers102
 
-from data_shards.errors import UserError
-from data_shards.packing.sources.base import Source
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.sources.base import Source
 from tests.data_shards.packing.sources.layouts import flowers, jpeg, mat, pets, write_files, write_tar
 from tests.data_shards.packing.sources.opening import opened, refused
 

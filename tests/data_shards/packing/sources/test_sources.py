@@ -11,11 +11,11 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from data_shards.errors import UserError
-from data_shards.packing.sources import arrays
-from data_shards.packing.sources.arrays import DEBIAN_FOLDER, FASHION_CLASSES
-from data_shards.packing.sources.base import Source
-from data_shards.packing.sources.recognise import open_source
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.sources import arrays
+from shardvit.data_shards.packing.sources.arrays import DEBIAN_FOLDER, FASHION_CLASSES
+from shardvit.data_shards.packing.sources.base import Source
+from shardvit.data_shards.packing.sources.recognise import open_source
 from tests.data_shards.packing.sources.opening import touch
 
 

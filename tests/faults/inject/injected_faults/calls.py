@@ -60,12 +60,12 @@ def install() -> None:
         0,
         _AfterImport(
             {
-                "pipeline.checkpoint.train_state": _patch_state,
-                "pipeline.engine.deepspeed_engine": lambda module: _patch_engine(module.DeepSpeedEngine),
-                "pipeline.engine.replicated": lambda module: _patch_engine(module.ReplicatedEngine),
-                "pipeline.checkpoint.saver": _patch_saver,
-                "model.layers.head": _patch_head,
-                "data_shards.loading.assemble": _patch_assemble,
+                "shardvit.pipeline.checkpoint.train_state": _patch_state,
+                "shardvit.pipeline.engine.deepspeed_engine": lambda module: _patch_engine(module.DeepSpeedEngine),
+                "shardvit.pipeline.engine.replicated": lambda module: _patch_engine(module.ReplicatedEngine),
+                "shardvit.pipeline.checkpoint.saver": _patch_saver,
+                "shardvit.model.layers.head": _patch_head,
+                "shardvit.data_shards.loading.assemble": _patch_assemble,
             }
         ),
     )

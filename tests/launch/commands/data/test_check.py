@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[4]
 
 @pytest.fixture
 def packed(tmp_path: Path) -> Path:
-    from data_shards.packing.pack import pack
+    from shardvit.data_shards.packing.pack import pack
 
     draw = np.random.default_rng(0)
     for number in range(24):
@@ -151,7 +151,7 @@ def test_mistakes_of_the_user(
 def test_a_real_process_with_workers_of_its_own(packed: Path):
     """The workers are spawned: they import the command's main module once more, which must not run it."""
     done = subprocess.run(
-        [sys.executable, "-m", "launch.cli", "check", str(packed / "train"), "--decode"],
+        [sys.executable, "-m", "shardvit.launch.cli", "check", str(packed / "train"), "--decode"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.packing.pack import pack
-from data_shards.shards.manifest import load_manifest
+from shardvit.data_shards.packing.pack import pack
+from shardvit.data_shards.shards.manifest import load_manifest
 from tests.data_shards.checking.near_duplicates.planted import edited, jpeg, photographs
 from tests.launch.conftest import Call
 
@@ -150,7 +150,7 @@ def test_mistakes_are_told_before_anything_is_read(
     def never(*_: object, **__: object) -> None:
         raise AssertionError("hours of reading, for nothing")
 
-    monkeypatch.setattr("data_shards.checking.check._scan_set", never)
+    monkeypatch.setattr("shardvit.data_shards.checking.check._scan_set", never)
     code, _, errors = call("check", sets[0], "--against", sets[1], tmp_path / "nowhere")
     assert code == 2 and "nowhere" in errors
     taken = tmp_path / "taken"

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.config import ModelConfig
-from model.init import initialise
-from model.saved.model_folder import SavedModelMeta, load_model, read_meta, save_model
-from model.vit import build_model
+from shardvit.model.config import ModelConfig
+from shardvit.model.init import initialise
+from shardvit.model.saved.model_folder import SavedModelMeta, load_model, read_meta, save_model
+from shardvit.model.vit import build_model
 from tests.launch.conftest import Call
 
 SMALL = ModelConfig(width=32, depth=1, heads=4, mlp_dim=128, patch_size=4)
@@ -99,7 +99,7 @@ def test_a_shallow_model_of_a_known_width_is_imported_if_the_user_says_so(work: 
 
 
 def test_a_wrong_ending_is_told_before_anything_is_loaded(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("model.formats.export", "pipeline.using.find_model", "torch"):
+    for module in ("shardvit.model.formats.export", "shardvit.pipeline.using.find_model", "torch"):
         monkeypatch.setitem(sys.modules, module, None)  # importing it is an error
     code, _, error = call("export", "missing", "--format", "onnx", "--out", "x.pt")
     assert code == 2 and "--output x.pt: the name of such a file must end in .onnx" in error

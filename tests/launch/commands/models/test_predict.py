@@ -10,10 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
-from model.config import ModelConfig
-from model.formats.programs import write_torch_export
-from model.saved.model_folder import SavedModelMeta, build_described, save_model
-from pipeline.runs.run_folder import RunFolder
+from shardvit.model.config import ModelConfig
+from shardvit.model.formats.programs import write_torch_export
+from shardvit.model.saved.model_folder import SavedModelMeta, build_described, save_model
+from shardvit.pipeline.runs.run_folder import RunFolder
 from tests.launch.conftest import Call
 
 CLASSES = ("black", "grey", "white")

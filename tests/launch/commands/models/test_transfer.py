@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.runs.run_folder import RunFolder
-from pipeline.transfer.results import load_record, transfer_records
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.transfer.results import load_record, transfer_records
 from tests.launch.conftest import Call
 from tests.pipeline.transfer.small_model import pack_digits, save_small
 

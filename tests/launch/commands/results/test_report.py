@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from data_shards.errors import UserError
-from launch.commands.results.report import compare, report
-from launch.pages.blocks import ShownNumber
-from launch.pages.compare import WIDTH
-from launch.pages.facts import held_out_fact, held_out_table
-from launch.pages.sections import named, runs_page, write_beside
-from pipeline.recipe.io import dump_recipe, load_recipe
-from pipeline.runs.logs import EventsLog
-from pipeline.runs.read import read_run
-from pipeline.runs.run_folder import RunFolder
+from shardvit.data_shards.errors import UserError
+from shardvit.launch.commands.results.report import compare, report
+from shardvit.launch.pages.blocks import ShownNumber
+from shardvit.launch.pages.compare import WIDTH
+from shardvit.launch.pages.facts import held_out_fact, held_out_table
+from shardvit.launch.pages.sections import named, runs_page, write_beside
+from shardvit.pipeline.recipe.io import dump_recipe, load_recipe
+from shardvit.pipeline.runs.logs import EventsLog
+from shardvit.pipeline.runs.read import read_run
+from shardvit.pipeline.runs.run_folder import RunFolder
 from tests.launch.report.runs import HOSTILE, make_hostile, make_run
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 import pytest
 
-from launch.commands.results import watch as command
+from shardvit.launch.commands.results import watch as command
 from tests.launch.watch.test_screen import Run
 
 
@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> Run:
 def test_once_prints_the_page_without_escape_sequences(run: Run) -> None:
     environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": "80", "LANG": "C.UTF-8"}
     said = subprocess.run(
-        [sys.executable, "-m", "launch.cli", "watch", str(run.folder.path), "--once"],
+        [sys.executable, "-m", "shardvit.launch.cli", "watch", str(run.folder.path), "--once"],
         capture_output=True,
         env=environment,
         check=False,
@@ -50,7 +50,7 @@ class Typed:
         termios.tcsetwinsize(self.follower, (24, 80))
         self.before = termios.tcgetattr(self.follower)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "launch.cli", "watch", str(run.folder.path), "--interval", str(interval)],
+            [sys.executable, "-m", "shardvit.launch.cli", "watch", str(run.folder.path), "--interval", str(interval)],
             stdin=self.follower if stdin == "the terminal" else subprocess.PIPE,
             stdout=self.follower,
             stderr=self.follower,
@@ -133,7 +133,7 @@ def test_a_run_that_is_deleted_ends_it_with_a_sentence(run: Run) -> None:
 
 @pytest.mark.parametrize("interval", ["0", "-1", "nan"])
 def test_an_interval_without_a_pause_is_refused(run: Run, interval: str) -> None:
-    from data_shards.errors import UserError
+    from shardvit.data_shards.errors import UserError
 
     with pytest.raises(UserError, match="--interval"):
         command.watch(run.folder.path, interval=float(interval))

@@ -6,16 +6,16 @@ from typing import get_args
 
 import pytest
 
-from data_shards.packing.sources.recognise import open_source
-from launch.commands.training.demo import CHOICES, comparison, next_commands
-from launch.commands.training.demo import _shard_paths as shard_paths
-from model.formats.export import formats_of
-from model.vocabulary import ExportFormat
-from pipeline.recipe.io import load_recipe
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.stage import FinetuneStage
-from pipeline.runs.run_folder import RunFolder
-from pipeline.stage.initial_model import StageStart, stage_model
+from shardvit.data_shards.packing.sources.recognise import open_source
+from shardvit.launch.commands.training.demo import CHOICES, comparison, next_commands
+from shardvit.launch.commands.training.demo import _shard_paths as shard_paths
+from shardvit.model.formats.export import formats_of
+from shardvit.model.vocabulary import ExportFormat
+from shardvit.pipeline.recipe.io import load_recipe
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.stage import FinetuneStage
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.stage.initial_model import StageStart, stage_model
 from tests.conftest import ROOT
 
 

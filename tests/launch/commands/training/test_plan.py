@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import yaml
 
-from data_shards.errors import UserError
-from data_shards.shards.manifest import Manifest, Shard, write_manifest
-from data_shards.store.download import StoreError
-from data_shards.store.store import Store
-from data_shards.text import show_bytes
-from launch.commands.training.plan import plan
-from launch.plan import gathering as planning
-from launch.plan.gathering import make_plan
-from launch.plan.plan_options import PlanOptions
-from launch.plan.plan_page import RecipeForecast, as_json, as_page
-from launch.plan.shards import GIVE_UP_SECONDS
-from pipeline.recipe.schema import Recipe
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.shards.manifest import Manifest, Shard, write_manifest
+from shardvit.data_shards.store.download import StoreError
+from shardvit.data_shards.store.store import Store
+from shardvit.data_shards.text import show_bytes
+from shardvit.launch.commands.training.plan import plan
+from shardvit.launch.plan import gathering as planning
+from shardvit.launch.plan.gathering import make_plan
+from shardvit.launch.plan.plan_options import PlanOptions
+from shardvit.launch.plan.plan_page import RecipeForecast, as_json, as_page
+from shardvit.launch.plan.shards import GIVE_UP_SECONDS
+from shardvit.pipeline.recipe.schema import Recipe
 
 STAGE: dict[str, Any] = {"optimizer": {"name": "adamw", "lr": 0.001}, "global_batch_size": 1024}
 

@@ -4,14 +4,20 @@ from pathlib import Path
 
 import pytest
 
-import launch.train
-from data_shards.text import show_duration
-from launch.commands.training.recipes import listing
-from launch.plan.gathering import make_plan
-from launch.plan.plan_options import PlanOptions
-from pipeline.recipe.io import load_recipe, parse_recipe
-from pipeline.recipe.schema import Recipe
-from pipeline.recipe.sources import SHIPPED, RecipeHeader, finetune_sets, read_header, read_source, shipped_recipes
+from shardvit.data_shards.text import show_duration
+from shardvit.launch.commands.training.recipes import listing
+from shardvit.launch.plan.gathering import make_plan
+from shardvit.launch.plan.plan_options import PlanOptions
+from shardvit.pipeline.recipe.io import load_recipe, parse_recipe
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.sources import (
+    SHIPPED,
+    RecipeHeader,
+    finetune_sets,
+    read_header,
+    read_source,
+    shipped_recipes,
+)
 from tests.conftest import ROOT
 from tests.launch.conftest import Call
 
@@ -155,6 +161,6 @@ def test_a_file_of_paths_serves_plan_run_and_submit(
     slurm = ["--nodes", "1", "--gpus-per-node", "8", "--time", "1:00:00", "--render"]
     assert "not-there" in call("submit", "vit_b16_in1k", *slurm, *given)[2]
     seen: list[Recipe] = []
-    monkeypatch.setattr(launch.train, "_run", lambda recipe, **_: seen.append(recipe) or 0)
+    monkeypatch.setattr("shardvit.launch.train._run", lambda recipe, **_: seen.append(recipe) or 0)
     assert call("train", "vit_b16_in1k", "--stage", "pretrain", *given)[0] == 0
     assert seen[0].stages.pretrain and seen[0].stages.pretrain.train

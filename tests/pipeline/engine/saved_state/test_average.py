@@ -9,10 +9,10 @@ import torch
 from timm.utils import ModelEmaV3
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from launch.bench.operations import Operations
-from pipeline.engine.saved_state import average as average_module
-from pipeline.engine.saved_state.average import WeightAverage, decay_at
-from pipeline.recipe.stage import EmaConfig
+from shardvit.launch.bench.operations import Operations
+from shardvit.pipeline.engine.saved_state import average as average_module
+from shardvit.pipeline.engine.saved_state.average import WeightAverage, decay_at
+from shardvit.pipeline.recipe.stage import EmaConfig
 
 STEPS = 50
 APPLIED = torch.tensor(1.0)

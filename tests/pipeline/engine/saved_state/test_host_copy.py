@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.engine.base import Hold
-from pipeline.engine.saved_state import host_copy
-from pipeline.engine.saved_state.host_copy import HostBuffer, HostCopy, copy_bytes
-from pipeline.engine.saved_state.state_files import Abandoned, StateFile, state_file, text_file
+from shardvit.pipeline.engine.base import Hold
+from shardvit.pipeline.engine.saved_state import host_copy
+from shardvit.pipeline.engine.saved_state.host_copy import HostBuffer, HostCopy, copy_bytes
+from shardvit.pipeline.engine.saved_state.state_files import Abandoned, StateFile, state_file, text_file
 
 CPU = torch.device("cpu")
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from data_shards.errors import UserError
-from pipeline.engine.saved_state.masters import put_loss_scale
-from pipeline.engine.saved_state.portable import WEIGHT, LossScale, open_deepspeed, open_state, open_whole
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.engine.saved_state.masters import put_loss_scale
+from shardvit.pipeline.engine.saved_state.portable import WEIGHT, LossScale, open_deepspeed, open_state, open_whole
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CUTS = [(stage, processes, align) for stage in (1, 3) for processes in (1, 2, 3, 7, 64) for align in (1, 4)]

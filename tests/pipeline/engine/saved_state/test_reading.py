@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_shards.errors import UserError
-from pipeline.engine.saved_state.portable import open_state
-from pipeline.engine.saved_state.reading import Record, read_state
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.engine.saved_state.portable import open_state
+from shardvit.pipeline.engine.saved_state.reading import Record, read_state
 from tests.launch.security.somebody import Canary
 
 

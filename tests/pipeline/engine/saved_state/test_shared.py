@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from data_shards.errors import UserError
-from pipeline.engine import replicated
-from pipeline.engine.replicated import ReplicatedEngine
-from pipeline.engine.saved_state import portable
-from pipeline.engine.saved_state.portable import DDP_FILE, WEIGHT, open_deepspeed, open_shared, open_whole
-from pipeline.engine.saved_state.state_files import write_file
-from pipeline.recipe.optimizer import OptimizerConfig
+from shardvit.data_shards.errors import UserError
+from shardvit.pipeline.engine import replicated
+from shardvit.pipeline.engine.replicated import ReplicatedEngine
+from shardvit.pipeline.engine.saved_state import portable
+from shardvit.pipeline.engine.saved_state.portable import DDP_FILE, WEIGHT, open_deepspeed, open_shared, open_whole
+from shardvit.pipeline.engine.saved_state.state_files import write_file
+from shardvit.pipeline.recipe.optimizer import OptimizerConfig
 from tests.pipeline.engine.saved_state.test_portable import MOMENTS, content_of, cut, model_of
 from tests.saving import ThreadRanks, on_ranks, one_rank
 

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.engine.saved_state import state_files
-from pipeline.engine.saved_state.host_copy import HostBuffer, HostCopy
-from pipeline.engine.saved_state.state_files import (
+from shardvit.pipeline.engine.saved_state import state_files
+from shardvit.pipeline.engine.saved_state.host_copy import HostBuffer, HostCopy
+from shardvit.pipeline.engine.saved_state.state_files import (
     Abandoned,
     Seal,
     digest_of,

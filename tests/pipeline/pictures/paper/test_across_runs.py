@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from model.config import ModelConfig
-from model.counting.flops import account
-from model.saved.model_folder import SavedModelMeta
-from pipeline.pictures.paper.across_runs import few_shot_over_size, transfer_over_cost
-from pipeline.pictures.paper.measured_runs import cost_points, few_shot_points
-from pipeline.pictures.style import keep_picture
-from pipeline.recipe.io import load_recipe
-from pipeline.runs.pictures import kept_pictures
-from pipeline.runs.read import Run, read_run
-from pipeline.runs.run_folder import RunFolder, StageRecord
-from pipeline.transfer.results import TransferRecord, TransferScore, save_record
+from shardvit.model.config import ModelConfig
+from shardvit.model.counting.flops import account
+from shardvit.model.saved.model_folder import SavedModelMeta
+from shardvit.pipeline.pictures.paper.across_runs import few_shot_over_size, transfer_over_cost
+from shardvit.pipeline.pictures.paper.measured_runs import cost_points, few_shot_points
+from shardvit.pipeline.pictures.style import keep_picture
+from shardvit.pipeline.recipe.io import load_recipe
+from shardvit.pipeline.runs.pictures import kept_pictures
+from shardvit.pipeline.runs.read import Run, read_run
+from shardvit.pipeline.runs.run_folder import RunFolder, StageRecord
+from shardvit.pipeline.transfer.results import TransferRecord, TransferScore, save_record
 
 SIZES: dict[str, Any] = {"width": 64, "depth": 6, "heads": 4, "patch_size": 4}
 

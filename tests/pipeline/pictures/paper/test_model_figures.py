@@ -11,19 +11,19 @@ import torch
 from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 
-from data_shards.errors import UserError
-from data_shards.loading.batch import Batch, batch_of
-from model.config import ModelConfig
-from model.inspection import Rollout, look_at_attention
-from model.saved.model_folder import SavedModelMeta, build_described
-from pipeline.pictures.paper.attention_figures import in_the_light_of
-from pipeline.pictures.paper.attention_inputs import images_of_files, images_to_look_at, look
-from pipeline.pictures.paper.model_figures import built, figures_of_attention, figures_of_weights, left_out
-from pipeline.pictures.paper.weight_figures import evenly, tiled
-from pipeline.pictures.style import keep_picture
-from pipeline.runs.pictures import kept_pictures
-from pipeline.stage.task import model_input
-from pipeline.using.find_model import FoundModel
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.loading.batch import Batch, batch_of
+from shardvit.model.config import ModelConfig
+from shardvit.model.inspection import Rollout, look_at_attention
+from shardvit.model.saved.model_folder import SavedModelMeta, build_described
+from shardvit.pipeline.pictures.paper.attention_figures import in_the_light_of
+from shardvit.pipeline.pictures.paper.attention_inputs import images_of_files, images_to_look_at, look
+from shardvit.pipeline.pictures.paper.model_figures import built, figures_of_attention, figures_of_weights, left_out
+from shardvit.pipeline.pictures.paper.weight_figures import evenly, tiled
+from shardvit.pipeline.pictures.style import keep_picture
+from shardvit.pipeline.runs.pictures import kept_pictures
+from shardvit.pipeline.stage.task import model_input
+from shardvit.pipeline.using.find_model import FoundModel
 from tests.model.comparing import randomise
 
 SIZES: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "mlp_dim": 16, "patch_size": 4}
