@@ -71,7 +71,7 @@ class OwnMetrics:
         return values
 
 
-def _restored(kind: type, state: dict[str, Any]) -> Any:
+def _restored(kind: Any, state: dict[str, Any]) -> Any:
     made = kind.__new__(kind)
     vars(made).update(state)
     return made

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -175,7 +175,7 @@ class TrainStage(Strict):
     def built_in_metrics(self) -> tuple[EvalMetric, ...] | Literal["auto"]:
         if self.metrics == "auto" or len(self.own_metrics) == len(self.metrics) > 0:
             return "auto"
-        return tuple(each for each in self.metrics if ":" not in each)
+        return tuple(each for each in get_args(EvalMetric) if each in self.metrics)
 
     def problems(self) -> Iterator[str]:
         if self.eval_protocol in ("vit", "vit_exact"):
