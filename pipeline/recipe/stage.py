@@ -175,7 +175,9 @@ class TrainStage(Strict):
     def built_in_metrics(self) -> tuple[EvalMetric, ...] | Literal["auto"]:
         if self.metrics == "auto" or len(self.own_metrics) == len(self.metrics) > 0:
             return "auto"
-        return tuple(each for each in get_args(EvalMetric) if each in self.metrics)
+        known: tuple[EvalMetric, ...] = get_args(EvalMetric)
+        named = {*self.metrics}
+        return tuple(each for each in known if each in named)
 
     def problems(self) -> Iterator[str]:
         if self.eval_protocol in ("vit", "vit_exact"):
@@ -204,8 +206,8 @@ class TrainStage(Strict):
         if len(self.own_metrics) < sum(":" in each for each in metrics):
             yield "metrics: two of your own have the same name: rename one"
         if self.keep_best not in (None, "loss", "score", *self.own_metrics):
-            own = "".join(f", {name}" for name in self.own_metrics) or " or one of your own in metrics"
-            yield f"keep_best is {self.keep_best!r}: give loss, score{own}"
+            own = ", or a metric of your own" + "".join(f", {name}" for name in self.own_metrics)
+            yield f"keep_best is {self.keep_best!r}: give loss or score{own}"
         yield from self._set_problems()
 
     def _set_problems(self) -> Iterator[str]:

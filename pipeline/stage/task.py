@@ -290,11 +290,10 @@ def _own_loss(code: OwnCode) -> LossFunction:
     def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         found = run_own(function, logits.float(), targets)
         if not isinstance(found, torch.Tensor) or found.shape not in ((), (len(logits),)) or not found.requires_grad:
-            got = f"a tensor {[*found.shape]}" if isinstance(found, torch.Tensor) else type(found).__name__
-            raise UserError(
-                f"loss.custom {code}: it gives {got}, not a tensor with a gradient: the mean, or a loss per image, "
-                f"[{len(logits)}]"
-            )
+            got = type(found).__name__
+            if isinstance(found, torch.Tensor):
+                got = f"a tensor {[*found.shape]}" + ("" if found.requires_grad else ", without a gradient")
+            raise UserError(f"loss.custom {code}: it gives {got}, not the mean, or a loss per image, [{len(logits)}]")
         return found.mean() if found.ndim else found
 
     return loss
