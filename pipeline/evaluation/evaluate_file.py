@@ -29,7 +29,7 @@ from shardvit.model.saved.model_folder import SavedModelMeta
 from shardvit.model.vocabulary import LOSSES
 from shardvit.pipeline.evaluation.evaluate import Exchange, evaluate
 from shardvit.pipeline.evaluation.truth import EvalRequest, Truth, what_is_asked
-from shardvit.pipeline.own_code.shim import load_own
+from shardvit.pipeline.own_code.by_path import load_own
 from shardvit.pipeline.ranks.place import Place
 from shardvit.pipeline.runs.evaluations import Evaluation
 from shardvit.pipeline.stage.task import Classification

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.loading.batch import Batch
-from shardvit.pipeline.own_code.shim import run_own
+from shardvit.pipeline.own_code.by_path import run_own
 
 
 class Gather(Protocol):

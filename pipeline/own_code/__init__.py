@@ -1,1 +1,1 @@
-"""People's own code."""
+"""The user's own code, by path."""

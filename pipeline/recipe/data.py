@@ -19,7 +19,7 @@ from shardvit.data_shards.vocabulary import (
     RandAugmentRanges,
     WorkerKind,
 )
-from shardvit.pipeline.own_code.shim import OwnCode
+from shardvit.pipeline.own_code.by_path import OwnCode
 from shardvit.pipeline.recipe.duration import BytesText, DurationText, Strict
 from shardvit.pipeline.recipe.vocabulary import FeatureLayer
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from shardvit.pipeline.own_code.shim import OwnCode
+from shardvit.pipeline.own_code.by_path import OwnCode
 from shardvit.pipeline.recipe.duration import DurationText, Strict, parse_duration
 from shardvit.pipeline.recipe.vocabulary import OPTIMIZERS, MomentType, OptimizerName
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from shardvit.data_shards.vocabulary import EvalProtocol
 from shardvit.model.config import Regularisation
 from shardvit.model.vocabulary import LOSSES, DropoutMasks, HeadKind, InitStyle, LossKind
-from shardvit.pipeline.own_code.shim import OwnCode
+from shardvit.pipeline.own_code.by_path import OwnCode
 from shardvit.pipeline.recipe.data import MOST_SIDE, AugmentConfig, FewShotConfig, OneSet, SomeSets, several
 from shardvit.pipeline.recipe.duration import DurationText, Strict
 from shardvit.pipeline.recipe.optimizer import OptimizerConfig, ScheduleConfig
@@ -176,8 +176,7 @@ class TrainStage(Strict):
         if self.metrics == "auto" or len(self.own_metrics) == len(self.metrics) > 0:
             return "auto"
         known: tuple[EvalMetric, ...] = get_args(EvalMetric)
-        named = {*self.metrics}
-        return tuple(each for each in known if each in named)
+        return tuple[EvalMetric, ...](each for each in known if self.metrics.count(each))
 
     def problems(self) -> Iterator[str]:
         if self.eval_protocol in ("vit", "vit_exact"):

@@ -13,7 +13,7 @@ from shardvit.data_shards.loading.assemble import Access
 from shardvit.data_shards.loading.loader import EvalBatches, Layout, TrainBatches
 from shardvit.data_shards.loading.mixing import MixupConfig
 from shardvit.data_shards.shards.shard_set import ShardSet
-from shardvit.pipeline.own_code.shim import OwnCode, load_own, run_own
+from shardvit.pipeline.own_code.by_path import OwnCode, load_own, run_own
 from shardvit.pipeline.ranks.place import Place
 from shardvit.pipeline.recipe.stage import TrainStage
 from shardvit.pipeline.stage.stage_data import Stage

@@ -23,7 +23,7 @@ from shardvit.model.loss import LossFunction, image_losses, loss_function, proba
 from shardvit.model.masked_patch import colour_classes
 from shardvit.model.vocabulary import COLOURS, LossKind
 from shardvit.pipeline.engine.base import Engine
-from shardvit.pipeline.own_code.shim import OwnCode, load_own, run_own
+from shardvit.pipeline.own_code.by_path import OwnCode, load_own, run_own
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.stage import MaskedPatchStage, TrainStage
 from shardvit.pipeline.recipe.vocabulary import StageName

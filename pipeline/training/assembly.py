@@ -19,7 +19,7 @@ from shardvit.pipeline.checkpoint.train_state import TrainState
 from shardvit.pipeline.engine.base import Engine
 from shardvit.pipeline.evaluation.evaluate import Evaluated, evaluate, keep_evaluations
 from shardvit.pipeline.evaluation.scores import one_answer
-from shardvit.pipeline.own_code.shim import load_own, run_own
+from shardvit.pipeline.own_code.by_path import load_own, run_own
 from shardvit.pipeline.ranks.phases import Phases
 from shardvit.pipeline.ranks.stopping import Requests
 from shardvit.pipeline.ranks.watch import Watch

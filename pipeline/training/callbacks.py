@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch import nn
 
 from shardvit.data_shards.errors import UserError
-from shardvit.pipeline.own_code.shim import run_own
+from shardvit.pipeline.own_code.by_path import run_own
 from shardvit.pipeline.recipe.vocabulary import METRICS, StageName
 
 When = Literal["after_step", "after_evaluation", "before_saving"]
