@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 StageName = Literal["masked_patch", "pretrain", "swap_head", "finetune"]
 ALL_STAGES: tuple[StageName, ...] = get_args(StageName)
+SinkName = Literal["mlflow", "tensorboard", "wandb"]  # tracking services; NAME.json of the run and each stage: progress
 
 # ---- exit codes of `shardvit`, ranks and launchers ----
 

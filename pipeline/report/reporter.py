@@ -149,7 +149,7 @@ def attempt_log(
         finally:
             try_writing(lambda: end_attempt(folder, stage, status), say=say)
             if recipe.tracking.mode == "offline" and (status != "FINISHED" or folder.is_complete(recipe)):
-                say(f"MLflow: offline; `shardvit sync {folder.path}` sends the run")
+                say(f"tracking: offline; `shardvit sync {folder.path}` sends the run")
 
 
 @dataclass
