@@ -117,6 +117,19 @@ def fed(recipe: Recipe, data: StageData, *, place: Place, steps: int, normalisat
     ]
 
 
+def test_an_augmentation_of_the_users_own_is_not_run_to_draw(shards: Path, tmp_path: Path) -> None:
+    """A page may be drawn of somebody else's run."""
+    (tmp_path / "mine.py").write_text("raise SystemExit('it was run')\n")
+    tree = recipe_of(shards).model_dump(mode="json")
+    tree["stages"]["pretrain"]["augment"]["custom"] = f"{tmp_path / 'mine.py'}:mine"
+    recipes = recipe_of(shards), Recipe.model_validate(tree)
+    data = open_data(recipes[0], stage="pretrain", report=lambda line: None)
+    plain, own = (seen_batch(recipe, stage="pretrain", data=data) for recipe in recipes)
+    assert torch.equal(plain.inputs, own.inputs)
+    captions = [each.caption for each, _ in batch_pictures(recipes[1], stage="pretrain", data=data, step=0)]
+    assert all("without the user's own augmentation" in each for each in captions)
+
+
 @pytest.mark.parametrize("augment", MIXING)
 @pytest.mark.parametrize(("processes", "most_at_once"), [(1, 16), (2, 2), (4, 4)])
 def test_the_pixels_shown_are_those_that_the_loop_feeds_the_model(
