@@ -17,7 +17,7 @@ from shardvit.data_shards.shards.tar_index import index_path, read_index
 from shardvit.data_shards.vocabulary import GOOGLES, Normalisation
 from shardvit.pipeline.checkpoint.train_state import TrainState
 from shardvit.pipeline.pictures.drawing import draw
-from shardvit.pipeline.pictures.training_batch import seen_batch, seen_in_epochs
+from shardvit.pipeline.pictures.training_batch import batch_pictures, seen_batch, seen_in_epochs
 from shardvit.pipeline.ranks.place import Place
 from shardvit.pipeline.recipe.io import dump_recipe
 from shardvit.pipeline.recipe.schema import Recipe
