@@ -1,5 +1,7 @@
 """Translate a stage's order, crops, augmentation and mixing for `data_shards`."""
 
+from typing import Protocol
+
 from shardvit.data_shards.images.decode import PixelLimit
 from shardvit.data_shards.images.rand_augment import RandAugment
 from shardvit.data_shards.images.transforms import EvalTransform, TrainTransform
@@ -8,6 +10,7 @@ from shardvit.data_shards.loading.loader import EvalBatches, Layout, TrainBatche
 from shardvit.data_shards.loading.mixing import MixupConfig
 from shardvit.data_shards.shards.shard_set import ShardSet
 from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.recipe.data import AugmentConfig
 from shardvit.pipeline.recipe.stage import TrainStage
 from shardvit.pipeline.stage.stage_data import Stage
 
@@ -41,7 +44,17 @@ def held_out(stage: Stage, shards: ShardSet, *, place: Place) -> EvalBatches:
     )
 
 
-def train_transform(config: TrainStage) -> TrainTransform:
+class Augmented(Protocol):
+    """A training stage, or a loader of one's own."""
+
+    @property
+    def image_size(self) -> int: ...
+
+    @property
+    def augment(self) -> AugmentConfig: ...
+
+
+def train_transform(config: Augmented) -> TrainTransform:
     """Make the stage's crop, resize, flip and RandAugment."""
     augment, strong = config.augment, config.augment.rand_augment
     return TrainTransform(
@@ -62,7 +75,7 @@ def eval_transform(config: TrainStage) -> EvalTransform:
     return EvalTransform(config.image_size, protocol=config.eval_protocol, crop_share=config.eval_crop_share)
 
 
-def mixup(config: TrainStage) -> MixupConfig | None:
+def mixup(config: Augmented) -> MixupConfig | None:
     """Make the stage's mixup or CutMix, if any."""
     augment = config.augment
     if not augment.mixup_alpha and not augment.cutmix_alpha:
