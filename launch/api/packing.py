@@ -89,10 +89,8 @@ def pack(
     given: dict[str, Any] = {
         each: value for each, value in locals().items() if each in PackOptions.__dataclass_fields__
     }
-    for each in ("labels", "class_names", "val", "val_labels", "holdout_list"):
-        given[each] = None if given[each] is None else Path(given[each])
-    lists: dict[str, Any] = {
-        each: None if given[each] is None else list(given[each]) for each in ("classes", "exclude_matches_of")
-    }
-    request = PackOptions(**given | lists | {"classes": None}).request() | {"classes": lists["classes"]}
+    paths = ("labels", "class_names", "val", "val_labels", "holdout_list")
+    given |= {each: Path(given[each]) for each in paths if given[each] is not None}
+    given |= {each: list(given[each]) for each in ("classes", "exclude_matches_of") if given[each] is not None}
+    request = PackOptions(**given | {"classes": None}).request() | {"classes": given["classes"]}
     return pack_images(os.fspath(source), Path(out), report=report, **request)
