@@ -92,5 +92,6 @@ def pack(
     paths = ("labels", "class_names", "val", "val_labels", "holdout_list")
     given |= {each: Path(given[each]) for each in paths if given[each] is not None}
     given |= {each: list(given[each]) for each in ("classes", "exclude_matches_of") if given[each] is not None}
-    request = PackOptions(**given | {"classes": None}).request() | {"classes": given["classes"]}
+    flags: Any = given | {"classes": None}  # there it is text
+    request = PackOptions(**flags).request() | {"classes": given["classes"]}
     return pack_images(os.fspath(source), Path(out), report=report, **request)
