@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from shardvit.data_shards.errors import UserError as UserError
     from shardvit.data_shards.reading.streaming import as_webdataset as as_webdataset
+    from shardvit.launch.api.created_model import create_model as create_model
     from shardvit.launch.api.loaded_model import LoadedModel as LoadedModel
     from shardvit.launch.api.loaded_run import LoadedRun as LoadedRun
     from shardvit.launch.api.loaded_run import load_run as load_run
@@ -36,6 +37,7 @@ __all__ = [
     "Stopped",
     "UserError",
     "as_webdataset",
+    "create_model",
     "evaluate",
     "load_run",
     "open_shards",
@@ -53,6 +55,7 @@ _PLACES = {  # name -> its module; a new one also goes into __all__, the imports
     "Stopped": "pipeline.ranks.stopping",
     "UserError": "data_shards.errors",
     "as_webdataset": "data_shards.reading.streaming",
+    "create_model": "launch.api.created_model",
     "evaluate": "launch.api.measures",
     "load_run": "launch.api.loaded_run",
     "open_shards": "launch.api.shard_loader",
