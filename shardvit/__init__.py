@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from shardvit.launch.api.loaded_run import LoadedRun as LoadedRun
     from shardvit.launch.api.loaded_run import load_run as load_run
     from shardvit.launch.api.measures import evaluate as evaluate
+    from shardvit.launch.api.measures import pack as pack
     from shardvit.launch.api.measures import transfer as transfer
-    from shardvit.launch.api.packing import pack as pack
     from shardvit.launch.api.running import RunFailed as RunFailed
     from shardvit.launch.api.running import plan as plan
     from shardvit.launch.api.running import run as run
@@ -59,7 +59,7 @@ _PLACES = {  # name -> its module; a new one also goes into __all__, the imports
     "evaluate": "launch.api.measures",
     "load_run": "launch.api.loaded_run",
     "open_shards": "launch.api.shard_loader",
-    "pack": "launch.api.packing",
+    "pack": "launch.api.measures",
     "plan": "launch.api.running",
     "run": "launch.api.running",
     "transfer": "launch.api.measures",

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from shardvit.data_shards.errors import UserError
-from shardvit.launch.api.running import PathLike
+from shardvit.launch.api.options import PathLike
 from shardvit.model.config import ModelConfig
 from shardvit.model.init import initialise
 from shardvit.model.positions.interpolation import resize_state
 from shardvit.model.saved.model_folder import first_mistake
+from shardvit.model.variants import ResnetSizes, VitSizes
 from shardvit.model.vit import build_model
 from shardvit.model.vocabulary import HeadKind
 from shardvit.pipeline.using.find_model import FoundModel, find_model
@@ -57,20 +58,21 @@ def create_model(
         net = shardvit.create_model("S/16", num_classes=10, image_size=64)
     """
     found = None if weights is None else find_model(Path(weights))
+    meta = found and found.meta
     try:
+        config = None if meta is None else meta.model
         if model is not None:
-            config = ModelConfig.model_validate({"variant": model} if isinstance(model, str) else dict(model))
-            if found is not None:
-                _demand_same(config, found)
-        elif found is None:
+            asked = ModelConfig.model_validate({"variant": model} if isinstance(model, str) else dict(model))
+            if meta is not None and _sizes(asked) != _sizes(meta.model):
+                raise UserError(f"{weights} is another model, of {_sizes(meta.model)}: leave the model out to take it")
+            config = config or asked
+        if config is None:
             raise UserError("give a variant such as 'L/16', or weights")
-        if found is not None:
-            config = found.meta.model
-        size = image_size or (found.meta.image_size if found else _IMAGE_SIZE)
-        classes = num_classes or (found.meta.num_classes if found else _CLASSES)
+        size = image_size or (meta.image_size if meta else _IMAGE_SIZE)
+        classes = num_classes or (meta.num_classes if meta else _CLASSES)
         kind: HeadKind = head or "linear"
-        if head is None and found and found.meta.num_classes == classes and found.meta.head != "masked_patch":
-            kind = found.meta.head
+        if head is None and meta and meta.num_classes == classes and meta.head != "masked_patch":
+            kind = meta.head
         network = build_model(config, image_size=size, num_classes=classes, head=kind)
         initialise(network, seed=seed)
         if found is not None:
@@ -82,11 +84,8 @@ def create_model(
     return network
 
 
-def _demand_same(config: ModelConfig, found: FoundModel) -> None:
-    of = found.meta.model
-    ours, theirs = (each.sizes if each.kind == "vit" else each.resnet for each in (config, of))
-    if ours != theirs:
-        raise UserError(f"{found.origin} is another model: it has {theirs}, not {ours}; leave the model out to take it")
+def _sizes(config: ModelConfig) -> VitSizes | ResnetSizes:
+    return config.sizes if config.kind == "vit" else config.resnet
 
 
 def _fitted(found: FoundModel, *, image_size: int, into: Mapping[str, Tensor]) -> dict[str, Tensor]:

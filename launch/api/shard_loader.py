@@ -32,7 +32,7 @@ from shardvit.data_shards.vocabulary import (
     PartName,
     WorkerKind,
 )
-from shardvit.launch.api.running import PathLike
+from shardvit.launch.api.options import PathLike
 from shardvit.pipeline.recipe.data import AugmentConfig, DataConfig
 from shardvit.pipeline.recipe.duration import in_steps, parse_duration
 from shardvit.pipeline.recipe.mistakes import mistakes

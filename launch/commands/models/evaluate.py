@@ -119,7 +119,7 @@ def evaluate(model: Path, shards: str, /, *, options: EvalOptions = EvalOptions(
     """Evaluate a model on shards: top-1, top-5, loss, each class, calibration.
 
     MODEL is anything that `shardvit predict` takes: a run, a stage, a checkpoint,
-    or a file of weights in any format. SHARDS is as in a recipe: a packed folder,
+    a file of weights in any format, or hf-hub:OWNER/NAME. SHARDS is as in a recipe: a packed folder,
     a folder or pattern of tars from other tools, or a URL. Classes are matched by
     name, in any order. The totals are identical to the last digit on any number
     of processes. Exit code 1 if an image is unreadable: it does not count.
@@ -138,9 +138,10 @@ def evaluate(model: Path, shards: str, /, *, options: EvalOptions = EvalOptions(
 def measured(model: Path, shards: str, *, options: EvalOptions) -> ModelEvaluated | int:
     """Evaluate without telling anybody; returns the exit code of the processes if they have no result."""
     options.check()
-    request = options.request(model, shards)
     from shardvit.pipeline.using.find_model import find_record
+    from shardvit.pipeline.using.hub import local_weights
 
+    request = options.request(model := local_weights(model), shards)
     record, opened = find_record(model), open_set(request, report=say)
     if record is not None:  # else only the weights can tell, seconds later
         what_is_asked(request, class_names=record.class_names, shards=opened[0])

@@ -56,6 +56,10 @@ def measured(
     options: TransferOptions,
 ) -> Outcome:
     """Measure without telling anybody; UserError as the command."""
+    from shardvit.pipeline.using.hub import local_weights
+
+    if isinstance(model, Path):
+        model = local_weights(model)
     if eval_shards is None:
         _demand_table_options(source, method=method, of_method=of_method, options=options)
         options.check(model, command="transfer")
