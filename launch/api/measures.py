@@ -51,7 +51,8 @@ def pack(source: PathLike, out: PathLike, *, report: Report = print, **options: 
 
     classes = options.pop("classes", None)
     request = options_of(PackOptions, options).request()
-    return pack_images(os.fspath(source), Path(out), report=report, **request | {"classes": classes and list(classes)})
+    request["classes"] = classes and list(classes)
+    return pack_images(os.fspath(source), Path(out), report=report, **request)
 
 
 def evaluate(
