@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -136,7 +136,7 @@ class OpenedShards(ShardSet):
         from shardvit.data_shards.images.transforms import EvalTransform
         from shardvit.data_shards.loading.assemble import Access
         from shardvit.data_shards.loading.loader import EvalBatches, Layout, TrainBatches
-        from shardvit.pipeline.stage.batches import mixup, train_transform
+        from shardvit.pipeline.stage.batches import OwnAugment, mixup, train_transform
 
         access, here = Access(self, store=self.store, decoder=decoder, on_corrupt=on_corrupt), batch_size // world_size
         if use == "evaluate":
@@ -144,6 +144,7 @@ class OpenedShards(ShardSet):
             stream = EvalBatches(access, transform=transform, rank=rank, world_size=world_size, batch_size=here)
         else:
             config = _Augmented(image_size, _augment(augment or {}))
+            custom = config.augment.custom
             stream = TrainBatches(
                 access,
                 order=make_order(
@@ -154,7 +155,7 @@ class OpenedShards(ShardSet):
                     global_batch_images=batch_size,
                     window_images=shuffle_window_images,
                 ),
-                transform=train_transform(config),
+                transform=replace(train_transform(config), own=custom and OwnAugment(custom)),
                 layout=Layout(rank=rank, world_size=world_size, micro_batch_size=here, accumulation_steps=1),
                 seed=seed,
                 mixup=mixup(config),
