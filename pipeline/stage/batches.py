@@ -1,7 +1,7 @@
 """Translate a stage's order, crops, augmentation and mixing for `data_shards`."""
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -35,9 +35,9 @@ class OwnAugment:
         return found
 
 
-def train_stream(stage: Stage, *, place: Place) -> TrainBatches:
-    """Index a rank's micro-batches by number."""
-    plan, custom = stage.plan, stage.config.augment.custom
+def train_stream(stage: Stage, *, place: Place, own_code: Literal["run", "leave out"] = "leave out") -> TrainBatches:
+    """Index a rank's micro-batches by number. Only training runs the user's augmentation: pictures execute nothing."""
+    plan, custom = stage.plan, stage.config.augment.custom if own_code == "run" else None
     return TrainBatches(
         access_of(stage, stage.data.train),
         order=stage.order(),

@@ -62,7 +62,7 @@ def make_job(
         num_samples={name: one.num_samples for name, one in sets.items()},
         max_share=recipe.data.max_corrupt_share,
     )
-    stream = train_stream(stage, place=ranks.place)
+    stream = train_stream(stage, place=ranks.place, own_code="run")
     workers = data_workers(
         recipe, stage=stage.name, batches=stream, step=state.step, device=engine.device, ranks=ranks, say=report.note
     )
