@@ -42,7 +42,7 @@ _FAULTS_SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TransferOutcome:
     """What was measured, and how to tell it."""
 
     record: TransferRecord  # as saved in `file`
@@ -55,7 +55,7 @@ class Outcome:
 
 def measure_one_set(
     model: Path | Predictor, train_shards: str, eval_shards: str, settings: Settings, *, options: TransferOptions
-) -> Outcome:
+) -> TransferOutcome:
     """Measure by one method on one data set."""
     store, classes = Store(CacheConfig()), str(options.classes) if options.classes else None
     opened = [
@@ -82,7 +82,7 @@ def measure_one_set(
             str(seed): {data.train.classes[label]: samples for label, samples in by_class.items()}
             for seed, by_class in measured.shots.items()
         }
-        return Outcome(
+        return TransferOutcome(
             record,
             file,
             shown=f"{table(_rows(measured), align='lr', heading='ruled')}\n{footer}",
@@ -92,7 +92,7 @@ def measure_one_set(
         )
 
 
-def measure_a_table(model: Path | Predictor, source: Path, *, options: TransferOptions) -> Outcome:
+def measure_a_table(model: Path | Predictor, source: Path, *, options: TransferOptions) -> TransferOutcome:
     """Measure all data sets of a table."""
     content = read_table(source)
     sets = open_table(content, store=Store(CacheConfig()), say=say)
@@ -117,7 +117,7 @@ def measure_a_table(model: Path | Predictor, source: Path, *, options: TransferO
         )
         params = {"table": str(source), "images": options.images, "method": content.method}
         shown = table(_table_rows(record), align="lr", heading="ruled")
-        return Outcome(record, file, shown=shown, params=params, session=session)
+        return TransferOutcome(record, file, shown=shown, params=params, session=session)
 
 
 class Session:
@@ -199,7 +199,7 @@ class Session:
         log_result(tracked, tracking_uri=tracking_uri(), experiment=experiment_name(), say=say)
 
 
-def tell(outcome: Outcome, *, options: TransferOptions) -> int:
+def tell(outcome: TransferOutcome, *, options: TransferOptions) -> int:
     """Print the table or JSON, and log the MLflow run; returns the exit code."""
     record, file = outcome.record, outcome.file
     as_json = json.dumps({**asdict(record), **outcome.more}, indent=1)

@@ -11,7 +11,7 @@ from shardvit.data_shards.errors import UserError
 from shardvit.launch.evaluation.transfer_options import Method, MethodOptions, TransferOptions
 
 if TYPE_CHECKING:
-    from shardvit.launch.evaluation.measuring import Outcome
+    from shardvit.launch.evaluation.measuring import TransferOutcome
     from shardvit.pipeline.using.predict import Predictor
 
 
@@ -54,7 +54,7 @@ def measured(
     method: Method | None,
     of_method: MethodOptions,
     options: TransferOptions,
-) -> Outcome:
+) -> TransferOutcome:
     """Measure without telling anybody; UserError as the command."""
     from shardvit.pipeline.using.hub import local_weights
 
