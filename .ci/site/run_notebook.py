@@ -1,11 +1,11 @@
 """Run docs/notebook.ipynb in an empty folder, and keep it with its outputs: `python .ci/site/run_notebook.py`.
 
-With a FOLDER and an OUTPUT, run it in that folder and write it there instead, as the test does. It takes a minute on one
-core. What is kept has no times of cells and no names of this machine's folders, so that two runs differ only in what was
-computed.
+With a FOLDER and an OUTPUT, run it in that folder and write it there instead, as the test does. It takes a minute on
+one core. What is kept has no times of cells and no names of this machine's folders.
 """
 
 import argparse
+import os
 import re
 import tempfile
 from pathlib import Path
@@ -19,6 +19,8 @@ NOTEBOOK = Path(__file__).resolve().parent.parent.parent / "docs" / "notebook.ip
 def run(folder: Path, output: Path) -> None:
     """Execute every cell, with `folder` as the working folder; CellExecutionError at the first that fails."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
+    os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # tqdm's, which names a folder of this machine
+    os.environ["SHARDVIT_PICTURES"] = "auto"
     client = NotebookClient(
         notebook,
         timeout=600,
