@@ -21,7 +21,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -152,7 +151,9 @@ def _failed(error: Exception, rank: _Rank) -> int:
             report_gone(heartbeats, place=place, say=say)
             time.sleep(_COLLATERAL_WAIT_SECONDS)
             return 1
-    traceback.print_exception(error)
+    from shardvit.pipeline.own_code.by_path import own_traceback
+
+    print(own_traceback(error), end="", file=sys.stderr, flush=True)
     return 1
 
 

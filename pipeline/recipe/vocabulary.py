@@ -43,7 +43,7 @@ SWEEP_FILE = "sweep.json"  # in the folder of a sweep
 
 # ---- optimizers ----
 
-OptimizerName = Literal["adamw", "sgd", "adafactor", "lamb", "muon"]
+OptimizerName = Literal["adamw", "sgd", "adafactor", "lamb", "muon", "custom"]
 MomentType = Literal["float32", "bf16"]
 _FLOAT32_BYTES, _BF16_BYTES = 4, 2
 
@@ -87,6 +87,7 @@ OPTIMIZERS: dict[OptimizerName, OptimizerState] = {
         more_bytes=4.0,  # embeddings, head, norms and biases have AdamW's two moments
         takes="parameters",
     ),
+    "custom": OptimizerState(moments=(), keys=("custom",), more_bytes=8.0, takes="parameters"),  # of an unknown state
 }
 
 AttentionKernel = Literal["cudnn", "flash", "efficient", "math"]

@@ -259,6 +259,10 @@ class Report:
                 said += f"; {group.removeprefix('val_')}: {show_score(found, key)}"
         self.note(f"step {state.step}: {said}", kind="evaluation")
 
+    def own(self, state: TrainState, values: Mapping[str, float]) -> None:
+        """Record what a callback logs."""
+        self._record(state, dict(values))
+
     def spikes(self, found: Sequence[Spike]) -> None:
         for spike in found:
             self.note(spike.describe(), kind="spike", step=spike.step)
