@@ -215,7 +215,7 @@ def _run(recipe: Recipe, *, rank: _Rank, difference: str) -> int:
             pictures = "draw" if wants_pictures else "off"
             beside = held.enter_context(DrawAndSend(folder, environ=without_place(), pictures=pictures, say=say))
             context = replace(context, draw=beside.ask, drawing_seconds=beside.cpu_seconds)
-        if place.local_rank == 0 and recipe.tracking.system_metrics:
+        if place.local_rank == 0 and recipe.tracking.system_metrics and "mlflow" in recipe.tracking.to:
             nodes = -(-place.world_size // place.local_world_size)
             node = f"node{place.rank // place.local_world_size}-{platform.node()}" if nodes > 1 else ""
             held.enter_context(node_metrics(folder, node=node, environ=without_place()))
