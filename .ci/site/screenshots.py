@@ -44,8 +44,16 @@ PICTURES = (
 def shardvit(command: str, folder: Path) -> None:
     """Run a command in that folder; CalledProcessError if it fails."""
     subprocess.run(
-        [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
-         "from shardvit.launch.cli import main; main()", *command.split()], cwd=folder, check=True)
+        [
+            sys.executable,
+            "-P",
+            "-c",
+            f"import sys; sys.path.insert(0, {str(ROOT)!r}); from shardvit.launch.cli import main; main()",
+            *command.split(),
+        ],
+        cwd=folder,
+        check=True,
+    )
 
 
 def photograph(browser: Browser, picture: Picture, folder: Path) -> bytes:
