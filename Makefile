@@ -56,7 +56,7 @@ format: $(ALL) ## rewrite the files in the project's format, with the repairs th
 	@$(PY) -m ruff format .
 
 clean: ## remove .venv and all caches (never runs/ or your shards)
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	@find data_shards launch model pipeline tests .ci -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---- set-up ---------------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def test_a_clone_that_is_not_installed_is_found_by_what_it_starts():
         text=True,
         check=True,
     )
-    assert done.stdout.split(os.pathsep)[0].strip() == str(ROOT)
+    assert done.stdout.split(os.pathsep)[-1].strip() == str(ROOT / "src")
 
 
 def test_the_users_own_commands_import_as_they_always_do(monkeypatch: pytest.MonkeyPatch):
