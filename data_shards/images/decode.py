@@ -102,11 +102,15 @@ def read_image(data: bytes, *, decoder: DecoderName = "auto", limit: PixelLimit 
     require_decoder(decoder)
     header = _read_header(data) if data[:3] == _JPEG_MAGIC else None
     if decoder == "pillow" or header is None or not header.is_plain or not header.is_complete:
-        opened = _open_with_pillow(data)
-        _check_size(opened.height, opened.width, limit)
-        return EncodedImage(opened.height, opened.width, decode=partial(_pillow_pixels, opened))
+        return of_pillow(_open_with_pillow(data), limit=limit)
     _check_size(header.height, header.width, limit)
     return EncodedImage(header.height, header.width, decode=partial(_decode, data, header, decoder))
+
+
+def of_pillow(image: Image.Image, *, limit: PixelLimit = USUAL_LIMIT) -> EncodedImage:
+    """Take an opened image, with `read_image`'s rules for colours and sizes."""
+    _check_size(image.height, image.width, limit)
+    return EncodedImage(image.height, image.width, decode=partial(_pillow_pixels, image))
 
 
 def read_reduced(

@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from shardvit.data_shards.working_folder import SAFE_PATH
 from shardvit.launch.local.env import RENDEZVOUS, SUPERVISOR_PID, without_place
 from shardvit.pipeline.recipe.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR
 
@@ -44,7 +45,10 @@ Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 
 @contextmanager
 def handled(numbers: Sequence[signal.Signals], handler: Handler) -> Iterator[None]:
-    """Handle these signals within the block, main thread only; a SIGHUP that nohup ignores stays ignored."""
+    """Handle these signals within the block, in the main thread (others cannot: their process keeps its handlers); a
+    SIGHUP that nohup ignores stays ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        numbers = ()
     numbers = [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
     before = [signal.signal(number, handler) for number in numbers]
     try:
@@ -86,7 +90,7 @@ def run_ranks(
                 ranks.append(
                     subprocess.Popen(
                         [sys.executable, *arguments],
-                        env={**environment, mark[0]: mark[1]},
+                        env={**SAFE_PATH, **environment, mark[0]: mark[1]},
                         stdin=subprocess.DEVNULL,
                         start_new_session=True,
                     )

@@ -14,9 +14,11 @@ from shardvit.pipeline.recipe.roles import with_paths
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.sources import (
     SETS,
+    Given,
     Tree,
     find_recipe,
     model_of,
+    place_of,
     read_parents,
     read_resolved,
     read_source,
@@ -41,23 +43,27 @@ FREE_STAGE_KEYS = (
 )
 
 
-def load_recipe(source: str, *, overrides: Sequence[str] = (), paths: Path | None = None) -> Recipe:
-    """Load the YAML file `source`, or the shipped recipe of that name ("digits"). UserError names file and key.
+def load_recipe(source: str | Tree, *, overrides: Sequence[str] = (), paths: Path | None = None) -> Recipe:
+    """Load a YAML file, the shipped recipe of a name ("digits"), or a recipe's keys. UserError names file and key.
 
     `overrides`: "stages.finetune.optimizer.lr=0.01", with YAML values and no repeated key; "stages." may be omitted,
     `train` and `eval` are the first training stage's, `finetune=SET` chooses the fine-tuning set. `paths`: a file with
     the shards of each role, read only if a stage lacks some. `model` defaults to that of the folder swap_head.model.
     """
-    path = find_recipe(source, beside=Path())
-    tree, chosen, changes = _with_choice(read_source(path).tree, overrides)
+    given = _given(source)
+    tree, chosen, changes = _with_choice(read_source(given).tree, overrides)
     model = model_of(_overridden(tree, changes)[0])
-    beside, said_by = (Path(), f"override {one_line(chosen[0])}") if chosen else (path.parent, str(path))
+    beside, said_by = (Path(), f"override {one_line(chosen[0])}") if chosen else place_of(given)
     tree, keys = _overridden(with_finetune(tree, beside=beside, model=model, said_by=said_by), changes)
     if tree.get("model") is None and model is not None:  # the folder's
         tree["model"] = model
     if paths is not None:  # not read for a resolved recipe, so not needed on each host
         tree = with_paths(tree, file=paths)
-    return _validate(tree, origin=str(path), overridden=keys)
+    return _validate(tree, origin=place_of(given)[1], overridden=keys)
+
+
+def _given(source: str | Tree) -> Given:
+    return find_recipe(source, beside=Path()) if isinstance(source, str) else source
 
 
 def parse_recipe(path: Path) -> Recipe:
@@ -81,14 +87,14 @@ def differences(old: Recipe, new: Recipe) -> dict[str, str]:
     return _changes(without_free_keys(flatten(old)), without_free_keys(flatten(new)))
 
 
-def difference_to_parent(source: str, *, overrides: Sequence[str] = ()) -> str:
+def difference_to_parent(source: str | Tree, *, overrides: Sequence[str] = ()) -> str:
     """Compare `source` and the overrides with what it extends, or with `source` alone: "parent: NAMES", then a line per
     key; "" if equal. Arguments and errors as `load_recipe`."""
-    path = find_recipe(source, beside=Path())
-    parents, before = read_parents(path)
-    tree = read_source(path).tree
+    given = _given(source)
+    parents, before = read_parents(given)
+    tree = read_source(given).tree
     if not parents:
-        parents, before = [source], tree
+        parents, before = [source if isinstance(source, str) else place_of(given)[1]], tree
     tree, _, changes = _with_choice(tree, overrides)
     found = _changes(_leaves(before), _leaves(_overridden(tree, changes)[0]))
     lines = [f"parent: {', '.join(parents)}", *(f"{key}: {change}" for key, change in found.items())]

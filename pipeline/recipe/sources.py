@@ -34,6 +34,7 @@ _MOST_FILES = 64  # per recipe: lists of lists multiply
 _MOST_NAMED = 200
 
 Tree = dict[str, Any]
+Given = Path | Tree  # a recipe's file, or its keys, as a script gives them: relative to the working folder
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,15 @@ def find_recipe(source: str, *, beside: Path, said_by: str = "") -> Path:
     raise UserError(f"{of}there is no recipe {what}{advice}")
 
 
-def read_source(path: Path) -> RecipeSource:
-    """Read a file and all it extends; `finetune` stays a key."""
+def place_of(given: Given) -> tuple[Path, str]:
+    """Return a recipe's folder, and its name in messages."""
+    return (given.parent, str(given)) if isinstance(given, Path) else (Path(), "the recipe")
+
+
+def read_source(given: Given) -> RecipeSource:
+    """Read a recipe and all it extends; `finetune` stays a key."""
     files: list[Path] = []
-    return RecipeSource(_read(path, seen=(), files=files), tuple(files))
+    return RecipeSource(_read(given, seen=(), files=files), tuple(files))
 
 
 def read_resolved(path: Path) -> Tree:
@@ -99,11 +105,11 @@ def read_resolved(path: Path) -> Tree:
     return tree
 
 
-def read_parents(path: Path) -> tuple[list[str], Tree]:
-    """Read the names of the recipes that a file extends and their merged keys; both may be empty."""
-    names, tree = _own_keys(path)[1], Tree()
+def read_parents(given: Given) -> tuple[list[str], Tree]:
+    """Read the names of the recipes that one extends and their merged keys; both may be empty."""
+    (beside, said_by), names, tree = place_of(given), _own_keys(given)[1], Tree()
     for name in names:
-        tree = merge(tree, read_source(find_recipe(name, beside=path.parent, said_by=str(path))).tree)
+        tree = merge(tree, read_source(find_recipe(name, beside=beside, said_by=said_by)).tree)
     return names, tree
 
 
@@ -196,29 +202,30 @@ def _like(source: str, *, beside: Path, shipped: Sequence[str]) -> str | None:
     return names[close[0]] if close else None
 
 
-def _read(path: Path, *, seen: tuple[Path, ...], files: list[Path]) -> Tree:
-    if path.resolve() in seen:
-        raise UserError(f"{path}: 'extends' leads back to the recipe itself")
+def _read(given: Given, *, seen: tuple[Path, ...], files: list[Path]) -> Tree:
+    (beside, name), file = place_of(given), [given.resolve()] if isinstance(given, Path) else []
+    if seen and file[0] in seen:
+        raise UserError(f"{name}: 'extends' leads back to the recipe itself")
     if len(files) == _MOST_FILES:
-        raise UserError(f"{path}: with what it extends, the recipe consists of more than {_MOST_FILES} files")
-    tree, parents = _own_keys(path)
+        raise UserError(f"{name}: with what it extends, the recipe consists of more than {_MOST_FILES} files")
+    tree, parents = _own_keys(given)
     base: Tree = {}
     for parent in parents:
-        found = find_recipe(parent, beside=path.parent, said_by=str(path))
-        base = merge(base, _read(found, seen=(*seen, path.resolve()), files=files))
-    files.append(path.resolve())
+        found = find_recipe(parent, beside=beside, said_by=name)
+        base = merge(base, _read(found, seen=(*seen, *file), files=files))
+    files += file
     return merge(base, tree)
 
 
-def _own_keys(path: Path) -> tuple[Tree, list[str]]:
-    tree = read_yaml_file(path)
+def _own_keys(given: Given) -> tuple[Tree, list[str]]:
+    tree, name = read_yaml_file(given) if isinstance(given, Path) else dict(given), place_of(given)[1]
     if not isinstance(tree, dict):
         empty = "it is empty, and " if tree is None else "it "
-        raise UserError(f"{path} holds no recipe: {empty}must be a mapping of keys such as name, model and stages")
+        raise UserError(f"{name} holds no recipe: {empty}must be a mapping of keys such as name, model and stages")
     parents = tree.pop("extends", None) or []
     parents = parents if isinstance(parents, list) else [parents]
     if not all(isinstance(parent, str) for parent in parents):
-        raise UserError(f"{path}: extends must be the name of another recipe, or a list of names")
+        raise UserError(f"{name}: extends must be the name of another recipe, or a list of names")
     return tree, parents
 
 

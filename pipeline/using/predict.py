@@ -1,24 +1,27 @@
-"""Classify image files with a trained model of any format.
+"""Classify images, in files or in memory, with a trained model of any format.
 
 Images are prepared as in evaluation, per the model's record, in float32. With the sigmoid loss each logit has its own
 probability; they do not sum to one. Holds the model, two batches of images and all file names. Decodes with a thread
 per core, one batch ahead.
 """
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image
 
 from shardvit.data_shards.errors import UnreadableImage, UserError
 from shardvit.data_shards.images.crops import Pixels
-from shardvit.data_shards.images.decode import USUAL_LIMIT, PixelLimit, read_image
+from shardvit.data_shards.images.decode import USUAL_LIMIT, EncodedImage, PixelLimit, of_pillow, read_image
 from shardvit.data_shards.images.transforms import EvalTransform
 from shardvit.data_shards.loading.batch import batch_of
 from shardvit.data_shards.processes import num_cores
@@ -32,6 +35,9 @@ from shardvit.pipeline.stage.task import model_input
 from shardvit.pipeline.using.find_model import find_model
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
+AnyImage = (
+    str | os.PathLike[str] | bytes | Image.Image | NDArray[np.uint8]
+)  # file, its content, opened, pixels [H, W, 3]
 
 
 @dataclass(frozen=True)
@@ -63,9 +69,49 @@ class ClassShare:
 class ImagePrediction:
     """The most probable classes of one image, best first, or why it could not be read."""
 
-    image: Path
+    image: AnyImage = field(repr=False, compare=False)  # as given
     classes: tuple[ClassShare, ...] = ()
     fault: str | None = None
+
+
+@dataclass(frozen=True)
+class ImageTransform:
+    """A model's preprocessing, as in its stage's evaluations: an image -> float32 [3, S, S], normalised. Picklable."""
+
+    meta: SavedModelMeta
+
+    def __call__(self, image: AnyImage) -> torch.Tensor:
+        """UnreadableImage (a ValueError) if it is damaged, OSError if its file cannot be read."""
+        return self.stacked([self.square(image)], device=torch.device("cpu"))[0]
+
+    def square(self, image: AnyImage, *, limit: PixelLimit = USUAL_LIMIT) -> Pixels:
+        """Return uint8 [S, S, 3], not normalised; raises as a call does."""
+        meta = self.meta
+        transform = EvalTransform(meta.image_size, protocol=meta.eval_protocol, crop_share=meta.eval_crop_share)
+        return transform(read_any(image, limit=limit))
+
+    def stacked(self, squares: Sequence[Pixels], *, device: torch.device) -> torch.Tensor:
+        """Normalise squares: float32 [B, 3, S, S] on `device`."""
+        batch = batch_of(torch.from_numpy(np.stack(squares)), keys=("",) * len(squares))
+        normalisation = Normalisation(mean=self.meta.mean, std=self.meta.std)
+        return model_input(batch, device=device, dtype=torch.float32, normalisation=normalisation)
+
+
+def read_any(image: AnyImage, *, limit: PixelLimit = USUAL_LIMIT) -> EncodedImage:
+    """Read an image wherever it is; UnreadableImage if it is damaged, UserError for what is no image."""
+    match image:
+        case str() | os.PathLike():
+            return read_image(Path(image).read_bytes(), limit=limit)
+        case bytes():
+            return read_image(image, limit=limit)
+        case Image.Image():
+            return of_pillow(image, limit=limit)
+        case np.ndarray() if image.dtype == np.uint8 and (image.ndim == 2 or image.shape[2:] in ((3,), (4,))):
+            return of_pillow(Image.fromarray(image), limit=limit)
+        case _:
+            pass
+    what = f"array of {image.dtype} {image.shape}" if isinstance(image, np.ndarray) else type(image).__name__
+    raise UserError(f"{what} is no image: give a path, bytes, a PIL image, or an array of uint8 [height, width, 3]")
 
 
 def open_predictor(path: Path, *, device: DeviceChoice = "auto", weights: WeightsKind | None = None) -> Predictor:
@@ -102,12 +148,15 @@ def chosen_device(device: DeviceChoice) -> torch.device:
 
 
 def predict_images(
-    predictor: Predictor, images: Iterable[Path], *, top: int, batch_images: int, pixel_limit: PixelLimit = USUAL_LIMIT
+    predictor: Predictor,
+    images: Iterable[AnyImage],
+    *,
+    top: int,
+    batch_images: int,
+    pixel_limit: PixelLimit = USUAL_LIMIT,
 ) -> Iterator[ImagePrediction]:
     """Predict the `top` classes of images in order, or why one cannot be read; UserError if logits are not finite."""
-    meta = predictor.meta
-    transform = EvalTransform(meta.image_size, protocol=meta.eval_protocol, crop_share=meta.eval_crop_share)
-    squares = _squares(images, transform=transform, limit=pixel_limit, ahead=batch_images)
+    squares = _squares(images, transform=ImageTransform(predictor.meta), limit=pixel_limit, ahead=batch_images)
     while chunk := list(islice(squares, batch_images)):
         rows = [square for _, square in chunk if not isinstance(square, str)]
         answers = iter(_most_probable(predictor, rows, top=top) if rows else ())
@@ -119,26 +168,26 @@ def predict_images(
 
 
 def _squares(
-    images: Iterable[Path], *, transform: EvalTransform, limit: PixelLimit, ahead: int
-) -> Iterator[tuple[Path, Pixels | str]]:
-    waiting: deque[tuple[Path, Future[Pixels | str]]] = deque()
+    images: Iterable[AnyImage], *, transform: ImageTransform, limit: PixelLimit, ahead: int
+) -> Iterator[tuple[AnyImage, Pixels | str]]:
+    waiting: deque[tuple[AnyImage, Future[Pixels | str]]] = deque()
     pool = ThreadPoolExecutor(num_cores())
     try:
         for image in images:
             waiting.append((image, pool.submit(_square, image, transform, limit)))
             if len(waiting) > ahead:
-                path, square = waiting.popleft()
-                yield path, square.result()
-        for path, square in waiting:
-            yield path, square.result()
+                first, square = waiting.popleft()
+                yield first, square.result()
+        for image, square in waiting:
+            yield image, square.result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _square(image: Path, transform: EvalTransform, limit: PixelLimit) -> Pixels | str:
-    """Return the evaluation transform, uint8 [S, S, 3], or why the image cannot be read."""
+def _square(image: AnyImage, transform: ImageTransform, limit: PixelLimit) -> Pixels | str:
+    """Return uint8 [S, S, 3], or why the image cannot be read."""
     try:
-        return transform(read_image(image.read_bytes(), limit=limit))
+        return transform.square(image, limit=limit)
     except UnreadableImage as error:
         return str(error)
     except OSError as error:
@@ -148,13 +197,7 @@ def _square(image: Path, transform: EvalTransform, limit: PixelLimit) -> Pixels 
 def _most_probable(predictor: Predictor, rows: Sequence[Pixels], *, top: int) -> Iterator[tuple[ClassShare, ...]]:
     """Yield the `top` classes of each image; ties go to the first class."""
     meta = predictor.meta
-    images = model_input(
-        batch_of(torch.from_numpy(np.stack(rows)), keys=("",) * len(rows)),
-        device=predictor.device,
-        dtype=torch.float32,
-        normalisation=Normalisation(mean=meta.mean, std=meta.std),
-    )
-    logits = predictor(images)
+    logits = predictor(ImageTransform(meta).stacked(rows, device=predictor.device))
     if not logits.isfinite().all():
         raise UserError(f"{predictor.origin}: the model gives logits that are not finite: its weights are damaged")
     shares, order = probabilities(logits, meta.loss).sort(dim=1, descending=True, stable=True)
