@@ -186,7 +186,10 @@ def _run(recipe: Recipe, *, rank: _Rank, difference: str) -> int:
         earlier_cpu_seconds=time.process_time(),
     )
     clock.set_status("importing libraries")
+    from shardvit.pipeline.tracking.sinks.choose import check_sinks
+
     wants_pictures, _ = pictures_wanted(), tracking_uri()  # report mistakes before slow imports
+    check_sinks(recipe.tracking.to)
     stop = _listen(place, recipe)
 
     from shardvit.model.without_compiler import import_timm

@@ -224,12 +224,14 @@ class PipelineRun:
         return f"{number} on this machine ({'GPU' if num_gpus() else 'CPU'})"
 
     def check_stages(self) -> list[str]:
-        """Check MLflow's address and every stage's data, sizes, model and checkpoints; returns what went unchecked."""
+        """Check tracking and every stage's data, sizes, model and checkpoints; returns what went unchecked."""
         from shardvit.pipeline.recipe.stage_plan import plan_stage  # imports numpy: only for a valid recipe
         from shardvit.pipeline.stage.stage_data import open_data, training_order
+        from shardvit.pipeline.tracking.sinks.choose import check_sinks
         from shardvit.pipeline.transfer.settings import open_few_shot
 
         tracking_uri()  # UserError if it is no address
+        check_sinks(self.recipe.tracking.to)
         notes: list[str] = []
         for stage in self.recipe.stages.names:
             is_open = not self._stays_done(stage)

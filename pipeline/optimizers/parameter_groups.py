@@ -65,7 +65,7 @@ def _own_keys(config: OptimizerConfig, rule: _Rule, shapes: list[tuple[int, ...]
             return {"nesterov": True, "eps": 1e-7} if rule.hidden else {"use_fallback": True, "eps": config.eps}
         case "adafactor":
             return {"shapes": shapes}
-        case "adamw" | "sgd":
+        case "adamw" | "sgd" | "custom":
             return {}
 
 

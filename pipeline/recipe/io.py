@@ -30,7 +30,8 @@ from shardvit.pipeline.recipe.yaml_text import read_yaml, write_yaml
 # May change on resume: they affect execution and reports, not the result.
 FREE_KEYS = (
     *("experiment", "processes", "pictures"),
-    *(f"tracking.{key}" for key in ("mode", "system_metrics", "log_model", "register_as", "alias")),
+    *(f"tracking.{key}" for key in ("mode", "to", "system_metrics", "log_model", "register_as", "alias")),
+    *("tracking.wandb.project", "tracking.wandb.entity"),
     *(f"data.{key}" for key in ("workers", "worker_kind", "max_corrupt_share", "cache.folder", "cache.limit")),
     *(f"engine.{key}" for key in ("zero_stage", "max_micro_batch_size", "activation_checkpointing", "compile")),
     *(f"engine.{key}" for key in ("attention", "offload", "overlap", "bucket_elements", "saving")),

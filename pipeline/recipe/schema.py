@@ -10,7 +10,7 @@ from shardvit.model.config import ModelConfig
 from shardvit.pipeline.recipe.data import MOST_LANES, DataConfig
 from shardvit.pipeline.recipe.duration import Strict
 from shardvit.pipeline.recipe.stage import MOST_SECONDS, MaskedPatchStage, Stages, TrainStage
-from shardvit.pipeline.recipe.vocabulary import OPTIMIZERS, AttentionKernel, StageName
+from shardvit.pipeline.recipe.vocabulary import OPTIMIZERS, AttentionKernel, SinkName, StageName
 
 FEW_PROCESSES = 256  # most for which `data.lanes: auto` ignores their number
 _MANY_LANES = 4096  # of auto, for more processes
@@ -23,13 +23,26 @@ _MLFLOW_VERSION = re.compile("v[0-9]+", re.IGNORECASE)  # MLflow's own names of 
 _TAKEN_NAMES = ("mlartifacts", "mlflow.db")  # MLflow's, next to the runs
 
 
-class TrackingConfig(Strict):
-    """Tracking with MLflow; does not affect training."""
+class WandbConfig(Strict):
+    """Weights & Biases; its own variables (WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY, WANDB_DIR, ...) take precedence."""
 
+    project: str | None = Field(default=None, min_length=1, max_length=128)
+    """Project; the default is the recipe's experiment."""
+    entity: str | None = Field(default=None, min_length=1, max_length=128)
+    """User or team; the default is the login's."""
+
+
+class TrackingConfig(Strict):
+    """Where a run is sent; does not affect training."""
+
+    to: tuple[SinkName, ...] = ("mlflow",)
+    """Services that get the run: mlflow, tensorboard (event files in the run folder), wandb. []: none, files only."""
     mode: Literal["online", "offline"] = "online"
     """online: send during training; offline: send nothing until `shardvit sync`."""
+    wandb: WandbConfig = WandbConfig()
     system_metrics: bool = False
-    """Log CPU, memory, network, disk and GPU of each node every ten seconds, in a separate process."""
+    """Log CPU, memory, network, disk and GPU of each node to MLflow, every ten seconds, in a separate process; to W&B
+    those of rank 0's node."""
     log_model: bool = True
     """Log the last stage's model to MLflow, loadable without shardvit; false: keep it only in the run folder."""
     register_as: str | None = Field(default=None, min_length=1, max_length=_LONGEST_MLFLOW_NAME)
@@ -54,8 +67,12 @@ class TrackingConfig(Strict):
         return alias
 
     def problems(self) -> Iterator[str]:
+        if len(set(self.to)) < len(self.to):
+            yield f"to {list(self.to)} names a service twice: name it once"
         if self.mode == "offline":
             yield from self.ignored("system_metrics", why="offline, as they are not kept to be sent later")
+        elif not {"mlflow", "wandb"} & {*self.to}:
+            yield from self.ignored("system_metrics", why="without mlflow or wandb in `to`")
         if not self.log_model:
             yield from self.ignored("register_as", why="if no model is logged")
         if self.register_as is None:
@@ -186,7 +203,7 @@ class Recipe(Strict):
     name: str
     """Name of the run folder and of the MLflow run."""
     experiment: str = Field(default="shardvit", min_length=1)
-    """MLflow experiment; the environment variable MLFLOW_EXPERIMENT_NAME takes precedence."""
+    """MLflow experiment and W&B project; the environment variable MLFLOW_EXPERIMENT_NAME takes precedence."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     processes: Annotated[int, Field(ge=1, le=10**6)] | Literal["auto"] = "auto"
     """Processes that `shardvit run` starts on this machine; auto: one per GPU, or one."""

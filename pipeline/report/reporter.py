@@ -149,7 +149,7 @@ def attempt_log(
         finally:
             try_writing(lambda: end_attempt(folder, stage, status), say=say)
             if recipe.tracking.mode == "offline" and (status != "FINISHED" or folder.is_complete(recipe)):
-                say(f"MLflow: offline; `shardvit sync {folder.path}` sends the run")
+                say(f"tracking: offline; `shardvit sync {folder.path}` sends the run")
 
 
 @dataclass
@@ -258,6 +258,10 @@ class Report:
             if group.startswith("val_") and f"val/{metric}" in SCORES:
                 said += f"; {group.removeprefix('val_')}: {show_score(found, key)}"
         self.note(f"step {state.step}: {said}", kind="evaluation")
+
+    def own(self, state: TrainState, values: Mapping[str, float]) -> None:
+        """Record what a callback logs."""
+        self._record(state, dict(values))
 
     def spikes(self, found: Sequence[Spike]) -> None:
         for spike in found:

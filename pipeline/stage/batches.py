@@ -1,5 +1,11 @@
 """Translate a stage's order, crops, augmentation and mixing for `data_shards`."""
 
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.images.crops import Pixels
 from shardvit.data_shards.images.decode import PixelLimit
 from shardvit.data_shards.images.rand_augment import RandAugment
 from shardvit.data_shards.images.transforms import EvalTransform, TrainTransform
@@ -7,18 +13,33 @@ from shardvit.data_shards.loading.assemble import Access
 from shardvit.data_shards.loading.loader import EvalBatches, Layout, TrainBatches
 from shardvit.data_shards.loading.mixing import MixupConfig
 from shardvit.data_shards.shards.shard_set import ShardSet
+from shardvit.pipeline.own_code.by_path import OwnCode, load_own, run_own
 from shardvit.pipeline.ranks.place import Place
 from shardvit.pipeline.recipe.stage import TrainStage
 from shardvit.pipeline.stage.stage_data import Stage
 
 
+@dataclass(frozen=True)
+class OwnAugment:
+    """The user's augmentation; travels to worker processes as its name, and is loaded there."""
+
+    code: OwnCode
+
+    def __call__(self, image: Pixels, generator: np.random.Generator) -> Pixels:
+        found = run_own(load_own(self.code), image, generator)
+        if not isinstance(found, np.ndarray) or found.shape != image.shape or found.dtype != np.uint8:
+            got = f"{found.dtype} {[*found.shape]}" if isinstance(found, np.ndarray) else type(found).__name__
+            raise UserError(f"augment.custom {self.code}: it gives {got}, not a uint8 array {[*image.shape]}")
+        return found
+
+
 def train_stream(stage: Stage, *, place: Place) -> TrainBatches:
     """Index a rank's micro-batches by number."""
-    plan = stage.plan
+    plan, custom = stage.plan, stage.config.augment.custom
     return TrainBatches(
         access_of(stage, stage.data.train),
         order=stage.order(),
-        transform=train_transform(stage.config),
+        transform=replace(train_transform(stage.config), own=custom and OwnAugment(custom)),
         layout=Layout(
             rank=place.rank,
             world_size=place.world_size,

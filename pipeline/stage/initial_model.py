@@ -39,7 +39,7 @@ def stage_model(
         head=config.head_kind,
         mean=start.normalisation.mean,
         std=start.normalisation.std,
-        loss=config.loss,
+        loss=config.loss_kind,
         eval_protocol=config.eval_protocol,
         eval_crop_share=config.eval_crop_share,
         ema_decay=config.ema.decay if config.ema and config.ema.model == "ema" else None,

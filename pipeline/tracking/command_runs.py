@@ -22,7 +22,7 @@ from shardvit.pipeline.tracking.facts import (
     now_ms,
     without_credentials,
 )
-from shardvit.pipeline.tracking.mlflow_sink import MlflowSink, log_facts, run_or_none
+from shardvit.pipeline.tracking.sinks.mlflow_sink import MlflowSink, log_facts, run_or_none
 
 ResultKind = Literal["eval", "fewshot", "probe", "knn", "transfer"]
 RUNS_FOLDER = Path("runs")  # for results without a run; the default of `shardvit run --runs`
@@ -103,7 +103,7 @@ def log_sweep(
         home = folder.parent.absolute()
         sink = MlflowSink(store_uri(tracking_uri, home=home), home=home, experiment=experiment)
         sink.connect()
-        state.point_to(run_id := sink.open(state, name=folder.name, parent_id=None, begun_ms=None))
+        state.point_to(run_id := sink.open(state, kind="sweep", name=folder.name, parent_id=None, begun_ms=None))
         state.save()
         facts = RunFacts(name=folder.name, tags={**source_tags(), **tags}, results=_of_now(metrics), status=status)
         sink.params(run_id, facts)

@@ -36,6 +36,7 @@ from shardvit.pipeline.stage.data_once import open_data_once
 from shardvit.pipeline.stage.data_workers import expect_data_workers
 from shardvit.pipeline.stage.initial_model import StageStart, model_from_elsewhere
 from shardvit.pipeline.stage.stage_data import Stage, open_data
+from shardvit.pipeline.stage.task import task_outputs
 from shardvit.pipeline.training.stage_training import train_stage
 
 
@@ -58,7 +59,13 @@ def run_stage(context: StageContext, *, stage: StageName) -> None:
     processes = context.ranks.place.world_size
     plan = plan_stage(recipe, stage=stage, samples_per_epoch=data.train.num_samples, world_size=processes)
     context.start.set_status("building the model")
-    model, start = initial_model(context, config, num_classes=data.train.num_classes)
+    outputs = task_outputs(config, classes=data.train.classes)
+    if outputs != data.train.classes and isinstance(config, FinetuneStage) and config.start == "swap_head":
+        raise UserError(
+            f"stages.{stage}.task {config.task}: swap_head made a head of the shards' classes: leave the "
+            "task's outputs out, or set start: scratch"
+        )
+    model, start = initial_model(context, config, num_classes=len(outputs))
     train_stage(context, Stage(recipe, stage, data, plan, run=context.folder), model=model, start=start)
 
 

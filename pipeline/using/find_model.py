@@ -4,6 +4,7 @@ RUNS/NAME                                  the model of its last finished traini
 RUNS/NAME/STAGE                            that stage's model; until it is done, its newest whole checkpoint
 RUNS/NAME/STAGE/checkpoints/step-00000400  that checkpoint, assembled from its shards
 FOLDER or FILE                             a model of ours, or of any format that `model.formats` reads
+hf-hub:OWNER/NAME, https://.../FILE        the same, brought here first (`hub`)
 
 A checkpoint of a stage with EMA has two models: the caller chooses, by default the stage's choice.
 """
@@ -27,6 +28,7 @@ from shardvit.pipeline.recipe.vocabulary import (
     WeightsKind,
 )
 from shardvit.pipeline.runs.run_folder import FOLDER_PREFIX, RunFolder, checkpoint_folders
+from shardvit.pipeline.using.hub import local_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +49,7 @@ class FoundModel:
 
 def find_model(path: Path, *, weights: WeightsKind | None = None) -> FoundModel:
     """Find the model at `path`; UserError if it is missing, broken, or lacks `weights` (None: the stage's choice)."""
-    found = _find(path, weights=weights)
+    found = _find(local_weights(path), weights=weights)
     if weights is not None and weights != _kind(found.meta):
         here, wanted = _SHOWN[_kind(found.meta)], _SHOWN[weights]
         raise UserError(
@@ -59,6 +61,7 @@ def find_model(path: Path, *, weights: WeightsKind | None = None) -> FoundModel:
 
 def find_record(path: Path) -> SavedModelMeta | None:
     """Read the record at `path` without torch; None if only the weights tell. UserError without a model."""
+    path = local_weights(path)
     place = _there(path).absolute()
     if (path / RECIPE_FILE).is_file():
         place = _model_of_run(path)

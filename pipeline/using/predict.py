@@ -33,6 +33,7 @@ from shardvit.pipeline.ranks.process import settle_threads
 from shardvit.pipeline.recipe.vocabulary import WeightsKind
 from shardvit.pipeline.stage.task import model_input
 from shardvit.pipeline.using.find_model import find_model
+from shardvit.pipeline.using.hub import local_weights
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 AnyImage = (
@@ -117,7 +118,7 @@ def read_any(image: AnyImage, *, limit: PixelLimit = USUAL_LIMIT) -> EncodedImag
 def open_predictor(path: Path, *, device: DeviceChoice = "auto", weights: WeightsKind | None = None) -> Predictor:
     """Load an ONNX file of ours, to run on the CPU, or anything that `find_model` finds. UserError if there is no
     model, it is broken or no classifier, or the device is missing."""
-    chosen = chosen_device(device)
+    chosen, path = chosen_device(device), local_weights(path)
     settle_threads(cores=num_cores(), asked=None)
     if path.suffix == ONNX_ENDING and path.is_file():
         if weights is not None:

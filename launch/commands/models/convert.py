@@ -109,24 +109,28 @@ def import_model(
 
     FILE is Google's npz (vision_transformer or big_vision), a folder or state
     dict of timm or transformers, a state dict of torchvision, or anything that
-    `shardvit export` wrote, except ONNX. OUT is the new folder; use it in a
-    recipe as stages.swap_head.model, or with `shardvit predict`.
+    `shardvit export` wrote, except ONNX; or hf-hub:OWNER/NAME[@REVISION], or a
+    URL of such a file. OUT is the new folder; use it in a recipe as
+    stages.swap_head.model, or with `shardvit predict`.
 
     Details of the original training (form of GELU, epsilons, normalisation,
     interpolation) are stored with the weights and applied from then on.
 
     Some examples:
         shardvit import ViT-B_16.npz models/vit-b16
+        shardvit import hf-hub:timm/vit_base_patch16_224.augreg_in21k models/b16-21k
         shardvit import ViT-B_16.npz models/vit-b16-384 --image-size 384 --num-classes 10
         shardvit import ViT-B_16-imagenet.npz models/b16 --class-names imagenet-1k
     """
     from shardvit.model.formats.detect import read_external
     from shardvit.model.formats.export import save_for_others
     from shardvit.model.formats.external_model import UserHints, adapt
+    from shardvit.pipeline.using.hub import local_weights
 
     demand_target(out, flag="OUT", force=force)
     config, num_classes = options.config(), options.num_classes
     names = None if options.class_names is None else _class_names(options.class_names)
+    file = local_weights(file)
     with _mistakes(out):
         hints = UserHints(depth=options.depth, position=options.position, loss=options.loss)
         foreign = read_external(file, config=config, hints=hints)
@@ -169,7 +173,7 @@ def export_model(
 
     MODEL is a run's folder (its last trained stage), a stage's, one of its
     checkpoints RUN/STAGE/checkpoints/step-... (sharded ones are merged), a
-    model's folder, or a file that `shardvit import` reads.
+    model's folder, or what `shardvit import` reads, hf-hub:OWNER/NAME included.
 
     timm and transformers are folders that `timm.create_model("local-dir:OUT",
     pretrained=True)` and `AutoModelForImageClassification.from_pretrained` load;
@@ -215,7 +219,10 @@ def _mistakes(target: Path) -> Iterator[None]:
 def _name_of(model: Path) -> str:
     """The name of the run with its stage or checkpoint, or of a file without its ending."""
     from shardvit.pipeline.recipe.vocabulary import ALL_STAGES
+    from shardvit.pipeline.using.hub import is_elsewhere, name_of
 
+    if is_elsewhere(model):
+        return name_of(model)
     path = model.resolve()
     parts = [path.name if path.is_dir() else path.stem]
     while parts[0] in ("model", "checkpoints", *ALL_STAGES) or parts[0].startswith("step-"):

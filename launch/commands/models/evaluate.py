@@ -7,7 +7,7 @@ import os
 import tempfile
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 from cyclopts import Parameter
 
@@ -32,11 +32,12 @@ from shardvit.launch.flags import (
 from shardvit.launch.local.env import experiment_name, num_gpus, tracking_uri
 from shardvit.launch.local.output import say, say_model
 from shardvit.pipeline.evaluation.truth import Among, EvalRequest, LabelSet, Matching, open_set, what_is_asked
-from shardvit.pipeline.recipe.vocabulary import EXIT_USER_ERROR, EvalMetric
+from shardvit.pipeline.recipe.vocabulary import EXIT_USER_ERROR, METRICS, EvalMetric
 
 if TYPE_CHECKING:
     from shardvit.pipeline.evaluation.evaluate_file import ModelEvaluated
 
+_METRICS: tuple[EvalMetric, ...] = get_args(EvalMetric)
 _MOST_WORKERS = 8  # reading threads per process
 _NAMED_FAULTS = 5
 _SHOWN_CLASSES = 20  # of a longer table only the worst
@@ -65,8 +66,12 @@ class EvalOptions:
         float | None, Parameter(help="Crop's side over the resized short side; default: as recorded.")
     ] = None
     metrics: Annotated[
-        tuple[EvalMetric, ...] | None,
-        Parameter(negative="", consume_multiple=True, help="Beyond loss and top-1; default: those that fit."),
+        tuple[str, ...] | None,
+        Parameter(
+            negative="",
+            consume_multiple=True,
+            help=f"Beyond loss and top-1: {', '.join(_METRICS)}, or FILE:NAME of your own; default: those that fit.",
+        ),
     ] = None
     labels: Annotated[
         LabelSet,
@@ -90,6 +95,10 @@ class EvalOptions:
     def check(self) -> None:
         """UserError: a bad value or MLflow address, an output that must not be replaced, or too few GPUs."""
         demand_counts(processes=self.processes, batch_size=self.batch_size)
+        for each in self.metrics or ():
+            if ":" not in each and each not in _METRICS:
+                known = ", ".join(_METRICS)
+                raise UserError(f"--metrics {one_line(each)}: give {known}, or FILE:NAME of your own code")
         if self.crop_share is not None and not 0 < self.crop_share <= 1:
             raise UserError(f"--crop-share: it is {self.crop_share:g}; give more than 0 and at most 1")
         if self.crop_share is not None and self.protocol in ("vit", "vit_exact"):
@@ -112,14 +121,17 @@ class EvalOptions:
         workers = max(1, min(_MOST_WORKERS, cores // self.processes)) if self.on_gpus else 1
         own = {field.name for field in fields(EvalRequest)}
         shared = {name: value for name, value in vars(self).items() if name in own}
-        return EvalRequest(model=str(model), shards=shards, workers=workers, **shared)
+        given = self.metrics or ()
+        shared["metrics"] = tuple(each for each in given if ":" not in each) or None
+        codes = tuple(each for each in given if ":" in each)
+        return EvalRequest(model=str(model), shards=shards, workers=workers, own_metrics=codes, **shared)
 
 
 def evaluate(model: Path, shards: str, /, *, options: EvalOptions = EvalOptions()) -> int:
     """Evaluate a model on shards: top-1, top-5, loss, each class, calibration.
 
     MODEL is anything that `shardvit predict` takes: a run, a stage, a checkpoint,
-    or a file of weights in any format. SHARDS is as in a recipe: a packed folder,
+    a file of weights in any format, or hf-hub:OWNER/NAME. SHARDS is as in a recipe: a packed folder,
     a folder or pattern of tars from other tools, or a URL. Classes are matched by
     name, in any order. The totals are identical to the last digit on any number
     of processes. Exit code 1 if an image is unreadable: it does not count.
@@ -132,9 +144,10 @@ def evaluate(model: Path, shards: str, /, *, options: EvalOptions = EvalOptions(
         shardvit eval model.onnx shards/pets/val --protocol big_vision --json -
     """
     options.check()
-    request = options.request(model, shards)
     from shardvit.pipeline.using.find_model import find_record
+    from shardvit.pipeline.using.hub import local_weights
 
+    request = options.request(model := local_weights(model), shards)
     record, opened = find_record(model), open_set(request, report=say)
     if record is not None:  # else only the weights can tell, seconds later
         what_is_asked(request, class_names=record.class_names, shards=opened[0])
@@ -209,6 +222,7 @@ def _as_text(result: ModelEvaluated) -> str:
         for name, words in WORDS.items()
         if name in metrics
     ]
+    rows += [[name.partition("/")[2], f"{value:.4f}"] for name, value in metrics.items() if name not in METRICS]
     counts = evaluation.per_class
     known = [number for number, images in enumerate(counts.images.tolist()) if images]
     worst = sorted(known, key=lambda number: (counts.accuracy[number], number))[:_SHOWN_CLASSES]

@@ -41,9 +41,9 @@ def predict(
     """Classify images: the most probable classes of each.
 
     MODEL is a run's folder (its last trained stage), a saved or imported model's
-    folder, or a file from `shardvit export` in any of its formats. IMAGES are
-    files, and folders with all images below them. They are resized and cropped
-    as in evaluations during training. Probabilities are the softmax over the
+    folder, a file from `shardvit export` in any of its formats, or elsewhere
+    hf-hub:OWNER/NAME or a URL of a file. IMAGES are files, and folders with all
+    images below them. They are resized and cropped as in evaluations. Probabilities are the softmax over the
     classes; with the sigmoid loss each class has its own, and they do not add up
     to one.
 
@@ -62,12 +62,13 @@ def predict(
         raise UserError("predict: name at least one image or folder of images after the model")
     from shardvit.data_shards.packing.sources.folder import image_files
     from shardvit.pipeline.using.find_model import find_record
+    from shardvit.pipeline.using.hub import local_weights
 
-    find_record(model)
+    find_record(place := local_weights(model))
     files, limit = image_files(images), pixel_limit(max_image_pixels)
     from shardvit.pipeline.using.predict import open_predictor, predict_images
 
-    predictor = open_predictor(model, device=device, weights=weights)
+    predictor = open_predictor(place, device=device, weights=weights)
     say_model(model, origin=predictor.origin, notes=predictor.notes)
     predictions = predict_images(predictor, files, top=top, batch_images=batch_size, pixel_limit=limit)
     longest = sorted(len(one_line(name)) for name in predictor.meta.class_names)[-top:]

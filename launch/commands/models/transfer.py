@@ -34,6 +34,9 @@ def transfer(
         shardvit transfer vit_b16.npz shards/pets/train shards/pets/val --method probe --images 1000
         shardvit transfer runs/vit_b16/pretrain vtab.yaml --images 1000
     """
+    from shardvit.pipeline.using.hub import local_weights
+
+    model = local_weights(model)
     if eval_shards is None:
         _demand_table_options(source, method=method, of_method=of_method, options=options)
         options.check(model, command="transfer")

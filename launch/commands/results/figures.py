@@ -59,7 +59,9 @@ def figures(
         shardvit figures vit_b16.npz shards/imagenet/val --count 128
     """
     demand_counts(count=count)
-    output = output or Path("figures") / _name(model)
+    from shardvit.pipeline.using.hub import is_elsewhere, local_weights, name_of
+
+    output = output or Path("figures") / (name_of(model) if is_elsewhere(model) else _name(model))
     demand_target(output, flag="--output", force=force, mark=page_mark("figures"), file=INDEX_FILE)
     limit = pixel_limit(max_image_pixels)
     if model.suffix == ".onnx":
@@ -68,7 +70,9 @@ def figures(
         )
     from shardvit.launch.pages.figures_page import Wanted, make_page
 
-    wanted = Wanted(model, images, weights=weights, device=device, count=count, label=label, classes=classes)
+    wanted = Wanted(
+        local_weights(model), images, weights=weights, device=device, count=count, label=label, classes=classes
+    )
     print(make_page(wanted, limit=limit, folder=output))
     return 0
 

@@ -16,6 +16,7 @@ import pytest
 
 from tests.cluster.hosts.two_hosts import NAMES, TwoHosts
 from tests.launch.clock import AGENTS_CLOCK, pass_an_hour
+from tests.stand_in import stand_in_for_launch
 
 ROOT = Path(__file__).resolve().parents[3]
 PATIENCE_SECONDS = 240.0
@@ -61,6 +62,7 @@ from shardvit.launch.hosts.variables import travelling
 from shardvit.launch.local.env import without_place
 from shardvit.launch.local.start import Launch
 from shardvit.pipeline.recipe.io import load_recipe
+from tests.stand_in import stand_in_for_launch
 address, follow_seconds = sys.argv[1:]
 stage.node_command = lambda launch, fleet, node, master_addr: [sys.executable, "launcher.py", str(node)]
 # The agents' times are the test's to pass. What ssh takes for a host's death stays as it is.
@@ -148,10 +150,7 @@ def standing(hosts: TwoHosts, folder: Path, kind: str, *, follow_seconds: float 
     """Ranks that have begun, and behave as `kind` says; those of one host have `follow_seconds` to end by themselves
     when the other's have failed."""
     folder.mkdir()
-    (folder / "launch").mkdir()
-    package = f"__path__.append({str(ROOT / 'launch')!r})\n"  # all of ours but train.py
-    (folder / "launch" / "__init__.py").write_text(package + AGENTS_CLOCK)
-    (folder / "launch" / "train.py").write_text(RANK)
+    stand_in_for_launch(folder, train=RANK, begins=AGENTS_CLOCK)
     (folder / "launcher.py").write_text(LAUNCHER)
     (folder / ".deepspeed_env").write_text("FROM_A_FILE=some value\n")
     with (folder / "output.txt").open("w") as output:

@@ -17,6 +17,7 @@ import pytest
 from shardvit.launch.hosts.agent import AgentOrder, rendezvous_name
 from shardvit.launch.local.env import RUN_MARK
 from tests.launch.clock import AGENTS_CLOCK, pass_an_hour
+from tests.stand_in import stand_in_for_launch
 
 ROOT = Path(__file__).resolve().parents[3]
 PATIENCE_SECONDS = 240.0
@@ -109,10 +110,7 @@ class Standing:
 @contextmanager
 def agent(tmp_path: Path, kind: str, **changes: object) -> Iterator[Standing]:
     folder = tmp_path / "run"
-    (folder / "launch").mkdir(parents=True)
-    package = f"__path__.append({str(ROOT / 'launch')!r})\n"  # all of ours but train.py
-    (folder / "launch" / "__init__.py").write_text(package + AGENTS_CLOCK)
-    (folder / "launch" / "train.py").write_text(RANK)
+    stand_in_for_launch(folder, train=RANK, begins=AGENTS_CLOCK)
     (folder / "launcher.py").write_text(LAUNCHER)
     order = AgentOrder(
         word="word",

@@ -20,6 +20,7 @@ from shardvit.launch.local.start import Launch, rank_arguments
 from shardvit.launch.train import _parse
 from shardvit.pipeline.recipe.io import load_recipe
 from shardvit.pipeline.recipe.vocabulary import StageName
+from tests.stand_in import stand_in_for_launch
 
 ROOT = Path(__file__).resolve().parents[3]
 PATIENCE_SECONDS = 240.0
@@ -125,19 +126,12 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def stand_in_for_launch(folder: Path) -> None:
-    """A package that is found before ours from this folder, and holds all of ours but `train`."""
-    (folder / "launch").mkdir()
-    (folder / "launch" / "__init__.py").write_text(f"__path__.append({str(ROOT / 'launch')!r})\n")
-
-
 @contextmanager
 def standing(tmp_path: Path, kind: str) -> Iterator[Standing]:
-    stand_in_for_launch(tmp_path)
-    (tmp_path / "launch" / "train.py").write_text(RANK)
+    stand_in_for_launch(tmp_path, train=RANK)
     command = [sys.executable, "-c", DRIVER, str(ROOT), kind]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    # -c puts the working folder first; the driver itself needs the real package and puts that before it.
+    # the ranks find the stand-in; the driver itself needs the real package and puts that before it
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(tmp_path)}
     driver = subprocess.Popen(
         command,
         cwd=tmp_path,
@@ -218,12 +212,17 @@ def test_a_rank_that_was_killed_ends_the_others_and_says_why(tmp_path: Path):
     ids=["not listening yet", "came to its end", "saved", "failed", "one hangs"],
 )
 def test_what_a_rank_makes_of_a_stop(tmp_path: Path, listens: str, ended: str):
-    stand_in_for_launch(tmp_path)
-    (tmp_path / "launch" / "train.py").write_text(
-        f"import os, signal, sys, time\n{listens}\nopen('here-' + os.environ['RANK'], 'w').close()\ntime.sleep(600)"
+    stand_in_for_launch(
+        tmp_path,
+        train=f"import os, signal, sys, time\n{listens}\n"
+        "open('here-' + os.environ['RANK'], 'w').close()\ntime.sleep(600)",
     )
     driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, str(ROOT)], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", DRIVER, str(ROOT)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
     )
     with driver:
         deadline = time.monotonic() + PATIENCE_SECONDS

@@ -12,8 +12,9 @@ from shardvit.pipeline.runs.run_folder import RunFolder
 from shardvit.pipeline.tracking.client import home_of, store_uri
 from shardvit.pipeline.tracking.describe import begin_attempt, end_attempt
 from shardvit.pipeline.tracking.facts import DatasetInput, FinalStatus, load_run_state
-from shardvit.pipeline.tracking.mlflow_sink import MlflowSink
-from shardvit.pipeline.tracking.sender import Sender, Synced, follow, sync_run
+from shardvit.pipeline.tracking.sender import Sender, Synced, follow
+from shardvit.pipeline.tracking.sinks.mlflow_sink import MlflowSink
+from shardvit.pipeline.tracking.sync_run import sync_run
 
 OPENED: list["Attempt"] = []
 
