@@ -8,7 +8,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test faults soak check format clean
+.PHONY: help demo test faults soak check format docs clean
 
 VENV := .venv
 DATA ?= digits
@@ -54,6 +54,9 @@ check: $(ALL) ## format, lint, spelling, import rules, types
 format: $(ALL) ## rewrite the files in the project's format, with the repairs that ruff is sure of
 	@$(PY) -m ruff check --fix --exit-zero --quiet .
 	@$(PY) -m ruff format .
+
+docs: $(ALL) ## build the documentation as a site, build/site/index.html; a broken link or anchor fails, nothing is fetched
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --config-file .ci/site/mkdocs.yml
 
 clean: ## remove .venv and all caches (never runs/ or your shards)
 	@rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -52,6 +52,11 @@ class ModelEvaluated:
     damaged: tuple[Fault, ...]  # left out
     unlabelled: int  # readable images without a ReaL label, which do not count
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`top1`, `loss`, ..., as in the command's JSON."""
+        return {name.removeprefix("val/"): float(value) for name, value in self.evaluation.metrics.items()}
+
 
 class NoPeers:
     """Exchange of a single process."""
@@ -84,11 +89,14 @@ class _Labelled:
         self.damaged |= {(fault.shard, fault.key): fault for fault in batch.faults}
 
 
-def evaluate_model(request: EvalRequest, opened: tuple[ShardSet, Store], *, ranks: Exchange) -> ModelEvaluated:
+def evaluate_model(
+    request: EvalRequest, opened: tuple[ShardSet, Store | None], *, ranks: Exchange, predictor: Predictor | None = None
+) -> ModelEvaluated:
     """Evaluate this process's part of `opened` (see `open_set`) and return the result of all; collective. UserError if
-    model, shards or classes do not fit or are broken."""
+    model, shards or classes do not fit or are broken. `predictor`: the model, if it is open already."""
     shards, store = opened
-    predictor = open_predictor(Path(request.model), device=request.device, weights=request.weights)
+    if predictor is None:
+        predictor = open_predictor(Path(request.model), device=request.device, weights=request.weights)
     meta = predictor.meta
     truth, metrics = what_is_asked(request, class_names=meta.class_names, shards=shards)
     protocol, crop_share = _preprocessing(request, meta)

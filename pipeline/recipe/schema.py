@@ -280,12 +280,7 @@ class Recipe(Strict):
         """Number of spans of the sample order. `auto` depends on `processes` only above 256: a multiple if possible."""
         if self.data.lanes != "auto":
             return self.data.lanes
-        batch = stage.global_batch_size
-        most = FEW_PROCESSES if processes <= FEW_PROCESSES else _MANY_LANES
-        lanes = max(n for n in range(1, most + 1) if batch % n == 0)
-        if processes > FEW_PROCESSES and lanes % processes:
-            return max((n for n in range(processes, MOST_LANES + 1, processes) if batch % n == 0), default=lanes)
-        return lanes
+        return lanes_of(stage.global_batch_size, processes=processes)
 
     def train_stage(self, name: StageName) -> TrainStage:
         """Get a training stage by name; KeyError if the recipe lacks it, or for swap_head."""
@@ -293,3 +288,12 @@ class Recipe(Strict):
         if not isinstance(stage, TrainStage):
             raise KeyError(name)
         return stage
+
+
+def lanes_of(batch: int, *, processes: int) -> int:
+    """Choose `data.lanes` for a global batch under `auto`."""
+    most = FEW_PROCESSES if processes <= FEW_PROCESSES else _MANY_LANES
+    lanes = max(n for n in range(1, most + 1) if batch % n == 0)
+    if processes > FEW_PROCESSES and lanes % processes:
+        return max((n for n in range(processes, MOST_LANES + 1, processes) if batch % n == 0), default=lanes)
+    return lanes

@@ -204,6 +204,8 @@ class TrainStage(Strict):
                 yield f"metrics: val/{name} is a metric of shardvit's own: give your function another name"
         if len(self.own_metrics) < sum(":" in each for each in metrics):
             yield "metrics: two of your own have the same name: rename one"
+        if len({each.rpartition(":")[2] for each in self.callbacks}) < len(self.callbacks):
+            yield "callbacks: two have the same name, by which checkpoints know their states: rename one"
         if self.keep_best not in (None, "loss", "score", *self.own_metrics):
             own = ", or a metric of your own" + "".join(f", {name}" for name in self.own_metrics)
             yield f"keep_best is {self.keep_best!r}: give loss or score{own}"

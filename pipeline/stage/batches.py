@@ -1,10 +1,11 @@
 """Translate a stage's order, crops, augmentation and mixing for `data_shards`."""
 
 from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
 import numpy as np
 
-from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.errors import OwnCodeFailed, UserError
 from shardvit.data_shards.images.crops import Pixels
 from shardvit.data_shards.images.decode import PixelLimit
 from shardvit.data_shards.images.rand_augment import RandAugment
@@ -13,8 +14,9 @@ from shardvit.data_shards.loading.assemble import Access
 from shardvit.data_shards.loading.loader import EvalBatches, Layout, TrainBatches
 from shardvit.data_shards.loading.mixing import MixupConfig
 from shardvit.data_shards.shards.shard_set import ShardSet
-from shardvit.pipeline.own_code.by_path import OwnCode, load_own, run_own
+from shardvit.pipeline.own_code.by_path import OwnCode, load_own, own_traceback
 from shardvit.pipeline.ranks.place import Place
+from shardvit.pipeline.recipe.data import AugmentConfig
 from shardvit.pipeline.recipe.stage import TrainStage
 from shardvit.pipeline.stage.stage_data import Stage
 
@@ -26,16 +28,19 @@ class OwnAugment:
     code: OwnCode
 
     def __call__(self, image: Pixels, generator: np.random.Generator) -> Pixels:
-        found = run_own(load_own(self.code), image, generator)
+        try:
+            found = load_own(self.code)(image, generator)
+        except Exception as error:  # noqa: BLE001 - perhaps in a worker process, which would add its own traceback
+            raise OwnCodeFailed(own_traceback(error)) from None
         if not isinstance(found, np.ndarray) or found.shape != image.shape or found.dtype != np.uint8:
             got = f"{found.dtype} {[*found.shape]}" if isinstance(found, np.ndarray) else type(found).__name__
             raise UserError(f"augment.custom {self.code}: it gives {got}, not a uint8 array {[*image.shape]}")
         return found
 
 
-def train_stream(stage: Stage, *, place: Place) -> TrainBatches:
-    """Index a rank's micro-batches by number."""
-    plan, custom = stage.plan, stage.config.augment.custom
+def train_stream(stage: Stage, *, place: Place, own_code: Literal["run", "leave out"] = "leave out") -> TrainBatches:
+    """Index a rank's micro-batches by number. Only training runs the user's augmentation: pictures execute nothing."""
+    plan, custom = stage.plan, stage.config.augment.custom if own_code == "run" else None
     return TrainBatches(
         access_of(stage, stage.data.train),
         order=stage.order(),
@@ -62,7 +67,17 @@ def held_out(stage: Stage, shards: ShardSet, *, place: Place) -> EvalBatches:
     )
 
 
-def train_transform(config: TrainStage) -> TrainTransform:
+class Augmented(Protocol):
+    """A training stage, or a loader of one's own."""
+
+    @property
+    def image_size(self) -> int: ...
+
+    @property
+    def augment(self) -> AugmentConfig: ...
+
+
+def train_transform(config: Augmented) -> TrainTransform:
     """Make the stage's crop, resize, flip and RandAugment."""
     augment, strong = config.augment, config.augment.rand_augment
     return TrainTransform(
@@ -83,7 +98,7 @@ def eval_transform(config: TrainStage) -> EvalTransform:
     return EvalTransform(config.image_size, protocol=config.eval_protocol, crop_share=config.eval_crop_share)
 
 
-def mixup(config: TrainStage) -> MixupConfig | None:
+def mixup(config: Augmented) -> MixupConfig | None:
     """Make the stage's mixup or CutMix, if any."""
     augment = config.augment
     if not augment.mixup_alpha and not augment.cutmix_alpha:

@@ -70,7 +70,7 @@ class EvalOptions:
         Parameter(
             negative="",
             consume_multiple=True,
-            help=f"Beyond loss and top-1: {', '.join(_METRICS)}, or FILE:NAME of your own; default: those that fit.",
+            help=f"Beyond loss and top-1: {', '.join(_METRICS)}, FILE:NAME; default: fitting.",
         ),
     ] = None
     labels: Annotated[
@@ -143,6 +143,12 @@ def evaluate(model: Path, shards: str, /, *, options: EvalOptions = EvalOptions(
         shardvit eval vit_b16.npz shards/imagenet_v2 --labels imagenet_v2
         shardvit eval model.onnx shards/pets/val --protocol big_vision --json -
     """
+    result = measured(model, shards, options=options)
+    return result if isinstance(result, int) else _finish(result, options.request(model, shards), options)
+
+
+def measured(model: Path, shards: str, *, options: EvalOptions) -> ModelEvaluated | int:
+    """Evaluate without telling anybody; returns the exit code of the processes if they have no result."""
     options.check()
     from shardvit.pipeline.using.find_model import find_record
     from shardvit.pipeline.using.hub import local_weights
@@ -154,12 +160,8 @@ def evaluate(model: Path, shards: str, /, *, options: EvalOptions = EvalOptions(
     if options.processes == 1:
         from shardvit.pipeline.evaluation.evaluate_file import NoPeers, evaluate_model
 
-        result = evaluate_model(request, opened, ranks=NoPeers())
-    else:
-        result = _by_processes(request, processes=options.processes, on_gpus=options.on_gpus)
-        if isinstance(result, int):
-            return result
-    return _finish(result, request, options)
+        return evaluate_model(request, opened, ranks=NoPeers())
+    return _by_processes(request, processes=options.processes, on_gpus=options.on_gpus)
 
 
 def _by_processes(request: EvalRequest, *, processes: int, on_gpus: bool) -> ModelEvaluated | int:
@@ -205,7 +207,7 @@ def _finish(result: ModelEvaluated, request: EvalRequest, options: EvalOptions) 
     except OSError as error:
         raise UserError(f"{error.filename or options.output} cannot be written: {error.strerror}") from None
     if options.tracking:
-        _track(result, request, processes=options.processes)
+        track(result, request, processes=options.processes)
     return 1 if result.damaged else 0
 
 
@@ -247,7 +249,7 @@ def _as_json(result: ModelEvaluated) -> dict[str, object]:
         "images": evaluation.images,
         "damaged_images": len(result.damaged),
         "unlabelled_images": result.unlabelled,
-        "metrics": {name.removeprefix("val/"): value for name, value in evaluation.metrics.items()},
+        "metrics": result.metrics,
         "classes": [
             {"class": name, "images": images, "right": right}
             | ({} if counts.average_precision is None else {"average_precision": _number(counts.average_precision[at])})
@@ -281,7 +283,8 @@ def _confused(result: ModelEvaluated) -> list[dict[str, object]]:
     ]
 
 
-def _track(result: ModelEvaluated, request: EvalRequest, *, processes: int) -> None:
+def track(result: ModelEvaluated, request: EvalRequest, *, processes: int) -> None:
+    """Make an MLflow run of the result."""
     from shardvit.pipeline.tracking.command_runs import CommandResult, log_result
     from shardvit.pipeline.tracking.facts import DatasetInput
     from shardvit.pipeline.transfer.results import model_origin
