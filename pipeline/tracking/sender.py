@@ -299,7 +299,10 @@ class Sender:
         state.point_to(run_id)
         self._save(state)
         each.is_open = True
-        if each is self._pipeline and (address := self._sink.address(run_id)):
+        self._say_address(each)
+
+    def _say_address(self, each: _Followed) -> None:
+        if each is self._pipeline and (address := self._sink.address(str(each.state.run_id))):
             self.say_once("address", address)
 
     def _send_rows(self, each: _Followed) -> None:
@@ -333,6 +336,7 @@ class Sender:
             item.send(str(state.run_id))
         state.sent[item.key] = item.mark
         self._save(state)
+        self._say_address(item.run)  # W&B knows it only now
         if item.key != "model" and item.mark != "sent":  # the model and pictures count themselves
             item.run.sent.others.append(item.name)
         return False

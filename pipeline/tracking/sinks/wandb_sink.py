@@ -35,19 +35,18 @@ _BLOCK_BYTES, _HEADER_BYTES = 32_768, 7  # of LevelDB's log format, after W&B's 
 _WHOLE, _LAST = 1, 4
 
 WandbMode = Literal["online", "offline", "disabled"]
+_MODES: dict[str, WandbMode] = {
+    **{"online": "online", "run": "online", "shared": "online", "offline": "offline", "dryrun": "offline"},
+    "disabled": "disabled",
+}
 
 
 def wandb_mode() -> WandbMode:
     """Return the user's WANDB_MODE; UserError if it is none of W&B's."""
-    match mode := os.environ.get("WANDB_MODE") or "online":
-        case "online" | "run" | "shared":
-            return "online"
-        case "offline" | "dryrun":
-            return "offline"
-        case "disabled":
-            return "disabled"
-        case _:
-            raise UserError(f"WANDB_MODE is {mode!r}: set it to online, offline or disabled")
+    mode = os.environ.get("WANDB_MODE") or "online"
+    if mode not in _MODES:
+        raise UserError(f"WANDB_MODE is {mode!r}: set it to online, offline or disabled")
+    return _MODES[mode]
 
 
 @dataclass
@@ -59,6 +58,7 @@ class _Opened:
     name: str
     begun_ms: int | None
     run: Any = None
+    url: str | None = None
     rows: int | None = None  # sent so far, those of earlier attempts included; None: not known yet
     pictures: int = 0
     exit_code: int = 1
@@ -111,8 +111,9 @@ class WandbSink(Sink):
             known.sent[_BASE], known.sent_rows = str(rows - kept), kept
 
     def address(self, run_id: str) -> str | None:
-        run = self._opened[run_id].run
-        return None if run is None else run.url
+        if self._mode == "offline":
+            return f"offline: `wandb sync {self._files}/wandb/offline-run-*` uploads it"
+        return self._opened[run_id].url
 
     def answers(self, run_id: str) -> bool:
         return self._opened[run_id].run is not None
@@ -229,7 +230,7 @@ class WandbSink(Sink):
         )
         run.define_metric("shardvit/*", hidden=True)
         run.define_metric("*", step_metric="step")
-        opened.run = run
+        opened.run, opened.url = run, run.url
         if opened.rows is None:
             opened.rows, opened.pictures = (int(run.summary.get(each) or 0) for each in (_ROW, _PICTURE))
         return run
