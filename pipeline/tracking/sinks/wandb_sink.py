@@ -162,9 +162,9 @@ class WandbSink(Sink):
         run.save(copied, base_path=run.dir, policy="now")
 
     def close(self, run_id: str, facts: RunFacts) -> None:
+        self._run(run_id)  # which is running again by that
         self._opened[run_id].exit_code = 0 if facts.status == "FINISHED" else 1
         if facts.status != "RUNNING":
-            self._run(run_id)
             self._finish(run_id)
 
     def release(self) -> None:
