@@ -180,7 +180,7 @@ def test_help_and_mistakes_come_before_anything_slow_is_imported(packed: Path, a
     )
     assert done.returncode == (0 if "--help" in args or "digits" in args else 2), done.stderr
     modules = set(json.loads(done.stdout.partition("MODULES ")[2]))
-    assert "launch" in modules and not (HEAVY if "digits" in args else HEAVY | NOT_FOR_A_MISTAKE) & modules
+    assert "shardvit" in modules and not (HEAVY if "digits" in args else HEAVY | NOT_FOR_A_MISTAKE) & modules
 
 
 # Mistakes on the command line itself.
