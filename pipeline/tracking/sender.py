@@ -192,7 +192,8 @@ class Sender:
         if cuts or (not each.is_resumed and next(self._unsent_rows(each), None)):
             state.sent_rows = min((state.sent_rows, *cuts))
             with self._asking():
-                self._sink.resume(str(state.run_id), state, kept=min(cuts, default=None), steps=partial(_steps, file))
+                steps = [row.step for row in iter_metrics(file)]
+                self._sink.resume(str(state.run_id), state, kept=min(cuts, default=None), steps=steps)
             state.attempt, each.is_resumed = attempts, True
             self._save(state)
 
@@ -395,7 +396,3 @@ def _follow_until(over: threading.Event, sender: Sender) -> None:
             time.sleep(min(wait_seconds, _END_PAUSE_SECONDS))
         else:
             over.wait(wait_seconds)
-
-
-def _steps(metrics_file: Path) -> list[int]:
-    return [row.step for row in iter_metrics(metrics_file)]

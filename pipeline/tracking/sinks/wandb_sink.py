@@ -11,7 +11,7 @@ import shutil
 import struct
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +103,7 @@ class WandbSink(Sink):
                 del known.sent[key]
         return run_id
 
-    def resume(self, run_id: str, known: RunState, *, kept: int | None, steps: Callable[[], list[int]]) -> None:
+    def resume(self, run_id: str, known: RunState, *, kept: int | None, steps: Sequence[int]) -> None:
         self._run(run_id)
         rows, before = self._opened[run_id].rows or 0, int(known.sent.get(_BASE, 0))
         known.sent_rows = max(0, rows - before)
