@@ -1,0 +1,168 @@
+"""`shardvit.run` ends as the command does: resumed, refused, stopped or failed; in scripts, threads and notebooks."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+
+import shardvit
+from tests.conftest import ROOT
+from tests.traps import lay_traps
+
+STAGE = {"image_size": 16, "global_batch_size": 16, "optimizer": {"name": "adamw", "lr": 0.001}}
+RECIPE: dict[str, Any] = {
+    "name": "small",
+    "processes": 1,
+    "model": {"width": 16, "depth": 1, "heads": 2, "patch_size": 8},
+    "engine": {"precision": "fp32"},
+    "stages": {"pretrain": {**STAGE, "train": "shards/train", "eval": "shards/val", "duration": "4 steps"}},
+}
+BIND = {"pretrain.duration": "100000 steps", "pretrain.eval_every": "100000 steps", "pretrain.log_every": "50 steps"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preloaded_environment: Mapping[str, str]) -> Path:
+    for name, value in preloaded_environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    shardvit.pack("digits", "shards", holdout=0.2, report=[].append)
+    return tmp_path
+
+
+def script(folder: Path, text: str) -> subprocess.Popen[str]:
+    (folder / "script.py").write_text("import shardvit\n" + textwrap.dedent(text))
+    return subprocess.Popen(
+        [sys.executable, "script.py"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_training(folder: Path) -> None:
+    rows = folder / "runs" / "small" / "pretrain" / "metrics.jsonl"
+    for _ in range(12_000):
+        if rows.is_file() and rows.stat().st_size:
+            return
+        time.sleep(0.01)
+    raise AssertionError("no step was logged")
+
+
+def test_a_run_resumes_is_skipped_when_done_and_refused_when_changed(folder: Path):
+    run = shardvit.run(RECIPE)
+    first = run.metrics()
+    assert run.path == Path("runs/small") and run.stages["pretrain"].state == "done"
+    assert shardvit.run(RECIPE).metrics().equals(first)
+    with pytest.raises(shardvit.UserError, match="4 steps -> 8 steps"):
+        shardvit.run(RECIPE, **{"pretrain.duration": "8 steps"})
+    again = shardvit.run(RECIPE, restart="pretrain", **{"pretrain.duration": "8 steps"})
+    assert again.stages["pretrain"].images_seen == 8 * 16
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_a_script_saves_and_is_an_exception_and_the_same_call_resumes(folder: Path, sent: signal.Signals):
+    process = script(
+        folder,
+        f"""
+        try:
+            shardvit.run({RECIPE!r}, **{BIND!r})
+        except shardvit.Stopped as error:
+            print("stopped:", error)
+        """,
+    )
+    wait_for_training(folder)
+    process.send_signal(sent)
+    out, err = process.communicate(timeout=240)
+    assert "stopped: runs/small was stopped and has saved" in out, out + err
+    record = shardvit.load_run("runs/small").stages["pretrain"]
+    assert record.state == "running" and record.last_saved_step > 0
+    model = shardvit.load_run("runs/small").model("pretrain", checkpoint=record.last_saved_step)
+    assert str(record.last_saved_step) in model.origin
+    with pytest.raises(shardvit.UserError, match=f"no checkpoint of step 1: it has .*{record.last_saved_step}"):
+        shardvit.load_run("runs/small").model("pretrain", checkpoint=1)
+
+
+def test_a_mistake_that_only_the_ranks_find_is_said_by_the_exception(folder: Path):
+    shardvit.run(RECIPE, name="first")
+    for tar in sorted((folder / "shards" / "train").glob("*.tar")):
+        content = bytearray(tar.read_bytes())
+        content[600:620] = bytes(20)  # in the first image
+        tar.write_bytes(content)
+    with pytest.raises(shardvit.UserError, match="damaged"):
+        shardvit.run(RECIPE, **{"data.max_corrupt_share": 0, "pretrain.duration": "1 epochs"})
+
+
+def test_a_killed_rank_is_a_failed_run(folder: Path):
+    process = script(
+        folder,
+        f"""
+        try:
+            shardvit.run({RECIPE!r}, **{BIND!r})
+        except shardvit.RunFailed as error:
+            print("failed:", error)
+        """,
+    )
+    wait_for_training(folder)
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout
+    for child in children.split():
+        os.kill(int(child), signal.SIGKILL)
+    out, err = process.communicate(timeout=240)
+    assert "failed: runs/small is not finished" in out, out + err
+
+
+def test_a_script_without_a_guard_in_a_repository_of_the_same_names(folder: Path):
+    sprung = lay_traps(folder, without=("json", "random", "selectors", "yaml", "torch", "multiprocessing"))
+    process = script(
+        folder,
+        f"""
+        import sys
+        run = shardvit.run({RECIPE!r})
+        assert "torch" not in sys.modules
+        print(run.stages["pretrain"].state)
+        import subprocess
+        subprocess.run([sys.executable, "-c", "import os; assert 'PYTHONSAFEPATH' not in os.environ"], check=True)
+        """,
+    )
+    out, err = process.communicate(timeout=240)
+    assert out.endswith("done\n"), out + err
+    assert sprung() == []
+
+
+def test_a_run_works_outside_of_the_main_thread(folder: Path):
+    found: list[shardvit.LoadedRun] = []
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    thread = threading.Thread(target=lambda: found.append(shardvit.run(RECIPE)))
+    thread.start()
+    thread.join()
+    assert found and found[0].stages["pretrain"].state == "done"
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_the_frame_is_what_the_file_says(folder: Path):
+    run = shardvit.run(RECIPE, **{"pretrain.log_every": "1 steps", "pretrain.eval_every": "2 steps"})
+    frame = run.metrics()
+    raw = pandas.read_json(run.path / "pretrain" / "metrics.jsonl", lines=True)
+    assert frame["step"].tolist() == sorted({*raw["step"]}) == [1, 2, 3, 4]
+    for row in raw.itertuples():
+        for name, value in row.metrics.items():
+            assert frame.set_index("step").loc[row.step, name] == value
+    assert frame["val/top1"].isna().tolist() == [True, False, True, False]
+    assert str(frame["time"].dtype).startswith("datetime64") and frame["stage"].unique().tolist() == ["pretrain"]
+    assert run.metrics("finetune").empty
+    assert list(run.metrics("finetune")) == ["stage", "step", "images_seen", "time"]
+
+
+def test_a_folder_that_is_no_run_is_a_users_mistake(tmp_path: Path):
+    with pytest.raises(shardvit.UserError, match="is no run"):
+        shardvit.load_run(tmp_path)
