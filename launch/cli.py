@@ -81,6 +81,11 @@ def _run_command() -> int:
     except (UserError, CycloptsError) as error:
         print(f"shardvit: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
+    except Exception as error:  # noqa: BLE001 - the last stop
+        from shardvit.pipeline.own_code.by_path import own_traceback
+
+        print(own_traceback(error), end="", file=sys.stderr)
+        return EXIT_FAILED
 
 
 def _refuse_former(command: str = "", *words: str) -> None:

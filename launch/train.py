@@ -21,7 +21,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -152,7 +151,9 @@ def _failed(error: Exception, rank: _Rank) -> int:
             report_gone(heartbeats, place=place, say=say)
             time.sleep(_COLLATERAL_WAIT_SECONDS)
             return 1
-    traceback.print_exception(error)
+    from shardvit.pipeline.own_code.by_path import own_traceback
+
+    print(own_traceback(error), end="", file=sys.stderr, flush=True)
     return 1
 
 
@@ -214,7 +215,7 @@ def _run(recipe: Recipe, *, rank: _Rank, difference: str) -> int:
             pictures = "draw" if wants_pictures else "off"
             beside = held.enter_context(DrawAndSend(folder, environ=without_place(), pictures=pictures, say=say))
             context = replace(context, draw=beside.ask, drawing_seconds=beside.cpu_seconds)
-        if place.local_rank == 0 and recipe.tracking.system_metrics:
+        if place.local_rank == 0 and recipe.tracking.system_metrics and "mlflow" in recipe.tracking.to:
             nodes = -(-place.world_size // place.local_world_size)
             node = f"node{place.rank // place.local_world_size}-{platform.node()}" if nodes > 1 else ""
             held.enter_context(node_metrics(folder, node=node, environ=without_place()))

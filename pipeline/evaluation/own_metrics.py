@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_map_only
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.loading.batch import Batch
-from shardvit.pipeline.own_code.by_path import run_own
 
 
 class Gather(Protocol):
@@ -31,14 +30,14 @@ class OwnMetrics:
 
     def __init__(self, codes: Mapping[str, Any]) -> None:
         self._functions = {name: each for name, each in codes.items() if not isinstance(each, type)}
-        self._counters = {name: run_own(each) for name, each in codes.items() if isinstance(each, type)}
+        self._counters = {name: each() for name, each in codes.items() if isinstance(each, type)}
         self._columns: list[torch.Tensor] = []  # by batch: float64 [rows, functions], on the device
 
     def update(self, batch: Batch, outputs: torch.Tensor, targets: Any) -> None:
         """Add a batch, without waiting for the device."""
         columns: list[torch.Tensor] = []
         for name, function in self._functions.items():
-            found: Any = run_own(function, outputs, targets)
+            found: Any = function(outputs, targets)
             if not isinstance(found, torch.Tensor) or found.shape != (len(outputs),):
                 what = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
                 raise UserError(f"metric {name}: it gives {what}, not a tensor of a value per image, [{len(outputs)}]")
@@ -50,7 +49,7 @@ class OwnMetrics:
                 rows = batch.counted.nonzero()[:, 0].to(outputs.device)
                 outputs, targets = tree_map_only(torch.Tensor, lambda each: each[rows], (outputs, targets))
             for counter in self._counters.values():
-                run_own(counter.update, outputs, targets)
+                counter.update(outputs, targets)
 
     def results(self, samples: torch.Tensor, *, ranks: Gather) -> dict[str, float]:
         """Return each metric by name; `samples`: float64 [rows], this process's images in the set, -1 for those that do
@@ -66,8 +65,8 @@ class OwnMetrics:
             state = tree_map_only(torch.Tensor, torch.Tensor.cpu, vars(counter))
             whole, *others = (_restored(type(counter), each) for each in ranks.gather_objects(state))
             for other in others:
-                run_own(whole.merge, other)
-            values[name] = float(run_own(whole.compute))
+                whole.merge(other)
+            values[name] = float(whole.compute())
         return values
 
 

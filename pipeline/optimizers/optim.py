@@ -13,7 +13,7 @@ from shardvit.data_shards.errors import UserError
 from shardvit.pipeline.optimizers.adafactor import BigVisionAdafactor
 from shardvit.pipeline.optimizers.bf16_moment import AdamWBf16, SgdBf16
 from shardvit.pipeline.optimizers.parameter_groups import parameter_groups
-from shardvit.pipeline.own_code.by_path import load_own, run_own
+from shardvit.pipeline.own_code.by_path import load_own
 from shardvit.pipeline.recipe.optimizer import OptimizerConfig
 
 
@@ -58,7 +58,7 @@ def optimizer_over(groups: list[dict[str, Any]], config: OptimizerConfig) -> tor
 
 def _own_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     given = [id(each) for group in groups for _, each in group["params"]]  # torch takes the names out
-    made = run_own(load_own(config.custom or ""), groups, config.lr)
+    made = load_own(config.custom or "")(groups, config.lr)
     theirs = made.param_groups if isinstance(made, torch.optim.Optimizer) else []
     if sorted(id(each) for group in theirs for each in group["params"]) != sorted(given) or not all(
         "lr_scale" in group and "param_names" in group for group in theirs

@@ -5,7 +5,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.errors import OwnCodeFailed, UserError
 from shardvit.data_shards.images.crops import Pixels
 from shardvit.data_shards.images.decode import PixelLimit
 from shardvit.data_shards.images.rand_augment import RandAugment
@@ -14,7 +14,7 @@ from shardvit.data_shards.loading.assemble import Access
 from shardvit.data_shards.loading.loader import EvalBatches, Layout, TrainBatches
 from shardvit.data_shards.loading.mixing import MixupConfig
 from shardvit.data_shards.shards.shard_set import ShardSet
-from shardvit.pipeline.own_code.by_path import OwnCode, load_own, run_own
+from shardvit.pipeline.own_code.by_path import OwnCode, load_own, own_traceback
 from shardvit.pipeline.ranks.place import Place
 from shardvit.pipeline.recipe.data import AugmentConfig
 from shardvit.pipeline.recipe.stage import TrainStage
@@ -28,7 +28,10 @@ class OwnAugment:
     code: OwnCode
 
     def __call__(self, image: Pixels, generator: np.random.Generator) -> Pixels:
-        found = run_own(load_own(self.code), image, generator)
+        try:
+            found = load_own(self.code)(image, generator)
+        except Exception as error:  # noqa: BLE001 - perhaps in a worker process, which would add its own traceback
+            raise OwnCodeFailed(own_traceback(error)) from None
         if not isinstance(found, np.ndarray) or found.shape != image.shape or found.dtype != np.uint8:
             got = f"{found.dtype} {[*found.shape]}" if isinstance(found, np.ndarray) else type(found).__name__
             raise UserError(f"augment.custom {self.code}: it gives {got}, not a uint8 array {[*image.shape]}")

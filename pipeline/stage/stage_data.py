@@ -15,6 +15,7 @@ from shardvit.data_shards.store.cache import CacheConfig, default_cache_folder
 from shardvit.data_shards.store.store import Store
 from shardvit.data_shards.text import counted, named, parse_bytes, show_bytes
 from shardvit.model.vocabulary import LOSSES
+from shardvit.pipeline.own_code.by_path import own_digests
 from shardvit.pipeline.recipe.data import ShardsConfig
 from shardvit.pipeline.recipe.roles import missing_paths
 from shardvit.pipeline.recipe.schema import Recipe
@@ -86,7 +87,8 @@ class Stage:
 
     @property
     def inputs(self) -> dict[str, str]:
-        return {name: one.digest for name, one in self.data.recorded.items()}
+        own = own_digests(self.config.model_dump(mode="json"))
+        return {name: one.digest for name, one in self.data.recorded.items()} | own
 
     def order(self) -> AnyOrder:
         """Order of training samples; UserError as `training_order`."""

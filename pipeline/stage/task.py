@@ -23,7 +23,7 @@ from shardvit.model.loss import LossFunction, image_losses, loss_function, proba
 from shardvit.model.masked_patch import colour_classes
 from shardvit.model.vocabulary import COLOURS, LossKind
 from shardvit.pipeline.engine.base import Engine
-from shardvit.pipeline.own_code.by_path import OwnCode, load_own, run_own
+from shardvit.pipeline.own_code.by_path import OwnCode, load_own
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.stage import MaskedPatchStage, TrainStage
 from shardvit.pipeline.recipe.vocabulary import StageName
@@ -269,7 +269,7 @@ def make_task(
     }
     if config.task is None:
         return Classification(**parts)
-    made = run_own(load_own(config.task), **parts)
+    made = load_own(config.task)(**parts)
     if lacking := [name for name in _TASKS if not hasattr(made, name)]:
         raise UserError(f"stages.{stage}.task {config.task}: it has no {lacking[0]}: take Classification as its base")
     if (made.score, made.train_metric) not in _SCORES:
@@ -288,7 +288,7 @@ def _own_loss(code: OwnCode) -> LossFunction:
     function = load_own(code)
 
     def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        found = run_own(function, logits.float(), targets)
+        found = function(logits.float(), targets)
         if not isinstance(found, torch.Tensor) or found.shape not in ((), (len(logits),)) or not found.requires_grad:
             got = type(found).__name__
             if isinstance(found, torch.Tensor):

@@ -25,9 +25,10 @@ def sync_run(folder: RunFolder, recipe: Recipe, sink: Sink, *, say: Say) -> list
         raise UserError(f"{folder.path}: no stage has begun, so there is nothing to send")
     sender = Sender(folder, recipe, sink, say=say)
     try:
-        sent = sender.send_once()
-        sender.release()
-        return sent
+        try:
+            return sender.send_once()
+        finally:
+            sender.release()
     except Exception as error:
         reason = without_credentials(" ".join((str(error) or type(error).__name__).split()))[:LONGEST_REASON]
         raise UserError(f"{sink.place} does not take {folder.path}: {reason}") from error

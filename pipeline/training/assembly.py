@@ -19,7 +19,7 @@ from shardvit.pipeline.checkpoint.train_state import TrainState
 from shardvit.pipeline.engine.base import Engine
 from shardvit.pipeline.evaluation.evaluate import Evaluated, evaluate, keep_evaluations
 from shardvit.pipeline.evaluation.scores import one_answer
-from shardvit.pipeline.own_code.by_path import load_own, run_own
+from shardvit.pipeline.own_code.by_path import load_own
 from shardvit.pipeline.ranks.phases import Phases
 from shardvit.pipeline.ranks.stopping import Requests
 from shardvit.pipeline.ranks.watch import Watch
@@ -94,7 +94,7 @@ def make_job(
 
 def _make_callbacks(stage: Stage, *, task: Task, state: TrainState) -> Callbacks:
     """Make the user's callbacks in the state of the checkpoint."""
-    called = {each.rpartition(":")[2]: run_own(load_own(each)) for each in stage.config.callbacks}
+    called = {each.rpartition(":")[2]: load_own(each)() for each in stage.config.callbacks}
     stateful = {name: each for name, each in {**called, "task": task}.items() if hasattr(each, "state_dict")}
     callbacks = Callbacks(called, stateful, stage.name)
     callbacks.load(state.own)

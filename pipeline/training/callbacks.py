@@ -14,7 +14,6 @@ from typing import Any, Literal
 from torch import nn
 
 from shardvit.data_shards.errors import UserError
-from shardvit.pipeline.own_code.by_path import run_own
 from shardvit.pipeline.recipe.vocabulary import METRICS, StageName
 
 When = Literal["after_step", "after_evaluation", "before_saving"]
@@ -73,7 +72,7 @@ class Callbacks:
             if (method := getattr(each, when, None)) is None:
                 continue
             now = moment()
-            run_own(method, now)
+            method(now)
             if now._logged:
                 log(now._logged)
             for what, why in now._asked.items():
@@ -83,7 +82,7 @@ class Callbacks:
         """Return their states; UserError for one that JSON does not hold exactly."""
         found: dict[str, Any] = {}
         for name, each in self.stateful.items():
-            state = run_own(each.state_dict)
+            state = each.state_dict()
             try:
                 kept = json.loads(json.dumps(state))
             except (TypeError, ValueError):
@@ -100,4 +99,4 @@ class Callbacks:
         """Restore the states of a checkpoint."""
         for name, each in self.stateful.items():
             if name in states:
-                run_own(each.load_state_dict, states[name])
+                each.load_state_dict(states[name])

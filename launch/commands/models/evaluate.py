@@ -70,7 +70,7 @@ class EvalOptions:
         Parameter(
             negative="",
             consume_multiple=True,
-            help=f"Beyond loss and top-1: {', '.join(_METRICS)}, or FILE:NAME of your own; default: those that fit.",
+            help=f"Beyond loss and top-1: {', '.join(_METRICS)}, FILE:NAME; default: fitting.",
         ),
     ] = None
     labels: Annotated[

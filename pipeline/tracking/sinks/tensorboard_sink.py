@@ -49,8 +49,8 @@ class TensorboardSink(Sink):
         if folder.is_symlink() or folder.exists():
             require_inside(folder, folder=self._run)
         folder.mkdir(exist_ok=True)
-        is_there = known.run_id is not None and any(folder.glob(_EVENTS))
-        run_id = str(known.run_id) if is_there else uuid.uuid4().hex
+        is_lost = (known.sent_rows or known.sent) and not any(folder.glob(_EVENTS))
+        run_id = uuid.uuid4().hex if is_lost or known.run_id is None else known.run_id
         self._known[run_id] = known, kind
         return run_id
 

@@ -2,11 +2,12 @@
 
 W&B's history only grows and its client confirms nothing. So each row carries its number; a session that did not end
 in order is compared with the last number that arrived (online: in the summary, offline: in the files under RUN/wandb),
-and the rest is sent again. After a rollback a step has two rows, of which the later counts, as in MLflow.
+and the rest is sent again. A rollback leaves both rows of a repeated step, of which the later counts, as in MLflow.
 """
 
 import os
 import re
+import shutil
 import struct
 import time
 import uuid
@@ -22,10 +23,11 @@ from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.runs.logs import MetricRow
 from shardvit.pipeline.runs.pictures import KeptPicture
 from shardvit.pipeline.runs.run_folder import RunFolder
-from shardvit.pipeline.tracking.facts import RunFacts, RunState, without_credentials
+from shardvit.pipeline.tracking.facts import RunFacts, RunState, load_facts, without_credentials
 from shardvit.pipeline.tracking.sinks.sink import RunKind, Sink, typed_params, values_of
 
 _ROW, _PICTURE = "shardvit/row", "shardvit/picture"  # numbers of what was logged, from 1 on
+_LINE = "shardvit/line"  # of the row in metrics.jsonl: a rollback repeats lines
 _SESSION, _BASE = "session", "rows rolled back"  # keys of RunState.sent
 _INIT_SECONDS = 30
 _LONGEST_PROJECT = 128
@@ -69,7 +71,7 @@ class WandbSink(Sink):
 
     def __init__(self, folder: RunFolder, recipe: Recipe, *, experiment: str) -> None:
         config, environ = recipe.tracking.wandb, os.environ
-        self._folder, self._recipe, self._mode = folder, recipe, wandb_mode()
+        self._folder, self._wants_stats, self._mode = folder, recipe.tracking.system_metrics, wandb_mode()
         project = environ.get("WANDB_PROJECT") or config.project or experiment
         self._project = re.sub(r"[\\/#?%:\x00-\x1f]", "-", project)[:_LONGEST_PROJECT]
         self._entity = environ.get("WANDB_ENTITY") or config.entity
@@ -130,7 +132,8 @@ class WandbSink(Sink):
             opened.rows = (opened.rows or 0) + 1
             # Names that begin with "_" are W&B's own.
             values = {name.lstrip("_") or "unnamed": value for name, value in values_of(row).items()}
-            self._log(opened, {**values, "step": row.step, _ROW: opened.rows, "_timestamp": row.time})
+            numbers = {_ROW: opened.rows, _LINE: opened.rows - int(opened.known.sent.get(_BASE, 0))}
+            self._log(opened, {**values, **numbers, "step": row.step, "_timestamp": row.time})
         return []
 
     def picture(self, run_id: str, picture: KeptPicture, *, is_newest: bool) -> None:
@@ -153,7 +156,9 @@ class WandbSink(Sink):
         opened.run.log(values, step=number, commit=True)
 
     def file(self, run_id: str, path: Path) -> None:
-        self._run(run_id).save(str(path), base_path=str(path.parent), policy="now")
+        run = self._run(run_id)
+        copied = shutil.copyfile(path, Path(run.dir) / path.name)  # else W&B links to it, also in a run that is moved
+        run.save(copied, base_path=run.dir, policy="now")
 
     def close(self, run_id: str, facts: RunFacts) -> None:
         self._opened[run_id].exit_code = 0 if facts.status == "FINISHED" else 1
@@ -192,6 +197,7 @@ class WandbSink(Sink):
             time.sleep(0.1)
         opened.known.sent[_SESSION] = "open"
         opened.known.save()
+        facts = load_facts(opened.known.file.parent)
         wishes = {
             "silent": True,
             "console": "off",
@@ -199,7 +205,7 @@ class WandbSink(Sink):
             "disable_git": True,  # its address may hold a password
             "init_timeout": _INIT_SECONDS,
             "x_disable_meta": True,
-            "x_disable_stats": not self._recipe.tracking.system_metrics or opened.kind == "pipeline",
+            "x_disable_stats": not (self._wants_stats and facts and facts.status == "RUNNING"),
             "x_save_requirements": False,
             "x_start_time": None if opened.begun_ms is None else opened.begun_ms / 1000,
             "x_stats_pid": os.getppid(),
