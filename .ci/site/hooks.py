@@ -127,6 +127,6 @@ def notebook_parts(path: Path) -> Iterator[str]:
 def _output(output: Any) -> Iterator[str]:
     data = output.get("data", {})
     if "image/png" in data:
-        yield f'<img alt="{data["text/plain"]}" src="data:image/png;base64,{data["image/png"].strip()}">\n'
+        yield f'<img alt="What the cell above draws" src="data:image/png;base64,{data["image/png"].strip()}">\n'
     elif text := (data.get("text/plain") or output.get("text", "")).rstrip():
         yield f"{fenced(text, 'text')}\n"

@@ -23,11 +23,12 @@ from shardvit.launch.run.lock import locked
 from shardvit.launch.run.restarts import PAUSE_SECONDS, Restarts
 from shardvit.pipeline.checkpoint.identity import check_newest, checkpoint_identity
 from shardvit.pipeline.checkpoint.mend_record import mend_records
+from shardvit.pipeline.own_code.by_path import own_digests
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.stage import TrainStage
 from shardvit.pipeline.recipe.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR, StageName
 from shardvit.pipeline.report.best import describe_results
-from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.runs.run_folder import RunFolder, check_inputs
 from shardvit.pipeline.stage.data_record import check_data, has_record
 from shardvit.pipeline.stage.initial_model import model_from_elsewhere
 
@@ -256,7 +257,9 @@ class PipelineRun:
                 images = data.train.num_samples
                 plan = plan_stage(self.recipe, stage=stage, samples_per_epoch=images, world_size=self.processes)
                 training_order(self.recipe, data=data, plan=plan)
+            own_code = own_digests(config.model_dump(mode="json"))
             if is_open and not self._begins_again(stage):
+                check_inputs(self.folder, stage=stage, inputs=own_code)
                 identity = checkpoint_identity(self.recipe, stage=stage, processes=self.processes)
                 check_newest(self.folder.checkpoints(stage), expected=identity)
                 if data is not None and has_record(self.folder, stage=stage):

@@ -72,22 +72,13 @@ class Task(Protocol):
     @property
     def engine(self) -> Engine: ...
     @property
-    def outputs(self) -> tuple[str, ...]:
-        """Names of the model's outputs; a class attribute sizes the head of the model."""
-        ...
-
+    def outputs(self) -> tuple[str, ...]: ...  # names; as a class attribute they size the model's head
     @property
     def kind_of_output(self) -> str: ...
     @property
-    def score(self) -> str:
-        """Name of the held-out score: top1 or accuracy, logged as val/SCORE."""
-        ...
-
+    def score(self) -> str: ...  # top1 or accuracy, logged as val/SCORE
     @property
-    def train_metric(self) -> str:
-        """train/top1 or train/accuracy: `train_score`."""
-        ...
-
+    def train_metric(self) -> str: ...  # train/SCORE: `train_score`
     def example(self, batch: Batch, *, use: Use) -> Example: ...
     def loss(self, outputs: torch.Tensor, targets: Any) -> torch.Tensor: ...
     def train_score(self, outputs: torch.Tensor, targets: Any) -> torch.Tensor: ...
@@ -255,21 +246,17 @@ def make_task(
     config = recipe.train_stage(stage)
     if isinstance(config, MaskedPatchStage):
         return MaskedPatches(engine=engine, seed=recipe.seed, patch_size=recipe.model.sizes.patch_size)
-    smoothing = config.label_smoothing
-    parts: dict[str, Any] = {
-        "engine": engine,
-        "classes": task_outputs(config, classes=data.train.classes),
-        "label_kind": "multi" if data.train.is_multi_label else "single",
-        "normalisation": normalisation,
-        "train_loss": loss_function(config.loss, label_smoothing=smoothing)
+    made = (load_own(config.task) if config.task else Classification)(
+        engine=engine,
+        classes=task_outputs(config, classes=data.train.classes),
+        label_kind="multi" if data.train.is_multi_label else "single",
+        normalisation=normalisation,
+        train_loss=loss_function(config.loss, label_smoothing=config.label_smoothing)
         if isinstance(config.loss, str)
         else _own_loss(config.loss.custom),
-        "loss_kind": config.loss_kind,
-        "seed": recipe.seed,
-    }
-    if config.task is None:
-        return Classification(**parts)
-    made = load_own(config.task)(**parts)
+        loss_kind=config.loss_kind,
+        seed=recipe.seed,
+    )
     if lacking := [name for name in _TASKS if not hasattr(made, name)]:
         raise UserError(f"stages.{stage}.task {config.task}: it has no {lacking[0]}: take Classification as its base")
     if (made.score, made.train_metric) not in _SCORES:

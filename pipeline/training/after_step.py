@@ -25,7 +25,7 @@ from shardvit.pipeline.report.losses import SIGMAS, LossWindow, Spike, SpikeFind
 from shardvit.pipeline.report.reporter import Report
 from shardvit.pipeline.stage.damage import FaultLedger
 from shardvit.pipeline.stage.task import Task
-from shardvit.pipeline.training.callbacks import Callbacks, Moment, When
+from shardvit.pipeline.training.callbacks import Callbacks, When
 
 
 class TrainingFailed(Exception):
@@ -205,10 +205,11 @@ class AfterStep:
 
     def _tell(self, when: When) -> None:
         job, state = self._job, self._state
-
-        def moment() -> Moment:
-            return Moment(
-                stage=job.callbacks.stage,
+        if job.callbacks.called:
+            job.callbacks.tell(
+                when,
+                log=lambda values: job.report.own(state, values),
+                ask=job.requests.ask,
                 step=state.step,
                 total_steps=self._plan.total_steps,
                 images_seen=state.images_seen,
@@ -217,8 +218,6 @@ class AfterStep:
                 evaluation=dict(state.evaluation),
                 model=job.engine.module,
             )
-
-        job.callbacks.tell(when, moment, log=lambda values: job.report.own(state, values), ask=job.requests.ask)
 
     def _finish_saving(self) -> None:
         with self._job.phase("saving", self._state.step):

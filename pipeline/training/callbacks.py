@@ -62,16 +62,16 @@ class Callbacks:
     def tell(
         self,
         when: When,
-        moment: Callable[[], Moment],
         *,
         log: Callable[[Mapping[str, float]], None],
         ask: Callable[[What, str], None],
+        **moment: Any,
     ) -> None:
-        """Call those that have this method, and pass on what they log and ask for."""
+        """Call those that have this method, and pass on what they log and ask for; `moment`: its other fields."""
         for name, each in self.called.items():
             if (method := getattr(each, when, None)) is None:
                 continue
-            now = moment()
+            now = Moment(stage=self.stage, **moment)
             method(now)
             if now._logged:
                 log(now._logged)

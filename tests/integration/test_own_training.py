@@ -58,6 +58,12 @@ def test_a_run_that_is_killed_goes_on_as_if_nothing_had_happened(
     faults = [case.fault("kill_all", "between_steps", rank=processes - 1, step=25)]
     ended = case.start(how="run", faults=faults).wait()
     assert ended.code == -signal.SIGKILL and case.saved()[-1] == 20, ended.output
+    if (processes, zero_stage) == (2, 1):
+        changed = Path(mine).read_text()
+        Path(mine).write_text(changed.replace("** 2", "** 3"))
+        ended = case.start(how="run", environment=preloaded_environment).wait()
+        assert ended.code == 2 and f"was begun with other own code {mine}" in ended.output, ended.output
+        Path(mine).write_text(changed)
     ended = case.start(how="run", environment=preloaded_environment).wait()
     assert ended.code == 0 and "resuming from" in ended.output, ended.output
 

@@ -82,8 +82,6 @@ def own_code(world: World) -> None:
         callbacks=[code],
         optimizer={"custom": code, "lr": 0.1},
     )
-    for path in (world.recipe, world.run / "recipe.yaml"):
-        path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"engine": {"zero_stage": 0}}))
     shutil.rmtree(world.stage / "pictures", ignore_errors=True)
 
 

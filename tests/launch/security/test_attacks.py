@@ -14,7 +14,7 @@ from shardvit.data_shards.store.store import Store
 from shardvit.launch.run import pipeline_run
 from tests.launch.conftest import Call
 from tests.launch.security.attacks import ROWS, Outcome
-from tests.launch.security.on_records import pipe, tagged_recipe
+from tests.launch.security.on_records import own_code, pipe, tagged_recipe
 from tests.launch.security.on_shards import postscript
 from tests.launch.security.somebody import Attack, World, make_world
 
@@ -119,6 +119,13 @@ def test_the_canary_dies_where_code_does_run(world: World) -> None:
     assert dies(lambda: yaml.unsafe_load(world.recipe.read_text()))
     assert dies(lambda: Store(commands="run").read_small(world.pipe, most_bytes=10))
     assert dies(lambda: Image.open(postscript(world)).load())
+
+
+def test_a_dry_run_names_own_code(world: World, call: Call) -> None:
+    own_code(world)
+    code, out, err = call(*ARGUMENTS["run --dry-run"](world))
+    assert code == 0 and f"runs own code {world.top / 'mine.py'}" in out, out + err
+    assert not world.canary.exists()
 
 
 def test_the_users_own_command_is_run_to_train(world: World, call: Call) -> None:

@@ -30,4 +30,4 @@ def test_every_command_of_the_table_is_tried_or_its_test_is_named():
 
 
 def test_the_page_is_one():
-    assert len((ROOT / "SECURITY.md").read_text(encoding="utf-8").splitlines()) <= 90
+    assert len((ROOT / "SECURITY.md").read_text(encoding="utf-8").splitlines()) <= 100
