@@ -94,13 +94,10 @@ def test_a_signal_to_a_script_saves_and_is_an_exception_and_the_same_call_resume
 
 
 def test_a_mistake_that_only_the_ranks_find_is_said_by_the_exception(folder: Path):
-    shardvit.run(RECIPE, name="first")
-    for tar in sorted((folder / "shards" / "train").glob("*.tar")):
-        content = bytearray(tar.read_bytes())
-        content[600:620] = bytes(20)  # in the first image
-        tar.write_bytes(content)
+    for tar in (folder / "shards" / "train").glob("*.tar"):
+        tar.write_bytes(tar.read_bytes().replace(b"IDAT", b"IDOT"))
     with pytest.raises(shardvit.UserError, match="damaged"):
-        shardvit.run(RECIPE, **{"data.max_corrupt_share": 0, "pretrain.duration": "1 epochs"})
+        shardvit.run(RECIPE)
 
 
 def test_a_killed_rank_is_a_failed_run(folder: Path):
