@@ -102,7 +102,7 @@ def looked_at(world: World) -> tuple[int, str, str]:
     run, shown, refused = shardvit.load_run(world.run), list[str](), list[str]()
     looks: dict[str, Callable[[], object]] = {
         **{name: partial(getattr, run, name) for name in ("name", "path", "stages", "recipe", "evaluations", "notes")},
-        **{"metrics": run.metrics, "predict": lambda: run.predict(world.image)},
+        **{"metrics": run.metrics, "predict": lambda: run.model("pretrain").predict(world.image)},
     }
     for look in looks.values():
         try:
