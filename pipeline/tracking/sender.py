@@ -192,7 +192,8 @@ class Sender:
         if cuts or (not each.is_resumed and next(self._unsent_rows(each), None)):
             state.sent_rows = min((state.sent_rows, *cuts))
             with self._asking():
-                self._sink.resume(str(state.run_id), state, kept=min(cuts, default=None), steps=partial(_steps, file))
+                steps = [row.step for row in iter_metrics(file)]
+                self._sink.resume(str(state.run_id), state, kept=min(cuts, default=None), steps=steps)
             state.attempt, each.is_resumed = attempts, True
             self._save(state)
 
@@ -299,7 +300,10 @@ class Sender:
         state.point_to(run_id)
         self._save(state)
         each.is_open = True
-        if each is self._pipeline and (address := self._sink.address(run_id)):
+        self._say_address(each)
+
+    def _say_address(self, each: _Followed) -> None:
+        if each is self._pipeline and (address := self._sink.address(str(each.state.run_id))):
             self.say_once("address", address)
 
     def _send_rows(self, each: _Followed) -> None:
@@ -333,6 +337,7 @@ class Sender:
             item.send(str(state.run_id))
         state.sent[item.key] = item.mark
         self._save(state)
+        self._say_address(item.run)  # W&B knows it only now
         if item.key != "model" and item.mark != "sent":  # the model and pictures count themselves
             item.run.sent.others.append(item.name)
         return False
@@ -391,7 +396,3 @@ def _follow_until(over: threading.Event, sender: Sender) -> None:
             time.sleep(min(wait_seconds, _END_PAUSE_SECONDS))
         else:
             over.wait(wait_seconds)
-
-
-def _steps(metrics_file: Path) -> list[int]:
-    return [row.step for row in iter_metrics(metrics_file)]

@@ -85,6 +85,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     if fonts is None:
         pytest.skip("the fonts DejaVu are not installed")
     with open_browser(chromium, folder, fonts=fonts) as browser:
+        # the colours that a page was last seen in, which it keeps
+        browser.call("Page.addScriptToEvaluateOnNewDocument", source="localStorage.clear()")
         yield browser
 
 
@@ -93,7 +95,6 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def test_pages_open_from_the_disk(site: Path, browser: Browser, width: int, scheme: str) -> None:
     for page in sorted({*site.glob("*.html")} - {site / "404.html"}):
         browser.open(page, width=width, scheme=scheme)
-        browser.run("localStorage.clear()")  # a choice of colours, which pages keep
         assert browser.said == [], page.name
         assert browser.run("document.documentElement.scrollWidth <= window.innerWidth"), page.name
         colour = browser.run("getComputedStyle(document.body).backgroundColor")

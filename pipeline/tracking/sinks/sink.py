@@ -6,7 +6,7 @@ three times. Each sink has its own sender, thread and NAME.json (ids and progres
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -48,7 +48,7 @@ class Sink:
         """Find a run by its id or key, or create it; returns the id."""
         raise NotImplementedError
 
-    def resume(self, run_id: str, known: RunState, *, kept: int | None, steps: Callable[[], list[int]]) -> None:
+    def resume(self, run_id: str, known: RunState, *, kept: int | None, steps: Sequence[int]) -> None:
         """Called before the first rows of a session, and when a resumed stage has cut its curve to `kept` rows: set
         `known.sent_rows` to what the service has of the curve, whose rows are at `steps`."""
 

@@ -12,7 +12,7 @@ import platform
 import time
 import uuid
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,10 +54,10 @@ class TensorboardSink(Sink):
         self._known[run_id] = known, kind
         return run_id
 
-    def resume(self, run_id: str, known: RunState, *, kept: int | None, steps: Callable[[], list[int]]) -> None:
+    def resume(self, run_id: str, known: RunState, *, kept: int | None, steps: Sequence[int]) -> None:
         if not any(self._folder(run_id).glob(_EVENTS)):
             return
-        held = steps()[: known.sent_rows]
+        held = steps[: known.sent_rows]
         begin = held[-1] if held else 0
         known.sent_rows = bisect_left(held, begin)
         known.sent = {

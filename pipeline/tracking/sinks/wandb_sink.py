@@ -11,7 +11,7 @@ import shutil
 import struct
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,19 +35,18 @@ _BLOCK_BYTES, _HEADER_BYTES = 32_768, 7  # of LevelDB's log format, after W&B's 
 _WHOLE, _LAST = 1, 4
 
 WandbMode = Literal["online", "offline", "disabled"]
+_MODES: dict[str, WandbMode] = {
+    **{"online": "online", "run": "online", "shared": "online", "offline": "offline", "dryrun": "offline"},
+    "disabled": "disabled",
+}
 
 
 def wandb_mode() -> WandbMode:
     """Return the user's WANDB_MODE; UserError if it is none of W&B's."""
-    match mode := os.environ.get("WANDB_MODE") or "online":
-        case "online" | "run" | "shared":
-            return "online"
-        case "offline" | "dryrun":
-            return "offline"
-        case "disabled":
-            return "disabled"
-        case _:
-            raise UserError(f"WANDB_MODE is {mode!r}: set it to online, offline or disabled")
+    mode = os.environ.get("WANDB_MODE") or "online"
+    if mode not in _MODES:
+        raise UserError(f"WANDB_MODE is {mode!r}: set it to online, offline or disabled")
+    return _MODES[mode]
 
 
 @dataclass
@@ -59,6 +58,7 @@ class _Opened:
     name: str
     begun_ms: int | None
     run: Any = None
+    url: str | None = None
     rows: int | None = None  # sent so far, those of earlier attempts included; None: not known yet
     pictures: int = 0
     exit_code: int = 1
@@ -103,7 +103,7 @@ class WandbSink(Sink):
                 del known.sent[key]
         return run_id
 
-    def resume(self, run_id: str, known: RunState, *, kept: int | None, steps: Callable[[], list[int]]) -> None:
+    def resume(self, run_id: str, known: RunState, *, kept: int | None, steps: Sequence[int]) -> None:
         self._run(run_id)
         rows, before = self._opened[run_id].rows or 0, int(known.sent.get(_BASE, 0))
         known.sent_rows = max(0, rows - before)
@@ -111,8 +111,9 @@ class WandbSink(Sink):
             known.sent[_BASE], known.sent_rows = str(rows - kept), kept
 
     def address(self, run_id: str) -> str | None:
-        run = self._opened[run_id].run
-        return None if run is None else run.url
+        if self._mode == "offline":
+            return f"offline: `wandb sync {self._files}/wandb/offline-run-*` uploads it"
+        return self._opened[run_id].url
 
     def answers(self, run_id: str) -> bool:
         return self._opened[run_id].run is not None
@@ -161,9 +162,9 @@ class WandbSink(Sink):
         run.save(copied, base_path=run.dir, policy="now")
 
     def close(self, run_id: str, facts: RunFacts) -> None:
+        self._run(run_id)  # which is running again by that
         self._opened[run_id].exit_code = 0 if facts.status == "FINISHED" else 1
         if facts.status != "RUNNING":
-            self._run(run_id)
             self._finish(run_id)
 
     def release(self) -> None:
@@ -229,7 +230,7 @@ class WandbSink(Sink):
         )
         run.define_metric("shardvit/*", hidden=True)
         run.define_metric("*", step_metric="step")
-        opened.run = run
+        opened.run, opened.url = run, run.url
         if opened.rows is None:
             opened.rows, opened.pictures = (int(run.summary.get(each) or 0) for each in (_ROW, _PICTURE))
         return run
