@@ -62,10 +62,9 @@ BROKEN = "def mine(image, generator):\n    return inner()\n\ndef inner():\n    r
 
 def test_an_error_begins_where_it_is_the_users(tmp_path: Path):
     file = written(tmp_path, BROKEN)
-    try:
+    with pytest.raises(LookupError) as caught:
         load_own(f"{file}:mine")(None, None)
-    except LookupError as error:
-        lines = own_traceback(error).splitlines()
+    lines = own_traceback(caught.value).splitlines()
     assert [line.split(" in ")[1] for line in lines if "File" in line] == ["mine", "inner"]
     assert lines[-1] == "LookupError: lost" and __file__ not in "".join(lines)
     assert __file__ in own_traceback(_caught())  # of nobody's own code: all of it
