@@ -84,7 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         rank.place = read_place()
-        recipe = load_recipe(options.recipe, overrides=options.overrides, paths=paths_file(options.data))
+        recipe = load_recipe(
+            options.recipe, overrides=options.overrides, paths=paths_file(options.data), own_code=options.own_code
+        )
         rank.folder = RunFolder(runs_root=options.runs, name=recipe.name)
         rank.folder.check_recipe(recipe)
         _check_stages(recipe, options.stages)
@@ -328,6 +330,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--stage", required=True, choices=ALL_STAGES, action="append", dest="stages", help=stage_help)
     parser.add_argument("--data", type=Path, help="file with the shards of each role; default: $SHARDVIT_DATA")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs")
+    trust_help = "recorded: also run own code as the run's recipe names it, if its file is still the same"
+    parser.add_argument("--own-code", choices=("typed", "recorded"), default="typed", help=trust_help)
     return parser.parse_intermixed_args(ours)
 
 

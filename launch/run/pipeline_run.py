@@ -234,6 +234,10 @@ class PipelineRun:
         tracking_uri()  # UserError if it is no address
         check_sinks(self.recipe.tracking.to)
         notes: list[str] = []
+        if self.recipe.model.custom is not None:
+            from shardvit.pipeline.training.stages import check_own_model
+
+            check_own_model(self.recipe)
         for stage in self.recipe.stages.names:
             is_open = not self._stays_done(stage)
             config = getattr(self.recipe.stages, stage)

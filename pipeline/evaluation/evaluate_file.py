@@ -29,7 +29,7 @@ from shardvit.model.saved.model_folder import SavedModelMeta
 from shardvit.model.vocabulary import LOSSES
 from shardvit.pipeline.evaluation.evaluate import Exchange, evaluate
 from shardvit.pipeline.evaluation.truth import EvalRequest, Truth, what_is_asked
-from shardvit.pipeline.own_code.by_path import load_own
+from shardvit.pipeline.own_code.by_path import load_own, trust_file
 from shardvit.pipeline.ranks.place import Place
 from shardvit.pipeline.runs.evaluations import Evaluation
 from shardvit.pipeline.stage.task import Classification
@@ -96,6 +96,7 @@ def evaluate_model(
     model, shards or classes do not fit or are broken. `predictor`: the model, if it is open already."""
     shards, store = opened
     if predictor is None:
+        trust_file(request.trust)
         predictor = open_predictor(Path(request.model), device=request.device, weights=request.weights)
     meta = predictor.meta
     truth, metrics = what_is_asked(request, class_names=meta.class_names, shards=shards)

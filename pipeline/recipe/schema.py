@@ -153,9 +153,13 @@ class EngineConfig(Strict):
 
     def problems_with(self, model: ModelConfig) -> Iterator[str]:
         if model.kind == "resnet":
-            yield from self.ignored("attention", why="on a pure ResNet", group="engine.")
+            what = "an own model" if model.custom is not None else "a pure ResNet"
+            yield from self.ignored("attention", why=f"on {what}", group="engine.")
             if self.compile == "blocks":
-                yield "engine.compile blocks: a pure ResNet has no Transformer blocks: leave it out"
+                yield f"engine.compile blocks: {what} has no Transformer blocks that we know: leave it out"
+            if model.custom is not None:
+                yield from self.ignored("activation_checkpointing", why=f"on {what}, which can do so", group="engine.")
+                return
         elif model.position == "relative" and self.attention in ("cudnn", "flash"):
             yield (
                 f"engine.attention {self.attention} takes no learned bias, which model.position relative needs: set "
@@ -265,6 +269,12 @@ class Recipe(Strict):
                 f"{key}.image_size: {size} pixels are {grid**2:,} patches, more than {_MOST_PATCHES:,}: take a smaller "
                 "image_size, or larger patches"
             )
+        if self.model.custom is not None:
+            if masked:
+                yield f"{key}: an own model has no patch embeddings that we could corrupt: take stages.pretrain"
+            own = ("head", "head_bias", "init", "few_shot")
+            why = "on an own model, whose code says it"
+            yield from stage.ignored(*(each for each in own if hasattr(stage, each)), why=why, group=f"{key}.")
         if masked and self.model.kind == "resnet":
             yield (
                 f"{key}: a pure ResNet has no patch embeddings to corrupt: take a Transformer or a hybrid, or "

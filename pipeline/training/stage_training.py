@@ -39,7 +39,8 @@ def train_stage(context: StageContext, stage: Stage, *, model: nn.Module, start:
         settled_kernels(recipe, stage=stage.name, model=model, run=stage.run.path) as kernels,
     ):
         _set_status(context, watch, "opening the engine")
-        checkpoint_blocks(model, every=recipe.engine.checkpointed_every)
+        if recipe.model.custom is None:
+            checkpoint_blocks(model, every=recipe.engine.checkpointed_every)
         if record.last_saved_step < plan.total_steps:
             context.on_main(lambda: check_disk(stage, model=model))
         engine = open_engine(recipe, stage=stage.name, plan=plan, model=model, ranks=context.ranks)

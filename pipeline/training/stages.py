@@ -17,6 +17,7 @@ from shardvit.data_shards.durable import make_folders
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.images.decode import require_decoder
 from shardvit.data_shards.vocabulary import Normalisation
+from shardvit.model.custom import build_custom, measure, replace_own_head, resized_own_state
 from shardvit.model.init import initialise
 from shardvit.model.layers.head import replace_head
 from shardvit.model.masked_patch import MaskedPatchVit, build_masked_patch, classifier_of
@@ -74,9 +75,17 @@ def build_stage_model(recipe: Recipe, config: TrainStage, *, num_classes: int) -
     size, regularisation = config.image_size, config.regularisation
     if config.head_kind == "masked_patch":
         return build_masked_patch(recipe.model, image_size=size, regularisation=regularisation)
-    return build_model(
-        recipe.model, image_size=size, num_classes=num_classes, head=config.head_kind, regularisation=regularisation
-    )
+    try:
+        return build_model(
+            recipe.model,
+            image_size=size,
+            num_classes=num_classes,
+            head=config.head_kind,
+            regularisation=regularisation,
+            seed=recipe.seed,
+        )
+    except ValueError as error:  # an own model's
+        raise UserError(str(error)) from None
 
 
 def initial_model(context: StageContext, config: TrainStage, *, num_classes: int) -> tuple[nn.Module, StageStart]:
@@ -86,12 +95,15 @@ def initial_model(context: StageContext, config: TrainStage, *, num_classes: int
     if not isinstance(config, FinetuneStage) or config.start == "scratch":
         assert isinstance(config, MaskedPatchStage | PretrainStage | FinetuneStage)
         head_bias = config.head_bias if isinstance(config, PretrainStage) else 0.0
-        initialise(model, seed=recipe.seed, head_bias=head_bias, style=config.init)
+        if recipe.model.custom is None:
+            initialise(model, seed=recipe.seed, head_bias=head_bias, style=config.init)
         return model, StageStart()
     meta, state = load_model(check_model(folder, stage="swap_head"))
-    model.load_state_dict(
-        resize_state(state, config=recipe.model, from_image_size=meta.image_size, to_image_size=config.image_size)
-    )
+    before, now = meta.image_size, config.image_size
+    if recipe.model.custom is not None:
+        model.load_state_dict(resized_own_state(model, state, from_image_size=before, to_image_size=now))
+    else:
+        model.load_state_dict(resize_state(state, config=recipe.model, from_image_size=before, to_image_size=now))
     normalisation = Normalisation(mean=meta.mean, std=meta.std)  # of the model to start from
     return model, StageStart(folder.record("swap_head").model_digest, normalisation)
 
@@ -102,6 +114,32 @@ def check_frozen(recipe: Recipe, *, stage: StageName) -> None:
     with torch.device("meta"):
         model = build_stage_model(recipe, config, num_classes=1)
     freeze(model, config.optimizer.frozen, key=f"stages.{stage}.optimizer.frozen")
+
+
+def check_own_model(recipe: Recipe) -> None:
+    """Build an own model of each size on no device, and try what the stages need of it; UserError if it lacks it."""
+    sizes = {name: recipe.train_stage(name).image_size for name in recipe.stages.trained}
+    try:
+        with torch.device("meta"):
+            for name, size in sizes.items():
+                measure(recipe.model, image_size=size, num_classes=2)
+                model = build_custom(recipe.model, image_size=size, num_classes=2)
+                if recipe.train_stage(name).optimizer.layer_decay != 1 and not hasattr(model, "group_matcher"):
+                    raise ValueError(
+                        f"stages.{name}.optimizer.layer_decay: the own model has no group_matcher, as timm's"
+                    )
+            if recipe.stages.swap_head is not None and "finetune" in sizes and len(sizes) > 1:
+                first = build_custom(recipe.model, image_size=min(sizes.values()), num_classes=2)
+                replace_own_head(first, 2)
+                model = build_custom(recipe.model, image_size=sizes["finetune"], num_classes=2)
+                before = next(size for name, size in sizes.items() if name != "finetune")
+                if not callable(getattr(model, "resize_state", None)):
+                    old = build_custom(recipe.model, image_size=before, num_classes=2)
+                    resized_own_state(model, old.state_dict(), from_image_size=before, to_image_size=sizes["finetune"])
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def swap_head(context: StageContext) -> None:
@@ -126,6 +164,8 @@ def swap_head(context: StageContext) -> None:
             model = classifier_of(
                 model, config=old.model, image_size=old.image_size, num_classes=len(classes), seed=recipe.seed
             )
+        elif recipe.model.custom is not None:
+            replace_own_head(model, len(classes))
         else:
             replace_head(model, len(classes))
         attached = _num_parameters(model.get_submodule("head"))

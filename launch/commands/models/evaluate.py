@@ -23,6 +23,7 @@ from shardvit.launch.flags import (
     TarClasses,
     TarLabel,
     TarsAreMultiLabel,
+    Trust,
     WhichWeights,
     demand_counts,
     demand_target,
@@ -90,6 +91,7 @@ class EvalOptions:
     tracking: Annotated[bool, Parameter(negative="--no-tracking", help="Make an MLflow run of the result.")] = True
     max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS
     device: Device = "auto"
+    trust: Trust = None
     force: Force = False
 
     def check(self) -> None:

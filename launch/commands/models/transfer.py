@@ -56,7 +56,11 @@ def measured(
     options: TransferOptions,
 ) -> TransferOutcome:
     """Measure without telling anybody; UserError as the command."""
+    from shardvit.pipeline.using.find_model import refuse_own_model
     from shardvit.pipeline.using.hub import local_weights
+
+    if isinstance(model, Path):
+        refuse_own_model(local_weights(model), command="transfer")
 
     if isinstance(model, Path):
         model = local_weights(model)
