@@ -13,7 +13,7 @@ from shardvit.data_shards.errors import UserError
 from shardvit.pipeline.optimizers.adafactor import BigVisionAdafactor
 from shardvit.pipeline.optimizers.bf16_moment import AdamWBf16, SgdBf16
 from shardvit.pipeline.optimizers.parameter_groups import parameter_groups
-from shardvit.pipeline.own_code.by_path import load_own
+from shardvit.pipeline.own_code.by_path import load_own, shown
 from shardvit.pipeline.recipe.optimizer import OptimizerConfig
 
 
@@ -64,7 +64,7 @@ def _own_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> tor
         "lr_scale" in group and "param_names" in group for group in theirs
     ):
         raise UserError(
-            f"optimizer.custom {config.custom}: it must return a torch.optim.Optimizer over the groups that it is given"
+            f"optimizer.custom {shown(config.custom)}: it must return a torch.optim.Optimizer over the groups that it is given"
         )
     return made
 

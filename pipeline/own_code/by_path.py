@@ -74,6 +74,12 @@ def without_places(text: str) -> str:
     return _PLACE.sub("", text)
 
 
+def shown(code: str | None) -> str:
+    """Format a reference for a message, without the digest."""
+    file, _, name = _parts(code or "")
+    return f"{file}:{name}"
+
+
 def _mapped(tree: Any, change: Callable[[str], str], *, key: str = "") -> Any:
     match tree:
         case dict():

@@ -14,7 +14,7 @@ from shardvit.data_shards.loading.assemble import Access
 from shardvit.data_shards.loading.loader import EvalBatches, Layout, TrainBatches
 from shardvit.data_shards.loading.mixing import MixupConfig
 from shardvit.data_shards.shards.shard_set import ShardSet
-from shardvit.pipeline.own_code.by_path import OwnCode, load_own, own_traceback
+from shardvit.pipeline.own_code.by_path import OwnCode, load_own, own_traceback, shown
 from shardvit.pipeline.ranks.place import Place
 from shardvit.pipeline.recipe.data import AugmentConfig
 from shardvit.pipeline.recipe.stage import TrainStage
@@ -38,7 +38,7 @@ class OwnAugment:
             raise OwnCodeFailed(own_traceback(error)) from None
         if not isinstance(found, np.ndarray) or found.shape != image.shape or found.dtype != np.uint8:
             got = f"{found.dtype} {[*found.shape]}" if isinstance(found, np.ndarray) else type(found).__name__
-            raise UserError(f"augment.custom {self.code}: it gives {got}, not a uint8 array {[*image.shape]}")
+            raise UserError(f"augment.custom {shown(self.code)}: it gives {got}, not a uint8 array {[*image.shape]}")
         return found
 
 

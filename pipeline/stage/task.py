@@ -23,7 +23,7 @@ from shardvit.model.loss import LossFunction, image_losses, loss_function, proba
 from shardvit.model.masked_patch import colour_classes
 from shardvit.model.vocabulary import COLOURS, LossKind
 from shardvit.pipeline.engine.base import Engine
-from shardvit.pipeline.own_code.by_path import OwnCode, load_own
+from shardvit.pipeline.own_code.by_path import OwnCode, load_own, shown
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.stage import MaskedPatchStage, TrainStage
 from shardvit.pipeline.recipe.vocabulary import StageName
@@ -258,9 +258,13 @@ def make_task(
         seed=recipe.seed,
     )
     if lacking := [name for name in _TASKS if not hasattr(made, name)]:
-        raise UserError(f"stages.{stage}.task {config.task}: it has no {lacking[0]}: take Classification as its base")
+        raise UserError(
+            f"stages.{stage}.task {shown(config.task)}: it has no {lacking[0]}: take Classification as its base"
+        )
     if (made.score, made.train_metric) not in _SCORES:
-        raise UserError(f"stages.{stage}.task {config.task}: score is top1 or accuracy, train_metric is train/SCORE")
+        raise UserError(
+            f"stages.{stage}.task {shown(config.task)}: score is top1 or accuracy, train_metric is train/SCORE"
+        )
     return made
 
 
@@ -280,7 +284,9 @@ def _own_loss(code: OwnCode) -> LossFunction:
             got = type(found).__name__
             if isinstance(found, torch.Tensor):
                 got = f"a tensor {[*found.shape]}" + ("" if found.requires_grad else ", without a gradient")
-            raise UserError(f"loss.custom {code}: it gives {got}, not the mean, or a loss per image, [{len(logits)}]")
+            raise UserError(
+                f"loss.custom {shown(code)}: it gives {got}, not the mean, or a loss per image, [{len(logits)}]"
+            )
         return found.mean() if found.ndim else found
 
     return loss

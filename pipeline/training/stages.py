@@ -26,6 +26,7 @@ from shardvit.model.saved.model_folder import build_from_saved, load_model, save
 from shardvit.model.vit import build_model
 from shardvit.pipeline.checkpoint.train_state import TrainState
 from shardvit.pipeline.engine.saved_state.frozen import freeze
+from shardvit.pipeline.own_code.by_path import shown
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.stage import FinetuneStage, MaskedPatchStage, PretrainStage, TrainStage
 from shardvit.pipeline.recipe.stage_plan import plan_stage
@@ -63,7 +64,7 @@ def run_stage(context: StageContext, *, stage: StageName) -> None:
     outputs = task_outputs(config, classes=data.train.classes)
     if outputs != data.train.classes and isinstance(config, FinetuneStage) and config.start == "swap_head":
         raise UserError(
-            f"stages.{stage}.task {config.task}: swap_head made a head of the shards' classes: leave the "
+            f"stages.{stage}.task {shown(config.task)}: swap_head made a head of the shards' classes: leave the "
             "task's outputs out, or set start: scratch"
         )
     model, start = initial_model(context, config, num_classes=len(outputs))
