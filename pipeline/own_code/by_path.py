@@ -99,11 +99,7 @@ def _read(file: str) -> bytes:
     try:
         return Path(file).read_bytes()
     except OSError as error:
-        there = Path(file).exists()
-        why = (
-            f"cannot be read ({error.strerror})" if there else "is not there: check its path, from the recipe's folder"
-        )
-        raise UserError(f"{file}, which is to be run as own code, {why}") from None
+        raise UserError(f"{file}, which is to be run as own code, cannot be read: {error.strerror}") from None
 
 
 def _checked(file: str, *, digest: str) -> bytes:

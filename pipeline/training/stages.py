@@ -118,7 +118,7 @@ def check_frozen(recipe: Recipe, *, stage: StageName) -> None:
 
 def check_own_model(recipe: Recipe) -> None:
     """Build an own model of each size on no device, and try what the stages need of it; UserError if it lacks it."""
-    sizes = {name: recipe.train_stage(name).image_size for name in recipe.stages.trained}
+    sizes: dict[StageName, int] = {name: recipe.train_stage(name).image_size for name in recipe.stages.trained}
     try:
         with torch.device("meta"):
             for name, size in sizes.items():
