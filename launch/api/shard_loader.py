@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     import torch
 
     from shardvit.data_shards.loading.batch import Batch
+    from shardvit.data_shards.loading.loader import EvalBatches, TrainBatches
 
 Use = Literal["train", "evaluate"]
 
@@ -167,15 +168,9 @@ class OpenedShards(ShardSet):
                 steps = in_steps(length, global_batch_images=batch_size, samples_per_epoch=self.num_samples)
             except ValueError as error:
                 raise UserError(f"duration: {error}") from None
+        normalisation = Normalisation(mean=mean, std=std)
         return ShardLoader(
-            stream,
-            batch_size=batch_size,
-            stop_step=steps,
-            images_seen=resume_at,
-            normalisation=Normalisation(mean=mean, std=std),
-            workers=workers,
-            kind=worker_kind,
-            device=torch.device(device),
+            resume_at, batch_size, stream, steps, normalisation, workers, worker_kind, torch.device(device)
         )
 
 
@@ -229,6 +224,7 @@ def open_shards(
     return OpenedShards(**{each.name: getattr(opened, each.name) for each in fields(ShardSet)}, store=store)
 
 
+@dataclass
 class ShardLoader:
     """Batches by position. Each `for` goes on where the last one ended; in evaluation it begins again.
 
@@ -236,36 +232,27 @@ class ShardLoader:
         images_seen: over all processes, in the batches that were handed out: the `resume_at` to go on from.
     """
 
-    def __init__(
-        self,
-        stream: Any,  # TrainBatches or EvalBatches
-        *,
-        batch_size: int,
-        stop_step: int,
-        images_seen: int,
-        normalisation: Normalisation,
-        workers: int,
-        kind: WorkerKind,
-        device: torch.device,
-    ) -> None:
-        self.images_seen, self.batch_size = images_seen, batch_size
-        self._stream, self._stop_step, self._normalisation = stream, stop_step, normalisation
-        self._workers, self._device = workers, device
-        self._kind: WorkerKind = kind
+    images_seen: int
+    batch_size: int
+    _stream: TrainBatches | EvalBatches
+    _stop_step: int
+    _normalisation: Normalisation
+    _workers: int
+    _kind: WorkerKind
+    _device: torch.device
 
     def __iter__(self) -> Iterator[LoadedBatch]:
         from shardvit.data_shards.loading.device_prefetch import Batches, prefetch_to_device
-        from shardvit.data_shards.loading.loader import EvalBatches, TrainLoader, eval_batches
+        from shardvit.data_shards.loading.loader import TrainBatches, TrainLoader, eval_batches
 
         batches: Batches
-        if isinstance(self._stream, EvalBatches):
-            self.images_seen = 0
-            batches = eval_batches(self._stream, workers=self._workers, kind=self._kind)
-        else:
+        readers: Any = {"workers": self._workers, "kind": self._kind}
+        if isinstance(self._stream, TrainBatches):
             start = self.images_seen // self.batch_size
-            batches = TrainLoader(
-                self._stream, start_step=start, stop_step=self._stop_step, workers=self._workers, kind=self._kind
-            )
+            batches = TrainLoader(self._stream, start_step=start, stop_step=self._stop_step, **readers)
+        else:
+            self.images_seen = 0
+            batches = eval_batches(self._stream, **readers)
         with closing(prefetch_to_device(batches, device=self._device)) as ready:
             for batch in ready:
                 made = self._made(batch)
