@@ -60,7 +60,7 @@ docs: $(ALL) ## build the documentation as a site, build/site/index.html; a brok
 
 clean: ## remove .venv and all caches (never runs/ or your shards)
 	@rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
-	@find data_shards launch model pipeline tests .ci -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find data_shards launch model pipeline shardvit tests .ci -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---- set-up ---------------------------------------------------------------------------------------------------------
 

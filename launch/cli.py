@@ -82,6 +82,8 @@ def _run_command() -> int:
     except (UserError, CycloptsError) as error:
         print(f"shardvit: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
+    except OutputLost:
+        raise
     except Exception as error:  # noqa: BLE001 - the last stop
         from shardvit.pipeline.own_code.by_path import own_traceback
 

@@ -26,9 +26,13 @@ class OwnAugment:
 
     code: OwnCode
 
+    def __post_init__(self) -> None:
+        load_own(self.code)  # a mistake is found before a worker starts
+
     def __call__(self, image: Pixels, generator: np.random.Generator) -> Pixels:
+        function = load_own(self.code)
         try:
-            found = load_own(self.code)(image, generator)
+            found = function(image, generator)
         except Exception as error:  # noqa: BLE001 - perhaps in a worker process, which would add its own traceback
             raise OwnCodeFailed(own_traceback(error)) from None
         if not isinstance(found, np.ndarray) or found.shape != image.shape or found.dtype != np.uint8:

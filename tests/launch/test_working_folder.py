@@ -57,10 +57,12 @@ MORE = (
     "export runs/small --format onnx",
     "import weights.npz imported --heads 2",
     "sync runs/small",
+    *("push runs/small owner/name" for commands in COMMANDS.values() if "push" in commands),
     "doctor",
 )
 DEMO = "demo --shards demo-shards"
-MAY_END_OTHERWISE = ("doctor", "cancel")  # there is no SLURM, and machines differ
+MAY_END_OTHERWISE = ("doctor", "cancel", "push")  # machines differ, and there is no SLURM and no hub
+NO_HUB = {"HF_ENDPOINT": "http://127.0.0.1:9"}
 STARTED = ("shardvit.launch.train", "draw_and_send", "forkserver")  # what `run` starts
 
 
@@ -68,7 +70,7 @@ def python(folder: Path, *arguments: str, **environment: str) -> subprocess.Comp
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "SHARDVIT_PICTURES": "auto", **environment},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "SHARDVIT_PICTURES": "auto", **NO_HUB, **environment},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
