@@ -190,7 +190,6 @@ class Sender:
         assert each.curve is not None
         state, (cuts, attempts), file = each.state, self._cuts(each), each.curve.path
         if cuts or (not each.is_resumed and next(self._unsent_rows(each), None)):
-            state.sent_rows = min((state.sent_rows, *cuts))
             with self._asking():
                 steps = [row.step for row in iter_metrics(file)]
                 self._sink.resume(str(state.run_id), state, kept=min(cuts, default=None), steps=steps)

@@ -49,8 +49,9 @@ class Sink:
         raise NotImplementedError
 
     def resume(self, run_id: str, known: RunState, *, kept: int | None, steps: Sequence[int]) -> None:
-        """Called before the first rows of a session, and when a resumed stage has cut its curve to `kept` rows: set
-        `known.sent_rows` to what the service has of the curve, whose rows are at `steps`."""
+        """Set `known.sent_rows` to what the service has of the curve, whose rows are at `steps`; before the first rows
+        of a session, and when a resumed stage has cut the curve to `kept` rows."""
+        known.sent_rows = known.sent_rows if kept is None else min(known.sent_rows, kept)
 
     def address(self, run_id: str) -> str | None:
         """Return the run's URL for a browser, if it has one."""

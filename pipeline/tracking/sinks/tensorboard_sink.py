@@ -21,7 +21,7 @@ from typing import Any
 from shardvit.data_shards.safe_paths import require_inside
 from shardvit.pipeline.runs.logs import MetricRow
 from shardvit.pipeline.runs.pictures import KeptPicture
-from shardvit.pipeline.tracking.facts import RunFacts, RunState
+from shardvit.pipeline.tracking.facts import RunFacts, RunState, without_credentials
 from shardvit.pipeline.tracking.sinks.sink import RunKind, Sink, typed_params, values_of
 
 TENSORBOARD_FOLDER = "tensorboard"  # of the run and of each stage
@@ -55,6 +55,7 @@ class TensorboardSink(Sink):
         return run_id
 
     def resume(self, run_id: str, known: RunState, *, kept: int | None, steps: Sequence[int]) -> None:
+        super().resume(run_id, known, kept=kept, steps=steps)
         if not any(self._folder(run_id).glob(_EVENTS)):
             return
         held = steps[: known.sent_rows]
@@ -72,9 +73,10 @@ class TensorboardSink(Sink):
         known, kind = self._known[run_id]
         if kind == "pipeline":
             return self._rewrite(run_id, facts)
-        digest = hashlib.blake2b(facts.description.encode(), digest_size=8).hexdigest()
+        text = without_credentials(facts.description)
+        digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         if known.sent.get("text") != digest:
-            self._summary(run_id, self._tb.text_pb("description", facts.description), step=0, at=time.time())
+            self._summary(run_id, self._tb.text_pb("description", text), step=0, at=time.time())
             known.sent["text"] = digest
             self._flush(run_id)
         return None
@@ -123,7 +125,7 @@ class TensorboardSink(Sink):
         begun, ended = ((each or now * 1000) / 1000 for each in (facts.begun_ms, facts.ended_ms))
         self._forget_from(run_id, step=0)
         parts = [
-            self._tb.text_pb("description", facts.description),
+            self._tb.text_pb("description", without_credentials(facts.description)),
             self._tb.hparams_pb(typed_params(facts), trial_id=run_id, start_time_secs=begun),
             *(
                 self._tb.Summary(value=[self._tb.Summary.Value(tag=key, simple_value=one)])

@@ -1,24 +1,25 @@
 """Send to Weights & Biases by its own client: a run per stage (and one for the pipeline), grouped under the run's name.
 
-W&B's history only grows and its client confirms nothing. So each row carries its number; a session that did not end
-in order is compared with the last number that arrived (online: in the summary, offline: in the files under RUN/wandb),
-and the rest is sent again. A rollback leaves both rows of a repeated step, of which the later counts, as in MLflow.
+W&B's history only grows and its client confirms nothing. So after a session that did not end in order, rows and
+pictures go on from the last number that the server's summary has; offline, the session's folder under RUN/wandb is
+removed and all of it written again. A rollback leaves both rows of a repeated step, of which the later counts, as in
+MLflow.
 """
 
+import json
 import os
 import re
 import shutil
-import struct
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from shardvit.data_shards.errors import UserError
-from shardvit.data_shards.safe_paths import is_inside, read_inside
+from shardvit.data_shards.safe_paths import is_inside
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.runs.logs import MetricRow
 from shardvit.pipeline.runs.pictures import KeptPicture
@@ -31,8 +32,6 @@ _LINE = "shardvit/line"  # of the row in metrics.jsonl: a rollback repeats lines
 _SESSION, _BASE = "session", "rows rolled back"  # keys of RunState.sent
 _INIT_SECONDS = 30
 _LONGEST_PROJECT = 128
-_BLOCK_BYTES, _HEADER_BYTES = 32_768, 7  # of LevelDB's log format, after W&B's own header
-_WHOLE, _LAST = 1, 4
 
 WandbMode = Literal["online", "offline", "disabled"]
 _MODES: dict[str, WandbMode] = {
@@ -95,12 +94,21 @@ class WandbSink(Sink):
             known.key = uuid.uuid4().hex
         run_id = f"{self.place}/{known.key}"
         opened = self._opened[run_id] = _Opened(known, kind, name, begun_ms)
-        if known.run_id == run_id and _SESSION in known.sent:  # it did not end in order
+        before = json.loads(known.sent.pop(_SESSION)) if known.run_id == run_id and _SESSION in known.sent else None
+        if self._mode == "offline":
+            if before is not None:  # the last session did not end in order
+                for folder in self._folders(known):
+                    if folder.name not in before["folders"]:
+                        shutil.rmtree(folder, ignore_errors=True)
+                known.attempt, known.sent_rows, known.sent = (before[key] for key in ("attempt", "sent_rows", "sent"))
+            opened.rows = known.sent_rows + int(known.sent.get(_BASE, 0))
+            opened.pictures = len(_pictures(known))
+        elif before is not None:
+            base, pictures = int(known.sent.get(_BASE, 0)), _pictures(known)
             self._run(run_id)
-            known.sent_rows = min(known.sent_rows, max(0, (opened.rows or 0) - int(known.sent.get(_BASE, 0))))
-            pictures = [key for key, mark in known.sent.items() if mark == "sent"]
-            for key in pictures[opened.pictures :]:
-                del known.sent[key]
+            known.sent_rows = min(known.sent_rows, max(0, (opened.rows or 0) - base))
+            arrived = {**dict.fromkeys(pictures[: opened.pictures], "sent"), **({_BASE: str(base)} if base else {})}
+            known.sent = {**before["sent"], **arrived, _SESSION: known.sent[_SESSION]}
         return run_id
 
     def resume(self, run_id: str, known: RunState, *, kept: int | None, steps: Sequence[int]) -> None:
@@ -173,6 +181,9 @@ class WandbSink(Sink):
             with suppress(OSError):  # the run folder is gone
                 opened.known.save()
 
+    def _folders(self, known: RunState) -> list[Path]:
+        return sorted((self._files / "wandb").glob(f"offline-run-*-{known.key}"))
+
     def _finish(self, run_id: str) -> None:
         """End a run and wait until the client has written and sent all of it."""
         opened = self._opened[run_id]
@@ -192,13 +203,13 @@ class WandbSink(Sink):
         for each in (files, *files.glob("*")):  # a stranger's link must not lead W&B's files elsewhere
             if not is_inside(each, folder=self._files):
                 raise UserError(f"{each} is a link out of {self._files}: remove it")
-        if self._mode == "offline" and opened.rows is None:
-            opened.rows, opened.pictures = _written(files, key=key)
         while any(files.glob(f"*-{time.strftime('%Y%m%d_%H%M%S')}-{key}")):  # W&B would overwrite its files
             time.sleep(0.1)
-        opened.known.sent[_SESSION] = "open"
-        opened.known.save()
-        facts = load_facts(opened.known.file.parent)
+        known = opened.known
+        before = {"attempt": known.attempt, "sent_rows": known.sent_rows, "sent": dict(known.sent)}
+        known.sent[_SESSION] = json.dumps({**before, "folders": [each.name for each in self._folders(known)]})
+        known.save()
+        facts = load_facts(known.file.parent)
         wishes = {
             "silent": True,
             "console": "off",
@@ -236,43 +247,6 @@ class WandbSink(Sink):
         return run
 
 
-def _written(files: Path, *, key: str) -> tuple[int, int]:
-    """Return the numbers of the last row and picture that the offline files of a run have."""
-    import json
-
-    found = {_ROW: 0, _PICTURE: 0}
-    for folder in files.glob(f"offline-run-*-{key}"):
-        for record in _records(folder / f"run-{key}.wandb"):
-            for item in record.history.item:
-                name = item.key or ".".join(item.nested_key)
-                if name in found:
-                    found[name] = max(found[name], int(json.loads(item.value_json)))
-    return found[_ROW], found[_PICTURE]
-
-
-def _records(path: Path) -> Iterator[Any]:
-    """Read a .wandb file up to where it is torn. W&B has no reader in Python any more."""
-    from google.protobuf.message import DecodeError
-    from wandb.proto import wandb_internal_pb2 as messages
-
-    record_of = vars(messages)["Record"].FromString
-    try:
-        content = read_inside(path, folder=path.parent)
-    except OSError:
-        return
-    at, whole = _HEADER_BYTES, b""
-    while at + _HEADER_BYTES <= len(content):
-        if (left := _BLOCK_BYTES - at % _BLOCK_BYTES) < _HEADER_BYTES:
-            at += left
-            continue
-        _, size, kind = struct.unpack_from("<IHB", content, at)
-        at += _HEADER_BYTES + size
-        if not 1 <= kind <= _LAST or at > len(content):
-            return
-        whole += content[at - size : at]
-        if kind in (_WHOLE, _LAST):
-            try:
-                yield record_of(whole)
-            except DecodeError:
-                return
-            whole = b""
+def _pictures(known: RunState) -> list[str]:
+    """List the pictures and tables sent, in order."""
+    return [key for key, mark in known.sent.items() if mark == "sent"]

@@ -35,12 +35,12 @@ def test_a_file_is_a_module_of_its_own_and_no_folder_is_searched(tmp_path: Path)
     assert sys.path == before and "mine" not in sys.modules
 
 
-@pytest.mark.parametrize(("name", "said"), [("other", "no function or class other"), ("seven", "no function or class")])
-def test_what_is_not_there_is_a_sentence(tmp_path: Path, name: str, said: str):
+@pytest.mark.parametrize("name", ["other", "seven"])
+def test_what_is_not_there_is_a_sentence(tmp_path: Path, name: str):
     file = written(tmp_path, "seven = 7\n")
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=rf"mine\.py:{name}: "):
         load_own(f"{file}:{name}")
-    with pytest.raises(UserError, match=r"nowhere\.py, which is to be run as own code, cannot be read"):
+    with pytest.raises(UserError, match=r"nowhere\.py"):
         load_own(f"{tmp_path / 'nowhere.py'}:{name}")
 
 
