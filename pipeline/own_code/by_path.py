@@ -20,7 +20,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from shardvit.data_shards.errors import OwnCodeFailed, UserError
-from shardvit.model.allowed import ALLOWED
+from shardvit.model.own.allowed import ALLOWED
 
 OwnCode = Annotated[str, Field(pattern=r"\.py(@[0-9a-f]{64})?:[A-Za-z_]\w*$")]
 

@@ -17,10 +17,10 @@ from shardvit.data_shards.durable import make_folders
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.images.decode import require_decoder
 from shardvit.data_shards.vocabulary import Normalisation
-from shardvit.model.custom import build_custom, measure, replace_own_head, resized_own_state
 from shardvit.model.init import initialise
 from shardvit.model.layers.head import replace_head
 from shardvit.model.masked_patch import MaskedPatchVit, build_masked_patch, classifier_of
+from shardvit.model.own.custom import build_custom, measure, replace_own_head, resized_own_state
 from shardvit.model.positions.interpolation import resize_state
 from shardvit.model.saved.model_folder import build_from_saved, load_model, save_model
 from shardvit.model.vit import build_model

@@ -56,6 +56,7 @@ def test_a_run_that_is_killed_goes_on_as_if_nothing_had_happened(
         changes["stages.pretrain.optimizer"] = {"custom": f"{mine}:nadam", "lr": 0.003, "weight_decay": 0.05}
     if does == "model":
         changes["model"] = {"custom": f"{mine}:build", "width": 16}
+        changes |= {"stages.pretrain.dropout": 0.0, "stages.pretrain.stochastic_depth": 0.0}
     undisturbed, case = (Case(tmp_path / name, shards, changes=changes) for name in ("undisturbed", "case"))
     ended = undisturbed.start(how="run", environment=preloaded_environment).wait()
     assert ended.code == 0, ended.output

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardvit.model.allowed import ALLOWED
 from shardvit.model.config import ModelConfig
 from shardvit.model.layers.head import zero_linear
+from shardvit.model.own.allowed import ALLOWED
 
 
 class OwnModel(Protocol):
