@@ -31,9 +31,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from shardvit.model.config import NO_REGULARISATION, ModelConfig, Regularisation
-from shardvit.model.custom import build_custom
 from shardvit.model.layers.dropout import by_sample
 from shardvit.model.layers.head import MlpHead
+from shardvit.model.own.custom import build_custom
 from shardvit.model.positions.embedding import Position, make_position, relative_attention
 from shardvit.model.resnet import BitResnet, build_resnet, stem_embedding
 from shardvit.model.vocabulary import HeadKind

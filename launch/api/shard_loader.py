@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from shardvit.data_shards.errors import UserError
@@ -94,7 +95,7 @@ class OpenedShards(ShardSet):
         Args:
             batch_size: images of a step, over all processes; each gets `batch_size / world_size`.
             image_size: side of the square, in pixels.
-            world_size: number of processes; must divide the lanes.
+            world_size: number of processes; in training it must divide the lanes.
             rank: which of them this is.
             resume_at: images seen so far, as the `images_seen` of an earlier loader; a multiple of `batch_size`.
             use: "train" or "evaluate".
@@ -129,8 +130,6 @@ class OpenedShards(ShardSet):
             raise UserError("resume_at, duration, augment: an evaluation is one whole pass: leave them out")
         if not 0 <= rank < world_size:
             raise UserError(f"rank {rank}: give 0 to {world_size - 1}, below world_size")
-        lanes = lanes_of(batch_size, processes=world_size) if lanes == "auto" else lanes
-        check_world_size(lanes, world_size=world_size)
 
         import torch
 
@@ -139,12 +138,15 @@ class OpenedShards(ShardSet):
         from shardvit.data_shards.loading.loader import EvalBatches, Layout, TrainBatches
         from shardvit.pipeline.stage.batches import OwnAugment, mixup, train_transform
 
-        access, here = Access(self, store=self.store, decoder=decoder, on_corrupt=on_corrupt), batch_size // world_size
+        access = Access(self, store=self.store, decoder=decoder, on_corrupt=on_corrupt)
+        here = max(1, batch_size // world_size)
         if use == "evaluate":
             transform = EvalTransform(image_size, protocol=protocol, crop_share=crop_share)
             stream = EvalBatches(access, transform=transform, rank=rank, world_size=world_size, batch_size=here)
         else:
-            config = _Augmented(image_size, _augment(augment or {}))
+            lanes = lanes_of(batch_size, processes=world_size) if lanes == "auto" else lanes
+            check_world_size(lanes, world_size=world_size)
+            config: Any = SimpleNamespace(image_size=image_size, augment=_augment(augment or {}))  # as of a stage
             custom = config.augment.custom
             stream = TrainBatches(
                 access,
@@ -274,11 +276,6 @@ class ShardLoader:
             return LoadedBatch(images, wanted, ids)
         kept = batch.counted.to(self._device)
         return LoadedBatch(images[kept], wanted[kept], ids[batch.counted])
-
-
-class _Augmented(NamedTuple):
-    image_size: int
-    augment: AugmentConfig
 
 
 def _augment(given: Mapping[str, Any]) -> AugmentConfig:

@@ -43,7 +43,7 @@ def summary(
         if name in recipe.stages.trained:
             there = look(recipe, stage=name)
             speed = _earlier_speed(folder, stage=name)
-            if own_code := own_digests(recipe.train_stage(name).model_dump(mode="json")):
+            if own_code := own_digests([recipe.model.model_dump(), recipe.train_stage(name).model_dump(mode="json")]):
                 notes.append(f"! {name} runs {', '.join(own_code)}")
             values[-1] |= _column(recipe, stage=name, there=there, processes=processes, images_per_second=speed)
             if there.unopened:

@@ -75,7 +75,7 @@ def account(
     Regularisation(patch_dropout=patch_dropout).check(config)
     config.grid_size(image_size)
     if config.custom is not None:
-        from shardvit.model.custom import measure
+        from shardvit.model.own.custom import measure
 
         parameters, flops, kept_bytes = measure(config, image_size=image_size, num_classes=num_classes)
         return Accounting(parameters, flops, 3 * flops, 0, kept_bytes, kept_bytes)

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from shardvit.data_shards.errors import OwnCodeFailed, UserError
-from shardvit.model.allowed import ALLOWED
+from shardvit.model.own.allowed import ALLOWED
 
 OwnCode = Annotated[str, Field(pattern=r"\.py(@[0-9a-f]{64})?:[A-Za-z_]\w*$")]
 
@@ -105,11 +105,7 @@ def _read(file: str) -> bytes:
     try:
         return Path(file).read_bytes()
     except OSError as error:
-        there = Path(file).exists()
-        why = (
-            f"cannot be read ({error.strerror})" if there else "is not there: check its path, from the recipe's folder"
-        )
-        raise UserError(f"{file}, which is to be run as own code, {why}") from None
+        raise UserError(f"{file}, which is to be run as own code, cannot be read: {error.strerror}") from None
 
 
 def _checked(file: str, *, digest: str) -> bytes:

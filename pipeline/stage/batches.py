@@ -1,7 +1,7 @@
 """Translate a stage's order, crops, augmentation and mixing for `data_shards`."""
 
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from shardvit.data_shards.loading.mixing import MixupConfig
 from shardvit.data_shards.shards.shard_set import ShardSet
 from shardvit.pipeline.own_code.by_path import OwnCode, load_own, own_traceback, shown
 from shardvit.pipeline.ranks.place import Place
-from shardvit.pipeline.recipe.data import AugmentConfig
 from shardvit.pipeline.recipe.stage import TrainStage
 from shardvit.pipeline.stage.stage_data import Stage
 
@@ -71,17 +70,7 @@ def held_out(stage: Stage, shards: ShardSet, *, place: Place) -> EvalBatches:
     )
 
 
-class Augmented(Protocol):
-    """A training stage, or a loader of one's own."""
-
-    @property
-    def image_size(self) -> int: ...
-
-    @property
-    def augment(self) -> AugmentConfig: ...
-
-
-def train_transform(config: Augmented) -> TrainTransform:
+def train_transform(config: TrainStage) -> TrainTransform:
     """Make the stage's crop, resize, flip and RandAugment."""
     augment, strong = config.augment, config.augment.rand_augment
     return TrainTransform(
@@ -102,7 +91,7 @@ def eval_transform(config: TrainStage) -> EvalTransform:
     return EvalTransform(config.image_size, protocol=config.eval_protocol, crop_share=config.eval_crop_share)
 
 
-def mixup(config: Augmented) -> MixupConfig | None:
+def mixup(config: TrainStage) -> MixupConfig | None:
     """Make the stage's mixup or CutMix, if any."""
     augment = config.augment
     if not augment.mixup_alpha and not augment.cutmix_alpha:

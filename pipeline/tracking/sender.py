@@ -257,6 +257,7 @@ class Sender:
             each.sent.model = self._sink.model(result)
 
         is_wanted = recipe.tracking.log_model and "model" in self._sink.takes
+        is_wanted = is_wanted and recipe.model.custom is None  # nothing else could load it
         if is_wanted and is_last and record.state == "done" and record.model_digest:
             yield _Item("model", each, "model", record.model_digest, send)
 

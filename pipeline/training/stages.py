@@ -17,10 +17,10 @@ from shardvit.data_shards.durable import make_folders
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.images.decode import require_decoder
 from shardvit.data_shards.vocabulary import Normalisation
-from shardvit.model.custom import build_custom, measure, replace_own_head, resized_own_state
 from shardvit.model.init import initialise
 from shardvit.model.layers.head import replace_head
 from shardvit.model.masked_patch import MaskedPatchVit, build_masked_patch, classifier_of
+from shardvit.model.own.custom import build_custom, measure, replace_own_head, resized_own_state
 from shardvit.model.positions.interpolation import resize_state
 from shardvit.model.saved.model_folder import build_from_saved, load_model, save_model
 from shardvit.model.vit import build_model
@@ -119,7 +119,7 @@ def check_frozen(recipe: Recipe, *, stage: StageName) -> None:
 
 def check_own_model(recipe: Recipe) -> None:
     """Build an own model of each size on no device, and try what the stages need of it; UserError if it lacks it."""
-    sizes = {name: recipe.train_stage(name).image_size for name in recipe.stages.trained}
+    sizes: dict[StageName, int] = {name: recipe.train_stage(name).image_size for name in recipe.stages.trained}
     try:
         with torch.device("meta"):
             for name, size in sizes.items():

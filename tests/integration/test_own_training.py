@@ -41,6 +41,8 @@ ROTATIONS = {"stages.pretrain.augment.mixup_alpha": 0.0, "stages.pretrain.loss":
         (2, 1, "classes"),
         *(pytest.param(*each, marks=SLOW) for each in [(1, 1, "classes"), (1, 2, "classes"), (2, 2, "classes")]),
         *(pytest.param(*each, marks=SLOW) for each in [(2, 0, "optimizer"), (2, 2, "task")]),
+        (1, 1, "model"),
+        *(pytest.param(*each, marks=SLOW) for each in [(1, 2, "model"), (2, 1, "model"), (2, 2, "model")]),
     ],
 )
 def test_a_run_that_is_killed_goes_on_as_if_nothing_had_happened(
@@ -52,17 +54,20 @@ def test_a_run_that_is_killed_goes_on_as_if_nothing_had_happened(
         changes |= {**ROTATIONS, "stages.pretrain.task": f"{mine}:Rotations"}
     if does == "optimizer":
         changes["stages.pretrain.optimizer"] = {"custom": f"{mine}:nadam", "lr": 0.003, "weight_decay": 0.05}
+    if does == "model":
+        changes["model"] = {"custom": f"{mine}:build", "width": 16}
+        changes |= {"stages.pretrain.dropout": 0.0, "stages.pretrain.stochastic_depth": 0.0}
     undisturbed, case = (Case(tmp_path / name, shards, changes=changes) for name in ("undisturbed", "case"))
     ended = undisturbed.start(how="run", environment=preloaded_environment).wait()
     assert ended.code == 0, ended.output
     faults = [case.fault("kill_all", "between_steps", rank=processes - 1, step=25)]
     ended = case.start(how="run", faults=faults).wait()
     assert ended.code == -signal.SIGKILL and case.saved()[-1] == 20, ended.output
-    if (processes, zero_stage) == (2, 1):
+    if (processes, zero_stage, does) == (2, 1, "classes"):
         changed = Path(mine).read_text()
         Path(mine).write_text(changed.replace("** 2", "** 3"))
         ended = case.start(how="run", environment=preloaded_environment).wait()
-        assert ended.code == 2 and f"was begun with other own code {mine}" in ended.output, ended.output
+        assert ended.code == 2 and "stages.pretrain.loss.custom: mine.py@" in ended.output, ended.output
         Path(mine).write_text(changed)
     ended = case.start(how="run", environment=preloaded_environment).wait()
     assert ended.code == 0 and "resuming from" in ended.output, ended.output

@@ -58,7 +58,13 @@ LAUNCHERS: dict[str, Callable[[int], list[str]]] = {
     "torchrun": lambda n: torchrun("torch.distributed.run", n),
     "shardvit.launch.local.torchrun": lambda n: torchrun("shardvit.launch.local.torchrun", n),
     "accelerate launch": accelerate,
-    "srun": lambda n: python("tests.faults.srun", n),
+    "srun": lambda n: [
+        sys.executable,
+        "-P",
+        "-m",
+        "tests.faults.srun",
+        str(n),
+    ],  # -P: srun itself imports nothing of ours
 }
 Typed = Literal["safe path", "plainly"]
 

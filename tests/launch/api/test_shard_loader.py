@@ -103,7 +103,7 @@ def test_each_sample_comes_once_an_epoch_without_a_gap(shards: OpenedShards):
     assert list(loader) == [], "its end does not move"
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 16])
 def test_an_evaluation_has_each_sample_once(packed: Path, world_size: int):
     held_out = shardvit.open_shards(packed / "val")
     for batch_size in (6, 24):
@@ -167,11 +167,12 @@ def test_a_damaged_image_stops_or_is_replaced_by_a_rule(packed: Path, tmp_path: 
 
 def test_several_labels_are_shares(tmp_path: Path):
     lines = ["path,label"]
+    (tmp_path / "images").mkdir()
     for number in range(12):
-        Image.new("RGB", (16, 16), (number, 0, 0)).save(tmp_path / f"{number}.png")
+        Image.new("RGB", (16, 16), (number, 0, 0)).save(tmp_path / "images" / f"{number}.png")
         lines.append(f"{number}.png,{'a|b' if number % 2 else 'c'}")
     (tmp_path / "labels.csv").write_text("\n".join(lines))
-    shardvit.pack(tmp_path, tmp_path / "out", labels=tmp_path / "labels.csv", report=[].append)
+    shardvit.pack(tmp_path / "images", tmp_path / "out", labels=tmp_path / "labels.csv", report=[].append)
     opened = shardvit.open_shards(tmp_path / "out" / "train")
     batch = next(iter(opened.loader(batch_size=12, image_size=16)))
     assert sorted(batch.targets.sum(1).tolist()) == [1.0] * 6 + [2.0] * 6

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardvit.model.allowed import ALLOWED
 from shardvit.model.config import ModelConfig
 from shardvit.model.layers.head import zero_linear
+from shardvit.model.own.allowed import ALLOWED
 
 
 class OwnModel(Protocol):
@@ -32,7 +32,7 @@ class OwnModel(Protocol):
 
     def resize_state(
         self, state: Mapping[str, Tensor], *, from_image_size: int, to_image_size: int
-    ) -> Mapping[str, Tensor]:
+    ) -> dict[str, Tensor]:
         """Fit weights to another image size; needed if finetune's differs and shapes depend on it."""
         ...
 
@@ -85,7 +85,8 @@ def resized_own_state(
 ) -> dict[str, Tensor]:
     """Fit weights to `model`, of another image size; ValueError if they do not fit and it says not how."""
     if from_image_size != to_image_size and callable(resize := getattr(model, "resize_state", None)):
-        return dict(resize(state, from_image_size=from_image_size, to_image_size=to_image_size))
+        fitted: dict[str, Tensor] = resize(state, from_image_size=from_image_size, to_image_size=to_image_size)
+        return fitted
     theirs = {name: each.shape for name, each in model.state_dict().items()}
     if wrong := [name for name, each in state.items() if theirs.get(name) != each.shape]:
         raise ValueError(
