@@ -64,8 +64,8 @@ def _own_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> tor
         "lr_scale" in group and "param_names" in group for group in theirs
     ):
         raise UserError(
-            f"optimizer.custom {shown(config.custom)}: it must return a torch.optim.Optimizer over the groups that it is "
-            "given"
+            f"optimizer.custom {shown(config.custom)}: it must return a torch.optim.Optimizer over the groups that it "
+            "is given"
         )
     return made
 
