@@ -10,10 +10,9 @@ import nbformat
 import pytest
 
 from tests.conftest import ROOT
-from tests.traps import MODULES, PACKAGES, lay_traps
+from tests.traps import ROOMS, lay_traps
 
 NOTEBOOK = ROOT / "docs" / "notebook.ipynb"
-OURS = ("model", "launch", "pipeline", "data_shards")
 
 
 def outputs(notebook: nbformat.NotebookNode) -> str:
@@ -36,7 +35,7 @@ def test_the_notebook_is_kept_with_the_outputs_of_one_run_from_top_to_bottom() -
 def test_the_notebook_runs_among_files_of_our_names(tmp_path: Path) -> None:
     folder = tmp_path / "repository"
     # Python's and torch's names are left out: Jupyter itself puts the notebook's folder first, as its users expect.
-    sprung = lay_traps(folder, without=tuple({*MODULES, *PACKAGES} - {*OURS}))
+    sprung = lay_traps(folder, names=ROOMS)
     done = subprocess.run(
         [sys.executable, ROOT / ".ci" / "site" / "run_notebook.py", folder, tmp_path / "done.ipynb"],
         capture_output=True,
