@@ -12,16 +12,14 @@ from shardvit.data_shards.errors import UserError
 from shardvit.launch.api.options import PathLike
 from shardvit.model.config import ModelConfig
 from shardvit.model.init import initialise
-from shardvit.model.positions.interpolation import resize_state
 from shardvit.model.saved.model_folder import first_mistake
 from shardvit.model.variants import ResnetSizes, VitSizes
 from shardvit.model.vit import build_model
 from shardvit.model.vocabulary import HeadKind
-from shardvit.pipeline.using.find_model import FoundModel, find_model
+from shardvit.pipeline.using.find_model import find_model, fitted_state
 
 if TYPE_CHECKING:
     from timm.models.vision_transformer import VisionTransformer
-    from torch import Tensor
 
     from shardvit.model.resnet import BitResnet
 
@@ -76,7 +74,7 @@ def create_model(
         network = build_model(config, image_size=size, num_classes=classes, head=kind)
         initialise(network, seed=seed)
         if found is not None:
-            network.load_state_dict(_fitted(found, image_size=size, into=network.state_dict()))
+            network.load_state_dict(fitted_state(found, image_size=size, into=network.state_dict()))
     except ValidationError as error:
         raise UserError(f"create_model: {first_mistake(error)}") from None
     except ValueError as error:
@@ -86,14 +84,3 @@ def create_model(
 
 def _sizes(config: ModelConfig) -> VitSizes | ResnetSizes:
     return config.sizes if config.kind == "vit" else config.resnet
-
-
-def _fitted(found: FoundModel, *, image_size: int, into: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the whole state: the head of `into` unless that of the weights fits."""
-    meta = found.meta
-    state = resize_state(found.state, config=meta.model, from_image_size=meta.image_size, to_image_size=image_size)
-    heads = [{name: each.shape for name, each in of.items() if name.startswith("head.")} for of in (state, into)]
-    trunk = {name: each for name, each in state.items() if not name.startswith("head.") or heads[0] == heads[1]}
-    if missing := [name for name in into if name not in trunk and not name.startswith("head.")]:
-        raise UserError(f"{found.origin} lacks {missing[0]}: fine-tune it first")
-    return {**into, **{name: each for name, each in trunk.items() if name in into}}

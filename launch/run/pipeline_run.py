@@ -245,6 +245,11 @@ class PipelineRun:
                 if is_open:
                     model_from_elsewhere(self.recipe)
                 continue
+            resumes = not self._begins_again(stage) and self.folder.peek(stage).last_saved_step > 0
+            if is_open and config.init_weights is not None and not resumes:
+                from shardvit.pipeline.using.start_weights import check_weights  # imports torch
+
+                check_weights(self.recipe, stage=stage)
             if is_open and config.optimizer.frozen_needs_model:
                 # Imports torch and timm (5 s), only where weight names matter.
                 from shardvit.pipeline.training.stages import check_frozen

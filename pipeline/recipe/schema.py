@@ -272,7 +272,7 @@ class Recipe(Strict):
         if self.model.custom is not None:
             if masked:
                 yield f"{key}: an own model has no patch embeddings that we could corrupt: take stages.pretrain"
-            own = ("head", "head_bias", "init", "few_shot")
+            own = ("head", "head_bias", *(() if stage.init_weights else ("init",)), "few_shot")
             why = "on an own model, whose code says it"
             yield from stage.ignored(*(each for each in own if hasattr(stage, each)), why=why, group=f"{key}.")
         if masked and self.model.kind == "resnet":

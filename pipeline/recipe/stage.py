@@ -1,10 +1,12 @@
 """Recipe keys of each stage, and which stages go together. No torch."""
 
+import difflib
+import re
 from collections.abc import Iterator
 from itertools import product
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from shardvit.data_shards.vocabulary import EvalProtocol
 from shardvit.model.config import Regularisation
@@ -25,6 +27,17 @@ from shardvit.pipeline.recipe.vocabulary import (
 MOST_SECONDS = 10**7
 _MOST_IMAGES = 2**20  # of a batch
 StageHead = HeadKind | Literal["masked_patch"]
+_STYLES = get_args(InitStyle)
+
+
+def _style_or_source(given: str) -> str:
+    near = difflib.get_close_matches(given.casefold(), _STYLES, n=1)
+    if given not in _STYLES and near and re.fullmatch(r"[\w-]+", given):
+        raise ValueError(f"init {given!r}: did you mean {near[0]}? For weights of that name give ./{given}")
+    return given
+
+
+Init = Annotated[str, Field(min_length=1), AfterValidator(_style_or_source)]
 SetName = Annotated[str, Field(pattern="^[a-z0-9_]+$", max_length=40)]
 
 
@@ -152,6 +165,18 @@ class TrainStage(Strict):
         return "linear"
 
     @property
+    def init_style(self) -> InitStyle:
+        """How weights that are not loaded are drawn."""
+        style = getattr(self, "init", "google")
+        return cast("InitStyle", style) if style in _STYLES else "google"
+
+    @property
+    def init_weights(self) -> str | None:
+        """Source of the weights to start from."""
+        source: str | None = getattr(self, "init", None)
+        return None if source in _STYLES else source
+
+    @property
     def regularisation(self) -> Regularisation:
         return Regularisation(self.dropout, self.stochastic_depth, self.patch_dropout, masks=self.dropout_masks)
 
@@ -249,8 +274,9 @@ class TrainStage(Strict):
 class MaskedPatchStage(TrainStage):
     """Self-supervised pre-training: predict colours of corrupted patches (ViT paper, appendix B.1.2)."""
 
-    init: InitStyle = "google"
-    """Initial weights as in vision_transformer (google), big_vision (other learned positions) or timm."""
+    init: Init = "google"
+    """Initial weights as in vision_transformer (google), big_vision (other learned positions) or timm; or weights to
+    start from: a run, stage, checkpoint, a file or folder of any format, hf-hub:OWNER/NAME or https:."""
 
     @property
     def head_kind(self) -> StageHead:
@@ -270,8 +296,9 @@ class PretrainStage(TrainStage):
     """mlp: one hidden layer (ViT paper); linear: none (Google's GAP models, BiT's ResNets)."""
     head_bias: float = 0.0
     """Initial bias of the last layer; Google uses -10 with the sigmoid loss (ImageNet-21k)."""
-    init: InitStyle = "google"
-    """Initial weights as in vision_transformer (google), big_vision (other learned positions) or timm."""
+    init: Init = "google"
+    """Initial weights as in vision_transformer (google), big_vision (other learned positions) or timm; or weights to
+    start from: a run, stage, checkpoint, a file or folder of any format, hf-hub:OWNER/NAME or https:."""
     few_shot: tuple[FewShotConfig, ...] = Field(default=(), max_length=100)
     """Small data sets for few-shot accuracy at evaluations."""
 
@@ -297,9 +324,9 @@ class FinetuneStage(TrainStage):
     """Train all weights, usually at higher resolution."""
 
     start: Literal["swap_head", "scratch"] = "swap_head"
-    """swap_head: start from that stage's model; scratch: from random weights with the same linear head."""
-    init: InitStyle = "google"
-    """Initial weights with start: scratch."""
+    """swap_head: start from that stage's model; scratch: from `init`, with the same linear head."""
+    init: Init = "google"
+    """Initial weights with start: scratch, as in pretrain: a style, or weights to start from."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()

@@ -23,6 +23,7 @@ class StageStart:
 
     weights: str = "random"  # or the digest of the loaded model
     normalisation: Normalisation = GOOGLES  # of pixels
+    notes: tuple[str, ...] = ()  # what `init` loaded, left and made; () without, or on resume
 
 
 def stage_model(
@@ -53,24 +54,37 @@ def model_from_elsewhere(recipe: Recipe) -> Path | None:
         return None
     folder = Path(config.model)
     meta = record_elsewhere(folder)
-    theirs, ours = _resolved(meta.model), _resolved(recipe.model)
-    different = [key for key in theirs | ours if theirs.get(key) != ours.get(key)]
-    if different:
-        shown = ", ".join(f"{key} {theirs.get(key)} (not {ours.get(key)})" for key in different)
-        raise UserError(
-            f"stages.swap_head.model: {folder} is another model than the recipe's; under model, set {shown}, or leave "
-            "model out (model=null) to take the folder's"
-        )
+    key = "stages.swap_head.model"
+    check_same_model(
+        recipe, meta, key=key, source=folder, advice=", or leave model out (model=null) to take the folder's"
+    )
     if not (folder / WEIGHTS_FILE).is_file():
         raise UserError(f"stages.swap_head.model: {folder / WEIGHTS_FILE} is missing: the model has no weights")
-    finetune = recipe.stages.finetune
-    assert finetune is not None  # guaranteed by the recipe's validator
-    if meta.model.position == "relative" and meta.image_size != finetune.image_size:
-        raise UserError(
-            f"stages.finetune.image_size: relative positions are undefined at another resolution than in training, and "
-            f"{folder} is of {meta.image_size} px: take {meta.image_size}, not {finetune.image_size}"
-        )
+    check_same_size(recipe, meta, stage="finetune", source=folder)
     return folder
+
+
+def check_same_model(recipe: Recipe, meta: SavedModelMeta, *, key: str, source: Path | str, advice: str = "") -> None:
+    """UserError unless the model at `source` is the recipe's, in sizes and in semantics."""
+    theirs, ours = _resolved(meta.model), _resolved(recipe.model)
+    different = [key for key in theirs | ours if theirs.get(key) != ours.get(key)]
+    if different and (theirs.get("custom") or ours.get("custom")):
+        raise UserError(
+            f"{key}: an own model starts from a run of the same code and options, and {source} is of others"
+        )
+    if different:
+        shown = ", ".join(f"{key} {theirs.get(key)} (not {ours.get(key)})" for key in different)
+        raise UserError(f"{key}: {source} is another model than the recipe's; under model, set {shown}{advice}")
+
+
+def check_same_size(recipe: Recipe, meta: SavedModelMeta, *, stage: StageName, source: Path | str) -> None:
+    """UserError if the positions of the model at `source` cannot go to the stage's resolution."""
+    wanted = recipe.train_stage(stage).image_size
+    if meta.model.position == "relative" and meta.image_size != wanted:
+        raise UserError(
+            f"stages.{stage}.image_size: relative positions are undefined at another resolution than in training, and "
+            f"{source} is of {meta.image_size} px: take {meta.image_size}, not {wanted}"
+        )
 
 
 def _resolved(config: ModelConfig) -> dict[str, object]:

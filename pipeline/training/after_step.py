@@ -46,6 +46,7 @@ class TrainJob:
     report: Report  # metrics.jsonl, events and the screen; silent above rank 0
     ranks: Ranks  # the process group
     requests: Requests  # of any rank: stop, or save
+    evaluates_first: bool = False  # also before the first step: loaded weights
     callbacks: Callbacks = field(default_factory=Callbacks)  # the user's own
 
     def phase(self, name: Phase, step: int) -> AbstractContextManager[None]:
@@ -91,7 +92,7 @@ class AfterStep:
         self._roll_back_after(spiked)
         self._tell("after_step")
         if plan.evaluates_after(state.step):
-            self._evaluate()
+            self.evaluate()
         if is_last:
             self._slow_rank = ""  # a slow rank must not end a finished stage
         is_end = bool(is_last or agreed.stop or self._slow_rank or job.faults.complaint)
@@ -183,7 +184,8 @@ class AfterStep:
             "stage's optimizer.lr or lengthen its schedule.warmup, then use --restart"
         )
 
-    def _evaluate(self) -> None:
+    def evaluate(self) -> None:
+        """Measure the held-out sets at the state's step."""
         job, state = self._job, self._state
         with job.phase("evaluating", state.step):
             state.evaluation, state.evaluation_step = job.evaluate(state.step), state.step

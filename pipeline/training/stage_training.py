@@ -1,6 +1,7 @@
 """Run one training stage, from its initial model to its result. `stages` has the differences between stages."""
 
 from contextlib import closing
+from dataclasses import replace
 
 from torch import nn
 
@@ -94,10 +95,14 @@ def _attempt(
         if place.is_main:
             for line in describe_start(stage, place=place, task=task, notes=kernels.notes, restored=restored):
                 report.note(line)
+            for line in start.notes if restored is None else ():
+                report.note(f"{name}: {line}")
             context.draw(name, "begin", state.step)
         with closing(job.batches), closing(job.saver):
             if stage.plan.rollback and restored is None:
                 job.saver.save(state)  # to roll back to, should trouble come before the next save
+            if start.notes and restored is None:
+                job = replace(job, evaluates_first=True)
             state = train(job, state)
         watch.progress(state.step, status="writing the model")
         write_result(context, stage, job=job, state=state, start=start)

@@ -1,6 +1,7 @@
 """Run the paper's stages: masked_patch or pretrain, swap_head, finetune.
 
 A stage takes only `STAGE/model/` from the previous one: no optimizer state, learning rate or clipping.
+With `init: WEIGHTS`, loaded weights take the place of random ones.
 
     masked_patch  random weights + mask token + Linear for tokens    -> trained on colours of corrupted patches
     pretrain      random weights + MLP head (Linear, tanh, Linear)   -> trained on the pre-training classes
@@ -8,6 +9,7 @@ A stage takes only `STAGE/model/` from the previous one: no optimizer state, lea
     finetune      position embeddings interpolated to the new grid   -> trained at higher resolution
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -40,6 +42,7 @@ from shardvit.pipeline.stage.initial_model import StageStart, model_from_elsewhe
 from shardvit.pipeline.stage.stage_data import Stage, open_data
 from shardvit.pipeline.stage.task import task_outputs
 from shardvit.pipeline.training.stage_training import train_stage
+from shardvit.pipeline.using.start_weights import load_weights
 
 
 def run_stage(context: StageContext, *, stage: StageName) -> None:
@@ -67,7 +70,7 @@ def run_stage(context: StageContext, *, stage: StageName) -> None:
             f"stages.{stage}.task {shown(config.task)}: swap_head made a head of the shards' classes: leave the "
             "task's outputs out, or set start: scratch"
         )
-    model, start = initial_model(context, config, num_classes=len(outputs))
+    model, start = initial_model(context, config, stage=stage, outputs=outputs)
     train_stage(context, Stage(recipe, stage, data, plan, run=context.folder), model=model, start=start)
 
 
@@ -89,15 +92,19 @@ def build_stage_model(recipe: Recipe, config: TrainStage, *, num_classes: int) -
         raise UserError(str(error)) from None
 
 
-def initial_model(context: StageContext, config: TrainStage, *, num_classes: int) -> tuple[nn.Module, StageStart]:
-    """Make a stage's model before its first step: random, or swap_head's at the new resolution."""
+def initial_model(
+    context: StageContext, config: TrainStage, *, stage: StageName, outputs: Sequence[str]
+) -> tuple[nn.Module, StageStart]:
+    """Make a stage's model before its first step: random, that of `init`, or swap_head's at the new resolution."""
     recipe, folder = context.recipe, context.folder
-    model = build_stage_model(recipe, config, num_classes=num_classes)
+    model = build_stage_model(recipe, config, num_classes=len(outputs))
     if not isinstance(config, FinetuneStage) or config.start == "scratch":
         assert isinstance(config, MaskedPatchStage | PretrainStage | FinetuneStage)
         head_bias = config.head_bias if isinstance(config, PretrainStage) else 0.0
         if recipe.model.custom is None:
-            initialise(model, seed=recipe.seed, head_bias=head_bias, style=config.init)
+            initialise(model, seed=recipe.seed, head_bias=head_bias, style=config.init_style)
+        if config.init_weights is not None:
+            return model, load_weights(recipe, stage=stage, run=folder, model=model, outputs=outputs)
         return model, StageStart()
     meta, state = load_model(check_model(folder, stage="swap_head"))
     before, now = meta.image_size, config.image_size

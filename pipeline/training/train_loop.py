@@ -15,6 +15,8 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
     plan, task, engine, rank = job.plan, job.task, job.engine, job.ranks.place.rank
     after_step = AfterStep(job, state)
     losses, passed_over = after_step.losses, frozenset(state.passed_over)
+    if job.evaluates_first:
+        after_step.evaluate()
     engine.module.train()
 
     while state.step < plan.total_steps:

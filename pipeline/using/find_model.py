@@ -11,12 +11,14 @@ A checkpoint of a stage with EMA has two models: the caller chooses, by default 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from shardvit.data_shards.errors import UserError
+from shardvit.model.config import ModelConfig
 from shardvit.model.saved.model_folder import CONFIG_FILE, SavedModelMeta, build_described, load_model, read_meta
 from shardvit.pipeline.recipe.io import parse_recipe
 from shardvit.pipeline.recipe.vocabulary import (
@@ -47,9 +49,10 @@ class FoundModel:
     notes: tuple[str, ...] = ()  # assumptions, a sentence each
 
 
-def find_model(path: Path, *, weights: WeightsKind | None = None) -> FoundModel:
-    """Find the model at `path`; UserError if it is missing, broken, or lacks `weights` (None: the stage's choice)."""
-    found = _find(local_weights(path), weights=weights)
+def find_model(path: Path, *, weights: WeightsKind | None = None, sizes: ModelConfig | None = None) -> FoundModel:
+    """Find the model at `path`; UserError if it is missing, broken, or lacks `weights` (None: the stage's choice).
+    `sizes`: those of a file that does not tell them."""
+    found = _find(local_weights(path), weights=weights, sizes=sizes)
     if weights is not None and weights != _kind(found.meta):
         here, wanted = _SHOWN[_kind(found.meta)], _SHOWN[weights]
         raise UserError(
@@ -84,6 +87,23 @@ def find_record(path: Path) -> SavedModelMeta | None:
         return None
 
 
+def fitted_state(
+    found: FoundModel, *, image_size: int, into: Mapping[str, Tensor], head: Literal["if it fits", "new"] = "if it fits"
+) -> dict[str, Tensor]:
+    """Return the whole state for `image_size`: the head of `into` if that of the weights does not fit, or "new".
+    UserError if a part of the trunk is missing, ValueError if its positions cannot be interpolated."""
+    from shardvit.model.positions.interpolation import resize_state
+
+    meta = found.meta
+    state = resize_state(found.state, config=meta.model, from_image_size=meta.image_size, to_image_size=image_size)
+    heads = [{name: each.shape for name, each in of.items() if name.startswith("head.")} for of in (state, into)]
+    keeps = head == "if it fits" and heads[0] == heads[1]
+    trunk = {name: each for name, each in state.items() if keeps or not name.startswith("head.")}
+    if missing := [name for name in into if name not in trunk and not name.startswith(("head.", "mask_token"))]:
+        raise UserError(f"{found.origin} lacks {missing[0]}: fine-tune it first")
+    return {**into, **{name: each for name, each in trunk.items() if name in into}}
+
+
 def _kind(meta: SavedModelMeta) -> WeightsKind:
     return "weights" if meta.ema_decay is None else "ema"
 
@@ -98,7 +118,7 @@ def _there(path: Path) -> Path:
     return path
 
 
-def _find(path: Path, *, weights: WeightsKind | None) -> FoundModel:
+def _find(path: Path, *, weights: WeightsKind | None, sizes: ModelConfig | None) -> FoundModel:
     place = _there(path).absolute()  # handles "." and a bare stage name inside a run
     if (
         place.name.startswith(FOLDER_PREFIX) and place.parent.name == CHECKPOINTS_FOLDER
@@ -121,7 +141,7 @@ def _find(path: Path, *, weights: WeightsKind | None) -> FoundModel:
             return _read(path, load_model)
     from shardvit.model.formats.detect import import_file
 
-    return _read(path, import_file)
+    return _read(path, partial(import_file, config=sizes))
 
 
 def _read(path: Path, reader: Callable[[Path], tuple[SavedModelMeta, dict[str, Tensor]]]) -> FoundModel:

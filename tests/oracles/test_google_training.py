@@ -135,7 +135,7 @@ def _initial(recipe: Recipe) -> Params:
     config = recipe.stages.pretrain
     assert config is not None
     model = build_model(recipe.model, image_size=config.image_size, num_classes=CLASSES, head=config.head)
-    initialise(model, seed=recipe.seed, head_bias=config.head_bias, style=config.init)
+    initialise(model, seed=recipe.seed, head_bias=config.head_bias, style=config.init_style)
     return _flax(model.state_dict())
 
 

@@ -1,0 +1,144 @@
+"""Start a stage from weights (`stages.STAGE.init`): compare them with the recipe, and fit them to the stage's model.
+
+Positions are interpolated to the stage's image size. The head stays where the classes are the same: their number, and
+their names in order where both sides know them. Reads the weights once in each process, on the CPU; a resume reads its
+checkpoint instead, and the stage's record. An own model's code is built only once it is known to be the recipe's.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.shards.location import redacted
+from shardvit.data_shards.vocabulary import Normalisation
+from shardvit.model.config import ModelConfig
+from shardvit.model.own.custom import resized_own_state
+from shardvit.model.saved.model_folder import SavedModelMeta
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.recipe.vocabulary import StageName
+from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.stage.initial_model import StageStart, check_same_model, check_same_size
+from shardvit.pipeline.using.find_model import FoundModel, find_model, find_record, fitted_state
+
+
+def check_weights(recipe: Recipe, *, stage: StageName) -> None:
+    """UserError if the weights of `init` are missing or another model's; reads them only where no record tells."""
+    source = recipe.train_stage(stage).init_weights
+    assert source is not None
+    if (record := _record(source, stage=stage)) is None:
+        record = _found(recipe, source, stage=stage).meta
+    _compare(recipe, record, stage=stage)
+
+
+def load_weights(
+    recipe: Recipe, *, stage: StageName, run: RunFolder, model: nn.Module, outputs: Sequence[str]
+) -> StageStart:
+    """Load the weights of `init` into the stage's initialised model, unless a checkpoint will. UserError as
+    `check_weights`, and if they do not fit."""
+    record, config = run.peek(stage), recipe.train_stage(stage)
+    if (
+        record.last_saved_step > 0 and record.model and "weights" in record.inputs
+    ):  # without its checkpoint it is refused
+        meta = SavedModelMeta.model_validate(record.model)
+        return StageStart(record.inputs["weights"], Normalisation(mean=meta.mean, std=meta.std))
+    check_weights(recipe, stage=stage)  # before an own model's code is run
+    assert config.init_weights is not None
+    found = _found(recipe, config.init_weights, stage=stage)
+    _compare(recipe, found.meta, stage=stage)
+    meta, into = found.meta, dict(model.state_dict())
+    why = _why_new_head(meta, into=into, found=found, outputs=outputs, head=config.head_kind)
+    try:
+        if recipe.model.custom is None:
+            head = "new" if why else "if it fits"
+            state = fitted_state(found, image_size=config.image_size, into=into, head=head)
+        else:
+            kept = {name: each for name, each in found.state.items() if not (why and name.startswith("head."))}
+            sizes = {"from_image_size": meta.image_size, "to_image_size": config.image_size}
+            state = into | resized_own_state(model, kept, **sizes)
+        model.load_state_dict(state)
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"stages.{stage}.init: {found.origin} does not fit: {error}") from None
+    normalisation = Normalisation(mean=meta.mean, std=meta.std)
+    notes = _notes(found, into=into, why=why, image_size=config.image_size)
+    return StageStart(_digest(found.state), normalisation, notes)
+
+
+def _record(source: str, *, stage: StageName) -> SavedModelMeta | None:
+    try:
+        return find_record(Path(source))
+    except UserError as error:
+        raise UserError(f"stages.{stage}.init: {error}") from None
+
+
+def _found(recipe: Recipe, source: str, *, stage: StageName) -> FoundModel:
+    """Read the weights; sizes that a file does not tell, such as heads, are the recipe's, but no semantics."""
+    with suppress(UserError):
+        return find_model(Path(source))
+    sizes = None
+    if recipe.model.custom is None and recipe.model.kind == "vit":
+        sizes = ModelConfig.model_validate({k: v for k, v in asdict(recipe.model.sizes).items() if v is not None})
+    try:
+        return find_model(Path(source), sizes=sizes)
+    except UserError as error:
+        raise UserError(f"stages.{stage}.init: {error}") from None
+
+
+def _compare(recipe: Recipe, meta: SavedModelMeta, *, stage: StageName) -> None:
+    source = redacted(str(recipe.train_stage(stage).init_weights))
+    check_same_model(recipe, meta, key=f"stages.{stage}.init", source=source)
+    check_same_size(recipe, meta, stage=stage, source=source)
+
+
+def _why_new_head(
+    meta: SavedModelMeta, *, into: Mapping[str, Tensor], found: FoundModel, outputs: Sequence[str], head: str
+) -> str:
+    """Say why the head of the weights does not stay; "" if it does."""
+    if "masked_patch" in (head, meta.head):
+        return "masked patch prediction takes and gives the trunk alone"
+    if meta.num_classes != len(outputs):
+        return f"it has {meta.num_classes:,} classes, and the stage {len(outputs):,}"
+    numbers = tuple(map(str, range(len(outputs))))  # the names of a file without names
+    if numbers not in (meta.class_names, tuple(outputs)) and meta.class_names != tuple(outputs):
+        return "its classes have other names, or another order, than the stage's"
+    heads = [{name: each.shape for name, each in of.items() if name.startswith("head.")} for of in (found.state, into)]
+    return "" if heads[0] == heads[1] else f"it is {meta.head}, and the stage's is {head} (key head)"
+
+
+def _notes(found: FoundModel, *, into: Mapping[str, Tensor], why: str, image_size: int) -> tuple[str, ...]:
+    """Say what was loaded, left and made, a line each, after what was assumed."""
+    state = {name: each for name, each in found.state.items() if not (why and name.startswith("head."))}
+    loaded, left = (
+        [name for name in state if name in into],
+        [name for name in found.state if name not in state.keys() & into],
+    )
+    made, meta = [name for name in into if name not in loaded], found.meta
+    resized = ""
+    if meta.image_size != image_size:
+        resized = f", positions interpolated from {meta.image_size} to {image_size} px"
+    head = "" if why else f", with its head of {meta.num_classes:,} classes"
+    return (
+        *found.notes,
+        f"init loaded {_counted(loaded, found.state)} of {found.origin}{head}{resized}",
+        f"init left {_counted(left, found.state)}" + (f": {why}" if why else ""),
+        f"init made {_counted(made, into)}" + (", as at a random start" if made else ""),
+    )
+
+
+def _counted(names: Sequence[str], state: Mapping[str, Tensor]) -> str:
+    parts = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
+    return f"{sum(state[name].numel() for name in names):,} parameters ({parts})" if names else "nothing"
+
+
+def _digest(state: Mapping[str, Tensor]) -> str:
+    """Digest names and values, whatever the format they came in."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, each in sorted(state.items()):
+        digest.update(f"{name} {each.dtype} {tuple(each.shape)}".encode())
+        digest.update(each.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
