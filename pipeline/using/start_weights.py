@@ -103,8 +103,9 @@ def _why_new_head(
         return "masked patch prediction takes and gives the trunk alone"
     if meta.num_classes != len(outputs):
         return f"it has {meta.num_classes:,} classes, and the stage {len(outputs):,}"
-    numbers = tuple(map(str, range(len(outputs))))  # the names of a file without names
-    if numbers not in (meta.class_names, tuple(outputs)) and meta.class_names != tuple(outputs):
+    theirs, ours = ([name.removeprefix("LABEL_") for name in names] for names in (meta.class_names, outputs))
+    numbers = [str(number) for number in range(len(ours))]  # names that tell nothing, also transformers' LABEL_0
+    if theirs != ours and numbers not in (theirs, ours):
         return "its classes have other names, or another order, than the stage's"
     heads = [{name: each.shape for name, each in of.items() if name.startswith("head.")} for of in (found.state, into)]
     return "" if heads[0] == heads[1] else f"it is {meta.head}, and the stage's is {head} (key head)"

@@ -143,7 +143,8 @@ def test_a_head_without_names_is_kept_by_its_number(ours: Any, tmp_path: Path):
 
 def test_masked_patch_takes_the_trunk_alone(ours: Any, tmp_path: Path):
     model, start = started(recipe(SIZES, ours[0], stage="masked_patch"), tmp_path, outputs=tuple(map(str, range(512))))
-    assert torch.equal(model.get_parameter("blocks.1.mlp.fc1.weight"), ours[1].get_parameter("blocks.1.mlp.fc1.weight"))
+    part = "blocks.1.mlp.fc1.weight"
+    assert torch.equal(model.get_parameter(part), ours[1].get_parameter(part))
     assert not model.get_parameter("head.weight").any()
     assert "trunk alone" in start.notes[-2] and "mask_token" in start.notes[-1]
 
