@@ -26,6 +26,8 @@ from shardvit.pipeline.runs.run_folder import RunFolder
 from shardvit.pipeline.stage.initial_model import StageStart, check_same_model, check_same_size
 from shardvit.pipeline.using.find_model import FoundModel, find_model, find_record, fitted_state
 
+_SIZES = ("width", "depth", "heads", "mlp_dim", "patch_size")
+
 
 def check_weights(recipe: Recipe, *, stage: StageName) -> None:
     """UserError if the weights of `init` are missing or another model's; reads them only where no record tells."""
@@ -81,8 +83,10 @@ def _found(recipe: Recipe, source: str, *, stage: StageName) -> FoundModel:
     with suppress(UserError):
         return find_model(Path(source))
     sizes = None
-    if recipe.model.custom is None and recipe.model.kind == "vit":
-        sizes = ModelConfig.model_validate({k: v for k, v in asdict(recipe.model.sizes).items() if v is not None})
+    if recipe.model.custom is None and recipe.model.kind == "vit" and recipe.model.sizes.resnet_layers is None:
+        sizes = ModelConfig.model_validate(
+            {name: each for name, each in asdict(recipe.model.sizes).items() if name in _SIZES and each is not None}
+        )
     try:
         return find_model(Path(source), sizes=sizes)
     except UserError as error:

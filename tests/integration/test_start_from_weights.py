@@ -1,4 +1,4 @@
-"""A real run from timm's weights on two processes: it begins with timm's scores, and a resume ends with the same bits."""
+"""A real run from timm's weights on two processes: first timm's scores, and a resume ends with the same bits."""
 
 import json
 import shutil

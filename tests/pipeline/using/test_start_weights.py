@@ -1,4 +1,4 @@
-"""`stages.STAGE.init: WEIGHTS`: what is loaded answers as the library that wrote it, or is refused before it is begun."""
+"""`stages.STAGE.init: WEIGHTS`: what is loaded answers as the library that wrote it, or is refused before a run."""
 
 from pathlib import Path
 from typing import Any
