@@ -78,8 +78,7 @@ def of_torchvision(file: Path) -> tuple[nn.Module, dict[str, Any]]:
 def of_google(file: Path) -> tuple[nn.Module, dict[str, Any]]:
     meta = described(ModelConfig(**SIZES))
     theirs = random_model(meta)
-    save_model(file.with_name("ours"), theirs.state_dict(), meta=meta)
-    export_model(file.with_name("ours"), "npz", output=file)
+    export_model(meta, theirs.state_dict(), to="npz", out=file)
     file.with_name(f"{file.name}.json").unlink(missing_ok=True)  # as Google's
     return theirs, SIZES
 
