@@ -83,7 +83,7 @@ def _has(folder: Path, *patterns: str) -> bool:
 @contextmanager
 def hub_errors(where: str, *, doing: str) -> Iterator[None]:
     """Turn whatever huggingface_hub raises into one sentence with its remedy, without tokens; `doing`: read, write."""
-    from huggingface_hub import errors
+    from huggingface_hub import errors, is_offline_mode
     from huggingface_hub.utils import disable_progress_bars
 
     if not sys.stderr.isatty():
@@ -106,17 +106,13 @@ def hub_errors(where: str, *, doing: str) -> Iterator[None]:
                 why = f"is no name that a hub can have: {text}"
             case _ if status in (401, 403):
                 why = f"was refused (HTTP status {status}): log in with a token that may {doing} there ({_LOGIN})"
-            case _ if _is_offline():
+            case _ if is_offline_mode():
                 why = "is not whole in the cache, and HF_HUB_OFFLINE is set: unset it, or check HF_HOME"
             case _:
                 what = f"HTTP status {status}" if status else text
                 cached = " and is not whole in the cache" if doing == "read" else ""
                 why = f"cannot be reached ({what}){cached}: check the network and HF_ENDPOINT, and repeat the command"
         raise UserError(f"{where} {why}") from None
-
-
-def _is_offline() -> bool:
-    return os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE")
 
 
 class _OnDisk:
@@ -151,7 +147,9 @@ def _file(url: str) -> Path:
 def _fetched(url: str, *, folder: Path, name: str) -> Path:
     """Return the server's file, or the last one kept if the server does not answer."""
     kept = sorted(folder.glob("*/*"), key=lambda path: path.stat().st_mtime)
-    if kept and _is_offline():
+    from huggingface_hub import is_offline_mode
+
+    if kept and is_offline_mode():
         return kept[-1]
     downloads = Downloads(_PATIENCE)
     try:
