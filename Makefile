@@ -8,7 +8,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test faults soak check format clean
+.PHONY: help demo test faults soak check format docs clean
 
 VENV := .venv
 DATA ?= digits
@@ -55,9 +55,12 @@ format: $(ALL) ## rewrite the files in the project's format, with the repairs th
 	@$(PY) -m ruff check --fix --exit-zero --quiet .
 	@$(PY) -m ruff format .
 
+docs: $(ALL) ## build the documentation as a site, build/site/index.html; a broken link or anchor fails, nothing is fetched
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --config-file .ci/site/mkdocs.yml
+
 clean: ## remove .venv and all caches (never runs/ or your shards)
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
-	@find data_shards launch model pipeline tests .ci -name __pycache__ -type d -prune -exec rm -rf {} +
+	@rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	@find data_shards launch model pipeline shardvit tests .ci -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---- set-up ---------------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,13 @@ class WorkerDied(RuntimeError):
     """A data worker died; the message names the sample it was reading."""
 
 
+class OwnCodeFailed(RuntimeError):
+    """An exception in the user's own code, where it travels from a data worker; its argument is the traceback."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]).strip().rpartition("\n")[2]
+
+
 class UnreadableImage(ValueError):
     """Bytes that are not a whole image; `str(error)` is a short reason."""
 

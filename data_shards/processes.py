@@ -125,7 +125,7 @@ def _begin_worker(work: Callable[[Any, Any], Any], request: Any) -> None:
     _own = work, request
     end_with_parent()
     # Silence libjpeg, whose warnings do not name the image (our findings do), but show our own log.
-    logging.getLogger("data_shards").addHandler(logging.StreamHandler(os.fdopen(os.dup(2), "w")))
+    logging.getLogger("shardvit").addHandler(logging.StreamHandler(os.fdopen(os.dup(2), "w")))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 

@@ -35,6 +35,7 @@ class RandomStream(IntEnum):
     TRANSFER_IMAGES = 52
     TRANSFER_HOLD_OUT = 53
     OVERVIEW = 61
+    OWN_TASK = 71
 
 
 DecoderName = Literal["auto", "nvimgcodec", "gpu", "simplejpeg", "pillow"]

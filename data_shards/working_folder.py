@@ -7,6 +7,8 @@ start. `launch/__init__.py` drops the folder where it was not set: too late for 
 import os
 from collections.abc import Mapping
 
+import shardvit
+
 SAFE_PATH = {"PYTHONSAFEPATH": "shardvit"}  # any value switches it on; this one marks it as ours
 
 
@@ -14,6 +16,13 @@ def leave_out() -> None:
     """Set PYTHONSAFEPATH for every process started from here."""
     for name, value in SAFE_PATH.items():
         os.environ.setdefault(name, value)
+
+
+def import_folder() -> str:
+    """Return the folder to import `shardvit` from: of a clone `src`, which has no `model` or `pipeline` beside it."""
+    folder = os.path.dirname(os.path.dirname(os.path.abspath(shardvit.__file__)))
+    alone = os.path.join(folder, "src")
+    return alone if os.path.isdir(os.path.join(alone, "shardvit")) else folder
 
 
 def users_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

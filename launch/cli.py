@@ -29,13 +29,14 @@ from shardvit.launch.commands.training.submit import cancel, submit
 from shardvit.launch.commands.training.sweep import sweep
 from shardvit.launch.local.output import OutputLost, guard, say
 from shardvit.pipeline.recipe.vocabulary import EXIT_FAILED, EXIT_READER_LEFT, EXIT_STOPPED, EXIT_USER_ERROR
+from shardvit.pipeline.runs.written_by import revision
 
 app = App(
     name="shardvit",
     help="Pre-train Vision Transformers from WebDataset shards: pretrain, swap head, finetune.",
     help_epilogue="Exit codes: 0 done; 1 failed, or (check, doctor) problems found; 2 a mistake or full disk; "
     "75 stopped by a signal: run it again.",
-    version=shardvit.__version__,
+    version=lambda: f"{shardvit.__version__} (commit {revision()})",
     help_format="plaintext",
     suppress_keyboard_interrupt=False,  # `_run_command` handles it
 )
@@ -81,6 +82,13 @@ def _run_command() -> int:
     except (UserError, CycloptsError) as error:
         print(f"shardvit: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
+    except OutputLost:
+        raise
+    except Exception as error:  # noqa: BLE001 - the last stop
+        from shardvit.pipeline.own_code.by_path import own_traceback
+
+        print(own_traceback(error), end="", file=sys.stderr)
+        return EXIT_FAILED
 
 
 def _refuse_former(command: str = "", *words: str) -> None:

@@ -1,10 +1,11 @@
-"""Draw pictures, write the run's page and send everything to MLflow, in a child process of rank 0.
+"""Draw pictures, write the run's page and send everything to `tracking.to`, in a child process of rank 0.
 
     DrawAndSend.ask("pretrain", "begin", step=0)   ->   one line of JSON to its stdin   ->   `drawing.draw`
 
 The child uses no GPU and no lock, runs at low priority (its drawing thread at the lowest), and ends with rank 0 however
 that dies. Requests that do not fit into the pipe are dropped: `shardvit report` draws missing pictures. Of several
-queued evaluations only the last is drawn. Messages go to RUN/pictures.log, those about MLflow to stderr.
+queued evaluations only the last is drawn. Messages go to RUN/pictures.log, those about sending to stderr.
+Each tracking service has a thread of its own, so none waits for another.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
@@ -94,14 +95,14 @@ class DrawAndSend(AbstractContextManager["DrawAndSend"]):
         while child.poll() is None and not hurry() and (spent := time.monotonic() - begun) < patience:
             if spent > _SILENT_SECONDS and not is_announced:
                 is_announced = True
-                self._say(f"waiting for pictures and MLflow, {patience_seconds:g} s at most")
+                self._say(f"waiting for pictures and tracking, {patience_seconds:g} s at most")
             time.sleep(_POLL_SECONDS)
         if child.poll() is None:
             child.kill()
             child.wait()
             run = self._folder.path
             self._say(
-                f"pictures or MLflow's records are missing: shardvit report {run} draws, shardvit sync {run} sends"
+                f"pictures or tracking records are missing: shardvit report {run} draws, shardvit sync {run} sends"
             )
 
     def __exit__(self, *_: object) -> None:
@@ -142,40 +143,42 @@ def main(runs_root: str, name: str, pictures: str) -> None:
     screen = os.dup(2)
     os.dup2(1, 2)  # library output goes to the log
     folder = RunFolder(runs_root=Path(runs_root), name=name)
-    sender = _open_sender(folder, say=partial(_say_on_screen, screen))
+    senders = _open_senders(folder, say=partial(_say_on_screen, screen))
     asked: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
     over = threading.Event()
-    drawing = threading.Thread(target=_draw_all, args=(folder, asked, sender, pictures), daemon=True)
-    sending = threading.Thread(target=_send_all, args=(folder, sender, over), daemon=True)
-    drawing.start()
-    sending.start()
+    drawing = threading.Thread(target=_draw_all, args=(folder, asked, senders, pictures), daemon=True)
+    describing = threading.Thread(target=_write_environment, args=(folder,), daemon=True)
+    sending = [threading.Thread(target=_send_all, args=(each, describing, over), daemon=True) for each in senders]
+    for thread in (drawing, describing, *sending):
+        thread.start()
     end = _listen(asked)
     deadline = time.monotonic() + end["end"]
     if end["draw"]:
         drawing.join(max(0.0, deadline - time.monotonic()))
     patience_seconds = deadline - time.monotonic()
-    if sender is not None and sender.is_slow:
-        patience_seconds = min(patience_seconds, end["end"] * _SHARE_OF_SLOW_SERVICE)
     over.set()
-    sending.join(max(0.0, patience_seconds))
+    describing.join(max(0.0, patience_seconds))
+    for sender, thread in sorted(zip(senders, sending, strict=True), key=lambda each: each[0].is_slow):
+        most = end["end"] * _SHARE_OF_SLOW_SERVICE if sender.is_slow else patience_seconds
+        thread.join(max(0.0, min(deadline - time.monotonic(), most)))
     if end["draw"] and drawing.is_alive():
         _say_on_screen(screen, f"some pictures are not drawn yet: shardvit report {folder.path} draws them")
-    if sender is not None and (missing := sender.missing()):
-        sender.say_once(
-            "missing", f"MLflow: {missing} were not sent: `shardvit sync {folder.path}` sends them, or the next run"
-        )
+    for sender in senders:
+        if missing := sender.missing():
+            sender.say_once(
+                "missing", f"{missing} were not sent: `shardvit sync {folder.path}` sends them, or the next run"
+            )
     os._exit(0)  # do not wait for threads
 
 
-def _open_sender(folder: RunFolder, *, say: Callable[[str], None]) -> Sender | None:
-    from shardvit.pipeline.tracking.mlflow_sink import sink_of
+def _open_senders(folder: RunFolder, *, say: Callable[[str], None]) -> list[Sender]:
     from shardvit.pipeline.tracking.sender import Sender
+    from shardvit.pipeline.tracking.sinks.choose import sinks_of
 
     recipe = parse_recipe(folder.path / RECIPE_FILE)
-    if recipe.tracking.mode == "offline":
-        return None
-    sink = sink_of(folder, recipe, uri=tracking_uri(), experiment=experiment_name())
-    return Sender(folder, recipe, sink, say=say)
+    names = () if recipe.tracking.mode == "offline" else recipe.tracking.to
+    sinks = sinks_of(folder, recipe, names=names, uri=tracking_uri(), experiment=experiment_name())
+    return [Sender(folder, recipe, sink, say=say) for sink in sinks]
 
 
 def _listen(asked: SimpleQueue[dict[str, Any] | None]) -> dict[str, Any]:
@@ -195,22 +198,26 @@ def _listen(asked: SimpleQueue[dict[str, Any] | None]) -> dict[str, Any]:
             os._exit(1)
 
 
-def _send_all(folder: RunFolder, sender: Sender | None, over: threading.Event) -> None:
+def _write_environment(folder: RunFolder) -> None:
     from shardvit.pipeline.tracking.environment import write_environment
     from shardvit.pipeline.tracking.facts import load_facts
-    from shardvit.pipeline.tracking.sender import follow
 
     known = [facts.tags for name in ALL_STAGES if (facts := load_facts(folder.stage(name)))]
     try:
         write_environment(folder.path / TRACKING_FOLDER, gpus=known[-1].get("shardvit.gpus", "") if known else "")
     except OSError as error:
         _say(f"the environment is not written down: {error}")
-    if sender is not None:
-        follow(sender, over=over)
+
+
+def _send_all(sender: Sender, describing: threading.Thread, over: threading.Event) -> None:
+    from shardvit.pipeline.tracking.sender import follow
+
+    describing.join()
+    follow(sender, over=over)
 
 
 def _draw_all(
-    folder: RunFolder, lines: SimpleQueue[dict[str, Any] | None], sender: Sender | None, pictures: Pictures
+    folder: RunFolder, lines: SimpleQueue[dict[str, Any] | None], senders: Sequence[Sender], pictures: Pictures
 ) -> None:
     os.nice(_LOWEST_PRIORITY - _LOW_PRIORITY)  # on Linux, only this thread's
     while pending := _pending(lines):
@@ -226,7 +233,7 @@ def _draw_all(
                     draw(request, moment=asked["moment"], say=_say)
             except Exception as error:  # noqa: BLE001 - the next request may fare better
                 _say(f"{asked['stage']}, {asked['moment']}: {type(error).__name__}: {error}")
-            if sender is not None:
+            for sender in senders:
                 sender.pictures_changed = True
         if any(asked["moment"] == "end" for asked in pending):
             try:

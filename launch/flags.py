@@ -164,3 +164,9 @@ def tell_result(shown: str, *, as_json: str, json_file: Path | None) -> None:
 def _is_run(folder: Path) -> bool:
     begun = any((folder / name / STAGE_FILE).exists() for name in ALL_STAGES)
     return begun or ((folder / RECIPE_FILE).exists() and any(folder.glob(".*.lock")))
+
+
+Trust = Annotated[
+    Path | None,
+    Parameter(help="The file of a model of own code, which you have read: it is run if it is the run's recorded text."),
+]

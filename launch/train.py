@@ -21,7 +21,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -85,7 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         rank.place = read_place()
-        recipe = load_recipe(options.recipe, overrides=options.overrides, paths=paths_file(options.data))
+        recipe = load_recipe(
+            options.recipe, overrides=options.overrides, paths=paths_file(options.data), own_code=options.own_code
+        )
         rank.folder = RunFolder(runs_root=options.runs, name=recipe.name)
         rank.folder.check_recipe(recipe)
         _check_stages(recipe, options.stages)
@@ -152,7 +153,9 @@ def _failed(error: Exception, rank: _Rank) -> int:
             report_gone(heartbeats, place=place, say=say)
             time.sleep(_COLLATERAL_WAIT_SECONDS)
             return 1
-    traceback.print_exception(error)
+    from shardvit.pipeline.own_code.by_path import own_traceback
+
+    print(own_traceback(error), end="", file=sys.stderr, flush=True)
     return 1
 
 
@@ -186,7 +189,10 @@ def _run(recipe: Recipe, *, rank: _Rank, difference: str) -> int:
         earlier_cpu_seconds=time.process_time(),
     )
     clock.set_status("importing libraries")
+    from shardvit.pipeline.tracking.sinks.choose import check_sinks
+
     wants_pictures, _ = pictures_wanted(), tracking_uri()  # report mistakes before slow imports
+    check_sinks(recipe.tracking.to)
     stop = _listen(place, recipe)
 
     from shardvit.model.without_compiler import import_timm
@@ -211,7 +217,7 @@ def _run(recipe: Recipe, *, rank: _Rank, difference: str) -> int:
             pictures = "draw" if wants_pictures else "off"
             beside = held.enter_context(DrawAndSend(folder, environ=without_place(), pictures=pictures, say=say))
             context = replace(context, draw=beside.ask, drawing_seconds=beside.cpu_seconds)
-        if place.local_rank == 0 and recipe.tracking.system_metrics:
+        if place.local_rank == 0 and recipe.tracking.system_metrics and "mlflow" in recipe.tracking.to:
             nodes = -(-place.world_size // place.local_world_size)
             node = f"node{place.rank // place.local_world_size}-{platform.node()}" if nodes > 1 else ""
             held.enter_context(node_metrics(folder, node=node, environ=without_place()))
@@ -324,6 +330,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--stage", required=True, choices=ALL_STAGES, action="append", dest="stages", help=stage_help)
     parser.add_argument("--data", type=Path, help="file with the shards of each role; default: $SHARDVIT_DATA")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs")
+    trust_help = "recorded: also run own code as the run's recipe names it, if its file is still the same"
+    parser.add_argument("--own-code", choices=("typed", "recorded"), default="typed", help=trust_help)
     return parser.parse_intermixed_args(ours)
 
 

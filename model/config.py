@@ -6,9 +6,9 @@ dropout belong to a stage: they change between pre-training and fine-tuning.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from shardvit.model.variants import ResnetSizes, VitSizes, parse_variant, resnet_stride
 from shardvit.model.vocabulary import (
@@ -44,6 +44,9 @@ class ModelConfig(BaseModel):
     # A name of `model.variants`: "B/16", "L/32", "H/14", "Ti/4" (any patch size in pixels); the hybrids "R50+B/16",
     # "R50+L/32", "R26+S/32", "R+Ti/16"; the pure ResNets "R50x1", "R152x4".
     variant: str | None = None
+    # A model of one's own, ./mine.py:build (docs/own-code.md): all other keys are its function's
+    custom: str | None = Field(default=None, pattern=r"\.py(@[0-9a-f]{64})?:[A-Za-z_]\w*$")
+    options: dict[str, Any] = Field(default={}, exclude=True)
     width: Width | None = None  # size D of a token
     depth: Depth | None = None  # encoder blocks
     heads: Width | None = None  # attention heads; must divide `width`
@@ -64,6 +67,19 @@ class ModelConfig(BaseModel):
     layer_norm_eps: float = Field(default=1e-6, gt=0)  # flax's default; transformers' is 1e-12
     interpolation: Interpolation = "google"  # google: bilinear, corners aligned; timm: bicubic, antialiased
 
+    @model_validator(mode="before")
+    @classmethod
+    def _own_keys(cls, tree: Any) -> Any:
+        if not isinstance(tree, dict) or tree.get("custom") is None:
+            return tree
+        return {"custom": tree["custom"], "options": {key: each for key, each in tree.items() if key != "custom"}}
+
+    @model_serializer(mode="wrap")
+    def _with_own_keys(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        if self.custom is not None:
+            return {"custom": self.custom, **self.options}
+        return {key: each for key, each in handler(self).items() if key != "custom"}
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if problem := next(self._problems(), None):
@@ -71,6 +87,10 @@ class ModelConfig(BaseModel):
         return self
 
     def _problems(self) -> Iterator[str]:
+        if self.custom is not None:
+            return
+        if self.options:
+            yield "options has no effect: leave it out"
         given = [name for name in _SIZES if getattr(self, name) is not None]
         if self.variant is not None:
             if given:
@@ -128,7 +148,9 @@ class ModelConfig(BaseModel):
 
     @property
     def kind(self) -> Literal["vit", "resnet"]:
-        """Transformer (hybrids too) or pure ResNet."""
+        """Transformer (hybrids too), or one without tokens that we know: a pure ResNet or the user's own."""
+        if self.custom is not None:
+            return "resnet"
         if self.variant is not None:
             return "vit" if isinstance(parse_variant(self.variant), VitSizes) else "resnet"
         return "resnet" if self.width is None else "vit"
@@ -174,13 +196,17 @@ class ModelConfig(BaseModel):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the Transformer plus units of its stem; or units of a ResNet."""
+        """Blocks of the Transformer plus units of its stem; or units of a ResNet; 0: an own model's are unknown."""
+        if self.custom is not None:
+            return 0
         if self.kind == "resnet":
             return sum(self.resnet.layers)
         return self.sizes.depth + sum(self.sizes.resnet_layers or ())
 
     def grid_size(self, image_size: int) -> int:
         """Patches (or a ResNet's last features) along one side; ValueError names the sizes that fit."""
+        if self.custom is not None:
+            return 1
         if self.kind == "vit":
             what, stride = "the patch size", self.sizes.patch_size
         else:
@@ -209,7 +235,8 @@ class Regularisation:
             if not 0.0 <= rate < 1.0:
                 raise ValueError(f"{name} must be at least 0 and below 1, not {rate}")
             if rate and config.kind == "resnet":
-                raise ValueError(f"{name} is not for a pure ResNet: leave it out")
+                what = "an own model: make it a key of its own" if config.custom else "a pure ResNet: leave it out"
+                raise ValueError(f"{name} is not for {what}")
         if self.patch_dropout and (config.position == "relative" or config.position_at != "stem"):
             raise ValueError(
                 "patch_dropout needs positions that are added once, before the patches are left out: "

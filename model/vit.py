@@ -21,7 +21,7 @@ arithmetic. Gradients, names and weights do not change.
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from timm.layers import PatchDropout
@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from shardvit.model.config import NO_REGULARISATION, ModelConfig, Regularisation
 from shardvit.model.layers.dropout import by_sample
 from shardvit.model.layers.head import MlpHead
+from shardvit.model.own.custom import build_custom
 from shardvit.model.positions.embedding import Position, make_position, relative_attention
 from shardvit.model.resnet import BitResnet, build_resnet, stem_embedding
 from shardvit.model.vocabulary import HeadKind
@@ -89,17 +90,21 @@ def build_model(
     num_classes: int,
     head: HeadKind,
     regularisation: Regularisation = NO_REGULARISATION,
+    seed: int = 0,
 ) -> VisionTransformer | BitResnet:
     """Build the model for square RGB images: [B, 3, image_size, image_size] -> logits [B, num_classes].
 
     It has `head`, `num_classes`, `num_features`, `forward_features`, `forward_head` and `set_grad_checkpointing`.
     `head`: "mlp" for pre-training, "linear" for fine-tuning. ValueError if an argument is out of range, the image size
-    does not fit the patch size or the ResNet's stride, or a pure ResNet gets regularisation.
+    does not fit the patch size or the ResNet's stride, or a pure ResNet gets regularisation. An own model has its own
+    head and its own initial weights by `seed`; only what `OwnModel` says of the rest.
     """
     if num_classes < 1:
         raise ValueError(f"num_classes must be at least 1, not {num_classes}")
     regularisation.check(config)
     config.grid_size(image_size)
+    if config.custom is not None:
+        return cast(BitResnet, build_custom(config, image_size=image_size, num_classes=num_classes, seed=seed))
     # Layers draw random numbers on creation; none survive, and the caller's stream must not move.
     with torch.random.fork_rng(devices=[]):
         if config.kind == "resnet":

@@ -87,7 +87,9 @@ def imported_packages(folders: list[str]) -> dict[str, str]:
 
 
 # Imported inside a function that says which extra to install where it is missing.
-EXTRAS = {"google": "onnx", "onnx": "onnx", "onnxruntime": "onnx", "onnxscript": "onnx"}
+EXTRAS = {name: "onnx" for name in ("google", "onnx", "onnxruntime", "onnxscript")} | {
+    name: name for name in ("tensorboard", "wandb")
+}
 BENCH_PEERS = (
     "launch/bench/data_peers.py",
     "launch/bench/gpu_contenders.py",

@@ -26,11 +26,11 @@ _GOOGLE_ATTEMPTS = 100  # TensorFlow's default
 TORCHVISION_RATIO = (3 / 4, 4 / 3)
 
 # A sample's draws: two for each of the first attempts at a crop, two for its place, one for the flip, one for
-# RandAugment, one that keys google's later attempts. Append new ones, so that runs keep their pixels.
-_TOP_DRAW, _LEFT_DRAW, FLIP_DRAW, RAND_AUGMENT_DRAW, _LATER_DRAW = range(
-    2 * _TORCHVISION_ATTEMPTS, 2 * _TORCHVISION_ATTEMPTS + 5
+# RandAugment, one that keys google's later attempts, one own augmentation. Append new ones, so that runs keep pixels.
+_TOP_DRAW, _LEFT_DRAW, FLIP_DRAW, RAND_AUGMENT_DRAW, _LATER_DRAW, OWN_AUGMENT_DRAW = range(
+    2 * _TORCHVISION_ATTEMPTS, 2 * _TORCHVISION_ATTEMPTS + 6
 )
-DRAWS_PER_SAMPLE = 2 * _TORCHVISION_ATTEMPTS + 5
+DRAWS_PER_SAMPLE = 2 * _TORCHVISION_ATTEMPTS + 6
 
 
 @dataclass(frozen=True)

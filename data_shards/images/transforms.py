@@ -18,6 +18,7 @@ A training crop at 224 pixels takes 0.2 ms for an ImageNet photograph, once deco
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,7 @@ from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.images.crops import (
     CROP_LAWS,
     FLIP_DRAW,
+    OWN_AUGMENT_DRAW,
     RAND_AUGMENT_DRAW,
     TORCHVISION_RATIO,
     Box,
@@ -46,7 +48,7 @@ _MOST_ELONGATED = 16
 
 @dataclass(frozen=True)
 class TrainTransform:
-    """A random crop, resized; mirror flip; optionally RandAugment.
+    """A random crop, resized; mirror flip; optionally RandAugment, then the user's own function.
 
     resize_and_crop is big_vision's `resize_small(resize_size)|random_crop(image_size)` for fine-tuning. Google flips
     before RandAugment, with the same distribution: every directed operation takes both directions equally often.
@@ -61,6 +63,7 @@ class TrainTransform:
     antialias: Antialias = "antialiased"  # of a bilinear resize
     flip: float = 0.5  # share of samples mirrored (0.5, or 0 where left and right have a meaning)
     rand_augment: RandAugment | None = None
+    own: Callable[[Pixels, np.random.Generator], Pixels] | None = None  # picklable, thread-safe; keeps the size
 
     def __call__(
         self, image: EncodedImage, *, draws: NDArray[np.float64], into: Pixels | None = None
@@ -72,6 +75,10 @@ class TrainTransform:
         square = self._cropped(image, draws=draws, into=into)
         if self.rand_augment is not None:
             square = placed(self.rand_augment(square, draw=float(draws[RAND_AUGMENT_DRAW])), into)
+        if self.own is not None:
+            # Philox's stream is one that NumPy keeps for good.
+            generator = np.random.Generator(np.random.Philox(key=int(draws[OWN_AUGMENT_DRAW] * 2**53)))
+            square = placed(self.own(square, generator), into)
         return square, bool(draws[FLIP_DRAW] < self.flip)
 
     def _cropped(self, image: EncodedImage, *, draws: NDArray[np.float64], into: Pixels | None) -> Pixels:

@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
-from shardvit.data_shards.errors import UserError, WorkerDied
+from shardvit.data_shards.errors import OwnCodeFailed, UserError, WorkerDied
 from shardvit.data_shards.loading.memory import PREFETCH
 from shardvit.data_shards.processes import end_with_parent
 from shardvit.data_shards.vocabulary import WorkerKind
@@ -148,7 +148,7 @@ def _in_processes(dataset: NamedItems[Item], *, numbers: Sequence[int], workers:
             if all(process.is_alive() for process in iterator._workers):
                 raise
             raise WorkerDied(_death_report(dataset, iterator._workers, notes)) from error
-        if isinstance(item, UserError):
+        if isinstance(item, UserError | OwnCodeFailed):
             raise item
         yield item
 
@@ -176,16 +176,16 @@ def _restore(content: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> NDArr
     return content.numpy().view(dtype).reshape(shape)
 
 
-class _WithErrors(Dataset["Item | UserError"]):
-    """Return a `UserError` as a value: raised in a worker, it would arrive wrapped in the worker's traceback."""
+class _WithErrors(Dataset["Item | UserError | OwnCodeFailed"]):
+    """Return such errors as a value: raised in a worker, it would arrive wrapped in the worker's traceback."""
 
     def __init__(self, dataset: NamedItems[Item], notes: Any) -> None:
         self._dataset, self.notes = dataset, notes  # shared with the rank: shard and row of each worker's sample
 
-    def __getitem__(self, number: int) -> Item | UserError:
+    def __getitem__(self, number: int) -> Item | UserError | OwnCodeFailed:
         try:
             return self._dataset[number]
-        except UserError as error:
+        except (UserError, OwnCodeFailed) as error:
             return error
 
 

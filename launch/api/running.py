@@ -4,15 +4,13 @@ needs no `if __name__` guard, and its own process imports no torch.
 
 from __future__ import annotations
 
-import json
-import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardvit.data_shards.errors import UserError
 from shardvit.launch.api.loaded_run import LoadedRun
+from shardvit.launch.api.options import PathLike, RecipeLike, options_of, recipe_of, texts_of
 from shardvit.launch.hosts.hostfile import HostOptions
 from shardvit.launch.local.env import paths_file
 from shardvit.pipeline.ranks.stopping import Stopped
@@ -23,9 +21,6 @@ from shardvit.pipeline.runs.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from shardvit.launch.plan.plan_page import RecipeForecast
-
-PathLike = str | os.PathLike[str]
-RecipeLike = PathLike | Mapping[str, Any]
 
 
 class RunFailed(RuntimeError):
@@ -97,30 +92,15 @@ def plan(
     recipe: RecipeLike,
     *,
     data: PathLike | None = None,
-    gpus: int | None = None,
-    gpu: str | None = None,
-    gpus_per_node: int = 8,
-    node_gbps: float | None = None,
-    mfu: float | None = None,
-    images_per_second: float | None = None,
-    images: int | Mapping[StageName, int] | None = None,
-    classes: int | Mapping[StageName, int] | None = None,
-    **overrides: Any,
+    **options: Any,
 ) -> RecipeForecast:
     """Estimate a recipe's memory, time, traffic and disk, as `shardvit plan` does; nothing is started.
 
     Args:
-        recipe: as for `run`, as are `data` and `overrides`.
+        recipe: as for `run`, as is `data`.
         data: YAML file with the shards of each role.
-        gpus: GPUs over all nodes; None: the recipe's processes, or this machine's.
-        gpu: their kind, such as "h200"; None: this machine's.
-        gpus_per_node: GPUs in one machine.
-        node_gbps: network of one node in Gbit/s; None: usual for the GPU.
-        mfu: share of the GPU's peak that training reaches; None: as measured for the nearest model.
-        images_per_second: of one GPU, as measured in the first training stage.
-        images: images in the training sets, or by stage; None: as the shards say.
-        classes: their classes, or by stage.
-        overrides: changes to the recipe.
+        options: those of the command, such as `gpus=64`, `gpu="h200"` or `images=1281167`; all others are overrides,
+            as for `run`.
 
     Returns:
         A frozen record: `warnings`, `hours`, and for each of `stages` its `memory`, `time`, `disk`, `cost`, `plan`.
@@ -131,46 +111,14 @@ def plan(
     Example:
         print(shardvit.plan("vit_l16_in21k", gpus=64, gpu="h200").hours)
     """
-    paths = paths_file(Path(data) if data is not None else None)
-    loaded = load_recipe(recipe_of(recipe), overrides=texts_of(overrides), paths=paths)
-
     from shardvit.launch.plan.gathering import make_plan
     from shardvit.launch.plan.plan_options import PlanOptions
 
-    counts = {"images": _by_stage(images), "classes": _by_stage(classes)}
-    return make_plan(loaded, PlanOptions(gpus, gpu, gpus_per_node, node_gbps, mfu, images_per_second, **counts))
-
-
-def recipe_of(given: RecipeLike) -> str | dict[str, Any]:
-    """Return what `load_recipe` takes; UserError for a mapping that YAML cannot say."""
-    return _plain(given, of="the recipe") if isinstance(given, Mapping) else os.fspath(given)
-
-
-def texts_of(overrides: Mapping[str, Any]) -> list[str]:
-    """Write overrides as on the command line; JSON is YAML, too."""
-    return [f"{key}={json.dumps(_plain(value, of=f'override {key}'))}" for key, value in overrides.items()]
-
-
-def _plain(value: Any, *, of: str) -> Any:
-    """Turn tuples into lists, paths into text, NumPy's numbers into Python's."""
-
-    def other(each: Any) -> Any:
-        if isinstance(each, os.PathLike):
-            return os.fspath(each)
-        if hasattr(each, "item"):
-            return each.item()
-        raise UserError(f"{of}: {type(each).__name__} is no value of a recipe: give text, a number, a list or a dict")
-
-    try:
-        return json.loads(json.dumps(value, default=other))
-    except TypeError as error:  # a key
-        raise UserError(f"{of}: {error}") from None
-
-
-def _by_stage(counts: int | Mapping[StageName, int] | None) -> str | None:
-    if isinstance(counts, Mapping):
-        return ",".join(f"{stage}={count}" for stage, count in counts.items())
-    return None if counts is None else str(counts)
+    own = {name: value for name, value in options.items() if name in PlanOptions.__dataclass_fields__}
+    own |= {name: str(own[name]) for name in ("images", "classes") if name in own}  # a number, or STAGE=N,STAGE=N
+    overrides = texts_of({name: value for name, value in options.items() if name not in own})
+    paths = paths_file(Path(data) if data is not None else None)
+    return make_plan(load_recipe(recipe_of(recipe), overrides=overrides, paths=paths), options_of(PlanOptions, own))
 
 
 def _last_words(folder: RunFolder, *, since: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import stdev
 from typing import TYPE_CHECKING, get_args
@@ -35,15 +35,28 @@ if TYPE_CHECKING:
     from shardvit.launch.evaluation.transfer_options import TransferOptions
     from shardvit.pipeline.transfer.measure import SetMeasured
     from shardvit.pipeline.transfer.settings import Settings
+    from shardvit.pipeline.using.predict import Predictor
 
 _MOST_WORKERS = 16
 _FAULTS_SHOWN = 5
 
 
+@dataclass(frozen=True)
+class TransferOutcome:
+    """What was measured, and how to tell it."""
+
+    record: TransferRecord  # as saved in `file`
+    file: Path
+    shown: str  # a table
+    params: dict[str, object]
+    session: Session
+    more: dict[str, object] = field(default_factory=dict)  # keys of the JSON
+
+
 def measure_one_set(
-    model: Path, train_shards: str, eval_shards: str, settings: Settings, *, options: TransferOptions
-) -> int:
-    """Measure by one method on one data set; returns the exit code."""
+    model: Path | Predictor, train_shards: str, eval_shards: str, settings: Settings, *, options: TransferOptions
+) -> TransferOutcome:
+    """Measure by one method on one data set."""
     store, classes = Store(CacheConfig()), str(options.classes) if options.classes else None
     opened = [
         open_set(ShardsConfig.model_construct(shards=each, label=options.label, classes=classes), store=store, say=say)
@@ -53,7 +66,7 @@ def measure_one_set(
     with closing(StartClock(settings.method, say=say, part="importing libraries")) as clock:
         from shardvit.pipeline.transfer.measure import measure
 
-        session = _Session(model, command=settings.method, options=options, clock=clock)
+        session = Session(model, command=settings.method, options=options, clock=clock)
         measured = measure(session.features, data, settings, most_images=options.images)
         _tell(measured)
         used, scores = measured.used, measured.scores
@@ -69,21 +82,22 @@ def measure_one_set(
             str(seed): {data.train.classes[label]: samples for label, samples in by_class.items()}
             for seed, by_class in measured.shots.items()
         }
-        return session.finish(
+        return TransferOutcome(
             record,
             file,
             shown=f"{table(_rows(measured), align='lr', heading='ruled')}\n{footer}",
             params={**settings.model_dump(mode="json"), "images": options.images},
+            session=session,
             more={"shots": shots} if shots else {},
         )
 
 
-def measure_a_table(model: Path, source: Path, *, options: TransferOptions) -> int:
-    """Measure all data sets of a table; returns the exit code."""
+def measure_a_table(model: Path | Predictor, source: Path, *, options: TransferOptions) -> TransferOutcome:
+    """Measure all data sets of a table."""
     content = read_table(source)
     sets = open_table(content, store=Store(CacheConfig()), say=say)
     with closing(StartClock("transfer", say=say, part="importing libraries")) as clock:
-        session = _Session(model, command="transfer", options=options, clock=clock)
+        session = Session(model, command="transfer", options=options, clock=clock)
         name = (content.name or source.stem) + (f"-{options.images}" if options.images else "")
 
         def progress(number: int, data_set: str, measured: SetMeasured | None) -> None:
@@ -103,18 +117,24 @@ def measure_a_table(model: Path, source: Path, *, options: TransferOptions) -> i
         )
         params = {"table": str(source), "images": options.images, "method": content.method}
         shown = table(_table_rows(record), align="lr", heading="ruled")
-        return session.finish(record, file, shown=shown, params=params, more={})
+        return TransferOutcome(record, file, shown=shown, params=params, session=session)
 
 
-class _Session:
+class Session:
     """One command on one model; `features` computes and caches its features."""
 
-    def __init__(self, model: Path, *, command: Command, options: TransferOptions, clock: StartClock) -> None:
+    def __init__(
+        self, model: Path | Predictor, *, command: Command, options: TransferOptions, clock: StartClock
+    ) -> None:
         from shardvit.pipeline.transfer.features import FeatureStore, default_features_folder
         from shardvit.pipeline.using.predict import open_predictor
 
         clock.set_status("loading the model")
-        predictor = open_predictor(model, device=options.device, weights=options.weights)
+        if isinstance(model, Path):
+            predictor = open_predictor(model, device=options.device, weights=options.weights)
+            say_model(model, origin=predictor.origin, notes=predictor.notes)
+        else:
+            predictor = model
         self.features = FeatureStore(
             predictor,
             layer=options.layer,
@@ -125,7 +145,6 @@ class _Session:
             say=say,
             clock=clock,
         )
-        say_model(model, origin=predictor.origin, notes=predictor.notes)
         self._command: Command = command
         self._options, self._origin = options, model_origin(predictor.origin)
         self._outside = (options.features or default_features_folder()) / "results"
@@ -151,18 +170,8 @@ class _Session:
         file.parent.parent.mkdir(parents=True, exist_ok=True)
         return file
 
-    def finish(
-        self, record: TransferRecord, file: Path, *, shown: str, params: dict[str, object], more: dict[str, object]
-    ) -> int:
-        """Print the table or JSON (with `more` keys), and log the MLflow run; returns the exit code."""
-        tell_result(shown, as_json=json.dumps({**asdict(record), **more}, indent=1), json_file=self._options.json_file)
-        say(f"the result is in {file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}")
-        if self._options.tracking:
-            self.features.clock.set_status("telling MLflow")
-            self._log(record, file, params=params)
-        return 0
-
-    def _log(self, record: TransferRecord, file: Path, *, params: dict[str, object]) -> None:
+    def log(self, record: TransferRecord, file: Path, *, params: dict[str, object]) -> None:
+        """Make an MLflow run of the result."""
         from shardvit.pipeline.tracking.command_runs import CommandResult, log_result
         from shardvit.pipeline.tracking.facts import DatasetInput
 
@@ -188,6 +197,17 @@ class _Session:
             of_run=self._origin.run,
         )
         log_result(tracked, tracking_uri=tracking_uri(), experiment=experiment_name(), say=say)
+
+
+def tell(outcome: TransferOutcome, *, options: TransferOptions) -> int:
+    """Print the table or JSON, and log the MLflow run; returns the exit code."""
+    record, file = outcome.record, outcome.file
+    as_json = json.dumps({**asdict(record), **outcome.more}, indent=1)
+    tell_result(outcome.shown, as_json=as_json, json_file=options.json_file)
+    say(f"the result is in {file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}")
+    if options.tracking:
+        outcome.session.log(record, file, params=outcome.params)
+    return 0
 
 
 def _tell(measured: SetMeasured) -> None:

@@ -97,7 +97,7 @@ class TransferOptions:
     ] = True
     max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS
 
-    def check(self, model: Path, *, command: str) -> None:
+    def check(self, model: object, *, command: str) -> None:
         """UserError: a bad number or MLflow address, an output that `command` must not replace, or no model."""
         from shardvit.pipeline.using.find_model import find_record
 
@@ -106,4 +106,5 @@ class TransferOptions:
         demand_target(self.json_file, flag="--json", force=self.force, mark=f'"command": "{command}"')
         if self.tracking:
             tracking_uri()
-        find_record(model)
+        if isinstance(model, Path):
+            find_record(model)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from shardvit.launch.local.env import NodeShare, num_gpus, without_place
 from shardvit.launch.local.processes import RANK_COMMAND, STOP_SIGNALS, rank_environment, run_ranks, signal_of
+from shardvit.pipeline.own_code.by_path import references
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.vocabulary import EXIT_STOPPED, StageName
 
@@ -48,7 +49,8 @@ class Launch:
 def rank_arguments(launch: Launch) -> list[str]:
     """Return the arguments of `launch.train`, equal on all ranks."""
     stages = [word for stage in launch.stages for word in ("--stage", stage)]
-    return [str(launch.recipe_file), *stages, "--runs", str(launch.runs_root)]
+    own = ["--own-code", "recorded"] if references(launch.recipe.model_dump(mode="json")) else []
+    return [str(launch.recipe_file), *stages, "--runs", str(launch.runs_root), *own]
 
 
 def run_stage_locally(launch: Launch) -> int:

@@ -118,6 +118,8 @@ def describe_model(recipe: Recipe) -> str:
     model = recipe.model
     if model.variant is not None:
         return model.variant if model.variant.startswith("R") else f"ViT-{model.variant}"
+    if model.custom is not None:
+        return f"own model {model.custom.rpartition(':')[2]}"
     if model.kind == "resnet":
         return f"ResNet {'-'.join(map(str, model.resnet.layers))}"
     sizes = model.sizes

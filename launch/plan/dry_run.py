@@ -12,6 +12,7 @@ from shardvit.launch.plan.shards import ShardsBefore, look
 from shardvit.model.formats.export import formats_of
 from shardvit.pipeline.budget.cost import stage_cost
 from shardvit.pipeline.budget.length import stage_length
+from shardvit.pipeline.own_code.by_path import own_digests
 from shardvit.pipeline.recipe.duration import parse_duration
 from shardvit.pipeline.recipe.io import dump_recipe
 from shardvit.pipeline.recipe.schema import Recipe
@@ -42,6 +43,8 @@ def summary(
         if name in recipe.stages.trained:
             there = look(recipe, stage=name)
             speed = _earlier_speed(folder, stage=name)
+            if own_code := own_digests([recipe.model.model_dump(), recipe.train_stage(name).model_dump(mode="json")]):
+                notes.append(f"! {name} runs {', '.join(own_code)}")
             values[-1] |= _column(recipe, stage=name, there=there, processes=processes, images_per_second=speed)
             if there.unopened:
                 unknown = "its published size is taken" if there.role else "what follows is unknown (?)"

@@ -23,11 +23,12 @@ from shardvit.launch.run.lock import locked
 from shardvit.launch.run.restarts import PAUSE_SECONDS, Restarts
 from shardvit.pipeline.checkpoint.identity import check_newest, checkpoint_identity
 from shardvit.pipeline.checkpoint.mend_record import mend_records
+from shardvit.pipeline.own_code.by_path import own_digests
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.stage import TrainStage
 from shardvit.pipeline.recipe.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR, StageName
 from shardvit.pipeline.report.best import describe_results
-from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.runs.run_folder import RunFolder, check_inputs
 from shardvit.pipeline.stage.data_record import check_data, has_record
 from shardvit.pipeline.stage.initial_model import model_from_elsewhere
 
@@ -224,13 +225,19 @@ class PipelineRun:
         return f"{number} on this machine ({'GPU' if num_gpus() else 'CPU'})"
 
     def check_stages(self) -> list[str]:
-        """Check MLflow's address and every stage's data, sizes, model and checkpoints; returns what went unchecked."""
+        """Check tracking and every stage's data, sizes, model and checkpoints; returns what went unchecked."""
         from shardvit.pipeline.recipe.stage_plan import plan_stage  # imports numpy: only for a valid recipe
         from shardvit.pipeline.stage.stage_data import open_data, training_order
+        from shardvit.pipeline.tracking.sinks.choose import check_sinks
         from shardvit.pipeline.transfer.settings import open_few_shot
 
         tracking_uri()  # UserError if it is no address
+        check_sinks(self.recipe.tracking.to)
         notes: list[str] = []
+        if self.recipe.model.custom is not None:
+            from shardvit.pipeline.training.stages import check_own_model
+
+            check_own_model(self.recipe)
         for stage in self.recipe.stages.names:
             is_open = not self._stays_done(stage)
             config = getattr(self.recipe.stages, stage)
@@ -254,7 +261,9 @@ class PipelineRun:
                 images = data.train.num_samples
                 plan = plan_stage(self.recipe, stage=stage, samples_per_epoch=images, world_size=self.processes)
                 training_order(self.recipe, data=data, plan=plan)
+            own_code = own_digests(config.model_dump(mode="json"))
             if is_open and not self._begins_again(stage):
+                check_inputs(self.folder, stage=stage, inputs=own_code)
                 identity = checkpoint_identity(self.recipe, stage=stage, processes=self.processes)
                 check_newest(self.folder.checkpoints(stage), expected=identity)
                 if data is not None and has_record(self.folder, stage=stage):

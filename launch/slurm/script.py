@@ -76,7 +76,7 @@ def stage_script(stage: StageName, *, job: SlurmJob, paths: Paths, tasks: Tasks 
         train=_command(
             _srun(stage, job, paths=paths, how="train"),
             [*inside, python, "-u", "-m", "shardvit.launch.train", recipe, "--stage", stage],
-            ["--runs", str(runs)],
+            ["--runs", str(runs), "--own-code", "recorded"],
         ),
         after=_command(
             *_asking(stage, job, paths=paths),

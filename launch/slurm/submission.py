@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import shardvit
 from shardvit.data_shards.durable import replace_text
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.shards.location import Commands
+from shardvit.data_shards.working_folder import import_folder
 from shardvit.launch.run.pipeline_run import PipelineRun
 from shardvit.launch.slurm.commands import After, Slurm, submit_command
 from shardvit.launch.slurm.records import Submission, begin_jobs, read_submission, write_submission
@@ -131,6 +131,6 @@ def total_steps(recipe: Recipe, *, processes: int, commands: Commands = "refuse"
 
 
 def package_folder() -> Path | None:
-    """The folder that `shardvit` was imported from; None if it is installed."""
-    folder = Path(shardvit.__file__).resolve().parents[1]
+    """The folder to import `shardvit` from; None if it is installed."""
+    folder = Path(import_folder()).resolve()
     return None if folder.is_relative_to(Path(sys.prefix).resolve()) else folder

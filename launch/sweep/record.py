@@ -216,9 +216,11 @@ def _progress(folder: RunFolder) -> dict[str, str | int]:
 
 
 def log_to_mlflow(sweep: Sweep, record: SweepRecord, *, status: RunStatus) -> None:
-    """Update the sweep's own MLflow run, the parent of its runs; never raises, prints a failure."""
+    """Update the sweep's own MLflow run, the parent of its runs, if `tracking.to` has MLflow; prints a failure."""
     from shardvit.pipeline.tracking.command_runs import log_sweep
 
+    if "mlflow" not in sweep.points[0].final.tracking.to:
+        return
     chosen = next((one for one in record.points if one.name == record.chosen), None)
     # Tags, not params, which are immutable in MLflow: grid and share may change.
     tags = {"sweep.stage": record.stage, "sweep.recipe": record.recipe, "sweep.hold_out": f"{record.hold_out:g}"}

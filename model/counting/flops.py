@@ -74,6 +74,11 @@ def account(
         raise ValueError(f"num_classes must be at least 1, not {num_classes}")
     Regularisation(patch_dropout=patch_dropout).check(config)
     config.grid_size(image_size)
+    if config.custom is not None:
+        from shardvit.model.own.custom import measure
+
+        parameters, flops, kept_bytes = measure(config, image_size=image_size, num_classes=num_classes)
+        return Accounting(parameters, flops, 3 * flops, 0, kept_bytes, kept_bytes)
     logits = _head(config.num_features, num_classes=num_classes, head=head)
     if config.kind == "resnet":
         resnet = resnet_cost(config.resnet, image_size=image_size)

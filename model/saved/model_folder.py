@@ -156,6 +156,8 @@ def expected_shapes(meta: SavedModelMeta) -> dict[str, tuple[int, ...]]:
 def timm_objection(meta: SavedModelMeta) -> str | None:
     """Why timm cannot build this model with the same logits, or None."""
     config = meta.model.with_learned_positions
+    if config.custom is not None:
+        return "it is own code, which only shardvit with that file can build"
     if meta.head != "linear":
         return f"its head is {meta.head}, and timm knows linear heads only"
     if config.kind == "resnet":

@@ -53,7 +53,7 @@ def stage_cost(model: ModelConfig, *, stage: TrainStage, engine: EngineConfig, n
     )
     parameters, flops = counted.parameters, counted.training_flops
     kept, checkpointed = counted.activation_bytes, counted.checkpointed_activation_bytes
-    depth = sum(model.resnet.layers) if model.kind == "resnet" else model.sizes.depth
+    depth = model.num_blocks if model.kind == "resnet" else model.sizes.depth
     if masked:
         patches, width = model.grid_size(stage.image_size) ** 2, model.sizes.width
         more = linear(patches // 2 - 1, width, len(COLOURS))  # the head sees half of the patches, not one row

@@ -5,6 +5,7 @@ Plain values, exact in JSON. The position in the data is `step`. Needs no random
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -27,9 +28,11 @@ class TrainState:
     scores_since_log: list[float] = field(default_factory=list)  # of the same steps
     evaluation: dict[str, float] = field(default_factory=dict)  # the last one
     evaluation_step: int = 0  # its step
+    curve: dict[str, float] = field(default_factory=dict)  # the training curve's last point, without times
     recent_losses: list[float] = field(default_factory=list)  # for spike detection
     passed_over: list[int] = field(default_factory=list)  # steps, from 0, that a rollback skips
     rollbacks: int = 0
+    own: dict[str, Any] = field(default_factory=dict)  # states of the user's task and callbacks, by name
 
     def advance(self, *, images: int) -> None:
         self.step += 1

@@ -7,9 +7,10 @@ few classes at a time; keys and top five are exchanged for 128 images.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 
 from shardvit.data_shards.loading.batch import Batch
 from shardvit.pipeline.evaluation import scores
+from shardvit.pipeline.evaluation.own_metrics import OwnMetrics
 from shardvit.pipeline.evaluation.scores import Answered, average_precision
 from shardvit.pipeline.ranks.place import Place
 from shardvit.pipeline.recipe.vocabulary import OWN_SET, EvalMetric, WeightsKind
@@ -63,12 +65,13 @@ class Kept:
     probabilities: list[torch.Tensor] = field(default_factory=list)
     scores: list[torch.Tensor] = field(default_factory=list)  # float32 [rows, C], for mean average precision
 
-    def add(self, batch: Batch, tally: Tally, *, scores: torch.Tensor | None) -> None:
+    def add(self, batch: Batch, tally: Tally, *, task: Task, scores: torch.Tensor | None) -> None:
         self.samples.append(torch.where(batch.counted, batch.samples, -1))
         self.columns.append(_columns(tally))
-        if tally.answers is not None:
+        if tally.answers is not None and isinstance(task, Classification):
             self.keys += batch.keys
-            self.labels.append(batch.labels)
+            # An own task's classes need not be those of the shards.
+            self.labels.append(tally.answers.true if task.label_kind == "single" else batch.labels)
             self.top.append(tally.answers.top)
             self.probabilities.append(tally.answers.probabilities)
         if scores is not None:
@@ -84,17 +87,20 @@ def evaluate(
     of: WeightsKind = "weights",
     set_name: str = OWN_SET,
     metrics: Sequence[EvalMetric] = (),
+    own: Mapping[str, Any] = MappingProxyType({}),
     progress: Callable[[], None] = lambda: None,
 ) -> Evaluated:
     """Evaluate `batches`, padded to equally many on all ranks; collective.
 
     Damaged images go to `faults` and do not count. Metrics are "val/loss", "val/SCORE" (`task.score`), "val/images"
-    (the readable samples) and, for a classifier, baselines and `metrics`. Another set's are "val_NAME/...", the moving
-    average's (`of` "ema") "val/ema_...". The caller swaps the weights.
+    (the readable samples), the user's `own`, and, for a classifier, baselines and `metrics`. Another set's are
+    "val_NAME/...", the moving average's (`of` "ema") "val/ema_...". The caller swaps the weights.
     """
     keeps: Literal["scores", "tallies"] = "scores" if "mean_average_precision" in metrics else "tallies"
     use = "eval" if set_name == OWN_SET else f"eval {set_name}"
-    found = _Gathered(run_model(batches, task=task, faults=faults, use=use, keeps=keeps, progress=progress), ranks)
+    measure = OwnMetrics(own)
+    kept = run_model(batches, task=task, faults=faults, use=use, keeps=keeps, own=measure, progress=progress)
+    found = _Gathered(kept, ranks)
     answered = found.answered
     values, record = {"val/loss": scores.mean_loss(answered), f"val/{task.score}": scores.share_right(answered)}, None
     if isinstance(task, Classification):
@@ -102,6 +108,7 @@ def evaluate(
         values |= _class_metrics(found, classes, task=task, metrics=metrics, of=of)
         with_bins = task.label_kind == "single" and "calibration_error" in metrics
         record = _record(found, classes, task=task, set_name=set_name, of=of, with_bins=with_bins)
+    values |= {f"val/{name}": value for name, value in measure.results(found.mine[:, 0], ranks=ranks).items()}
     if of == "weights":
         values["val/images"] = float(answered.images)
     group = "val" if set_name == OWN_SET else f"val_{set_name}"
@@ -127,6 +134,7 @@ def run_model(
     faults: Notes,
     use: str = "eval",
     keeps: Literal["scores", "tallies"] = "tallies",
+    own: OwnMetrics | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> Kept:
     """Run this rank's forward passes without waiting for the device. `use` names the set in `faults`."""
@@ -137,7 +145,10 @@ def run_model(
         faults.note(batch, use=use, rows=len(batch.counted))
         example = task.example(batch, use="eval")
         outputs = engine.predict(*example.inputs).float()
-        kept.add(batch, task.tally(outputs, example.targets), scores=outputs if keeps == "scores" else None)
+        tally = task.tally(outputs, example.targets)
+        kept.add(batch, tally, task=task, scores=outputs if keeps == "scores" else None)
+        if own is not None:
+            own.update(batch, outputs, example.targets)
     engine.module.train()
     return kept
 

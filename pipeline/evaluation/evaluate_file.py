@@ -29,6 +29,7 @@ from shardvit.model.saved.model_folder import SavedModelMeta
 from shardvit.model.vocabulary import LOSSES
 from shardvit.pipeline.evaluation.evaluate import Exchange, evaluate
 from shardvit.pipeline.evaluation.truth import EvalRequest, Truth, what_is_asked
+from shardvit.pipeline.own_code.by_path import load_own, trust_file
 from shardvit.pipeline.ranks.place import Place
 from shardvit.pipeline.runs.evaluations import Evaluation
 from shardvit.pipeline.stage.task import Classification
@@ -50,6 +51,11 @@ class ModelEvaluated:
     image_size: int
     damaged: tuple[Fault, ...]  # left out
     unlabelled: int  # readable images without a ReaL label, which do not count
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`top1`, `loss`, ..., as in the command's JSON."""
+        return {name.removeprefix("val/"): float(value) for name, value in self.evaluation.metrics.items()}
 
 
 class NoPeers:
@@ -83,14 +89,19 @@ class _Labelled:
         self.damaged |= {(fault.shard, fault.key): fault for fault in batch.faults}
 
 
-def evaluate_model(request: EvalRequest, opened: tuple[ShardSet, Store], *, ranks: Exchange) -> ModelEvaluated:
+def evaluate_model(
+    request: EvalRequest, opened: tuple[ShardSet, Store | None], *, ranks: Exchange, predictor: Predictor | None = None
+) -> ModelEvaluated:
     """Evaluate this process's part of `opened` (see `open_set`) and return the result of all; collective. UserError if
-    model, shards or classes do not fit or are broken."""
+    model, shards or classes do not fit or are broken. `predictor`: the model, if it is open already."""
     shards, store = opened
-    predictor = open_predictor(Path(request.model), device=request.device, weights=request.weights)
+    if predictor is None:
+        trust_file(request.trust)
+        predictor = open_predictor(Path(request.model), device=request.device, weights=request.weights)
     meta = predictor.meta
     truth, metrics = what_is_asked(request, class_names=meta.class_names, shards=shards)
     protocol, crop_share = _preprocessing(request, meta)
+    own = {each.rpartition(":")[2]: load_own(each) for each in request.own_metrics}
     part = EvalBatches(
         Access(shards, store=store, pixel_limit=PixelLimit(request.max_image_pixels), on_corrupt="substitute"),
         transform=EvalTransform(meta.image_size, protocol=protocol, crop_share=crop_share),
@@ -101,7 +112,7 @@ def evaluate_model(request: EvalRequest, opened: tuple[ShardSet, Store], *, rank
     labelled, task = _Labelled(truth), _task(predictor, truth)
     batches: Any = labelled.batches(part, workers=request.workers)
     with closing(prefetch_to_device(batches, device=predictor.device)) as read:
-        evaluation = evaluate(read, task=task, ranks=ranks, faults=labelled, metrics=metrics).record
+        evaluation = evaluate(read, task=task, ranks=ranks, faults=labelled, metrics=metrics, own=own).record
     assert evaluation is not None
     if evaluation.images and not math.isfinite(evaluation.metrics["val/loss"]):
         raise UserError(f"{predictor.origin}: the model gives outputs that are not finite: its weights are damaged")

@@ -109,6 +109,8 @@ class EvalRequest:
     classes: Matching = "names"
     among: Among = "model"
     metrics: tuple[EvalMetric, ...] | None = None  # None: those that fit
+    own_metrics: tuple[str, ...] = ()  # FILE:NAME
+    trust: Path | None = None  # file of the model, if that is own code
     protocol: EvalProtocol | None = None  # None: from the model's record; crop_share likewise
     crop_share: float | None = None
     weights: WeightsKind | None = None

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardvit.data_shards.errors import UserError
 from shardvit.pipeline.optimizers.adafactor import BigVisionAdafactor
 from shardvit.pipeline.optimizers.bf16_moment import AdamWBf16, SgdBf16
 from shardvit.pipeline.optimizers.parameter_groups import parameter_groups
+from shardvit.pipeline.own_code.by_path import load_own, shown
 from shardvit.pipeline.recipe.optimizer import OptimizerConfig
 
 
@@ -39,6 +41,8 @@ def optimizer_over(groups: list[dict[str, Any]], config: OptimizerConfig) -> tor
             from timm.optim import Lamb
 
             return Lamb(groups, lr=lr, betas=betas, eps=config.eps, weight_decay=0.0, max_grad_norm=None)
+        case "custom":
+            return _own_optimizer(groups, config)
         case "muon":
             from timm.optim import Muon
 
@@ -50,6 +54,20 @@ def optimizer_over(groups: list[dict[str, Any]], config: OptimizerConfig) -> tor
                 ns_coefficients="original",
                 adjust_lr_fn="match_rms_adamw",  # one learning rate and decay for both halves (arXiv 2502.16982)
             )
+
+
+def _own_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    given = [id(each) for group in groups for _, each in group["params"]]  # torch takes the names out
+    made = load_own(config.custom or "")(groups, config.lr)
+    theirs = made.param_groups if isinstance(made, torch.optim.Optimizer) else []
+    if sorted(id(each) for group in theirs for each in group["params"]) != sorted(given) or not all(
+        "lr_scale" in group and "param_names" in group for group in theirs
+    ):
+        raise UserError(
+            f"optimizer.custom {shown(config.custom)}: it must return a torch.optim.Optimizer over the groups that it "
+            "is given"
+        )
+    return made
 
 
 class DecoupledSgd(torch.optim.SGD):

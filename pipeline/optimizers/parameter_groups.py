@@ -25,7 +25,7 @@ class _Rule:
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
     """Make a torch optimizer's groups, kernels first; `lr_scale` multiplies the schedule's learning rate."""
-    kernels = kernel_names(model)
+    kernels, exempt = kernel_names(model), set[str](getattr(model, "no_weight_decay", set)())
     layers = layer_numbers(model) if config.layer_decay != 1.0 else {}
     last = max(layers.values(), default=0)
     head_kernel = next((name for name in reversed([*model.state_dict()]) if name in kernels and is_head(name)), None)
@@ -34,6 +34,7 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
         if not parameter.requires_grad:
             continue
         decays = name in kernels if config.weight_decay_on == "kernels" else _is_matrix(name, parameter)
+        decays = decays and name not in exempt
         own = config.head_weight_decay if name == head_kernel else None
         decay = (config.weight_decay if own is None else own) if decays else 0.0
         scale = config.layer_decay ** (last - layers.get(name, last)) * (
@@ -65,7 +66,7 @@ def _own_keys(config: OptimizerConfig, rule: _Rule, shapes: list[tuple[int, ...]
             return {"nesterov": True, "eps": 1e-7} if rule.hidden else {"use_fallback": True, "eps": config.eps}
         case "adafactor":
             return {"shapes": shapes}
-        case "adamw" | "sgd":
+        case "adamw" | "sgd" | "custom":
             return {}
 
 

@@ -12,7 +12,7 @@ import signal
 import time
 from dataclasses import dataclass
 from types import FrameType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 class Stopped(Exception):
@@ -35,14 +35,21 @@ class Requests:
         self._stop = stop
         self._save_seconds = save_minutes * 60
         self._saved_at = time.monotonic()
+        self._asked_to_save = False
         self._heard: dict[int, StopOrSave] = {}
+
+    def ask(self, what: Literal["stop", "save"], why: str) -> None:
+        """Request it on behalf of the user's own code on this rank."""
+        if what == "stop":
+            self._stop.request(why)
+        else:
+            self._asked_to_save = True
 
     @property
     def mine(self) -> StopOrSave:
         age_seconds = time.monotonic() - self._saved_at
-        return StopOrSave(
-            stop=self._stop.reason is not None, save=self._save_seconds > 0 and age_seconds >= self._save_seconds
-        )
+        is_old = self._save_seconds > 0 and age_seconds >= self._save_seconds
+        return StopOrSave(stop=self._stop.reason is not None, save=self._asked_to_save or is_old)
 
     def heard(self, step: int, requested: StopOrSave) -> None:
         self._heard[step] = requested
@@ -54,7 +61,7 @@ class Requests:
         return StopOrSave(stop=requested.stop, save=requested.save and self.saved_step < step - 1)
 
     def saved(self, step: int) -> None:
-        self._saved_at = time.monotonic()
+        self._saved_at, self._asked_to_save = time.monotonic(), False
         self.saved_step = step
 
 

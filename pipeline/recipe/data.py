@@ -19,6 +19,7 @@ from shardvit.data_shards.vocabulary import (
     RandAugmentRanges,
     WorkerKind,
 )
+from shardvit.pipeline.own_code.by_path import OwnCode
 from shardvit.pipeline.recipe.duration import BytesText, DurationText, Strict
 from shardvit.pipeline.recipe.vocabulary import FeatureLayer
 
@@ -161,6 +162,9 @@ class AugmentConfig(Strict):
     flip: float = Field(default=0.5, ge=0, le=1)
     """Probability of a horizontal flip; use 0 where left and right matter."""
     rand_augment: RandAugmentConfig | None = None
+    custom: OwnCode | None = None
+    """FILE:FUNCTION of your own, last before flip, mixing and normalisation: (uint8 image [size, size, 3],
+    numpy Generator of this sample's stream) -> uint8 image of that size. See docs/own-code.md."""
     mixup_alpha: float = Field(default=0.0, ge=0)
     """Mixup with Beta(alpha, alpha), with the global batch's next image (big_vision: the device's previous); 0: off."""
     cutmix_alpha: float = Field(default=0.0, ge=0)

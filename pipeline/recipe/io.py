@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.shards.location import redact_text
 from shardvit.data_shards.text import one_line
+from shardvit.pipeline.own_code.by_path import absolute, allow_model, own_digests, pinned, without_places
 from shardvit.pipeline.recipe.mistakes import mistakes, truths
 from shardvit.pipeline.recipe.roles import with_paths
 from shardvit.pipeline.recipe.schema import Recipe
@@ -30,7 +31,8 @@ from shardvit.pipeline.recipe.yaml_text import read_yaml, write_yaml
 # May change on resume: they affect execution and reports, not the result.
 FREE_KEYS = (
     *("experiment", "processes", "pictures"),
-    *(f"tracking.{key}" for key in ("mode", "system_metrics", "log_model", "register_as", "alias")),
+    *(f"tracking.{key}" for key in ("mode", "to", "system_metrics", "log_model", "register_as", "alias")),
+    *("tracking.wandb.project", "tracking.wandb.entity"),
     *(f"data.{key}" for key in ("workers", "worker_kind", "max_corrupt_share", "cache.folder", "cache.limit")),
     *(f"engine.{key}" for key in ("zero_stage", "max_micro_batch_size", "activation_checkpointing", "compile")),
     *(f"engine.{key}" for key in ("attention", "offload", "overlap", "bucket_elements", "saving")),
@@ -43,12 +45,19 @@ FREE_STAGE_KEYS = (
 )
 
 
-def load_recipe(source: str | Tree, *, overrides: Sequence[str] = (), paths: Path | None = None) -> Recipe:
+def load_recipe(
+    source: str | Tree,
+    *,
+    overrides: Sequence[str] = (),
+    paths: Path | None = None,
+    own_code: Literal["typed", "recorded"] = "typed",
+) -> Recipe:
     """Load a YAML file, the shipped recipe of a name ("digits"), or a recipe's keys. UserError names file and key.
 
     `overrides`: "stages.finetune.optimizer.lr=0.01", with YAML values and no repeated key; "stages." may be omitted,
     `train` and `eval` are the first training stage's, `finetune=SET` chooses the fine-tuning set. `paths`: a file with
     the shards of each role, read only if a stage lacks some. `model` defaults to that of the folder swap_head.model.
+    `own_code`: "typed" references get the digest of their file, "recorded" ones (of a run's own ranks) must match it.
     """
     given = _given(source)
     tree, chosen, changes = _with_choice(read_source(given).tree, overrides)
@@ -59,7 +68,13 @@ def load_recipe(source: str | Tree, *, overrides: Sequence[str] = (), paths: Pat
         tree["model"] = model
     if paths is not None:  # not read for a resolved recipe, so not needed on each host
         tree = with_paths(tree, file=paths)
-    return _validate(tree, origin=place_of(given)[1], overridden=keys)
+    if own_code == "typed":
+        tree = pinned(tree, origin=place_of(given)[1])
+    else:
+        own_digests(tree)
+    recipe = _validate(tree, origin=place_of(given)[1], overridden=keys)
+    allow_model(recipe.model.custom)
+    return recipe
 
 
 def _given(source: str | Tree) -> Given:
@@ -111,7 +126,7 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
 
 def without_free_keys(leaves: Mapping[str, str]) -> dict[str, str]:
     """Drop keys that may change on resume."""
-    return {key: value for key, value in leaves.items() if not _is_free(key)}
+    return {key: without_places(value) for key, value in leaves.items() if not _is_free(key)}
 
 
 def _is_free(key: str) -> bool:
@@ -176,7 +191,7 @@ def _assign(tree: dict[str, Any], override: str, *, before: Sequence[str]) -> st
         if child is not None and not isinstance(child, dict):
             raise UserError(f"override {key}: {parent!r} is a value, not a group of keys")
         node[parent] = node = dict(child or {})  # copy: YAML aliases share one dict
-    node[leaf] = read_yaml(text, source=f"override {one_line(override)}")
+    node[leaf] = absolute({leaf: read_yaml(text, source=f"override {one_line(override)}")}, folder=Path())[leaf]
     return key
 
 

@@ -15,6 +15,7 @@ from shardvit.data_shards.text import one_line
 _LONGEST_SHOWN = 60
 _BOUNDS = {"exclusiveMinimum": "above", "minimum": "of at least", "exclusiveMaximum": "below", "maximum": "at most"}
 _GROUPS: dict[str, str] = {"model": "{variant: B/16}", "optimizer": "{name: adamw, lr: 0.001}", "stages": "pretrain"}
+_BRANCH = re.compile(r"[a-z-]+\[.*\]")  # pydantic's name of one kind of value among several, such as tuple[int]
 _SET, _SHARDS = "ShardsConfig", "a group of keys with one called shards"
 
 Schema = dict[str, Any]
@@ -32,7 +33,9 @@ class Mistake:
 def mistakes(error: ValidationError, *, tree: Any, root: type[BaseModel]) -> list[Mistake]:
     """List the validation errors of `tree` without repetitions."""
     schema, details = _schema_of(root), error.errors(include_url=False, include_context=True)
-    return list(dict.fromkeys(_mistake(each, tree=tree, root=schema) for each in details))
+    found = list(dict.fromkeys(_mistake(each, tree=tree, root=schema) for each in details))
+    # Where a name or a group of keys may stand, a wrong key of the group says more.
+    return [each for each in found if not any(other.key.startswith(f"{each.key}.") for other in found)]
 
 
 def truths(tree: Any, *, root: type[BaseModel]) -> list[Mistake]:
@@ -71,7 +74,7 @@ def _find(location: Sequence[int | str], *, tree: Any, root: Schema) -> tuple[st
             if isinstance(tree, list):  # one of several sets
                 names.append(str(part))
                 tree = tree[part]
-        elif group is not None and number == len(location) - 1:
+        elif group is not None and number == len(location) - 1 and not _BRANCH.fullmatch(str(part)):
             holder, field, last = group, None, str(part)
             names.append(last)
     return one_line(".".join(names)), last, holder, field
@@ -164,7 +167,8 @@ def _words(kind: Schema, *, field: Schema, name: str) -> str:
         case {"items": _} if group and group["title"] == _SET:
             return f"a folder or URL of shards, {_SHARDS}, or a list of these"
         case {"items": items}:
-            return f"a list, each of it {_words(items, field=field, name=name)}"
+            each = ", or ".join(_words(inner, field=field, name=name) for inner in _kinds(items))
+            return f"a list, each of it {each}"
         case _ if group and group["title"] == _SET:
             return f"a folder or URL of shards, or {_SHARDS}"
         case _ if group:

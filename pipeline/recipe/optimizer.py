@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from shardvit.pipeline.own_code.by_path import OwnCode
 from shardvit.pipeline.recipe.duration import DurationText, Strict, parse_duration
 from shardvit.pipeline.recipe.vocabulary import OPTIMIZERS, MomentType, OptimizerName
 
@@ -20,7 +21,11 @@ class OptimizerConfig(Strict):
 
     name: OptimizerName
     """adamw: ViT paper. sgd: with momentum. adafactor: big_vision's variant. lamb, muon: timm's, with q, k and v of a
-    block as one matrix (one LAMB trust ratio; flax has three). The last three need engine.zero_stage 0."""
+    block as one matrix (one LAMB trust ratio; flax has three). custom: the key `custom`, which implies it. The last
+    four need engine.zero_stage 0."""
+    custom: OwnCode | None = None
+    """FILE:FUNCTION of your own: (parameter groups, lr) -> torch optimizer. Groups have params (name and parameter),
+    weight_decay (decoupled: times the learning rate) and lr_scale. See docs/own-code.md."""
     lr: float = Field(gt=0)
     """Peak learning rate."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -54,11 +59,15 @@ class OptimizerConfig(Strict):
     @classmethod
     def _own_defaults(cls, given: Any) -> Any:
         name = given.get("name") if isinstance(given, dict) else None
+        if isinstance(given, dict) and given.get("custom") and name is None:
+            return {**given, "name": "custom"}
         return {**OPTIMIZERS[name].defaults, **given} if isinstance(name, str) and name in OPTIMIZERS else given
 
     def problems(self) -> Iterator[str]:
         others = {key for each in OPTIMIZERS.values() for key in each.keys} - {*OPTIMIZERS[self.name].keys}
         yield from self.ignored(*sorted(others), why=f"with {self.name}")
+        if self.name == "custom" and self.custom is None:
+            yield "name custom needs custom: FILE:FUNCTION, which makes the optimizer"
         if not self.weight_decay and not self.head_weight_decay:
             on = () if self.name == "lamb" else ("weight_decay_on",)  # LAMB scales these parameters
             yield from self.ignored("weight_decay_unit", *on, why="without decay")

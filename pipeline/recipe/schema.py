@@ -10,7 +10,7 @@ from shardvit.model.config import ModelConfig
 from shardvit.pipeline.recipe.data import MOST_LANES, DataConfig
 from shardvit.pipeline.recipe.duration import Strict
 from shardvit.pipeline.recipe.stage import MOST_SECONDS, MaskedPatchStage, Stages, TrainStage
-from shardvit.pipeline.recipe.vocabulary import OPTIMIZERS, AttentionKernel, StageName
+from shardvit.pipeline.recipe.vocabulary import OPTIMIZERS, AttentionKernel, SinkName, StageName
 
 FEW_PROCESSES = 256  # most for which `data.lanes: auto` ignores their number
 _MANY_LANES = 4096  # of auto, for more processes
@@ -23,13 +23,26 @@ _MLFLOW_VERSION = re.compile("v[0-9]+", re.IGNORECASE)  # MLflow's own names of 
 _TAKEN_NAMES = ("mlartifacts", "mlflow.db")  # MLflow's, next to the runs
 
 
-class TrackingConfig(Strict):
-    """Tracking with MLflow; does not affect training."""
+class WandbConfig(Strict):
+    """Weights & Biases; its own variables (WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY, WANDB_DIR, ...) take precedence."""
 
+    project: str | None = Field(default=None, min_length=1, max_length=128)
+    """Project; the default is the recipe's experiment."""
+    entity: str | None = Field(default=None, min_length=1, max_length=128)
+    """User or team; the default is the login's."""
+
+
+class TrackingConfig(Strict):
+    """Where a run is sent; does not affect training."""
+
+    to: tuple[SinkName, ...] = ("mlflow",)
+    """Services that get the run: mlflow, tensorboard (event files in the run folder), wandb. []: none, files only."""
     mode: Literal["online", "offline"] = "online"
     """online: send during training; offline: send nothing until `shardvit sync`."""
+    wandb: WandbConfig = WandbConfig()
     system_metrics: bool = False
-    """Log CPU, memory, network, disk and GPU of each node every ten seconds, in a separate process."""
+    """Log CPU, memory, network, disk and GPU of each node to MLflow, every ten seconds, in a separate process; to W&B
+    those of rank 0's node."""
     log_model: bool = True
     """Log the last stage's model to MLflow, loadable without shardvit; false: keep it only in the run folder."""
     register_as: str | None = Field(default=None, min_length=1, max_length=_LONGEST_MLFLOW_NAME)
@@ -54,8 +67,12 @@ class TrackingConfig(Strict):
         return alias
 
     def problems(self) -> Iterator[str]:
+        if len(set(self.to)) < len(self.to):
+            yield f"to {list(self.to)} names a service twice: name it once"
         if self.mode == "offline":
             yield from self.ignored("system_metrics", why="offline, as they are not kept to be sent later")
+        elif not {"mlflow", "wandb"} & {*self.to}:
+            yield from self.ignored("system_metrics", why="without mlflow or wandb in `to`")
         if not self.log_model:
             yield from self.ignored("register_as", why="if no model is logged")
         if self.register_as is None:
@@ -136,9 +153,13 @@ class EngineConfig(Strict):
 
     def problems_with(self, model: ModelConfig) -> Iterator[str]:
         if model.kind == "resnet":
-            yield from self.ignored("attention", why="on a pure ResNet", group="engine.")
+            what = "an own model" if model.custom is not None else "a pure ResNet"
+            yield from self.ignored("attention", why=f"on {what}", group="engine.")
             if self.compile == "blocks":
-                yield "engine.compile blocks: a pure ResNet has no Transformer blocks: leave it out"
+                yield f"engine.compile blocks: {what} has no Transformer blocks that we know: leave it out"
+            if model.custom is not None:
+                yield from self.ignored("activation_checkpointing", why=f"on {what}, which can do so", group="engine.")
+                return
         elif model.position == "relative" and self.attention in ("cudnn", "flash"):
             yield (
                 f"engine.attention {self.attention} takes no learned bias, which model.position relative needs: set "
@@ -186,7 +207,7 @@ class Recipe(Strict):
     name: str
     """Name of the run folder and of the MLflow run."""
     experiment: str = Field(default="shardvit", min_length=1)
-    """MLflow experiment; the environment variable MLFLOW_EXPERIMENT_NAME takes precedence."""
+    """MLflow experiment and W&B project; the environment variable MLFLOW_EXPERIMENT_NAME takes precedence."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     processes: Annotated[int, Field(ge=1, le=10**6)] | Literal["auto"] = "auto"
     """Processes that `shardvit run` starts on this machine; auto: one per GPU, or one."""
@@ -248,6 +269,12 @@ class Recipe(Strict):
                 f"{key}.image_size: {size} pixels are {grid**2:,} patches, more than {_MOST_PATCHES:,}: take a smaller "
                 "image_size, or larger patches"
             )
+        if self.model.custom is not None:
+            if masked:
+                yield f"{key}: an own model has no patch embeddings that we could corrupt: take stages.pretrain"
+            own = ("head", "head_bias", "init", "few_shot")
+            why = "on an own model, whose code says it"
+            yield from stage.ignored(*(each for each in own if hasattr(stage, each)), why=why, group=f"{key}.")
         if masked and self.model.kind == "resnet":
             yield (
                 f"{key}: a pure ResNet has no patch embeddings to corrupt: take a Transformer or a hybrid, or "
@@ -263,12 +290,7 @@ class Recipe(Strict):
         """Number of spans of the sample order. `auto` depends on `processes` only above 256: a multiple if possible."""
         if self.data.lanes != "auto":
             return self.data.lanes
-        batch = stage.global_batch_size
-        most = FEW_PROCESSES if processes <= FEW_PROCESSES else _MANY_LANES
-        lanes = max(n for n in range(1, most + 1) if batch % n == 0)
-        if processes > FEW_PROCESSES and lanes % processes:
-            return max((n for n in range(processes, MOST_LANES + 1, processes) if batch % n == 0), default=lanes)
-        return lanes
+        return lanes_of(stage.global_batch_size, processes=processes)
 
     def train_stage(self, name: StageName) -> TrainStage:
         """Get a training stage by name; KeyError if the recipe lacks it, or for swap_head."""
@@ -276,3 +298,12 @@ class Recipe(Strict):
         if not isinstance(stage, TrainStage):
             raise KeyError(name)
         return stage
+
+
+def lanes_of(batch: int, *, processes: int) -> int:
+    """Choose `data.lanes` for a global batch under `auto`."""
+    most = FEW_PROCESSES if processes <= FEW_PROCESSES else _MANY_LANES
+    lanes = max(n for n in range(1, most + 1) if batch % n == 0)
+    if processes > FEW_PROCESSES and lanes % processes:
+        return max((n for n in range(processes, MOST_LANES + 1, processes) if batch % n == 0), default=lanes)
+    return lanes

@@ -26,6 +26,7 @@ from shardvit.data_shards.safe_paths import is_inside
 from shardvit.data_shards.text import one_line
 from shardvit.model.config import ModelConfig
 from shardvit.model.saved.model_folder import CONFIG_FILE, SavedModelMeta, read_meta
+from shardvit.pipeline.own_code.by_path import absolute
 from shardvit.pipeline.recipe.yaml_text import read_yaml_file
 
 SHIPPED = Path(__file__).parents[1] / "recipes"
@@ -226,7 +227,7 @@ def _own_keys(given: Given) -> tuple[Tree, list[str]]:
     parents = parents if isinstance(parents, list) else [parents]
     if not all(isinstance(parent, str) for parent in parents):
         raise UserError(f"{name}: extends must be the name of another recipe, or a list of names")
-    return tree, parents
+    return absolute(tree, folder=place_of(given)[0]), parents
 
 
 KEYS = ("command", "hardware", "time", "result", "source", "chosen")

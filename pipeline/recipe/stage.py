@@ -2,17 +2,25 @@
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
 from shardvit.data_shards.vocabulary import EvalProtocol
 from shardvit.model.config import Regularisation
 from shardvit.model.vocabulary import LOSSES, DropoutMasks, HeadKind, InitStyle, LossKind
+from shardvit.pipeline.own_code.by_path import OwnCode
 from shardvit.pipeline.recipe.data import MOST_SIDE, AugmentConfig, FewShotConfig, OneSet, SomeSets, several
 from shardvit.pipeline.recipe.duration import DurationText, Strict
 from shardvit.pipeline.recipe.optimizer import OptimizerConfig, ScheduleConfig
-from shardvit.pipeline.recipe.vocabulary import ALL_STAGES, OF_SEVERAL_LABELS, EvalMetric, StageName, WeightsKind
+from shardvit.pipeline.recipe.vocabulary import (
+    ALL_STAGES,
+    METRICS,
+    OF_SEVERAL_LABELS,
+    EvalMetric,
+    StageName,
+    WeightsKind,
+)
 
 MOST_SECONDS = 10**7
 _MOST_IMAGES = 2**20  # of a batch
@@ -47,6 +55,16 @@ class RollbackConfig(Strict):
     """Stop training after this many rollbacks in a stage."""
 
 
+class OwnLossConfig(Strict):
+    """A loss of your own."""
+
+    custom: OwnCode
+    """FILE:FUNCTION: (float32 logits [B, C], targets) -> the mean, or a loss per image [B]. Targets are classes, int64
+    [B], or with mixing or several labels shares, float32 [B, C]. See docs/own-code.md."""
+    probabilities: LossKind = "softmax"
+    """How predictions and val/loss (its cross-entropy) read the logits; sigmoid takes several labels per image."""
+
+
 class TrainStage(Strict):
     """Keys shared by all training stages."""
 
@@ -76,7 +94,12 @@ class TrainStage(Strict):
     schedule: ScheduleConfig = ScheduleConfig()
     ema: EmaConfig | None = None
     augment: AugmentConfig = AugmentConfig()
-    loss: LossKind = "softmax"
+    loss: LossKind | OwnLossConfig = "softmax"
+    task: OwnCode | None = None
+    """FILE:CLASS of your own, for a loss that needs more than logits and labels, such as distillation or rotations: a
+    subclass of `Classification`. See docs/own-code.md."""
+    callbacks: tuple[OwnCode, ...] = ()
+    """FILE:CLASS each, told after each step and evaluation and before each checkpoint. See docs/own-code.md."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     dropout: float = Field(default=0.0, ge=0, lt=1)
     stochastic_depth: float = Field(default=0.0, ge=0, lt=1)
@@ -94,9 +117,11 @@ class TrainStage(Strict):
     """Interval of logging and of checks for spikes and slow processes; 0: only at the end."""
     eval_every: DurationText = "25%"
     """Interval of evaluations; 0: only at the end."""
-    metrics: tuple[EvalMetric, ...] | Literal["auto"] = "auto"
+    metrics: tuple[EvalMetric | OwnCode, ...] | Literal["auto"] = "auto"
     """Metrics besides loss and top-1. auto: top5 and calibration_error, or precision_at_1 for images with several
-    labels. mean_average_precision keeps images x classes x 4 bytes of scores over all processes."""
+    labels. mean_average_precision keeps images x classes x 4 bytes of scores over all processes. FILE:NAME of your
+    own: a function (outputs, targets) -> a value per image, or a class; alone, they come on top of auto's. See
+    docs/own-code.md."""
     save_every: DurationText = "10%"
     """Interval of checkpoints; also written on a signal and at the end."""
     save_every_minutes: float = Field(default=0.0, ge=0, le=MOST_SECONDS)
@@ -105,8 +130,9 @@ class TrainStage(Strict):
     """Keep this many of the newest checkpoints."""
     keep_every: DurationText = "0 steps"
     """Also write checkpoints at multiples of this and keep them all."""
-    keep_best: Literal["loss", "score"] | None = None
-    """Also write a checkpoint after each evaluation and keep the best by held-out loss or score (top-1)."""
+    keep_best: Literal["loss", "score"] | Annotated[str, Field(pattern="^[A-Za-z_]")] | None = None
+    """Also write a checkpoint after each evaluation and keep the best by held-out loss or score (top-1), or by one of
+    your own metrics (the smallest if its name ends in loss)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -134,13 +160,33 @@ class TrainStage(Strict):
         """True if blocks draw from the process's random generator in training."""
         return self.dropout_masks == "process" and bool(self.dropout or self.stochastic_depth)
 
+    @property
+    def loss_kind(self) -> LossKind:
+        """How logits become probabilities."""
+        return self.loss.probabilities if isinstance(self.loss, OwnLossConfig) else self.loss
+
+    @property
+    def own_metrics(self) -> dict[str, OwnCode]:
+        """The user's own metrics by name."""
+        named = () if self.metrics == "auto" else self.metrics
+        return {each.rpartition(":")[2]: each for each in named if ":" in each}
+
+    @property
+    def built_in_metrics(self) -> tuple[EvalMetric, ...] | Literal["auto"]:
+        if self.metrics == "auto" or len(self.own_metrics) == len(self.metrics) > 0:
+            return "auto"
+        known: tuple[EvalMetric, ...] = get_args(EvalMetric)
+        return tuple[EvalMetric, ...](each for each in known if self.metrics.count(each))
+
     def problems(self) -> Iterator[str]:
         if self.eval_protocol in ("vit", "vit_exact"):
             yield from self.ignored("eval_crop_share", why=f"with eval_protocol {self.eval_protocol}")
         size, resize = self.image_size, self.augment.resize_size
         if resize is not None and resize < size:
             yield f"augment.resize_size {resize} is smaller than the crop's image_size {size}: give at least {size}"
-        if self.label_smoothing >= (bound := LOSSES[self.loss].smoothing_below):
+        if isinstance(self.loss, OwnLossConfig):
+            yield from self.ignored("label_smoothing", why="on a loss of your own, which may smooth its targets")
+        elif self.label_smoothing >= (bound := LOSSES[self.loss].smoothing_below):
             yield f"label_smoothing {self.label_smoothing} inverts {self.loss}'s targets: stay below {bound:g}"
         if not self.patch_dropout:
             yield from self.ignored("unmasked_finish", why="without patch_dropout")
@@ -151,8 +197,18 @@ class TrainStage(Strict):
         for each in metrics:
             if metrics.count(each) > 1:
                 yield f"metrics names {each} twice: once is enough"
-            if each in OF_SEVERAL_LABELS and not LOSSES[self.loss].takes_several_labels:
-                yield f"metrics: {each} needs several labels per image, unlike loss {self.loss}: leave it out"
+            if each in OF_SEVERAL_LABELS and not LOSSES[self.loss_kind].takes_several_labels:
+                yield f"metrics: {each} needs several labels per image, unlike loss {self.loss_kind}: leave it out"
+        for name in self.own_metrics:
+            if f"val/{name}" in METRICS or name.startswith("ema_"):
+                yield f"metrics: val/{name} is a metric of shardvit's own: give your function another name"
+        if len(self.own_metrics) < sum(":" in each for each in metrics):
+            yield "metrics: two of your own have the same name: rename one"
+        if len({each.rpartition(":")[2] for each in self.callbacks}) < len(self.callbacks):
+            yield "callbacks: two have the same name, by which checkpoints know their states: rename one"
+        if self.keep_best not in (None, "loss", "score", *self.own_metrics):
+            own = ", or a metric of your own" + "".join(f", {name}" for name in self.own_metrics)
+            yield f"keep_best is {self.keep_best!r}: give loss or score{own}"
         yield from self._set_problems()
 
     def _set_problems(self) -> Iterator[str]:
@@ -203,7 +259,7 @@ class MaskedPatchStage(TrainStage):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         why = "with masked patch prediction"
-        yield from self.ignored("loss", "label_smoothing", "patch_dropout", "metrics", why=why)
+        yield from self.ignored("loss", "label_smoothing", "patch_dropout", "metrics", "task", why=why)
         yield from self.augment.ignored("mixup_alpha", "cutmix_alpha", why=why, group="augment.")
 
 

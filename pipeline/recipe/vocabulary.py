@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 StageName = Literal["masked_patch", "pretrain", "swap_head", "finetune"]
 ALL_STAGES: tuple[StageName, ...] = get_args(StageName)
+SinkName = Literal["mlflow", "tensorboard", "wandb"]  # tracking services; NAME.json of the run and each stage: progress
 
 # ---- exit codes of `shardvit`, ranks and launchers ----
 
@@ -42,7 +43,7 @@ SWEEP_FILE = "sweep.json"  # in the folder of a sweep
 
 # ---- optimizers ----
 
-OptimizerName = Literal["adamw", "sgd", "adafactor", "lamb", "muon"]
+OptimizerName = Literal["adamw", "sgd", "adafactor", "lamb", "muon", "custom"]
 MomentType = Literal["float32", "bf16"]
 _FLOAT32_BYTES, _BF16_BYTES = 4, 2
 
@@ -86,6 +87,7 @@ OPTIMIZERS: dict[OptimizerName, OptimizerState] = {
         more_bytes=4.0,  # embeddings, head, norms and biases have AdamW's two moments
         takes="parameters",
     ),
+    "custom": OptimizerState(moments=(), keys=("custom",), more_bytes=8.0, takes="parameters"),  # of an unknown state
 }
 
 AttentionKernel = Literal["cudnn", "flash", "efficient", "math"]

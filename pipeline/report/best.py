@@ -41,15 +41,16 @@ def best_results(rows: Iterable[MetricRow], *, last: Mapping[str, float], by: st
 
 def describe_best(results: Mapping[str, float], *, stage: str, checkpoints: Path) -> str:
     """Describe the best evaluation and how to keep its weights; empty if it was the last one."""
-    key = next((key for key in _NAMES if f"best/{key}" in results), None)
+    key = next((key.removeprefix("best/") for key in results if key.startswith("best/val/")), None)
     if key is None or _STEP not in results:
         return ""
-    step, what = int(results[_STEP]), "loss" if key.endswith("loss") else "score"
+    step, what, name = int(results[_STEP]), "loss" if key.endswith("loss") else "score", key.partition("/")[2]
+    what, name = (what, _NAMES[key]) if key in _NAMES else (name.removeprefix("ema_"), name)
     folder = checkpoints / f"{FOLDER_PREFIX}{step:08d}"
     kept = f"keep_best: {what} in stages.{stage} keeps its checkpoint, from --restart {stage} on"
     if folder.is_dir():
         kept = f"its checkpoint is {folder}"
-    return f"the best held-out {_NAMES[key]} was {results[f'best/{key}']:.4f} after step {step:,}: {kept}"
+    return f"the best held-out {name} was {results[f'best/{key}']:.4f} after step {step:,}: {kept}"
 
 
 def describe_results(folder: RunFolder, *, stage: StageName) -> str:

@@ -23,7 +23,7 @@ from shardvit.pipeline.ranks.phases import Phases
 from shardvit.pipeline.ranks.process import WORTH_A_WORD
 from shardvit.pipeline.ranks.stopping import Stopped
 from shardvit.pipeline.recipe.stage_plan import StagePlan
-from shardvit.pipeline.recipe.vocabulary import EVENTS_FILE, METRICS_FILE, StageName
+from shardvit.pipeline.recipe.vocabulary import EVENTS_FILE, METRICS, METRICS_FILE, StageName
 from shardvit.pipeline.report.best import AVERAGES_SCORES, SCORES, show_score
 from shardvit.pipeline.report.gauges import Gauges, peak_flops, stage_work
 from shardvit.pipeline.report.losses import Spike
@@ -149,7 +149,7 @@ def attempt_log(
         finally:
             try_writing(lambda: end_attempt(folder, stage, status), say=say)
             if recipe.tracking.mode == "offline" and (status != "FINISHED" or folder.is_complete(recipe)):
-                say(f"MLflow: offline; `shardvit sync {folder.path}` sends the run")
+                say(f"tracking: offline; `shardvit sync {folder.path}` sends the run")
 
 
 @dataclass
@@ -257,7 +257,13 @@ class Report:
             group, _, metric = key.partition("/")
             if group.startswith("val_") and f"val/{metric}" in SCORES:
                 said += f"; {group.removeprefix('val_')}: {show_score(found, key)}"
+            if group == "val" and key not in METRICS and not metric.startswith(("ema_", "fewshot_")):  # the user's own
+                said += f"; {metric} {found[key]:.4f}"
         self.note(f"step {state.step}: {said}", kind="evaluation")
+
+    def own(self, state: TrainState, values: Mapping[str, float]) -> None:
+        """Record what a callback logs."""
+        self._record(state, dict(values))
 
     def spikes(self, found: Sequence[Spike]) -> None:
         for spike in found:

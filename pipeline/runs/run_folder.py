@@ -1,6 +1,7 @@
 """The run folder: track which stages are done and from which inputs, and refuse a changed recipe.
 
     RUNS/NAME/recipe.yaml                 the resolved recipe
+    RUNS/NAME/own_code/                   the user's own files as they were, to read: never executed from here
     RUNS/NAME/recipe_difference.txt       to its parent, see `recipe.io.difference_to_parent`
     RUNS/NAME/STAGE/stage.json            state, images seen, digests of inputs, results
     RUNS/NAME/STAGE/data.json             the shards it began with, see `stage.data_record`
@@ -32,6 +33,7 @@ from shardvit.data_shards.durable import replace_text
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.safe_paths import is_inside, read_inside
 from shardvit.data_shards.text import one_line
+from shardvit.pipeline.own_code.by_path import copies
 from shardvit.pipeline.recipe.io import differences, dump_recipe, flatten, parse_recipe, without_free_keys
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.vocabulary import (
@@ -47,6 +49,7 @@ from shardvit.pipeline.recipe.vocabulary import (
     StageName,
 )
 
+OWN_CODE_FOLDER = "own_code"
 FOLDER_PREFIX = "step-"  # of a checkpoint
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -208,6 +211,9 @@ class RunFolder:
                     self.stage(name).rename(aside)
                     notes.append(f"moved {self.stage(name)} aside to {aside}")
         self.path.mkdir(parents=True, exist_ok=True)
+        for name, text in copies(recipe.model_dump(mode="json")):
+            (self.path / OWN_CODE_FOLDER).mkdir(exist_ok=True)
+            replace_text(self.path / OWN_CODE_FOLDER / name, text)
         replace_text(self.path / RECIPE_FILE, dump_recipe(recipe))
         return notes
 
@@ -240,7 +246,7 @@ def _is_of(key: str, stages: Sequence[StageName]) -> bool:
 
 def check_inputs(folder: RunFolder, *, stage: StageName, inputs: Mapping[str, str]) -> None:
     """Raise UserError if the stage began from other data or weights."""
-    before = folder.record(stage).inputs
+    before = folder.peek(stage).inputs  # a broken record is mended before the stage runs
     changed = [name for name, digest in inputs.items() if name in before and before[name] != digest]
     if changed:
         raise UserError(

@@ -1,12 +1,14 @@
 """Record this process's versions, git revision and host, for checkpoints and MLflow's source tags.
 
 Restoring a checkpoint reports differences, never refuses them. MLflow itself finds the commit only under `python -m`.
-Costs four git calls (about 20 ms) and package metadata reads per stage; works without git.
+Costs four git calls (about 20 ms) and package metadata reads per stage; works without git. setup.py, which runs this
+file by itself (so it imports the standard library only), leaves the tags in a wheel.
 """
 
 import contextlib
 import functools
 import getpass
+import json
 import platform
 import subprocess
 import sys
@@ -17,16 +19,16 @@ from pathlib import Path
 
 _PACKAGES = ("shardvit", "torch", "deepspeed", "accelerate", "timm", "numpy")
 _NOT_COMPARED = ("host", "time")
+COMMIT_FILE = "commit.json"  # beside the four rooms of a wheel
+_SHARDVIT = Path(__file__).parents[2]
 
 
 def written_by() -> dict[str, str]:
     """Return the record of this process that a checkpoint stores."""
-    tags = git_tags(Path(__file__))
-    revision = tags.get("mlflow.source.git.commit", "unknown")
     return {
         "python": platform.python_version(),
         **{name: _version(name) for name in _PACKAGES},
-        "revision": revision + (" with changes" if tags.get("shardvit.git.dirty") == "true" else ""),
+        "revision": revision(),
         "host": platform.node(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
@@ -48,7 +50,22 @@ def source_tags() -> dict[str, str]:
     tags = {"mlflow.source.name": Path(sys.argv[0]).name, "mlflow.source.type": "LOCAL"}
     with contextlib.suppress(KeyError, OSError, ImportError):  # a container's user may have no name
         tags["mlflow.user"] = getpass.getuser()
-    return tags | git_tags(Path(__file__))
+    return tags | source_revision()
+
+
+def revision() -> str:
+    """Return shardvit's commit, with " with changes" behind it if files differed; "unknown" without one."""
+    tags = source_revision()
+    return tags.get("mlflow.source.git.commit", "unknown") + (
+        " with changes" if tags.get("shardvit.git.dirty") == "true" else ""
+    )
+
+
+def source_revision() -> dict[str, str]:
+    """Return `git_tags` of this clone, or those of the one that this wheel was made from."""
+    with contextlib.suppress(FileNotFoundError):
+        return json.loads((_SHARDVIT / COMMIT_FILE).read_text(encoding="utf-8"))
+    return git_tags(Path(__file__))
 
 
 def git_tags(source_file: Path) -> dict[str, str]:

@@ -1,5 +1,12 @@
 """Translate a stage's order, crops, augmentation and mixing for `data_shards`."""
 
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from shardvit.data_shards.errors import OwnCodeFailed, UserError
+from shardvit.data_shards.images.crops import Pixels
 from shardvit.data_shards.images.decode import PixelLimit
 from shardvit.data_shards.images.rand_augment import RandAugment
 from shardvit.data_shards.images.transforms import EvalTransform, TrainTransform
@@ -7,18 +14,40 @@ from shardvit.data_shards.loading.assemble import Access
 from shardvit.data_shards.loading.loader import EvalBatches, Layout, TrainBatches
 from shardvit.data_shards.loading.mixing import MixupConfig
 from shardvit.data_shards.shards.shard_set import ShardSet
+from shardvit.pipeline.own_code.by_path import OwnCode, load_own, own_traceback, shown
 from shardvit.pipeline.ranks.place import Place
 from shardvit.pipeline.recipe.stage import TrainStage
 from shardvit.pipeline.stage.stage_data import Stage
 
 
-def train_stream(stage: Stage, *, place: Place) -> TrainBatches:
-    """Index a rank's micro-batches by number."""
-    plan = stage.plan
+@dataclass(frozen=True)
+class OwnAugment:
+    """The user's augmentation; travels to worker processes as its name, and is loaded there."""
+
+    code: OwnCode
+
+    def __post_init__(self) -> None:
+        load_own(self.code)  # a mistake is found before a worker starts
+
+    def __call__(self, image: Pixels, generator: np.random.Generator) -> Pixels:
+        function = load_own(self.code)
+        try:
+            found = function(image, generator)
+        except Exception as error:  # noqa: BLE001 - perhaps in a worker process, which would add its own traceback
+            raise OwnCodeFailed(own_traceback(error)) from None
+        if not isinstance(found, np.ndarray) or found.shape != image.shape or found.dtype != np.uint8:
+            got = f"{found.dtype} {[*found.shape]}" if isinstance(found, np.ndarray) else type(found).__name__
+            raise UserError(f"augment.custom {shown(self.code)}: it gives {got}, not a uint8 array {[*image.shape]}")
+        return found
+
+
+def train_stream(stage: Stage, *, place: Place, own_code: Literal["run", "leave out"] = "leave out") -> TrainBatches:
+    """Index a rank's micro-batches by number. Only training runs the user's augmentation: pictures execute nothing."""
+    plan, custom = stage.plan, stage.config.augment.custom if own_code == "run" else None
     return TrainBatches(
         access_of(stage, stage.data.train),
         order=stage.order(),
-        transform=train_transform(stage.config),
+        transform=replace(train_transform(stage.config), own=custom and OwnAugment(custom)),
         layout=Layout(
             rank=place.rank,
             world_size=place.world_size,

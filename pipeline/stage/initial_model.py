@@ -36,10 +36,10 @@ def stage_model(
         image_size=config.image_size,
         num_classes=len(outputs),
         class_names=tuple(outputs),
-        head=config.head_kind,
+        head="linear" if recipe.model.custom else config.head_kind,
         mean=start.normalisation.mean,
         std=start.normalisation.std,
-        loss=config.loss,
+        loss=config.loss_kind,
         eval_protocol=config.eval_protocol,
         eval_crop_share=config.eval_crop_share,
         ema_decay=config.ema.decay if config.ema and config.ema.model == "ema" else None,
@@ -74,6 +74,8 @@ def model_from_elsewhere(recipe: Recipe) -> Path | None:
 
 
 def _resolved(config: ModelConfig) -> dict[str, object]:
+    if config.custom is not None:
+        return config.model_dump()
     match config.kind:
         case "vit":
             sizes = asdict(config.sizes)

@@ -15,6 +15,7 @@ from shardvit.data_shards.store.cache import CacheConfig, default_cache_folder
 from shardvit.data_shards.store.store import Store
 from shardvit.data_shards.text import counted, named, parse_bytes, show_bytes
 from shardvit.model.vocabulary import LOSSES
+from shardvit.pipeline.own_code.by_path import own_digests
 from shardvit.pipeline.recipe.data import ShardsConfig
 from shardvit.pipeline.recipe.roles import missing_paths
 from shardvit.pipeline.recipe.schema import Recipe
@@ -86,7 +87,8 @@ class Stage:
 
     @property
     def inputs(self) -> dict[str, str]:
-        return {name: one.digest for name, one in self.data.recorded.items()}
+        own = own_digests(self.config.model_dump(mode="json"))
+        return {name: one.digest for name, one in self.data.recorded.items()} | own
 
     def order(self) -> AnyOrder:
         """Order of training samples; UserError as `training_order`."""
@@ -192,9 +194,12 @@ def _demand_like_labels(train: ShardSet, held_out: ShardSet, *, config: TrainSta
         )
     if train.is_multi_label != held_out.is_multi_label:
         raise UserError(f"stages.{stage}: one of train and {key} has a list of labels per image, the other has one")
-    if train.is_multi_label and not LOSSES[config.loss].takes_several_labels:
+    if train.is_multi_label and not LOSSES[config.loss_kind].takes_several_labels:
         use = " or ".join(name for name, loss in LOSSES.items() if loss.takes_several_labels)
-        raise UserError(f"stages.{stage}.loss is {config.loss}, but the images have several labels each: use {use}")
+        key = "loss" if config.loss == config.loss_kind else "loss.probabilities"
+        raise UserError(
+            f"stages.{stage}.{key} is {config.loss_kind}, but the images have several labels each: use {use}"
+        )
 
 
 def asked_metrics(config: TrainStage, *, shards: ShardSet, stage: StageName) -> tuple[EvalMetric, ...]:
@@ -202,7 +207,7 @@ def asked_metrics(config: TrainStage, *, shards: ShardSet, stage: StageName) -> 
     if isinstance(config, MaskedPatchStage):
         return ()
     return chosen_metrics(
-        config.metrics,
+        config.built_in_metrics,
         label_kind="multi" if shards.is_multi_label else "single",
         num_classes=shards.num_classes,
         num_images=shards.num_samples,

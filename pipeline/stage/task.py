@@ -1,6 +1,6 @@
-"""Training tasks (classification, masked patch prediction): batch -> model inputs, targets, loss, metrics.
+"""Training tasks (classification, masked patch prediction, own): batch -> model inputs, targets, loss, metrics.
 
-A `Task` is a stateless function of batch and seed, and all that the loop and the evaluation know about the training.
+A `Task` is a function of batch, seed and step, and all that the loop and the evaluation know about the training.
 It flips, normalises and mixes on the device. A GPU reads and writes 24 bytes per value (44 with mixup): 0.3 ms for 256
 images of 224 px at 3 TB/s [computed, not measured]. On a CPU the permutation to NCHW is the expensive pass, so it comes
 first, on one-byte values. Nothing here makes the host wait for a GPU.
@@ -8,12 +8,13 @@ first, on one-byte values. Nothing here makes the host wait for a GPU.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
+from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.loading.batch import Batch
 from shardvit.data_shards.loading.mixing import Mix
 from shardvit.data_shards.order.randomness import uniforms
@@ -22,8 +23,9 @@ from shardvit.model.loss import LossFunction, image_losses, loss_function, proba
 from shardvit.model.masked_patch import colour_classes
 from shardvit.model.vocabulary import COLOURS, LossKind
 from shardvit.pipeline.engine.base import Engine
+from shardvit.pipeline.own_code.by_path import OwnCode, load_own, shown
 from shardvit.pipeline.recipe.schema import Recipe
-from shardvit.pipeline.recipe.stage import MaskedPatchStage
+from shardvit.pipeline.recipe.stage import MaskedPatchStage, TrainStage
 from shardvit.pipeline.recipe.vocabulary import StageName
 from shardvit.pipeline.stage.stage_data import StageData
 
@@ -37,7 +39,7 @@ class Example:
     """A micro-batch of n images for model and loss."""
 
     inputs: tuple[torch.Tensor, ...]  # each has n rows
-    targets: torch.Tensor  # n rows
+    targets: Any  # a tensor of n rows, or what else the task's own `loss`, `train_score` and `tally` take
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,31 @@ class Tally:
     answers: Answers | None = None  # None: there are no classes
 
 
-@dataclass(frozen=True)
+class Task(Protocol):
+    """What the loop and the evaluation call. `task: FILE:CLASS` names one: a subclass of `Classification`, or anything
+    with these members (docs/own-code.md). One forward pass a micro-batch, by the loop: `inputs` go to the model."""
+
+    step: int  # set by the loop before each step, from 0
+
+    @property
+    def engine(self) -> Engine: ...
+    @property
+    def outputs(self) -> tuple[str, ...]: ...  # names; as a class attribute they size the model's head
+    @property
+    def kind_of_output(self) -> str: ...
+    @property
+    def score(self) -> str: ...  # top1 or accuracy, logged as val/SCORE
+    @property
+    def train_metric(self) -> str: ...  # train/SCORE: `train_score`
+    def example(self, batch: Batch, *, use: Use) -> Example: ...
+    def loss(self, outputs: torch.Tensor, targets: Any) -> torch.Tensor: ...
+    def train_score(self, outputs: torch.Tensor, targets: Any) -> torch.Tensor: ...
+    def tally(self, outputs: torch.Tensor, targets: Any) -> Tally: ...
+
+
+@dataclass
 class Classification:
-    """Predict an image's labels."""
+    """Predict an image's labels. Own tasks subclass it; `loss`, `train_score` and `tally` take what `example` makes."""
 
     engine: Engine
     classes: tuple[str, ...]
@@ -71,6 +95,8 @@ class Classification:
     normalisation: Normalisation
     train_loss: LossFunction
     loss_kind: LossKind  # without smoothing on held-out images, to compare recipes
+    seed: int = 0
+    step: int = 0
 
     kind_of_output = "classes"  # the kind of `outputs`
     score = "top1"  # held-out accuracy, logged as val/SCORE
@@ -104,14 +130,21 @@ class Classification:
         loss = image_losses(outputs, targets, kind=self.loss_kind).double()
         return Tally(loss, (found.rank == 0).double(), torch.ones_like(loss), found)
 
+    def random(self, batch: Batch, *, use: Use, draws: int) -> NDArray[np.float64]:
+        """Draw uniform numbers in [0, 1), [rows, draws], by (seed, epoch, sample): the same for any number of processes
+        and after a restart; in evaluations the same each time."""
+        words = (int(use == "eval"), batch.epochs.numpy(), batch.samples.numpy())
+        return uniforms(RandomStream.OWN_TASK, self.seed, *words, draws=draws)
 
-@dataclass(frozen=True)
+
+@dataclass
 class MaskedPatches:
     """Predict the mean colour of each corrupted patch from the others: see `model.masked_patch`."""
 
     engine: Engine
     seed: int
     patch_size: int
+    step: int = 0
 
     outputs = COLOURS
     kind_of_output = "colours"
@@ -206,24 +239,61 @@ def answers(logits: torch.Tensor, targets: torch.Tensor, *, kind: LossKind) -> A
     return Answers(rank, true, shares.gather(1, true[:, None])[:, 0], best, shares.gather(1, best))
 
 
-Task = Classification | MaskedPatches
-
-
 def make_task(
     recipe: Recipe, *, stage: StageName, data: StageData, normalisation: Normalisation, engine: Engine
 ) -> Task:
-    """Make a stage's task."""
+    """Make a stage's task; UserError if an own one lacks what the loop calls."""
     config = recipe.train_stage(stage)
     if isinstance(config, MaskedPatchStage):
         return MaskedPatches(engine=engine, seed=recipe.seed, patch_size=recipe.model.sizes.patch_size)
-    return Classification(
+    made = (load_own(config.task) if config.task else Classification)(
         engine=engine,
-        classes=data.train.classes,
+        classes=task_outputs(config, classes=data.train.classes),
         label_kind="multi" if data.train.is_multi_label else "single",
         normalisation=normalisation,
-        train_loss=loss_function(config.loss, label_smoothing=config.label_smoothing),
-        loss_kind=config.loss,
+        train_loss=loss_function(config.loss, label_smoothing=config.label_smoothing)
+        if isinstance(config.loss, str)
+        else _own_loss(config.loss.custom),
+        loss_kind=config.loss_kind,
+        seed=recipe.seed,
     )
+    if lacking := [name for name in _TASKS if not hasattr(made, name)]:
+        raise UserError(
+            f"stages.{stage}.task {shown(config.task)}: it has no {lacking[0]}: take Classification as its base"
+        )
+    if (made.score, made.train_metric) not in _SCORES:
+        raise UserError(
+            f"stages.{stage}.task {shown(config.task)}: score is top1 or accuracy, train_metric is train/SCORE"
+        )
+    return made
+
+
+def task_outputs(config: TrainStage, *, classes: tuple[str, ...]) -> tuple[str, ...]:
+    """Name the outputs of a stage's model: the classes, unless its own task has others."""
+    own = None if config.task is None else getattr(load_own(config.task), "outputs", None)
+    return own if isinstance(own, tuple) else classes  # a property depends on the classes
+
+
+def _own_loss(code: OwnCode) -> LossFunction:
+    """The user's loss, in float32 as the others."""
+    function = load_own(code)
+
+    def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        found = function(logits.float(), targets)
+        if not isinstance(found, torch.Tensor) or found.shape not in ((), (len(logits),)) or not found.requires_grad:
+            got = type(found).__name__
+            if isinstance(found, torch.Tensor):
+                got = f"a tensor {[*found.shape]}" + ("" if found.requires_grad else ", without a gradient")
+            raise UserError(
+                f"loss.custom {shown(code)}: it gives {got}, not the mean, or a loss per image, [{len(logits)}]"
+            )
+        return found.mean() if found.ndim else found
+
+    return loss
+
+
+_TASKS = ("step", "engine", "outputs", "kind_of_output", "example", "loss", "train_score", "tally")
+_SCORES = (("top1", "train/top1"), ("accuracy", "train/accuracy"))
 
 
 def model_input(

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from shardvit.pipeline.recipe.vocabulary import MLFLOW_FILE
+from shardvit.pipeline.recipe.io import parse_recipe
+from shardvit.pipeline.recipe.vocabulary import MLFLOW_FILE, RECIPE_FILE
 from shardvit.pipeline.runs.run_folder import RunFolder
 from shardvit.pipeline.runs.written_by import source_tags
 from shardvit.pipeline.tracking.client import home_of, open_client, store_uri
@@ -22,7 +23,7 @@ from shardvit.pipeline.tracking.facts import (
     now_ms,
     without_credentials,
 )
-from shardvit.pipeline.tracking.mlflow_sink import MlflowSink, log_facts, run_or_none
+from shardvit.pipeline.tracking.sinks.mlflow_sink import MlflowSink, log_facts, run_or_none
 
 ResultKind = Literal["eval", "fewshot", "probe", "knn", "transfer"]
 RUNS_FOLDER = Path("runs")  # for results without a run; the default of `shardvit run --runs`
@@ -46,8 +47,9 @@ class CommandResult:
 def log_result(
     result: CommandResult, *, tracking_uri: str | None, experiment: str | None, say: Callable[[str], None]
 ) -> None:
-    """Log a result as a finished MLflow run; never raises, prints one line on failure. The defaults are mlflow.db in
-    the folder of all runs, and the experiment of the model's run or "shardvit"."""
+    """Log a result as a finished MLflow run, unless the model's run is not sent to MLflow; never raises, prints one
+    line on failure. The defaults are mlflow.db in the folder of all runs, and the experiment of that run or "shardvit".
+    """
     _within_a_minute(
         lambda: _send_result(result, tracking_uri=tracking_uri, experiment=experiment),
         say=lambda why: say(f"MLflow did not take the result: {why}"),
@@ -55,6 +57,9 @@ def log_result(
 
 
 def _send_result(result: CommandResult, *, tracking_uri: str | None, experiment: str | None) -> None:
+    recipe = None if result.of_run is None else result.of_run.path / RECIPE_FILE
+    if recipe is not None and recipe.is_file() and "mlflow" not in parse_recipe(recipe).tracking.to:
+        return
     home = RUNS_FOLDER.absolute() if result.of_run is None else home_of(result.of_run)
     parent = None if result.of_run is None else load_run_state(result.of_run.path / MLFLOW_FILE).run_id
     uri = store_uri(tracking_uri, home=home)
@@ -103,7 +108,7 @@ def log_sweep(
         home = folder.parent.absolute()
         sink = MlflowSink(store_uri(tracking_uri, home=home), home=home, experiment=experiment)
         sink.connect()
-        state.point_to(run_id := sink.open(state, name=folder.name, parent_id=None, begun_ms=None))
+        state.point_to(run_id := sink.open(state, kind="sweep", name=folder.name, parent_id=None, begun_ms=None))
         state.save()
         facts = RunFacts(name=folder.name, tags={**source_tags(), **tags}, results=_of_now(metrics), status=status)
         sink.params(run_id, facts)

@@ -39,6 +39,8 @@ def model_slug(config: ModelConfig) -> str:
     if config.variant is not None:
         text = re.sub("[^a-z0-9]", "", config.variant.lower())
         return text if config.variant.startswith("R") else f"vit{text}"
+    if config.custom is not None:
+        return config.custom.rpartition(":")[2].lower()
     if config.kind == "resnet":
         layers = "".join(str(count) for count in config.resnet.layers)
         return f"resnet{layers}x{config.resnet.width_factor}"

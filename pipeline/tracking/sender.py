@@ -1,20 +1,19 @@
 """Send a run's files to a sink, each item once.
 
 `follow` runs during training in a child of rank 0 (`launch.draw_and_send`), `sync_run` once. metrics.jsonl is the
-outbox: mlflow.json counts the rows sent and marks everything else, so an outage loses nothing. Failures are reported
+outbox: SINK.json counts the rows sent and marks everything else, so an outage loses nothing. Failures are reported
 once and retried after 1, 2, 4 ... 60 seconds. An item that a live service refuses three times is dropped.
 """
 
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.safe_paths import is_inside
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.vocabulary import (
@@ -23,7 +22,6 @@ from shardvit.pipeline.recipe.vocabulary import (
     EVENTS_FILE,
     METRICS_FILE,
     MLFLOW_FACTS_FILE,
-    MLFLOW_FILE,
     PAGE_FILE,
     RECIPE_FILE,
     TRACKING_FOLDER,
@@ -32,10 +30,10 @@ from shardvit.pipeline.recipe.vocabulary import (
 from shardvit.pipeline.runs.logs import MetricRow, MetricsFollower, iter_metrics
 from shardvit.pipeline.runs.pictures import kept_pictures, newest_pictures
 from shardvit.pipeline.runs.run_folder import RunFolder
-from shardvit.pipeline.tracking.describe import begin_attempt, pipeline_facts, stage_description
+from shardvit.pipeline.tracking.describe import pipeline_facts, stage_description
 from shardvit.pipeline.tracking.environment import TRACKED_FILES
-from shardvit.pipeline.tracking.facts import RunFacts, RunState, load_facts, load_run_state, now_ms, without_credentials
-from shardvit.pipeline.tracking.sink import ResultModel, Sink
+from shardvit.pipeline.tracking.facts import RunFacts, RunState, load_facts, load_run_state, without_credentials
+from shardvit.pipeline.tracking.sinks.sink import ResultModel, RunKind, Sink
 
 Say = Callable[[str], None]
 
@@ -47,7 +45,7 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0
 _POLL_SECONDS = 0.25
 _END_PAUSE_SECONDS = 0.5
 _SLOW_CALL_SECONDS = 20.0
-_LONGEST_REASON = 300
+LONGEST_REASON = 300
 
 
 @dataclass
@@ -77,6 +75,7 @@ class _Followed:
     stage: StageName | None = None
     curve: MetricsFollower | None = None
     is_open: bool = False
+    is_resumed: bool = False  # the sink's curve, in this session
 
     @property
     def of(self) -> str:
@@ -104,7 +103,7 @@ class Sender:
         self._asked_at: float | None = None  # `time.monotonic` at the start of the current call
         self._is_failing = self._is_connected = False
         self.pictures_changed = True  # set it when there are new ones: finding them reads many files
-        self._sweep = None if folder.sweep is None else self._follow(folder.sweep)
+        self._sweep = self._follow(folder.sweep) if folder.sweep and "sweep" in sink.takes else None
         self._pipeline = self._follow(folder.path)
         self._stages: dict[StageName, _Followed] = {}
 
@@ -143,10 +142,15 @@ class Sender:
         return sent
 
     def say_once(self, kind: str, text: str) -> None:
-        """Print the first line of each kind, without passwords."""
+        """Print the first line of each kind, after the sink's name and without passwords."""
         if kind not in self._said:
             self._said.add(kind)
-            self._say(without_credentials(" ".join(text.split())))
+            self._say(without_credentials(f"{self._sink.title}: {' '.join(text.split())}"))
+
+    def release(self) -> None:
+        """Let the sink end its runs."""
+        with self._asking():
+            self._sink.release()
 
     def _begun(self) -> list[_Followed]:
         """Return the stages this run has begun; a linked one is sent with its own run."""
@@ -157,26 +161,40 @@ class Sender:
         return [self._stages[name] for name in self._recipe.stages.names if name in self._stages]
 
     def _follow(self, place: Path, *, stage: StageName | None = None) -> _Followed:
-        file = place / MLFLOW_FILE
+        file = place / f"{self._sink.name}.json"
         try:
             state = load_run_state(file)
         except (OSError, ValueError) as error:
-            self.say_once(f"state {file}", f"MLflow: a new run is begun, for {file} cannot be read: {error}")
+            self.say_once(f"state {file}", f"a new run is begun, for {file} cannot be read: {error}")
             state = RunState(file)
         curve = None if stage is None else MetricsFollower(place / METRICS_FILE)
         return _Followed(state, Synced(stage), stage, curve)
 
     def _unsent_rows(self, each: _Followed) -> Iterator[MetricRow]:
-        assert each.curve is not None and each.stage is not None
-        state, facts = each.state, load_facts(self._folder.stage(each.stage))
-        kept = facts.kept_rows if facts else ()
-        if cuts := kept[state.attempt if state.attempt <= len(kept) else 0 :]:
-            # Each attempt first cut metrics.jsonl; all rows it wrote after that are new.
-            state.sent_rows, state.attempt = min(state.sent_rows, *cuts), len(kept)
-            self._save(state)
-        if each.curve.count != state.sent_rows:
+        assert each.curve is not None
+        held = min((each.state.sent_rows, *self._cuts(each)[0]))
+        if each.curve.count != held:
             each.curve.start_over()
-        return (row for row in each.curve.new_rows() if each.curve.count > state.sent_rows)
+        return (row for row in each.curve.new_rows() if each.curve.count > held)
+
+    def _cuts(self, each: _Followed) -> tuple[tuple[int, ...], int]:
+        """Return to how many rows attempts have cut metrics.jsonl since it was last sent, and the number of attempts.
+        All rows that they wrote after that are new."""
+        assert each.stage is not None
+        facts, attempt = load_facts(self._folder.stage(each.stage)), each.state.attempt
+        kept = facts.kept_rows if facts else ()
+        return kept[attempt if attempt <= len(kept) else 0 :], len(kept)
+
+    def _resume_rows(self, each: _Followed) -> None:
+        """Agree with the sink on the rows it has: in a session that has any to send, and after a cut."""
+        assert each.curve is not None
+        state, (cuts, attempts), file = each.state, self._cuts(each), each.curve.path
+        if cuts or (not each.is_resumed and next(self._unsent_rows(each), None)):
+            with self._asking():
+                steps = [row.step for row in iter_metrics(file)]
+                self._sink.resume(str(state.run_id), state, kept=min(cuts, default=None), steps=steps)
+            state.attempt, each.is_resumed = attempts, True
+            self._save(state)
 
     def _due(self, *, pictures: bool) -> list[_Item]:
         """List unsent items other than rows: the pipeline's, then each stage's, statuses last."""
@@ -191,7 +209,7 @@ class Sender:
         for each, facts in known:
             name = f"tags, params, data sets and results {each.of}"
             items.append(_Item(name, each, "facts", facts.digest, partial(sink.params, facts=facts)))
-            items += self._files(each, facts)
+            items += self._files(each, facts) if "files" in sink.takes else ()
             if each.stage is not None:
                 items += [*(self._pictures(each) if pictures else []), *self._model(each, each.stage)]
         items += [
@@ -238,7 +256,9 @@ class Sender:
             result = ResultModel(folder, recipe, stage, run_id, str(self._pipeline.state.run_id))
             each.sent.model = self._sink.model(result)
 
-        if recipe.tracking.log_model and is_last and record.state == "done" and record.model_digest:
+        is_wanted = recipe.tracking.log_model and "model" in self._sink.takes
+        is_wanted = is_wanted and recipe.model.custom is None  # nothing else could load it
+        if is_wanted and is_last and record.state == "done" and record.model_digest:
             yield _Item("model", each, "model", record.model_digest, send)
 
     def _send_due(self, send: Callable[[_Item], bool], *, pictures: bool) -> int:
@@ -256,7 +276,7 @@ class Sender:
             with self._asking():
                 self._sink.connect()
             for each in followed:
-                each.is_open = False
+                each.is_open = each.is_resumed = False
             self._is_connected = True
         for each in followed:
             if not each.is_open:
@@ -270,23 +290,29 @@ class Sender:
             parent = self._pipeline if each.stage else self._sweep
         name, begun_ms = (facts.name, facts.begun_ms) if facts else (place.name, None)
         parent_id, known = None if parent is None else parent.state.run_id, state.run_id
+        kind: RunKind = each.stage or ("sweep" if each is self._sweep else "pipeline")
+        self._save(state)  # its key: a kill now must not lead to a second run
         with self._asking():
-            run_id = self._sink.open(state, name=name, parent_id=parent_id, begun_ms=begun_ms)
+            run_id = self._sink.open(state, kind=kind, name=name, parent_id=parent_id, begun_ms=begun_ms)
         if known not in (None, run_id):
-            gone = f"MLflow: run {str(known)[:40]} ({name}) is not in this store"
+            gone = f"run {str(known)[:40]} ({name}) is not in this store"
             self.say_once(f"gone {name}", f"{gone}: a new one is filled from the start")
         state.point_to(run_id)
         self._save(state)
         each.is_open = True
-        if each is self._pipeline and (address := self._sink.address(run_id)):
-            self.say_once("address", f"MLflow: {address}")
+        self._say_address(each)
+
+    def _say_address(self, each: _Followed) -> None:
+        if each is self._pipeline and (address := self._sink.address(str(each.state.run_id))):
+            self.say_once("address", address)
 
     def _send_rows(self, each: _Followed) -> None:
+        self._resume_rows(each)
         while rows := list(islice(self._unsent_rows(each), _ROWS_PER_CALL)):
             with self._asking():
                 refused = self._sink.metrics(str(each.state.run_id), rows)
             for refusal in refused:
-                self.say_once("refused", f"MLflow refuses a value: {refusal[:_LONGEST_REASON]}")
+                self.say_once("refused", f"a value is refused: {refusal[:LONGEST_REASON]}")
             each.sent.points += sum(len(row.metrics) + 1 for row in rows)  # with images_seen
             each.state.sent_rows += len(rows)
             self._save(each.state)
@@ -302,7 +328,7 @@ class Sender:
             refusals = self._refusals[item.name] = self._refusals.get(item.name, 0) + 1
             if refusals < _TRIES:  # a briefly overloaded proxy also answers
                 return True
-            self.say_once(f"refused {item.name}", f"MLflow: {item.name} given up: {str(error)[:_LONGEST_REASON]}")
+            self.say_once(f"refused {item.name}", f"{item.name} given up: {str(error)[:LONGEST_REASON]}")
         return False
 
     def _send_item(self, item: _Item) -> bool:
@@ -311,6 +337,7 @@ class Sender:
             item.send(str(state.run_id))
         state.sent[item.key] = item.mark
         self._save(state)
+        self._say_address(item.run)  # W&B knows it only now
         if item.key != "model" and item.mark != "sent":  # the model and pictures count themselves
             item.run.sent.others.append(item.name)
         return False
@@ -329,12 +356,20 @@ class Sender:
         except FileNotFoundError:  # the run folder is gone, which is reported elsewhere
             return
         except OSError as error:
-            text = f"MLflow: cannot write {state.file}, a resumed stage may begin a new run: {error}"
+            text = f"cannot write {state.file}, a resumed stage may begin a new run: {error}"
             self.say_once(f"state {state.file}", text)
 
 
 def follow(sender: Sender, *, over: threading.Event) -> None:
     """Send what a run writes until `over`, then the rest, unless the service is down."""
+    try:
+        _follow_until(over, sender)
+    finally:
+        with suppress(Exception):  # said before, and the next session mends it
+            sender.release()
+
+
+def _follow_until(over: threading.Event, sender: Sender) -> None:
     # Wait for the first row: importing MLflow and creating its tables take 7 CPU seconds, which the first step needs.
     begin, size = time.monotonic() + _BEGIN_SECONDS, sender.curve_bytes()
     while sender.curve_bytes() <= size and time.monotonic() < begin and not over.wait(_POLL_SECONDS):
@@ -351,8 +386,8 @@ def follow(sender: Sender, *, over: threading.Event) -> None:
             if again:
                 wait_seconds = pause_seconds
         except Exception as error:  # noqa: BLE001  (retried, whatever it was)
-            kept = "training continues, MLflow is retried, and metrics.jsonl has every value"
-            sender.say_once("outage", f"MLflow: {type(error).__name__}: {str(error)[:_LONGEST_REASON]} ({kept})")
+            kept = "training continues, this is retried, and metrics.jsonl has every value"
+            sender.say_once("outage", f"{type(error).__name__}: {str(error)[:LONGEST_REASON]} ({kept})")
             tries_at_end += is_ending
             if tries_at_end >= _TRIES:
                 return
@@ -361,30 +396,3 @@ def follow(sender: Sender, *, over: threading.Event) -> None:
             time.sleep(min(wait_seconds, _END_PAUSE_SECONDS))
         else:
             over.wait(wait_seconds)
-
-
-def sync_run(folder: RunFolder, recipe: Recipe, sink: Sink, *, say: Say) -> list[Synced]:
-    """Send what the sink lacks of a run that is not training; idempotent. UserError if the sink is unreachable or
-    refuses an item, or no stage has begun."""
-    begun = [name for name in recipe.stages.names if _settle(folder, recipe, name)]
-    if not begun:
-        raise UserError(f"{folder.path}: no stage has begun, so there is nothing to send")
-    try:
-        return Sender(folder, recipe, sink, say=say).send_once()
-    except Exception as error:
-        reason = without_credentials(" ".join((str(error) or type(error).__name__).split()))[:_LONGEST_REASON]
-        raise UserError(f"{sink.place} does not take {folder.path}: {reason}") from error
-
-
-def _settle(folder: RunFolder, recipe: Recipe, stage: StageName) -> bool:
-    """Complete the facts of a killed stage, or of one from an old version; False if the stage is not this run's own."""
-    file = folder.stage(stage) / METRICS_FILE
-    if not (file.is_file() and is_inside(file, folder=folder.path)):
-        return False
-    facts = load_facts(folder.stage(stage)) or begin_attempt(folder, recipe, stage, params={}, tags={})
-    times = [int(row.time * 1000) for row in iter_metrics(file)]
-    if facts.status == "RUNNING":
-        facts = replace(facts, status="FINISHED" if folder.peek(stage).state == "done" else "KILLED")
-    begun_ms, ended_ms = min([facts.begun_ms or now_ms(), *times[:1]]), facts.ended_ms or max(times, default=None)
-    replace(facts, begun_ms=begun_ms, ended_ms=ended_ms).save(folder.stage(stage) / MLFLOW_FACTS_FILE)
-    return True

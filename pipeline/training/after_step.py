@@ -7,7 +7,7 @@ checkpoint, a decision to end) waits until it is exact.
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from shardvit.pipeline.report.losses import SIGMAS, LossWindow, Spike, SpikeFind
 from shardvit.pipeline.report.reporter import Report
 from shardvit.pipeline.stage.damage import FaultLedger
 from shardvit.pipeline.stage.task import Task
+from shardvit.pipeline.training.callbacks import Callbacks, When
 
 
 class TrainingFailed(Exception):
@@ -45,6 +46,7 @@ class TrainJob:
     report: Report  # metrics.jsonl, events and the screen; silent above rank 0
     ranks: Ranks  # the process group
     requests: Requests  # of any rank: stop, or save
+    callbacks: Callbacks = field(default_factory=Callbacks)  # the user's own
 
     def phase(self, name: Phase, step: int) -> AbstractContextManager[None]:
         """Time a block as a phase of a step, and report it to the hang watch."""
@@ -87,6 +89,7 @@ class AfterStep:
             self._settle(self._late.drain())  # now the state is exact
         spiked = self._log(lr=lr) if plan.logs_after(state.step) or self._skips_too_long else []
         self._roll_back_after(spiked)
+        self._tell("after_step")
         if plan.evaluates_after(state.step):
             self._evaluate()
         if is_last:
@@ -136,9 +139,11 @@ class AfterStep:
             measured[job.task.train_metric] = sum(scores) / len(scores)
         slowest = job.report.phases.slowest(job.ranks)
         if by_step:
+            loss = sum(by_step.values()) / len(by_step)
+            state.curve = {"train/loss": loss, "opt/lr": lr, "opt/grad_norm": self._late.grad_norm, **measured}
             job.report.curve(
                 state,
-                loss=sum(by_step.values()) / len(by_step),
+                loss=loss,
                 more=measured,
                 lr=lr,
                 grad_norm=self._late.grad_norm,
@@ -184,16 +189,35 @@ class AfterStep:
             state.evaluation, state.evaluation_step = job.evaluate(state.step), state.step
         self._settle_faults()
         job.report.evaluation(state)
+        self._tell("after_evaluation")
 
     def _save(self) -> None:
         job, state = self._job, self._state
+        self._tell("before_saving")
         with job.phase("saving", state.step):
             self._settle_faults()
+            state.own = job.callbacks.states()
             means = self.losses.reduce(job.ranks)
             state.losses_since_log, state.scores_since_log = means.losses, means.scores
             state.training_seconds, state.process_seconds = job.report.training_seconds, job.report.process_seconds
             job.saver.save(state)
         job.requests.saved(state.step)
+
+    def _tell(self, when: When) -> None:
+        job, state = self._job, self._state
+        if job.callbacks.called:
+            job.callbacks.tell(
+                when,
+                log=lambda values: job.report.own(state, values),
+                ask=job.requests.ask,
+                step=state.step,
+                total_steps=self._plan.total_steps,
+                images_seen=state.images_seen,
+                rank=job.ranks.place.rank,
+                curve=dict(state.curve),
+                evaluation=dict(state.evaluation),
+                model=job.engine.module,
+            )
 
     def _finish_saving(self) -> None:
         with self._job.phase("saving", self._state.step):

@@ -19,6 +19,7 @@ from shardvit.pipeline.checkpoint.train_state import TrainState
 from shardvit.pipeline.engine.base import Engine
 from shardvit.pipeline.evaluation.evaluate import Evaluated, evaluate, keep_evaluations
 from shardvit.pipeline.evaluation.scores import one_answer
+from shardvit.pipeline.own_code.by_path import load_own
 from shardvit.pipeline.ranks.phases import Phases
 from shardvit.pipeline.ranks.stopping import Requests
 from shardvit.pipeline.ranks.watch import Watch
@@ -39,6 +40,7 @@ from shardvit.pipeline.stage.initial_model import StageStart, stage_model
 from shardvit.pipeline.stage.stage_data import Stage, asked_metrics
 from shardvit.pipeline.stage.task import Task
 from shardvit.pipeline.training.after_step import TrainingFailed, TrainJob
+from shardvit.pipeline.training.callbacks import Callbacks
 from shardvit.pipeline.transfer.during_training import few_shot_evaluation
 
 
@@ -60,7 +62,7 @@ def make_job(
         num_samples={name: one.num_samples for name, one in sets.items()},
         max_share=recipe.data.max_corrupt_share,
     )
-    stream = train_stream(stage, place=ranks.place)
+    stream = train_stream(stage, place=ranks.place, own_code="run")
     workers = data_workers(
         recipe, stage=stage.name, batches=stream, step=state.step, device=engine.device, ranks=ranks, say=report.note
     )
@@ -85,8 +87,18 @@ def make_job(
         faults=faults,
         report=report,
         ranks=ranks,
+        callbacks=_make_callbacks(stage, task=task, state=state),
         requests=Requests(context.stop, saved_step=state.step, save_minutes=stage.config.save_every_minutes),
     )
+
+
+def _make_callbacks(stage: Stage, *, task: Task, state: TrainState) -> Callbacks:
+    """Make the user's callbacks in the state of the checkpoint."""
+    called = {each.rpartition(":")[2]: load_own(each)() for each in stage.config.callbacks}
+    stateful = {name: each for name, each in {**called, "task": task}.items() if hasattr(each, "state_dict")}
+    callbacks = Callbacks(called, stateful, stage.name)
+    callbacks.load(state.own)
+    return callbacks
 
 
 def _make_evaluation(
@@ -102,6 +114,7 @@ def _make_evaluation(
 ) -> Callable[[int], dict[str, float]]:
     """Make a function step -> metrics that also keeps what pictures need; collective."""
     ranks, ema = context.ranks, stage.config.ema
+    own = {name: load_own(each) for name, each in stage.config.own_metrics.items()}
     parts = {name: held_out(stage, shards, place=ranks.place) for name, shards in stage.data.held_out.items()}
     few_shot = few_shot_evaluation(context, stage, engine=engine, workers=workers, watch=watch, say=report.note)
 
@@ -120,6 +133,7 @@ def _make_evaluation(
                         of=of,
                         set_name=name,
                         metrics=metrics,
+                        own=own,
                         progress=lambda: watch.progress(step, status="evaluation"),
                     )
                 )
@@ -177,7 +191,8 @@ def _make_saver(
 
 def judged_by(config: TrainStage, *, task: Task) -> str:
     """Name the metric of the best evaluation."""
-    return config.judged_by("loss" if config.keep_best == "loss" else task.score)
+    by = config.keep_best
+    return config.judged_by(task.score if by is None or by == "score" else by)
 
 
 def make_phases(context: StageContext, config: EngineConfig, *, watch: Watch, device: torch.device) -> Phases:
@@ -225,7 +240,7 @@ def write_result(context: StageContext, stage: Stage, *, job: TrainJob, state: T
     if best:
         report.note(f"{name}: {describe_best(best, stage=name, checkpoints=stage.checkpoints)}")
     make_folders(stage.folder, below=stage.run.path)  # fails if the run folder is gone
-    meta = stage_model(stage.recipe, stage=name, classes=stage.data.train.classes, start=start)
+    meta = stage_model(stage.recipe, stage=name, classes=job.task.outputs, start=start)
     save_for_others(model, weights, meta=meta)
     stage.update(state="done", results={**state.evaluation, **best}, model_digest=weights_digest(model))
     context.draw(name, "end", state.step)

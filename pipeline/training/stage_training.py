@@ -18,7 +18,7 @@ from shardvit.pipeline.stage.data_record import check_data, keep_data
 from shardvit.pipeline.stage.initial_model import StageStart, stage_model
 from shardvit.pipeline.stage.stage_data import Stage
 from shardvit.pipeline.stage.start_summary import describe_start
-from shardvit.pipeline.stage.task import make_task
+from shardvit.pipeline.stage.task import make_task, task_outputs
 from shardvit.pipeline.training.assembly import check_disk, make_job, make_phases, write_result
 from shardvit.pipeline.training.rollback import record_rollback, restore
 from shardvit.pipeline.training.train_loop import train
@@ -27,7 +27,8 @@ from shardvit.pipeline.training.train_loop import train
 def train_stage(context: StageContext, stage: Stage, *, model: nn.Module, start: StageStart) -> None:
     """Train `model` to the end of the stage, from its last checkpoint if any, and write STAGE/model; collective.
     UserError if an input or checkpoint is not the one the stage started with; Stopped by a signal, after saving."""
-    recipe, plan, train_set = stage.recipe, stage.plan, stage.data.train
+    recipe, plan = stage.recipe, stage.plan
+    outputs = task_outputs(stage.config, classes=stage.data.train.classes)
     inputs, record = {**stage.inputs, "weights": start.weights}, stage.record
     data_record = context.on_main(lambda: check_data(stage.run, stage=stage.name, data=stage.data))
     for note in data_record.notes if data_record else ():
@@ -38,7 +39,8 @@ def train_stage(context: StageContext, stage: Stage, *, model: nn.Module, start:
         settled_kernels(recipe, stage=stage.name, model=model, run=stage.run.path) as kernels,
     ):
         _set_status(context, watch, "opening the engine")
-        checkpoint_blocks(model, every=recipe.engine.checkpointed_every)
+        if recipe.model.custom is None:
+            checkpoint_blocks(model, every=recipe.engine.checkpointed_every)
         if record.last_saved_step < plan.total_steps:
             context.on_main(lambda: check_disk(stage, model=model))
         engine = open_engine(recipe, stage=stage.name, plan=plan, model=model, ranks=context.ranks)
@@ -53,7 +55,7 @@ def train_stage(context: StageContext, stage: Stage, *, model: nn.Module, start:
                     data_digest=data_record.digest,
                     total_steps=plan.total_steps,
                     lanes=plan.lanes,
-                    model=stage_model(recipe, stage=stage.name, classes=train_set.classes, start=start).model_dump(
+                    model=stage_model(recipe, stage=stage.name, classes=outputs, start=start).model_dump(
                         mode="json", exclude_none=True
                     ),
                 )

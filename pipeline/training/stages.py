@@ -20,11 +20,13 @@ from shardvit.data_shards.vocabulary import Normalisation
 from shardvit.model.init import initialise
 from shardvit.model.layers.head import replace_head
 from shardvit.model.masked_patch import MaskedPatchVit, build_masked_patch, classifier_of
+from shardvit.model.own.custom import build_custom, measure, replace_own_head, resized_own_state
 from shardvit.model.positions.interpolation import resize_state
 from shardvit.model.saved.model_folder import build_from_saved, load_model, save_model
 from shardvit.model.vit import build_model
 from shardvit.pipeline.checkpoint.train_state import TrainState
 from shardvit.pipeline.engine.saved_state.frozen import freeze
+from shardvit.pipeline.own_code.by_path import shown
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.stage import FinetuneStage, MaskedPatchStage, PretrainStage, TrainStage
 from shardvit.pipeline.recipe.stage_plan import plan_stage
@@ -36,6 +38,7 @@ from shardvit.pipeline.stage.data_once import open_data_once
 from shardvit.pipeline.stage.data_workers import expect_data_workers
 from shardvit.pipeline.stage.initial_model import StageStart, model_from_elsewhere
 from shardvit.pipeline.stage.stage_data import Stage, open_data
+from shardvit.pipeline.stage.task import task_outputs
 from shardvit.pipeline.training.stage_training import train_stage
 
 
@@ -58,7 +61,13 @@ def run_stage(context: StageContext, *, stage: StageName) -> None:
     processes = context.ranks.place.world_size
     plan = plan_stage(recipe, stage=stage, samples_per_epoch=data.train.num_samples, world_size=processes)
     context.start.set_status("building the model")
-    model, start = initial_model(context, config, num_classes=data.train.num_classes)
+    outputs = task_outputs(config, classes=data.train.classes)
+    if outputs != data.train.classes and isinstance(config, FinetuneStage) and config.start == "swap_head":
+        raise UserError(
+            f"stages.{stage}.task {shown(config.task)}: swap_head made a head of the shards' classes: leave the "
+            "task's outputs out, or set start: scratch"
+        )
+    model, start = initial_model(context, config, num_classes=len(outputs))
     train_stage(context, Stage(recipe, stage, data, plan, run=context.folder), model=model, start=start)
 
 
@@ -67,9 +76,17 @@ def build_stage_model(recipe: Recipe, config: TrainStage, *, num_classes: int) -
     size, regularisation = config.image_size, config.regularisation
     if config.head_kind == "masked_patch":
         return build_masked_patch(recipe.model, image_size=size, regularisation=regularisation)
-    return build_model(
-        recipe.model, image_size=size, num_classes=num_classes, head=config.head_kind, regularisation=regularisation
-    )
+    try:
+        return build_model(
+            recipe.model,
+            image_size=size,
+            num_classes=num_classes,
+            head=config.head_kind,
+            regularisation=regularisation,
+            seed=recipe.seed,
+        )
+    except ValueError as error:  # an own model's
+        raise UserError(str(error)) from None
 
 
 def initial_model(context: StageContext, config: TrainStage, *, num_classes: int) -> tuple[nn.Module, StageStart]:
@@ -79,12 +96,15 @@ def initial_model(context: StageContext, config: TrainStage, *, num_classes: int
     if not isinstance(config, FinetuneStage) or config.start == "scratch":
         assert isinstance(config, MaskedPatchStage | PretrainStage | FinetuneStage)
         head_bias = config.head_bias if isinstance(config, PretrainStage) else 0.0
-        initialise(model, seed=recipe.seed, head_bias=head_bias, style=config.init)
+        if recipe.model.custom is None:
+            initialise(model, seed=recipe.seed, head_bias=head_bias, style=config.init)
         return model, StageStart()
     meta, state = load_model(check_model(folder, stage="swap_head"))
-    model.load_state_dict(
-        resize_state(state, config=recipe.model, from_image_size=meta.image_size, to_image_size=config.image_size)
-    )
+    before, now = meta.image_size, config.image_size
+    if recipe.model.custom is not None:
+        model.load_state_dict(resized_own_state(model, state, from_image_size=before, to_image_size=now))
+    else:
+        model.load_state_dict(resize_state(state, config=recipe.model, from_image_size=before, to_image_size=now))
     normalisation = Normalisation(mean=meta.mean, std=meta.std)  # of the model to start from
     return model, StageStart(folder.record("swap_head").model_digest, normalisation)
 
@@ -95,6 +115,32 @@ def check_frozen(recipe: Recipe, *, stage: StageName) -> None:
     with torch.device("meta"):
         model = build_stage_model(recipe, config, num_classes=1)
     freeze(model, config.optimizer.frozen, key=f"stages.{stage}.optimizer.frozen")
+
+
+def check_own_model(recipe: Recipe) -> None:
+    """Build an own model of each size on no device, and try what the stages need of it; UserError if it lacks it."""
+    sizes: dict[StageName, int] = {name: recipe.train_stage(name).image_size for name in recipe.stages.trained}
+    try:
+        with torch.device("meta"):
+            for name, size in sizes.items():
+                measure(recipe.model, image_size=size, num_classes=2)
+                model = build_custom(recipe.model, image_size=size, num_classes=2)
+                if recipe.train_stage(name).optimizer.layer_decay != 1 and not hasattr(model, "group_matcher"):
+                    raise ValueError(
+                        f"stages.{name}.optimizer.layer_decay: the own model has no group_matcher, as timm's"
+                    )
+            if recipe.stages.swap_head is not None and "finetune" in sizes and len(sizes) > 1:
+                first = build_custom(recipe.model, image_size=min(sizes.values()), num_classes=2)
+                replace_own_head(first, 2)
+                model = build_custom(recipe.model, image_size=sizes["finetune"], num_classes=2)
+                before = next(size for name, size in sizes.items() if name != "finetune")
+                if not callable(getattr(model, "resize_state", None)):
+                    old = build_custom(recipe.model, image_size=before, num_classes=2)
+                    resized_own_state(model, old.state_dict(), from_image_size=before, to_image_size=sizes["finetune"])
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def swap_head(context: StageContext) -> None:
@@ -119,6 +165,8 @@ def swap_head(context: StageContext) -> None:
             model = classifier_of(
                 model, config=old.model, image_size=old.image_size, num_classes=len(classes), seed=recipe.seed
             )
+        elif recipe.model.custom is not None:
+            replace_own_head(model, len(classes))
         else:
             replace_head(model, len(classes))
         attached = _num_parameters(model.get_submodule("head"))

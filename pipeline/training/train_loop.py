@@ -19,6 +19,7 @@ def train(job: TrainJob, state: TrainState) -> TrainState:
 
     while state.step < plan.total_steps:
         step, lr = state.step, plan.schedule(state.step)
+        task.step = step
         seed_step(plan.seed, step=step, rank=rank)
         if plan.patch_dropout:
             set_patch_dropout(engine.module, plan.patch_dropout if step < plan.patch_dropout_steps else 0.0)

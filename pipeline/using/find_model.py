@@ -59,6 +59,16 @@ def find_model(path: Path, *, weights: WeightsKind | None = None) -> FoundModel:
     return found
 
 
+def refuse_own_model(path: Path, *, command: str) -> None:
+    """UserError if the model at `path` is own code, of which this command needs more than its logits."""
+    record = find_record(path)
+    if record is not None and record.model.custom is not None:
+        raise UserError(
+            f"{path} is a model of own code, of which only its logits are known, and {command} needs its inside: use "
+            "predict or eval, which run it with --trust PATH of its file; its weights are in model.safetensors"
+        )
+
+
 def find_record(path: Path) -> SavedModelMeta | None:
     """Read the record at `path` without torch; None if only the weights tell. UserError without a model."""
     path = local_weights(path)

@@ -74,6 +74,13 @@ class ImagePrediction:
     classes: tuple[ClassShare, ...] = ()
     fault: str | None = None
 
+    @property
+    def best(self) -> ClassShare:
+        """The most probable class; UserError if the image could not be read."""
+        if self.fault is not None:
+            raise UserError(f"{self.image}: {self.fault}")
+        return self.classes[0]
+
 
 @dataclass(frozen=True)
 class ImageTransform:

@@ -16,6 +16,7 @@ from tests.cluster.slurm_cluster import SlurmCluster
 from tests.faults.harness import INJECT, Case, Fault, pack_shards, recipe
 from tests.left_behind import mlflow_states, surprises
 from tests.small_recipe import curve
+from tests.traps import lay_traps
 
 STAGES: tuple[StageName, ...] = ("pretrain", "swap_head", "finetune")
 STEPS = 120  # 10 seconds: time enough to interrupt it
@@ -104,6 +105,7 @@ def test_a_requeue_in_the_middle_of_training_changes_no_bit(slurm: SlurmCluster,
     del whole["stages"]["swap_head"]
     whole["stages"]["finetune"]["start"] = "scratch"
     run = make_run(slurm, tmp_path / "run", whole, python=python)
+    sprung = lay_traps(run.folder)
     jobs = run.submit()
     run.wait_for(Path(hold["once"]).exists, what="step 12")
     slurm.run("scontrol", "requeue", jobs["pretrain"])
@@ -114,7 +116,7 @@ def test_a_requeue_in_the_middle_of_training_changes_no_bit(slurm: SlurmCluster,
     assert curve(run.run / "pretrain") == expected.curve()
     assert run.record("pretrain").model_digest == record["model_digest"]
     assert run.record("pretrain").results == record["results"]
-    assert run.record("finetune").state == "done" and surprises(run.run) == []
+    assert run.record("finetune").state == "done" and surprises(run.run) == [] and sprung() == []
     assert mlflow_states(run.run.parent / "mlflow.db") == {
         stage: ["FINISHED"] for stage in ("", "pretrain", "finetune")
     }
@@ -184,6 +186,7 @@ def test_a_wrong_number_of_tasks_is_one_sentence(
     slurm: SlurmCluster, shards: Path, tmp_path: Path, tasks: int, variables: str, sentence: str
 ):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content(shards)))
+    sprung = lay_traps(tmp_path)
     srun = f"{variables}srun --ntasks={tasks} {sys.executable} -m shardvit.launch.train recipe.yaml --stage pretrain"
     script = bare(tmp_path, srun, 'echo "exit code $?"')
     # On one node: each node says what may be wrong with its disks.
@@ -192,6 +195,7 @@ def test_a_wrong_number_of_tasks_is_one_sentence(
     slurm.wait_until(lambda: slurm.state(job) in ("COMPLETED", "FAILED"), what="end")
     said = (tmp_path / "log").read_text()
     assert said.count("shardvit: ") == 1 and sentence in said and "exit code 2" in said, said
+    assert sprung() == []
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def test_there_is_a_core():
 
 
 def wait_long(_: object, part: int) -> None:
-    logging.getLogger("data_shards.it").warning("%d", os.getpid())
+    logging.getLogger("shardvit.it").warning("%d", os.getpid())
     time.sleep(600)
 
 

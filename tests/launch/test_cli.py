@@ -20,6 +20,7 @@ from shardvit.launch.run import pipeline_run
 from shardvit.pipeline.checkpoint.identity import STATE, checkpoint_identity
 from shardvit.pipeline.recipe.io import load_recipe
 from shardvit.pipeline.runs.run_folder import RunFolder
+from shardvit.pipeline.runs.written_by import revision
 from tests.launch.conftest import Call
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,7 +137,7 @@ def test_the_version(call: Call):
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert call("--version")[:2] == (0, project["version"] + "\n")
+    assert call("--version")[:2] == (0, f"{project['version']} (commit {revision()})\n")
 
 
 MODULES = """
@@ -180,7 +181,7 @@ def test_help_and_mistakes_come_before_anything_slow_is_imported(packed: Path, a
     )
     assert done.returncode == (0 if "--help" in args or "digits" in args else 2), done.stderr
     modules = set(json.loads(done.stdout.partition("MODULES ")[2]))
-    assert "launch" in modules and not (HEAVY if "digits" in args else HEAVY | NOT_FOR_A_MISTAKE) & modules
+    assert "shardvit" in modules and not (HEAVY if "digits" in args else HEAVY | NOT_FOR_A_MISTAKE) & modules
 
 
 # Mistakes on the command line itself.

@@ -1,4 +1,5 @@
-"""Whatever starts the ranks, the losses are the same: plain python, deepspeed, torchrun, ours, accelerate launch."""
+"""Whatever starts the ranks, the losses are the same, and nothing in the working folder is imported: plain python,
+deepspeed, torchrun, ours, accelerate launch, srun (a stand-in; tests/cluster has the real one, and several hosts)."""
 
 import os
 import socket
@@ -6,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -13,7 +15,7 @@ from shardvit.data_shards.packing.pack import pack
 from shardvit.launch.local.env import without_place
 from tests.faults.harness import MARK, ROOT, Case
 from tests.faults.rows import Row
-from tests.traps import lay_traps
+from tests.traps import MODULES, PACKAGES, ROOMS, Watch, lay_traps
 
 WAIT_SECONDS = 240.0
 
@@ -25,7 +27,7 @@ def free_port() -> int:
 
 
 def python(module: str, *arguments: object) -> list[str]:
-    return [sys.executable, "-P", "-m", module, *map(str, arguments)]
+    return [sys.executable, "-m", module, *map(str, arguments)]
 
 
 def deepspeed(processes: int, *arguments: str) -> list[str]:
@@ -56,7 +58,15 @@ LAUNCHERS: dict[str, Callable[[int], list[str]]] = {
     "torchrun": lambda n: torchrun("torch.distributed.run", n),
     "shardvit.launch.local.torchrun": lambda n: torchrun("shardvit.launch.local.torchrun", n),
     "accelerate launch": accelerate,
+    "srun": lambda n: [
+        sys.executable,
+        "-P",
+        "-m",
+        "tests.faults.srun",
+        str(n),
+    ],  # -P: srun itself imports nothing of ours
 }
+Typed = Literal["safe path", "plainly"]
 
 
 @pytest.fixture(scope="module")
@@ -82,16 +92,19 @@ def reference(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Callabl
     return make
 
 
-def train(case: Case, command: list[str]) -> None:
-    """Run `command` on the case's stage, to its end, where modules have our names, torch's and others."""
-    sprung = lay_traps(case.folder)
+def train(case: Case, command: list[str], *, typed: Typed) -> None:
+    """Run `command` on the case's stage, to its end, where modules have the names of our rooms, or those of torch and
+    others too if it is typed with PYTHONSAFEPATH (without, the launchers themselves import torch from there)."""
+    sprung = lay_traps(case.folder, names=(*MODULES, *PACKAGES) if typed == "safe path" else ROOMS)
+    watch = Watch(case.folder.parent / "watch")
     done = subprocess.run(
         [*command, "recipe.yaml", "--stage", "pretrain"],
         cwd=case.folder,
         env={
             **without_place(),
-            **{"PYTHONPATH": str(ROOT), "TMPDIR": str(case.temporary), MARK: case.mark, "DS_ACCELERATOR": "cpu"},
-            "PYTHONSAFEPATH": "1",
+            "PYTHONPATH": os.pathsep.join([str(watch.folder), str(ROOT)]),
+            **{"TMPDIR": str(case.temporary), MARK: case.mark, "DS_ACCELERATOR": "cpu"},
+            **({"PYTHONSAFEPATH": "1"} if typed == "safe path" else {}),
             "MLFLOW_TRACKING_URI": "http://127.0.0.1:9",  # nobody there
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         },
@@ -104,6 +117,7 @@ def train(case: Case, command: list[str]) -> None:
     assert done.returncode == 0, done.stdout
     assert case.record()["state"] == "done", done.stdout
     assert sprung() == []
+    watch.demand("shardvit.launch.train" if SCRIPT not in command else SCRIPT, "draw_and_send", without=case.folder)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +125,7 @@ def train(case: Case, command: list[str]) -> None:
 )
 def test_two_processes(launcher: str, tmp_path: Path, shards: Path, reference: Callable[[int], Case]):
     case = Case(tmp_path / "case", shards)
-    train(case, LAUNCHERS[launcher](2))
+    train(case, LAUNCHERS[launcher](2), typed="plainly")
     Row(name=launcher).equals(case, reference(2))
 
 
@@ -119,5 +133,6 @@ def test_two_processes(launcher: str, tmp_path: Path, shards: Path, reference: C
 @pytest.mark.parametrize("launcher", ["python", *LAUNCHERS])
 def test_one_process(launcher: str, tmp_path: Path, shards: Path, reference: Callable[[int], Case]):
     case = Case(tmp_path / "case", shards, changes={"processes": 1})
-    train(case, python("shardvit.launch.train") if launcher == "python" else LAUNCHERS[launcher](1))
+    command = python("shardvit.launch.train") if launcher == "python" else LAUNCHERS[launcher](1)
+    train(case, command, typed="safe path")
     Row(name=launcher).equals(case, reference(1))

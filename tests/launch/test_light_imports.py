@@ -7,7 +7,10 @@ import pytest
 
 from tests.conftest import ROOT
 
-HEAVY = ("torch", "torchvision", "timm", "accelerate", "deepspeed", "mlflow", "sklearn", "transformers", "jax")
+HEAVY = (
+    *("torch", "torchvision", "timm", "accelerate", "deepspeed", "mlflow", "sklearn", "transformers", "jax"),
+    *("pandas", "matplotlib", "scipy", "huggingface_hub", "wandb", "tensorboard"),
+)
 HELP = "from shardvit.launch.cli import app; app([*{words}, '--help'], result_action='return_value')"
 PLAN = "from shardvit.launch.commands.training.plan import PlanOptions, plan; "
 PLAN += "plan('digits', options=PlanOptions(gpu='h200'))"
@@ -18,6 +21,7 @@ LIBRARIES += "assert {each.verdict for each in library_checks(read_requirements(
 @pytest.mark.parametrize(
     ("code", "more"),
     [
+        pytest.param("import shardvit", ("numpy", "yaml", "pydantic", "rich", "asyncio"), id="import shardvit"),
         pytest.param(PLAN, (), id="plan"),
         pytest.param(
             "from shardvit.launch.commands.training.recipes import listing; listing()", ("numpy",), id="recipes"

@@ -194,8 +194,9 @@ def export_model(
     demand_target(target, flag="--output", force=force)
 
     from shardvit.model.formats.export import export_model as write
-    from shardvit.pipeline.using.find_model import find_model
+    from shardvit.pipeline.using.find_model import find_model, refuse_own_model
 
+    refuse_own_model(model, command="export")
     found = find_model(model, weights=weights)
     with _mistakes(target):
         notes = write(found.meta, found.state, to=to, out=target)

@@ -7,7 +7,7 @@ import os
 import tempfile
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 from cyclopts import Parameter
 
@@ -23,6 +23,7 @@ from shardvit.launch.flags import (
     TarClasses,
     TarLabel,
     TarsAreMultiLabel,
+    Trust,
     WhichWeights,
     demand_counts,
     demand_target,
@@ -32,11 +33,12 @@ from shardvit.launch.flags import (
 from shardvit.launch.local.env import experiment_name, num_gpus, tracking_uri
 from shardvit.launch.local.output import say, say_model
 from shardvit.pipeline.evaluation.truth import Among, EvalRequest, LabelSet, Matching, open_set, what_is_asked
-from shardvit.pipeline.recipe.vocabulary import EXIT_USER_ERROR, EvalMetric
+from shardvit.pipeline.recipe.vocabulary import EXIT_USER_ERROR, METRICS, EvalMetric
 
 if TYPE_CHECKING:
     from shardvit.pipeline.evaluation.evaluate_file import ModelEvaluated
 
+_METRICS: tuple[EvalMetric, ...] = get_args(EvalMetric)
 _MOST_WORKERS = 8  # reading threads per process
 _NAMED_FAULTS = 5
 _SHOWN_CLASSES = 20  # of a longer table only the worst
@@ -65,8 +67,12 @@ class EvalOptions:
         float | None, Parameter(help="Crop's side over the resized short side; default: as recorded.")
     ] = None
     metrics: Annotated[
-        tuple[EvalMetric, ...] | None,
-        Parameter(negative="", consume_multiple=True, help="Beyond loss and top-1; default: those that fit."),
+        tuple[str, ...] | None,
+        Parameter(
+            negative="",
+            consume_multiple=True,
+            help=f"Beyond loss and top-1: {', '.join(_METRICS)}, FILE:NAME; default: fitting.",
+        ),
     ] = None
     labels: Annotated[
         LabelSet,
@@ -85,11 +91,16 @@ class EvalOptions:
     tracking: Annotated[bool, Parameter(negative="--no-tracking", help="Make an MLflow run of the result.")] = True
     max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS
     device: Device = "auto"
+    trust: Trust = None
     force: Force = False
 
     def check(self) -> None:
         """UserError: a bad value or MLflow address, an output that must not be replaced, or too few GPUs."""
         demand_counts(processes=self.processes, batch_size=self.batch_size)
+        for each in self.metrics or ():
+            if ":" not in each and each not in _METRICS:
+                known = ", ".join(_METRICS)
+                raise UserError(f"--metrics {one_line(each)}: give {known}, or FILE:NAME of your own code")
         if self.crop_share is not None and not 0 < self.crop_share <= 1:
             raise UserError(f"--crop-share: it is {self.crop_share:g}; give more than 0 and at most 1")
         if self.crop_share is not None and self.protocol in ("vit", "vit_exact"):
@@ -112,7 +123,10 @@ class EvalOptions:
         workers = max(1, min(_MOST_WORKERS, cores // self.processes)) if self.on_gpus else 1
         own = {field.name for field in fields(EvalRequest)}
         shared = {name: value for name, value in vars(self).items() if name in own}
-        return EvalRequest(model=str(model), shards=shards, workers=workers, **shared)
+        given = self.metrics or ()
+        shared["metrics"] = tuple(each for each in given if ":" not in each) or None
+        codes = tuple(each for each in given if ":" in each)
+        return EvalRequest(model=str(model), shards=shards, workers=workers, own_metrics=codes, **shared)
 
 
 def evaluate(model: Path, shards: str, /, *, options: EvalOptions = EvalOptions()) -> int:
@@ -131,6 +145,12 @@ def evaluate(model: Path, shards: str, /, *, options: EvalOptions = EvalOptions(
         shardvit eval vit_b16.npz shards/imagenet_v2 --labels imagenet_v2
         shardvit eval model.onnx shards/pets/val --protocol big_vision --json -
     """
+    result = measured(model, shards, options=options)
+    return result if isinstance(result, int) else _finish(result, options.request(model, shards), options)
+
+
+def measured(model: Path, shards: str, *, options: EvalOptions) -> ModelEvaluated | int:
+    """Evaluate without telling anybody; returns the exit code of the processes if they have no result."""
     options.check()
     from shardvit.pipeline.using.find_model import find_record
     from shardvit.pipeline.using.hub import local_weights
@@ -142,12 +162,8 @@ def evaluate(model: Path, shards: str, /, *, options: EvalOptions = EvalOptions(
     if options.processes == 1:
         from shardvit.pipeline.evaluation.evaluate_file import NoPeers, evaluate_model
 
-        result = evaluate_model(request, opened, ranks=NoPeers())
-    else:
-        result = _by_processes(request, processes=options.processes, on_gpus=options.on_gpus)
-        if isinstance(result, int):
-            return result
-    return _finish(result, request, options)
+        return evaluate_model(request, opened, ranks=NoPeers())
+    return _by_processes(request, processes=options.processes, on_gpus=options.on_gpus)
 
 
 def _by_processes(request: EvalRequest, *, processes: int, on_gpus: bool) -> ModelEvaluated | int:
@@ -193,7 +209,7 @@ def _finish(result: ModelEvaluated, request: EvalRequest, options: EvalOptions) 
     except OSError as error:
         raise UserError(f"{error.filename or options.output} cannot be written: {error.strerror}") from None
     if options.tracking:
-        _track(result, request, processes=options.processes)
+        track(result, request, processes=options.processes)
     return 1 if result.damaged else 0
 
 
@@ -210,6 +226,7 @@ def _as_text(result: ModelEvaluated) -> str:
         for name, words in WORDS.items()
         if name in metrics
     ]
+    rows += [[name.partition("/")[2], f"{value:.4f}"] for name, value in metrics.items() if name not in METRICS]
     counts = evaluation.per_class
     known = [number for number, images in enumerate(counts.images.tolist()) if images]
     worst = sorted(known, key=lambda number: (counts.accuracy[number], number))[:_SHOWN_CLASSES]
@@ -234,7 +251,7 @@ def _as_json(result: ModelEvaluated) -> dict[str, object]:
         "images": evaluation.images,
         "damaged_images": len(result.damaged),
         "unlabelled_images": result.unlabelled,
-        "metrics": {name.removeprefix("val/"): value for name, value in evaluation.metrics.items()},
+        "metrics": result.metrics,
         "classes": [
             {"class": name, "images": images, "right": right}
             | ({} if counts.average_precision is None else {"average_precision": _number(counts.average_precision[at])})
@@ -268,7 +285,8 @@ def _confused(result: ModelEvaluated) -> list[dict[str, object]]:
     ]
 
 
-def _track(result: ModelEvaluated, request: EvalRequest, *, processes: int) -> None:
+def track(result: ModelEvaluated, request: EvalRequest, *, processes: int) -> None:
+    """Make an MLflow run of the result."""
     from shardvit.pipeline.tracking.command_runs import CommandResult, log_result
     from shardvit.pipeline.tracking.facts import DatasetInput
     from shardvit.pipeline.transfer.results import model_origin

@@ -18,7 +18,7 @@ from cyclopts import Parameter
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.text import one_line
 from shardvit.data_shards.vocabulary import USUAL_MOST_PIXELS
-from shardvit.launch.flags import Device, MaxImagePixels, WhichWeights, demand_counts, pixel_limit, switch
+from shardvit.launch.flags import Device, MaxImagePixels, Trust, WhichWeights, demand_counts, pixel_limit, switch
 from shardvit.launch.local.output import say, say_model
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def predict(
     weights: WhichWeights = None,
     max_image_pixels: MaxImagePixels = USUAL_MOST_PIXELS,
     device: Device = "auto",
+    trust: Trust = None,
 ) -> int:
     """Classify images: the most probable classes of each.
 
@@ -61,9 +62,11 @@ def predict(
     if not images:
         raise UserError("predict: name at least one image or folder of images after the model")
     from shardvit.data_shards.packing.sources.folder import image_files
+    from shardvit.pipeline.own_code.by_path import trust_file
     from shardvit.pipeline.using.find_model import find_record
     from shardvit.pipeline.using.hub import local_weights
 
+    trust_file(trust)
     find_record(place := local_weights(model))
     files, limit = image_files(images), pixel_limit(max_image_pixels)
     from shardvit.pipeline.using.predict import open_predictor, predict_images

@@ -1,12 +1,18 @@
 """`shardvit transfer`: the command line. Imports late, to keep --help fast."""
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from shardvit.data_shards.errors import UserError
 from shardvit.launch.evaluation.transfer_options import Method, MethodOptions, TransferOptions
+
+if TYPE_CHECKING:
+    from shardvit.launch.evaluation.measuring import TransferOutcome
+    from shardvit.pipeline.using.predict import Predictor
 
 
 def transfer(
@@ -34,9 +40,30 @@ def transfer(
         shardvit transfer vit_b16.npz shards/pets/train shards/pets/val --method probe --images 1000
         shardvit transfer runs/vit_b16/pretrain vtab.yaml --images 1000
     """
+    outcome = measured(model, source, eval_shards, method=method, of_method=of_method, options=options)
+    from shardvit.launch.evaluation.measuring import tell
+
+    return tell(outcome, options=options)
+
+
+def measured(
+    model: Path | Predictor,
+    source: str,
+    eval_shards: str | None,
+    *,
+    method: Method | None,
+    of_method: MethodOptions,
+    options: TransferOptions,
+) -> TransferOutcome:
+    """Measure without telling anybody; UserError as the command."""
+    from shardvit.pipeline.using.find_model import refuse_own_model
     from shardvit.pipeline.using.hub import local_weights
 
-    model = local_weights(model)
+    if isinstance(model, Path):
+        refuse_own_model(local_weights(model), command="transfer")
+
+    if isinstance(model, Path):
+        model = local_weights(model)
     if eval_shards is None:
         _demand_table_options(source, method=method, of_method=of_method, options=options)
         options.check(model, command="transfer")

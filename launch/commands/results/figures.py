@@ -69,7 +69,9 @@ def figures(
             f"{model}: an ONNX file computes logits alone, without attention: give the model that it was exported from"
         )
     from shardvit.launch.pages.figures_page import Wanted, make_page
+    from shardvit.pipeline.using.find_model import refuse_own_model
 
+    refuse_own_model(local_weights(model), command="figures")
     wanted = Wanted(
         local_weights(model), images, weights=weights, device=device, count=count, label=label, classes=classes
     )

@@ -155,7 +155,7 @@ def next_commands(choice: DemoChoice, *, runs_root: Path) -> str:
         f"  fine-tune once more     {shardvit} run {choice.recipe} --restart finetune "
         f"{' '.join(['stages.finetune.optimizer.lr=0.01', *_processes()])}\n"
         f"  use your own images     {shardvit} pack FOLDER_OF_CLASS_FOLDERS shards/mine --holdout 0.1\n"
-        f"                          then copy pipeline/recipes/photos.yaml, set its train and eval, {shardvit} run it"
+        f"                          {shardvit} recipes photos > my.yaml, set its train and eval, {shardvit} run my.yaml"
     )
 
 

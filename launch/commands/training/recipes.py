@@ -37,7 +37,8 @@ def recipes(
     """List shipped recipes with data, cost and published result; or print one, resolved.
 
     NAME is one of them or a YAML file; OVERRIDES are changes to it, key=value,
-    as for `shardvit run`. The output is itself a recipe.
+    as for `shardvit run`. The output is itself a recipe; one that extends no
+    other is printed with its comments.
 
     Some examples:
         shardvit recipes
@@ -54,7 +55,11 @@ def recipes(
 
     recipe = load_recipe(name, overrides=overrides, paths=paths_file(data))
     path = find_recipe(name, beside=Path())
-    header = read_header(read_source(path).files, name=path.stem)
+    files = read_source(path).files
+    if len(files) == 1 and not overrides and data is None and not all_keys:
+        print(path.read_text(encoding="utf-8"), end="")
+        return 0
+    header = read_header(files, name=path.stem)
     print(f"{header.text()}{dump_recipe(recipe, keys='all' if all_keys else 'changed')}", end="")
     return 0
 

@@ -119,6 +119,8 @@ def model_name(run: Run) -> str:
     config = run.recipe.model
     if config.variant is not None:
         return config.variant
+    if config.custom is not None:
+        return config.custom.rpartition(":")[2]
     if config.kind == "resnet":
         return f"ResNet {'-'.join(map(str, config.resnet.layers))}x{config.resnet.width_factor}"
     sizes = config.sizes

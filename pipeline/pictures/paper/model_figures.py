@@ -62,6 +62,8 @@ def numbers_of(model: VisionTransformer | BitResnet, attention: SeenAttention | 
 
 def left_out(meta: SavedModelMeta) -> tuple[str, ...]:
     """Explain, one sentence each, which figures this model cannot have."""
+    if meta.model.custom is not None:
+        return ("attention, filters and position embeddings: the model is own code, whose inside is unknown",)
     if meta.model.kind == "resnet":
         return ("attention and position embeddings: a ResNet has none; its root's filters are shown",)
     reasons = {

@@ -13,6 +13,7 @@ from tests.cluster.hosts.conftest import run_on, start_on
 from tests.cluster.hosts.two_hosts import TwoHosts
 from tests.faults.harness import MARK, Attempt, Case, recipe
 from tests.faults.rows import Row
+from tests.traps import ROOMS, lay_traps
 
 NewCase = Callable[..., Case]
 STEP = 26  # in which something happens
@@ -80,8 +81,9 @@ def test_two_hosts_end_with_the_losses_of_two_processes_on_one(
     one_host: Callable[..., Case],
 ):
     case = new_case(content=recipe(shards, changes))
+    sprung = lay_traps(case.folder)
     ended = run_on(hosts, case).wait()
-    assert ended.code == 0, ended.output
+    assert (ended.code, sprung()) == (0, []), ended.output
     assert ended.sentence("^beta .*ready$") and ended.sentence("pretrain: done, held-out top-1")
     is_like(case, one_host(changes))
 
@@ -93,9 +95,10 @@ def test_deepspeed_by_hand_does_the_same(hosts: TwoHosts, case: Case, one_host: 
     # gloo takes the interface that the host's name leads to; and a name of ours marks the processes for this test.
     lines = ["OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=veth0", f"{MARK}={case.mark}"]
     (case.folder / ".deepspeed_env").write_text("\n".join(lines) + "\n")
+    sprung = lay_traps(case.folder, names=ROOMS)
     deepspeed = ("-m", "deepspeed.launcher.runner", "--hostfile", "hostfile", "--module", "shardvit.launch.train")
     ended = start_on(hosts, case, *deepspeed, "recipe.yaml", "--stage", "pretrain").wait()
-    assert ended.code == 0, ended.output
+    assert (ended.code, sprung()) == (0, []), ended.output
     is_like(case, one_host())
 
 

@@ -4,6 +4,7 @@ import io
 import random
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from shardvit.data_shards.loading.loader import EvalBatches, TrainLoader, eval_b
 from shardvit.data_shards.order.randomness import uniforms
 from shardvit.data_shards.reading.shard_reader import ShardReader
 from shardvit.data_shards.shards.shard_set import ShardSet
+from shardvit.pipeline.stage.batches import OwnAugment
 from tests.data_shards.streams import (
     GLOBAL_BATCH,
     SEED,
@@ -35,6 +37,7 @@ from tests.data_shards.streams import (
     seen,
     train_batches,
 )
+from tests.own_training import write_example
 
 # torch tells machines with fewer cores than workers; that is not what these tests are about.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -78,6 +81,24 @@ def test_worker_threads_do_not_change_what_rand_augment_draws(shards: ShardSet):
     transform = replace(TRANSFORM, rand_augment=RandAugment(num_ops=2, magnitude=9))
     alone = global_batches(shards, world_size=1, transform=transform)
     assert alone == global_batches(shards, world_size=2, transform=transform, workers=3, kind="thread")
+
+
+@pytest.mark.parametrize("options", [{"world_size": 2}, {"workers": 2}, {"workers": 3, "kind": "thread"}])
+def test_own_augmentation_sees_the_same_crops_and_draws_from_each_samples_own_stream(
+    shards: ShardSet, reference: list[list[Seen]], tmp_path: Path, options: dict[str, Any]
+):
+    mine = write_example(tmp_path)
+    untouched = replace(TRANSFORM, own=lambda image, generator: image)
+    assert global_batches(shards, world_size=1, transform=untouched) == reference
+    transform = replace(TRANSFORM, own=OwnAugment(f"{mine}:noise"))
+    changed = global_batches(shards, world_size=1, transform=transform)
+    assert changed == global_batches(shards, **{"world_size": 1, "transform": transform, **options})
+    later = [seen(batch) for batch in micro_batches(shards, start_step=20, transform=transform)]
+    assert later == changed[20:]
+    pairs = [(one, other) for a, b in zip(reference, changed, strict=True) for one, other in zip(a, b, strict=True)]
+    assert all(replace(one, pixels=b"") == replace(other, pixels=b"") for one, other in pairs)
+    noises = {(np.frombuffer(b.pixels, np.uint8) - np.frombuffer(a.pixels, np.uint8)).tobytes() for a, b in pairs}
+    assert len(noises) == len(pairs)  # another one for each sample and epoch
 
 
 @pytest.mark.parametrize(

@@ -76,9 +76,15 @@ ROWS = (
     ),
     Row(
         "a run's folder: recipe, records, events, evaluations, pictures",
-        ("report", "watch"),
+        ("report", "watch", "load_run"),
         "read as data",
         (records.tagged_recipe, records.pipe, records.commands_in_the_records, records.evaluation_of_objects),
+    ),
+    Row(
+        "own code by path in a run or recipe: loss, augmentation, metric, task, callback, optimizer",
+        ("report", "watch", "status", "load_run", *FOLDERS, *LOOKS),
+        "read as data",
+        (records.own_code,),
     ),
     Row("links out of a run's folder, FIFOs in it", tuple(LINKS), "not read", (), LINKS),
     Row("state.json of a checkpoint", FOLDERS, "refused", (records.command_as_state,)),

@@ -69,6 +69,22 @@ def names_of(world: World) -> Path:
     return path
 
 
+def own_code(world: World) -> None:
+    """All that a recipe can name of its author's, in a file that is run if it is imported."""
+    file = world.new("mine.py")
+    file.write_text(f"import os\nos.mkdir({str(world.canary)!r})\n\ndef mine(*given):\n    pass\n")
+    code = f"{file}:mine"
+    world.change_recipe(
+        loss={"custom": code},
+        augment={"custom": code},
+        metrics=[code],
+        task=code,
+        callbacks=[code],
+        optimizer={"custom": code, "lr": 0.1},
+    )
+    shutil.rmtree(world.stage / "pictures", ignore_errors=True)
+
+
 def commands_in_the_records(world: World) -> None:
     """JSON that libraries which revive objects would obey, and commands for names."""
     revived = {"py/reduce": [{"py/function": "os.mkdir"}, {"py/tuple": [str(world.canary)]}]}

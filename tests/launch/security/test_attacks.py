@@ -4,17 +4,19 @@ import contextlib
 import pickle
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import shardvit
 from shardvit.data_shards.store.store import Store
 from shardvit.launch.run import pipeline_run
 from tests.launch.conftest import Call
 from tests.launch.security.attacks import ROWS, Outcome
-from tests.launch.security.on_records import pipe, tagged_recipe
+from tests.launch.security.on_records import own_code, pipe, tagged_recipe
 from tests.launch.security.on_shards import postscript
 from tests.launch.security.somebody import Attack, World, make_world
 
@@ -78,7 +80,7 @@ def test_what_was_not_tampered_with_is_read(world: World, command: str, call: Ca
 def test_no_code_of_a_file_runs(world: World, command: str, outcome: Outcome, attack: Attack, call: Call) -> None:
     attack(world)
     assert not world.canary.exists()
-    code, out, err = call(*ARGUMENTS[command](world))
+    code, out, err = looked_at(world) if command == "load_run" else call(*ARGUMENTS[command](world))
     assert not world.canary.exists() and not (world.top.parent / "canary").exists()
     assert "Traceback" not in out + err
     assert not set(map(chr, range(32))) - {"\n"} & set(out + err)
@@ -93,6 +95,26 @@ def test_no_code_of_a_file_runs(world: World, command: str, outcome: Outcome, at
             assert code == 0, out + err
         case "read as data":
             assert code in (0, 1, 2), out + err
+
+
+def looked_at(world: World) -> tuple[int, str, str]:
+    """As `call`, of everything that `shardvit.load_run` shows."""
+    run, shown, refused = shardvit.load_run(world.run), list[str](), list[str]()
+    looks: dict[str, Callable[[], object]] = {
+        **{name: partial(getattr, run, name) for name in ("name", "path", "stages", "recipe", "evaluations", "notes")},
+        **{"metrics": run.metrics, "predict": lambda: run.model("pretrain").predict(world.image)},
+    }
+    for look in looks.values():
+        try:
+            shown.append(str(look()))
+        except ValueError as error:  # UserError is one
+            refused.append(str(error))
+    return int(bool(refused)), "\n".join(shown), "\n".join(refused)
+
+
+def test_looking_in_python_shows_a_whole_run(world: World) -> None:
+    code, out, err = looked_at(world)
+    assert (code, err) == (0, "") and "theirs" in out and "ClassShare" in out
 
 
 def test_the_canary_dies_where_code_does_run(world: World) -> None:
@@ -119,6 +141,14 @@ def test_the_canary_dies_where_code_does_run(world: World) -> None:
     assert dies(lambda: yaml.unsafe_load(world.recipe.read_text()))
     assert dies(lambda: Store(commands="run").read_small(world.pipe, most_bytes=10))
     assert dies(lambda: Image.open(postscript(world)).load())
+
+
+def test_a_dry_run_names_own_code(world: World, call: Call) -> None:
+    own_code(world)
+    world.run.rename(world.top / "aside")  # what it recorded is another text
+    code, out, err = call(*ARGUMENTS["run --dry-run"](world))
+    assert code == 0 and f"runs own code {world.top / 'mine.py'}" in out, out + err
+    assert not world.canary.exists()
 
 
 def test_the_users_own_command_is_run_to_train(world: World, call: Call) -> None:

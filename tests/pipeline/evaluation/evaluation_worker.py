@@ -27,6 +27,31 @@ from shardvit.pipeline.stage.task import Classification
 SIZE = 16
 
 
+def best_is_true(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Top-1, or precision at 1, of each image."""
+    rows = torch.arange(len(logits))
+    best = logits.argmax(dim=1)
+    return targets[rows, best] > 0 if targets.is_floating_point() else best == targets
+
+
+class Scores:
+    """A metric that is no mean over images: it keeps every score, in set order."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def update(self, logits: torch.Tensor, targets: torch.Tensor) -> None:
+        assert len(logits) == len(targets)
+        self.seen.append(logits[:, 0])
+
+    def merge(self, other: "Scores") -> None:
+        self.seen += other.seen
+
+    def compute(self) -> float:
+        every = torch.cat(self.seen).double()
+        return float((every * torch.arange(len(every))).sum() / len(every))
+
+
 def small_model(num_classes: int) -> torch.nn.Module:
     """Sure of itself, and wrong."""
     torch.manual_seed(1)
@@ -64,6 +89,7 @@ def evaluated(folder: Path, *, ranks: Any, kind: Any) -> Evaluated:
         ranks=ranks,
         faults=SimpleNamespace(note=lambda batch, *, use, rows: None),  # pyright: ignore[reportArgumentType]
         metrics=("top5", "calibration_error") if kind == "single" else several,
+        own={"best_is_true": best_is_true, "Scores": Scores},
     )
 
 

@@ -18,6 +18,7 @@ from shardvit.data_shards.packing.pack import pack
 from shardvit.data_shards.packing.sources.label_list import LabelList
 from shardvit.data_shards.reading.opening import open_shards
 from shardvit.pipeline.evaluation.evaluate import Evaluated, keep_evaluations
+from shardvit.pipeline.evaluation.own_metrics import OwnMetrics
 from shardvit.pipeline.recipe.stage_plan import chosen_metrics
 from shardvit.pipeline.runs.evaluations import evaluations, load_evaluation
 from shardvit.pipeline.stage.task import model_input
@@ -128,6 +129,22 @@ def test_any_number_of_processes_finds_the_same_to_the_last_bit(folder: Path, wo
             found = torch.load(out / f"rank-{rank}.pt", weights_only=False)[kind]
             assert found.metrics == alone.metrics and all(map(math.isfinite, alone.metrics.values()))
             assert same(found.record, alone.record)
+
+
+def test_own_metrics_count_every_readable_image_once_in_set_order(alone: Evaluated, truth: Any):
+    """On several processes they are compared above."""
+    _, _, logits = truth
+    assert alone.metrics["val/best_is_true"] == alone.metrics["val/top1"]
+    wanted = float((logits[:, 0].double() * torch.arange(len(logits))).sum() / len(logits))
+    assert alone.metrics["val/Scores"] == wanted
+
+
+def test_an_own_metric_must_give_a_value_per_image(packed: Path):
+    """And says which one does not."""
+    measure = OwnMetrics({"mean": lambda logits, targets: (logits.argmax(1) == targets).float().mean()})
+    batch: Any = SimpleNamespace(counted=torch.ones(3, dtype=torch.bool))
+    with pytest.raises(UserError, match=r"metric mean: it gives \[\], not a tensor of a value per image, \[3\]"):
+        measure.update(batch, torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64))
 
 
 def test_every_readable_image_counts_once_and_the_numbers_are_scikit_learns(alone: Evaluated, truth: Any):

@@ -17,7 +17,7 @@ from shardvit.data_shards.shards.tar_index import index_path, read_index
 from shardvit.data_shards.vocabulary import GOOGLES, Normalisation
 from shardvit.pipeline.checkpoint.train_state import TrainState
 from shardvit.pipeline.pictures.drawing import draw
-from shardvit.pipeline.pictures.training_batch import seen_batch, seen_in_epochs
+from shardvit.pipeline.pictures.training_batch import batch_pictures, seen_batch, seen_in_epochs
 from shardvit.pipeline.ranks.place import Place
 from shardvit.pipeline.recipe.io import dump_recipe
 from shardvit.pipeline.recipe.schema import Recipe
@@ -115,6 +115,19 @@ def fed(recipe: Recipe, data: StageData, *, place: Place, steps: int, normalisat
         (torch.cat(inputs[step * many : (step + 1) * many]), torch.cat(targets[step * many : (step + 1) * many]))
         for step in range(steps)
     ]
+
+
+def test_an_augmentation_of_the_users_own_is_not_run_to_draw(shards: Path, tmp_path: Path) -> None:
+    """A page may be drawn of somebody else's run."""
+    (tmp_path / "mine.py").write_text("raise SystemExit('it was run')\n")
+    tree = recipe_of(shards).model_dump(mode="json")
+    tree["stages"]["pretrain"]["augment"]["custom"] = f"{tmp_path / 'mine.py'}:mine"
+    recipes = recipe_of(shards), Recipe.model_validate(tree)
+    data = open_data(recipes[0], stage="pretrain", report=lambda line: None)
+    plain, own = (seen_batch(recipe, stage="pretrain", data=data) for recipe in recipes)
+    assert torch.equal(plain.inputs, own.inputs)
+    captions = [each.caption for each, _ in batch_pictures(recipes[1], stage="pretrain", data=data, step=0)]
+    assert all("without the user's own augmentation" in each for each in captions)
 
 
 @pytest.mark.parametrize("augment", MIXING)

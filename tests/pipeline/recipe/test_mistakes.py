@@ -121,10 +121,10 @@ VALUES = [
     ("engine.activation_checkpointing=999", "engine.activation_checkpointing 999: the model has"),
     (
         f"{PRETRAIN}optimizer.name=adam",
-        f"{PRETRAIN}optimizer.name is 'adam': give adamw, sgd, adafactor, lamb or muon (did you mean adamw?)",
+        f"{PRETRAIN}optimizer.name is 'adam': give adamw, sgd, adafactor, lamb, muon or custom (did you mean adamw?)",
     ),
     (f"{PRETRAIN}loss=cross_entropy", f"{PRETRAIN}loss is 'cross_entropy': give softmax or sigmoid"),
-    (f"{PRETRAIN}keep_best=top1", f"{PRETRAIN}keep_best is 'top1': give loss or score"),
+    (f"{PRETRAIN}keep_best=top1", "keep_best is 'top1': give loss or score"),
     ("model.pool=mean", "model.pool is 'mean': give cls, gap or map"),
     # Groups.
     ("model=B/16", "model is 'B/16': give a group of keys, such as {variant: B/16}"),

@@ -30,7 +30,7 @@ def test_every_metric_that_the_code_names_is_in_the_vocabulary_and_no_other() ->
 
 
 @pytest.mark.parametrize("first_moment", get_args(MomentType))
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "custom"])  # its state is unknown
 def test_an_optimizer_keeps_the_state_that_the_vocabulary_says(name: OptimizerName, first_moment: MomentType) -> None:
     facts = OPTIMIZERS[name]
     if first_moment == "bf16" and not facts.rounded:

@@ -1,6 +1,7 @@
 """What the loop is told: classification as it always was, to the bit; masked patches the same on any ranks."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.loading.batch import Batch
 from shardvit.data_shards.loading.mixing import Mix
 from shardvit.data_shards.shards.shard_set import ShardSet
@@ -16,8 +18,19 @@ from shardvit.model.loss import loss_function
 from shardvit.model.masked_patch import colour_classes
 from shardvit.model.vocabulary import COLOURS
 from shardvit.pipeline.evaluation.evaluate import evaluate
-from shardvit.pipeline.stage.task import Classification, Example, MaskedPatches, model_input, targets
+from shardvit.pipeline.recipe.schema import Recipe
+from shardvit.pipeline.stage.task import (
+    Classification,
+    Example,
+    MaskedPatches,
+    make_task,
+    model_input,
+    targets,
+    task_outputs,
+)
 from tests.data_shards.streams import SIZE, STEPS, micro_batches, pack_noise
+from tests.own_training import write_example
+from tests.small_recipe import small_recipe, small_stage
 
 PATCH_SIZE, PATCHES = 3, (SIZE // 3) ** 2
 CLASSES = tuple("abcde")
@@ -190,3 +203,90 @@ def test_an_evaluation_counts_every_image_once_however_they_are_divided():
     assert evaluation(padded, part(halves[1])) == pytest.approx(once, rel=1e-6)
     nothing = evaluation(padding)
     assert nothing["val/images"] == 0 and nothing["val/loss"] != nothing["val/loss"]
+
+
+def own_file(folder: Path, text: str) -> str:
+    (folder / "mine.py").write_text("import torch\nfrom torch.nn import functional as F\n" + text)
+    return str(folder / "mine.py")
+
+
+def recipe_with(**stage: Any) -> Recipe:
+    return Recipe.model_validate(small_recipe(pretrain_=small_stage(**stage)))
+
+
+def task_of(recipe: Recipe) -> Any:
+    data: Any = SimpleNamespace(train=SimpleNamespace(classes=CLASSES, is_multi_label=False))
+    engine: Any = Engine()
+    return make_task(recipe, stage="pretrain", data=data, normalisation=GOOGLES, engine=engine)
+
+
+@pytest.mark.parametrize("mix", [None, Mix("mixup", keep=0.7)])
+def test_an_own_loss_that_is_the_built_in_one_gives_the_same_bits(tmp_path: Path, mix: Mix | None):
+    mine = own_file(tmp_path, "def mine(logits, targets):\n    return F.cross_entropy(logits, targets)\n")
+    ours, own = task_of(recipe_with()), task_of(recipe_with(loss={"custom": f"{mine}:mine"}))
+    wanted = ours.example(batch(mix=mix), use="train").targets
+    found = []
+    for task in (ours, own):
+        logits = torch.randn(len(wanted), 5, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+        loss = task.loss(logits, wanted)
+        loss.backward()
+        assert logits.grad is not None
+        found.append((loss, logits.grad))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    held_out = torch.arange(5)
+    assert torch.equal(own.tally(torch.eye(5), held_out).loss, ours.tally(torch.eye(5), held_out).loss)
+
+
+def test_a_loss_per_image_is_averaged(tmp_path: Path):
+    mine = own_file(tmp_path, "def mine(logits, targets):\n    return logits.float().sum(1)\n")
+    logits = torch.randn(6, 5, requires_grad=True)
+    assert torch.equal(task_of(recipe_with(loss={"custom": f"{mine}:mine"})).loss(logits, None), logits.sum(1).mean())
+
+
+@pytest.mark.parametrize(
+    ("returns", "said"),
+    [
+        ("logits", r"a tensor \[6, 5\]"),
+        ("logits.sum(1)[:2]", r"a tensor \[2\]"),
+        ("logits.sum().item()", "float"),
+        ("logits.detach().sum()", r"a tensor \[\], without a gradient"),
+    ],
+)
+def test_a_loss_that_gives_something_else_is_named(tmp_path: Path, returns: str, said: str):
+    mine = own_file(tmp_path, f"def mine(logits, targets):\n    return {returns}\n")
+    with pytest.raises(UserError, match=rf"loss\.custom .*mine\.py:mine: it gives {said}"):
+        task_of(recipe_with(loss={"custom": f"{mine}:mine"})).loss(torch.randn(6, 5, requires_grad=True), None)
+
+
+def test_an_own_tasks_random_numbers_are_those_of_sample_and_epoch(shards: ShardSet, tmp_path: Path):
+    """Whatever the processes; in an evaluation they are the same each time."""
+    task, steps = task_of(recipe_with(task=f"{write_example(tmp_path)}:Rotations")), []
+    for world_size in (1, 2):
+        found: dict[tuple[int, int], bytes] = {}
+        for rank in range(world_size):
+            for each in micro_batches(shards, rank=rank, world_size=world_size):
+                drawn = task.random(each, use="train", draws=3)
+                for row, key in enumerate(zip(each.epochs.tolist(), each.samples.tolist(), strict=True)):
+                    assert found.setdefault(key, drawn[row].tobytes()) == drawn[row].tobytes()
+        steps.append(found)
+    assert steps[0] == steps[1] and len(set(steps[0].values())) == len(steps[0])
+    again = [task.random(batch(), use="eval", draws=2) for _ in range(2)]
+    assert (again[0] == again[1]).all() and not (again[0] == task.random(batch(), use="train", draws=2)).any()
+
+
+def test_an_own_task_sizes_the_head_and_shows_its_own_targets(tmp_path: Path):
+    recipe = recipe_with(task=f"{write_example(tmp_path)}:Rotations")
+    assert task_outputs(recipe.train_stage("pretrain"), classes=CLASSES) == ("0", "90", "180", "270")
+    assert task_outputs(recipe_with().train_stage("pretrain"), classes=CLASSES) == CLASSES
+    task, given = task_of(recipe), batch()
+    example = task.example(given, use="train")
+    plain = task_of(recipe_with()).example(given, use="train").inputs[0]
+    for turned, image, turns in zip(example.inputs[0], plain, example.targets.tolist(), strict=True):
+        assert torch.equal(turned, image.rot90(turns, (1, 2)))
+    assert task.outputs == ("0", "90", "180", "270") and set(example.targets.tolist()) <= {0, 1, 2, 3}
+
+
+def test_a_task_that_lacks_what_the_loop_calls_is_refused(tmp_path: Path):
+    mine = own_file(tmp_path, "class Mine:\n    def __init__(self, **parts):\n        self.engine = self.step = 1\n")
+    with pytest.raises(UserError, match=r"stages\.pretrain\.task .*mine\.py:Mine: it has no outputs"):
+        task_of(recipe_with(task=f"{mine}:Mine"))

@@ -12,8 +12,10 @@ from shardvit.pipeline.runs.run_folder import RunFolder
 from shardvit.pipeline.tracking.client import home_of, store_uri
 from shardvit.pipeline.tracking.describe import begin_attempt, end_attempt
 from shardvit.pipeline.tracking.facts import DatasetInput, FinalStatus, load_run_state
-from shardvit.pipeline.tracking.mlflow_sink import MlflowSink
-from shardvit.pipeline.tracking.sender import Sender, Synced, follow, sync_run
+from shardvit.pipeline.tracking.sender import Sender, Synced, follow
+from shardvit.pipeline.tracking.sinks.mlflow_sink import MlflowSink
+from shardvit.pipeline.tracking.sinks.sink import Sink
+from shardvit.pipeline.tracking.sync_run import sync_run
 
 OPENED: list["Attempt"] = []
 
@@ -40,7 +42,9 @@ class Settings:
 class Attempt:
     """One attempt at a stage, with its metrics.jsonl, and a thread that sends; `sends` False: nobody does."""
 
-    def __init__(self, settings: Settings, *, resume_step: int = 0, sends: bool = True) -> None:
+    def __init__(
+        self, settings: Settings, *, resume_step: int = 0, sends: bool = True, sink: Sink | None = None
+    ) -> None:
         self.said: list[str] = []
         self.settings = settings
         self.file = MetricsLog(settings.folder.stage(settings.stage) / "metrics.jsonl", resume_step=resume_step)
@@ -54,7 +58,7 @@ class Attempt:
             datasets=settings.datasets,
             tags=settings.tags,
         )
-        self.sender = Sender(settings.folder, settings.recipe, settings.sink, say=self.said.append)
+        self.sender = Sender(settings.folder, settings.recipe, sink or settings.sink, say=self.said.append)
         self._over = threading.Event()
         self._thread = threading.Thread(target=follow, args=(self.sender,), kwargs={"over": self._over}, daemon=True)
         if sends:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shardvit.pipeline.tracking.facts import DatasetInput, load_facts, load_run_state
-from shardvit.pipeline.tracking.mlflow_sink import log_datasets
+from shardvit.pipeline.tracking.sinks.mlflow_sink import log_datasets
 from tests.pipeline.tracking.attempts import Attempt, Settings, curve, run_of
 
 # MLflow's and SQLAlchemy's own: they are not for us to mend.

@@ -16,13 +16,13 @@ from shardvit.pipeline.tracking import sender as module
 from shardvit.pipeline.tracking.describe import begin_attempt, end_attempt
 from shardvit.pipeline.tracking.facts import FinalStatus, RunFacts, RunState, load_run_state
 from shardvit.pipeline.tracking.sender import Sender, follow
-from shardvit.pipeline.tracking.sink import ResultModel
+from shardvit.pipeline.tracking.sinks.sink import ResultModel, RunKind, Sink
 
 
-class ListSink:
+class ListSink(Sink):
     """A sink in memory, as anybody may write one."""
 
-    place = "http://host"
+    name, title, place, takes = "mlflow", "The list", "http://host", frozenset({"files", "model", "sweep"})
 
     def __init__(self) -> None:
         self.alive = True
@@ -42,7 +42,7 @@ class ListSink:
     def connect(self) -> None:
         self._check("connect", None)
 
-    def open(self, known: RunState, *, name: str, parent_id: str | None, begun_ms: int | None) -> str:
+    def open(self, known: RunState, *, kind: RunKind, name: str, parent_id: str | None, begun_ms: int | None) -> str:
         self._check("open", name)
         return "stage" if known.file.parent.name == "pretrain" else "pipeline"
 
@@ -241,7 +241,7 @@ def test_what_a_living_sink_refuses_does_not_hold_up_the_rest(make_rig: Callable
     assert rig.close() == ""
     assert rig.steps == [1] and ("close" if refused == "params" else "params") in dict(sink.calls)
     assert [line for line in rig.said if f"given up: bad {refused}" in line]
-    assert [line for line in rig.said if f"refuses a value: {refused}" in line]
+    assert [line for line in rig.said if f"a value is refused: {refused}" in line]
 
 
 def test_what_a_living_sink_refuses_for_a_moment_is_sent_after_a_pause(make_rig: Callable[..., Rig]) -> None:

@@ -18,7 +18,7 @@ from shardvit.model.vocabulary import LOSSES
 from shardvit.pipeline.recipe.vocabulary import METRICS_FILE, StageName
 from shardvit.pipeline.runs.logs import iter_metrics
 from shardvit.pipeline.runs.run_folder import RunFolder
-from shardvit.pipeline.tracking.sink import ResultModel
+from shardvit.pipeline.tracking.sinks.sink import ResultModel
 
 CLASSES_FILE = "classes.json"  # class names in output order, in the model's folder
 _MOST_CLASSES = 1000  # named in the metadata

@@ -15,13 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.runs.logs import MetricRow
 from shardvit.pipeline.runs.pictures import KeptPicture
-from shardvit.pipeline.runs.run_folder import RunFolder
-from shardvit.pipeline.tracking.client import MODEL_TRAINING, home_of, open_client, store_uri
+from shardvit.pipeline.tracking.client import MODEL_TRAINING, open_client
 from shardvit.pipeline.tracking.facts import DatasetInput, RunFacts, RunState, without_credentials
-from shardvit.pipeline.tracking.sink import ResultModel, Sink
+from shardvit.pipeline.tracking.sinks.sink import ResultModel, RunKind, Sink, values_of
 
 # From mlflow.utils.validation; the digest's from MLflow's table `datasets`.
 _MAX_METRICS_PER_BATCH = 1_000
@@ -32,8 +30,10 @@ _MAX_DIGEST_CHARACTERS = 36
 _MAX_NAME_CHARACTERS = 500
 
 
-class MlflowSink:
+class MlflowSink(Sink):
     """`sink.Sink` for the MLflow store at `uri`; `home` is the folder of all runs."""
+
+    name, title, takes = "mlflow", "MLflow", frozenset({"files", "model", "sweep"})
 
     def __init__(self, uri: str, *, home: Path, experiment: str) -> None:
         self.place = without_credentials(uri)
@@ -45,7 +45,7 @@ class MlflowSink:
     def connect(self) -> None:
         self._client, self._experiment_id = open_client(self._uri, home=self._home, experiment=self._experiment)
 
-    def open(self, known: RunState, *, name: str, parent_id: str | None, begun_ms: int | None) -> str:
+    def open(self, known: RunState, *, kind: RunKind, name: str, parent_id: str | None, begun_ms: int | None) -> str:
         run = None if known.run_id is None else run_or_none(self._client, known.run_id)
         if run is not None and (
             run.info.lifecycle_stage == "deleted" or run.data.tags.get("shardvit.key") != known.key
@@ -83,7 +83,7 @@ class MlflowSink:
         points = [
             Metric(name, value, int(row.time * 1000), row.step)
             for row in rows
-            for name, value in {**row.metrics, "images_seen": float(row.images_seen)}.items()
+            for name, value in values_of(row).items()
         ]
         batches = _batches(points, _MAX_METRICS_PER_BATCH)
         return [refusal for batch in batches for refusal in self._send_points(run_id, batch)]
@@ -136,7 +136,7 @@ class MlflowSink:
         return self._there[run_id]
 
     def model(self, result: ResultModel) -> str:
-        from shardvit.pipeline.tracking.logged_model import log_result_model
+        from shardvit.pipeline.tracking.sinks.logged_model import log_result_model
 
         return log_result_model(self._client, uri=self._uri, result=result)
 
@@ -145,12 +145,6 @@ class MlflowSink:
             self._client.update_run(run_id, status=facts.status)
         else:
             self._client.set_terminated(run_id, status=facts.status, end_time=facts.ended_ms)
-
-
-def sink_of(folder: RunFolder, recipe: Recipe, *, uri: str | None, experiment: str | None) -> Sink:
-    """Open a run's sink; by default MLflow's database in the folder of runs, and the recipe's experiment."""
-    home = home_of(folder)
-    return MlflowSink(store_uri(uri, home=home), home=home, experiment=experiment or recipe.experiment)
 
 
 def run_or_none(client: Any, run_id: str) -> Any:
