@@ -296,9 +296,7 @@ def find_hub(hub: Hub, home: Path, monkeypatch: pytest.MonkeyPatch, *, token: st
     for name, value in environment(hub, home, token=token).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    monkeypatch.setattr(
-        constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-    )
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hf" / "hub"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "hf" / "token"))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)

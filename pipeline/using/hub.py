@@ -94,7 +94,7 @@ def hub_errors(where: str, *, doing: str) -> Iterator[None]:
         raise
     except Exception as error:  # noqa: BLE001 - the client's own, its HTTP library's, the disk's
         status = getattr(getattr(error, "response", None), "status_code", None)
-        text = _TOKEN.sub("...", redact_text(next(iter(str(error).splitlines()), "")))[:300] or type(error).__name__
+        text = without_tokens(redact_text(next(iter(str(error).splitlines()), "")))[:300] or type(error).__name__
         match error:
             case errors.GatedRepoError():
                 why = f"is gated: ask for access on its page, then log in as who was granted it ({_LOGIN})"
@@ -113,6 +113,46 @@ def hub_errors(where: str, *, doing: str) -> Iterator[None]:
                 cached = " and is not whole in the cache" if doing == "read" else ""
                 why = f"cannot be reached ({what}){cached}: check the network and HF_ENDPOINT, and repeat the command"
         raise UserError(f"{where} {why}") from None
+
+
+def without_tokens(text: str) -> str:
+    """Mask what looks like a token of the hub, and the one in use here."""
+    from huggingface_hub import get_token
+
+    token = get_token()
+    return _TOKEN.sub("...", text.replace(token, "...") if token else text)
+
+
+def card_header(name: str, *, license: str, data: str, top1: float | None) -> str:
+    """Return the YAML with which the hub files a model card; `data` names the held-out set of `top1`."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    metric = {"metric_type": "accuracy", "metric_name": "top-1", "metric_value": top1}
+    judged = {"task_type": "image-classification", "dataset_type": "webdataset", "dataset_name": data or "held out"}
+    header = ModelCardData(
+        license=license,
+        library_name="timm",
+        pipeline_tag="image-classification",
+        tags=["image-classification", "timm", "transformers", "shardvit"],
+        model_name=name.partition("/")[2],
+        eval_results=None if top1 is None else [EvalResult(**judged, **metric)],
+    )
+    return f"---\n{header.to_yaml()}\n---"
+
+
+def upload(folder: Path, name: str, *, private: bool, message: str) -> str:
+    """Make the repository OWNER/NAME unless it is there, and send the folder as one commit; return its address.
+
+    UserError, one sentence: not logged in, not allowed, or no network.
+    """
+    with hub_errors(f"{HUB}{name}", doing="write"):
+        from huggingface_hub import HfApi, get_token
+
+        if get_token() is None:
+            raise UserError(f"{HUB}{name}: to write there, log in ({_LOGIN})")
+        hub = HfApi()
+        hub.create_repo(name, private=private or None, exist_ok=True)
+        return str(hub.upload_folder(repo_id=name, folder_path=folder, commit_message=message).commit_url)
 
 
 class _OnDisk:
