@@ -55,9 +55,9 @@ def push(
     if dry_run:
         demand_target(target, flag="--output", force=force)
 
+    from shardvit.launch.evaluation.model_card import write_for_hub
     from shardvit.pipeline.using.find_model import find_model
     from shardvit.pipeline.using.hub import local_weights, upload
-    from shardvit.pipeline.using.model_card import write_for_hub
 
     found = find_model(place := local_weights(model), weights=weights)
     say_model(place, origin=found.origin, notes=found.notes)

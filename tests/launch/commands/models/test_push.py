@@ -93,15 +93,15 @@ def test_a_dry_run_writes_the_folder_and_sends_nothing(
 
 
 def test_secrets_of_a_run_do_not_reach_its_card(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardvit.pipeline.using.model_card import _public
+    from shardvit.launch.evaluation.model_card import _public
 
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     tree = {
         "a": ["https://u:p4ss@h/x.tar?sig=s3cret", "pipe:curl -H t0ken https://h/x.tar"],
-        "b": "/home/me/data/train",
+        "b": "/data/mine/data/train",
     }
     shown = str(_public(tree))
-    assert not any(secret in shown for secret in ("p4ss", "s3cret", "t0ken", "/home/me"))
+    assert not any(secret in shown for secret in ("p4ss", "s3cret", "t0ken", "/data/mine"))
     assert "h/x.tar" in shown
 
 
