@@ -15,6 +15,7 @@ from shardvit.launch.commands.data.show import show
 from shardvit.launch.commands.models.convert import export_model, import_model
 from shardvit.launch.commands.models.evaluate import evaluate
 from shardvit.launch.commands.models.predict import predict
+from shardvit.launch.commands.models.push import push
 from shardvit.launch.commands.models.transfer import transfer
 from shardvit.launch.commands.results.figures import figures
 from shardvit.launch.commands.results.report import compare, report
@@ -105,7 +106,7 @@ COMMANDS: dict[str, dict[str, Callable[..., int | None]]] = {
     | {"sweep": sweep, "submit": submit, "cancel": cancel},
     "Runs": {"watch": watch, "status": status, "report": report, "compare": compare, "figures": figures, "sync": sync},
     "Models": {"eval": evaluate, "predict": predict, "transfer": transfer}
-    | {"import": import_model, "export": export_model},
+    | {"import": import_model, "export": export_model, "push": push},
 }
 for order, (title, commands) in enumerate(COMMANDS.items()):
     group = Group(title, sort_key=order)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shardvit.launch.api.shard_loader import OpenedShards as OpenedShards
     from shardvit.launch.api.shard_loader import ShardLoader as ShardLoader
     from shardvit.launch.api.shard_loader import open_shards as open_shards
+    from shardvit.model.own.custom import OwnModel as OwnModel
     from shardvit.pipeline.ranks.stopping import Stopped as Stopped
 
 __version__ = "0.1.0"
@@ -32,6 +33,7 @@ __all__ = [
     "LoadedModel",
     "LoadedRun",
     "OpenedShards",
+    "OwnModel",
     "RunFailed",
     "ShardLoader",
     "Stopped",
@@ -50,6 +52,7 @@ _PLACES = {  # name -> its module; a new one also goes into __all__, the imports
     "LoadedModel": "launch.api.loaded_model",
     "LoadedRun": "launch.api.loaded_run",
     "OpenedShards": "launch.api.shard_loader",
+    "OwnModel": "model.own.custom",
     "RunFailed": "launch.api.running",
     "ShardLoader": "launch.api.shard_loader",
     "Stopped": "pipeline.ranks.stopping",

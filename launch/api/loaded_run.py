@@ -177,19 +177,24 @@ class LoadedRun:
         return self._reader.read(parts=parts)
 
 
-def load_run(path: str | os.PathLike[str]) -> LoadedRun:
+def load_run(path: str | os.PathLike[str], *, trust: str | os.PathLike[str] | None = None) -> LoadedRun:
     """Open a run's folder, also of a run that is still training, or of somebody else's: nothing of it is executed.
 
     Args:
         path: RUNS/NAME.
+        trust: the Python file of the run's own model, which `model` and `predict` then execute.
 
     Returns:
         The run.
 
     Raises:
-        UserError: there is no run.
+        UserError: there is no run, or no file to trust.
 
     Example:
         run = shardvit.load_run("runs/digits")
     """
+    if trust is not None:
+        from shardvit.pipeline.own_code.by_path import trust_file
+
+        trust_file(Path(trust))
     return LoadedRun(run_folder_at(Path(path)))

@@ -7,7 +7,7 @@ are measured on one image, on the meta device if the model's code runs there, el
 import json
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +85,7 @@ def resized_own_state(
 ) -> dict[str, Tensor]:
     """Fit weights to `model`, of another image size; ValueError if they do not fit and it says not how."""
     if from_image_size != to_image_size and callable(resize := getattr(model, "resize_state", None)):
-        fitted: dict[str, Tensor] = resize(state, from_image_size=from_image_size, to_image_size=to_image_size)
+        fitted: Any = resize(state, from_image_size=from_image_size, to_image_size=to_image_size)
         return fitted
     theirs = {name: each.shape for name, each in model.state_dict().items()}
     if wrong := [name for name, each in state.items() if theirs.get(name) != each.shape]:

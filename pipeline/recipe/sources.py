@@ -29,7 +29,7 @@ from shardvit.model.saved.model_folder import CONFIG_FILE, SavedModelMeta, read_
 from shardvit.pipeline.own_code.by_path import absolute
 from shardvit.pipeline.recipe.yaml_text import read_yaml_file
 
-SHIPPED = Path(__file__).parents[1] / "recipes"
+SHIPPED = Path(__file__).resolve().parents[1] / "recipes"
 SETS = "finetune"  # the folder, and the key
 _MOST_FILES = 64  # per recipe: lists of lists multiply
 _MOST_NAMED = 200

@@ -83,7 +83,7 @@ def _has(folder: Path, *patterns: str) -> bool:
 @contextmanager
 def hub_errors(where: str, *, doing: str) -> Iterator[None]:
     """Turn whatever huggingface_hub raises into one sentence with its remedy, without tokens; `doing`: read, write."""
-    from huggingface_hub import errors
+    from huggingface_hub import errors, is_offline_mode
     from huggingface_hub.utils import disable_progress_bars
 
     if not sys.stderr.isatty():
@@ -94,7 +94,7 @@ def hub_errors(where: str, *, doing: str) -> Iterator[None]:
         raise
     except Exception as error:  # noqa: BLE001 - the client's own, its HTTP library's, the disk's
         status = getattr(getattr(error, "response", None), "status_code", None)
-        text = _TOKEN.sub("...", redact_text(next(iter(str(error).splitlines()), "")))[:300] or type(error).__name__
+        text = without_tokens(redact_text(next(iter(str(error).splitlines()), "")))[:300] or type(error).__name__
         match error:
             case errors.GatedRepoError():
                 why = f"is gated: ask for access on its page, then log in as who was granted it ({_LOGIN})"
@@ -106,7 +106,7 @@ def hub_errors(where: str, *, doing: str) -> Iterator[None]:
                 why = f"is no name that a hub can have: {text}"
             case _ if status in (401, 403):
                 why = f"was refused (HTTP status {status}): log in with a token that may {doing} there ({_LOGIN})"
-            case _ if _is_offline():
+            case _ if is_offline_mode():
                 why = "is not whole in the cache, and HF_HUB_OFFLINE is set: unset it, or check HF_HOME"
             case _:
                 what = f"HTTP status {status}" if status else text
@@ -115,8 +115,44 @@ def hub_errors(where: str, *, doing: str) -> Iterator[None]:
         raise UserError(f"{where} {why}") from None
 
 
-def _is_offline() -> bool:
-    return os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE")
+def without_tokens(text: str) -> str:
+    """Mask what looks like a token of the hub, and the one in use here."""
+    from huggingface_hub import get_token
+
+    token = get_token()
+    return _TOKEN.sub("...", text.replace(token, "...") if token else text)
+
+
+def card_header(name: str, *, license: str, data: str, top1: float | None) -> str:
+    """Return the YAML with which the hub files a model card; `data` names the held-out set of `top1`."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    metric = {"metric_type": "accuracy", "metric_name": "top-1", "metric_value": top1}
+    judged = {"task_type": "image-classification", "dataset_type": "webdataset", "dataset_name": data or "held out"}
+    header = ModelCardData(
+        license=license,
+        library_name="timm",
+        pipeline_tag="image-classification",
+        tags=["image-classification", "timm", "transformers", "shardvit"],
+        model_name=name.partition("/")[2],
+        eval_results=None if top1 is None else [EvalResult(**judged, **metric)],
+    )
+    return f"---\n{header.to_yaml()}\n---"
+
+
+def upload(folder: Path, name: str, *, private: bool, message: str) -> str:
+    """Make the repository OWNER/NAME unless it is there, and send the folder as one commit; return its address.
+
+    UserError, one sentence: not logged in, not allowed, or no network.
+    """
+    with hub_errors(f"{HUB}{name}", doing="write"):
+        from huggingface_hub import HfApi, get_token
+
+        if get_token() is None:
+            raise UserError(f"{HUB}{name}: to write there, log in ({_LOGIN})")
+        hub = HfApi()
+        hub.create_repo(name, private=private or None, exist_ok=True)
+        return str(hub.upload_folder(repo_id=name, folder_path=folder, commit_message=message).commit_url)
 
 
 class _OnDisk:
@@ -151,7 +187,9 @@ def _file(url: str) -> Path:
 def _fetched(url: str, *, folder: Path, name: str) -> Path:
     """Return the server's file, or the last one kept if the server does not answer."""
     kept = sorted(folder.glob("*/*"), key=lambda path: path.stat().st_mtime)
-    if kept and _is_offline():
+    from huggingface_hub import is_offline_mode
+
+    if kept and is_offline_mode():
         return kept[-1]
     downloads = Downloads(_PATIENCE)
     try:

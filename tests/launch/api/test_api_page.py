@@ -14,7 +14,7 @@ from tests.conftest import ROOT
 PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
 SIGNATURES = {text.partition("(")[0]: text for text in re.findall(r"^```text\n(.*?)^```", PAGE, re.M | re.S)}
-TYPED = {"UserError", "Stopped", "RunFailed", "LoadedRun", "LoadedModel", "OpenedShards", "ShardLoader"}
+TYPED = {"OwnModel", "UserError", "Stopped", "RunFailed", "LoadedRun", "LoadedModel", "OpenedShards", "ShardLoader"}
 
 
 def test_each_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preloaded_environment: Mapping[str, str]):

@@ -86,6 +86,13 @@ ROWS = (
         "read as data",
         (records.own_code,),
     ),
+    Row(
+        "a model of own code in a run",
+        ("report", "watch", "status", "load_run"),
+        "read as data",
+        (records.own_model,),
+    ),
+    Row("the same", ("predict", "eval", "transfer", "figures", "export"), "refused", (records.own_model,)),
     Row("links out of a run's folder, FIFOs in it", tuple(LINKS), "not read", (), LINKS),
     Row("state.json of a checkpoint", FOLDERS, "refused", (records.command_as_state,)),
     Row(

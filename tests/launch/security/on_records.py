@@ -1,5 +1,6 @@
 """What is done to somebody's recipe, records and checkpoints."""
 
+import hashlib
 import json
 import pickle
 import shutil
@@ -83,6 +84,22 @@ def own_code(world: World) -> None:
         optimizer={"custom": code, "lr": 0.1},
     )
     shutil.rmtree(world.stage / "pictures", ignore_errors=True)
+
+
+def own_model(world: World) -> None:
+    """The run was trained with a model of its author's: a file that is there, of the recorded text."""
+    file = world.new("mine.py")
+    file.write_text(f"import os\nos.mkdir({str(world.canary)!r})\n\ndef mine(**given):\n    pass\n")
+    theirs = {"custom": f"{file}@{hashlib.sha256(file.read_bytes()).hexdigest()}:mine"}
+    path = world.run / "recipe.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"model": theirs}))
+    world.finish()
+    config = world.stage / "model/config.json"
+    for record, below in ((world.stage / "stage.json", ()), (config, ("shardvit",))):
+        tree = json.loads(record.read_text())
+        described = tree[below[0]] if below else tree["model"]
+        described["model"] = theirs
+        record.write_text(json.dumps(tree))
 
 
 def commands_in_the_records(world: World) -> None:

@@ -25,6 +25,12 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of cyclopts, and of what wa
 ARGUMENTS: dict[str, Callable[[World], list[object]]] = {
     "predict": lambda world: ["predict", world.model, world.image, "--device", "cpu"],
     "export": lambda world: ["export", world.model, "--format", "npz", "--out", world.top / "out.npz"],
+    "eval": lambda world: ["eval", world.model, world.shards, "--device", "cpu", "--no-tracking"],
+    "transfer": lambda world: [
+        *("transfer", world.model, world.shards, world.shards, "--method", "knn", "--device", "cpu", "--no-tracking"),
+        *("--features", world.top / "features"),
+    ],
+    "figures": lambda world: ["figures", world.model, "--output", world.top / "figures"],
     "import": lambda world: ["import", world.model, world.top / "imported"],
     "status": lambda world: ["status", world.run],
     "report": lambda world: ["report", world.run],
