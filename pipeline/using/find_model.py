@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from shardvit.data_shards.errors import UserError
 from shardvit.model.config import ModelConfig
@@ -87,18 +87,14 @@ def find_record(path: Path) -> SavedModelMeta | None:
         return None
 
 
-def fitted_state(
-    found: FoundModel, *, image_size: int, into: Mapping[str, Tensor], head: Literal["if it fits", "new"] = "if it fits"
-) -> dict[str, Tensor]:
-    """Return the whole state for `image_size`: the head of `into` if that of the weights does not fit, or "new".
-    UserError if a part of the trunk is missing, ValueError if its positions cannot be interpolated."""
+def fitted_state(found: FoundModel, *, image_size: int, into: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the whole state for `image_size`, with the head of `into` unless that of the weights fits. UserError if a part of the trunk is missing, ValueError if its positions cannot be interpolated."""
     from shardvit.model.positions.interpolation import resize_state
 
     meta = found.meta
     state = resize_state(found.state, config=meta.model, from_image_size=meta.image_size, to_image_size=image_size)
     heads = [{name: each.shape for name, each in of.items() if name.startswith("head.")} for of in (state, into)]
-    keeps = head == "if it fits" and heads[0] == heads[1]
-    trunk = {name: each for name, each in state.items() if keeps or not name.startswith("head.")}
+    trunk = {name: each for name, each in state.items() if not name.startswith("head.") or heads[0] == heads[1]}
     if missing := [name for name in into if name not in trunk and not name.startswith(("head.", "mask_token"))]:
         raise UserError(f"{found.origin} lacks {missing[0]}: fine-tune it first")
     return {**into, **{name: each for name, each in trunk.items() if name in into}}

@@ -8,7 +8,7 @@ checkpoint instead, and the stage's record. An own model's code is built only on
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -44,23 +44,23 @@ def load_weights(
     """Load the weights of `init` into the stage's initialised model, unless a checkpoint will. UserError as
     `check_weights`, and if they do not fit."""
     record, config = run.peek(stage), recipe.train_stage(stage)
-    if (
-        record.last_saved_step > 0 and record.model and "weights" in record.inputs
-    ):  # without its checkpoint it is refused
+    # Past a checkpoint, the stage goes on from one or is refused.
+    if record.last_saved_step > 0 and record.model and "weights" in record.inputs:
         meta = SavedModelMeta.model_validate(record.model)
         return StageStart(record.inputs["weights"], Normalisation(mean=meta.mean, std=meta.std))
-    check_weights(recipe, stage=stage)  # before an own model's code is run
-    assert config.init_weights is not None
-    found = _found(recipe, config.init_weights, stage=stage)
+    source = config.init_weights
+    assert source is not None
+    if (described := _record(source, stage=stage)) is not None:
+        _compare(recipe, described, stage=stage)  # before an own model's code is run
+    found = _found(recipe, source, stage=stage)
     _compare(recipe, found.meta, stage=stage)
     meta, into = found.meta, dict(model.state_dict())
     why = _why_new_head(meta, into=into, found=found, outputs=outputs, head=config.head_kind)
+    kept = {name: each for name, each in found.state.items() if not (why and name.startswith("head."))}
     try:
         if recipe.model.custom is None:
-            head = "new" if why else "if it fits"
-            state = fitted_state(found, image_size=config.image_size, into=into, head=head)
+            state = fitted_state(replace(found, state=kept), image_size=config.image_size, into=into)
         else:
-            kept = {name: each for name, each in found.state.items() if not (why and name.startswith("head."))}
             sizes = {"from_image_size": meta.image_size, "to_image_size": config.image_size}
             state = into | resized_own_state(model, kept, **sizes)
         model.load_state_dict(state)
@@ -117,11 +117,8 @@ def _why_new_head(
 
 def _notes(found: FoundModel, *, into: Mapping[str, Tensor], why: str, image_size: int) -> tuple[str, ...]:
     """Say what was loaded, left and made, a line each, after what was assumed."""
-    state = {name: each for name, each in found.state.items() if not (why and name.startswith("head."))}
-    loaded, left = (
-        [name for name in state if name in into],
-        [name for name in found.state if name not in state.keys() & into],
-    )
+    loaded = [name for name in found.state if name in into and not (why and name.startswith("head."))]
+    left = [name for name in found.state if name not in loaded]
     made, meta = [name for name in into if name not in loaded], found.meta
     resized = ""
     if meta.image_size != image_size:
