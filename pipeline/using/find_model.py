@@ -88,7 +88,8 @@ def find_record(path: Path) -> SavedModelMeta | None:
 
 
 def fitted_state(found: FoundModel, *, image_size: int, into: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the whole state for `image_size`, with the head of `into` unless that of the weights fits. UserError if a part of the trunk is missing, ValueError if its positions cannot be interpolated."""
+    """Return the whole state for `image_size`, with the head of `into` unless that of the weights fits. UserError if a
+    part of the trunk is missing, ValueError if its positions cannot be interpolated."""
     from shardvit.model.positions.interpolation import resize_state
 
     meta = found.meta
