@@ -222,8 +222,9 @@ class AccelerateEngine(ReplicatedEngine):
     def __init__(
         self, model: nn.Module, *, config: EngineConfig, stage: TrainStage, plan: StagePlan, ranks: Ranks
     ) -> None:
-        from accelerate import Accelerator
-        from accelerate.utils import DistributedDataParallelKwargs
+        with _without_trackers():
+            from accelerate import Accelerator
+            from accelerate.utils import DistributedDataParallelKwargs
 
         accelerator: Any = Accelerator(
             cpu=not torch.cuda.is_available(),

@@ -28,6 +28,16 @@ _MOST_THREADS = 4
 MOST_SIDE = 2**14  # pixels
 
 
+def without_secrets(location: str) -> str:
+    """Return a location as it is. ValueError if it has a password or a query string."""
+    if redacted(location) != location:
+        raise ValueError(
+            f"{redacted(location)} was given with a password or a query string, which the run folder and MLflow would "
+            "store: leave it out, and give credentials in the environment, ~/.netrc or ~/.aws"
+        )
+    return location
+
+
 class ShardsConfig(Strict):
     """One set of shards; a plain string means `shards` alone."""
 
@@ -56,12 +66,7 @@ class ShardsConfig(Strict):
     @field_validator("shards")
     @classmethod
     def _no_secrets(cls, shards: str) -> str:
-        if not shards.startswith("pipe:") and redacted(shards) != shards:
-            raise ValueError(
-                f"{redacted(shards)} was given with a password or a query string, which the run folder and MLflow "
-                "would store: leave it out, and give credentials in the environment, ~/.netrc or ~/.aws"
-            )
-        return shards
+        return shards if shards.startswith("pipe:") else without_secrets(shards)
 
     @property
     def is_plain(self) -> bool:

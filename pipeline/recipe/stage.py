@@ -12,7 +12,15 @@ from shardvit.data_shards.vocabulary import EvalProtocol
 from shardvit.model.config import Regularisation
 from shardvit.model.vocabulary import LOSSES, DropoutMasks, HeadKind, InitStyle, LossKind
 from shardvit.pipeline.own_code.by_path import OwnCode
-from shardvit.pipeline.recipe.data import MOST_SIDE, AugmentConfig, FewShotConfig, OneSet, SomeSets, several
+from shardvit.pipeline.recipe.data import (
+    MOST_SIDE,
+    AugmentConfig,
+    FewShotConfig,
+    OneSet,
+    SomeSets,
+    several,
+    without_secrets,
+)
 from shardvit.pipeline.recipe.duration import DurationText, Strict
 from shardvit.pipeline.recipe.optimizer import OptimizerConfig, ScheduleConfig
 from shardvit.pipeline.recipe.vocabulary import (
@@ -34,7 +42,7 @@ def _style_or_source(given: str) -> str:
     near = difflib.get_close_matches(given.casefold(), _STYLES, n=1)
     if given not in _STYLES and near and re.fullmatch(r"[\w-]+", given):
         raise ValueError(f"init {given!r}: did you mean {near[0]}? For weights of that name give ./{given}")
-    return given
+    return without_secrets(given)
 
 
 Init = Annotated[str, Field(min_length=1), AfterValidator(_style_or_source)]
@@ -362,6 +370,8 @@ class Stages(Strict):
             yield f"swap_head.model and {first} both give the model to start from: leave one out"
         if start == "swap_head" and not swap:
             yield "finetune.start is swap_head, but there is no swap_head stage: add one, or set start: scratch"
+        if first and self.finetune and self.finetune.init_weights:
+            yield f"finetune.init gives the weights to start from, and {first} trains others: leave one out"
         if start == "scratch" and swap:
             yield "finetune.start is scratch: leave out swap_head, whose model nothing would use"
 

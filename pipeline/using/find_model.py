@@ -76,7 +76,7 @@ def find_record(path: Path) -> SavedModelMeta | None:
     """Read the record at `path` without torch; None if only the weights tell. UserError without a model."""
     path = local_weights(path)
     place = _there(path).absolute()
-    if (path / RECIPE_FILE).is_file():
+    if (path / RECIPE_FILE).is_file() and place.parent.name != CHECKPOINTS_FOLDER:  # a checkpoint has a recipe, too
         place = _model_of_run(path)
     stage = place.parent.parent if place.parent.name == CHECKPOINTS_FOLDER else place
     try:

@@ -34,6 +34,7 @@ def main() -> int:
     parser.add_argument("recipe")
     parser.add_argument("--stage", choices=ALL_STAGES, required=True)
     parser.add_argument("--runs", type=Path, required=True)
+    parser.add_argument("--own-code", choices=["recorded"], required=True)
     options = parser.parse_args()
     place = read_place()
     recipe = load_recipe(options.recipe)
