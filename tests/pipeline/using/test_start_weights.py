@@ -16,6 +16,7 @@ from shardvit.data_shards.errors import UserError
 from shardvit.model.config import ModelConfig
 from shardvit.model.formats.export import export_model
 from shardvit.model.init import initialise
+from shardvit.model.own.allowed import ALLOWED
 from shardvit.model.positions.interpolation import resize_state
 from shardvit.model.saved.model_folder import SavedModelMeta, save_model
 from shardvit.pipeline.recipe.schema import Recipe
@@ -209,3 +210,23 @@ def test_a_resume_reads_the_record_and_not_the_weights(ours: Any, tmp_path: Path
     model = build_stage_model(asked, asked.train_stage("pretrain"), num_classes=5)
     start = load_weights(asked, stage="pretrain", run=run, model=model, outputs=NAMES)
     assert (start.weights, start.normalisation.mean, start.notes) == ("abc", ours[2].mean, ())
+
+
+def test_an_own_model_starts_from_a_run_of_the_same_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def build(image_size: int, num_classes: int) -> nn.Module:
+        model = nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        model.add_module("head", nn.Linear(8, num_classes))
+        return model
+
+    monkeypatch.setitem(ALLOWED, "0" * 64, lambda name: build)
+    config = ModelConfig.model_validate({"custom": f"mine.py@{'0' * 64}:build"})
+    meta, theirs = described(config), randomise(build(24, 5)).eval()
+    save_model(tmp_path / "own", theirs.state_dict(), meta=meta)
+    asked = recipe(SIZES, tmp_path / "own", image_size=32).model_copy(update={"model": config})
+    for outputs in (NAMES, NAMES[:2]):
+        model = build(32, len(outputs)).eval()
+        run = RunFolder(runs_root=tmp_path / "runs", name="r")
+        start = load_weights(asked, stage="pretrain", run=run, model=model, outputs=outputs)
+        assert torch.equal(model.get_parameter("0.weight"), theirs.get_parameter("0.weight"))
+        kept = torch.equal(model.state_dict()["head.bias"], theirs.state_dict()["head.bias"][: len(outputs)])
+        assert kept == (outputs == NAMES) == start.notes[-2].endswith("left nothing")
