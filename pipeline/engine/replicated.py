@@ -6,7 +6,8 @@ pieces clip and skip on the device; for those of whole parameters the host reads
 """
 
 import contextlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -242,6 +243,18 @@ class AccelerateEngine(ReplicatedEngine):
             plan=plan,
             ranks=ranks,
         )
+
+
+@contextlib.contextmanager
+def _without_trackers() -> Iterator[None]:
+    """Hide what accelerate would import to log by itself: seconds, and folders that a killed process leaves."""
+    hidden: dict[str, Any] = dict.fromkeys({"wandb", "tensorboard", "tensorboardX"} - sys.modules.keys())
+    sys.modules.update(hidden)
+    try:
+        yield
+    finally:
+        for name in hidden:
+            sys.modules.pop(name, None)
 
 
 class InOrder(nn.Module):

@@ -35,6 +35,7 @@ from shardvit.pipeline.using.hub import local_weights
 if TYPE_CHECKING:
     from torch import Tensor
 
+    Reader = Callable[[Path], tuple[SavedModelMeta, dict[str, Tensor]]]
 
 _SHOWN: dict[WeightsKind, str] = {"weights": "the weights as trained", "ema": "their moving average"}
 
@@ -49,10 +50,15 @@ class FoundModel:
     notes: tuple[str, ...] = ()  # assumptions, a sentence each
 
 
-def find_model(path: Path, *, weights: WeightsKind | None = None, sizes: ModelConfig | None = None) -> FoundModel:
+def find_model(
+    path: Path, *, weights: WeightsKind | None = None, sizes: ModelConfig | None = None, num_classes: int | None = None
+) -> FoundModel:
     """Find the model at `path`; UserError if it is missing, broken, or lacks `weights` (None: the stage's choice).
-    `sizes`: those of a file that does not tell them."""
-    found = _find(local_weights(path), weights=weights, sizes=sizes)
+    `sizes`: those of a file that does not tell them; `num_classes`: of a head of zeros for a file without one."""
+    from shardvit.model.formats.detect import import_file
+
+    reader = partial(import_file, config=sizes, num_classes=num_classes)
+    found = _find(local_weights(path), weights=weights, reader=reader)
     if weights is not None and weights != _kind(found.meta):
         here, wanted = _SHOWN[_kind(found.meta)], _SHOWN[weights]
         raise UserError(
@@ -115,7 +121,7 @@ def _there(path: Path) -> Path:
     return path
 
 
-def _find(path: Path, *, weights: WeightsKind | None, sizes: ModelConfig | None) -> FoundModel:
+def _find(path: Path, *, weights: WeightsKind | None, reader: Reader) -> FoundModel:
     place = _there(path).absolute()  # handles "." and a bare stage name inside a run
     if (
         place.name.startswith(FOLDER_PREFIX) and place.parent.name == CHECKPOINTS_FOLDER
@@ -136,12 +142,10 @@ def _find(path: Path, *, weights: WeightsKind | None, sizes: ModelConfig | None)
             pass  # timm's or transformers': below
         else:
             return _read(path, load_model)
-    from shardvit.model.formats.detect import import_file
-
-    return _read(path, partial(import_file, config=sizes))
+    return _read(path, reader)
 
 
-def _read(path: Path, reader: Callable[[Path], tuple[SavedModelMeta, dict[str, Tensor]]]) -> FoundModel:
+def _read(path: Path, reader: Reader) -> FoundModel:
     try:
         meta, state = reader(path)
     except ValueError as error:

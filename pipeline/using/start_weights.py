@@ -80,15 +80,19 @@ def _record(source: str, *, stage: StageName) -> SavedModelMeta | None:
 
 def _found(recipe: Recipe, source: str, *, stage: StageName) -> FoundModel:
     """Read the weights; sizes that a file does not tell, such as heads, are the recipe's, but no semantics."""
+    sizes, path = None, Path(source)
     with suppress(UserError):
-        return find_model(Path(source))
-    sizes = None
+        return find_model(path)
     if recipe.model.custom is None and recipe.model.kind == "vit" and recipe.model.sizes.resnet_layers is None:
         sizes = ModelConfig.model_validate(
             {name: each for name, each in asdict(recipe.model.sizes).items() if name in _SIZES and each is not None}
         )
+    with suppress(UserError):
+        return find_model(path, sizes=sizes)
     try:
-        return find_model(Path(source), sizes=sizes)
+        found = find_model(path, sizes=sizes, num_classes=1)  # a trunk alone gets a head, which is not kept
+        trunk = {name: each for name, each in found.state.items() if not name.startswith("head.")}
+        return replace(found, state=trunk, notes=())
     except UserError as error:
         raise UserError(f"stages.{stage}.init: {error}") from None
 
@@ -105,6 +109,8 @@ def _why_new_head(
     """Say why the head of the weights does not stay; "" if it does."""
     if "masked_patch" in (head, meta.head):
         return "masked patch prediction takes and gives the trunk alone"
+    if not any(name.startswith("head.") for name in found.state):
+        return "it has no head"
     if meta.num_classes != len(outputs):
         return f"it has {meta.num_classes:,} classes, and the stage {len(outputs):,}"
     theirs, ours = ([name.removeprefix("LABEL_") for name in names] for names in (meta.class_names, outputs))
