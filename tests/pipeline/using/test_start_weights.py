@@ -141,6 +141,24 @@ def test_a_head_without_names_is_kept_by_its_number(ours: Any, tmp_path: Path):
     assert torch.equal(model.get_parameter("head.weight"), ours[1].get_parameter("head.weight"))
 
 
+def test_a_trunk_without_a_head_gets_the_stages_own(tmp_path: Path):
+    theirs, model = of_timm(tmp_path / "whole")
+    state = {name: each for name, each in theirs.state_dict().items() if not name.startswith("head.")}
+    torch.save(state, tmp_path / "trunk.pth")
+    built, start = started(recipe(model, tmp_path / "trunk.pth"), tmp_path)
+    assert all(torch.equal(each, built.state_dict()[name]) for name, each in state.items())
+    assert not built.get_parameter("head.weight").any() and any("has no head" in note for note in start.notes)
+
+
+def test_an_earlier_stage_is_not_trained_for_nothing_and_secrets_are_not_kept(tmp_path: Path):
+    stages = {"pretrain_": small_stage(), "finetune_": small_stage(start="scratch", init="weights.npz")}
+    with pytest.raises(ValidationError, match=r"finetune\.init .* pretrain"):
+        Recipe.model_validate(small_recipe(model=SIZES, **stages))
+    with pytest.raises(ValidationError, match="password") as raised:
+        recipe(SIZES, "https://me:secret@host/w.npz")
+    assert "secret" not in str(raised.value.errors(include_input=False))
+
+
 def test_masked_patch_takes_the_trunk_alone(ours: Any, tmp_path: Path):
     model, start = started(recipe(SIZES, ours[0], stage="masked_patch"), tmp_path, outputs=tuple(map(str, range(512))))
     part = "blocks.1.mlp.fc1.weight"
