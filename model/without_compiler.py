@@ -2,8 +2,10 @@
 
 timm and torch's optimizers import it only to exclude methods from compilation; torchvision, which timm imports, uses it
 in a detection kernel. Both are deferred until called. A torch version that differs imports the compiler as usual.
+timm and accelerate also import what they could log with: seconds, and folders that wandb leaves in a killed process.
 """
 
+import contextlib
 import importlib
 import sys
 from collections.abc import Iterator
@@ -26,11 +28,24 @@ def import_timm() -> None:
     sys.modules[_MODULE] = stand_in
     disable_now, torch.compiler.disable = torch.compiler.disable, _disable_when_called
     try:
-        importlib.import_module("timm")
+        with hidden("wandb"):
+            importlib.import_module("timm")
     finally:
         torch.compiler.disable = disable_now
         if sys.modules.get(_MODULE) is stand_in:
             del sys.modules[_MODULE]
+
+
+@contextlib.contextmanager
+def hidden(*names: str) -> Iterator[None]:
+    """Make libraries that are not imported yet look as if they were not installed."""
+    absent: dict[str, Any] = dict.fromkeys({*names} - sys.modules.keys())
+    sys.modules.update(absent)
+    try:
+        yield
+    finally:
+        for name in absent:
+            sys.modules.pop(name, None)
 
 
 def keep_out_of_optimizers() -> None:

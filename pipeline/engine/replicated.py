@@ -6,8 +6,7 @@ pieces clip and skip on the device; for those of whole parameters the host reads
 """
 
 import contextlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
+from shardvit.model.without_compiler import hidden
 from shardvit.pipeline.engine.base import DTYPES, Engine, Flags, reduce_flags
 from shardvit.pipeline.engine.saved_state.average import average_file
 from shardvit.pipeline.engine.saved_state.frozen import frozen_weights
@@ -223,7 +223,7 @@ class AccelerateEngine(ReplicatedEngine):
     def __init__(
         self, model: nn.Module, *, config: EngineConfig, stage: TrainStage, plan: StagePlan, ranks: Ranks
     ) -> None:
-        with _without_trackers():
+        with hidden("wandb", "tensorboard", "tensorboardX"):
             from accelerate import Accelerator
             from accelerate.utils import DistributedDataParallelKwargs
 
@@ -243,18 +243,6 @@ class AccelerateEngine(ReplicatedEngine):
             plan=plan,
             ranks=ranks,
         )
-
-
-@contextlib.contextmanager
-def _without_trackers() -> Iterator[None]:
-    """Hide what accelerate would import to log by itself: seconds, and folders that a killed process leaves."""
-    hidden: dict[str, Any] = dict.fromkeys({"wandb", "tensorboard", "tensorboardX"} - sys.modules.keys())
-    sys.modules.update(hidden)
-    try:
-        yield
-    finally:
-        for name in hidden:
-            sys.modules.pop(name, None)
 
 
 class InOrder(nn.Module):
