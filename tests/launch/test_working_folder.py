@@ -49,7 +49,7 @@ LOOKING = (
     "status runs/small",
     "export runs/small --format npz --output weights.npz",
     "export runs/small --format onnx",
-    "import weights.npz imported --heads 2",
+    "import weights.npz imported --width 32 --depth 1 --heads 2 --patch-size 4",
     "sync runs/small",
 )
 STARTING = (
