@@ -168,5 +168,5 @@ def _is_run(folder: Path) -> bool:
 
 Trust = Annotated[
     Path | None,
-    Parameter(help="The file of a model of own code, which you have read: it is run if it is the run's recorded text."),
+    Parameter(help="File of the run's own model: if unchanged, it is executed."),
 ]

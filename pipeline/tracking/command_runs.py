@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from shardvit.data_shards.errors import UserError
 from shardvit.pipeline.recipe.io import parse_recipe
 from shardvit.pipeline.recipe.vocabulary import MLFLOW_FILE, RECIPE_FILE
 from shardvit.pipeline.runs.run_folder import RunFolder
@@ -56,9 +57,15 @@ def log_result(
     )
 
 
+def _goes_to_mlflow(recipe: Path) -> bool:
+    try:
+        return "mlflow" in parse_recipe(recipe).tracking.to
+    except UserError:  # the result is worth keeping whatever became of the run
+        return True
+
+
 def _send_result(result: CommandResult, *, tracking_uri: str | None, experiment: str | None) -> None:
-    recipe = None if result.of_run is None else result.of_run.path / RECIPE_FILE
-    if recipe is not None and recipe.is_file() and "mlflow" not in parse_recipe(recipe).tracking.to:
+    if result.of_run is not None and not _goes_to_mlflow(result.of_run.path / RECIPE_FILE):
         return
     home = RUNS_FOLDER.absolute() if result.of_run is None else home_of(result.of_run)
     parent = None if result.of_run is None else load_run_state(result.of_run.path / MLFLOW_FILE).run_id

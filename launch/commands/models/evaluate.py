@@ -132,9 +132,8 @@ class EvalOptions:
 def evaluate(model: Path, shards: str, /, *, options: EvalOptions = EvalOptions()) -> int:
     """Evaluate a model on shards: top-1, top-5, loss, each class, calibration.
 
-    MODEL is anything that `shardvit predict` takes: a run, a stage, a checkpoint,
-    a file of weights in any format, or hf-hub:OWNER/NAME. SHARDS is as in a recipe: a packed folder,
-    a folder or pattern of tars from other tools, or a URL. Classes are matched by
+    MODEL: as for `shardvit predict`. SHARDS: as in a recipe, a packed folder, a
+    folder or pattern of tars from other tools, or a URL. Classes are matched by
     name, in any order. The totals are identical to the last digit on any number
     of processes. Exit code 1 if an image is unreadable: it does not count.
     Non-finite outputs are an error.

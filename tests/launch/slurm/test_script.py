@@ -82,9 +82,10 @@ def test_a_cluster_without_gpus_is_asked_for_none():
 def test_the_ranks_and_the_question_afterwards():
     text = stage_script("finetune", job=asking(max_restarts=7), paths=paths())
     srun = words_of(text, "srun")
-    assert srun[-10:] == [
+    assert srun[-12:] == [
         *(sys.executable, "-u", "-m", "shardvit.launch.train", "/runs/law/slurm/recipe.yaml"),
-        *("--stage", "finetune", "--runs", "/runs", "&"),
+        *("--stage", "finetune", "--runs", "/runs"),
+        *("--own-code", "recorded", "&"),
     ]
     assert "--ntasks=32" in srun and "--nodes=4" in srun
     after = words_of(text, sys.executable)

@@ -46,8 +46,8 @@ def test_the_comparison_differs_from_the_fine_tuning_in_its_start_alone(data):
 def test_the_recipe_that_one_is_told_to_copy_makes_models_that_every_program_loads():
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     for text in (page, next_commands(CHOICES["digits"], runs_root=Path("runs"))):
-        (file,) = set(re.findall(r"(?:cp|copy) (pipeline/recipes/\w+\.yaml)", text))
-        recipe = load_recipe(str(ROOT / file))
+        (name,) = set(re.findall(r"recipes (\w+) > my\.yaml", text))
+        recipe = load_recipe(name)
         meta = stage_model(recipe, stage="finetune", classes=["a"], start=StageStart())
         assert formats_of(meta) == (list(get_args(ExportFormat)), {})
 
