@@ -25,6 +25,7 @@ from shardvit.pipeline.recipe.vocabulary import StageName
 from shardvit.pipeline.runs.run_folder import RunFolder
 from shardvit.pipeline.stage.initial_model import StageStart, check_same_model, check_same_size
 from shardvit.pipeline.using.find_model import FoundModel, find_model, find_record, fitted_state
+from shardvit.pipeline.using.hub import local_weights
 
 _SIZES = ("width", "depth", "heads", "mlp_dim", "patch_size")
 
@@ -80,21 +81,20 @@ def _record(source: str, *, stage: StageName) -> SavedModelMeta | None:
 
 def _found(recipe: Recipe, source: str, *, stage: StageName) -> FoundModel:
     """Read the weights; sizes that a file does not tell, such as heads, are the recipe's, but no semantics."""
-    sizes, path = None, Path(source)
-    with suppress(UserError):
-        return find_model(path)
-    if recipe.model.custom is None and recipe.model.kind == "vit" and recipe.model.sizes.resnet_layers is None:
-        sizes = ModelConfig.model_validate(
-            {name: each for name, each in asdict(recipe.model.sizes).items() if name in _SIZES and each is not None}
-        )
-    with suppress(UserError):
-        return find_model(path, sizes=sizes)
     try:
+        sizes, path = None, local_weights(source)  # from elsewhere: brought here once
+        with suppress(UserError):
+            return find_model(path)
+        if recipe.model.custom is None and recipe.model.kind == "vit" and recipe.model.sizes.resnet_layers is None:
+            sizes = ModelConfig.model_validate(
+                {name: each for name, each in asdict(recipe.model.sizes).items() if name in _SIZES and each is not None}
+            )
+        with suppress(UserError):
+            return find_model(path, sizes=sizes)
         found = find_model(path, sizes=sizes, num_classes=1)  # a trunk alone gets a head, which is not kept
-        trunk = {name: each for name, each in found.state.items() if not name.startswith("head.")}
-        return replace(found, state=trunk, notes=())
     except UserError as error:
         raise UserError(f"stages.{stage}.init: {error}") from None
+    return replace(found, state={name: each for name, each in found.state.items() if not name.startswith("head.")})
 
 
 def _compare(recipe: Recipe, meta: SavedModelMeta, *, stage: StageName) -> None:
