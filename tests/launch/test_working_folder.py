@@ -125,7 +125,7 @@ before = list(sys.path)
 import shardvit
 import data_shards, launch.steps, model
 import pipeline.steps  # a folder without __init__.py
-from shardvit.data_shards import open_shards
+from shardvit.data_shards.reading.opening import open_shards
 shardvit.UserError  # is imported on demand
 own = [module.OWN for module in (data_shards, launch.steps, model, pipeline.steps)]
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from shardvit.data_shards import open_shards
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.request import Exclusion
+from shardvit.data_shards.reading.opening import open_shards
 from shardvit.data_shards.shards.manifest import load_manifest
 from shardvit.data_shards.store.store import Store
 from shardvit.launch.pages.duplicates_page import write_duplicates

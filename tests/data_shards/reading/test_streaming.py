@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from shardvit.data_shards import as_webdataset, open_shards
 from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.reading.opening import open_shards
 from shardvit.data_shards.reading.shard_reader import RawSample
+from shardvit.data_shards.reading.streaming import as_webdataset
 from shardvit.data_shards.shards.manifest import Manifest
 from shardvit.data_shards.store.cache import CacheConfig
 from shardvit.data_shards.store.store import Store
