@@ -73,7 +73,7 @@ class LoadedRun:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What of the run could not be read, a sentence each."""
+        """Parts of the run that could not be read, a sentence each."""
         return self._read("all").notes
 
     def metrics(self, stage: StageName | None = None) -> pandas.DataFrame:

@@ -1,4 +1,4 @@
-"""What functions take as the command line does: recipes, overrides, and the commands' own options as keywords."""
+"""Parse the Python API's arguments as the command line does: recipes, overrides, commands' options as keywords."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ _FAULTS_SHOWN = 5
 
 @dataclass(frozen=True)
 class TransferOutcome:
-    """What was measured, and how to tell it."""
+    """A measurement, and where it is reported."""
 
     record: TransferRecord  # as saved in `file`
     file: Path

@@ -1,4 +1,4 @@
-"""Which files of own models this process may run: the digests that somebody trusted, with a loader each. No torch."""
+"""Custom models that this process may run: the digests of trusted files, with a loader each. No torch."""
 
 from collections.abc import Callable
 from typing import Any

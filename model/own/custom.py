@@ -20,7 +20,7 @@ from shardvit.model.own.allowed import ALLOWED
 
 
 class OwnModel(Protocol):
-    """What the recipe's function returns: an nn.Module, images [B, 3, H, W] -> logits [B, classes]. The function gets
+    """An nn.Module that the recipe's function returns: images [B, 3, H, W] -> logits [B, classes]. The function gets
     `image_size`, `num_classes` and the recipe's other keys under `model`. Of these members only `head` is usual."""
 
     head: nn.Module
@@ -51,7 +51,7 @@ def build_custom(config: ModelConfig, *, image_size: int, num_classes: int, seed
     if digest not in ALLOWED:
         other = ", and what is trusted here is another text" if ALLOWED else ""
         raise ValueError(
-            f"the model is own code, {label} (SHA-256 {digest[:12]}...), which is not run to look at it{other}: read "
+            f"the model is own code, {label} (SHA-256 {digest[:12]}...), which looking at it does not run{other}: read "
             f"the file, and if you trust it give --trust PATH, such as --trust {file}.py"
         )
     with torch.random.fork_rng(devices=[]):

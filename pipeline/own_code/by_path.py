@@ -1,4 +1,4 @@
-"""People's own code by path: FILE.py:NAME as typed, FILE.py@SHA256:NAME once a run has it.
+"""Load custom code by path: FILE.py:NAME as typed, FILE.py@SHA256:NAME once a run has recorded it.
 
 Typing a reference trusts the file as it is then. The digest travels with the resolved recipe, so every process of the
 run loads that very text or refuses, and a changed file is a changed recipe. References in a run's records are strings:

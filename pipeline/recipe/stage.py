@@ -83,7 +83,7 @@ class OwnLossConfig(Strict):
     """FILE:FUNCTION: (float32 logits [B, C], targets) -> the mean, or a loss per image [B]. Targets are classes, int64
     [B], or with mixing or several labels shares, float32 [B, C]. See docs/own-code.md."""
     probabilities: LossKind = "softmax"
-    """How predictions and val/loss (its cross-entropy) read the logits; sigmoid takes several labels per image."""
+    """Probabilities of predictions and of val/loss (a cross-entropy); sigmoid takes several labels per image."""
 
 
 class TrainStage(Strict):
@@ -174,7 +174,7 @@ class TrainStage(Strict):
 
     @property
     def init_style(self) -> InitStyle:
-        """How weights that are not loaded are drawn."""
+        """Initialisation of the weights that are not loaded."""
         style = getattr(self, "init", "google")
         return cast("InitStyle", style) if style in _STYLES else "google"
 
@@ -195,7 +195,7 @@ class TrainStage(Strict):
 
     @property
     def loss_kind(self) -> LossKind:
-        """How logits become probabilities."""
+        """Probabilities: softmax of all logits, or sigmoid of each."""
         return self.loss.probabilities if isinstance(self.loss, OwnLossConfig) else self.loss
 
     @property

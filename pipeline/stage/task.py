@@ -64,7 +64,7 @@ class Tally:
 
 
 class Task(Protocol):
-    """What the loop and the evaluation call. `task: FILE:CLASS` names one: a subclass of `Classification`, or anything
+    """Interface for loop and evaluation. `task: FILE:CLASS` names one: a subclass of `Classification`, or anything
     with these members (docs/own-code.md). One forward pass a micro-batch, by the loop: `inputs` go to the model."""
 
     step: int  # set by the loop before each step, from 0
@@ -285,7 +285,7 @@ def _own_loss(code: OwnCode) -> LossFunction:
             if isinstance(found, torch.Tensor):
                 got = f"a tensor {[*found.shape]}" + ("" if found.requires_grad else ", without a gradient")
             raise UserError(
-                f"loss.custom {shown(code)}: it gives {got}, not the mean, or a loss per image, [{len(logits)}]"
+                f"loss.custom {shown(code)}: it returned {got}: return the mean, or a loss per image, [{len(logits)}]"
             )
         return found.mean() if found.ndim else found
 

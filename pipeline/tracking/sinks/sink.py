@@ -1,4 +1,4 @@
-"""What every tracking service is to the sender. To add one, subclass `Sink` in a file here and open it in `choose`.
+"""Interface between the sender and a tracking service. To add one, subclass `Sink` here and open it in `choose`.
 `shardvit eval`, `transfer` and `sweep` support only MLflow (`command_runs`).
 
 Methods may raise anything: the sender then calls `answers`, waits for a dead service, and drops what a live one refuses
