@@ -254,7 +254,7 @@ def test_a_loss_per_image_is_averaged(tmp_path: Path):
 )
 def test_a_loss_that_gives_something_else_is_named(tmp_path: Path, returns: str, said: str):
     mine = own_file(tmp_path, f"def mine(logits, targets):\n    return {returns}\n")
-    with pytest.raises(UserError, match=rf"loss\.custom .*mine\.py:mine: it gives {said}"):
+    with pytest.raises(UserError, match=rf"loss\.custom .*mine\.py:mine: it returned {said}"):
         task_of(recipe_with(loss={"custom": f"{mine}:mine"})).loss(torch.randn(6, 5, requires_grad=True), None)
 
 
