@@ -1,0 +1,55 @@
+"""Run independent parts of a work: on this machine's processes, or on a Ray cluster.
+
+A work is a module-level function of a request, which each worker receives once, and a part (a shard, a file to list).
+Parts must be repeatable: a part whose worker died is done again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from shardvit.data_shards.processes import num_cores, run_parts
+
+_Request = TypeVar("_Request")
+_Part = TypeVar("_Part", bound=Hashable)
+_Result = TypeVar("_Result")
+
+
+class Engine(Protocol):
+    """`run` returns each part's result, and passes it to `done` as it arrives; parts that crash again are left out."""
+
+    @property
+    def workers(self) -> int: ...
+
+    def run(
+        self,
+        work: Callable[[_Request, _Part], _Result],
+        request: _Request,
+        parts: Sequence[_Part],
+        *,
+        done: Callable[[_Result], None],
+    ) -> dict[_Part, _Result]: ...
+
+
+@dataclass(frozen=True)
+class LocalEngine:
+    """This machine's processes."""
+
+    workers: int
+
+    def run(
+        self,
+        work: Callable[[_Request, _Part], _Result],
+        request: _Request,
+        parts: Sequence[_Part],
+        *,
+        done: Callable[[_Result], None],
+    ) -> dict[_Part, _Result]:
+        return run_parts(work, request, parts, processes=self.workers, done=done)
+
+
+def local_engine(workers: int | None = None) -> LocalEngine:
+    """Use `workers` processes; None: one per core."""
+    return LocalEngine(workers or num_cores())
