@@ -17,7 +17,7 @@ _Part = TypeVar("_Part", bound=Hashable)
 _Result = TypeVar("_Result")
 
 
-class Engine(Protocol):
+class PartsEngine(Protocol):
     """`run` returns each part's result, and passes it to `done` as it arrives; parts that crash again are left out."""
 
     @property

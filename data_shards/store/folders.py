@@ -12,7 +12,7 @@ from typing import Protocol
 
 
 class Folder(Protocol):
-    """`location` is a local path or a URL; names are relative, with forward slashes. OSError or StoreError if it fails."""
+    """`location` is a local path or a URL; names are relative, with "/". OSError or StoreError if it fails."""
 
     @property
     def location(self) -> str: ...
