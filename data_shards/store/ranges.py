@@ -8,6 +8,7 @@ of a folder's names. Web servers have no listing.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import threading
 from collections import deque
@@ -41,7 +42,7 @@ def read_whole(location: str, *, stamp: str = "") -> bytes:
     """Read a small file whole; errors as in `read_range`."""
     size, found = stat_url(location)
     if size is None:
-        raise UserError(f"{redacted(location)}: the server does not tell its size: copy it to a folder first")
+        raise _without_size(location)
     return read_range(location, 0, size, stamp=stamp or found)
 
 
@@ -90,6 +91,41 @@ def stat_url(location: str) -> tuple[int | None, str]:
             return SHARED.about(location)
     except MissingObject as error:
         raise FileNotFoundError(errno.ENOENT, str(error), redacted(location)) from None
+
+
+class RangedFile(io.RawIOBase):
+    """A file anywhere, opened for reading by ranges, as pyarrow reads the parts of parquet that it needs.
+
+    OSError if it changes meanwhile; FileNotFoundError if there is none.
+    """
+
+    def __init__(self, location: str) -> None:
+        super().__init__()
+        self.location = location
+        size, self.stamp = stat_url(location)
+        if size is None:
+            raise _without_size(location)
+        self.num_bytes, self._at = size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.num_bytes}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        size = max(0, min(len(buffer), self.num_bytes - self._at))
+        if size:
+            buffer[:size] = read_range(self.location, self._at, size, stamp=self.stamp)
+        self._at += size
+        return size
 
 
 def list_url(location: str) -> Iterator[Listed]:
@@ -194,6 +230,10 @@ def _local_level(url: str, below: str) -> tuple[list[Listed], list[str]]:
 
 def _local_stamp(status: os.stat_result) -> str:
     return f"{status.st_size}-{status.st_mtime_ns}"
+
+
+def _without_size(location: str) -> UserError:
+    return UserError(f"{redacted(location)}: the server does not tell its size: copy it to a folder first")
 
 
 def _changed(location: str) -> OSError:

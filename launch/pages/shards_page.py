@@ -26,7 +26,7 @@ from shardvit.pipeline.recipe.vocabulary import StageName
 from shardvit.pipeline.stage.stage_data import open_data
 
 _MOST_DAMAGED = 50  # named on the page
-_MOST_CLASSES = 2_000  # rows of the table of classes
+MOST_CLASSES = 2_000  # rows of the table of classes
 
 Inspect = Callable[..., Overview]  # `inspect_shards` with the amount to read bound; takes a set, its store and limit
 Report = Callable[[str], None]  # progress, a line each
@@ -121,8 +121,8 @@ def _add_set(made: Shown, seen: Overview, *, title: str, prefix: str, image_size
         blocks.append(PageTable(("Damaged",), rows, title=f"Damage that was met{more}"))
     counts = seen.images_of_class.tolist()
     order = sorted(range(shards.num_classes), key=lambda number: (-counts[number], number))
-    rows = [(shards.classes[number], counts[number]) for number in order[:_MOST_CLASSES]]
-    first = f"The largest {_MOST_CLASSES:,} of {shards.num_classes:,} classes" if len(order) > len(rows) else "Classes"
+    rows = [(shards.classes[number], counts[number]) for number in order[:MOST_CLASSES]]
+    first = f"The largest {MOST_CLASSES:,} of {shards.num_classes:,} classes" if len(order) > len(rows) else "Classes"
     blocks.append(PageTable(("Class", "Images"), rows, title=f"{first}, with their images", folded=True))
     size = "" if shards.num_bytes is None else f", {show_bytes(shards.num_bytes)}"
     effort = f"{show_bytes(seen.bytes_read)} were read{'' if seen.is_whole else f' of {seen.opened:,} shards'}"
