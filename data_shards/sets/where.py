@@ -9,7 +9,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.text import brief
@@ -77,7 +78,7 @@ def _memberships(node: ast.AST) -> Iterator[tuple[ast.cmpop, ast.expr]]:
 
 
 def rows_where(
-    text: str, table: Any, *, name: str, classes: Sequence[str], sizes: Sequence[int]
+    text: str, table: Path | BinaryIO, *, name: str, classes: Sequence[str], sizes: Sequence[int]
 ) -> list[NDArray[np.bool_]]:
     """Evaluate an expression over a set's `statistics.parquet`, a path or a readable file; `name` is for messages.
 
@@ -91,15 +92,15 @@ def rows_where(
     ends = np.cumsum([0, *sizes])
     kept, seen = np.zeros(ends[-1], np.bool_), 0
     try:
-        file = pq.ParquetFile(table)
-        where = parse_where(text, columns=file.schema_arrow.names)
-        wanted = {column for each in where.names for column in _COMPUTED.get(each, (each,))}
-        for batch in file.iter_batches(columns=[*_PLACES, *sorted(wanted)]):
-            shards, rows = (batch.column(each).to_numpy().astype(np.int64) for each in _PLACES)
-            if (shards >= len(sizes)).any() or (shards < 0).any() or (rows >= np.diff(ends)[shards]).any():
-                raise pa.ArrowInvalid("it counts samples that the manifest does not")
-            kept[ends[shards] + rows] = _evaluate(where, batch, classes=classes)
-            seen += len(batch)
+        with pq.ParquetFile(table) as file:
+            where = parse_where(text, columns=file.schema_arrow.names)
+            wanted = {column for each in where.names for column in _COMPUTED.get(each, (each,))}
+            for batch in file.iter_batches(columns=[*_PLACES, *sorted(wanted)]):
+                shards, rows = (batch.column(each).to_numpy().astype(np.int64) for each in _PLACES)
+                if (shards >= len(sizes)).any() or (shards < 0).any() or (rows >= np.diff(ends)[shards]).any():
+                    raise pa.ArrowInvalid("it counts samples that the manifest does not")
+                kept[ends[shards] + rows] = _evaluate(where, batch, classes=classes)
+                seen += len(batch)
     except (OSError, KeyError, pa.ArrowException) as error:
         raise UserError(f"{name}: cannot be read ({error}); shardvit check --decode writes it again") from None
     if seen != len(kept):
