@@ -23,6 +23,7 @@ from shardvit.data_shards.shards.manifest import split_manifest
 from shardvit.data_shards.store.ranges import RangedFile
 
 _MOST_EXTREME = 5
+LEVELS = 8  # of 256, in a bin of means and deviations
 _STEP = 1.002  # of the bins of aspect and bytes
 _SIDES = ("width", "height")
 _MOMENTS = [f"{name}_{channel}" for name in ("mean", "std") for channel in CHANNELS]
@@ -64,7 +65,9 @@ class SetStatistics:
     images_of_class: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     labels_an_image: Counter[int] = field(default_factory=Counter)
     sizes: dict[str, Counter[int]] = field(default_factory=dict)  # of "width", ...: see `bins`
-    moments: NDArray[np.int64] = field(default_factory=lambda: np.zeros((6, 256), np.int64))  # images by level
+    moments: NDArray[np.int64] = field(
+        default_factory=lambda: np.zeros((6, 256 // LEVELS), np.int64)
+    )  # images by level
     sums: NDArray[np.float64] = field(default_factory=lambda: np.zeros((2, 3)))  # of means, of mean squares
     extremes: tuple[ExtremeImage, ...] = ()
 
@@ -134,7 +137,7 @@ def _add(made: SetStatistics, table: Any, *, group: int, heaps: dict[str, list[t
         made.sizes.setdefault(name, Counter()).update(_counted(rounded.astype(np.int64)))
     moments = np.stack([table.column(name).to_numpy().astype(np.float64) for name in _MOMENTS])
     for counts, values in zip(made.moments, moments, strict=True):
-        counts += np.bincount(np.clip(values, 0, 255).astype(np.int64), minlength=256)
+        counts += np.bincount(np.clip(values, 0, 255).astype(np.int64) // LEVELS, minlength=len(counts))
     means, stds = moments[:3], moments[3:]
     made.sums += np.stack([means.sum(axis=1), (means**2 + stds**2).sum(axis=1)])
     ranked = {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardvit.data_shards.reading.overview import Overview
-from shardvit.data_shards.sets.statistics_summary import SetStatistics
+from shardvit.data_shards.sets.statistics_summary import LEVELS, SetStatistics
 from shardvit.data_shards.text import counted, show_bytes
 from shardvit.pipeline.pictures.grid import Cell, image_grid, label_names, shortened, whole_percent
 from shardvit.pipeline.pictures.style import (
@@ -76,7 +76,7 @@ def label_histogram(seen: Overview) -> Drawn | None:
 
 
 def _class_counts(counts: np.ndarray, classes: Sequence[str], base: str, *, several: bool, more: str) -> Drawn:
-    order = np.lexsort((np.arange(len(counts)), -counts)).tolist()
+    order: list[int] = np.lexsort((np.arange(len(counts)), -counts)).tolist()
     smallest, median, largest = int(counts.min()), float(np.median(counts)), int(counts.max())
     have = f"{smallest:,} to {largest:,} images, the median is {median:,.0f}"
     if smallest == largest:
@@ -152,8 +152,15 @@ def statistics_figures(seen: SetStatistics) -> list[Drawn]:
     for panel, moments, label in zip(panels, np.split(seen.moments, 2), ("mean", "deviation"), strict=True):
         for number, counts in enumerate(moments):
             color = SERIES[(1, 2, 0)[number]]
-            panel.step(np.arange(256), counts, where="mid", color=color, ls=DASHES[number], label=names[number])
-        panel.set(xlabel=f"{label} of an image's pixels (0 to 255)", ylabel="images", ylim=(0, None))
+            panel.step(
+                np.arange(len(counts)) * LEVELS + LEVELS / 2,
+                counts,
+                where="mid",
+                color=color,
+                ls=DASHES[number],
+                label=names[number],
+            )
+        panel.set(xlabel=f"{label} of an image's pixels (0 to 255)", ylabel="images", xlim=(0, None), ylim=(0, None))
         panel.legend(frameon=False)
         _whole_numbers(panel.yaxis)
     mean, std = (", ".join(f"{value:.4f}" for value in each) for each in (seen.mean, seen.std))
