@@ -27,7 +27,7 @@ from shardvit.data_shards.packing.sources.base import (
     is_image,
     walk_folder,
 )
-from shardvit.data_shards.packing.sources.located import Container, LocatedFiles, folder_files, stamp_hash
+from shardvit.data_shards.packing.sources.located import Container, LocatedFiles, folder_files, stamp_of
 from shardvit.data_shards.shards.shard_index import MOST_TAR_BYTES, Texts, default_index_folder, read_arrays
 from shardvit.data_shards.shards.shard_set import Report
 from shardvit.data_shards.shards.tar_walk import Member, TarDamage, walk_tar
@@ -230,7 +230,7 @@ def _piece(members: Sequence[Member]) -> _Piece:
 def _located(path: Path, archives: Sequence[Archive], found: _Listing) -> LocatedFiles:
     places = zip(found.names, found.archive.tolist(), found.offset.tolist(), found.sizes.tolist(), strict=True)
     stats = [(each.num_bytes, each.stat.st_mtime_ns) for each in archives]
-    stamps = (stamp_hash(name, (offset, size, *stats[archive])) for name, archive, offset, size in places)
+    stamps = (stamp_of(name, (offset, size, *stats[archive])) for name, archive, offset, size in places)
     return LocatedFiles(
         str(path),
         tuple(archive.container for archive in archives),

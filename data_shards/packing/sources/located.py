@@ -20,6 +20,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from shardvit.data_shards.durable import replaced
 from shardvit.data_shards.packing.sources.decompress import decompressed
 from shardvit.data_shards.shards.location import is_local, join
 from shardvit.data_shards.shards.shard_index import Texts
@@ -30,7 +31,6 @@ ContainerKind = Literal["folder", "tar", "array"]
 ABSENT = -1  # size of a missing file
 _STAT_PIECE = 2000  # files that a thread looks at
 _STAT_THREADS = 16  # they wait for a network disk
-_NPY_HEADER_BYTES = 128  # as numpy writes it for an array of few dimensions
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class LocatedFiles:
             case "tar":
                 return _read_member(container, offset, size)
             case _:
-                return _png(_row_of(container.location, offset) if container.pixels is None else container.pixels[row])
+                return _png((_array(container.location) if container.pixels is None else container.pixels)[offset])
 
     def prepare(self, report: Report) -> None:
         """Decompress what has to be, once, before workers ask for it."""
@@ -102,13 +102,14 @@ class LocatedFiles:
             container.plain(report)
 
     def saved(self, folder: Path) -> LocatedFiles:
-        """Write arrays in memory into a folder that other processes see."""
+        """Write arrays in memory into a folder that other processes see, named by their content."""
         kept = list(self.containers)
         for number, container in enumerate(kept):
-            if container.pixels is not None:
+            if (pixels := container.pixels) is not None:
                 folder.mkdir(parents=True, exist_ok=True)
-                path = folder / f"{container.location.replace('/', '-')}.npy"
-                np.save(path, np.ascontiguousarray(container.pixels))
+                path = folder / f"{hashlib.sha256(pixels.tobytes()).hexdigest()[:32]}.npy"
+                with replaced(path, sync="none", writers="several") as beside, beside.open("wb") as stream:
+                    np.save(stream, pixels)
                 kept[number] = replace(container, location=str(path), pixels=None)
         return replace(self, containers=tuple(kept))
 
@@ -128,10 +129,10 @@ def join_located(path: str, parts: Sequence[LocatedFiles]) -> LocatedFiles:
     )
 
 
-def stamp_hash(name: str, *what: object) -> int:
+def stamp_of(*facts: object) -> int:
     """Hash a file's name and what changes with it, for `stamps`."""
-    text = "\0".join([name, *map(str, what)])
-    return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=8).digest(), "little")
+    text = "\0".join(map(str, facts)).encode("utf-8", "surrogateescape")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def folder_files(root: Path, names: Sequence[str], *, path: Path | None = None) -> LocatedFiles:
@@ -179,7 +180,7 @@ def _look(root: str, names: Iterable[str]) -> tuple[NDArray[np.int64], NDArray[n
         except OSError:
             pass
         sizes.append(size)
-        stamps.append(stamp_hash(name, size, modified_ns))
+        stamps.append(stamp_of(name, size, modified_ns))
     return np.array(sizes, np.int64), np.array(stamps, np.uint64).view(np.int64)
 
 
@@ -203,18 +204,13 @@ def _read_member(container: Container, offset: int, size: int) -> bytes:
     return data[BLOCK_BYTES:]
 
 
-def _row_of(location: str, row: int) -> NDArray[np.uint8]:
-    start, shape = _npy_header(location)
-    num_bytes = int(np.prod(shape[1:]))
-    return np.frombuffer(_read_bytes(location, start + row * num_bytes, num_bytes), np.uint8).reshape(shape[1:])
+@lru_cache(maxsize=8)
+def _array(location: str) -> NDArray[np.uint8]:
+    if is_local(location):
+        return np.load(location, mmap_mode="r", allow_pickle=False)
+    from shardvit.data_shards.store.ranges import read_whole
 
-
-@lru_cache(maxsize=64)
-def _npy_header(location: str) -> tuple[int, tuple[int, ...]]:
-    stream = io.BytesIO(_read_bytes(location, 0, _NPY_HEADER_BYTES))
-    np.lib.format.read_magic(stream)
-    shape, _, _ = np.lib.format.read_array_header_1_0(stream)
-    return stream.tell(), shape
+    return np.load(io.BytesIO(read_whole(location)), allow_pickle=False)
 
 
 def _png(pixels: NDArray[np.uint8]) -> bytes:
