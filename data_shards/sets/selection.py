@@ -11,21 +11,18 @@ from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 
-import numpy as np
-
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.reading.opening import manifest_of, splits_below
 from shardvit.data_shards.sets.keeping import replace_manifest
+from shardvit.data_shards.sets.statistics import STATISTICS_FILE
 from shardvit.data_shards.sets.where import rows_where
 from shardvit.data_shards.shards.location import join, redacted
-from shardvit.data_shards.shards.manifest import MANIFEST_FILE, Manifest, Shard, manifest_name, split_manifest
+from shardvit.data_shards.shards.manifest import Manifest, Shard, manifest_name, split_manifest
 from shardvit.data_shards.shards.row_bitmap import pack_rows, stored_rows, unpack_rows
 from shardvit.data_shards.shards.shard_set import Report
 from shardvit.data_shards.store.folders import Folder, LocalFolder, open_folder
 from shardvit.data_shards.store.store import Store
 from shardvit.data_shards.text import counted
-
-STATISTICS_FILE = "statistics.parquet"
 
 
 @dataclass(frozen=True)
@@ -63,19 +60,18 @@ def describe(choice: Choice) -> str:
 
 def _choose_of_split(location: str, text: str, *, store: Store) -> Choice:
     of = manifest_of(location, store=store)
-    folder, file = split_manifest(location)
-    whole = of if file == MANIFEST_FILE else manifest_of(folder, store=store)
-    sizes = [_stored(shard) for shard in whole.shards]
+    folder = split_manifest(location)[0]
     name = redacted(join(folder, STATISTICS_FILE))
-    said = rows_where(text, _table(open_folder(folder), name), name=name, classes=whole.classes, sizes=sizes)
-    by_file = {shard.file: rows for shard, rows in zip(whole.shards, said, strict=True)}
+    said = rows_where(text, _table(open_folder(folder), name), name=name)
     chosen: list[Shard] = []
     for shard in of.shards:
-        if (rows := by_file.get(shard.file)) is None or len(rows) != _stored(shard):
-            raise UserError(f"{redacted(location)}: {shard.file} is not in {redacted(join(folder, MANIFEST_FILE))}")
+        if (rows := said.get(shard.file)) is None or len(rows) != _stored(shard):
+            raise UserError(
+                f"{name}: it does not have the samples of {shard.file}; shardvit check --decode writes it again"
+            )
         rows = rows & unpack_rows(shard.rows) if shard.rows else rows
         if count := int(rows.sum()):
-            chosen.append(replace(shard, num_samples=count, rows="" if rows.all() else pack_rows(np.asarray(rows))))
+            chosen.append(replace(shard, num_samples=count, rows="" if rows.all() else pack_rows(rows)))
     if not chosen:
         raise UserError(f"{redacted(location)}: no image is left where {text}: correct it, or give a split alone")
     return Choice(location, of, replace(of, shards=tuple(chosen), where=text, parent=of.digest))

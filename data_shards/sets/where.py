@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.sets.statistics import read_facts
 from shardvit.data_shards.text import brief
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ _COMPUTED: Mapping[str, tuple[str, ...]] = {  # and what of
     "pixels": ("width", "height"),
     "class_name": ("labels",),
 }
-_PLACES = ("shard", "row")
+_UNNAMED = ("shard", "row", "labels")  # columns that say nothing by themselves
 _MOST_CHARACTERS, _MOST_NODES = 10_000, 1_000
 _NODES = (
     *(ast.Expression, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.Invert, ast.USub, ast.UAdd),
@@ -44,7 +45,7 @@ class Where:
 
 def parse_where(text: str, *, columns: Sequence[str]) -> Where:
     """Check an expression over a table's columns; UserError for anything but comparisons, arithmetic and constants."""
-    known = [name for name in (*columns, *_COMPUTED) if name not in (*_PLACES, "labels", "label")]
+    known = [name for name in (*columns, *_COMPUTED) if name not in _UNNAMED]
     said = f"--where: {brief(text)}"
     try:
         if len(text) > _MOST_CHARACTERS:
@@ -77,37 +78,32 @@ def _memberships(node: ast.AST) -> Iterator[tuple[ast.cmpop, ast.expr]]:
         )
 
 
-def rows_where(
-    text: str, table: Path | BinaryIO, *, name: str, classes: Sequence[str], sizes: Sequence[int]
-) -> list[NDArray[np.bool_]]:
+def rows_where(text: str, table: Path | BinaryIO, *, name: str) -> dict[str, NDArray[np.bool_]]:
     """Evaluate an expression over a set's `statistics.parquet`, a path or a readable file; `name` is for messages.
 
-    Returns what it says of each sample of each shard; `sizes` are the samples in their tars. UserError for a table of
-    another set, or an expression that is neither true nor false.
+    Returns what it says of each sample of each shard, {file: [samples]}. UserError for another table, or an expression
+    that is neither true nor false.
     """
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    ends = np.cumsum([0, *sizes])
-    kept, seen = np.zeros(ends[-1], np.bool_), 0
+    said: list[NDArray[np.bool_]] = []
     try:
         with pq.ParquetFile(table) as file:
+            facts = read_facts(file.schema_arrow.metadata)
+            counts = np.zeros(len(facts["shards"]), np.int64)
             where = parse_where(text, columns=file.schema_arrow.names)
             wanted = {column for each in where.names for column in _COMPUTED.get(each, (each,))}
-            for batch in file.iter_batches(columns=[*_PLACES, *sorted(wanted)]):
-                shards, rows = (batch.column(each).to_numpy().astype(np.int64) for each in _PLACES)
-                if (shards >= len(sizes)).any() or (shards < 0).any() or (rows >= np.diff(ends)[shards]).any():
-                    raise pa.ArrowInvalid("it counts samples that the manifest does not")
-                kept[ends[shards] + rows] = _evaluate(where, batch, classes=classes)
-                seen += len(batch)
-    except (OSError, KeyError, pa.ArrowException) as error:
+            for batch in file.iter_batches(columns=["shard", *sorted(wanted)]):
+                said.append(_evaluate(where, batch, classes=facts["classes"]))
+                counts += np.bincount(batch.column("shard").to_numpy(), minlength=len(counts))
+    except (OSError, KeyError, ValueError, TypeError, pa.ArrowException) as error:
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"{name}: cannot be read ({error}); shardvit check --decode writes it again") from None
-    if seen != len(kept):
-        raise UserError(
-            f"{name}: it has {seen:,} rows for {len(kept):,} samples; shardvit check --decode writes it again"
-        )
-    return np.split(kept, ends[1:-1])
+    parts = np.split(np.concatenate([np.zeros(0, np.bool_), *said]), np.cumsum(counts)[:-1])
+    return dict(zip(facts["shards"], parts, strict=True))
 
 
 def _evaluate(where: Where, batch: Any, *, classes: Sequence[str]) -> NDArray[np.bool_]:

@@ -1,6 +1,7 @@
 """A choice of a set's samples: exactly those of which the expression is true, in the set's order, wherever it lies."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from shardvit.data_shards.store.store import Store
 from tests.data_shards.http_server import FaultServer
 from tests.data_shards.packing.folders import Sample, by_index, write_folder
 from tests.data_shards.reading.test_named_manifest import samples
-from tests.data_shards.sets.statistics import write_statistics
+from tests.data_shards.sets.measured import measure
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(root / "in/cat/im. 0.png", root / f"in/cat/copy{copy}.png")
     pack(str(root / "in"), root / "out", samples_per_shard=6, holdout=0.3, report=lambda line: None)
     for split in ("train", "val"):
-        write_statistics(read_manifest(root / "out" / split))
+        measure(read_manifest(root / "out" / split))
     return root / "out"
 
 
@@ -101,6 +102,13 @@ def test_the_same_again_and_another_of_that_name(out: Path):
 def test_names_that_are_no_file_are_refused(out: Path, name: str):
     with pytest.raises(UserError, match="--manifest"):
         select(out / "train", "width > 0", name=name)
+
+
+def test_statistics_of_other_shards_are_refused(out: Path):
+    manifest = read_manifest(out / "train")
+    measure(replace(manifest, shards=manifest.shards[1:]))
+    with pytest.raises(UserError, match=rf"does not have the samples of {manifest.shards[0].file}"):
+        select(out / "train", "width > 0")
 
 
 def test_without_statistics_nothing_is_chosen(out: Path):
