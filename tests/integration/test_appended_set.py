@@ -8,11 +8,14 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 from shardvit.data_shards.packing.pack import pack
 from shardvit.data_shards.shards.manifest import read_manifest
 from tests.faults.harness import Case, pack_shards
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_set_that_it_began_with(tmp_path: Path, preloaded_environment: Mapping[str, str]):
     undisturbed = Case(tmp_path / "undisturbed", pack_shards(tmp_path / "digits"))
     assert undisturbed.start(how="run", environment=preloaded_environment).wait().code == 0
