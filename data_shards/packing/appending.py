@@ -38,7 +38,7 @@ def go_on(plan: PackPlan, live: LiveSet, *, first_number: int) -> PackPlan:
                 shard,
                 file=_NUMBERED.sub(lambda found: f"-{int(found[1]) + first:06d}.tar", shard.file),  # noqa: B023
                 images=replace(shard.images, labels=new_label[shard.labels]),
-                numbers=shard.numbers + first_number,
+                first_number=first_number,
                 classes=tuple(known),
             )
             for shard in shards
