@@ -115,8 +115,7 @@ def _show_shards(what: str, options: ShardsOptions, inspect: Inspect | None) -> 
     """Show the table of statistics if `inspect` is None."""
     from shardvit.data_shards.store.download import RetryPolicy
     from shardvit.data_shards.store.store import Store
-    from shardvit.launch.pages.shards_page import show_shards
-    from shardvit.launch.pages.statistics_page import show_statistics
+    from shardvit.launch.pages.shards_page import show_shards, show_statistics
 
     store = Store(options.cache_of(what), retry=RetryPolicy(give_up_seconds=_GIVE_UP_SECONDS))
     limit = pixel_limit(options.max_image_pixels)

@@ -14,7 +14,7 @@ from shardvit.data_shards.shards.labels import LabelSpec
 from shardvit.data_shards.shards.manifest import Manifest, Shard
 from shardvit.data_shards.store.folders import LocalFolder
 from shardvit.data_shards.store.store import Store
-from shardvit.launch.pages.statistics_page import show_statistics
+from shardvit.launch.pages.shards_page import show_statistics
 
 
 def made(folder, *, shards=4, images=30, multi=False, monkeypatch):
