@@ -1,6 +1,6 @@
 """Gather and write the page of `shardvit show`: index.html, and each picture as a PNG and an SVG file.
 
-Skips and lists damage; `show_statistics` reads tables alone. Reads batches with training's own code. Takes some seconds, mostly drawing.
+Skips and lists damage. Reads batches with training's own code, and statistics from their table alone. Takes seconds.
 """
 
 from collections.abc import Callable, Iterable, Mapping
