@@ -72,7 +72,7 @@ def _choose_of_split(location: str, text: str, *, store: Store) -> Choice:
     for shard in of.shards:
         if (rows := said.get(shard.file)) is None or len(rows) != _stored(shard):
             raise UserError(
-                f"{name}: it does not have the samples of {shard.file}; shardvit check --decode writes it again"
+                f"{name}: it lacks samples of {shard.file}; shardvit check --decode --statistics writes it again"
             )
         rows = rows & unpack_rows(shard.rows) if shard.rows else rows
         if count := int(rows.sum()):
@@ -88,7 +88,9 @@ def _stored(shard: Shard) -> int:
 
 def _table(folder: Folder, name: str) -> Path | BytesIO:
     if folder.size(STATISTICS_FILE) is None:
-        raise UserError(f"{name}: it is not there, so nothing can be chosen; shardvit check --decode writes it")
+        raise UserError(
+            f"{name}: it is not there, so nothing can be chosen; shardvit check --decode --statistics writes it"
+        )
     if isinstance(folder, LocalFolder):
         return folder.path / STATISTICS_FILE
     return BytesIO(folder.read(STATISTICS_FILE))

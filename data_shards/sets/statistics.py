@@ -143,7 +143,6 @@ def write_statistics(
     facts = {
         "name": manifest.name,
         "split": manifest.split,
-        "set": manifest.digest,
         "labels": manifest.labels.kind,
         "classes": manifest.classes,
         "shards": [shard.file for shard in manifest.shards],
