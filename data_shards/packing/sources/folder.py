@@ -11,7 +11,6 @@ from typing import Literal
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources.base import (
-    FolderFiles,
     ImageSet,
     Source,
     SplitName,
@@ -21,6 +20,7 @@ from shardvit.data_shards.packing.sources.base import (
     scan_folder,
     walk_folder,
 )
+from shardvit.data_shards.packing.sources.located import folder_files
 from shardvit.data_shards.text import named
 from shardvit.data_shards.vocabulary import SPLIT_FOLDERS
 
@@ -95,7 +95,7 @@ def folder_source(root: Path, *, unfit: Literal["refuse", "skip"] = "refuse") ->
             if missing
         ]
     refuse_all(found.problems)
-    files = FolderFiles(root, found.names, root)
+    files = folder_files(root, found.names)
     splits: dict[SplitName, ImageSet] = {}
     for split, its in by_class.items():
         splits[split] = class_images(files, its, classes)

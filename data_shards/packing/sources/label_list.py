@@ -29,7 +29,6 @@ import numpy as np
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources.base import (
-    ABSENT,
     ImageSet,
     Int64s,
     Source,
@@ -39,6 +38,7 @@ from shardvit.data_shards.packing.sources.base import (
     refuse_all,
     walk_folder,
 )
+from shardvit.data_shards.packing.sources.located import ABSENT
 from shardvit.data_shards.text import brief, one_line, parse_json
 
 VTAB_TRAIN, VTAB_TEST = "train800val200.txt", "test.txt"
