@@ -23,7 +23,7 @@ from shardvit.data_shards.processes import num_cores, run_parts
 from shardvit.data_shards.progress_line import Progress
 from shardvit.data_shards.reading.opening import open_all_splits, open_shards, splits_below
 from shardvit.data_shards.shards.location import is_local, local_path, redacted
-from shardvit.data_shards.shards.manifest import MANIFEST_FILE
+from shardvit.data_shards.shards.manifest import MANIFEST_FILE, manifest_at
 from shardvit.data_shards.shards.shard_set import ShardSet, ShardsSpec
 from shardvit.data_shards.store.store import Store, StoreError
 from shardvit.data_shards.text import counted
@@ -118,7 +118,7 @@ def _open_splits(spec: ShardsSpec, *, store: Store, report: Report) -> Iterator[
         if not (is_plain and is_local(spec.location) and _has_manifest(spec.location)):
             yield "", open_shards(spec, damaged="report", store=store, report=report)
             return
-        splits = {local_path(spec.location).absolute().name: spec.location}
+        splits = {local_path(manifest_at(spec.location)).absolute().parent.name: spec.location}
     without = [split for split, location in splits.items() if is_local(location) and not _has_manifest(location)]
     for split, location in splits.items():
         if len(without) < len(splits) and split in without:
@@ -135,7 +135,7 @@ def _open_splits(spec: ShardsSpec, *, store: Store, report: Report) -> Iterator[
 
 
 def _has_manifest(location: str) -> bool:
-    return (local_path(location) / MANIFEST_FILE).is_file()
+    return local_path(manifest_at(location)).is_file()
 
 
 def _scan_set(request: ScanRequest, *, processes: int | None, report: Report) -> list[PartScan]:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from shardvit.data_shards.checking.findings import MOST_PLACES, FoundAt
 from shardvit.data_shards.errors import UnreadableImage, UserError
 from shardvit.data_shards.images.decode import USUAL_LIMIT, PixelLimit, read_image
+from shardvit.data_shards.shards.holdout import index_of
 from shardvit.data_shards.shards.labels import parse_label
 from shardvit.data_shards.shards.location import is_local, local_path
 from shardvit.data_shards.shards.shard_index import ShardIndex
@@ -131,6 +132,7 @@ def scan_part(request: ScanRequest, part: ShardPart) -> PartScan:
             if complaint:
                 scan.add_fault("index", complaint)
             _check_whole(entry, readable, index, path=path if request.options.digests else None, scan=scan)
+        index = index_of(entry.subset, index)
         start, stop = (len(index) * number // part.parts for number in (part.number, part.number + 1))
         with warnings.catch_warnings(action="ignore"):  # Pillow's, about large images and odd metadata
             _scan_samples(request, entry, index, range(start, stop), descriptor=descriptor, scan=scan)
@@ -150,7 +152,7 @@ def _check_whole(
         sizes = f"it has {scan.num_bytes:,} bytes where the manifest says {entry.num_bytes:,}"
         damage = f"{sizes}; {damage}" if damage else sizes
     if damage:
-        scan.add_fault("damaged-shard", _and_lost(damage, entry.num_samples - len(index)))
+        scan.add_fault("damaged-shard", _and_lost(damage, entry.num_samples - len(index_of(entry.subset, index))))
     elif path is not None and entry.sha256:
         with open(path, "rb", buffering=0) as stream:
             found = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -160,8 +162,8 @@ def _check_whole(
         scan.add_fault("incomplete-sample", reason, key=key)
     num_found = len(index) + len(readable.left_out)
     is_stated = entry.index is None  # by a manifest
-    if is_stated and not damage and num_found != entry.num_samples:
-        scan.add_fault("sample-count", f"{num_found:,} where {entry.num_samples:,} are stated")
+    if is_stated and not damage and num_found != entry.stored_samples:
+        scan.add_fault("sample-count", f"{num_found:,} where {entry.stored_samples:,} are stated")
 
 
 def _usable_index(entry: ShardEntry, readable: ReadableIndex, *, tar_bytes: int) -> tuple[ShardIndex, str]:

@@ -18,8 +18,11 @@ from shardvit.data_shards.shards.manifest import (
     Manifest,
     ShardFiles,
     load_manifest,
+    manifest_at,
+    manifest_name,
     parse_manifest,
     shard_files,
+    split_manifest,
 )
 from shardvit.data_shards.shards.shard_set import (
     Damaged,
@@ -70,11 +73,7 @@ def open_shards(
         for name, given in (("label", spec.label), ("classes", spec.classes), ("kind", spec.kind != "single" or None)):
             if given is not None:
                 raise UserError(f"{redacted(location)} has a {MANIFEST_FILE}, which says it: leave out {name}")
-        return (
-            _open_local(location, damaged=damaged)
-            if store is None or is_local(location)
-            else _open_remote(location, store=store)
-        )
+        return _open_packed(spec, damaged=damaged, report=report, store=store)
     from shardvit.data_shards.reading.external_shards import open_external
 
     return open_external(
@@ -99,13 +98,17 @@ def splits_below(location: str, *, store: Store) -> dict[str, str]:
         return {
             name: str(folder / name) for name in names if name in with_tars or (folder / name / MANIFEST_FILE).is_file()
         }
-    if not is_packed(location) or _is_there(join(location, MANIFEST_FILE), store=store):
+    if not is_packed(location) or split_manifest(location)[0] != location:
+        return {}
+    if _is_there(join(location, MANIFEST_FILE), store=store):
         return {}
     places = {name: join(location, name) for name in SPLIT_FOLDERS}
     return {name: place for name, place in places.items() if _is_there(join(place, MANIFEST_FILE), store=store)}
 
 
-def _is_there(url: str, *, store: Store) -> bool:
+def _is_there(url: str, *, store: Store | None) -> bool:
+    if store is None or is_local(url):
+        return local_path(url).is_file()
     from shardvit.data_shards.store.download import MissingObject
 
     try:
@@ -131,50 +134,73 @@ def tar_urls(location: str) -> list[str]:
     return [str(local_path(url).absolute()) if is_local(url) else url for url in expand_braces(location)]
 
 
-def _open_local(location: str, *, damaged: Damaged) -> ShardSet:
-    manifest = load_manifest(local_path(location))  # not absolute: messages show paths as the user typed them
+def _open_packed(spec: ShardsSpec, *, damaged: Damaged, report: Report, store: Store | None) -> ShardSet:
+    location = spec.location
+    manifest = _read_manifest(location, store=store)
+    if spec.digest not in ("", manifest.digest):
+        kept = join(split_manifest(location)[0], manifest_name(spec.digest))
+        if _is_there(kept, store=store) and (before := _read_manifest(kept, store=store)).digest == spec.digest:
+            report(f"{redacted(location)} has changed since: going on with {redacted(kept)}, as it was")
+            location, manifest = kept, before
+    return _open_local(manifest, location, damaged=damaged) if is_local(location) else _packed(manifest, location)
+
+
+def _read_manifest(location: str, *, store: Store | None) -> Manifest:
+    if store is None or is_local(location):
+        return load_manifest(local_path(location))  # not absolute: messages show paths as the user typed them
+    from shardvit.data_shards.store.download import MissingObject
+
+    url = manifest_at(location)
+    try:
+        content = store.read_small(url, most_bytes=_MOST_MANIFEST_BYTES)
+    except MissingObject as error:
+        pattern = redacted(join(location, "x-")) + "{000..127}.tar"
+        raise UserError(f"{error}; tars without a manifest are given as a pattern, such as {pattern}") from None
+    return parse_manifest(content, root=Path(), name=redacted(url))
+
+
+def _open_local(manifest: Manifest, location: str, *, damaged: Damaged) -> ShardSet:
     files = shard_files(manifest)
     found = list(files.damage.values())
     if found and damaged == "refuse":
         more = f" (and {len(found) - 1} more shards are damaged)" if len(found) > 1 else ""
         raise UserError(found[0] + more)
-    root = manifest.root
-    opened = _packed(manifest, folder=str(root.absolute()), shown_folder=str(root), source=str(root), files=files)
+    opened = _packed(manifest, location, files=files)
     lost_samples = sum(_lost_samples(opened.shards[number]) for number in files.damage)
     return replace(opened, damage=tuple(found), lost_samples=lost_samples)
 
 
 def _lost_samples(entry: ShardEntry) -> int:
     """Count samples missing from a damaged local shard, by the index beside it, or else by the tar's headers."""
+    from shardvit.data_shards.shards.holdout import index_of
+
     try:
         num_bytes = os.stat(entry.url).st_size
     except OSError:
         return entry.num_samples
     try:
-        index = read_index(index_path(entry.url), label=entry.labels.part)
+        index = index_of(entry.subset, read_index(index_path(entry.url), label=entry.labels.part))
     except (OSError, UserError):
-        return max(0, entry.num_samples - len(readable_index(entry.url, label=entry.labels.part).index))
+        index = index_of(entry.subset, readable_index(entry.url, label=entry.labels.part).index)
+        return max(0, entry.num_samples - len(index))
     ends = (index.image_offset + index.image_size, index.label_offset + index.label_size)
     return int(((ends[0] > num_bytes) | (ends[1] > num_bytes)).sum())
 
 
-def _open_remote(location: str, *, store: Store) -> ShardSet:
-    from shardvit.data_shards.store.download import MissingObject
-
-    url = join(location, MANIFEST_FILE)
-    try:
-        content = store.read_small(url, most_bytes=_MOST_MANIFEST_BYTES)
-    except MissingObject as error:
-        pattern = redacted(join(location, "x-")) + "{000..127}.tar"
-        raise UserError(f"{error}; tars without a manifest are given as a pattern, such as {pattern}") from None
-    manifest = parse_manifest(content, root=Path(), name=redacted(url))
-    return _packed(manifest, folder=location, shown_folder="", source=redacted(location))
-
-
-def _packed(
-    manifest: Manifest, *, folder: str, shown_folder: str, source: str, files: ShardFiles | None = None
-) -> ShardSet:
-    source_of = ShardSource(folder, shown_folder, manifest.labels, len(manifest.shards))
+def _packed(manifest: Manifest, location: str, *, files: ShardFiles | None = None) -> ShardSet:
+    folder, file = split_manifest(location)
+    root = str(manifest.root) if files else ""
+    rows = tuple(shard.rows for shard in manifest.shards)
+    source_of = ShardSource(
+        str(manifest.root.absolute()) if files else folder,
+        root,
+        manifest.labels,
+        len(manifest.shards),
+        rows=rows if any(rows) else (),
+        manifest=file,
+        digest=manifest.digest,
+    )
     found = {"stamps": files.stamps, "damaged": tuple(files.damage)} if files else {}
     table = ShardTable.of(source_of, manifest.shards, **found)
+    source = redacted(location) if not root else root if file == MANIFEST_FILE else os.path.join(root, file)
     return ShardSet(manifest.name, source, manifest.split, manifest.classes, table, manifest.digest)

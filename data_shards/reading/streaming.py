@@ -1,7 +1,8 @@
 """Open a set of shards as a plain `webdataset.WebDataset`, for custom training loops.
 
-It streams whole tars in webdataset's order, with its shuffling. No index is read or made, so other tools' tars open
-immediately. README.md's promises about order and resuming hold only for our own loader.
+It streams whole tars in webdataset's order, with its shuffling, and passes over samples that are not in the set (see
+`rows` of a manifest, and parts). No index is read or made, so other tools' tars open immediately. README.md's promises
+about order and resuming hold only for our own loader.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.reading.opening import is_packed, open_shards, tar_urls
+from shardvit.data_shards.shards.holdout import rows_of
 from shardvit.data_shards.shards.labels import LabelSpec
 from shardvit.data_shards.shards.location import is_local, local_path, redacted
 from shardvit.data_shards.shards.shard_set import ShardEntry, ShardSet
@@ -57,9 +59,12 @@ def as_webdataset(
         )
     webdataset = library()
     dataset = webdataset.WebDataset([entry.url for entry in entries], shardshuffle=shardshuffle, **options)
+    by_url = {entry.url: entry for entry in entries}
     for number, stage in enumerate(dataset.pipeline):
         if isinstance(stage, webdataset.cache.StreamingOpen):
-            dataset.pipeline[number] = _Opener({entry.url: entry for entry in entries}, store=store, otherwise=stage)
+            dataset.pipeline[number] = _Opener(by_url, store=store, otherwise=stage)
+    if any(entry.subset for entry in entries):
+        dataset.append(_Chosen(by_url))
     return dataset
 
 
@@ -73,6 +78,23 @@ def _entries(shards: ShardSet | Path | str, *, store: Store | None) -> list[Shar
         ShardEntry(url, redacted(url), num_samples=0, num_bytes=None, sha256="", index=None, labels=LabelSpec())
         for url in tar_urls(location)
     ]
+
+
+class _Chosen:
+    """Passes on the samples that a set has of its tars, by their places in these."""
+
+    def __init__(self, entries: Mapping[str, ShardEntry]) -> None:
+        self._entries = entries
+
+    def __call__(self, samples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        entry, row, rows = None, 0, frozenset[int]()
+        for sample in samples:
+            row += 1
+            if entry is None or sample["__url__"] != entry.url or row == entry.stored_samples:  # a tar may come twice
+                entry, row = self._entries[sample["__url__"]], 0
+                rows = frozenset(rows_of(entry.subset).tolist() if entry.subset else range(entry.num_samples))
+            if row in rows:
+                yield sample
 
 
 class _Opener:

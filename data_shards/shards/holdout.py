@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.order.randomness import hash_words, permute
+from shardvit.data_shards.shards.row_bitmap import unpack_rows
 from shardvit.data_shards.shards.shard_set import Portion, ShardEntry, ShardRows, ShardSet
 from shardvit.data_shards.vocabulary import RandomStream
 
@@ -53,17 +54,18 @@ def take_portion(shards: ShardSet, portion: Portion) -> ShardSet:
 
 
 def rows_of(subset: ShardRows) -> NDArray[np.int64]:
-    """List a shard's stored rows that are in the part, ascending: int64 [samples of the part]."""
-    every = np.arange(subset.stored, dtype=np.int64)
-    if subset.stored == 0:
-        return every
+    """List a tar's rows that are in the set, or in its part, ascending: int64 [samples in it]."""
+    every = np.arange(subset.listed, dtype=np.int64)
+    listed = np.flatnonzero(unpack_rows(subset.rows)) if subset.rows else every
+    if subset.listed == 0 or subset.which is None:
+        return listed
     key = hash_words(RandomStream.HOLD_OUT, _SEED, subset.number)
-    is_held_out = permute(every, size=subset.stored, key=key) < subset.held_out
-    return every[is_held_out if subset.which == "held_out" else ~is_held_out]
+    is_held_out = permute(every, size=subset.listed, key=key) < subset.held_out
+    return listed[is_held_out if subset.which == "held_out" else ~is_held_out]
 
 
 def index_of(subset: ShardRows | None, index: ShardIndex) -> ShardIndex:
-    """Keep the part's samples of a shard's index, except those lost at the end of a damaged shard."""
+    """Keep the set's samples of a shard's index, except those lost at the end of a damaged shard."""
     if subset is None:
         return index
     rows = rows_of(subset)
@@ -76,8 +78,11 @@ def shared_images(one: ShardSet, other: ShardSet) -> int:
     shared: dict[str, int] = {}
     for entry in other.shards:
         if own := known.get(entry.url) or known.get(entry.sha256):
-            (start, end), (other_start, other_end) = _span(own), _span(entry)
-            rows = max(0, min(end, other_end) - max(start, other_start))
+            if any(each.subset and each.subset.rows for each in (own, entry)):
+                rows = len(np.intersect1d(_rows(own), _rows(entry), assume_unique=True))
+            else:
+                (start, end), (other_start, other_end) = _span(own), _span(entry)
+                rows = max(0, min(end, other_end) - max(start, other_start))
             shared[own.url] = max(shared.get(own.url, 0), rows)
     return sum(shared.values())
 
@@ -86,7 +91,11 @@ def _span(entry: ShardEntry) -> tuple[int, int]:
     """Return the part's range of a shard's rows, as if the held-out ones came first (see `rows_of`)."""
     if (part := entry.subset) is None:
         return 0, entry.num_samples
-    return (0, part.held_out) if part.which == "held_out" else (part.held_out, part.stored)
+    return (0, part.held_out) if part.which == "held_out" else (part.held_out, part.listed)
+
+
+def _rows(entry: ShardEntry) -> NDArray[np.int64]:
+    return np.arange(entry.num_samples) if entry.subset is None else rows_of(entry.subset)
 
 
 def _held_out_of_shards(sizes: tuple[int, ...], *, total: int) -> list[int]:

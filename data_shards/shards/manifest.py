@@ -1,8 +1,9 @@
 """Read and write a split's manifest: its shards, how many samples each holds, and the class names.
 
-`FOLDER/manifest.json` is written last, so a folder that has one is complete. Files for other tools go with it:
-`sizes.json` (open_clip, webdataset) and, one folder up, `_info.json` (timm). Reading costs one small file and one
-`stat` a shard; digests are not verified. Needs no torch.
+`FOLDER/manifest.json` is written last, so a folder that has one is complete. Beside it may be `manifest-NAME.json`: a
+choice of the same folder's samples, or an earlier manifest, named by its digest. Files for other tools: `sizes.json`
+(open_clip, webdataset) and, one folder up, `_info.json` (timm). Reading costs one small file and one `stat` a shard;
+digests are not verified. Needs no torch.
 """
 
 import hashlib
@@ -19,6 +20,8 @@ from typing import Literal
 from shardvit.data_shards.durable import replace_text
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.shards.labels import LabelSpec
+from shardvit.data_shards.shards.location import is_local, join, local_path
+from shardvit.data_shards.shards.row_bitmap import counted_rows
 from shardvit.data_shards.text import brief, one_line
 from shardvit.data_shards.vocabulary import LabelKind, LabelPart
 
@@ -31,6 +34,8 @@ _STAT_THREADS = 32
 _STATS_IN_TURN = 64
 _SLOW_STAT_SECONDS = 100e-6  # a local one takes 3 µs, and threads would only take turns
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
+_NAMED = re.compile(r"manifest-[A-Za-z0-9_.-]{1,100}\.json")
+_NAMED_URL = re.compile(rf"([^?#]*)/({_NAMED.pattern}|{re.escape(MANIFEST_FILE)})((?:[?#].*)?)", re.DOTALL)
 _PLAIN_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,1000}")  # certainly inside the folder
 _MOST_NAME = 1024  # characters of a shard's file
 _MOST = 1 << 48  # samples or bytes of one shard: far beyond any, and sums still fit into 64 bits
@@ -41,9 +46,13 @@ class Shard:
     """One tar: `file` is relative to the manifest's folder, `sha256` digests all its bytes ("" if unknown)."""
 
     file: str
-    num_samples: int
+    num_samples: int  # that count
     num_bytes: int
     sha256: str
+    rows: str = ""  # which of its samples count, see `row_bitmap`; "": all
+
+    def as_json(self) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name != "rows" or value}
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,8 @@ class Manifest:
     source: str
     labels: LabelSpec = field(default_factory=LabelSpec)
     without_matches_of: tuple[str, ...] = ()  # digests of sets whose images were left out
+    where: str = ""  # the expression that chose its samples
+    parent: str = ""  # digest of the manifest that they were chosen from
 
     @property
     def num_samples(self) -> int:
@@ -82,7 +93,8 @@ class Manifest:
     @property
     def digest(self) -> str:
         """32 hex digits that change with the shards' bytes (or names and sizes), their order, the classes or labels."""
-        shards = [shard.sha256 or f"{shard.file}:{shard.num_bytes}" for shard in self.shards]
+        shards: list[object] = [shard.sha256 or f"{shard.file}:{shard.num_bytes}" for shard in self.shards]
+        shards = [[each, shard.rows] if shard.rows else each for each, shard in zip(shards, self.shards, strict=True)]
         labels = [] if self.labels == LabelSpec() else [[self.labels.text, self.labels.kind]]
         return hashlib.sha256(json.dumps([shards, self.classes, *labels]).encode()).hexdigest()[:32]
 
@@ -109,11 +121,45 @@ class _ManifestFile:
     labels: _Labels
     shards: tuple[Shard, ...]
     without_matches_of: tuple[str, ...] = ()
+    where: str = ""
+    parent: str = ""
 
 
-def write_manifest(manifest: Manifest) -> Path:
-    """Write `manifest.json` and `sizes.json` into `manifest.root`, each atomically; return the path of the former."""
-    content = {
+def manifest_name(name: str) -> str:
+    """`clean` -> `manifest-clean.json`; UserError for a name that is none."""
+    if not _NAMED.fullmatch(file := f"manifest-{name}.json"):
+        raise UserError(f"--manifest: {name[:100]!a} names no file; give letters, digits, dots, - and _")
+    return file
+
+
+def split_manifest(location: str) -> tuple[str, str]:
+    """Split a location into its folder and its manifest's name: `SET/train`, or `SET/train/manifest-clean.json`."""
+    if is_local(location):
+        path = local_path(location)
+        if (path.name == MANIFEST_FILE or _NAMED.fullmatch(path.name)) and not path.is_dir():
+            return str(path.parent), path.name
+    elif found := _NAMED_URL.fullmatch(location):
+        return found[1] + found[3], found[2]
+    return location, MANIFEST_FILE
+
+
+def manifest_at(location: str) -> str:
+    """Locate a set's manifest, given its folder or itself."""
+    return join(*split_manifest(location))
+
+
+def write_manifest(manifest: Manifest, *, file: str = MANIFEST_FILE) -> Path:
+    """Write the manifest into `manifest.root`, and `sizes.json` with a `manifest.json`, each atomically; return its
+    path."""
+    write_json(path := manifest.root / file, as_json(manifest))
+    if file == MANIFEST_FILE:
+        write_json(manifest.root / "sizes.json", {shard.file: shard.num_samples for shard in manifest.shards})
+    return path
+
+
+def as_json(manifest: Manifest) -> dict[str, object]:
+    """Format a manifest's file."""
+    content: dict[str, object] = {
         "version": MANIFEST_VERSION,
         "name": manifest.name,
         "split": manifest.split,
@@ -122,13 +168,10 @@ def write_manifest(manifest: Manifest) -> Path:
         "classes": list(manifest.classes),
         "label_map": manifest.label_map,
         "labels": asdict(manifest.labels),
-        "shards": [vars(shard) for shard in manifest.shards],
+        "shards": [shard.as_json() for shard in manifest.shards],
     }
-    if manifest.without_matches_of:
-        content["without_matches_of"] = list(manifest.without_matches_of)
-    write_json(manifest.root / "sizes.json", {shard.file: shard.num_samples for shard in manifest.shards})
-    write_json(path := manifest.root / MANIFEST_FILE, content)
-    return path
+    given = {name: getattr(manifest, name) for name in ("without_matches_of", "where", "parent")}
+    return content | {name: value for name, value in given.items() if value}
 
 
 def write_timm_info(folder: Path, manifests: Iterable[Manifest]) -> None:
@@ -151,7 +194,7 @@ def write_json(path: Path, content: object) -> None:
 
 
 def read_manifest(folder: Path | str) -> Manifest:
-    """Read and check `folder/manifest.json`.
+    """Read and check `folder/manifest.json`, or the manifest that is given instead of its folder.
 
     UserError if the folder or the manifest is missing, broken, of another version or inconsistent, if a shard's name
     leads outside the folder, or if a shard is missing or has another size. A shard may be a symbolic link.
@@ -164,8 +207,8 @@ def read_manifest(folder: Path | str) -> Manifest:
 
 def load_manifest(folder: Path | str) -> Manifest:
     """Read the manifest as `read_manifest` does, without checking the shards."""
-    root = Path(folder)
-    path = root / MANIFEST_FILE
+    root, file = map(Path, split_manifest(str(folder)))
+    path = root / file
     if not root.is_dir():
         raise UserError(f"{root}: there is no such folder of shards; {REMEDY}")
     try:
@@ -173,7 +216,7 @@ def load_manifest(folder: Path | str) -> Manifest:
     except FileNotFoundError:
         inside = [split for split in ("train", "val", "test") if (root / split / MANIFEST_FILE).is_file()]
         hint = f"did you mean {root / inside[0]}?" if inside else REMEDY
-        raise UserError(f"{root}: there is no {MANIFEST_FILE} in this folder; {hint}") from None
+        raise UserError(f"{root}: there is no {file} in this folder; {hint}") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
 
@@ -185,8 +228,8 @@ def parse_manifest(text: bytes, *, root: Path, name: str) -> Manifest:
     try:
         content = TypeAdapter(_ManifestFile).validate_json(text, strict=True)
         same = {name: getattr(content, name) for name in ("name", "split", "classes", "shards", "source")}
-        labels, left_out = LabelSpec(**vars(content.labels)), content.without_matches_of
-        manifest = Manifest(root, **same, labels=labels, without_matches_of=left_out)
+        same |= {name: getattr(content, name) for name in ("without_matches_of", "where", "parent")}
+        manifest = Manifest(root, **same, labels=LabelSpec(**vars(content.labels)))
         _check(manifest)
         if content.label_map != manifest.label_map:
             raise ValueError("'label_map' contradicts 'classes'")
@@ -253,6 +296,15 @@ def _check(manifest: Manifest) -> None:
         for name in ("num_samples", "num_bytes"):
             if not 0 <= getattr(shard, name) <= _MOST:
                 raise ValueError(f"'{name}' of {shard.file[:80]} is not a count: {brief(getattr(shard, name))}")
+        if shard.rows and (counted := _counted(shard)) != shard.num_samples:
+            raise ValueError(f"'num_samples' of {shard.file[:80]} is not what its 'rows' count: {counted:,}")
+
+
+def _counted(shard: Shard) -> int:
+    try:
+        return counted_rows(shard.rows)
+    except ValueError as error:
+        raise ValueError(f"'rows' of {shard.file[:80]} {error}") from None
 
 
 def _check_inside(file: str) -> None:

@@ -14,6 +14,7 @@ from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.shards.labels import LabelSpec
 from shardvit.data_shards.shards.location import is_local, join, redacted
 from shardvit.data_shards.shards.manifest import MANIFEST_FILE, Shard
+from shardvit.data_shards.shards.row_bitmap import stored_rows
 from shardvit.data_shards.shards.shard_index import Texts
 from shardvit.data_shards.vocabulary import LabelKind, PartName
 
@@ -48,8 +49,8 @@ class Portion:
 class ShardsSpec:
     """The user's description of a set of shards; `label`, `kind` and `classes` are for tars without a manifest.
 
-    `location` is a folder with a manifest.json (local, or a URL), a folder of tars, or a pattern of tars
-    ("s3://bucket/x-{000..127}.tar", "a.tar::b.tar", "pipe:...").
+    `location` is a folder with a manifest.json (local, or a URL), another manifest in it, a folder of tars, or a
+    pattern of tars ("s3://bucket/x-{000..127}.tar", "a.tar::b.tar", "pipe:...").
     """
 
     location: str
@@ -57,16 +58,18 @@ class ShardsSpec:
     kind: LabelKind = "single"
     classes: Path | None = None  # file with one name a line, a JSON list, or {name: number}; None: found in the labels
     portion: Portion | None = None  # None: all samples
+    digest: str = ""  # of the manifest to prefer: if the location's is another, manifest-DIGEST.json beside it counts
 
 
 @dataclass(frozen=True)
 class ShardRows:
-    """A tar's samples in one part of its set; see `holdout.rows_of`."""
+    """A tar's samples in its set, or in one part of it; see `holdout.rows_of`."""
 
     number: int  # of the shard in the whole set
-    stored: int  # samples in the tar
+    listed: int  # samples that the manifest counts
     held_out: int  # samples held out
-    which: PartName
+    which: PartName | None  # None: all that are listed
+    rows: str  # which of the tar's samples are listed, see `row_bitmap`; "": all
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,9 @@ class ShardEntry:
     @property
     def stored_samples(self) -> int:
         """Samples in the tar, used or not."""
-        return self.num_samples if self.subset is None else self.subset.stored
+        if self.subset is None:
+            return self.num_samples
+        return stored_rows(self.subset.rows) if self.subset.rows else self.subset.listed
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,9 @@ class ShardSource:
     num_shards: int
     portion: Portion | None = None  # None: all samples
     tars: tuple[TarFacts, ...] = ()  # one for each shard without a manifest
+    rows: tuple[str, ...] = ()  # one for each shard, if the manifest counts only some samples of some
+    manifest: str = MANIFEST_FILE  # its name
+    digest: str = ""  # the manifest's
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +127,7 @@ class ShardTable(Sequence[ShardEntry]):
 
     sources: tuple[ShardSource, ...]
     files: Texts  # in the source's folder
-    num_samples: NDArray[np.int64]  # stored, used or not
+    num_samples: NDArray[np.int64]  # listed, used or not
     num_bytes: NDArray[np.int64]
     sha256: Texts
     stamps: Texts
@@ -198,14 +206,16 @@ class ShardTable(Sequence[ShardEntry]):
         numbers = (self.num_samples, self.num_bytes, self.held_out, self.damaged)
         rows = zip(*texts, *(column[part].tolist() for column in numbers), strict=True)
         portion, is_here = source.portion, is_local(source.folder)
+        which = portion and portion.which
         for number, row in enumerate(rows, start=part.start - first):
-            file, sha256, stamp, stored, num_bytes, held_out, damaged = row
+            file, sha256, stamp, listed, num_bytes, held_out, damaged = row
             url = os.path.join(source.folder, file) if is_here else join(source.folder, file)
             tar = source.tars[number] if source.tars else TarFacts()
+            chosen = source.rows[number] if source.rows else ""
             yield ShardEntry(
                 url=url,
                 name=os.path.join(source.shown_folder, file) if source.shown_folder else redacted(url),
-                num_samples=stored if portion is None else portion.used(stored, held_out=held_out),
+                num_samples=listed if portion is None else portion.used(listed, held_out=held_out),
                 num_bytes=None if num_bytes == _UNKNOWN else num_bytes,
                 sha256=sha256,
                 index=tar.index,
@@ -214,7 +224,7 @@ class ShardTable(Sequence[ShardEntry]):
                 stamp=stamp,
                 index_digest=tar.index_digest,
                 pixels_digest=tar.pixels_digest,
-                subset=portion and ShardRows(number, stored=stored, held_out=held_out, which=portion.which),
+                subset=ShardRows(number, listed, held_out, which, chosen) if which or chosen else None,
             )
 
     @property
@@ -237,7 +247,7 @@ class ShardTable(Sequence[ShardEntry]):
                 for number in filter(lambda number: is_local(self.files[number]), range(first, end)):
                     ends.setdefault(os.path.dirname(self.files[number]), [number, number])[1] = number
             elif source.shown_folder:
-                files.append(os.path.join(source.folder, MANIFEST_FILE))
+                files.append(os.path.join(source.folder, source.manifest))
             else:
                 continue
             for entry in (self[number] for pair in ends.values() for number in pair):

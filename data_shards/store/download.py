@@ -13,13 +13,15 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from shardvit.data_shards.errors import SampleError
 from shardvit.data_shards.shards.location import PIPE, Commands, redacted
 from shardvit.data_shards.store.remote import RANGE_BYTES, Output, Remotes, Stored
 from shardvit.data_shards.store.remote_errors import DownloadStopped, Failure, Missing, Refused, Stop, Transient, Wrong
 
+Access = Literal["read", "written"]
+Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
 
 
@@ -58,9 +60,15 @@ class Backoff:
     """
 
     def __init__(
-        self, url: str, *, policy: RetryPolicy, sleep: Callable[[float], None], draw: Callable[[], float]
+        self,
+        url: str,
+        *,
+        policy: RetryPolicy,
+        sleep: Callable[[float], None],
+        draw: Callable[[], float],
+        access: Access = "read",
     ) -> None:
-        self._url, self._policy, self._sleep, self._draw = url, policy, sleep, draw
+        self._url, self._policy, self._sleep, self._draw, self._access = url, policy, sleep, draw, access
         self._wrong = 0
         self.progress()
 
@@ -76,7 +84,7 @@ class Backoff:
             raise MissingObject(f"{url} is not there ({failure}): check the location, or copy it there")
         if isinstance(failure, Refused):
             raise StoreError(
-                f"{url} cannot be read ({failure}): check the location, and the credentials and settings "
+                f"{url} cannot be {self._access} ({failure}): check the location, and the credentials and settings "
                 "in the environment, ~/.netrc, ~/.aws or ~/.config/fsspec"
             )
         self._wrong += isinstance(failure, Wrong)
@@ -113,13 +121,26 @@ class Downloads:
 
     def about(self, url: str, *, patiently: bool = True, stop: Stop = lambda: False) -> tuple[int | None, str]:
         """Size and fingerprint of an object (None and "" if unknown); arguments and errors as in `download`."""
-        backoff = self._backoff(url, patiently=patiently)
-        remote = self._remotes.object(url, stop=stop)
+        about = self.retried(url, lambda remote: remote.about(), patiently=patiently, stop=stop)
+        return about.num_bytes, about.fingerprint
+
+    def retried(
+        self,
+        url: str,
+        attempt: Callable[[Any], Result],
+        *,
+        num_bytes: int = 0,
+        access: Access = "read",
+        patiently: bool = True,
+        stop: Stop = lambda: False,
+    ) -> Result:
+        """Repeat `attempt` at the remote object, of at most `num_bytes`, while it fails; errors as in `download`."""
+        backoff = self._backoff(url, patiently=patiently, access=access)
+        remote = self._remotes.object(url, stop=stop, num_bytes=num_bytes)
         while True:
             begun = time.monotonic()
             try:
-                about = remote.about()
-                return about.num_bytes, about.fingerprint
+                return attempt(remote)
             except Failure as failure:
                 backoff.wait(failure, spent_seconds=time.monotonic() - begun)
 
@@ -160,10 +181,11 @@ class Downloads:
                     backoff.progress()
                 backoff.wait(failure, spent_seconds=time.monotonic() - begun)
 
-    def _backoff(self, url: str, *, patiently: bool) -> Backoff:
+    def _backoff(self, url: str, *, patiently: bool, access: Access = "read") -> Backoff:
         policy = self.policy if patiently else replace(self.policy, give_up_seconds=0.0, wrong_attempts=1)
         # Its own generator: jitter must differ between processes and leave the global generator alone.
-        return Backoff(url, policy=policy, sleep=self._sleep, draw=random.SystemRandom().random)
+        draw = random.SystemRandom().random
+        return Backoff(url, policy=policy, sleep=self._sleep, draw=draw, access=access)
 
 
 class _Transfer:

@@ -6,13 +6,25 @@ visible with the last one; a failed upload is aborted. Nothing is ever decided b
 
 from __future__ import annotations
 
+import os
+import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from shardvit.data_shards.durable import flush, replaced
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.shards.location import is_local, join, local_path, protocol, redacted
+from shardvit.data_shards.store import ranges
+from shardvit.data_shards.store.upload import WRITABLE, abort_unfinished, remove, upload_bytes, upload_file
+
 
 class Folder(Protocol):
-    """`location` is a local path or a URL; names are relative, with "/". OSError or StoreError if it fails."""
+    """`location` is a local path or a URL; names are relative, with "/". OSError or StoreError if it fails.
+
+    Picklable, and cheap to make: processes and threads may each have their own.
+    """
 
     @property
     def location(self) -> str: ...
@@ -21,7 +33,7 @@ class Folder(Protocol):
         ...
 
     def write(self, name: str, data: bytes) -> None: ...
-    def put(self, name: str, file: Path) -> None:  # move or upload a complete local file
+    def put(self, name: str, file: Path) -> None:  # move or upload a complete local file, which is gone afterwards
         ...
 
     def size(self, name: str) -> int | None:  # None: not there
@@ -30,10 +42,13 @@ class Folder(Protocol):
     def remove(self, name: str) -> None:  # missing is fine
         ...
 
+    def tidy(self) -> None:  # abort what killed processes were uploading to it; only when no other writes
+        ...
+
 
 @dataclass(frozen=True)
 class LocalFolder:
-    """A folder of this machine, or of a file system that all machines see."""
+    """A folder of this machine, or of a file system that all machines see; made by the first file."""
 
     path: Path
 
@@ -41,7 +56,96 @@ class LocalFolder:
     def location(self) -> str:
         return str(self.path)
 
+    def at(self, name: str) -> LocalFolder:
+        return LocalFolder(self._place(name))
+
+    def read(self, name: str) -> bytes:
+        return self._place(name).read_bytes()
+
+    def write(self, name: str, data: bytes) -> None:
+        place = self._place(name)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with replaced(place, writers="several") as beside:
+            beside.write_bytes(data)
+
+    def put(self, name: str, file: Path) -> None:
+        place = self._place(name)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if file.stat().st_dev == place.parent.stat().st_dev:
+            flush(file)
+            os.replace(file, place)
+            flush(place.parent)
+            return
+        with replaced(place, writers="several") as beside:
+            shutil.copyfile(file, beside)
+        file.unlink()
+
+    def size(self, name: str) -> int | None:
+        try:
+            return self._place(name).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def remove(self, name: str) -> None:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            self._place(name).unlink()
+
+    def tidy(self) -> None:
+        pass
+
+    def _place(self, name: str) -> Path:
+        return self.path / _demand_inside(name, self.location)
+
+
+@dataclass(frozen=True)
+class StoreFolder:
+    """A prefix of a bucket, or a folder of another store of fsspec."""
+
+    location: str
+
+    def at(self, name: str) -> StoreFolder:
+        return StoreFolder(self._url(name))
+
+    def read(self, name: str) -> bytes:
+        return ranges.read_whole(self._url(name))
+
+    def write(self, name: str, data: bytes) -> None:
+        upload_bytes(ranges.SHARED, self._url(name), data)
+
+    def put(self, name: str, file: Path) -> None:
+        upload_file(ranges.SHARED, self._url(name), file)
+        file.unlink()
+
+    def size(self, name: str) -> int | None:
+        try:
+            return ranges.stat_url(self._url(name))[0]
+        except FileNotFoundError:
+            return None
+
+    def remove(self, name: str) -> None:
+        remove(ranges.SHARED, self._url(name))
+
+    def tidy(self) -> None:
+        abort_unfinished(ranges.SHARED, self.location)
+
+    def _url(self, name: str) -> str:
+        return join(self.location, _demand_inside(name, redacted(self.location)))
+
 
 def open_folder(location: str | Path) -> Folder:
-    """Open a local path or a URL; creates nothing."""
-    raise NotImplementedError
+    """Open a local path or a URL; creates nothing. UserError for a URL that cannot be written to."""
+    text = str(location)
+    if is_local(text):
+        return LocalFolder(local_path(text))
+    if (kind := protocol(text)) not in WRITABLE:
+        raise UserError(
+            f"{redacted(text)}: {kind}: cannot be written to: name a local folder, a bucket such as s3://bucket/set, "
+            f"or another URL of {', '.join(sorted(WRITABLE))}"
+        )
+    return StoreFolder(text)
+
+
+def _demand_inside(name: str, folder: str) -> str:
+    if any(part in ("", ".", "..") for part in name.split("/")) or "\\" in name or "\0" in name:
+        raise UserError(f"{name!r} is no name of a file inside {folder}")
+    return name

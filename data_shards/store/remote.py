@@ -45,6 +45,7 @@ Result = TypeVar("Result")
 Pieces = Generator[bytes, None, None]
 
 RANGE_BYTES = 8 * 2**20
+REQUESTS_IN_FLIGHT = 32  # of a process to one store
 _RANGES_OF_A_SIZE = 4
 _RANGES_IN_FLIGHT = 4
 _STREAM_PIECE_BYTES = 2**20
@@ -75,15 +76,18 @@ class Remotes:
         """Leave out file systems: their sockets and threads belong to this process."""
         return {**vars(self), "_file_systems": {}}
 
-    def object(self, url: str, *, stop: Stop = lambda: False) -> Output | Stored:
-        """Return the object at `url`, not requested yet; UserError if a package is missing, or a program may run."""
+    def object(self, url: str, *, stop: Stop = lambda: False, num_bytes: int = 0) -> Output | Stored:
+        """Return the object at `url`, not requested yet; UserError if a package is missing, or a program may run.
+
+        `num_bytes` is the most that one call moves, if that is more than the ranges in flight.
+        """
         require_no_command(url, commands=self._commands)
         kind = protocol(url)
         if kind == "pipe" or _needs_gopen(kind):
             run = pipe_pieces if kind == "pipe" else gopen_pieces
             return Output(partial(run, url, stall_seconds=self._stall_seconds, stop=stop))
         wait_seconds = self._connect_seconds + self._stall_seconds
-        wait_seconds += _RANGES_IN_FLIGHT * RANGE_BYTES / _LEAST_BYTES_PER_SECOND
+        wait_seconds += max(num_bytes, _RANGES_IN_FLIGHT * RANGE_BYTES) / _LEAST_BYTES_PER_SECOND
         made_by = _Page if kind in ("http", "https") else Stored
         return made_by(self._file_system(url), url, wait_seconds=wait_seconds, stop=stop)
 
@@ -102,6 +106,8 @@ class Remotes:
                 self._file_systems[key] = made_by(**options, skip_instance_cache=True)
                 if kind in ("s3", "s3a"):
                     self._file_systems[key].retries = 1  # `download` retries
+                if (listings := getattr(self._file_systems[key], "dircache", None)) is not None:
+                    listings.use_listings_cache = False  # it would answer for objects that others have written since
         except ImportError as error:
             raise UserError(f"{redacted(url)}: for {kind}:// a Python package is missing: {error}") from None
         except ValueError as error:
@@ -120,7 +126,7 @@ class Remotes:
             return {"client_kwargs": {**client, **configured.get("client_kwargs", {})}}
         if kind in ("s3", "s3a"):
             config = {"connect_timeout": self._connect_seconds, "read_timeout": self._stall_seconds}
-            config |= {"retries": {"total_max_attempts": 1}}
+            config |= {"retries": {"total_max_attempts": 1}, "max_pool_connections": REQUESTS_IN_FLIGHT}
             return {"config_kwargs": {**config, **configured.get("config_kwargs", {})}}
         return {}
 
@@ -150,19 +156,28 @@ class Stored:
     """An object in one of fsspec's stores; its methods raise a `Failure`, or DownloadStopped when `stop` is True."""
 
     def __init__(self, file_system: Any, url: str, *, wait_seconds: float, stop: Stop) -> None:
-        self._fs, self._path = file_system, file_system._strip_protocol(url)
+        self.fs, self.path, self.kind = file_system, file_system._strip_protocol(url), protocol(url)
         self._wait_seconds, self._stop = wait_seconds, stop
 
-    def about(self) -> About:
+    def call(self, method: str, *args: Any, **options: Any) -> Any:
+        """Call a method of fsspec's file system, by its public name."""
         with translate_errors():
-            fs = self._fs
-            info = self._wait(fs._info(self._path)) if fs.async_impl else fs.info(self._path)
+            if self.fs.async_impl:
+                return self.wait(getattr(self.fs, f"_{method}")(*args, **options))
+            return getattr(self.fs, method)(*args, **options)
+
+    def about(self) -> About:
+        info = self.call("info", self.path)
         if info.get("type") == "directory":
             raise Missing("it is a folder")
         if info.get("size") is None:
             raise Refused("the store does not tell its size")
-        fingerprint = next((f"{name}={info[name]}" for name in _FINGERPRINTS if info.get(name)), "")
-        return About(info["size"], fingerprint, "yes")
+        return About(info["size"], fingerprint_of(info), "yes")
+
+    def stamped(self, start: int, end: int) -> tuple[bytes, str]:
+        """Read bytes `start` to `end`, fewer at the object's end, and its fingerprint."""
+        fingerprint = self.about().fingerprint
+        return self.call("cat_file", self.path, start=start, end=end), fingerprint
 
     def pieces(self, about: About, *, begin: int, range_bytes: int | None) -> Pieces:
         """Yield its bytes from `begin` on, at most 8 MiB at a time; closing the generator ends the transfer.
@@ -177,9 +192,9 @@ class Stored:
 
     def _ranges(self, about: About, *, begin: int, range_bytes: int) -> Pieces:
         def ask(start: int, end: int) -> tuple[int, int, concurrent.futures.Future[bytes] | None]:
-            if not self._fs.async_impl:
+            if not self.fs.async_impl:
                 return start, end, None
-            return start, end, asyncio.run_coroutine_threadsafe(self._range(about, start, end), self._fs.loop)
+            return start, end, asyncio.run_coroutine_threadsafe(self._range(about, start, end), self.fs.loop)
 
         assert about.num_bytes is not None
         spans = _spans(begin, about.num_bytes, range_bytes=range_bytes)
@@ -190,7 +205,7 @@ class Stored:
                     raise DownloadStopped
                 start, end, future = asked.popleft()
                 with translate_errors():
-                    piece = self._result(future) if future else self._fs.cat_file(self._path, start=start, end=end)
+                    piece = self._result(future) if future else self.fs.cat_file(self.path, start=start, end=end)
                 if 0 < len(piece) <= end - start:
                     yield piece
                 if len(piece) != end - start:
@@ -202,10 +217,10 @@ class Stored:
                     future.cancel()
 
     async def _range(self, about: About, start: int, end: int) -> bytes:
-        return await self._fs._cat_file(self._path, start=start, end=end)
+        return await self.fs._cat_file(self.path, start=start, end=end)
 
-    def _wait(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        return self._result(asyncio.run_coroutine_threadsafe(coroutine, self._fs.loop))
+    def wait(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        return self._result(asyncio.run_coroutine_threadsafe(coroutine, self.fs.loop))
 
     def _result(self, future: concurrent.futures.Future[Result]) -> Result:
         deadline = time.monotonic() + self._wait_seconds
@@ -226,9 +241,9 @@ class _Page(Stored):
     def about(self) -> About:
         # Not HEAD: a signature in the URL may allow only GET.
         with translate_errors():
-            response = self._wait(self._get("bytes=0-0"))
+            response = self.wait(self._get("bytes=0-0"))
             self._close(response)
-        headers, found = response.headers, _fingerprint(response)
+        headers, found = response.headers, _tag(response)
         size = re.fullmatch(r"bytes (?:0-0|\*)/(\d+)", headers.get("Content-Range", "").strip())
         if response.status in (206, 416) and size:
             # With a strong ETag, in quotes, equal tags mean equal bytes.
@@ -240,14 +255,14 @@ class _Page(Stored):
 
     def _stream(self, about: About) -> Pieces:
         with translate_errors():
-            response = self._wait(self._get(""))
+            response = self.wait(self._get(""))
         try:
             _check(response, about)
             if about.num_bytes is not None and (length := _length(response)) not in (None, about.num_bytes):
                 raise Wrong(f"it has {length} bytes where {about.num_bytes} are expected")
             while True:
                 with translate_errors():
-                    piece = self._wait(read(response, _STREAM_PIECE_BYTES))
+                    piece = self.wait(read(response, _STREAM_PIECE_BYTES))
                 if not piece:
                     return
                 yield piece
@@ -255,29 +270,39 @@ class _Page(Stored):
             self._close(response)
 
     async def _range(self, about: About, start: int, end: int) -> bytes:
+        return (await self._stamped(about, start, end))[0]
+
+    async def _stamped(self, about: About, start: int, end: int) -> tuple[bytes, str]:
         response = await self._get(f"bytes={start}-{end - 1}")
         try:
+            if response.status == 416:
+                raise Missing("it is shorter than it was")
             _check(response, about)
             span = response.headers.get("Content-Range", "").strip()
             is_all = response.status == 200 and (start, end) == (0, about.num_bytes)
             if not is_all and (response.status != 206 or not span.startswith(f"bytes {start}-")):
                 raise Transient("the server sent another part of the file than it was asked for")
-            return await read(response, end - start)
+            return await read(response, end - start), _tag(response)
         finally:
             response.close()
 
+    def stamped(self, start: int, end: int) -> tuple[bytes, str]:
+        about = About(None if start else end, "", "yes")
+        with translate_errors():
+            return self.wait(self._stamped(about, start, end))
+
     async def _get(self, span: str) -> Any:
-        session = await self._fs.set_session()
-        headers = {**self._fs.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
+        session = await self.fs.set_session()
+        headers = {**self.fs.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
         headers |= {"Range": span} if span else {}
-        response = await session.get(self._fs.encode_url(self._path), **{**self._fs.kwargs, "headers": headers})
+        response = await session.get(self.fs.encode_url(self.path), **{**self.fs.kwargs, "headers": headers})
         if response.status >= 300 and response.status != 416:  # an empty file has no byte 0
             response.close()
             raise failure_of_status(response.status)
         return response
 
     def _close(self, response: Any) -> None:
-        self._fs.loop.call_soon_threadsafe(response.close)
+        self.fs.loop.call_soon_threadsafe(response.close)
 
 
 async def read(response: Any, most_bytes: int) -> bytes:
@@ -296,7 +321,12 @@ async def read(response: Any, most_bytes: int) -> bytes:
     return bytes(content)
 
 
-def _fingerprint(response: Any) -> str:
+def fingerprint_of(info: dict[str, Any]) -> str:
+    """Return what tells an object from its successor, of fsspec's facts; "" if it has none."""
+    return next((f"{name}={info[name]}" for name in _FINGERPRINTS if info.get(name)), "")
+
+
+def _tag(response: Any) -> str:
     return response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
 
 
@@ -307,7 +337,7 @@ def _length(response: Any) -> int | None:
 
 
 def _check(response: Any, about: About) -> None:
-    if about.fingerprint and _fingerprint(response) != about.fingerprint:
+    if about.fingerprint and _tag(response) != about.fingerprint:
         raise Wrong("the file has changed while it was read")
 
 

@@ -12,6 +12,8 @@ Stop = Callable[[], bool]
 # No base class of botocore's or aiohttp's errors tells settings from the network.
 _SETTINGS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError", "InvalidURL"}
 _SETTINGS |= {"RedirectClientError", "ClientConnectorCertificateError"}
+# Of S3, where s3fs has the errno of a refusal: the bytes were damaged or cut on their way.
+_DAMAGED = {"BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch"}
 # s3fs raises these for answers like "malformed" and "method not allowed".
 _REFUSALS = {errno.EINVAL, errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENAMETOOLONG}
 
@@ -61,6 +63,11 @@ def failure_of(error: Exception) -> Failure:
         return failure_of_status(status)
     text = redact_text(" ".join(str(error).split()))[:300]
     reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    code = getattr(error.__cause__, "response", {}).get("Error", {}).get("Code", "")
+    if code in _DAMAGED:
+        return Transient(reason)
+    if code == "InvalidRange":
+        return Missing("it is shorter than it was")
     if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
         return Missing(reason)
     if "ClientPayloadError" in names:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shardvit.data_shards.reading.opening import open_shards
-from shardvit.data_shards.shards.location import command_reason, expand_braces, is_local, join, local_path, redacted
-from shardvit.data_shards.shards.manifest import MANIFEST_FILE
+from shardvit.data_shards.shards.location import command_reason, expand_braces, is_local, local_path, redacted
+from shardvit.data_shards.shards.manifest import manifest_at
 from shardvit.data_shards.shards.shard_set import ShardSet, merge_shard_sets
 from shardvit.data_shards.store.download import MissingObject, RetryPolicy
 from shardvit.data_shards.store.store import Store
@@ -85,7 +85,7 @@ def _unopened(shards: ShardsConfig, *, store: Store) -> str | None:
         return None
     else:
         try:
-            there = bool(store.read_small(join(location, MANIFEST_FILE), most_bytes=_MOST_MANIFEST_BYTES))
+            there = bool(store.read_small(manifest_at(location), most_bytes=_MOST_MANIFEST_BYTES))
         except MissingObject:
             there = False
     return None if there else f"{redacted(location)} is not there yet"

@@ -29,7 +29,7 @@ from shardvit.pipeline.recipe.stage import TrainStage
 from shardvit.pipeline.recipe.vocabulary import EXIT_STOPPED, EXIT_USER_ERROR, StageName
 from shardvit.pipeline.report.best import describe_results
 from shardvit.pipeline.runs.run_folder import RunFolder, check_inputs
-from shardvit.pipeline.stage.data_record import check_data, has_record
+from shardvit.pipeline.stage.data_record import check_data, has_record, kept_manifests
 from shardvit.pipeline.stage.initial_model import model_from_elsewhere
 
 _GONE_SECONDS = 20.0  # for the ranks to notice, report it and exit
@@ -258,7 +258,13 @@ class PipelineRun:
             data = None
             try:
                 if not self._unopened(stage):  # else the dry run's summary checks as much as possible
-                    data = open_data(self.recipe, stage=stage, commands=self.commands)
+                    stages = self.recipe.stages.trained
+                    begun: list[StageName] = [
+                        each for each in stages[: stages.index(stage) + 1] if not self._begins_again(each)
+                    ]
+                    kept = kept_manifests(self.folder, stages=begun)
+                    say = (lambda line: None) if kept else print  # the ranks will
+                    data = open_data(self.recipe, stage=stage, report=say, commands=self.commands, manifests=kept)
                     open_few_shot(self.recipe, stage=stage, commands=self.commands)
             except CommandRefused as error:
                 notes.append(f"stages.{stage}: its images and their number were not checked: {error}")

@@ -10,6 +10,7 @@ Costs rank 0 as much as `open_data`, the others 13 MB and milliseconds for 10^5 
 
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,6 +20,7 @@ from shardvit.data_shards.store.store import Store
 from shardvit.pipeline.ranks.process import this_machine
 from shardvit.pipeline.recipe.vocabulary import StageName
 from shardvit.pipeline.stage.context import StageContext
+from shardvit.pipeline.stage.data_record import kept_manifests
 from shardvit.pipeline.stage.stage_data import StageData, open_data, store_of
 
 _Identity = tuple[int, int, int, int] | None
@@ -42,8 +44,10 @@ def open_data_once(context: StageContext, *, stage: StageName) -> StageData:
     place = ranks.place
 
     def open_here() -> StageData:
-        return open_data(recipe, stage=stage, report=context.say, commands="run")
+        return open_data(recipe, stage=stage, report=context.say, commands="run", manifests=manifests)
 
+    stages = recipe.stages.trained
+    manifests: Mapping[str, str] = kept_manifests(context.folder, stages=stages[: stages.index(stage) + 1])
     if place.world_size == 1:
         return open_here()
     data = context.on_main(open_here, takes="long")  # indexing other tools' tars may take hours
@@ -53,6 +57,7 @@ def open_data_once(context: StageContext, *, stage: StageName) -> StageData:
     sent = ranks.from_main(sent)
     assert sent is not None
     first, landmarks = sent
+    manifests = first.manifests  # whatever is appended meanwhile
     finding: _OwnDisks | None = None
     if place.local_rank == 0 and not place.is_main and any(_identity(path) != seen for path, seen in landmarks.items()):
         finding = _look_at_own(context, first, stage=stage)
@@ -84,7 +89,8 @@ def _look_at_own(context: StageContext, first: StageData, *, stage: StageName) -
     if not all(source.folder for one in _sets(first) for source in one.shards.sources):  # tars without a manifest
         return _OwnDisks(machine, opens="each rank")  # ranks wait for one another's index without a time limit
     try:
-        data = open_data(context.recipe, stage=stage, report=lambda line: None, commands="run")
+        given = {"commands": "run", "manifests": first.manifests}
+        data = open_data(context.recipe, stage=stage, report=lambda line: None, **given)
     except UserError as error:
         return _OwnDisks(machine, problem=f"on host {host}: {error}")
     pairs = list(zip(_sets(data), _sets(first), strict=True))

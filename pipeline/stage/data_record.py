@@ -1,12 +1,14 @@
 """Record a stage's data in STAGE/data.json and refuse to resume with other data, naming the difference. No torch.
 
 `shardvit run` compares before it starts processes, rank 0 again (`data_shards.checking.identity`). stage.json keeps the
-digest, so a lost or altered data.json is noticed.
+digest, so a lost or altered data.json is noticed. The record names the manifests, too: a run goes on with those when
+images have been appended to its sets meanwhile.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardvit.data_shards.checking.identity import SetIdentity, compare_suspects, differences, identify, suspects
@@ -27,6 +29,7 @@ class DataRecord:
 
     sets: Mapping[str, SetIdentity]  # named as `StageData.recorded`
     notes: tuple[str, ...] = ()  # a sentence each
+    manifests: Mapping[str, str] = field(default_factory=dict)  # as in `StageData`
 
     @property
     def digest(self) -> str:
@@ -39,10 +42,19 @@ def has_record(folder: RunFolder, *, stage: StageName) -> bool:
     return bool(folder.peek(stage).data_digest) or (folder.stage(stage) / DATA_FILE).exists()
 
 
+def kept_manifests(folder: RunFolder, *, stages: Sequence[StageName]) -> dict[str, str]:
+    """Return the manifests that these stages of a run began with, {location: digest}; the last one's count."""
+    found: dict[str, str] = {}
+    for stage in stages:
+        if record := _read(folder.stage(stage) / DATA_FILE, digest=""):
+            found |= record.manifests
+    return found
+
+
 def check_data(folder: RunFolder, *, stage: StageName, data: StageData) -> DataRecord:
     """Compare a stage's data with its record, writing nothing; UserError names a difference or an unreadable shard."""
     sets = data.recorded
-    now = DataRecord({name: identify(one) for name, one in sets.items()})
+    now = DataRecord({name: identify(one) for name, one in sets.items()}, manifests=data.manifests)
     path, digest = folder.stage(stage) / DATA_FILE, folder.peek(stage).data_digest
     before = _read(path, digest=digest)
     if before is None:
@@ -58,12 +70,13 @@ def check_data(folder: RunFolder, *, stage: StageName, data: StageData) -> DataR
             raise _changed(folder, stage, f"{name}: {'; '.join(found)}")
         kept[name], note = _compare_suspects(folder, stage, name=name, shards=sets[name], old=old, new=now.sets[name])
         notes += note
-    return DataRecord(kept, notes=tuple(notes))
+    return DataRecord(kept, notes=tuple(notes), manifests=data.manifests)
 
 
 def keep_data(folder: RunFolder, record: DataRecord, *, stage: StageName) -> None:
     """Write data.json atomically, before stage.json gets `record.digest`; OSError if the disk is full or fails."""
-    content = {"version": _VERSION, "sets": {name: vars(one) for name, one in record.sets.items()}}
+    sets = {name: vars(one) for name, one in record.sets.items()}
+    content = {"version": _VERSION, "sets": sets, "manifests": dict(record.manifests)}
     folder.stage(stage).mkdir(exist_ok=True)
     replace_text(folder.stage(stage) / DATA_FILE, json.dumps(content) + "\n")
 
@@ -101,7 +114,10 @@ def _read(path: Path, *, digest: str) -> DataRecord | None:
         content = parse_json(path.read_bytes())
         if content["version"] != _VERSION or list(content["sets"])[:2] != [TRAINING_IMAGES, HELD_OUT_IMAGES]:
             return None
-        record = DataRecord({name: SetIdentity.from_json(one) for name, one in content["sets"].items()})
-    except (OSError, ValueError, KeyError, TypeError):
+        given = content.get("manifests", {})  # none in a record from before
+        manifests = {place: digest for place, digest in given.items() if re.fullmatch(r"[0-9a-f]{32}", digest)}
+        sets = {name: SetIdentity.from_json(one) for name, one in content["sets"].items()}
+        record = DataRecord(sets, manifests=manifests)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return record if digest in ("", record.digest) else None

@@ -1,15 +1,16 @@
 """Open a stage's shards, check them against each other, and order their samples. No torch."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from shardvit.data_shards.checking.fitness import assess
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.order.mixture import AnyOrder, make_order
 from shardvit.data_shards.reading.opening import open_shards
 from shardvit.data_shards.shards.holdout import shared_images
-from shardvit.data_shards.shards.location import CommandRefused, Commands
+from shardvit.data_shards.shards.location import CommandRefused, Commands, redacted
 from shardvit.data_shards.shards.shard_set import Portion, ShardSet, ShardsSpec, merge_shard_sets
 from shardvit.data_shards.store.cache import CacheConfig, default_cache_folder
 from shardvit.data_shards.store.store import Store
@@ -38,6 +39,7 @@ class StageData:
     weights: tuple[float, ...] | None  # of the mixed sets
     held_out: Mapping[str, ShardSet]  # by name, the stage's own first, as "val"
     store: Store
+    manifests: Mapping[str, str] = field(default_factory=dict)  # digest of each packed set's, by location
 
     @property
     def eval(self) -> ShardSet:
@@ -122,9 +124,17 @@ def training_order(recipe: Recipe, *, data: StageData, plan: StagePlan) -> AnyOr
     )
 
 
-def open_data(recipe: Recipe, *, stage: StageName, report: Report = print, commands: Commands = "refuse") -> StageData:
+def open_data(
+    recipe: Recipe,
+    *,
+    stage: StageName,
+    report: Report = print,
+    commands: Commands = "refuse",
+    manifests: Mapping[str, str] = MappingProxyType({}),
+) -> StageData:
     """Open and check a stage's shards; `commands="run"` executes `pipe:` commands, only to train the user's own recipe.
 
+    `manifests`, as in `StageData`, are those that the run began with: they are opened where they still are.
     UserError if shards are missing, unnamed or damaged beyond the recipe's limit, an evaluation set has other classes
     or training images, or the loss cannot use the labels; CommandRefused if a set is a command (the others opened).
     """
@@ -133,12 +143,18 @@ def open_data(recipe: Recipe, *, stage: StageName, report: Report = print, comma
         raise UserError(missing_paths(recipe, stage=stage) or "")
     store = store_of(recipe, commands=commands)
     refused: list[CommandRefused] = []
+    opened_manifests: dict[str, str] = {}
 
     def open_one(shards: ShardsConfig) -> list[ShardSet]:
-        spec = shards_spec(shards)
+        place = redacted(shards.shards)
+        spec = replace(shards_spec(shards), digest=manifests.get(place, ""))
         damaged = "report" if recipe.data.max_corrupt_share > 0 else "refuse"
         try:
-            return [open_shards(spec, damaged=damaged, report=report, store=store)]
+            opened = open_shards(spec, damaged=damaged, report=report, store=store)
+            (source,) = opened.shards.sources
+            if source.digest:
+                opened_manifests[place] = source.digest
+            return [opened]
         except CommandRefused as error:
             refused.append(error)
             return []
@@ -154,6 +170,7 @@ def open_data(recipe: Recipe, *, stage: StageName, report: Report = print, comma
         weights=tuple(weights) or None,
         held_out={name: found[0] for name, found in held_out.items()},
         store=store,
+        manifests=opened_manifests,
     )
     for shards in (data.train, *data.held_out.values()):
         _demand_few_lost(shards, max_share=recipe.data.max_corrupt_share)

@@ -37,6 +37,7 @@ from shardvit.pipeline.report.reporter import attempt_events, attempt_log
 from shardvit.pipeline.runs.run_folder import check_model, weights_digest
 from shardvit.pipeline.stage.context import StageContext
 from shardvit.pipeline.stage.data_once import open_data_once
+from shardvit.pipeline.stage.data_record import kept_manifests
 from shardvit.pipeline.stage.data_workers import expect_data_workers
 from shardvit.pipeline.stage.initial_model import StageStart, model_from_elsewhere
 from shardvit.pipeline.stage.stage_data import Stage, open_data
@@ -153,7 +154,8 @@ def check_own_model(recipe: Recipe) -> None:
 def swap_head(context: StageContext) -> None:
     """Replace the pre-training head with a zero Linear for the fine-tuning classes; on rank 0."""
     recipe, folder = context.recipe, context.folder
-    classes = open_data(recipe, stage="finetune", report=context.say, commands="run").train.classes
+    kept = kept_manifests(folder, stages=recipe.stages.trained)
+    classes = open_data(recipe, stage="finetune", report=context.say, commands="run", manifests=kept).train.classes
     source = model_from_elsewhere(recipe)
     if source is None:
         source = check_model(folder, stage="masked_patch" if recipe.stages.masked_patch else "pretrain")

@@ -109,7 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
         if kind in ("cut", "reset", "stall", "close"):
             self.close_connection = True
 
-    do_HEAD = do_PUT = do_POST = do_GET
+    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
 
     def _file(self, path: str, span: str) -> Answer:
         content = self.told.files.get(path)

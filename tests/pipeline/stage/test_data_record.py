@@ -6,6 +6,7 @@ import os
 import shutil
 import tarfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from shardvit.data_shards.shards.manifest import read_manifest, write_manifest
 from shardvit.data_shards.shards.tar_index import read_index
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.runs.run_folder import RunFolder
-from shardvit.pipeline.stage.data_record import check_data, has_record, keep_data
+from shardvit.pipeline.stage.data_record import check_data, has_record, keep_data, kept_manifests
 from shardvit.pipeline.stage.stage_data import open_data
 from tests.small_recipe import small_recipe, small_stage
 
@@ -50,7 +51,10 @@ class Run:
         """Begin the stage, or continue with it; what was said."""
         sets = {"train": train or f"{self.shards}/train", "eval": eval_set or f"{self.shards}/val"}
         recipe = Recipe.model_validate(small_recipe(pretrain_=small_stage(global_batch_size=8, **sets)))
-        data = open_data(recipe, stage="pretrain", report=lambda line: None)
+        kept = kept_manifests(self.folder, stages=["pretrain"])
+        self.said: list[str] = []
+        data = open_data(recipe, stage="pretrain", report=self.said.append, manifests=kept)
+        self.images = data.train.num_samples
         record = check_data(self.folder, stage="pretrain", data=data)
         keep_data(self.folder, record, stage="pretrain")
         self.folder.update("pretrain", state="running", data_digest=record.digest)
@@ -166,6 +170,44 @@ def test_other_shards_their_order_their_number_and_other_classes_are_named(run: 
         text = (run.shards / split / "manifest.json").read_text().replace("class1", "klasse1")
         (run.shards / split / "manifest.json").write_text(text)
     refused("its classes differ")
+
+
+@pytest.mark.parametrize("portion", [{}, {"part": "rest", "hold_out": 0.25}])
+def test_a_run_goes_on_with_the_manifest_that_it_began_with(run: Run, portion: dict[str, object]):
+    train = [{"shards": f"{run.shards}/train", **portion}]
+    run.attempt(train)
+    digest, images, folder = (
+        json.loads(run.file.read_text())["manifests"][f"{run.shards}/train"],
+        run.images,
+        run.shards,
+    )
+    manifest = read_manifest(folder / "train")
+    assert digest == manifest.digest
+    fewer = replace(manifest, shards=manifest.shards[:-1])  # as if the others had been appended
+    write_manifest(fewer)
+    with pytest.raises(UserError, match="shards, not"):
+        run.attempt(train)
+    write_manifest(manifest, file=f"manifest-{manifest.digest}.json")
+    assert run.attempt(train) == () and run.images == images
+    assert len(run.said) == 1 and digest in run.said[0]
+    assert run.attempt(train) == () and run.images == images  # the record still names it
+    run.file.unlink()
+    run.folder.update("pretrain", state="new", data_digest="")
+    run.attempt(train)  # a new run takes what there is
+    assert not run.said and run.images < images
+
+
+@pytest.mark.parametrize("digest", ["../../x", 3, "0" * 31, None])
+def test_a_record_names_no_other_file(run: Run, digest: object):
+    run.attempt()
+    content = json.loads(run.file.read_text())
+    content["manifests"] = {f"{run.shards}/train": digest}
+    run.file.write_text(json.dumps(content))
+    assert kept_manifests(run.folder, stages=["pretrain"]) == {}
+    run.attempt()
+    content["manifests"] = [digest]
+    run.file.write_text(json.dumps(content))
+    assert kept_manifests(run.folder, stages=["pretrain"]) == {}
 
 
 def test_each_set_of_a_mixture_counts(run: Run, packed: Path, tmp_path: Path):
