@@ -95,16 +95,18 @@ def index_tar(path: str, *, target: Path, labels: LabelSpec, name: str) -> Index
     except ValueError:  # broken, or of another version
         target.unlink(missing_ok=True)
     readable = readable_index(path, label=labels.part, name=name)
-    left_out = [f"{key!r} {reason}" for key, reason in readable.left_out]
+    unlabelled: list[tuple[str, str]] = []
     try:
         num_bytes = os.stat(path).st_size
         with open(path, "rb", buffering=0) as tar:
             read = partial(os.pread, tar.fileno())
-            good, values = read_labels(readable.index, read, labels=labels, left_out=left_out)
+            good, values = read_labels(readable.index, read, labels=labels, left_out=unlabelled)
         index = readable.index.take(good)
         pixels = pixels_digest(path, index)
     except OSError as error:
         raise UserError(f"{name}: cannot be read ({error.strerror})") from None
+    left_out = [f"{key!r} {reason}" for key, reason in readable.left_out]
+    left_out += [f"{key!r}: {reason}" for key, reason in unlabelled]
     examples, digest = tuple(left_out[:_MOST_NAMED]), _digest(index, values)
     summary = TarSummary(len(index), num_bytes, readable.damage, len(left_out), examples, digest, pixels)
     indexed = IndexedTar(summary, FoundLabels.of(values))
@@ -130,9 +132,9 @@ def spread(count: int, *, most: int) -> list[int]:
 
 
 def read_labels(
-    index: ShardIndex, read: Pread, *, labels: LabelSpec, left_out: list[str]
+    index: ShardIndex, read: Pread, *, labels: LabelSpec, left_out: list[tuple[str, str]]
 ) -> tuple[list[int], list[list[int | str]]]:
-    """Return the rows with a readable label, and their labels; add reasons for other rows to `left_out`."""
+    """Return the rows with a readable label, and their labels; add keys and reasons of others to `left_out`."""
     good: list[int] = []
     found: list[list[int | str]] = []
     places = zip(index.label_offset.tolist(), index.label_size.tolist(), strict=True)
@@ -142,7 +144,7 @@ def read_labels(
             if (least := min((value for value in values if isinstance(value, int)), default=0)) < 0:
                 raise ValueError(f"the label is {least}, which is no class number")
         except ValueError as error:
-            left_out.append(f"{key!r}: {error}")
+            left_out.append((key, str(error)))
             continue
         good.append(row)
         found.append(values)

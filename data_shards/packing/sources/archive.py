@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardvit.data_shards.durable import replaced
+from shardvit.data_shards.engines.engine import PartsEngine
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources.base import (
     GZIPPED,
@@ -53,10 +54,11 @@ _DECOMPRESSING = threading.Lock()
 
 @dataclass(frozen=True)
 class Unpacking:
-    """Folder for decompressed archives (None: refuse gzipped ones), and a progress reporter."""
+    """Folder for decompressed archives (None: refuse gzipped ones), a progress reporter, and who lists tars."""
 
     folder: Path | None = None
     report: Report = print
+    engine: PartsEngine | None = None
 
 
 @dataclass(frozen=True)
@@ -180,12 +182,22 @@ def rows_by_name(files: Files, wanted: Iterable[str] | None = None) -> dict[str,
     return {name: row for name, row in last if not name.startswith(".") and (names is None or name in names)}
 
 
-def inner_name(name: str, *, archive: Path) -> str:
+def inner_name(name: str, *, archive: Path | str) -> str:
     """Normalise a member's name: `./a//b.jpg` -> `a/b.jpg`; UserError if it leads outside."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if name.startswith("/") or ".." in parts or not parts or "\0" in name:
         raise UserError(f"{archive}: it holds a file named {name!a}, which leads outside of it; fetch another copy")
     return "/".join(parts)
+
+
+def refuse_links(links: Sequence[str], *, archive: Path | str) -> None:
+    """UserError if an image is among the links of a tar."""
+    images = [name for name in links if is_image(name)]
+    if images:
+        raise UserError(
+            f"{archive}: {images[0]!a} in it is a link to an image ({len(images):,} of them); give the folder, or "
+            "make the tar with --dereference --hard-dereference"
+        )
 
 
 def stem(name: str) -> str:
@@ -243,12 +255,7 @@ def _walk(descriptor: int, path: Path, *, above: str, part: tuple[int, int | Non
     except TarDamage as error:
         within = f" ({above}.tar in it)" if part[1] is not None else ""
         raise UserError(f"{path}{within}: {error}; fetch it again") from None
-    images = [name for name in links if is_image(name)]
-    if images:
-        raise UserError(
-            f"{path}: {images[0]!a} in it is a link to an image ({len(images):,} of them); give the folder, or "
-            "make the tar with --dereference --hard-dereference"
-        )
+    refuse_links(links, archive=path)
     return found
 
 
