@@ -37,6 +37,7 @@ from shardvit.data_shards.packing.sources.base import (
     walk_folder,
 )
 from shardvit.data_shards.progress_line import LINE_SECONDS
+from shardvit.data_shards.shards.location import redacted
 from shardvit.data_shards.shards.shard_index import MOST_TAR_BYTES, Texts, default_index_folder, read_arrays
 from shardvit.data_shards.shards.shard_set import Report
 from shardvit.data_shards.shards.tar_walk import BLOCK_BYTES, Member, TarDamage, stated_member, walk_tar
@@ -162,6 +163,11 @@ def open_files(path: Path, *, unpacking: Unpacking) -> Files:
 def is_archive(path: Path) -> bool:
     """True for an existing file with an archive's suffix."""
     return path.name.lower().endswith(SUFFIXES) and path.is_file()
+
+
+def is_tar(location: str) -> bool:
+    """True for the name of a tar, gzipped or not, whatever follows in a URL."""
+    return redacted(location).lower().endswith(SUFFIXES)
 
 
 def read_small(files: Files, row: int) -> bytes:

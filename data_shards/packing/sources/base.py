@@ -9,7 +9,7 @@ import hashlib
 import io
 import os
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -210,18 +210,27 @@ def scan_folder(folder: Path) -> tuple[list[str], list[str], list[str]]:
 
 
 def walk_folder(root: Path, start: str = "") -> tuple[list[str], list[str]]:
-    """List visible images and other files below ROOT/start, relative to `root`, depth first in code-point order."""
+    """List visible images and other files below ROOT/start, relative to `root`, as `walk` does."""
+    return walk(lambda folder: scan_folder(root / folder), start, place=lambda folder: os.path.realpath(root / folder))
+
+
+def walk(
+    scan: Callable[[str], tuple[list[str], list[str], list[str]]], start: str, *, place: Callable[[str], str] = str
+) -> tuple[list[str], list[str]]:
+    """List images and other files below a folder, depth first in code-point order; `scan` lists one folder.
+
+    A folder whose `place` was visited already (by a symbolic link) is passed over.
+    """
     all_images: list[str] = []
     all_others: list[str] = []
     seen: set[str] = set()
     stack = [start]
     while stack:
         folder = stack.pop()
-        real = os.path.realpath(root / folder)
-        if real in seen:  # a symbolic link to a folder already visited
+        if place(folder) in seen:
             continue
-        seen.add(real)
-        folders, images, others = scan_folder(root / folder)
+        seen.add(place(folder))
+        folders, images, others = scan(folder)
         above = f"{folder}/" if folder else ""
         all_images += [f"{above}{name}" for name in images]
         all_others += [f"{above}{name}" for name in others]
@@ -245,7 +254,7 @@ def refuse_all(problems: Sequence[str]) -> None:
         raise UserError(f"{len(problems):,} problems: {shown}{more}")
 
 
-def left_out_notes(place: Path, others: Sequence[str]) -> list[str]:
+def left_out_notes(place: Path | str, others: Sequence[str]) -> list[str]:
     """Note files that are not images."""
     if not others:
         return []

@@ -136,6 +136,7 @@ def state_of(location: str) -> tuple[int, str]:
 
 
 def is_gzipped(location: str) -> bool:
+    """True for a .tar.gz or .tgz, whatever follows in a URL."""
     return redacted(location).lower().endswith(GZIPPED)
 
 

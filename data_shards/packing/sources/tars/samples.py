@@ -6,10 +6,11 @@ name. Samples are named STEM/KEY.EXT, the stem being the tar's name below the fo
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -46,7 +47,7 @@ from shardvit.data_shards.text import counted
 from shardvit.data_shards.vocabulary import SPLIT_FOLDERS, LabelKind
 
 _PEEKED_BYTES = 1 << 22  # of a .tar.gz
-_SPLITS: dict[str, SplitName] = {"train": "train", "val": "val", "validation": "val", "test": "test"}
+SPLITS: dict[str, SplitName] = {"train": "train", "val": "val", "validation": "val", "test": "test"}
 
 Unfit = Literal["refuse", "skip"]
 
@@ -55,7 +56,7 @@ Unfit = Literal["refuse", "skip"]
 class SampleOptions:
     """Where a sample's label is, as in `ShardsSpec`."""
 
-    label: str | None = None  # "cls", "txt" or "json:KEY"; None: `cls`, if it exists
+    label: str | None = None  # "cls", "txt", "json:KEY" or "tar", the tar's name; None: `cls`, if it exists
     kind: LabelKind = "single"
     class_names: Path | None = None  # None: found in the labels
 
@@ -69,7 +70,8 @@ def tar_source(
     refuses, or says which label to give.
     """
     try:
-        labels = LabelSpec.parse(options.label or "cls", kind=options.kind)
+        is_named = options.label == "tar"
+        labels = LabelSpec.parse("cls" if is_named else options.label or "cls", kind=options.kind)
     except ValueError as error:
         raise UserError(f"--label: {error}") from None
     if options.label is None:
@@ -77,8 +79,11 @@ def tar_source(
     stems = _stems(spec, tars)
     tops = [name.partition("/")[0] for name in stems]
     has_splits = "train" in tops and {*tops} <= {*SPLIT_FOLDERS}
-    splits: list[SplitName] = [_SPLITS[top] if has_splits else "train" for top in tops]
-    listed = _list(spec, tars, stems, [labels] * len(tars), unpacking=unpacking)
+    splits: list[SplitName] = [SPLITS[top] if has_splits else "train" for top in tops]
+    listed = _list(spec, tars, stems, [None if is_named else labels] * len(tars), unpacking=unpacking)
+    if is_named:
+        names = [json.dumps([name.rpartition("/")[2]]) for name in stems]
+        listed = [replace(each, values=(name,)) for each, name in zip(listed, names, strict=True)]
     classes = None if options.class_names is None else read_classes(options.class_names)
     return _source(spec, [*zip(splits, listed, strict=True)], labels, classes=classes, unfit=unfit)
 
@@ -120,7 +125,7 @@ def _stems(spec: str, tars: Sequence[str]) -> list[str]:
 
 
 def _list(
-    spec: str, tars: Sequence[str], stems: Sequence[str], labels: Sequence[LabelSpec], *, unpacking: Unpacking
+    spec: str, tars: Sequence[str], stems: Sequence[str], labels: Sequence[LabelSpec | None], *, unpacking: Unpacking
 ) -> list[TarSamples]:
     work = open_folder(unpacking.folder or default_index_folder())
     request = SampleTars(tuple(tars), tuple(stems), tuple(labels), work.location)
