@@ -10,7 +10,7 @@ from shardvit.data_shards.packing.sources.archive import Unpacking, is_tar
 from shardvit.data_shards.packing.sources.base import SUFFIXES, Source, SplitName
 from shardvit.data_shards.packing.sources.folder import folder_source
 from shardvit.data_shards.packing.sources.imagenet import is_class_tar
-from shardvit.data_shards.packing.sources.label_list import LabelList
+from shardvit.data_shards.packing.sources.label_list import LabelList, label_list_source
 from shardvit.data_shards.packing.sources.tars.samples import SPLITS, SampleOptions, Unfit, set_source, tar_source
 from shardvit.data_shards.packing.sources.tree import FolderTree, LocalTree, list_tree
 from shardvit.data_shards.reading.opening import open_shards
@@ -28,8 +28,10 @@ def elsewhere_source(
     if spec.startswith(PIPE):
         raise UserError(f"{redacted(spec)} is a command, whose output can be read only once; give the files themselves")
     path = local_path(spec).expanduser() if is_local(spec) else None
-    if path is None or ("{" in spec or "::" in spec) and not path.exists():
-        tars = [str(local_path(each).expanduser().absolute()) if is_local(each) else each for each in expand_braces(spec)]
+    if path is None or (("{" in spec or "::" in spec) and not path.exists()):
+        tars = [
+            str(local_path(each).expanduser().absolute()) if is_local(each) else each for each in expand_braces(spec)
+        ]
         if all(map(is_tar, tars)):
             return tar_source(spec, tars, options, unpacking=unpacking, unfit=unfit)
         if len(tars) > 1 or path is not None:
@@ -43,6 +45,8 @@ def elsewhere_source(
             raise UserError(f"{redacted(spec)} is a packed set, which says its labels; leave out --label and the like")
         return set_source(sets, spec=spec, unpacking=unpacking)
     tree = list_tree(spec) if path is None else LocalTree(path)
+    if labels is not None:
+        return None if path is not None else label_list_source(tree, labels)
     if tars := _tars(tree):
         if all(map(is_class_tar, tars)):
             if path is not None:

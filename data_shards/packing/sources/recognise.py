@@ -89,7 +89,7 @@ def open_source(
     if not names:
         raise UserError(f"{spec}: the folder is empty; expected is {_LAYOUT}")
     if labels is not None:
-        return label_list_source(root, labels)
+        return label_list_source(LocalTree(root), labels)
     is_idx = any(name.removesuffix(".gz") in arrays.IDX_NAMES for name in names)
     if not is_idx and (source := _published_folder(root, published, unpacking=unpacking, unfit=unfit)):
         return source

@@ -16,7 +16,15 @@ from typing import Protocol
 import numpy as np
 
 from shardvit.data_shards.errors import UserError
-from shardvit.data_shards.packing.sources.base import ABSENT, Files, FolderFiles, is_image, scan_folder, walk, walk_folder
+from shardvit.data_shards.packing.sources.base import (
+    ABSENT,
+    Files,
+    FolderFiles,
+    is_image,
+    scan_folder,
+    walk,
+    walk_folder,
+)
 from shardvit.data_shards.packing.sources.located import Container, LocatedFiles
 from shardvit.data_shards.packing.sources.tars.sample_listing import stamp_of
 from shardvit.data_shards.shards.location import join, redacted
@@ -29,6 +37,8 @@ Scanned = tuple[list[str], list[str], list[str]]  # subfolders, images, other fi
 class FolderTree(Protocol):
     """Names are relative to the tree's root, with forward slashes; "" is the root."""
 
+    @property
+    def root(self) -> Path | None: ...  # None: in a store
     @property
     def spec(self) -> str: ...  # reopens it
     def at(self, name: str) -> str: ...  # to be shown
@@ -63,6 +73,8 @@ class LocalTree:
 @dataclass(frozen=True)
 class StoreTree:
     """A folder of a store, as `list_tree` found it."""
+
+    root = None
 
     location: str
     rows: dict[str, int]  # of all visible files
