@@ -1,4 +1,4 @@
-"""Recognise a source that is no folder or archive of this machine: a URL, a pattern of tars; or tars of samples, here too.
+"""Recognise what is no folder of images on this machine: a URL, a pattern of tars, a packed set, tars of samples.
 
 A folder of a store is listed once. Web servers have no listing, so there the tars are named by a pattern.
 """

@@ -88,8 +88,8 @@ def folder_source(tree: FolderTree, *, unfit: Literal["refuse", "skip"] = "refus
         here = {name for name, images in by_class[split].items() if images or name in classes or unfit == "refuse"}
         both = (("train", folder, {*classes} - here), (folder, "train", here - {*classes}))
         found.problems += [
-            f"{tree.at('')}: {len(missing)} class folders of {one} are missing in {other} (the first: {min(missing)}); both "
-            "must have the same classes"
+            f"{tree.at('')}: {len(missing)} class folders of {one} are missing in {other} (the first: {min(missing)}); "
+            "both must have the same classes"
             for one, other, missing in both
             if missing
         ]
@@ -135,8 +135,8 @@ def _splits(found: _Listing) -> dict[SplitName, str]:
         problems.append(f"{root}: {with_classes[0]} is there without train; expected is ROOT/train/CLASS/*.jpg")
         refuse_all(problems)
     problems += [
-        f"{tree.at(name)}: there are no class folders in it as there are in train; sort its images into class folders or "
-        "move it away"
+        f"{tree.at(name)}: there are no class folders in it as there are in train; sort its images into class folders "
+        "or move it away"
         for name in folders
         if name not in with_classes and name not in strangers
     ]

@@ -161,8 +161,8 @@ def _images(file: Path, rows: Sequence[_Row], labels: Int64s, *, tree: FolderTre
         row = rows[int(absent[0])]
         more = f" ({len(absent) - 1:,} more are missing)" if len(absent) > 1 else ""
         raise UserError(
-            f"{file}, line {row.line}: {one_line(row.path)} is not a file below {tree.at('')}{more}; paths are relative "
-            "to that folder: correct it or these lines"
+            f"{file}, line {row.line}: {one_line(row.path)} is not a file below {tree.at('')}{more}; paths are "
+            "relative to that folder: correct it or these lines"
         )
     return images
 
