@@ -18,6 +18,7 @@ from shardvit.data_shards.checking.judge import SplitScan, SplitSummary, finding
 from shardvit.data_shards.checking.near_duplicates.fingerprint import ShardImages
 from shardvit.data_shards.checking.near_duplicates.matches import MATCH_KINDS, Match, Matches, MatchKind, find_matches
 from shardvit.data_shards.checking.scan import CheckOptions, PartScan, ScanRequest, ShardPart, scan_part
+from shardvit.data_shards.engines.engine import local_engine
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.processes import num_cores, run_parts
 from shardvit.data_shards.progress_line import Progress
@@ -95,7 +96,9 @@ def check(
         if theirs:
             images = ShardImages(scan.shards, store, damaged="report")
             limit = options.pixel_limit
-            matches.append(find_matches(images, theirs, pixel_limit=limit, processes=processes, report=report))
+            matches.append(
+                find_matches(images, theirs, pixel_limit=limit, engine=local_engine(processes), report=report)
+            )
             findings += _match_findings(matches[-1], split=scan.shards.split)
     fitness, more = _assess(first, options)
     findings += more

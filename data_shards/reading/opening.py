@@ -136,16 +136,17 @@ def tar_urls(location: str) -> list[str]:
 
 def _open_packed(spec: ShardsSpec, *, damaged: Damaged, report: Report, store: Store | None) -> ShardSet:
     location = spec.location
-    manifest = _read_manifest(location, store=store)
+    manifest = manifest_of(location, store=store)
     if spec.digest not in ("", manifest.digest):
         kept = join(split_manifest(location)[0], manifest_name(spec.digest))
-        if _is_there(kept, store=store) and (before := _read_manifest(kept, store=store)).digest == spec.digest:
+        if _is_there(kept, store=store) and (before := manifest_of(kept, store=store)).digest == spec.digest:
             report(f"{redacted(location)} has changed since: going on with {redacted(kept)}, as it was")
             location, manifest = kept, before
     return _open_local(manifest, location, damaged=damaged) if is_local(location) else _packed(manifest, location)
 
 
-def _read_manifest(location: str, *, store: Store | None) -> Manifest:
+def manifest_of(location: str, *, store: Store | None) -> Manifest:
+    """Read a set's manifest, given its folder or itself; `store` is for a URL. Raises as `open_shards` does."""
     if store is None or is_local(location):
         return load_manifest(local_path(location))  # not absolute: messages show paths as the user typed them
     from shardvit.data_shards.store.download import MissingObject

@@ -190,7 +190,12 @@ def write_timm_info(folder: Path, manifests: Iterable[Manifest]) -> None:
 
 def write_json(path: Path, content: object) -> None:
     """Replace `path` atomically and flush it to disk."""
-    replace_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n", writers="several")
+    replace_text(path, json_text(content), writers="several")
+
+
+def json_text(content: object) -> str:
+    """Format a file that people may read, too."""
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
 
 def read_manifest(folder: Path | str) -> Manifest:

@@ -3,7 +3,8 @@
 Each image is searched for as a crop of the others, and they as crops of it (see `perceptual_hash`). Thousands of images
 on one background have nearby hashes, so an image's thumbnail is aligned with those of its 64 nearest (see `likeness`),
 and the 8 best fits are its candidates. The smaller side is indexed in blocks of 32,768 images (160 MB each), and the
-larger one streamed past each block on all cores: memory is constant apart from the results.
+larger one streamed past each block on all cores: memory is constant apart from the results. Time grows with the product
+of both sides, so two large ones are joined on disk (`disk_join`).
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardvit.data_shards.checking.near_duplicates.fingerprint import FingerprintRequest, Fingerprints, Kind
+from shardvit.data_shards.checking.near_duplicates.fingerprint import Fingerprints, KeptFingerprints, Kind
 from shardvit.data_shards.checking.near_duplicates.likeness import align
 from shardvit.data_shards.checking.near_duplicates.perceptual_hash import (
     NUM_WORDS,
@@ -31,11 +32,11 @@ from shardvit.data_shards.checking.near_duplicates.perceptual_hash import (
 BLOCK_IMAGES = 1 << 15
 MOST_CANDIDATES = 8  # per image and other collection
 EQUAL_BYTES, EQUAL_PIXELS = -2, -1  # in place of a distance
-_MOST_NEAR = 64  # per image, by hash; their thumbnails are aligned
+MOST_NEAR = 64  # per image, by hash; their thumbnails are aligned
 _MOST_DISTANCE = 0.3  # 1 - correlation of the thumbnails
-_MOST_OF_ONE_HASH = 4  # others with equal hashes that are kept, standing for all
-_AT_ONCE = 128  # images looked up together
-_PAIRS_AT_ONCE = 1024  # pairs aligned together: 30 MB
+MOST_OF_ONE_HASH = 4  # others with equal hashes that are kept, standing for all
+AT_ONCE = 128  # images looked up together
+PAIRS_AT_ONCE = 1024  # pairs aligned together: 30 MB
 
 # Images are numbered across parts. Window `here` of the image, or of its mirror image, shows what window `there` of the
 # other shows.
@@ -53,18 +54,18 @@ Pairs = NDArray[Any]  # of PAIR
 
 
 def find_candidates(
-    images: FingerprintRequest,
-    others: FingerprintRequest,
+    images: KeptFingerprints,
+    others: KeptFingerprints,
     *,
     threads: int,
     done: Callable[[int], None],
     block_images: int = BLOCK_IMAGES,
 ) -> Pairs:
     """Find candidates, nearest first per image; within one collection each pair once, the later image first."""
-    within = images.collection.digest == others.collection.digest
-    is_swapped = sum(images.collection.sizes) < sum(others.collection.sizes)
+    within = images.digest == others.digest
+    is_swapped = sum(images.sizes) < sum(others.sizes)
     indexed, streamed = (images, others) if is_swapped else (others, images)
-    starts = np.cumsum([0, *streamed.collection.sizes])
+    starts = streamed.starts
     found = np.empty(0, PAIR)
     for block in _blocks(indexed, block_images, is_swapped=is_swapped):
 
@@ -73,12 +74,12 @@ def find_candidates(
 
         with ThreadPoolExecutor(threads) as pool:
             waiting: list[Pairs] = [found]
-            for part, pairs in enumerate(pool.map(look_up, range(len(streamed.collection.sizes)))):
+            for part, pairs in enumerate(pool.map(look_up, range(len(streamed.sizes)))):
                 waiting.append(pairs)
-                done(streamed.collection.sizes[part])
+                done(streamed.sizes[part])
                 if sum(map(len, waiting[1:])) > max(1 << 20, len(waiting[0])):
-                    waiting = [_nearest(np.concatenate(waiting), MOST_CANDIDATES)]
-            found = _nearest(np.concatenate(waiting), MOST_CANDIDATES)
+                    waiting = [nearest(np.concatenate(waiting), MOST_CANDIDATES)]
+            found = nearest(np.concatenate(waiting), MOST_CANDIDATES)
     return found
 
 
@@ -89,11 +90,11 @@ class _Block:
         hashed = np.flatnonzero(rows["kind"] == Kind.HASH)
         self.hashed = hashed if is_swapped else _different(rows["words"], hashed)  # rows with a hash
         self.parts, self.wholes = self._index(PARTS), self._index(WHOLE)
-        self.by_bytes = _Digests(rows["bytes_digest"], np.flatnonzero(rows["kind"] != Kind.UNREAD))
-        self.by_pixels = _Digests(rows["words"], np.flatnonzero(rows["kind"] == Kind.PIXELS))
+        self.by_bytes = Digests(rows["bytes_digest"], np.flatnonzero(rows["kind"] != Kind.UNREAD))
+        self.by_pixels = Digests(rows["words"], np.flatnonzero(rows["kind"] == Kind.PIXELS))
 
     def _index(self, windows: Windows) -> HashIndex:
-        chunks = (self.hashed[at : at + _AT_ONCE] for at in range(0, max(1, len(self.hashed)), _AT_ONCE))
+        chunks = (self.hashed[at : at + AT_ONCE] for at in range(0, max(1, len(self.hashed)), AT_ONCE))
         hashes = [hash_windows(self.thumbnails[chunk], windows).reshape(-1, NUM_WORDS) for chunk in chunks]
         return HashIndex(np.concatenate(hashes))
 
@@ -111,18 +112,18 @@ class _Block:
             own, there = table.equal(digests[chosen], is_swapped=is_swapped)
             own, there = chosen[own], there + self.first
             is_done[own] = not is_swapped and (there < own + first if within else True)
-            pairs.append(_pairs(own + first, there, np.full(len(own), distance), is_swapped=is_swapped))
+            pairs.append(make_pairs(own + first, there, np.full(len(own), distance), is_swapped=is_swapped))
         hashed = hashed[~is_done[hashed]]
         if is_swapped:
             hashed = _different(rows["words"], hashed)
-        for at in range(0, len(hashed), _AT_ONCE):
-            chosen = hashed[at : at + _AT_ONCE]
-            found = (_earlier(each) if within else each for each in self._near(part, chosen, first))
-            near = _nearest(np.concatenate([_nearest(each, _MOST_NEAR) for each in found]), _MOST_NEAR)
-            for start in range(0, len(near), _PAIRS_AT_ONCE):
-                pairs.append(self._laid(near[start : start + _PAIRS_AT_ONCE], part, first))
+        for at in range(0, len(hashed), AT_ONCE):
+            chosen = hashed[at : at + AT_ONCE]
+            found = (earlier(each) if within else each for each in self._near(part, chosen, first))
+            near = nearest(np.concatenate([nearest(each, MOST_NEAR) for each in found]), MOST_NEAR)
+            for start in range(0, len(near), PAIRS_AT_ONCE):
+                pairs.append(self._laid(near[start : start + PAIRS_AT_ONCE], part, first))
         found = np.concatenate(pairs)
-        return _nearest(_earlier(found) if within else found, MOST_CANDIDATES)
+        return nearest(earlier(found) if within else found, MOST_CANDIDATES)
 
     def _near(self, part: Fingerprints, rows: Int64s, first: int) -> Iterator[Pairs]:
         for own, index, theirs in ((WHOLE, self.parts, PARTS), (PARTS, self.wholes, WHOLE)):
@@ -132,7 +133,7 @@ class _Block:
                 row, window = np.divmod(near.queries, len(own))
                 there, their_window = np.divmod(near.hashes, len(theirs))
                 streamed, indexed = rows[row] + first, self.hashed[there] + self.first
-                pairs = _pairs(streamed, indexed, near.distances, is_swapped=self.is_swapped)
+                pairs = make_pairs(streamed, indexed, near.distances, is_swapped=self.is_swapped)
                 pairs["mirrored"] = is_mirrored
                 windows = own[window], theirs[their_window]
                 pairs["here"], pairs["there"] = windows[::-1] if self.is_swapped else windows
@@ -146,22 +147,12 @@ class _Block:
             streamed: part.thumbnails[pairs[streamed] - first],
             indexed: self.thumbnails[pairs[indexed] - self.first],
         }
-        is_mirrored = pairs["mirrored"][:, None, None]
-        images = np.where(is_mirrored, thumbnails["image"][..., ::-1], thumbnails["image"])
-        # Both images show all of the larger window; the smaller one, a part of its image, is moved.
-        sides = [np.ptp(pairs[name].reshape(-1, 2, 2), axis=1).sum(axis=1) for name in ("here", "there")]
-        is_part = (sides[0] < sides[1])[:, None]
-        windows = np.where(is_part, pairs["there"], pairs["here"]), np.where(is_part, pairs["here"], pairs["there"])
-        both = images, thumbnails["other"]
-        ones, others = (np.where(is_part[..., None], *order) for order in (both[::-1], both))
-        moved, correlations = align(ones, others, *windows)
-        pairs["here"] = np.where(is_part, moved, pairs["here"])
-        pairs["there"] = np.where(is_part, pairs["there"], moved)
-        pairs["distance"] = np.maximum(0, 1 - correlations)
-        return pairs[pairs["distance"] <= _MOST_DISTANCE]
+        return laid(pairs, thumbnails["image"], thumbnails["other"])
 
 
-class _Digests:
+class Digests:
+    """Table of 128-bit digests, uint64 [all, 2], of which `rows` count."""
+
     def __init__(self, digests: Words, rows: Int64s) -> None:
         order = rows[np.argsort(digests[rows, 0], kind="stable")]
         self.words, self.rows = digests[order], order
@@ -180,13 +171,30 @@ class _Digests:
         return own[same], self.rows[places[same]]
 
 
-def _blocks(request: FingerprintRequest, most_images: int, *, is_swapped: bool) -> Iterator[_Block]:
+def laid(pairs: Pairs, images: NDArray[np.uint8], others: NDArray[np.uint8]) -> Pairs:
+    """Align the thumbnails of each pair, both uint8 [pairs, 32, 32], and keep the pairs that fit."""
+    is_mirrored = pairs["mirrored"][:, None, None]
+    images = np.where(is_mirrored, images[..., ::-1], images)
+    # Both images show all of the larger window; the smaller one, a part of its image, is moved.
+    sides = [np.ptp(pairs[name].reshape(-1, 2, 2), axis=1).sum(axis=1) for name in ("here", "there")]
+    is_part = (sides[0] < sides[1])[:, None]
+    windows = np.where(is_part, pairs["there"], pairs["here"]), np.where(is_part, pairs["here"], pairs["there"])
+    both = images, others
+    fixed, movable = (np.where(is_part[..., None], *order) for order in (both[::-1], both))
+    moved, correlations = align(fixed, movable, *windows)
+    pairs["here"] = np.where(is_part, moved, pairs["here"])
+    pairs["there"] = np.where(is_part, pairs["there"], moved)
+    pairs["distance"] = np.maximum(0, 1 - correlations)
+    return pairs[pairs["distance"] <= _MOST_DISTANCE]
+
+
+def _blocks(request: KeptFingerprints, most_images: int, *, is_swapped: bool) -> Iterator[_Block]:
     waiting: list[Fingerprints] = []
     first = number = 0
-    for part, size in enumerate(request.collection.sizes):
+    for part, size in enumerate(request.sizes):
         waiting.append(request.load(part))
         number += size
-        if number - first >= most_images or part == len(request.collection.sizes) - 1:
+        if number - first >= most_images or part == len(request.sizes) - 1:
             yield _Block(waiting, first, is_swapped=is_swapped)
             waiting, first = [], number
 
@@ -194,21 +202,23 @@ def _blocks(request: FingerprintRequest, most_images: int, *, is_swapped: bool) 
 def _different(hashes: Words, rows: Int64s) -> Int64s:
     ordered = rows[np.lexsort((rows, hashes[rows, 1], hashes[rows, 0]))]
     is_first = np.append(True, (hashes[ordered[1:]] != hashes[ordered[:-1]]).any(axis=1))[: len(ordered)]
-    return np.sort(ordered[_ranks(is_first) < _MOST_OF_ONE_HASH])
+    return np.sort(ordered[ranks(is_first) < MOST_OF_ONE_HASH])
 
 
-def _pairs(streamed: Int64s, indexed: Int64s, found: NDArray[Any], *, is_swapped: bool) -> Pairs:
+def make_pairs(streamed: Int64s, indexed: Int64s, found: NDArray[Any], *, is_swapped: bool) -> Pairs:
+    """Make pairs without windows; `found` are their distances."""
     pairs = np.zeros(len(streamed), PAIR)
     pairs["image"], pairs["other"] = (indexed, streamed) if is_swapped else (streamed, indexed)
     pairs["distance"] = found
     return pairs
 
 
-def _earlier(pairs: Pairs) -> Pairs:
+def earlier(pairs: Pairs) -> Pairs:
+    """Keep pairs within one collection whose image is the later one."""
     return pairs[pairs["other"] < pairs["image"]]
 
 
-def _nearest(pairs: Pairs, most: int) -> Pairs:
+def nearest(pairs: Pairs, most: int) -> Pairs:
     """Keep each pair once, at its least distance, and the `most` nearest of an image, nearest first."""
     pairs = pairs[np.lexsort((pairs["distance"], pairs["other"], pairs["image"]))]
     if len(pairs):
@@ -216,9 +226,10 @@ def _nearest(pairs: Pairs, most: int) -> Pairs:
         pairs = pairs[np.append(True, ~again)]
     pairs = pairs[np.lexsort((pairs["other"], pairs["distance"], pairs["image"]))]
     is_first = np.append(True, pairs["image"][1:] != pairs["image"][:-1])[: len(pairs)]
-    return pairs[_ranks(is_first) < most]
+    return pairs[ranks(is_first) < most]
 
 
-def _ranks(is_first: NDArray[np.bool_]) -> Int64s:
+def ranks(is_first: NDArray[np.bool_]) -> Int64s:
+    """Number the members of each run from 0, given where runs begin."""
     starts = np.flatnonzero(is_first)
     return np.arange(len(is_first)) - np.repeat(starts, np.diff(np.append(starts, len(is_first))))

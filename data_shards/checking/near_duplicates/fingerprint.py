@@ -7,17 +7,19 @@ grey thumbnail of 1,024 bytes.
 
 `shardvit/fingerprints` in the user's cache has a file per part, named by its digest, so a second check decodes nothing;
 it can be deleted at any time. 10^6 images take 1.1 GB, a photograph 1.2 ms on one core, mostly in libjpeg-turbo, a 32 x
-32 image 0.05. Memory: one part's rows per process.
+32 image 0.05. Parts are hashed by an engine's workers, which must all see that folder. Memory: one part per worker.
 """
 
 import hashlib
 import os
+import struct
 import threading
 import warnings
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -32,13 +34,15 @@ from shardvit.data_shards.checking.near_duplicates.perceptual_hash import (
     thumbnail,
 )
 from shardvit.data_shards.durable import replaced
-from shardvit.data_shards.errors import CorruptSample, SampleError, UnreadableImage
+from shardvit.data_shards.engines.engine import PartsEngine, local_engine
+from shardvit.data_shards.errors import CorruptSample, SampleError, UnreadableImage, UserError
 from shardvit.data_shards.images.decode import PixelLimit, read_image, read_reduced
-from shardvit.data_shards.processes import run_parts, run_threads
+from shardvit.data_shards.processes import run_threads
 from shardvit.data_shards.reading.shard_reader import ShardReader
 from shardvit.data_shards.shards.shard_set import Damaged, ShardSet
 from shardvit.data_shards.store.store import Store
 
+_FEW = 1 << 17  # images whose kept files are looked at without starting workers: 0.2 s
 _VERSION = 2  # raised when the format changes
 _LEAST_PIXELS = 2 * THUMBNAIL_PIXELS  # per side, kept by reduced decoding
 LEAST_SIDE = 16  # pixels; a smaller image has no hash
@@ -160,9 +164,38 @@ class FingerprintRequest:
     def scratch_path(self, part: int) -> Path:
         return self.scratch / f"{self.collection.digest}-{part}.npz"
 
+    def files(self, part: int) -> tuple[Path, ...]:
+        kept = self.kept_path(part)
+        return (*([kept] if kept else ()), self.scratch_path(part))
+
+
+@dataclass(frozen=True)
+class KeptFingerprints:
+    """Fingerprints on disk, as workers get them; `files` of each part: the first good one counts."""
+
+    name: str
+    digest: str
+    sizes: tuple[int, ...]
+    files: tuple[tuple[Path, ...], ...]
+
+    @cached_property
+    def starts(self) -> NDArray[np.int64]:
+        """Number of each part's first image, and of all images."""
+        return np.cumsum([0, *self.sizes])
+
     def load(self, part: int) -> Fingerprints:
         """Load a part; if its process crashed, all rows are `UNREAD`."""
-        return _read(self, part) or _nothing(self.collection.sizes[part])
+        return _read(self.files[part], self.sizes[part]) or _nothing(self.sizes[part])
+
+    def thumbnails(self, images: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Read those of `images`, numbered across parts, uint8 [images, 32, 32]; opens each file once."""
+        found = np.empty((len(images), THUMBNAIL_PIXELS, THUMBNAIL_PIXELS), np.uint8)
+        parts = np.searchsorted(self.starts, images, side="right") - 1
+        for part in np.unique(parts):
+            rows = np.flatnonzero(parts == part)
+            file = next(file for file in self.files[part] if file.is_file())
+            found[rows] = _mapped(file, "thumbnails")[images[rows] - self.starts[part]]
+        return found
 
 
 def default_fingerprint_folder() -> Path:
@@ -170,32 +203,56 @@ def default_fingerprint_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardvit" / "fingerprints"
 
 
-def make_fingerprints(request: FingerprintRequest, *, processes: int, done: Callable[[int], None]) -> None:
-    """Write the files of parts that lack one; UserError if a part cannot be read."""
-    missing: list[int] = []
-    for part, size in enumerate(request.collection.sizes):
-        if _read(request, part) is None:
-            missing.append(part)
-        else:
-            done(size)
-    if request.collection.read_by == "processes":
-        run_parts(_make_part, request, missing, processes=processes, done=done)
-        return
-    stop = threading.Event()
-    # Silence Pillow on large photographs and odd metadata. The filter is process-wide, so it is set around all threads.
-    with warnings.catch_warnings(action="ignore"):
-        for size in run_threads(_make_part, [(request, part, stop) for part in missing], threads=processes, stop=stop):
-            done(size)
+def make_fingerprints(
+    request: FingerprintRequest, *, engine: PartsEngine, done: Callable[[int], None]
+) -> tuple[KeptFingerprints, int]:
+    """Write the files of parts that lack a good one; also count undecodable images. UserError if a part is unreadable.
+
+    Workers elsewhere must see the folder.
+    """
+    collection = request.collection
+    parts = range(len(collection.sizes))
+    files = tuple(request.files(part) for part in parts)
+    undecoded = 0
+
+    def add(made: tuple[int, int]) -> None:
+        nonlocal undecoded
+        done(made[0])
+        undecoded += made[1]
+
+    if collection.read_by == "processes":
+        is_little = sum(collection.sizes) <= _FEW and all(any(map(Path.is_file, each)) for each in files)
+        made = (local_engine(1) if is_little else engine).run(_make_part, request, parts, done=add)
+        for part in parts:
+            if part not in made:
+                undecoded += collection.sizes[part]  # its worker crashed
+            elif not any(map(Path.is_file, files[part])):
+                raise UserError(f"{request.kept}: workers do not write into this machine's folder: name a shared one")
+    else:
+        stop = threading.Event()
+        # Silence Pillow on large photographs and odd metadata. The filter is process-wide, so it is set around threads.
+        with warnings.catch_warnings(action="ignore"):
+            each_part = [(request, part, stop) for part in parts]
+            for each in run_threads(_make_part, each_part, threads=engine.workers, stop=stop):
+                add(each)
+    return KeptFingerprints(collection.name, collection.digest, tuple(collection.sizes), files), undecoded
 
 
-def _make_part(request: FingerprintRequest, part: int, stop: threading.Event | None = None) -> int:
+def _make_part(request: FingerprintRequest, part: int, stop: threading.Event | None = None) -> tuple[int, int]:
+    """Return the part's number of images, and of undecodable ones."""
+    size = request.collection.sizes[part]
+    found = _read(request.files(part), size) or _made(request, part, stop)
+    return size, int((found.rows["kind"] >= Kind.NOTHING).sum())
+
+
+def _made(request: FingerprintRequest, part: int, stop: threading.Event | None) -> Fingerprints:
     size = request.collection.sizes[part]
     path = request.kept_path(part)
     found = _nothing(size)
     with warnings.catch_warnings(action="ignore"):
         for row in range(size):
             if stop is not None and stop.is_set():
-                return 0
+                return found
             try:
                 data = request.collection.read(part, row)
             except UnreadablePart:
@@ -213,7 +270,7 @@ def _make_part(request: FingerprintRequest, part: int, stop: threading.Event | N
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path, sync="none", writers="several") as beside, open(beside, "wb") as stream:
         np.savez(stream, allow_pickle=False, **found._asdict())
-    return size
+    return found
 
 
 def _fill(row: Any, small: NDArray[np.uint8], data: bytes, *, limit: PixelLimit) -> None:
@@ -238,18 +295,26 @@ def _nothing(size: int) -> Fingerprints:
     return Fingerprints(rows, np.zeros((size, THUMBNAIL_PIXELS, THUMBNAIL_PIXELS), np.uint8))
 
 
-def _read(request: FingerprintRequest, part: int) -> Fingerprints | None:
+def _read(files: Sequence[Path], size: int) -> Fingerprints | None:
     """None if the file is missing or incomplete."""
-    for path in (request.kept_path(part), request.scratch_path(part)):
-        if path is None or not path.is_file():
-            continue
+    for path in filter(Path.is_file, files):
         try:
             # opened here: numpy does not close an incomplete file
             with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as content:
                 found = Fingerprints(content["rows"], content["thumbnails"])
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
             continue
-        empty = _nothing(request.collection.sizes[part])
-        if all(a.dtype == b.dtype and a.shape == b.shape for a, b in zip(found, empty, strict=True)):
+        if all(a.dtype == b.dtype and a.shape == b.shape for a, b in zip(found, _nothing(size), strict=True)):
             return found
     return None
+
+
+def _mapped(path: Path, name: str) -> NDArray[np.uint8]:
+    """Map an array of bytes inside an uncompressed .npz file."""
+    with zipfile.ZipFile(path) as archive, open(path, "rb") as stream:
+        start = archive.getinfo(f"{name}.npy").header_offset
+        stream.seek(start + 26)  # of the lengths of the local header's name and of what comes behind it
+        stream.seek(start + 30 + sum(struct.unpack("<HH", stream.read(4))))
+        np.lib.format.read_magic(stream)
+        shape, *_ = np.lib.format.read_array_header_1_0(stream)
+        return np.memmap(stream, np.uint8, "r", stream.tell(), shape)

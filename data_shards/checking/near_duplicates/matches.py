@@ -7,9 +7,12 @@
 
 Each image is listed once per other collection, with its nearest match. An undecodable image is compared by its bytes
 alone, and counted. On one core a photograph takes 1.2 ms once (see `fingerprint`), 0.6 to look up among 350 others, 1.8
-among 50,000, and 7 per candidate, 3 of them to decode both.
+among 50,000, and 7 per candidate, 3 of them to decode both. If the smaller side has 500,000 images or more, candidates
+come from `disk_join`, which knows fewer crops. Fingerprints, second looks and that join are an engine's parts; only
+matches (200 bytes each) are held here.
 """
 
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,31 +25,34 @@ import numpy as np
 from shardvit.data_shards.checking.near_duplicates.candidates import (
     EQUAL_BYTES,
     EQUAL_PIXELS,
-    PAIR,
     Pairs,
     find_candidates,
 )
+from shardvit.data_shards.checking.near_duplicates.disk_join import find_on_disk
 from shardvit.data_shards.checking.near_duplicates.fingerprint import (
     Collection,
     FingerprintRequest,
     ImagePlace,
-    Kind,
+    KeptFingerprints,
     default_fingerprint_folder,
     make_fingerprints,
 )
 from shardvit.data_shards.checking.near_duplicates.likeness import DECODED_PIXELS, compare
+from shardvit.data_shards.engines.engine import PartsEngine, local_engine
 from shardvit.data_shards.errors import UnreadableImage
 from shardvit.data_shards.images.crops import Pixels
 from shardvit.data_shards.images.decode import USUAL_LIMIT, PixelLimit, read_image, read_reduced
-from shardvit.data_shards.processes import num_cores, run_parts
+from shardvit.data_shards.processes import num_cores
 from shardvit.data_shards.progress_line import Progress
 
 MatchKind = Literal["equal-bytes", "equal-pixels", "near-duplicate", "unsure"]
 MATCH_KINDS: tuple[MatchKind, ...] = get_args(MatchKind)
 
+_Chunk = tuple[Path, int, int]  # a file of pairs, and which of them
 _EQUAL: dict[int, MatchKind] = {EQUAL_BYTES: "equal-bytes", EQUAL_PIXELS: "equal-pixels"}
 _IMAGES_AT_ONCE = 256
 _MAY_BE_EQUAL = 0.999  # likeness
+_JOINED_ON_DISK = 500_000  # images of the smaller side
 _WORTH_PROCESSES = 1024  # images with candidates: 4 s
 
 
@@ -91,38 +97,46 @@ def find_matches(
     images: Collection,
     others: Sequence[Collection],
     *,
-    folder: Path | None = None,  # of fingerprints; default: in the user's cache
+    folder: Path | None = None,  # of fingerprints, seen by all workers; default: in the user's cache
     pixel_limit: PixelLimit = USUAL_LIMIT,
-    processes: int | None = None,
+    engine: PartsEngine | None = None,
     report: Callable[[str], None] = print,
 ) -> Matches:
     """Find images that are also in `others`, or earlier in the same collection; UserError if a part cannot be read."""
-    processes = processes or num_cores()
+    engine, kept = engine or local_engine(), folder or default_fingerprint_folder()
     found: list[Match] = []
     undecoded: dict[str, int] = {}
-    with tempfile.TemporaryDirectory(prefix="shardvit-") as scratch:
+    kept.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="comparing-", dir=kept) as scratch:
 
-        def fingerprints(collection: Collection) -> FingerprintRequest:
-            kept = folder or default_fingerprint_folder()
+        def fingerprints(collection: Collection) -> KeptFingerprints:
             request = FingerprintRequest(collection, kept, Path(scratch), pixel_limit)
             with Progress(sum(collection.sizes), report, status=f"hashing {collection.name}") as progress:
-                make_fingerprints(request, processes=processes, done=progress.add)
-            kinds = (request.load(part).rows["kind"] for part in range(len(collection.sizes)))
-            if bad := sum(int((each >= Kind.NOTHING).sum()) for each in kinds):
+                made, bad = make_fingerprints(request, engine=engine, done=progress.add)
+            if bad:
                 undecoded[collection.name] = bad
-            return request
+            return made
 
         own = fingerprints(images)
         for number, other in enumerate(others):
             theirs = fingerprints(other)
-            streamed = max(sum(images.sizes), sum(other.sizes))
-            with Progress(streamed, report, status=f"comparing with {other.name}") as progress:
-                pairs = find_candidates(own, theirs, threads=processes, done=progress.add)
+            folder = Path(scratch) / f"{number}"
+            folder.mkdir()
+            if min(sum(images.sizes), sum(other.sizes)) >= _JOINED_ON_DISK:
+                files = find_on_disk(own, theirs, folder=folder, engine=engine, report=report)
+            else:
+                streamed = max(sum(images.sizes), sum(other.sizes))
+                threads = min(engine.workers, num_cores())
+                with Progress(streamed, report, status=f"comparing with {other.name}") as progress:
+                    pairs = find_candidates(own, theirs, threads=threads, done=progress.add)
+                files = [folder / "pairs.npy"]
+                np.save(files[0], pairs)
             request = _Comparing(images, other, number, pixel_limit)
-            compared, crashed = _compared(request, pairs, processes=processes, report=report)
+            compared, crashed = _compared(request, files, engine=engine, report=report)
             found += compared
             if crashed:
                 undecoded[images.name] = undecoded.get(images.name, 0) + crashed
+            shutil.rmtree(folder)
     found.sort(key=lambda match: (MATCH_KINDS.index(match.kind), -match.likeness, match.image, match.collection))
     return Matches(images, tuple(others), tuple(found), undecoded)
 
@@ -159,32 +173,38 @@ class _Comparing:
 
 
 def _compared(
-    request: _Comparing, pairs: Pairs, *, processes: int, report: Callable[[str], None]
+    request: _Comparing, files: Sequence[Path], *, engine: PartsEngine, report: Callable[[str], None]
 ) -> tuple[list[Match], int]:
-    """Return matches, and how many images were lost to crashes."""
-    starts = np.unique(pairs["image"], return_index=True)[1]  # of each image, at its nearest candidate
-    is_equal = pairs["distance"][starts] < 0
-    matches = [
-        Match(image, other, request.number, _EQUAL[distance], 1.0, mirrored=False)
-        for image, other, distance, *_ in pairs[starts[is_equal]].tolist()
-    ]
-    candidates = pairs[np.repeat(~is_equal, np.diff(np.append(starts, len(pairs))))]
-    starts = np.unique(candidates["image"], return_index=True)[1]
-    chunks = [chunk.tobytes() for chunk in np.split(candidates, starts[_IMAGES_AT_ONCE::_IMAGES_AT_ONCE])]
-    if "threads" in (request.images.read_by, request.other.read_by) or len(starts) < _WORTH_PROCESSES:
-        processes = 1
-    with Progress(len(starts), report, status="comparing candidates") as progress:
-        found = run_parts(
-            _compare_chunk, request, chunks, processes=processes, done=lambda found: progress.add(len(found))
-        )
+    """Return matches, and how many images were lost to crashes; `files` have pairs, each image's in one of them."""
+    matches: list[Match] = []
+    chunks: list[_Chunk] = []
+    total = 0
+    for file in files:
+        pairs = np.load(file)
+        starts = np.unique(pairs["image"], return_index=True)[1]  # of each image, at its nearest candidate
+        is_equal = pairs["distance"][starts] < 0
+        matches += [
+            Match(image, other, request.number, _EQUAL[distance], 1.0, mirrored=False)
+            for image, other, distance, *_ in pairs[starts[is_equal]].tolist()
+        ]
+        ends = np.append(starts, len(pairs))[1:]
+        starts, ends = starts[~is_equal], ends[~is_equal]
+        total += len(starts)
+        for at in range(0, len(starts), _IMAGES_AT_ONCE):
+            chunks.append((file, int(starts[at]), int(ends[at : at + _IMAGES_AT_ONCE][-1])))
+    if "threads" in (request.images.read_by, request.other.read_by) or total < _WORTH_PROCESSES:
+        engine = local_engine(1)
+    with Progress(total, report, status="comparing candidates") as progress:
+        found = engine.run(_compare_chunk, request, chunks, done=lambda found: progress.add(len(found)))
     matches += [match for each in found.values() for match in each if match is not None]
-    return matches, len(starts) - sum(map(len, found.values()))
+    return matches, total - sum(map(len, found.values()))
 
 
-def _compare_chunk(request: _Comparing, chunk: bytes) -> list[Match | None]:
-    pairs = np.frombuffer(chunk, PAIR)
-    images = np.split(pairs, np.unique(pairs["image"], return_index=True)[1][1:]) if len(pairs) else []
-    return [_best(request, near) for near in images]
+def _compare_chunk(request: _Comparing, chunk: _Chunk) -> list[Match | None]:
+    file, start, end = chunk
+    pairs: Pairs = np.array(np.load(file, mmap_mode="r")[start:end])
+    images = np.split(pairs, np.unique(pairs["image"], return_index=True)[1][1:])
+    return [_best(request, near) for near in images if near["distance"][0] >= 0]  # not those with an equal one
 
 
 def _best(request: _Comparing, near: Pairs) -> Match | None:

@@ -110,6 +110,8 @@ def _parts() -> Windows:
 
 
 PARTS: Windows = _parts()
+# Crops to 100 and 92 % anywhere, to 96 and 88 % in the middle, and centre squares, whole or their insides
+MILD_PARTS: Windows = PARTS[[*range(5), 48, 49, *range(52, 60)]]
 WHOLE: Windows = np.array(
     [_window(top, left, 1, 1) for top in (_OFF_CENTRE, -_OFF_CENTRE) for left in (_OFF_CENTRE, -_OFF_CENTRE)],
     np.float32,

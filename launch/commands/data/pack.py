@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +18,9 @@ from shardvit.launch.local.output import go_on
 if TYPE_CHECKING:
     from shardvit.data_shards.packing.request import Exclusion
     from shardvit.data_shards.packing.sources.label_list import LabelList
+
+
+_CHOSEN = "chosen"  # the manifest of --where
 
 
 def _say(line: str) -> None:
@@ -61,12 +64,16 @@ class PackOptions:
     exclude_matches_of: Annotated[
         list[str] | None,
         Parameter(
-            negative="", consume_multiple=True, help="Leave out training images found in these shards (see above)."
+            negative="", consume_multiple=True, help="Leave out training images found in these shards (see `check`)."
         ),
     ] = None
     verify: Annotated[bool, switch("If OUT is packed, compare all bytes, not just times.")] = False
     skip_unreadable: Annotated[bool, switch("Skip and list unreadable or stray images; pass empty folders.")] = False
     seed: Annotated[int, Parameter(help="Seed of the shuffle and the held-out choice.")] = 0
+    where: Annotated[str | None, Parameter(help="Of a packed SOURCE, the images of which this is true.")] = None
+    manifest: Annotated[str | None, Parameter(help="Without OUT: it becomes manifest-NAME.json; default: chosen.")] = (
+        None
+    )
 
     def request(self) -> dict[str, Any]:
         from shardvit.data_shards.packing.image import DEFAULT_QUALITY, Resize
@@ -119,7 +126,7 @@ class PackOptions:
         return Exclusion(opened, store, partial(write_duplicates, command="pack"))
 
 
-def pack(source: str, out: Path, /, *, options: PackOptions = PackOptions()) -> int:
+def pack(source: str, out: Path | None = None, /, *, options: PackOptions = PackOptions()) -> int:
     """Pack images into WebDataset shards with a manifest.
 
     SOURCE: a folder or tar of class folders (or of train/, val/, test/ with them), any folder with
@@ -129,15 +136,29 @@ def pack(source: str, out: Path, /, *, options: PackOptions = PackOptions()) -> 
     --labels photos.csv: "path,label", then "a/1.jpg,cat" or, with two labels, "a/2.jpg,cat|dog".
     JSONL: {"path": "a/2.jpg", "label": ["cat", "dog"]}. Paths: relative to SOURCE, or absolute in it.
     --exclude-matches-of lists what it leaves out; doubtful pairs stay, and are listed in unsure.jsonl.
-    `shardvit check --help` says which copies it finds. A .tar.gz is decompressed next to OUT meanwhile.
 
     Some examples:
         shardvit pack photos/ shards/photos --holdout 0.1
         shardvit pack imagenet/ shards/imagenet-320 --resize-short 320 --shard-size 256MB
-        shardvit pack in21k/ shards/in21k --exclude-matches-of shards/imagenet/val shards/cifar10/val
+        shardvit pack shards/photos --where "width >= 128 and not duplicate"
     """
     from shardvit.data_shards.packing.pack import pack as pack_images
 
     go_on()
+    if options.where is not None or out is None:
+        return _choose(source, options)
     pack_images(source, out, report=_say, **options.request())
+    return 0
+
+
+def _choose(source: str, options: PackOptions) -> int:
+    from shardvit.data_shards.sets.selection import choose, write_choices
+    from shardvit.data_shards.store.store import Store
+
+    if options.where is None:
+        raise UserError("OUT: name the folder that the shards go into")
+    if replace(options, where=None, manifest=None) != PackOptions():
+        raise UserError("--where without OUT writes manifests of the shards there are: the other flags need OUT")
+    name = options.manifest or _CHOSEN
+    write_choices(choose(source, options.where, store=Store()), name=name, report=_say)
     return 0

@@ -12,6 +12,7 @@ from PIL import Image, ImageOps
 
 from shardvit.data_shards.checking.near_duplicates.fingerprint import ImagePlace
 from shardvit.data_shards.checking.near_duplicates.matches import Matches, find_matches
+from shardvit.data_shards.engines.engine import local_engine
 from shardvit.data_shards.errors import UnreadableImage
 
 _PART = 96  # pixels of a side
@@ -121,7 +122,7 @@ class InMemory:
 
 
 def matches(images: InMemory, *others: InMemory, folder: Path, processes: int = 1) -> Matches:
-    return find_matches(images, others, folder=folder, processes=processes, report=lambda line: None)
+    return find_matches(images, others, folder=folder, engine=local_engine(processes), report=lambda line: None)
 
 
 def pairs(found: Matches) -> dict[int, tuple[int, str]]:

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from shardvit.data_shards.checking.near_duplicates import disk_join
 from shardvit.data_shards.checking.near_duplicates import matches as matches_module
 from shardvit.data_shards.checking.near_duplicates.candidates import find_candidates
 from shardvit.data_shards.checking.near_duplicates.fingerprint import ShardImages
 from shardvit.data_shards.checking.near_duplicates.matches import find_matches
+from shardvit.data_shards.engines.engine import local_engine
+from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.pack import pack
 from shardvit.data_shards.reading.opening import open_shards
 from shardvit.data_shards.store.store import Store
@@ -27,6 +30,14 @@ from tests.data_shards.checking.near_duplicates.planted import (
     photographs,
     png,
 )
+
+
+@pytest.fixture
+def on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Join on disk whatever the size, in several cuts and ranges of images."""
+    monkeypatch.setattr(matches_module, "_JOINED_ON_DISK", 0)
+    monkeypatch.setattr(disk_join, "_CUT_ENTRIES", 200)
+    monkeypatch.setattr(disk_join, "_BATCH_IMAGES", 40)
 
 
 def planted(edit: str, *, side: int) -> tuple[list[bytes], list[bytes]]:
@@ -239,7 +250,7 @@ def test_a_shard_that_was_damaged_and_is_mended_is_hashed_again(tmp_path: Path):
             ShardImages(open_shards(str(tmp_path / f"{name}-shards" / "train")), Store(), damaged="report")
             for name in ("here", "there")
         )
-        quiet = {"processes": 1, "report": lambda line: None}
+        quiet = {"engine": local_engine(1), "report": lambda line: None}
         return len(find_matches(here, [there], folder=tmp_path / "kept", **quiet).matches)
 
     (tar,) = (tmp_path / "here-shards" / "train").glob("*.tar")
@@ -248,3 +259,70 @@ def test_a_shard_that_was_damaged_and_is_mended_is_hashed_again(tmp_path: Path):
     assert found() == 0
     tar.write_bytes(good)
     assert found() == 6
+
+
+@pytest.mark.usefixtures("on_disk")
+@pytest.mark.parametrize("edit", ["quality 50", "x 0.7", "x 1.4", "mirrored", "grey", "cropped", "border", "square"])
+@pytest.mark.parametrize("sides", ["two sets", "one set"])
+def test_the_join_on_disk_finds_what_memory_finds_and_nothing_else(
+    edit: str, sides: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    images = [image.resize((120, 90)) for image in photographs(100, side=160)]
+    quality = 50 if edit == "quality 50" else 90
+    copies = [jpeg(edited(image, edit, seed=seed), quality=quality) for seed, image in enumerate(images[20:80])]
+    exact = [jpeg(images[3]), jpeg(images[3]), png(Image.new("RGB", (40, 40), (9, 9, 9)))]
+    here, there = InMemory([*copies, *exact]), InMemory([*map(jpeg, images), exact[2] + b"."], name="there")
+    if sides == "one set":
+        here = there = InMemory([*there.images, *here.images], part_size=30)
+    joined = matches(here, there, folder=tmp_path)
+    monkeypatch.setattr(matches_module, "_JOINED_ON_DISK", 10**9)
+    known = matches(here, there, folder=tmp_path)
+    same, known_same = ({match[:4] for match in each.matches if match.kind != "unsure"} for each in (joined, known))
+    first = 101 if sides == "one set" else 0  # the windows from which two are aligned may differ
+    assert same <= known_same | {(first + number, 20 + number, 0, "near-duplicate") for number in range(60)}
+    assert len(same) >= 0.93 * len(known_same) and len(known_same) >= 60
+    equal = [[match for match in each.matches if match.kind.startswith("equal")] for each in (joined, known)]
+    assert equal[0] == equal[1] and len(equal[0]) >= 3
+    assert not [file for file in tmp_path.iterdir() if file.is_dir()]
+
+
+@pytest.mark.usefixtures("on_disk")
+def test_the_join_is_the_same_in_one_cut_or_many_and_with_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    originals, with_copies = planted("cropped", side=48)
+    found = []
+    for number, (entries, batch, processes) in enumerate([(10**6, 10**6, 1), (50, 7, 1), (300, 40, 2)]):
+        monkeypatch.setattr(disk_join, "_CUT_ENTRIES", entries)
+        monkeypatch.setattr(disk_join, "_BATCH_IMAGES", batch)
+        sets = [InMemory(images, part_size=20, read_by="processes") for images in (with_copies, originals)]
+        found.append(matches(*sets, folder=tmp_path, processes=1 if number < 2 else processes).matches)
+    assert len(found[0]) >= 28 and found[0] == found[1] == found[2]
+
+
+@pytest.mark.usefixtures("on_disk")
+def test_a_crowd_under_one_key_is_thinned_and_copies_in_it_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With every hash in one crowd, bits of the other bands decide which are compared."""
+    monkeypatch.setattr(disk_join, "_MOST_COMPARED", 12)
+    originals, with_copies = planted("quality 50", side=64)
+    found = matches(InMemory(with_copies), InMemory(originals, name="there"), folder=tmp_path)
+    assert sum(found == number - 10 for number, (found, _) in pairs(found).items() if number >= 40) >= 28
+    same = InMemory([originals[0]] * 300 + with_copies, part_size=100)
+    kinds = [match.kind for match in matches(same, same, folder=tmp_path).matches]
+    assert kinds.count("equal-bytes") == 299
+
+
+@pytest.mark.usefixtures("on_disk")
+def test_a_killed_worker_of_the_join_is_an_error_and_loses_nothing_silently(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    originals, with_copies = planted("quality 50", side=32)
+
+    class Losing:
+        workers = 1
+
+        def run(self, work, request, parts, *, done):
+            kept = parts if work.__name__ != "_join_cut" else parts[1:]
+            return local_engine(1).run(work, request, kept, done=done)
+
+    sets = InMemory(with_copies), InMemory(originals, name="there")
+    with pytest.raises(UserError, match="worker was killed"):
+        find_matches(sets[0], [sets[1]], folder=tmp_path, engine=Losing(), report=lambda line: None)

@@ -1,0 +1,340 @@
+"""Find candidates between collections too large for memory, or within one: their hashes are joined on disk.
+
+Keys are the four bands of 16 bits of a hash's first word: words that differ in at most 3 bits share one for certain. Of
+copies of 350 photographs, 0.99 or more share one that are re-encoded, resized, mirrored, grey or have a border, 0.97 of
+those cropped to 90 % or more of each side or to the centre square, but 0.1 of those cropped to 80 %: only 15 of the 68
+windows are joined (`MILD_PARTS`). Under one key a hash meets 16,384 others at most: where there are more, some bits of
+another band must be equal too, and if that is not enough the earliest stand for all.
+
+For each band the 19 hashes of each image are written, cut by the first bits of the key (456 bytes an image, removed
+after the band), and each cut is joined alone; equal digests likewise. Then the thumbnails of near hashes are aligned,
+for 65,536 images at a time (see `candidates`). A worker holds about 400 MB, the driver nothing.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardvit.data_shards.checking.near_duplicates.candidates import (
+    AT_ONCE,
+    EQUAL_BYTES,
+    EQUAL_PIXELS,
+    MOST_CANDIDATES,
+    MOST_NEAR,
+    MOST_OF_ONE_HASH,
+    PAIR,
+    PAIRS_AT_ONCE,
+    Digests,
+    Pairs,
+    earlier,
+    laid,
+    make_pairs,
+    nearest,
+    ranks,
+)
+from shardvit.data_shards.checking.near_duplicates.fingerprint import KeptFingerprints, Kind
+from shardvit.data_shards.checking.near_duplicates.perceptual_hash import (
+    MILD_PARTS,
+    MOST_BITS,
+    MOST_FIRST,
+    NUM_WORDS,
+    WHOLE,
+    Int64s,
+    distances,
+    hash_windows,
+    mirrored,
+)
+from shardvit.data_shards.engines.engine import PartsEngine
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.progress_line import Progress
+
+_Side = Literal["images", "others"]
+_Key = Literal["bytes", "pixels", 0, 1, 2, 3]  # a digest, or a band of the first word
+_Batch = tuple[_Side, int, int]  # and its first part, and that of the next one
+
+_KEYS: tuple[_Key, ...] = ("bytes", "pixels", 0, 1, 2, 3)
+_BANDS = (0, 1, 2, 3)
+_KEY_BITS = 16
+_WINDOWS = {"wholes": WHOLE, "parts": MILD_PARTS}
+_MOST_WINDOWS = 16
+_CUT_ENTRIES = 1 << 21
+_BATCH_IMAGES = 1 << 16
+_MOST_COMPARED = 1 << 14  # others under a key, per hash
+_CELLS = 1 << 17  # compared at once: they stay in the core's cache
+_MOST_PAIRS = 1 << 20  # before the nearest are chosen
+_PAIRS_LOADED = 1 << 15  # whose thumbnails are in memory
+
+_ENTRY = np.dtype([("words", np.uint64, NUM_WORDS), ("code", np.int64)])  # code: image * _MOST_WINDOWS + window
+_Entries = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class _Join:
+    images: KeptFingerprints
+    others: KeptFingerprints
+    folder: Path
+    cut_bits: int  # first bits of a key, which say its cut
+    batch_images: int
+    key: _Key = "bytes"
+
+    @property
+    def is_within(self) -> bool:
+        return self.images.digest == self.others.digest
+
+    @property
+    def num_ranges(self) -> int:
+        return -(-int(self.images.starts[-1]) // self.batch_images)
+
+    def batches(self, side: _Side) -> list[_Batch]:
+        """Group a side's parts; within one collection both sides are one."""
+        if self.is_within:
+            side = "images"
+        starts = (self.images if side == "images" else self.others).starts
+        firsts = np.unique(starts[:-1] // self.batch_images, return_index=True)[1].tolist()
+        return [(side, *each) for each in zip(firsts, [*firsts[1:], len(starts) - 1], strict=True)]
+
+    def stem(self, batch: _Batch, role: str) -> Path:
+        return self.folder / f"{self.key}-{batch[0]}-{role}-{batch[1]}"
+
+    def values(self, words: NDArray[np.uint64]) -> Int64s:
+        """Take the 16 bits of the key."""
+        return _band(words, self.key if isinstance(self.key, int) else 3)
+
+    def entries(self, side: _Side, role: str, cut: int) -> _Entries:
+        """Read a cut of all batches, ordered by image."""
+        found = [_group(self.stem(batch, role), cut, _ENTRY) for batch in self.batches(side)]
+        return np.concatenate([np.empty(0, _ENTRY), *found])
+
+
+def find_on_disk(
+    images: KeptFingerprints,
+    others: KeptFingerprints,
+    *,
+    folder: Path,
+    engine: PartsEngine,
+    report: Callable[[str], None],
+) -> list[Path]:
+    """Find candidates as `find_candidates` does; files of pairs in `folder`, each image's in one of them."""
+    num_images = int(images.starts[-1])
+    entries = max(num_images, int(others.starts[-1])) * len(MILD_PARTS)
+    cut_bits = min(_KEY_BITS, max(0, int(np.ceil(np.log2(max(1, entries) / _CUT_ENTRIES)))))
+    join = _Join(images, others, folder, cut_bits, _BATCH_IMAGES)
+    for key in _KEYS:
+        join = replace(join, key=key)
+        status = f"joining with {others.name}, {_KEYS.index(key) + 1} of {len(_KEYS)}"
+        batches = dict.fromkeys([*join.batches("images"), *join.batches("others")])
+        _run(engine, _write_entries, join, [*batches], report=report, status=f"{status}: writing")
+        _run(engine, _join_cut, join, range(1 << join.cut_bits), report=report, status=f"{status}: comparing")
+        for file in folder.glob(f"{key}-*"):
+            file.unlink()
+    ranges = range(join.num_ranges)
+    found = _run(engine, _align_range, join, ranges, report=report, status=f"aligning with {others.name}")
+    return [found[number] for number in ranges]
+
+
+_Part = TypeVar("_Part", bound=Hashable)
+_Result = TypeVar("_Result")
+
+
+def _run(
+    engine: PartsEngine,
+    work: Callable[[_Join, _Part], _Result],
+    join: _Join,
+    parts: Sequence[_Part],
+    *,
+    report: Callable[[str], None],
+    status: str,
+) -> dict[_Part, _Result]:
+    total = int(join.images.starts[-1])
+    shares = iter(np.diff(np.linspace(0, total, len(parts) + 1).astype(int)).tolist())
+    with Progress(total, report, status=status) as progress:
+        found = engine.run(work, join, parts, done=lambda _: progress.add(next(shares)))
+    if len(found) < len(parts):
+        raise UserError(f"{status}: a worker was killed twice, probably for its memory: use fewer workers")
+    return found
+
+
+def _write_entries(join: _Join, batch: _Batch) -> None:
+    name, first, end = batch
+    side = join.images if name == "images" else join.others
+    found: dict[str, list[_Entries]] = {}
+    for part in range(first, end):
+        rows, thumbnails = side.load(part)
+        start, kinds = side.starts[part], rows["kind"]
+        if join.key == "bytes":
+            chosen = np.flatnonzero(kinds != Kind.UNREAD)
+            found.setdefault("digests", []).append(_entries(rows["bytes_digest"][chosen][:, None], start + chosen))
+        elif join.key == "pixels":
+            chosen = np.flatnonzero(kinds == Kind.PIXELS)
+            found.setdefault("digests", []).append(_entries(rows["words"][chosen][:, None], start + chosen))
+        else:
+            hashed = np.flatnonzero(kinds == Kind.HASH)
+            for at in range(0, max(1, len(hashed)), AT_ONCE):
+                chosen = hashed[at : at + AT_ONCE]
+                for role, windows in _WINDOWS.items():
+                    hashes = hash_windows(thumbnails[chosen], windows)
+                    found.setdefault(role, []).append(_entries(hashes, start + chosen))
+    for role, each in found.items():
+        entries = np.concatenate(each)
+        cuts = join.values(entries["words"][:, 0]) >> (_KEY_BITS - join.cut_bits)
+        _write_groups(join.stem(batch, role), entries, cuts, 1 << join.cut_bits)
+
+
+def _join_cut(join: _Join, cut: int) -> None:
+    near = _Nearest()
+    if isinstance(join.key, str):
+        own, theirs = join.entries("images", "digests", cut), join.entries("others", "digests", cut)
+        rows, places = Digests(theirs["words"], np.arange(len(theirs))).equal(own["words"], is_swapped=False)
+        distance = np.full(len(rows), EQUAL_BYTES if join.key == "bytes" else EQUAL_PIXELS)
+        near.add(_numbered(join, own[rows], theirs[places], distance))
+    else:
+        mask = mirrored(np.zeros(NUM_WORDS, np.uint64))
+        for role, their_role in (("wholes", "parts"), ("parts", "wholes")):
+            theirs = _thinned(join.entries("others", their_role, cut))
+            for is_mirrored in (False, True):
+                change = mask * np.uint64(is_mirrored)
+                from_cut = cut ^ int(join.values(change[:1])[0]) >> (_KEY_BITS - join.cut_bits)
+                own = join.entries("images", role, from_cut)
+                own["words"] ^= change
+                for rows, places, bits in _search(join, own, theirs):
+                    pairs = _numbered(join, own[rows], theirs[places], bits, is_mirrored=is_mirrored, role=role)
+                    near.add(pairs)
+    pairs = near.get(MOST_NEAR)
+    _write_groups(join.folder / f"near-{join.key}-{cut}", pairs, pairs["image"] // join.batch_images, join.num_ranges)
+
+
+def _align_range(join: _Join, number: int) -> Path:
+    nearest_ones = _Nearest()
+    for key, cut in product(_KEYS, range(1 << join.cut_bits)):
+        nearest_ones.add(_group(join.folder / f"near-{key}-{cut}", number, PAIR))
+    pairs = nearest_ones.get(MOST_NEAR)
+    is_equal = pairs["distance"] < 0
+    near = pairs[~np.isin(pairs["image"], pairs["image"][is_equal])]
+    found = [pairs[is_equal]]
+    for start in range(0, len(near), _PAIRS_LOADED):
+        some = near[start : start + _PAIRS_LOADED]
+        images, others = join.images.thumbnails(some["image"]), join.others.thumbnails(some["other"])
+        for at in range(0, len(some), PAIRS_AT_ONCE):
+            chosen = slice(at, at + PAIRS_AT_ONCE)
+            found.append(laid(some[chosen], images[chosen], others[chosen]))
+    file = join.folder / f"found-{number}.npy"
+    np.save(file, nearest(np.concatenate(found), MOST_CANDIDATES))
+    return file
+
+
+def _search(join: _Join, own: _Entries, theirs: _Entries) -> Iterator[tuple[Int64s, Int64s, NDArray[np.uint8]]]:
+    """Find near hashes under one key: positions in `own` and in `theirs`, and how many bits differ."""
+    first, their_first = own["words"][:, 0], theirs["words"][:, 0]
+    for rows, places in _groups(join.values(first), join.values(their_first)):
+        if len(places) <= _MOST_COMPARED:
+            yield from _compare(join, own[rows], theirs[places], rows, places)
+            continue
+        for band in set(_BANDS) - {join.key}:
+            keys, their_keys = _band(first[rows], band), _band(their_first[places], band)
+            most = _MOST_COMPARED // (len(_BANDS) - 1)
+            # as few bits more as will do
+            left = next((left for left in range(15, 0, -1) if np.bincount(their_keys >> left).max() <= most), 0)
+            for some, there in _groups(keys >> left, their_keys >> left):
+                some, there = rows[some], places[there[:most]]
+                yield from _compare(join, own[some], theirs[there], some, there)
+
+
+def _compare(
+    join: _Join, own: _Entries, theirs: _Entries, rows: Int64s, places: Int64s
+) -> Iterator[tuple[Int64s, Int64s, NDArray[np.uint8]]]:
+    words, codes = np.ascontiguousarray(theirs["words"][:, 0]), np.ascontiguousarray(theirs["code"])
+    step = max(1, _CELLS // len(theirs))
+    for at in range(0, len(own), step):
+        some, end = own[at : at + step], len(theirs)
+        if join.is_within:  # earlier ones alone
+            end = int(np.searchsorted(codes, some["code"][-1] // _MOST_WINDOWS * _MOST_WINDOWS))
+        is_near = np.bitwise_count(some["words"][:, :1] ^ words[:end]) <= MOST_FIRST
+        row, place = np.divmod(np.flatnonzero(is_near), max(1, end))
+        bits = distances(some["words"][row], theirs["words"][place])
+        kept = bits <= MOST_BITS
+        if kept.any():
+            yield rows[at + row[kept]], places[place[kept]], bits[kept]
+
+
+def _groups(keys: Int64s, their_keys: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
+    """Yield positions on both sides for each key that both have, in their order."""
+    order, their_order = np.argsort(keys, kind="stable"), np.argsort(their_keys, kind="stable")
+    keys, their_keys = keys[order], their_keys[their_order]
+    values, starts = np.unique(keys, return_index=True)
+    lows, highs = (np.searchsorted(their_keys, values, side=side) for side in ("left", "right"))
+    for start, end, low, high in np.stack([starts, np.append(starts, len(keys))[1:], lows, highs], axis=1).tolist():
+        if low < high:
+            yield order[start:end], their_order[low:high]
+
+
+def _thinned(entries: _Entries) -> _Entries:
+    """Keep the first few images of a hash of one window."""
+    code, words = entries["code"], entries["words"]
+    columns = (code % _MOST_WINDOWS, words[:, 0], words[:, 1])
+    order = np.lexsort((code, *columns))
+    is_first = np.append(True, np.any([np.diff(each[order]) != 0 for each in columns], axis=0))[: len(order)]
+    return entries[np.sort(order[ranks(is_first) < MOST_OF_ONE_HASH])]
+
+
+def _numbered(
+    join: _Join,
+    own: _Entries,
+    theirs: _Entries,
+    found: NDArray[Any],
+    *,
+    is_mirrored: bool = False,
+    role: str | None = None,
+) -> Pairs:
+    code, their_code = own["code"], theirs["code"]
+    pairs = make_pairs(code // _MOST_WINDOWS, their_code // _MOST_WINDOWS, found, is_swapped=False)
+    pairs["mirrored"] = is_mirrored
+    if role is not None:
+        windows, their_windows = (WHOLE, MILD_PARTS) if role == "wholes" else (MILD_PARTS, WHOLE)
+        pairs["here"], pairs["there"] = windows[code % _MOST_WINDOWS], their_windows[their_code % _MOST_WINDOWS]
+    if is_mirrored:  # mirror the window back, since it was cut from the mirror image
+        pairs["here"][:, 1::2] = 1 - pairs["here"][:, 3::-2]
+    return earlier(pairs) if join.is_within else pairs
+
+
+class _Nearest:
+    """Pairs, of which the nearest of each image are kept whenever there are many."""
+
+    def __init__(self) -> None:
+        self._pairs, self._kept = [np.empty(0, PAIR)], 0
+
+    def add(self, pairs: Pairs) -> None:
+        self._pairs.append(pairs)
+        if sum(map(len, self._pairs)) > max(_MOST_PAIRS, 2 * self._kept):
+            self._kept = len(self.get(MOST_NEAR))
+
+    def get(self, most: int) -> Pairs:
+        self._pairs = [nearest(np.concatenate(self._pairs), most)]
+        return self._pairs[0]
+
+
+def _band(words: NDArray[np.uint64], band: int) -> Int64s:
+    return (words >> np.uint64(_KEY_BITS * band)).astype(np.int64) & 0xFFFF
+
+
+def _entries(words: NDArray[np.uint64], images: Int64s) -> _Entries:
+    """Make entries of words [images, windows, 2], image by image."""
+    found = np.empty(words.shape[:2], _ENTRY)
+    found["words"] = words
+    found["code"] = images[:, None] * _MOST_WINDOWS + np.arange(words.shape[1])
+    return found.ravel()
+
+
+def _write_groups(stem: Path, rows: NDArray[Any], groups: Int64s, number: int) -> None:
+    order = np.argsort(groups, kind="stable")
+    np.save(f"{stem}.npy", rows[order])
+    np.save(f"{stem}.starts.npy", np.searchsorted(groups[order], np.arange(number + 1)))
+
+
+def _group(stem: Path, group: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    start, end = np.load(f"{stem}.starts.npy", mmap_mode="r")[group : group + 2].tolist()
+    return np.load(f"{stem}.npy", mmap_mode="r")[start:end] if start < end else np.empty(0, dtype)

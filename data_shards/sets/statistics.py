@@ -1,0 +1,211 @@
+"""Statistics of a set's images, a row a sample in shard order: `SET/SPLIT/statistics.parquet`.
+
+Mean and deviation are of a regular grid of at most 64 x 64 pixels (all pixels of a small image): 45 µs a photograph
+that is decoded anyway. Each shard's rows are a small parquet file of its own until `write_statistics` joins them, which
+takes 32 bytes of memory a sample to find duplicates, and once the table's size of scratch space.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardvit.data_shards.text import parse_json
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from shardvit.data_shards.images.crops import Pixels
+    from shardvit.data_shards.shards.manifest import Manifest
+    from shardvit.data_shards.store.folders import Folder
+
+STATISTICS_FILE = "statistics.parquet"
+CHANNELS = "rgb"
+ROWS = 100_000  # of a row group
+DIGEST_BYTES = 16
+_GRID = 64  # most pixels a side
+_FACTS = b"shardvit"  # the key of what the file says of the set, as JSON
+
+
+class ImageStatistics(NamedTuple):
+    """An image as it is in the shard; width and height are 0, and the rest None, if it cannot be decoded."""
+
+    width: int
+    height: int
+    bytes: int
+    mean_r: float | None  # 0 to 255
+    mean_g: float | None
+    mean_b: float | None
+    std_r: float | None
+    std_g: float | None
+    std_b: float | None
+    digest: str  # hex
+
+
+class SampleStatistics(NamedTuple):
+    """A sample's row; `path` is its place in the source (None: unknown), labels are numbers of classes."""
+
+    row: int  # in the tar
+    key: str
+    path: str | None
+    labels: Sequence[int]
+    image: ImageStatistics
+
+
+def image_statistics(pixels: Pixels | None, data: bytes, *, digest: bytes = b"") -> ImageStatistics:
+    """Measure an image, uint8 [height, width, 3], or None; `digest` of `data` saves hashing (see `data_digest`)."""
+    digest = digest or data_digest(data)
+    if pixels is None:
+        return ImageStatistics(0, 0, len(data), None, None, None, None, None, None, digest.hex())
+    height, width = pixels.shape[:2]
+    steps = -(-height // _GRID), -(-width // _GRID)
+    (down, right), (first, left) = steps, ((height - 1) % steps[0] // 2, (width - 1) % steps[1] // 2)
+    grid = pixels[first::down, left::right].reshape(-1, 3).astype(np.float64)
+    # Sums of integers below 2^53 are exact, so the rows are the same on every machine. BLAS is 3 times as fast as sum.
+    mean = np.ones(len(grid)) @ grid / len(grid)
+    std = np.sqrt(np.maximum(np.diagonal(grid.T @ grid) / len(grid) - mean * mean, 0.0))
+    (mean_r, mean_g, mean_b), (std_r, std_g, std_b) = mean.tolist(), std.tolist()
+    return ImageStatistics(width, height, len(data), mean_r, mean_g, mean_b, std_r, std_g, std_b, digest.hex())
+
+
+def data_digest(data: bytes) -> bytes:
+    """Hash an image's bytes, as packing does."""
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+
+
+def schema() -> pa.Schema:
+    """Columns of the table."""
+    import pyarrow as pa
+
+    moments = [(f"{name}_{channel}", pa.float32()) for name in ("mean", "std") for channel in CHANNELS]
+    return pa.schema(
+        [
+            ("shard", pa.int32()),  # number in the manifest
+            ("row", pa.int32()),  # in the tar
+            ("key", pa.string()),
+            ("path", pa.string()),
+            ("labels", pa.list_(pa.int64())),
+            ("width", pa.int32()),
+            ("height", pa.int32()),
+            ("bytes", pa.int64()),
+            *moments,
+            ("digest", pa.string()),
+            ("duplicate", pa.bool_()),  # an earlier sample of the split has its bytes
+        ]
+    )
+
+
+def to_parquet(samples: Sequence[SampleStatistics]) -> bytes:
+    """Pack the rows of a shard, or of a part of it, for `write_statistics`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    names = [name for name in schema().names if name not in ("shard", "duplicate")]
+    rows = [(each.row, _text(each.key), _text(each.path), each.labels, *each.image) for each in samples]
+    fields = [schema().field(name) for name in names]
+    columns = zip(fields, list(zip(*rows, strict=True)) or [()] * len(fields), strict=True)
+    arrays = [pa.array(column, field.type) for field, column in columns]
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table(arrays, schema=pa.schema(fields)), sink, compression="zstd")
+    return sink.getvalue().to_pybytes()
+
+
+def _text(text: str | None) -> str | None:
+    """Replace what is no Unicode in names of files, for Arrow has only UTF-8."""
+    return (
+        text if text is None or text.isascii() else text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    )
+
+
+def write_statistics(
+    folder: Folder,
+    manifest: Manifest,
+    parts: Iterable[tuple[int, bytes]],
+    *,
+    unreadable: int = 0,
+    scratch: Path | None = None,
+) -> None:
+    """Write `folder`'s table: `parts` are shards' numbers in the manifest and their rows (`to_parquet`), in order.
+
+    `unreadable` images were left out of the shards. `scratch` is a local folder (default: the system's).
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    facts = {
+        "name": manifest.name,
+        "split": manifest.split,
+        "set": manifest.digest,
+        "labels": manifest.labels.kind,
+        "classes": manifest.classes,
+        "shards": [shard.file for shard in manifest.shards],
+        "unreadable": unreadable,
+    }
+    whole = schema().with_metadata({_FACTS: json.dumps(facts)})
+    digests = bytearray()
+    with tempfile.TemporaryDirectory(dir=scratch, prefix=".statistics-") as scratch_name:
+        before, result = (Path(scratch_name) / name for name in ("rows", STATISTICS_FILE))
+        with pq.ParquetWriter(before, plain := schema().remove(len(schema()) - 1), compression="zstd") as writer:
+            for table in _regrouped(_numbered(parts, plain), plain):
+                texts = table.column("digest").to_pylist()
+                digests += bytes.fromhex("".join(texts))
+                writer.write_table(table)
+        is_copy = repeated(np.frombuffer(digests, np.uint64).reshape(-1, DIGEST_BYTES // 8))
+        rows, done = pq.ParquetFile(before), 0
+        with pq.ParquetWriter(result, whole, compression="zstd") as writer:
+            for number in range(rows.num_row_groups):
+                table = rows.read_row_group(number)
+                is_readable = table.column("width").to_numpy() > 0
+                copies = pa.array(is_copy[done : done + len(table)] & is_readable)
+                writer.write_table(table.append_column(whole.field("duplicate"), copies).cast(whole))
+                done += len(table)
+        folder.put(STATISTICS_FILE, result)
+
+
+def _numbered(parts: Iterable[tuple[int, bytes]], plain: pa.Schema) -> Iterator[pa.Table]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for number, content in parts:
+        table = pq.ParquetFile(pa.BufferReader(content)).read()
+        yield table.add_column(0, plain.field("shard"), pa.array(np.full(len(table), number, np.int32)))
+
+
+def _regrouped(tables: Iterable[pa.Table], plain: pa.Schema) -> Iterator[pa.Table]:
+    """Cut into tables of `ROWS` rows, so that the file does not depend on how the work was cut."""
+    import pyarrow as pa
+
+    waiting = plain.empty_table()
+    for table in tables:
+        waiting = pa.concat_tables([waiting, table])
+        while len(waiting) >= ROWS:
+            yield waiting.slice(0, ROWS).combine_chunks()
+            waiting = waiting.slice(ROWS)
+    if len(waiting):
+        yield waiting.combine_chunks()
+
+
+def repeated(digests: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Mark the rows that an earlier row equals: [rows, words]. Takes 16 bytes a row and a sort."""
+    order = np.argsort(digests[:, 0], kind="stable")
+    in_order = digests[order, 0]
+    same = np.zeros(len(order) + 1, np.bool_)  # its first word equals that of the one before
+    same[1:-1] = in_order[1:] == in_order[:-1]
+    rows = np.sort(order[same[:-1] | same[1:]])  # few, as a rule
+    marks = np.zeros(len(order), np.bool_)
+    if len(rows):
+        _, first, group = np.unique(digests[rows], axis=0, return_index=True, return_inverse=True)
+        marks[rows] = first[group.ravel()] != np.arange(len(rows))
+    return marks
+
+
+def read_facts(metadata: Mapping[bytes, bytes] | None) -> dict[str, Any]:
+    """Return what a table says of its set, from the metadata of its schema; KeyError or ValueError if it is another."""
+    return parse_json((metadata or {})[_FACTS])
