@@ -39,7 +39,7 @@ from shardvit.data_shards.reading.indexing import PEEKED_TARS, demand_cls
 from shardvit.data_shards.reading.tar_summary import peek
 from shardvit.data_shards.shards.holdout import rows_of
 from shardvit.data_shards.shards.labels import LabelSpec
-from shardvit.data_shards.shards.location import redacted
+from shardvit.data_shards.shards.location import is_local, local_path, redacted
 from shardvit.data_shards.shards.shard_index import default_index_folder
 from shardvit.data_shards.shards.shard_set import ShardSet, class_difference
 from shardvit.data_shards.store.folders import open_folder
@@ -59,6 +59,11 @@ class SampleOptions:
     label: str | None = None  # "cls", "txt", "json:KEY" or "tar", the tar's name; None: `cls`, if it exists
     kind: LabelKind = "single"
     class_names: Path | None = None  # None: found in the labels
+
+    def as_json(self) -> dict[str, str | None] | None:
+        """Format for pack.json; None for the defaults."""
+        names = str(self.class_names.resolve()) if self.class_names else None
+        return None if self == SampleOptions() else {**vars(self), "class_names": names}
 
 
 def tar_source(
@@ -175,7 +180,7 @@ def _source(
             numbers = _stacked([each.numbers(labels, label_map) for each in its])
             splits[split] = ImageSet(files, np.arange(len(numbers)), numbers)
     return Source(
-        shown,
+        os.path.abspath(local_path(spec)) if is_local(spec) else shown,
         classes,
         splits,
         notes=tuple(notes),
