@@ -100,7 +100,7 @@ def _shown_pipe(command: str) -> str:
 
 
 def redact_text(text: str, *, url: str = "") -> str:
-    """Redact the URLs in a library's or program's message, and words of a `pipe:` command."""
+    """Redact the URLs in a library's or program's message, and words of `url`: a command's, or user and password."""
     text = re.sub(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+", lambda match: redacted(match[0]), text)
     if url.startswith(PIPE):
         allowed = redacted(url).removeprefix(PIPE).split()
@@ -108,6 +108,8 @@ def redact_text(text: str, *, url: str = "") -> str:
         for word in sorted(words, key=len, reverse=True):
             if len(word) >= 6 and not any(word in each for each in allowed):
                 text = text.replace(word, "...")
+    elif user := re.match(rf"{_SCHEME.pattern}([^/?#]*@)", url):
+        text = text.replace(user[2], "")  # s3fs takes it for a part of the bucket's name
     return text
 
 

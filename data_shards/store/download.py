@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar
 
 from shardvit.data_shards.errors import SampleError
-from shardvit.data_shards.shards.location import PIPE, Commands, redacted
+from shardvit.data_shards.shards.location import PIPE, Commands, redact_text, redacted
 from shardvit.data_shards.store.remote import RANGE_BYTES, Output, Remotes, Stored
 from shardvit.data_shards.store.remote_errors import DownloadStopped, Failure, Missing, Refused, Stop, Transient, Wrong
 
@@ -79,12 +79,12 @@ class Backoff:
 
     def wait(self, failure: Failure, *, spent_seconds: float) -> None:
         """Wait after an attempt of `spent_seconds`; StoreError if it was the last one."""
-        url = redacted(self._url)
+        url, reason = redacted(self._url), redact_text(str(failure), url=self._url)
         if isinstance(failure, Missing):
-            raise MissingObject(f"{url} is not there ({failure}): check the location, or copy it there")
+            raise MissingObject(f"{url} is not there ({reason}): check the location, or copy it there")
         if isinstance(failure, Refused):
             raise StoreError(
-                f"{url} cannot be {self._access} ({failure}): check the location, and the credentials and settings "
+                f"{url} cannot be {self._access} ({reason}): check the location, and the credentials and settings "
                 "in the environment, ~/.netrc, ~/.aws or ~/.config/fsspec"
             )
         self._wrong += isinstance(failure, Wrong)
@@ -95,14 +95,14 @@ class Backoff:
         if isinstance(failure, Wrong):  # by count alone: a slow machine must not make us blame the network
             if self._wrong >= self._policy.wrong_attempts:
                 advice = "run the command by hand" if self._url.startswith(PIPE) else "upload or pack it again"
-                raise StoreError(f"{url}: {failure}{_times(self._wrong)}: {advice}")
+                raise StoreError(f"{url}: {reason}{_times(self._wrong)}: {advice}")
         elif self._spent_seconds >= self._policy.give_up_seconds:
             raise StoreError(
-                f"{url}: {failure}{_times(self._failures)}: check the network and the server, "
+                f"{url}: {reason}{_times(self._failures)}: check the network and the server, "
                 "then run the same command again"
             )
         if self._failures == 3:  # more than a hiccup, and the wait should not look like a hang
-            _log.warning("%s: %s; trying again", url, failure)
+            _log.warning("%s: %s; trying again", url, reason)
         self._sleep(delay)
 
 

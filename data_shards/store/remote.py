@@ -280,6 +280,8 @@ class _Page(Stored):
             _check(response, about)
             span = response.headers.get("Content-Range", "").strip()
             is_all = response.status == 200 and (start, end) == (0, about.num_bytes)
+            if not is_all and response.status == 200 and about.ranges == "no":
+                raise Refused("the server sends no ranges")
             if not is_all and (response.status != 206 or not span.startswith(f"bytes {start}-")):
                 raise Transient("the server sent another part of the file than it was asked for")
             return await read(response, end - start), _tag(response)
@@ -287,9 +289,8 @@ class _Page(Stored):
             response.close()
 
     def stamped(self, start: int, end: int) -> tuple[bytes, str]:
-        about = About(None if start else end, "", "yes")
         with translate_errors():
-            return self.wait(self._stamped(about, start, end))
+            return self.wait(self._stamped(About(None if start else end, "", "no"), start, end))
 
     async def _get(self, span: str) -> Any:
         session = await self.fs.set_session()

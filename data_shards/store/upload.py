@@ -7,6 +7,7 @@ clients. Other stores (sftp, smb, hdfs) show a file while it is written: there i
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import uuid
@@ -19,6 +20,7 @@ from typing import Any
 
 from shardvit.data_shards.store.bucket import is_bucket, request, unfinished_uploads
 from shardvit.data_shards.store.download import Downloads, MissingObject, StoreError
+from shardvit.data_shards.store.remote import Stored
 from shardvit.data_shards.store.remote_errors import Failure, Missing, Transient, Wrong
 
 PART_BYTES = 16 * 2**20
@@ -44,7 +46,7 @@ def upload_file(downloads: Downloads, url: str, file: Path) -> None:
 
     def attempt(remote: Any) -> None:
         if is_bucket(remote) and num_bytes > 2 * PART_BYTES:
-            _upload_parts(downloads, url, file, num_bytes)
+            _upload_parts(downloads, url, remote, file)
             _demand_size(remote, num_bytes)
         else:
             _put(remote, lambda path: remote.call("put_file", str(file), path), num_bytes=num_bytes)
@@ -97,40 +99,58 @@ def _put(remote: Any, write: Callable[[str], object], *, num_bytes: int) -> None
         raise
 
 
-def _demand_size(remote: Any, num_bytes: int) -> None:
+def _demand_size(remote: Any, num_bytes: int) -> str:
+    """Return the object's fingerprint; a Failure if its size is another."""
     try:
-        found = remote.about().num_bytes
+        about = remote.about()
     except Missing:
         raise Transient("it is not there after its upload") from None
-    if found != num_bytes:
-        raise Wrong(f"it has {found} bytes after its upload where {num_bytes} were sent")
+    if about.num_bytes != num_bytes:
+        raise Wrong(f"it has {about.num_bytes} bytes after its upload where {num_bytes} were sent")
+    return about.fingerprint
 
 
-def _upload_parts(downloads: Downloads, url: str, file: Path, num_bytes: int) -> None:
+def _upload_parts(downloads: Downloads, url: str, remote: Stored, file: Path) -> None:
     interrupted = threading.Event()
-
-    def ask(method: str, *, stop: Callable[[], bool] = interrupted.is_set, **options: Any) -> dict[str, Any]:
-        attempt = partial(request, method=method, **options)
-        return downloads.retried(url, attempt, num_bytes=part_bytes, access="written", stop=stop)
-
+    num_bytes = file.stat().st_size
     part_bytes = max(PART_BYTES, -(-num_bytes // _MOST_PARTS))
-    upload_id = ask("create_multipart_upload")["UploadId"]
 
-    def send(number: int) -> dict[str, object]:
+    def ask(method: str, **options: Any) -> dict[str, Any]:
+        attempt = partial(request, method=method, **options)
+        return downloads.retried(url, attempt, num_bytes=part_bytes, access="written", stop=interrupted.is_set)
+
+    def send(number: int) -> dict[str, str | int]:
         with file.open("rb", buffering=0) as opened:
             data = os.pread(opened.fileno(), part_bytes, (number - 1) * part_bytes)
         answer = ask("upload_part", UploadId=upload_id, PartNumber=number, Body=data)
         return {"PartNumber": number, "ETag": answer["ETag"]}
 
+    upload_id = ask("create_multipart_upload")["UploadId"]
+    parts = list[dict[str, str | int]]()
     try:
         with ThreadPoolExecutor(_PARTS_IN_FLIGHT) as pool:
             try:
-                parts = list(pool.map(send, range(1, -(-num_bytes // part_bytes) + 1)))
+                parts += pool.map(send, range(1, -(-num_bytes // part_bytes) + 1))
             except BaseException:
                 interrupted.set()  # ends requests under way within 0.1 s
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         ask("complete_multipart_upload", UploadId=upload_id, MultipartUpload={"Parts": parts})
-    except BaseException:
-        ask("abort_multipart_upload", UploadId=upload_id, stop=lambda: False)
+    except MissingObject:  # the upload is gone: it was aborted, or completed and the answer was lost
+        if _demand_size(remote, num_bytes) != _fingerprint_of_parts(parts):
+            raise Transient("its upload was aborted by another process") from None
+    except BaseException as error:
+        interrupted.clear()
+        with suppress(StoreError):
+            abort = partial(request, method="abort_multipart_upload", UploadId=upload_id)
+            downloads.retried(url, abort, access="written", patiently=isinstance(error, Exception))
         raise
+
+
+def _fingerprint_of_parts(parts: list[dict[str, str | int]]) -> str:
+    """Fingerprint of an object made of these parts; "" in stores with tags of another kind."""
+    try:
+        tags = b"".join(bytes.fromhex(str(part["ETag"]).strip('"')) for part in parts)
+    except ValueError:
+        return ""
+    return f'ETag="{hashlib.md5(tags, usedforsecurity=False).hexdigest()}-{len(parts)}"'

@@ -7,7 +7,7 @@ import socket
 import struct
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,9 +31,13 @@ class FaultServer:
     always: dict[str, str] = field(default_factory=dict)
     redirects: dict[str, str] = field(default_factory=dict)  # path to place, whatever is asked of it
     requests: list[tuple[str, str, str]] = field(default_factory=list)  # method, path, Range header
+    asked: list[tuple[str, str]] = field(default_factory=list)  # method, path with query
     has_ranges: bool = True
     tag: Literal["strong", "weak"] = "strong"  # kind of ETag
     upstream: tuple[str, int] | None = None
+    # A fault by method and path with its query, "" for none: a status, "drop" (the connection is cut before the request
+    # is passed on) or "deaf" (cut after it, before the answer).
+    meddle: Callable[[str, str], str] = lambda method, path: ""
     pause_seconds: float = 0.0  # before each 64 KiB
     url: str = ""
     released: threading.Event = field(default_factory=threading.Event)
@@ -62,6 +66,18 @@ class _Handler(BaseHTTPRequestHandler):
         told, path, span = self.told, self.path.partition("?")[0], self.headers.get("Range", "")
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         told.requests.append((self.command, path, span))
+        told.asked.append((self.command, self.path))
+        meddled = told.meddle(self.command, self.path)
+        if meddled in ("drop", "deaf"):
+            if meddled == "deaf":
+                self._upstream(body)
+            self.close_connection = True
+            return
+        if meddled:
+            self.send_response_only(int(meddled))
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
         status, headers, content = self._upstream(body) if told.upstream else self._file(path, span)
         fault = ""
         if self.command == "GET" and span != "bytes=0-0" and status < 300:
@@ -119,6 +135,8 @@ class _Handler(BaseHTTPRequestHandler):
         headers = [("ETag", tag)] if self.told.has_ranges else []
         match = re.fullmatch(r"bytes=(\d+)-(\d*)", span)
         if match and self.told.has_ranges and self.headers.get("If-Range", tag) == tag:
+            if int(match[1]) >= len(content):
+                return 416, [("Content-Range", f"bytes */{len(content)}")], b""
             first, last = int(match[1]), min(int(match[2] or len(content)), len(content) - 1)
             return 206, [*headers, ("Content-Range", f"bytes {first}-{last}/{len(content)}")], content[first : last + 1]
         return 200, headers, content
