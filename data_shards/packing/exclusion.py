@@ -50,12 +50,7 @@ class PlannedImages:
 
 
 def _digest(plan: ShardPlan) -> str:
-    digest = hashlib.sha256()
-    for position in range(len(plan)):
-        stamp = plan.images.stamp(position)
-        digest.update(f"{len(stamp)}\0".encode())
-        digest.update(stamp)
-    return digest.hexdigest()
+    return hashlib.sha256(plan.images.stamps.tobytes()).hexdigest()
 
 
 @dataclass(frozen=True)

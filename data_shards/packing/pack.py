@@ -18,6 +18,7 @@ unreadable image, the same command resumes with a byte-identical result. Costs o
 import errno
 import os
 import shutil
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -65,6 +66,7 @@ from shardvit.data_shards.text import counted, parse_json, printable, show_bytes
 
 PACK_FILE = "pack.json"
 PACK_VERSION = 1
+_SAID_SECONDS = 30  # listing that takes longer is told
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 # ImageNet downscaled to 320 pixels takes 43 kB an image at quality 90.
 _REDUCED_BYTES_PER_SQUARE_PIXEL = 0.42
@@ -97,14 +99,20 @@ def pack(
 
 
 def _pack(source_spec: str, out: Path, request: PackRequest, report: Report) -> PackReport:
-    source = open_source(
-        source_spec,
-        labels=request.labels,
-        published=request.published,
-        samples=request.samples,
-        unpacking=Unpacking(unpacked_path(out), report),
-        unfit=request.unreadable,
-    )
+    slow = threading.Timer(_SAID_SECONDS, report, [f"{source_spec}: listing its images"])
+    slow.daemon = True
+    slow.start()
+    try:
+        source = open_source(
+            source_spec,
+            labels=request.labels,
+            published=request.published,
+            samples=request.samples,
+            unpacking=Unpacking(unpacked_path(out), report),
+            unfit=request.unreadable,
+        )
+    finally:
+        slow.cancel()
     classes = counted(len(source.classes), "class")
     report(f"{source.spec}: {counted(source.num_images, 'image')} of {classes} found")
     if Path(source.spec).is_dir() and out.resolve().is_relative_to(source.spec):  # a name like "digits" is not a folder

@@ -198,10 +198,9 @@ def plan_mark(plan: ShardPlan, request: PackRequest) -> str:
     options = (plan.file, request.resize, request.pixel_limit, version("pillow"), version("simplejpeg"))
     digest = hashlib.sha256(repr(options).encode())
     digest.update(plan.labels.tobytes())
+    digest.update(plan.images.stamps.tobytes())
     for position in range(len(plan)):
-        stamp = plan.images.stamp(position)
-        digest.update(f"\0{plan.key(position)}\0{len(stamp)}\0".encode())
-        digest.update(stamp)
+        digest.update(f"\0{plan.key(position)}".encode())
     return digest.hexdigest()
 
 

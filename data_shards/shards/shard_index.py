@@ -41,6 +41,13 @@ class Texts(Sequence[str]):
         lengths = np.concatenate([np.diff(part.ends, prepend=0) for part in parts] or [np.zeros(0, np.int64)])
         return cls(np.concatenate([part.blob for part in parts] or [np.zeros(0, np.uint8)]), np.cumsum(lengths))
 
+    def take(self, rows: NDArray[np.int64]) -> Texts:
+        starts = np.where(rows > 0, self.ends[rows - 1], 0)
+        lengths = self.ends[rows] - starts
+        ends = np.cumsum(lengths)
+        places = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - ends + lengths, lengths)
+        return Texts(self.blob[places], ends)
+
     def __len__(self) -> int:
         return len(self.ends)
 

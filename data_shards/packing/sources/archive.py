@@ -6,14 +6,8 @@ removes. Devices and links are skipped; links to images, and names that lead out
 """
 
 import contextlib
-import fcntl
-import gzip
 import hashlib
 import os
-import shutil
-import threading
-import time
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,27 +24,22 @@ from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources.base import (
     GZIPPED,
     SUFFIXES,
-    Files,
-    FolderFiles,
     Int64s,
     is_image,
     walk_folder,
 )
-from shardvit.data_shards.progress_line import LINE_SECONDS
+from shardvit.data_shards.packing.sources.located import Container, LocatedFiles, folder_files, stamp_of
 from shardvit.data_shards.shards.location import redacted
 from shardvit.data_shards.shards.shard_index import MOST_TAR_BYTES, Texts, default_index_folder, read_arrays
 from shardvit.data_shards.shards.shard_set import Report
-from shardvit.data_shards.shards.tar_walk import BLOCK_BYTES, Member, TarDamage, stated_member, walk_tar
+from shardvit.data_shards.shards.tar_walk import Member, TarDamage, walk_tar
 from shardvit.data_shards.text import named, show_bytes
 
 _VERSION = 2  # of cached listings
-_COPY_BYTES = 1 << 20
-_SAID_BYTES = 50_000_000  # smaller archives are decompressed silently
 _LISTED_AT_ONCE_BYTES = 5_000_000_000
 _THREADS = 16  # they wait for headers: a millisecond each on a network disk
-_ARRAYS = {"archive": "archive", "offset": "offset", "size": "sizes"}  # name on disk -> field of Listing
+_ARRAYS = {"archive": "archive", "offset": "offset", "size": "sizes"}  # name on disk -> field of _Listing
 _MOST_SMALL_BYTES = 1 << 28  # of a file read whole: CIFAR-100's training part has 155 MB
-_DECOMPRESSING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -85,56 +74,25 @@ class Archive:
         except OSError as error:
             raise UserError(f"{self.path}: the archive cannot be read ({error.strerror})") from None
 
-    def open(self) -> int:
-        """Return a descriptor of the plain tar, decompressed if need be; the caller closes it."""
-        path = self.path
-        if path.name.lower().endswith(GZIPPED):
-            with _DECOMPRESSING:
-                path = _decompressed(self)
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    @property
+    def container(self) -> Container:
+        location, stamp = os.path.abspath(self.path), f"{self.num_bytes}-{self.stat.st_mtime_ns}"
+        if not self.path.name.lower().endswith(GZIPPED):
+            return Container("tar", location, stamp)
+        if self.unpacking.folder is None:
+            raise UserError(f"{self.path}: it is compressed; decompress it (`gunzip`) and give the plain tar")
+        plain = self.unpacking.folder / f"{stem(self.path.name)}-{self.key}.tar"
+        return Container("tar", os.path.abspath(plain), stamp, compressed=location)
 
 
-@dataclass(frozen=True)
-class Listing:
-    """Regular files of some archives, in the archives' order; those of nested tars are named STEM/NAME."""
-
-    path: Path  # of the archive, or of the folder of archives
-    archives: tuple[Archive, ...]
-    names: Texts
-    archive: Int64s  # [num_files]: index in `archives`
-    offset: Int64s  # [num_files]: of its data, in the plain tar
-    sizes: Int64s
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def stamp(self, row: int) -> bytes:
-        archive = self.archives[int(self.archive[row])]
-        place = (int(self.offset[row]), int(self.sizes[row]), archive.num_bytes, archive.stat.st_mtime_ns)
-        return f"{self.names[row]}\0{place}".encode(errors="surrogateescape")
-
-    def read(self, row: int) -> bytes:
-        """Read one file; OSError if that fails, or the archive changed since it was listed."""
-        offset, size = int(self.offset[row]), int(self.sizes[row])
-        with open(self.archives[int(self.archive[row])].open(), "rb", buffering=0) as tar:
-            data = os.pread(tar.fileno(), BLOCK_BYTES + size, offset - BLOCK_BYTES)
-        try:
-            stated = stated_member(data[:BLOCK_BYTES])[1]
-        except ValueError:
-            stated = -1
-        if stated != size or len(data) != BLOCK_BYTES + size:
-            raise OSError("the archive has changed since it was listed")
-        return data[BLOCK_BYTES:]
-
-
-def list_archives(archives: Sequence[Archive], *, folder: Path | None = None) -> Listing:
+def list_archives(archives: Sequence[Archive], *, folder: Path | None = None) -> LocatedFiles:
     """List archives, cached; with `folder`, files are named STEM/NAME. UserError names a damaged or unsafe archive."""
     inside = "names" if folder is None else "stems"
     whole = hashlib.sha256("\0".join([inside, *(archive.key for archive in archives)]).encode()).hexdigest()[:32]
     kept = default_index_folder() / f"archives-{whole}.npz"
     path = folder or archives[0].path
     with contextlib.suppress(OSError, ValueError):
-        return _load(kept, path, tuple(archives))
+        return _located(path, archives, _load(kept, len(archives)))
     total = sum(archive.num_bytes for archive in archives)
     if total >= _LISTED_AT_ONCE_BYTES:
         archives[0].unpacking.report(f"{archives[0].path}: listing {show_bytes(total)} of images, once")
@@ -143,18 +101,18 @@ def list_archives(archives: Sequence[Archive], *, folder: Path | None = None) ->
     names, offsets, sizes = zip(*(piece for part in parts for piece in part), strict=True)
     counts = [sum(len(piece.names) for piece in part) for part in parts]
     archive = np.repeat(np.arange(len(parts)), counts).astype(np.int64)
-    listing = Listing(path, tuple(archives), Texts.join(names), archive, np.concatenate(offsets), np.concatenate(sizes))
+    found = _Listing(Texts.join(names), archive, np.concatenate(offsets), np.concatenate(sizes))
     with contextlib.suppress(OSError):  # the cache only saves time
-        _save(listing, kept)
-    return listing
+        _save(found, kept)
+    return _located(path, archives, found)
 
 
-def open_files(path: Path, *, unpacking: Unpacking) -> Files:
+def open_files(path: Path, *, unpacking: Unpacking) -> LocatedFiles:
     """List a folder (names start with its own, as in an archive of it) or an archive; UserError for others."""
     if path.is_dir():
         whole = Path(os.path.abspath(path))
         images, others = walk_folder(whole.parent, whole.name)
-        return FolderFiles(path, [*images, *others], whole.parent)
+        return folder_files(whole.parent, [*images, *others], path=path)
     if not is_archive(path):
         raise UserError(f"{path}: there is no such folder, and no archive ({', '.join(SUFFIXES)}) of that name")
     return list_archives([Archive(path, unpacking)])
@@ -170,7 +128,7 @@ def is_tar(location: str) -> bool:
     return redacted(location).lower().endswith(SUFFIXES)
 
 
-def read_small(files: Files, row: int) -> bytes:
+def read_small(files: LocatedFiles, row: int) -> bytes:
     """Read a whole file, such as a list; UserError if it is missing, or larger than any published one."""
     try:
         if not 0 <= files.sizes[row] <= _MOST_SMALL_BYTES:
@@ -181,7 +139,7 @@ def read_small(files: Files, row: int) -> bytes:
         raise UserError(f"{files.path}: {files.names[row]!a} in it cannot be read ({reason}); fetch it again") from None
 
 
-def rows_by_name(files: Files, wanted: Iterable[str] | None = None) -> dict[str, int]:
+def rows_by_name(files: LocatedFiles, wanted: Iterable[str] | None = None) -> dict[str, int]:
     """Map base names to rows, all or those `wanted`, without hidden files."""
     names = None if wanted is None else set(wanted)
     last = ((path.rpartition("/")[2], row) for row, path in enumerate(files.names))
@@ -212,6 +170,15 @@ def stem(name: str) -> str:
     return name[: len(name) - len(suffix)]
 
 
+class _Listing(NamedTuple):
+    """Regular files of some archives, in the archives' order; those of nested tars are named STEM/NAME."""
+
+    names: Texts
+    archive: Int64s  # [num_files]: number of the archive
+    offset: Int64s  # [num_files]: of its data, in the plain tar
+    sizes: Int64s
+
+
 class _Piece(NamedTuple):
     """Some files of an archive, as arrays: ImageNet-21k has 14 million."""
 
@@ -221,7 +188,7 @@ class _Piece(NamedTuple):
 
 
 def _list_archive(archive: Archive, *, above: str) -> list[_Piece]:
-    with open(archive.open(), "rb", buffering=0) as opened:
+    with open(archive.container.plain(archive.unpacking.report), "rb", buffering=0) as opened:
         outer = _walk(opened.fileno(), archive.path, above=above)
         tars = [member for member in outer if member.name.lower().endswith(".tar")]
 
@@ -273,68 +240,34 @@ def _piece(members: Sequence[Member]) -> _Piece:
     )
 
 
-def _decompressed(archive: Archive) -> Path:
-    folder = archive.unpacking.folder
-    if folder is None:
-        raise UserError(f"{archive.path}: it is compressed; decompress it (`gunzip`) and give the plain tar")
-    path = folder / f"{stem(archive.path.name)}-{archive.key}.tar"
-    if path.exists():
-        return path
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(folder).free
-        if free < archive.num_bytes:
-            raise UserError(
-                f"{archive.path}: decompressing it takes more than {show_bytes(archive.num_bytes)} in {folder}, and "
-                f"{show_bytes(free)} are free; make room or choose an OUT on another disk"
-            )
-        if archive.num_bytes >= _SAID_BYTES:
-            archive.unpacking.report(
-                f"{archive.path}: a gzipped tar can only be read from its start, so it is decompressed once into "
-                f"{folder} (more than {show_bytes(archive.num_bytes)}, removed when the shards are complete)"
-            )
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:  # one process at a time, which overwrites what a dead one left
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            if not path.exists():  # another process may have made it meanwhile
-                with replaced(path) as beside:
-                    _decompress(archive, beside)
-        finally:
-            os.close(handle)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{archive.path}: it cannot be decompressed ({error}); fetch it again") from None
-    except OSError as error:
-        raise UserError(
-            f"{archive.path}: it cannot be decompressed into {folder} ({error.strerror}); make room or choose an OUT "
-            "on another disk"
-        ) from None
-    return path
+def _located(path: Path, archives: Sequence[Archive], found: _Listing) -> LocatedFiles:
+    places = zip(found.names, found.archive.tolist(), found.offset.tolist(), found.sizes.tolist(), strict=True)
+    stats = [(each.num_bytes, each.stat.st_mtime_ns) for each in archives]
+    stamps = (stamp_of(name, (offset, size, *stats[archive])) for name, archive, offset, size in places)
+    return LocatedFiles(
+        str(path),
+        tuple(archive.container for archive in archives),
+        found.names,
+        found.archive.astype(np.int32),
+        found.offset,
+        found.sizes,
+        np.fromiter(stamps, np.uint64, len(found.names)),
+    )
 
 
-def _decompress(archive: Archive, target: Path) -> None:
-    last_line = time.monotonic()
-    with open(archive.path, "rb") as raw, gzip.GzipFile(fileobj=raw) as stream, open(target, "wb") as plain:
-        while data := stream.read(_COPY_BYTES):
-            plain.write(data)
-            if time.monotonic() - last_line >= LINE_SECONDS:
-                last_line = time.monotonic()
-                share = raw.tell() / max(archive.num_bytes, 1)
-                archive.unpacking.report(f"decompressing {archive.path.name}: {share:.0%}")
-
-
-def _save(listing: Listing, path: Path) -> None:
+def _save(found: _Listing, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path, sync="none", writers="several") as beside, beside.open("wb") as stream:
-        arrays = {name: getattr(listing, ours) for name, ours in _ARRAYS.items()}
-        np.savez(stream, names=listing.names.blob, ends=listing.names.ends, **arrays)
+        arrays = {name: getattr(found, ours) for name, ours in _ARRAYS.items()}
+        np.savez(stream, names=found.names.blob, ends=found.names.ends, **arrays)
 
 
-def _load(file: Path, path: Path, archives: tuple[Archive, ...]) -> Listing:
+def _load(file: Path, num_archives: int) -> _Listing:
     names, ends, *arrays = read_arrays(file, ["names", "ends", *_ARRAYS]).values()
     if any(each.dtype != np.int64 or each.shape != ends.shape or each.ndim != 1 for each in (ends, *arrays)):
         raise ValueError("its arrays do not fit together")
-    if any(((each < 0) | (each >= MOST_TAR_BYTES)).any() for each in arrays) or (arrays[0] >= len(archives)).any():
+    if any(((each < 0) | (each >= MOST_TAR_BYTES)).any() for each in arrays) or (arrays[0] >= num_archives).any():
         raise ValueError("an archive, offset or size that cannot be")
     if (np.diff(ends, prepend=0) < 0).any() or (ends[-1] if len(ends) else 0) != names.size:
         raise ValueError("its names do not fit together")
-    return Listing(path, archives, Texts(np.frombuffer(names.tobytes(), np.uint8), ends), *arrays)
+    return _Listing(Texts(np.frombuffer(names.tobytes(), np.uint8), ends), *arrays)

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources.archive import read_small, rows_by_name
 from shardvit.data_shards.packing.sources.base import (
-    Files,
     ImageSet,
     Int64s,
     Source,
@@ -31,6 +30,7 @@ from shardvit.data_shards.packing.sources.base import (
     array_images,
     published_source,
 )
+from shardvit.data_shards.packing.sources.located import LocatedFiles
 
 _DIGITS_FILE = "datasets/data/digits.csv.gz"  # read by load_digits: 64 pixels and the digit a line
 _DIGITS_MOST = 16  # each pixel counts the set points in a 4x4 block of the scan
@@ -156,7 +156,7 @@ def find_cifar(folder: Path) -> Path | None:
     return found[0] if found else None
 
 
-def cifar_source(files: Files, *, labels: CifarLabels = "fine") -> Source:
+def cifar_source(files: LocatedFiles, *, labels: CifarLabels = "fine") -> Source:
     """Read the set; UserError if a part is missing or not as published."""
     rows = rows_by_name(files)
     folders = {path.rpartition("/")[0].rpartition("/")[2] for path in files.names}
@@ -177,11 +177,11 @@ def cifar_source(files: Files, *, labels: CifarLabels = "fine") -> Source:
         "val": version.images("test", (layout.test,), num_classes=len(classes)),
     }
     title = f"CIFAR-{layout.num_classes}; its test part becomes val"
-    return published_source(files.path, classes, splits, title=title)
+    return published_source(Path(files.path), classes, splits, title=title)
 
 
 class _Version(NamedTuple):
-    files: Files
+    files: LocatedFiles
     rows: dict[str, int]
     layout: _Layout
     labels: CifarLabels

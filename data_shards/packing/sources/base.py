@@ -6,47 +6,27 @@ Listing costs a `scandir` per folder and a `stat` per image; only `read` opens a
 from __future__ import annotations
 
 import hashlib
-import io
 import os
-import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.sources.located import LocatedFiles, array_files
 from shardvit.data_shards.shards.tar_index import IMAGE_EXTENSIONS
 from shardvit.data_shards.text import counted
 from shardvit.data_shards.vocabulary import LabelKind
 
 GZIPPED = (".tar.gz", ".tgz")
 SUFFIXES = (".tar", *GZIPPED)  # of archives
-ABSENT = -1  # size of a missing file
 _MOST_PROBLEMS = 20
 
 SplitName = Literal["train", "val", "test"]
 Int64s = NDArray[np.int64]
-
-
-class Files(Protocol):
-    """Files in a folder, in archives or in memory, numbered by row; `read` raises OSError.
-
-    `path` is for messages; `names` are relative paths with forward slashes; `sizes` are in bytes. `stamp` includes the
-    name and changes with the file, as far as can be told without reading it.
-    """
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def names(self) -> Sequence[str]: ...
-    @property
-    def sizes(self) -> Int64s: ...
-    def read(self, row: int) -> bytes: ...
-    def stamp(self, row: int) -> bytes: ...
 
 
 @dataclass(frozen=True)
@@ -56,7 +36,7 @@ class ImageSet:
     `labels` index the source's classes: [num_images], or [num_images, most labels] padded with -1.
     """
 
-    files: Files
+    files: LocatedFiles
     rows: Int64s
     labels: Int64s
 
@@ -73,8 +53,9 @@ class ImageSet:
         """Return the image's place, unique in the source: `train/cat/0338.jpg`."""
         return self.files.names[int(self.rows[index])]
 
-    def stamp(self, index: int) -> bytes:
-        return self.files.stamp(int(self.rows[index]))
+    @property
+    def stamps(self) -> NDArray[np.uint64]:
+        return self.files.stamps[self.rows]
 
     @property
     def num_bytes(self) -> Int64s:
@@ -105,9 +86,9 @@ class Source:
             if self.kind == "multi":
                 digest.update(repr(images.labels.shape).encode())
             digest.update(np.ascontiguousarray(images.labels).tobytes())
-            if isinstance(images.files, ArrayFiles):
-                digest.update(repr((str(images.files.path), images.files.pixels.shape)).encode())
-                digest.update(np.ascontiguousarray(images.files.pixels).tobytes())
+            if (pixels := images.files.containers[0].pixels) is not None:
+                digest.update(repr((images.files.path, pixels.shape)).encode())
+                digest.update(np.ascontiguousarray(pixels).tobytes())
                 continue
             for row, size in enumerate(images.num_bytes.tolist()):
                 digest.update(f"{images.trace(row)}\0{size}\0".encode(errors="surrogateescape"))
@@ -120,76 +101,12 @@ def published_source(path: Path, classes: Iterable[str], splits: Mapping[SplitNa
     return Source(str(path.resolve()), tuple(classes), splits, notes=(note,), empty_classes="report")
 
 
-@dataclass(frozen=True)
-class ArrayFiles:
-    """Images in memory, uint8 [num_images, height, width] or [..., 3], read as PNG; `sizes` are those of the pixels."""
-
-    path: Path
-    names: list[str]
-    sizes: Int64s
-    pixels: NDArray[np.uint8]
-
-    def read(self, row: int) -> bytes:
-        from PIL import Image
-
-        buffer = io.BytesIO()
-        Image.fromarray(self.pixels[row]).save(buffer, format="PNG")
-        return buffer.getvalue()
-
-    def stamp(self, row: int) -> bytes:
-        return self.names[row].encode() + b"\0" + self.pixels[row].tobytes()
-
-
 def array_images(origin: str, pixels: NDArray[np.uint8], labels: Int64s) -> ImageSet:
     """Wrap all images of an array; `origin` is the folder in their traces."""
-    names = [f"{origin}/{row}" for row in range(len(pixels))]
-    sizes = np.full(len(pixels), pixels[0].nbytes, dtype=np.int64)
-    return ImageSet(ArrayFiles(Path(origin), names, sizes, pixels), np.arange(len(pixels)), labels)
+    return ImageSet(array_files(origin, pixels), np.arange(len(pixels)), labels)
 
 
-@dataclass(frozen=True)
-class FolderFiles:
-    """Files below a folder; `names` are relative to `root`."""
-
-    path: Path
-    names: list[str]
-    root: Path
-
-    def read(self, row: int) -> bytes:
-        if self.sizes[row] == ABSENT:  # reading a pipe or a device could block forever
-            raise OSError("there is no such file, or it is not a plain file")
-        with open(f"{self.root}/{self.names[row]}", "rb", buffering=0) as stream:
-            return stream.read()
-
-    @property
-    def sizes(self) -> Int64s:
-        """`ABSENT` for what is missing or not a regular file."""
-        return self._stats[:, 0]
-
-    def stamp(self, row: int) -> bytes:
-        size, modified_ns = self._stats[row].tolist()
-        return f"{self.names[row]}\0{size}\0{modified_ns}".encode(errors="surrogateescape")
-
-    @cached_property
-    def _stats(self) -> Int64s:
-        """[files, 2]: size in bytes, mtime in ns."""
-        stats = np.full((len(self.names), 2), ABSENT, dtype=np.int64)
-        for row, name in enumerate(self.names):
-            try:
-                found = os.stat(f"{self.root}/{name}")
-            except OSError:
-                continue
-            if stat.S_ISREG(found.st_mode):
-                stats[row] = found.st_size, found.st_mtime_ns
-        return stats
-
-
-def file_images(root: Path, names: list[str], labels: Iterable[int] | Int64s) -> ImageSet:
-    """Wrap image files below `root`."""
-    return ImageSet(FolderFiles(root, names, root), np.arange(len(names)), np.asarray(labels, dtype=np.int64))
-
-
-def class_images(files: Files, by_class: Mapping[str, Sequence[int]], classes: Sequence[str]) -> ImageSet:
+def class_images(files: LocatedFiles, by_class: Mapping[str, Sequence[int]], classes: Sequence[str]) -> ImageSet:
     """Select the rows of each class, labelled by its index in `classes`."""
     rows = [np.array(by_class.get(name, ()), dtype=np.int64) for name in classes]
     return ImageSet(

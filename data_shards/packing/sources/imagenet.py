@@ -31,7 +31,6 @@ from shardvit.data_shards.packing.sources.archive import (
     rows_by_name,
 )
 from shardvit.data_shards.packing.sources.base import (
-    Files,
     ImageSet,
     Source,
     SplitName,
@@ -40,6 +39,7 @@ from shardvit.data_shards.packing.sources.base import (
     left_out_notes,
 )
 from shardvit.data_shards.packing.sources.label_list import read_lines
+from shardvit.data_shards.packing.sources.located import LocatedFiles
 from shardvit.data_shards.text import counted, named
 
 TRAIN_ARCHIVES = ("ILSVRC2012_img_train.tar", "fall11_whole.tar", "winter21_whole.tar.gz", "winter21_whole.tar")
@@ -146,7 +146,7 @@ def _val_labels_in(folder: Path) -> Path | None:
     return next((folder / name for name in VAL_LABELS if (folder / name).exists()), None)
 
 
-def _open(path: Path, unpacking: Unpacking) -> Files:
+def _open(path: Path, unpacking: Unpacking) -> LocatedFiles:
     if not (path.is_dir() and holds_class_tars(path)):
         return open_files(path, unpacking=unpacking)
     names = sorted(os.listdir(path))
@@ -157,7 +157,7 @@ def _open(path: Path, unpacking: Unpacking) -> Files:
 
 
 class _ClassFolders(NamedTuple):
-    files: Files
+    files: LocatedFiles
     splits: dict[SplitName, dict[str, list[int]]]
     notes: list[str]
     left_out: tuple[tuple[SplitName, str], ...]
@@ -169,9 +169,9 @@ class _ClassFolders(NamedTuple):
         return class_images(self.files, by_class, classes)
 
 
-def _by_class(files: Files, *, unfit: Unfit) -> _ClassFolders:
+def _by_class(files: LocatedFiles, *, unfit: Unfit) -> _ClassFolders:
     """Group images by [SPLIT/]CLASS below the folders that all of them share."""
-    path = files.path
+    path = Path(files.path)
     by_folder: dict[str, list[int]] = defaultdict(list)
     others: list[str] = []
     for row, name in enumerate(files.names):
@@ -230,7 +230,7 @@ def _splits(by_folder: dict[str, list[int]]) -> tuple[dict[SplitName, dict[str, 
     return {split: by_class for split, by_class in splits.items() if by_class}, loose
 
 
-def _drop_replaced(files: Files, splits: dict[SplitName, dict[str, list[int]]]) -> list[str]:
+def _drop_replaced(files: LocatedFiles, splits: dict[SplitName, dict[str, list[int]]]) -> list[str]:
     """Sort by name; of files that a tar holds twice keep the later, as unpacking would, and note the rest."""
     replaced: list[str] = []
     for by_class in splits.values():

@@ -29,7 +29,6 @@ import numpy as np
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources.base import (
-    ABSENT,
     ImageSet,
     Int64s,
     Source,
@@ -37,6 +36,7 @@ from shardvit.data_shards.packing.sources.base import (
     published_source,
     refuse_all,
 )
+from shardvit.data_shards.packing.sources.located import ABSENT
 from shardvit.data_shards.packing.sources.tree import FolderTree, LocalTree
 from shardvit.data_shards.text import brief, one_line, parse_json
 

@@ -1,29 +1,36 @@
 """Images at places that any worker can read by itself: a file of a folder, bytes of a tar, a row of an array.
 
 Columns rather than objects: 10^8 images take 30 bytes each beside their names. `take` gives a worker the few images of
-its shard. Opens nothing before the first read.
+its shard. A read is one `pread`, or one range request; a .tar.gz, which cannot seek, is decompressed before its first.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+import stat
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardvit.data_shards.durable import replaced
+from shardvit.data_shards.packing.sources.decompress import decompressed
 from shardvit.data_shards.shards.location import is_local, join
 from shardvit.data_shards.shards.shard_index import Texts
+from shardvit.data_shards.shards.shard_set import Report
 from shardvit.data_shards.shards.tar_walk import BLOCK_BYTES, stated_member
-from shardvit.data_shards.store.ranges import read_range, read_whole
-
-ABSENT = -1  # size of a missing file
 
 ContainerKind = Literal["folder", "tar", "array"]
+ABSENT = -1  # size of a missing file
+_STAT_PIECE = 2000  # files that a thread looks at
+_STAT_THREADS = 16  # they wait for a network disk
 
 
 @dataclass(frozen=True)
@@ -31,11 +38,20 @@ class Container:
     """What holds images: a folder, a plain tar, or the .npy file of an array; a local path or a URL.
 
     `stamp` changes with it, as far as can be told without reading it: size and time, or an ETag ("": unknown).
+    `compressed`: the .tar.gz of which `location` is the tar. `pixels`: uint8 [images, height, width(, 3)] in memory.
     """
 
     kind: ContainerKind
     location: str
     stamp: str = ""
+    compressed: str = ""
+    pixels: NDArray[np.uint8] | None = field(default=None, repr=False, compare=False)
+
+    def plain(self, report: Report) -> str:
+        """Return the location, decompressed if need be; UserError if that fails."""
+        if self.compressed:
+            decompressed(Path(self.compressed), Path(self.location), report=report)
+        return self.location
 
 
 @dataclass(frozen=True)
@@ -44,11 +60,14 @@ class LocatedFiles:
 
     path: str  # the source, for messages
     containers: tuple[Container, ...]
-    names: Texts  # traces: unique in the source, with forward slashes
+    names: Texts  # traces: unique in the source, with forward slashes; in a folder, the path below it
     container: NDArray[np.int32]
-    offsets: NDArray[np.int64]  # of the data in a tar; row of an array; 0 in a folder, where the name is the path
-    sizes: NDArray[np.int64]  # bytes
+    offsets: NDArray[np.int64]  # of the data in a tar; row of an array; 0 in a folder
+    sizes: NDArray[np.int64]  # bytes; of arrays, of the pixels; `ABSENT` for what is not a plain file
     stamps: NDArray[np.uint64]  # hash of what changes with the file: its name, size, time
+
+    def __len__(self) -> int:
+        return len(self.names)
 
     def take(self, rows: NDArray[np.int64]) -> LocatedFiles:
         """Take some files, as a worker needs them, with only their containers."""
@@ -56,88 +75,156 @@ class LocatedFiles:
         return LocatedFiles(
             self.path,
             tuple(self.containers[number] for number in used.tolist()),
-            Texts.of(self.names[row] for row in rows.tolist()),
+            self.names.take(rows),
             container.astype(np.int32),
             self.offsets[rows],
             self.sizes[rows],
             self.stamps[rows],
         )
 
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def stamp(self, row: int) -> bytes:
-        return self.stamps[row].tobytes()
-
     def read(self, row: int) -> bytes:
-        """Read one file; OSError if that fails, or its container changed since it was listed."""
-        container, offset, size = (
-            self.containers[int(self.container[row])],
-            int(self.offsets[row]),
-            int(self.sizes[row]),
-        )
+        """Read one image, of an array as PNG; OSError if that fails, or it changed since it was listed."""
+        container = self.containers[self.container[row]]
+        offset, size = int(self.offsets[row]), int(self.sizes[row])
         match container.kind:
             case "folder":
+                if size == ABSENT:  # reading a pipe or a device could block forever
+                    raise OSError("there is no such file, or it is not a plain file")
                 return _read_file(container.location, self.names[row], size)
             case "tar":
                 return _read_member(container, offset, size)
-            case "array":
-                return _read_array(container.location, offset)
+            case _:
+                return _png((_array(container.location) if container.pixels is None else container.pixels)[offset])
+
+    def prepare(self, report: Report) -> None:
+        """Decompress what has to be, once, before workers ask for it."""
+        for container in self.containers:
+            container.plain(report)
+
+    def saved(self, folder: Path) -> LocatedFiles:
+        """Write arrays in memory into a folder that other processes see, named by their content."""
+        kept = list(self.containers)
+        for number, container in enumerate(kept):
+            if (pixels := container.pixels) is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                path = folder / f"{hashlib.sha256(pixels.tobytes()).hexdigest()[:32]}.npy"
+                with replaced(path, sync="none", writers="several") as beside, beside.open("wb") as stream:
+                    np.save(stream, pixels)
+                kept[number] = replace(container, location=str(path), pixels=None)
+        return replace(self, containers=tuple(kept))
 
 
 def join_located(path: str, parts: Sequence[LocatedFiles]) -> LocatedFiles:
-    """Concatenate files of parts, each with containers of its own."""
+    """Concatenate files of parts that have containers of their own."""
     first = np.cumsum([0, *(len(part.containers) for part in parts)])
-    empty = np.empty(0, np.int64)
+    numbers = [part.container + first[number].astype(np.int32) for number, part in enumerate(parts)]
     return LocatedFiles(
         path,
         tuple(container for part in parts for container in part.containers),
         Texts.join([part.names for part in parts]),
-        np.concatenate([empty, *(part.container + start for part, start in zip(parts, first, strict=False))]).astype(
-            np.int32
-        ),
-        np.concatenate([empty, *(part.offsets for part in parts)]),
-        np.concatenate([empty, *(part.sizes for part in parts)]),
-        np.concatenate([empty, *(part.stamps for part in parts)]).astype(np.uint64),
+        np.concatenate([np.zeros(0, np.int32), *numbers]),
+        np.concatenate([np.zeros(0, np.int64), *(part.offsets for part in parts)]),
+        np.concatenate([np.zeros(0, np.int64), *(part.sizes for part in parts)]),
+        np.concatenate([np.zeros(0, np.uint64), *(part.stamps for part in parts)]),
     )
 
 
 def stamp_of(*facts: object) -> int:
-    """Hash what changes with a file, to a number for `LocatedFiles.stamps`."""
-    text = repr(facts).encode("utf-8", "surrogateescape")
+    """Hash a file's name and what changes with it, for `stamps`."""
+    text = "\0".join(map(str, facts)).encode("utf-8", "surrogateescape")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
+def folder_files(root: Path, names: Sequence[str], *, path: Path | None = None) -> LocatedFiles:
+    """Locate files below a folder, with a `stat` each, 16 at a time; missing ones are `ABSENT`."""
+    pieces = [names[at : at + _STAT_PIECE] for at in range(0, len(names), _STAT_PIECE)]
+    with ThreadPoolExecutor(_STAT_THREADS) as pool:
+        looks = [*pool.map(_look, [str(root)] * len(pieces), pieces)] if len(pieces) > 1 else [_look(str(root), names)]
+    sizes, stamps = (np.concatenate(each) for each in zip(*looks, strict=True))
+    zeros = np.broadcast_to(np.int64(0), len(names))
+    container = (Container("folder", str(root)),)
+    return LocatedFiles(
+        str(path or root), container, Texts.of(names), zeros.astype(np.int32), zeros, sizes, stamps.view(np.uint64)
+    )
+
+
+def array_files(origin: str, pixels: NDArray[np.uint8]) -> LocatedFiles:
+    """Locate the images of an array in memory, [num_images, height, width] or [..., 3]; `origin` starts their names."""
+    names, count = [f"{origin}/{row}" for row in range(len(pixels))], len(pixels)
+    hashes = (hashlib.blake2b(f"{name}\0".encode(), digest_size=8) for name in names)
+    stamps = b"".join(_updated(each, row.tobytes()) for each, row in zip(hashes, pixels, strict=True))
+    return LocatedFiles(
+        origin,
+        (Container("array", origin, pixels=pixels),),
+        Texts.of(names),
+        np.zeros(count, np.int32),
+        np.arange(count),
+        np.full(count, pixels[0].nbytes, dtype=np.int64),
+        np.frombuffer(stamps, np.uint64),
+    )
+
+
+def _updated(digest: hashlib.blake2b, data: bytes) -> bytes:
+    digest.update(data)
+    return digest.digest()
+
+
+def _look(root: str, names: Iterable[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    sizes, stamps = list[int](), list[int]()
+    for name in names:
+        size = modified_ns = ABSENT
+        try:
+            found = os.stat(f"{root}/{name}")
+            if stat.S_ISREG(found.st_mode):
+                size, modified_ns = found.st_size, found.st_mtime_ns
+        except OSError:
+            pass
+        sizes.append(size)
+        stamps.append(stamp_of(name, size, modified_ns))
+    return np.array(sizes, np.int64), np.array(stamps, np.uint64).view(np.int64)
+
+
 def _read_file(folder: str, name: str, size: int) -> bytes:
-    if size == ABSENT:  # reading a pipe or a device could block forever
-        raise OSError("there is no such file, or it is not a plain file")
     if not is_local(folder):
-        return read_range(join(folder, name), 0, size)
-    with open(join(folder, name), "rb", buffering=0) as stream:
+        return _read_bytes(join(folder, name), 0, size)
+    with open(f"{folder}/{name}", "rb", buffering=0) as stream:
         return stream.read()
 
 
-def _read_member(tar: Container, offset: int, size: int) -> bytes:
-    data = read_range(tar.location, offset - BLOCK_BYTES, BLOCK_BYTES + size)
+def _read_member(container: Container, offset: int, size: int) -> bytes:
+    location = container.plain(lambda line: None)
+    stamp = "" if is_local(location) else container.stamp
+    data = _read_bytes(location, offset - BLOCK_BYTES, BLOCK_BYTES + size, stamp=stamp)
     try:
         stated = stated_member(data[:BLOCK_BYTES])[1]
     except ValueError:
         stated = -1
-    if stated != size:
+    if stated != size or len(data) != BLOCK_BYTES + size:
         raise OSError("the archive has changed since it was listed")
     return data[BLOCK_BYTES:]
-
-
-def _read_array(location: str, row: int) -> bytes:
-    from PIL import Image
-
-    buffer = io.BytesIO()
-    Image.fromarray(_array(location)[row]).save(buffer, format="PNG")
-    return buffer.getvalue()
 
 
 @lru_cache(maxsize=8)
 def _array(location: str) -> NDArray[np.uint8]:
     if is_local(location):
         return np.load(location, mmap_mode="r", allow_pickle=False)
+    from shardvit.data_shards.store.ranges import read_whole
+
     return np.load(io.BytesIO(read_whole(location)), allow_pickle=False)
+
+
+def _png(pixels: NDArray[np.uint8]) -> bytes:
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def _read_bytes(location: str, offset: int, size: int, *, stamp: str = "") -> bytes:
+    if not is_local(location):
+        from shardvit.data_shards.store.ranges import read_range
+
+        return read_range(location, offset, size, stamp=stamp)
+    with open(location, "rb", buffering=0) as file:
+        return os.pread(file.fileno(), size, offset)

@@ -15,7 +15,6 @@ import numpy as np
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources.archive import Unpacking, is_archive, open_files, read_small, rows_by_name
 from shardvit.data_shards.packing.sources.base import (
-    Files,
     ImageSet,
     Int64s,
     Source,
@@ -24,6 +23,7 @@ from shardvit.data_shards.packing.sources.base import (
     published_source,
 )
 from shardvit.data_shards.packing.sources.imagenet import read_mat
+from shardvit.data_shards.packing.sources.located import LocatedFiles
 from shardvit.data_shards.text import named
 
 PETS_IMAGES, PETS_LISTS = ("images.tar.gz", "images"), ("annotations.tar.gz", "annotations")
@@ -72,7 +72,9 @@ def flowers_source(root: Path, *, unpacking: Unpacking) -> Source:
     images = _open_part(root, FLOWERS_IMAGES, "Oxford Flowers-102", unpacking)
     for name in (FLOWERS_LABELS, FLOWERS_SPLITS):
         if not (root / name).is_file():
-            raise UserError(f"{root}: {name} is missing, which has to lie beside {images.path.name} (Flowers-102)")
+            raise UserError(
+                f"{root}: {name} is missing, which has to lie beside {Path(images.path).name} (Flowers-102)"
+            )
     from torchvision.datasets import Flowers102  # has the names; the set's page only has numbers
 
     classes = tuple(Flowers102.classes)
@@ -96,7 +98,7 @@ def is_pet(name: str) -> bool:
     return re.fullmatch(r"images/[A-Za-z_]+_\d+\.(jpg|mat)", name) is not None
 
 
-def _pets(lists: Files, file: str, breeds: dict[int, str]) -> Iterator[tuple[str, int]]:
+def _pets(lists: LocatedFiles, file: str, breeds: dict[int, str]) -> Iterator[tuple[str, int]]:
     """Yield (name, breed number) of each line, and collect the names of `breeds`."""
     rows = rows_by_name(lists, (file,))
     if not rows:
@@ -116,14 +118,14 @@ def _there(folder: Path, names: tuple[str, ...]) -> bool:
     return any((folder / name).exists() for name in names)
 
 
-def _open_part(root: Path, names: tuple[str, ...], title: str, unpacking: Unpacking) -> Files:
+def _open_part(root: Path, names: tuple[str, ...], title: str, unpacking: Unpacking) -> LocatedFiles:
     for name in reversed(names):
         if (root / name).is_dir() or is_archive(root / name):
             return open_files(root / name, unpacking=unpacking)
     raise UserError(f"{root}: {names[0]} (or the folder {names[1]}) of {title} is missing, which has to lie there")
 
 
-def _listed(files: Files, rows: dict[str, int], names: list[str], labels: Int64s, *, by: str) -> ImageSet:
+def _listed(files: LocatedFiles, rows: dict[str, int], names: list[str], labels: Int64s, *, by: str) -> ImageSet:
     if missing := [name for name in names if name not in rows]:
         which = named(missing, most=1)
         raise UserError(f"{files.path}: {by} names images that are not in it ({which}); fetch it again")

@@ -18,15 +18,12 @@ import numpy as np
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources.base import (
     ABSENT,
-    Files,
-    FolderFiles,
     is_image,
     scan_folder,
     walk,
     walk_folder,
 )
-from shardvit.data_shards.packing.sources.located import Container, LocatedFiles
-from shardvit.data_shards.packing.sources.tars.sample_listing import stamp_of
+from shardvit.data_shards.packing.sources.located import ABSENT, Container, LocatedFiles, folder_files, stamp_of
 from shardvit.data_shards.shards.location import join, redacted
 from shardvit.data_shards.shards.shard_index import Texts
 from shardvit.data_shards.store.ranges import list_url
@@ -44,7 +41,7 @@ class FolderTree(Protocol):
     def at(self, name: str) -> str: ...  # to be shown
     def scan(self, folder: str) -> Scanned: ...  # sorted, without hidden ones
     def walk(self, folder: str) -> tuple[list[str], list[str]]: ...  # images and other files below, depth first
-    def files(self, names: Sequence[str]) -> Files: ...
+    def files(self, names: Sequence[str]) -> LocatedFiles: ...
 
 
 @dataclass(frozen=True)
@@ -66,8 +63,8 @@ class LocalTree:
     def walk(self, folder: str) -> tuple[list[str], list[str]]:
         return walk_folder(self.root, folder)
 
-    def files(self, names: Sequence[str]) -> Files:
-        return FolderFiles(self.root, list(names), self.root)
+    def files(self, names: Sequence[str]) -> LocatedFiles:
+        return folder_files(self.root, names)
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ class StoreTree:
     def walk(self, folder: str) -> tuple[list[str], list[str]]:
         return walk(self.scan, folder)
 
-    def files(self, names: Sequence[str]) -> Files:
+    def files(self, names: Sequence[str]) -> LocatedFiles:
         """Locate files; `ABSENT` is the size of those that are not there."""
         rows = np.array([self.rows.get(name, len(self.sizes)) for name in names], np.int64)
         sizes, stamps = np.array([*self.sizes, ABSENT], np.int64)[rows], np.array([*self.stamps, 0], np.uint64)[rows]

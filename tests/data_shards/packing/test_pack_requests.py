@@ -4,14 +4,15 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing import pack as pack_module
 from shardvit.data_shards.packing.pack import pack
-from shardvit.data_shards.packing.sources.base import FolderFiles
 from shardvit.data_shards.packing.sources.label_list import LabelList
 from shardvit.data_shards.shards.labels import LabelSpec, parse_label
 from shardvit.data_shards.shards.manifest import read_manifest
@@ -52,13 +53,24 @@ def test_the_same_request_again_is_recognised_and_changes_nothing(tmp_path: Path
     assert "was packed before" in lines[1] and "8 images of 2 classes" in lines[1]
 
 
-def test_it_speaks_before_it_looks_at_any_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_it_speaks_while_a_slow_disk_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_folder(tmp_path / "in", {"cat": 4, "dog": 1})
     lines: list[str] = []
-    monkeypatch.setattr(FolderFiles, "_stats", property(lambda self: pytest.fail("it looks")))
-    with pytest.raises(pytest.fail.Exception):
-        pack(str(tmp_path / "in"), tmp_path / "out", report=lines.append)
-    assert lines == [f"{tmp_path / 'in'}: 5 images of 2 classes found"]
+    spoken = threading.Event()
+    listing = pack_module.open_source
+
+    def report(line: str) -> None:
+        lines.append(line)
+        spoken.set()
+
+    def slow(*args: Any, **options: Any) -> Any:
+        assert spoken.wait(60)
+        return listing(*args, **options)
+
+    monkeypatch.setattr(pack_module, "open_source", slow)
+    monkeypatch.setattr(pack_module, "_SAID_SECONDS", 0.01)
+    pack(str(tmp_path / "in"), tmp_path / "out", report=report)
+    assert "listing" in lines[0] and lines[1] == f"{tmp_path / 'in'}: 5 images of 2 classes found"
 
 
 def test_another_request_or_a_changed_source_or_a_strange_folder_is_refused(tmp_path: Path):

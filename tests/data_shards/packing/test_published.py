@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardvit.data_shards.errors import UserError
-from shardvit.data_shards.packing.sources import archive
+from shardvit.data_shards.packing.sources import decompress
 from tests.data_shards.packing.folders import quiet, tree
 from tests.data_shards.packing.sources.layouts import class_tars, imagenet_train, jpeg, write_tar
 
@@ -31,7 +31,7 @@ def test_a_gzipped_archive_leaves_nothing_and_is_not_decompressed_to_see_that_it
     first = quiet(str(source), tmp_path / "out", holdout_images=2)
     assert [manifest.num_samples for manifest in first.manifests] == [len(TRAIN) - 2, 2]
     assert leftovers(tmp_path) == []
-    monkeypatch.setattr(archive, "_decompress", lambda *_: pytest.fail("decompressed again"))
+    monkeypatch.setattr(decompress, "_decompress", lambda *_: pytest.fail("decompressed again"))
     assert quiet(str(source), tmp_path / "out", holdout_images=2).compared
     with pytest.raises(UserError, match="holdout_images"):
         quiet(str(source), tmp_path / "out", holdout_images=3)
@@ -48,7 +48,7 @@ def test_a_packing_that_ended_goes_on_with_the_same_copy_to_the_same_bytes(
     with pytest.raises(UserError, match=r"b/3\.jpg"):
         quiet(str(other), tmp_path / "out", samples_per_shard=4)
     assert leftovers(tmp_path) == [".out.packing", ".out.unpacked"]
-    monkeypatch.setattr(archive, "_decompress", lambda *_: pytest.fail("decompressed again"))
+    monkeypatch.setattr(decompress, "_decompress", lambda *_: pytest.fail("decompressed again"))
     result = quiet(str(other), tmp_path / "out", samples_per_shard=4, unreadable="skip")
     assert result.counts.unreadable == 1 and leftovers(tmp_path) == []
     assert json.loads((tmp_path / "out/unreadable.jsonl").read_text())["path"] == "b/3.jpg"

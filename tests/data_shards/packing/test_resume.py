@@ -317,18 +317,18 @@ def test_unreadable_images_once_mended_cost_only_their_shards(tmp_path: Path):
 
 
 def test_a_file_that_could_not_be_opened_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from shardvit.data_shards.packing.sources.base import FolderFiles
+    from shardvit.data_shards.packing.sources.located import LocatedFiles
 
     write_images(tmp_path / "in", count=20)
-    read = FolderFiles.read
+    read = LocatedFiles.read
 
-    def deny(self: FolderFiles, index: int) -> bytes:
+    def deny(self: LocatedFiles, index: int) -> bytes:
         if self.names[index] == "cat/0006.jpg":
             raise PermissionError(13, "Permission denied")
         return read(self, index)
 
     with monkeypatch.context() as patch:
-        patch.setattr(FolderFiles, "read", deny)
+        patch.setattr(LocatedFiles, "read", deny)
         with pytest.raises(UserError, match=r"cat/0006\.jpg \(Permission denied\)"):
             quiet(str(tmp_path / "in"), tmp_path / "out", samples_per_shard=5)
     # As after a chmod: neither size nor time of the file have changed.

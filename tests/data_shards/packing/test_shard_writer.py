@@ -15,6 +15,7 @@ from shardvit.data_shards.packing.request import PackRequest
 from shardvit.data_shards.packing.shard_plan import ShardPlan
 from shardvit.data_shards.packing.shard_writer import ShardRecord, plan_mark, write_shards
 from shardvit.data_shards.packing.sources.base import ImageSet, array_images
+from shardvit.data_shards.packing.sources.located import LocatedFiles, folder_files
 from shardvit.data_shards.progress_line import Progress
 from shardvit.data_shards.shards.manifest import Shard
 from shardvit.data_shards.shards.tar_index import build_index, index_path, read_index
@@ -73,18 +74,13 @@ JPEG = base64.b85decode(
 PNG = base64.b85decode("iBL{Q4GJ0x0000DNk~Le00001000012mk;806Kn~RR9103Q0skRCwBBU<UvI2>=L<tGNLH0000<MNUMnLSTX")
 
 
-class Written:
+def write_files(root: Path) -> LocatedFiles:
     """Files of bytes that no library's version changes."""
-
-    path = Path("train")
-    names = tuple(f"train/cat/im {row}.x" for row in range(6))
-    sizes = np.zeros(6, dtype=np.int64)
-
-    def read(self, row: int) -> bytes:
-        return (JPEG, PNG)[row % 2] + bytes(row * 300)
-
-    def stamp(self, row: int) -> bytes:
-        return b"%d" % row
+    names = [f"train/cat/im {row}.x" for row in range(6)]
+    (root / "train/cat").mkdir(parents=True)
+    for row, name in enumerate(names):
+        (root / name).write_bytes((JPEG, PNG)[row % 2] + bytes(row * 300))
+    return folder_files(root, names)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +96,9 @@ class Written:
 )
 def test_a_plan_gives_the_same_bytes_with_every_version(tmp_path: Path, labels: Any, sha256: str):
     order = np.array([3, 0, 5, 1, 4, 2])
-    shard = ShardPlan("x-train-000000.tar", ImageSet(Written(), order, labels), 7 + order, ("cat", "dog", "owl"))
+    shard = ShardPlan(
+        "x-train-000000.tar", ImageSet(write_files(tmp_path / "in"), order, labels), 7 + order, ("cat", "dog", "owl")
+    )
     records, _ = written([shard], tmp_path)
     assert records[shard.file].shard == Shard(shard.file, 6, 20480, sha256)
 
@@ -111,7 +109,7 @@ def test_the_mark_changes_with_all_that_makes_a_shard():
     assert plan_mark(plan(6), PackRequest()) == marks[0]
     other_label = base.labels.copy()
     other_label[2] = (other_label[2] + 1) % 3
-    pixels = base.images.files.pixels.copy()  # type: ignore[attr-defined]
+    pixels = np.array(base.images.files.containers[0].pixels)
     pixels[3, 0, 0] ^= 1
     changed = array_images("here", pixels, base.images.labels)
     for shard, resize in (

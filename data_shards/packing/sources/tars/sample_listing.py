@@ -28,7 +28,7 @@ from shardvit.data_shards.durable import locked
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources.archive import inner_name, refuse_links
 from shardvit.data_shards.packing.sources.base import GZIPPED
-from shardvit.data_shards.packing.sources.located import Container, LocatedFiles
+from shardvit.data_shards.packing.sources.located import Container, LocatedFiles, stamp_of
 from shardvit.data_shards.reading.tar_summary import FoundLabels, read_labels
 from shardvit.data_shards.shards.labels import LabelSpec, class_number
 from shardvit.data_shards.shards.location import is_local, join, local_path, redacted
@@ -201,11 +201,6 @@ class _Ahead:
             most = min(max(size, ahead), self._num_bytes - offset)
             self._chunk, self._start = read_range(self._location, offset, most, stamp=self._stamp), offset
         return self._chunk[offset - self._start : offset - self._start + size]
-
-
-def stamp_of(*what: object) -> int:
-    """Hash what changes with a file."""
-    return int.from_bytes(hashlib.blake2b(repr(what).encode("utf-8", "surrogateescape"), digest_size=8).digest())
 
 
 def _samples(read: Pread, num_bytes: int, request: SampleTars, number: int) -> TarSamples:

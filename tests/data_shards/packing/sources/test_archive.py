@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardvit.data_shards.errors import UserError
-from shardvit.data_shards.packing.sources import archive
-from shardvit.data_shards.packing.sources.archive import Archive, Listing, Unpacking, inner_name, list_archives
+from shardvit.data_shards.packing.sources import archive, decompress
+from shardvit.data_shards.packing.sources.archive import Archive, Unpacking, inner_name, list_archives
+from shardvit.data_shards.packing.sources.located import LocatedFiles
 from tests.data_shards.packing.sources.layouts import tar_bytes
 
 INNER = {"n1/a.JPEG": b"one", "n1/b.JPEG": b"x" * 700, "n2/c.JPEG": b""}
@@ -30,11 +31,11 @@ def nested() -> bytes:
     return tar_bytes(inner)
 
 
-def files(listing: Listing) -> dict[str, bytes]:
+def files(listing: LocatedFiles) -> dict[str, bytes]:
     return {name: listing.read(row) for row, name in enumerate(listing.names)}
 
 
-def listed(path: Path) -> Listing:
+def listed(path: Path) -> LocatedFiles:
     return list_archives([Archive(path, Unpacking(path.parent / "unpacked", report=lambda line: None))])
 
 
@@ -100,7 +101,7 @@ def test_tars_in_a_folder_are_named_by_themselves(tmp_path: Path):
     (tmp_path / "n1.tar").write_bytes(tar_bytes({"a.JPEG": b"one", "b.JPEG": b"x" * 700}))
     (tmp_path / "n2.tar").write_bytes(tar_bytes({"n2/c.JPEG": b""}))
     found = list_archives([Archive(tmp_path / f"n{i}.tar") for i in (1, 2)], folder=tmp_path)
-    assert files(found) == INNER and found.archive.tolist() == [0, 0, 1]
+    assert files(found) == INNER and found.container.tolist() == [0, 0, 1]
 
 
 @pytest.mark.parametrize("name", ["all.tar.gz", "ALL.TGZ"])
@@ -108,7 +109,7 @@ def test_a_gzipped_tar_is_decompressed_once(tmp_path: Path, name: str, monkeypat
     path = tmp_path / name
     path.write_bytes(gzip.compress(nested()))
     found = listed(path)
-    monkeypatch.setattr(archive, "_decompress", lambda *_: pytest.fail("again"))
+    monkeypatch.setattr(decompress, "_decompress", lambda *_: pytest.fail("again"))
     assert files(found) == {**INNER, "loose.txt": b"text"}
     assert len(list((tmp_path / "unpacked").iterdir())) == 1
 
@@ -232,7 +233,7 @@ def test_a_full_disk_is_told_before_and_a_missing_folder_too(tmp_path: Path, mon
     with pytest.raises(UserError, match="gunzip"):
         list_archives([Archive(path)])
     usage = namedtuple("usage", "free")
-    monkeypatch.setattr(archive.shutil, "disk_usage", lambda _: usage(free=10))
+    monkeypatch.setattr(decompress.shutil, "disk_usage", lambda _: usage(free=10))
     with pytest.raises(UserError, match=r"10 B are free; make room"):
         listed(path)
 
@@ -240,7 +241,7 @@ def test_a_full_disk_is_told_before_and_a_missing_folder_too(tmp_path: Path, mon
 def test_the_use_of_the_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "a.tar.gz"
     path.write_bytes(gzip.compress(nested()))
-    monkeypatch.setattr(archive, "_SAID_BYTES", 1)
+    monkeypatch.setattr(decompress, "_SAID_BYTES", 1)
     lines: list[str] = []
     list_archives([Archive(path, Unpacking(tmp_path / "there", lines.append))])
     assert len(lines) == 1 and str(tmp_path / "there") in lines[0] and "removed" in lines[0]
