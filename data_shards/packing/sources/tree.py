@@ -17,7 +17,6 @@ import numpy as np
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources.base import (
-    ABSENT,
     is_image,
     scan_folder,
     walk,

@@ -90,7 +90,8 @@ def tar_source(
         names = [json.dumps([name.rpartition("/")[2]]) for name in stems]
         listed = [replace(each, values=(name,)) for each, name in zip(listed, names, strict=True)]
     classes = None if options.class_names is None else read_classes(options.class_names)
-    return _source(spec, [*zip(splits, listed, strict=True)], labels, classes=classes, unfit=unfit)
+    parts = [*zip(splits, listed, strict=True)]
+    return _source(spec, parts, labels, classes=classes, unfit=unfit)
 
 
 def set_source(sets: Mapping[SplitName, ShardSet], *, spec: str, unpacking: Unpacking) -> Source:
@@ -158,7 +159,7 @@ def _source(
 ) -> Source:
     shown = redacted(spec)
     notes = [f"{each.files.path}: {each.damage}" for _, each in parts if each.damage]
-    left_out = [(split, *one) for split, each in parts for one in each.left_out]
+    left_out = [(split, name, reason) for split, each in parts for name, reason in each.left_out]
     if left_out:
         examples = "; ".join(f"{name} {reason}" for _, name, reason in left_out[:3])
         notes.append(f"{shown}: {counted(len(left_out), 'sample')} left out ({examples})")
