@@ -246,8 +246,8 @@ class Indexing:
         return labels
 
 
-def demand_cls(peeked: Iterable[tuple[set[str], list[str]]], *, source: str) -> None:
-    """UserError unless some of the first tars (see `peek`) have .cls members; says which label to give instead."""
+def demand_cls(peeked: Iterable[tuple[set[str], list[str]]], *, source: str, key: str = "label:") -> None:
+    """UserError unless some of the first tars (see `peek`) have .cls members; says which to give as `key`."""
     parts: set[str] = set()
     suggestions: dict[str, None] = {}
     for parts_here, suggestions_here in peeked:
@@ -256,7 +256,7 @@ def demand_cls(peeked: Iterable[tuple[set[str], list[str]]], *, source: str) -> 
         parts |= parts_here
         suggestions |= dict.fromkeys(suggestions_here)
     if parts:  # else no tar can be read, and the damage is reported instead
-        choice = f"give label: {' or '.join(suggestions)}" if suggestions else "none of these can be a label"
+        choice = f"give {key} {' or '.join(suggestions)}" if suggestions else "none of these can be a label"
         found = ", ".join(sorted(parts))
         raise UserError(f"{source}: its samples have no .cls member to be the label, only {found}: {choice}")
 

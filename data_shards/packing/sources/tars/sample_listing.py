@@ -6,28 +6,21 @@ only the headers. A .tar.gz is decompressed into the work folder, from where its
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
-import os
-import shutil
-import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardvit.data_shards.durable import locked
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources.archive import inner_name, refuse_links
 from shardvit.data_shards.packing.sources.base import GZIPPED
+from shardvit.data_shards.packing.sources.decompress import decompressed, open_bytes
 from shardvit.data_shards.packing.sources.located import Container, LocatedFiles, stamp_of
 from shardvit.data_shards.reading.tar_summary import FoundLabels, read_labels
 from shardvit.data_shards.shards.labels import LabelSpec, class_number
@@ -37,11 +30,9 @@ from shardvit.data_shards.shards.tar_index import grouped
 from shardvit.data_shards.shards.tar_walk import Member, Pread, TarDamage, walk_tar
 from shardvit.data_shards.shards.webdataset_parts import split_name
 from shardvit.data_shards.store.folders import Folder, open_folder
-from shardvit.data_shards.store.ranges import read_range, stat_url
+from shardvit.data_shards.store.ranges import stat_url
 
 _VERSION = 1
-_AHEAD_BYTES = 1 << 22
-_HEADER_BYTES = 1 << 16  # read after a member above `_AHEAD_BYTES`
 _MOST_LABEL_BYTES = 1 << 24
 
 
@@ -99,7 +90,7 @@ def list_tar(request: SampleTars, number: int) -> str:
     if work.size(file) is None:
         container = Container("tar", location, stamp)
         if is_gzipped(location):
-            container, num_bytes = _unpacked(container, num_bytes, work, file=f"spool/{mark}.tar")
+            container, num_bytes = _unpacked(container, work, file=f"spool/{mark}.tar")
         with open_bytes(container.location, num_bytes, stamp=container.stamp) as read:
             samples = _samples(read, num_bytes, request, number)
         names, sizes = samples.files.names, samples.files.sizes.tolist()
@@ -140,67 +131,17 @@ def is_gzipped(location: str) -> bool:
     return redacted(location).lower().endswith(GZIPPED)
 
 
-@contextmanager
-def gunzip(read: Pread, *, name: str) -> Iterator[IO[bytes]]:
-    """Decompress while reading; UserError if that fails."""
-    try:
-        with gzip.GzipFile(fileobj=cast(Any, _InOrder(read))) as stream:
-            yield cast(IO[bytes], stream)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{name}: it cannot be decompressed ({error}); fetch it again") from None
-
-
-def _unpacked(gzipped: Container, num_bytes: int, work: Folder, *, file: str) -> tuple[Container, int]:
+def _unpacked(gzipped: Container, work: Folder, *, file: str) -> tuple[Container, int]:
     """Decompress a tar into the work folder, unless it is there; return it and its size."""
     place = join(work.location, file)
-    with ExitStack() as stack:
-        folder = local_path(work.location) if is_local(work.location) else stack.enter_context(TemporaryDirectory())
-        beside = Path(folder, f"{Path(file).name}.part")
-        beside.parent.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(locked(beside))  # a dead process's part is overwritten
-        if work.size(file) is None:
-            read = stack.enter_context(open_bytes(gzipped.location, num_bytes, stamp=gzipped.stamp))
-            with gunzip(read, name=redacted(gzipped.location)) as stream, beside.open("wb") as plain:
-                shutil.copyfileobj(stream, plain, 1 << 20)
-            work.put(file, beside)
-    return Container("tar", place, state_of(place)[1]), state_of(place)[0]
-
-
-@dataclass
-class _InOrder:
-    """Just enough of a file for gzip."""
-
-    pread: Pread
-    position: int = 0
-
-    def read(self, size: int) -> bytes:
-        data = self.pread(size, self.position)
-        self.position += len(data)
-        return data
-
-
-@contextmanager
-def open_bytes(location: str, num_bytes: int, *, stamp: str) -> Iterator[Pread]:
-    """Open a file here or in a store for reading by offset, in ascending order."""
-    if is_local(location):
-        with open(local_path(location), "rb", buffering=0) as file:
-            yield partial(os.pread, file.fileno())
-    else:
-        yield _Ahead(location, num_bytes, stamp)
-
-
-class _Ahead:
-    def __init__(self, location: str, num_bytes: int, stamp: str) -> None:
-        self._location, self._num_bytes, self._stamp = location, num_bytes, stamp
-        self._chunk, self._start = b"", 0
-
-    def __call__(self, size: int, offset: int) -> bytes:
-        size, end = min(size, max(self._num_bytes - offset, 0)), self._start + len(self._chunk)
-        if size and not self._start <= offset <= offset + size <= end:
-            ahead = _AHEAD_BYTES if offset - end < _AHEAD_BYTES else _HEADER_BYTES
-            most = min(max(size, ahead), self._num_bytes - offset)
-            self._chunk, self._start = read_range(self._location, offset, most, stamp=self._stamp), offset
-        return self._chunk[offset - self._start : offset - self._start + size]
+    if is_local(place):
+        decompressed(gzipped.location, local_path(place), report=lambda line: None)
+    elif work.size(file) is None:
+        with TemporaryDirectory() as beside:
+            decompressed(gzipped.location, plain := Path(beside, "plain.tar"), report=lambda line: None)
+            work.put(file, plain)
+    num_bytes, stamp = state_of(place)
+    return Container("tar", place, stamp), num_bytes
 
 
 def _samples(read: Pread, num_bytes: int, request: SampleTars, number: int) -> TarSamples:

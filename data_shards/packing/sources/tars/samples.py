@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import takewhile
 from operator import or_
 from pathlib import Path
 from typing import Literal
@@ -22,14 +23,13 @@ from shardvit.data_shards.engines.engine import local_engine
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources.archive import Unpacking, stem
 from shardvit.data_shards.packing.sources.base import ImageSet, Int64s, Source, SplitName
+from shardvit.data_shards.packing.sources.decompress import gunzipped, open_bytes
 from shardvit.data_shards.packing.sources.located import join_located
 from shardvit.data_shards.packing.sources.tars.sample_listing import (
     SampleTars,
     TarSamples,
-    gunzip,
     is_gzipped,
     list_tar,
-    open_bytes,
     read_listing,
     state_of,
 )
@@ -41,7 +41,7 @@ from shardvit.data_shards.shards.holdout import rows_of
 from shardvit.data_shards.shards.labels import LabelSpec
 from shardvit.data_shards.shards.location import is_local, local_path, redacted
 from shardvit.data_shards.shards.shard_index import default_index_folder
-from shardvit.data_shards.shards.shard_set import ShardSet, class_difference
+from shardvit.data_shards.shards.shard_set import ShardEntry, ShardSet, class_difference
 from shardvit.data_shards.store.folders import open_folder
 from shardvit.data_shards.text import counted
 from shardvit.data_shards.vocabulary import SPLIT_FOLDERS, LabelKind
@@ -80,7 +80,7 @@ def tar_source(
     except ValueError as error:
         raise UserError(f"--label: {error}") from None
     if options.label is None:
-        demand_cls(map(_peeked, tars[:PEEKED_TARS]), source=redacted(spec))
+        demand_cls(map(_peeked, tars[:PEEKED_TARS]), source=redacted(spec), key="--label")
     stems = _stems(spec, tars)
     tops = [name.partition("/")[0] for name in stems]
     has_splits = "train" in tops and {*tops} <= {*SPLIT_FOLDERS}
@@ -90,8 +90,7 @@ def tar_source(
         names = [json.dumps([name.rpartition("/")[2]]) for name in stems]
         listed = [replace(each, values=(name,)) for each, name in zip(listed, names, strict=True)]
     classes = None if options.class_names is None else read_classes(options.class_names)
-    parts = [*zip(splits, listed, strict=True)]
-    return _source(spec, parts, labels, classes=classes, unfit=unfit)
+    return _source(spec, [*zip(splits, listed, strict=True)], labels, classes=classes, unfit=unfit)
 
 
 def set_source(sets: Mapping[SplitName, ShardSet], *, spec: str, unpacking: Unpacking) -> Source:
@@ -100,10 +99,12 @@ def set_source(sets: Mapping[SplitName, ShardSet], *, spec: str, unpacking: Unpa
     for other in others:
         if difference := class_difference(first, other, called=(first.source, other.source)):
             raise UserError(f"{redacted(spec)}: its splits have different classes ({difference}); pack one of them")
-    entries = [(split, entry) for split, each in sets.items() for entry in each.shards]
+    entries: list[tuple[SplitName, ShardEntry]] = [
+        (split, entry) for split, each in sets.items() for entry in each.shards
+    ]
     tars = [entry.url for _, entry in entries]
     listed = _list(spec, tars, _stems(spec, tars), [entry.labels for _, entry in entries], unpacking=unpacking)
-    parts = [
+    parts: list[tuple[SplitName, TarSamples]] = [
         (split, samples if entry.subset is None else samples.take(rows_of(entry.subset)))
         for (split, entry), samples in zip(entries, listed, strict=True)
     ]
@@ -115,16 +116,17 @@ def _peeked(location: str) -> tuple[set[str], list[str]]:
     with open_bytes(location, num_bytes, stamp=stamp) as read:
         if not is_gzipped(location):
             return peek(read, num_bytes)
-        with gunzip(read, name=redacted(location)) as stream:
+        with gunzipped(read, name=redacted(location)) as stream:
             head = stream.read(_PEEKED_BYTES)
     return peek(lambda size, offset: head[offset : offset + size], len(head))
 
 
 def _stems(spec: str, tars: Sequence[str]) -> list[str]:
     """Name each tar by its path below the folder that all share."""
-    names = [stem(redacted(tar)) for tar in tars]
-    above = os.path.commonpath([*map(os.path.dirname, names)])
-    stems = [name[len(above) :].lstrip("/") for name in names]
+    paths = [stem(redacted(tar)).split("/") for tar in tars]
+    columns = zip(*(path[:-1] for path in paths), strict=False)
+    shared = len([*takewhile(lambda column: len({*column}) == 1, columns)])
+    stems = ["/".join(path[shared:]) for path in paths]
     if len({*stems}) < len(stems):
         raise UserError(f"{redacted(spec)}: it names a tar twice, or two that differ in their ending alone; correct it")
     return stems
@@ -159,7 +161,9 @@ def _source(
 ) -> Source:
     shown = redacted(spec)
     notes = [f"{each.files.path}: {each.damage}" for _, each in parts if each.damage]
-    left_out = [(split, name, reason) for split, each in parts for name, reason in each.left_out]
+    left_out: list[tuple[SplitName, str, str]] = [
+        (split, name, reason) for split, each in parts for name, reason in each.left_out
+    ]
     if left_out:
         examples = "; ".join(f"{name} {reason}" for _, name, reason in left_out[:3])
         notes.append(f"{shown}: {counted(len(left_out), 'sample')} left out ({examples})")
@@ -172,7 +176,7 @@ def _source(
     if classes is None:
         classes = found_classes(found, labels, source=shown)
     elif unknown := unknown_label(found, classes, labels=labels):
-        raise UserError(f"{shown}: the label {unknown} is none of the {len(classes)} classes given; correct their list")
+        raise UserError(f"{shown}: the label {unknown} is none of the {len(classes)} classes; correct --class-names")
     label_map = {name: number for number, name in enumerate(classes)}
     splits: dict[SplitName, ImageSet] = {}
     for split in ("train", "val", "test"):

@@ -237,7 +237,7 @@ def test_mistakes_are_told_in_a_sentence(tmp_path: Path, s3: FaultServer, server
     assert "json:about.class" in refused(folder, tmp_path, "no .cls member")
     refused(folder, tmp_path, "caption", label="json:caption.more")
     refused("pipe:cat x.tar", tmp_path, "command")
-    refused(f"{folder}/{{000..003}}.tar", tmp_path, "003.tar: there is no such tar")
+    refused(f"{folder}/{{000..003}}.tar", tmp_path, "003.tar: there is no such tar", label="json:about.class")
     refused(f"{folder}/{{000..000}}.tar::{folder}/000.tar", tmp_path, "twice", label="json:about.class")
     refused(server.url + "/photos/", tmp_path, "web server")
     refused("s3://shards/nothing/", tmp_path, "nothing in it")
@@ -286,4 +286,4 @@ def test_class_names_and_several_labels(tmp_path: Path):
     assert source.kind == "multi" and source.classes == ("z", "b", "a")
     assert source.splits["train"].labels.tolist() == [[1, 2], [-1, -1]]
     (tmp_path / "names.txt").write_text("z\nb\n")
-    assert "names.txt" in refused(folder, tmp_path / "work", "'a'", **given)
+    assert "--class-names" in refused(folder, tmp_path / "work", "'a'", **given)
