@@ -12,7 +12,7 @@ from shardvit.data_shards.packing.sources.folder import folder_source
 from shardvit.data_shards.packing.sources.imagenet import is_class_tar
 from shardvit.data_shards.packing.sources.label_list import LabelList, label_list_source
 from shardvit.data_shards.packing.sources.tars.samples import SPLITS, SampleOptions, Unfit, set_source, tar_source
-from shardvit.data_shards.packing.sources.tree import FolderTree, LocalTree, list_tree
+from shardvit.data_shards.packing.sources.tree import FolderTree, list_tree
 from shardvit.data_shards.reading.opening import open_shards
 from shardvit.data_shards.shards.location import PIPE, expand_braces, is_local, join, local_path, redacted
 from shardvit.data_shards.shards.manifest import manifest_at, split_manifest
@@ -44,17 +44,26 @@ def elsewhere_source(
         if options != SampleOptions():
             raise UserError(f"{redacted(spec)} is a packed set, which says its labels; leave out --label and the like")
         return set_source(sets, spec=spec, unpacking=unpacking)
-    tree = list_tree(spec) if path is None else LocalTree(path)
+    if path is not None:
+        return None
+    tree = list_tree(spec)
     if labels is not None:
-        return None if path is not None else label_list_source(tree, labels)
+        return label_list_source(tree, labels)
+    return tree_source(tree, options, unpacking=unpacking, unfit=unfit)
+
+
+def tree_source(tree: FolderTree, options: SampleOptions, *, unpacking: Unpacking, unfit: Unfit) -> Source:
+    """Open a folder of tars, or of class folders."""
     if tars := _tars(tree):
-        if all(map(is_class_tar, tars)):
-            if path is not None:
-                return None
+        if options.label is None and all(map(is_class_tar, tars)):
             options = replace(options, label="tar")
-        places = [str(path.absolute() / tar) if path else join(spec, tar) for tar in tars]
-        return tar_source(spec, places, options, unpacking=unpacking, unfit=unfit)
-    return None if path is not None else folder_source(tree, unfit=unfit)
+        places = [*map(tree.place, tars)]
+        return tar_source(tree.spec, places, options, unpacking=unpacking, unfit=unfit)
+    if options != SampleOptions():
+        raise UserError(
+            f"{tree.spec}: --label, --label-kind and --class-names are for samples; it holds no tars of any"
+        )
+    return folder_source(tree, unfit=unfit)
 
 
 def _sets(spec: str) -> dict[SplitName, ShardSet]:

@@ -227,7 +227,8 @@ def _row(line: int, path: Any, values: list[Any], *, tree: FolderTree) -> _Row:
             raise ValueError(f"the label {brief(value)} is neither a class name nor a class number")
         if isinstance(value, str) and not (value and value.isprintable()):
             raise ValueError(f"the label {value!a} is {'a name that cannot be written' if value else 'empty'}")
-    return _Row(line, clean_path(path.removeprefix(f"{tree.spec}/"), root=tree.root), tuple(dict.fromkeys(values)))
+    below = path if tree.root else path.removeprefix(f"{tree.spec.rstrip('/')}/")
+    return _Row(line, clean_path(below, root=tree.root), tuple(dict.fromkeys(values)))
 
 
 def _csv_rows(labels: LabelList) -> Iterator[tuple[int, str, str]]:

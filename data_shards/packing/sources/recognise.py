@@ -9,8 +9,7 @@ from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources import arrays, imagenet, oxford
 from shardvit.data_shards.packing.sources.archive import Unpacking, is_archive, open_files
 from shardvit.data_shards.packing.sources.base import SUFFIXES, Source
-from shardvit.data_shards.packing.sources.elsewhere import elsewhere_source
-from shardvit.data_shards.packing.sources.folder import folder_source
+from shardvit.data_shards.packing.sources.elsewhere import elsewhere_source, tree_source
 from shardvit.data_shards.packing.sources.label_list import (
     VTAB_TEST,
     VTAB_TRAIN,
@@ -68,12 +67,12 @@ def open_source(
     if source := elsewhere_source(spec, samples, labels=labels, unpacking=unpacking, unfit=unfit):
         published.refuse(because=f"{source.spec} is no published set that it is for")
         return source
-    if samples != SampleOptions():
-        raise UserError(f"{spec}: --label, --label-kind and --class-names are for tars of samples; leave them out")
     root = Path(spec).expanduser()
     if not root.exists():
         raise UserError(f"{spec}: there is no such folder, and no source of that name (names: {', '.join(_NAMED)})")
     if not root.is_dir():
+        if samples != SampleOptions():
+            raise UserError(f"{spec}: --label, --label-kind and --class-names are for tars of samples; leave them out")
         if labels is not None:
             raise UserError(f"{spec}: --labels names files in a folder, and this is a file; give the folder")
         if source := _published_file(root, published, unpacking=unpacking, unfit=unfit):
@@ -91,9 +90,15 @@ def open_source(
     if labels is not None:
         return label_list_source(LocalTree(root), labels)
     is_idx = any(name.removesuffix(".gz") in arrays.IDX_NAMES for name in names)
-    if not is_idx and (source := _published_folder(root, published, unpacking=unpacking, unfit=unfit)):
+    if (
+        not is_idx
+        and samples == SampleOptions()
+        and (source := _published_folder(root, published, unpacking=unpacking, unfit=unfit))
+    ):
         return source
-    source = arrays.idx_source(root) if is_idx else folder_source(LocalTree(root), unfit=unfit)
+    source = (
+        arrays.idx_source(root) if is_idx else tree_source(LocalTree(root), samples, unpacking=unpacking, unfit=unfit)
+    )
     published.refuse(because=f"{source.spec} is no published set that it is for")
     return source
 
