@@ -10,6 +10,7 @@ Every byte is read (0.5 to 1.5 GB/s a core, or disk speed); a sample takes 22 us
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from shardvit.data_shards.checking.findings import MOST_PLACES, SEVERITIES, Finding, FoundAt, finding
@@ -18,6 +19,7 @@ from shardvit.data_shards.checking.judge import SplitScan, SplitSummary, finding
 from shardvit.data_shards.checking.near_duplicates.fingerprint import ShardImages
 from shardvit.data_shards.checking.near_duplicates.matches import MATCH_KINDS, Match, Matches, MatchKind, find_matches
 from shardvit.data_shards.checking.scan import CheckOptions, PartScan, ScanRequest, ShardPart, scan_part
+from shardvit.data_shards.checking.split_table import SplitTable, split_table
 from shardvit.data_shards.engines.engine import local_engine
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.processes import num_cores, run_parts
@@ -70,9 +72,13 @@ def check(
     store: Store | None = None,
     processes: int | None = None,
     against: Sequence[str] = (),
+    statistics_to: str | None = None,
     report: Report = print,
 ) -> CheckResult:
-    """Check a set, or all splits below a folder; UserError if there is none, or one of `against` is damaged."""
+    """Check a set, or all splits below a folder; UserError if there is none, or one of `against` is damaged.
+
+    Statistics are written to the folder or URL `statistics_to`, by default beside the manifests.
+    """
     start = time.monotonic()
     store = store or Store()
     others = open_all_splits(against, store=store, report=report)  # before hours of reading
@@ -84,7 +90,9 @@ def check(
             findings.append(finding("unusable-set", split=split, places=[FoundAt("", "", opened)]))
             continue
         request = ScanRequest(opened, store, options)
-        scan = SplitScan(opened, _scan_set(request, processes=processes, report=report))
+        tables = split_table(opened, statistics_to, report=report) if options.statistics else nullcontext()
+        with tables as table:
+            scan = SplitScan(opened, _scan_set(request, processes=processes, report=report, table=table))
         scans.append(scan)
         findings += split_findings(scan, digests=options.digests)
         first = scan if number == 0 else first
@@ -141,7 +149,9 @@ def _has_manifest(location: str) -> bool:
     return local_path(manifest_at(location)).is_file()
 
 
-def _scan_set(request: ScanRequest, *, processes: int | None, report: Report) -> list[PartScan]:
+def _scan_set(
+    request: ScanRequest, *, processes: int | None, report: Report, table: SplitTable | None
+) -> list[PartScan]:
     shards = request.shards
     if processes is None:
         seconds = shards.num_samples * _SECONDS_PER_SAMPLE + (shards.num_bytes or 0) * _SECONDS_PER_BYTE
@@ -149,9 +159,13 @@ def _scan_set(request: ScanRequest, *, processes: int | None, report: Report) ->
     num_parts = max(1, _PARTS_PER_PROCESS * processes // max(1, len(shards.shards))) if processes > 1 else 1
     parts = [ShardPart(shard, number, num_parts) for shard in range(len(shards.shards)) for number in range(num_parts)]
     with Progress(shards.num_samples, report, status=f"checking {shards.split or shards.name}") as progress:
-        scans = run_parts(
-            scan_part, request, parts, processes=processes, done=lambda scan: progress.add(len(scan.samples))
-        )
+
+        def done(scan: PartScan) -> None:
+            progress.add(len(scan.samples))
+            if table is not None:
+                table.take(scan)
+
+        scans = run_parts(scan_part, request, parts, processes=processes, done=done)
     for part in parts:
         if part not in scans:
             scans[part] = PartScan(part)

@@ -20,8 +20,10 @@ from numpy.typing import NDArray
 
 from shardvit.data_shards.checking.findings import MOST_PLACES, FoundAt
 from shardvit.data_shards.errors import UnreadableImage, UserError
+from shardvit.data_shards.images.crops import Pixels
 from shardvit.data_shards.images.decode import USUAL_LIMIT, PixelLimit, read_image
-from shardvit.data_shards.shards.holdout import index_of
+from shardvit.data_shards.sets.statistics import SampleStatistics, image_statistics, to_parquet
+from shardvit.data_shards.shards.holdout import index_of, rows_of
 from shardvit.data_shards.shards.labels import parse_label
 from shardvit.data_shards.shards.location import is_local, local_path
 from shardvit.data_shards.shards.shard_index import ShardIndex
@@ -60,6 +62,7 @@ class CheckOptions:
     """Depth of the check, and the training setup to assess the shards for."""
 
     decode: bool = False  # every image in full, unless it has more pixels than `pixel_limit`
+    statistics: bool = False  # of every image, with `decode`
     digests: bool = True  # compare every shard's SHA-256 with the manifest
     pixel_limit: PixelLimit = USUAL_LIMIT
     world_size: int | None = None  # None: do not assess fitness
@@ -96,6 +99,7 @@ class PartScan:
     class_counts: Counter[int] = field(default_factory=Counter)
     formats: Counter[str] = field(default_factory=Counter)
     decode_seconds: float = 0.0
+    statistics: bytes = b""  # see `to_parquet`
 
     @property
     def keys(self) -> list[str]:
@@ -208,42 +212,53 @@ def _scan_samples(
     scan.samples = np.zeros(len(rows), SAMPLE)
     scan.samples["label_code"] = -1
     scan.samples["image_bytes"] = index.image_size[rows.start : rows.stop]
+    in_tar = rows_of(entry.subset)[: len(index)] if entry.subset else range(len(index))
+    statistics: list[SampleStatistics] = []
     for sample, key, row in zip(scan.samples, keys, rows, strict=True):
         label = os.pread(descriptor, int(index.label_size[row]), int(index.label_offset[row]))
         data = os.pread(descriptor, int(index.image_size[row]), int(index.image_offset[row]))
         sample["key_hash"] = np.frombuffer(_hash(key.encode("utf-8", "surrogateescape")), np.uint64)[0]
         sample["image_hash"] = np.frombuffer(_hash(data), np.uint64)
-        is_readable = _scan_image(data, options=request.options, key=key, sample=sample, scan=scan)
+        is_readable, pixels = _scan_image(data, options=request.options, key=key, sample=sample, scan=scan)
+        labels: tuple[int, ...] = ()
         try:
             labels = parse_label(label, spec=entry.labels, label_map=shards.label_map, num_classes=shards.num_classes)
+            sample["label_code"], sample["is_whole"] = _code(labels), is_readable
         except ValueError as error:
             scan.add_fault("label", str(error), key=key)
-            continue
         scan.class_counts.update(labels)
-        sample["label_code"], sample["is_whole"] = _code(labels), is_readable
+        if request.options.statistics:
+            image = image_statistics(pixels, data)
+            statistics.append(SampleStatistics(int(in_tar[row]), key, None, labels, image))
+    if request.options.statistics:
+        scan.statistics = to_parquet(statistics)
 
 
-def _scan_image(data: bytes, *, options: CheckOptions, key: str, sample: Any, scan: PartScan) -> bool:
+def _scan_image(
+    data: bytes, *, options: CheckOptions, key: str, sample: Any, scan: PartScan
+) -> tuple[bool, Pixels | None]:
+    """Return whether it is readable, and its pixels if it was decoded."""
+    pixels = None
     image_format = next((name for name, magic in _MAGIC.items() if magic.match(data)), None)
     if not data or (image_format is None and not options.decode):
         scan.add_fault("image", "it is of no known format" if data else "it is empty", key=key)
-        return False
+        return False, None
     if options.decode:
         start = time.process_time()
         try:
             image = read_image(data, limit=options.pixel_limit)
             mended = _jpeg_complaint(data) if image_format == "JPEG" else ""
-            if mended is not None:
-                image.pixels()
+            if mended is not None or options.statistics:
+                pixels = image.pixels()
         except UnreadableImage as error:
             scan.add_fault("image", str(error), key=key)
-            return False
+            return False, None
         scan.decode_seconds += time.process_time() - start
         sample["height"], sample["width"] = image.height, image.width
         if mended and re.search("corrupt|premature", mended, re.IGNORECASE):
             scan.add_fault("mended-image", mended, key=key)
     scan.formats[image_format or "another"] += 1
-    return True
+    return True, pixels
 
 
 def _jpeg_complaint(data: bytes) -> str | None:

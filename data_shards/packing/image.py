@@ -8,6 +8,8 @@ viewers show what training sees. A photograph takes 1.2 ms, 3 more if downscaled
 import io
 from dataclasses import dataclass
 
+import numpy as np
+
 from shardvit.data_shards.errors import UnreadableImage, UserError
 from shardvit.data_shards.images.crops import Pixels
 from shardvit.data_shards.images.decode import PixelLimit, read_image
@@ -37,10 +39,11 @@ class Resize:
 
 @dataclass(frozen=True)
 class PackedImage:
-    """Encoded bytes with their file extension."""
+    """Encoded bytes with their file extension, and their pixels (before they were encoded again, if reduced)."""
 
     data: bytes
     extension: str
+    pixels: Pixels
 
 
 def prepare_image(data: bytes, *, resize: Resize | None = None, limit: PixelLimit = PACKED_LIMIT) -> PackedImage:
@@ -50,8 +53,9 @@ def prepare_image(data: bytes, *, resize: Resize | None = None, limit: PixelLimi
     image = read_image(data, limit=limit)
     pixels = image.pixels()
     if resize is not None and min(image.height, image.width) > resize.short_pixels:
-        return PackedImage(_reduced(pixels, resize), "jpg")
-    return PackedImage(data, _extension(data))
+        pixels = _reduced(pixels, resize)
+        return PackedImage(_encoded(pixels, resize), "jpg", pixels)
+    return PackedImage(data, _extension(data), pixels)
 
 
 def _extension(data: bytes) -> str:
@@ -66,16 +70,22 @@ def _extension(data: bytes) -> str:
     return EXTENSIONS[name]
 
 
-def _reduced(pixels: Pixels, resize: Resize) -> bytes:
+def _reduced(pixels: Pixels, resize: Resize) -> Pixels:
     from PIL import Image
 
     height, width = pixels.shape[:2]
     scale = resize.short_pixels / min(height, width)
     size = (max(round(width * scale), resize.short_pixels), max(round(height * scale), resize.short_pixels))
+    return np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.LANCZOS))
+
+
+def _encoded(pixels: Pixels, resize: Resize) -> bytes:
+    from PIL import Image
+
     stream = io.BytesIO()
     try:
-        reduced = Image.fromarray(pixels).resize(size, Image.Resampling.LANCZOS)
-        reduced.save(stream, format="JPEG", quality=resize.quality, subsampling="4:2:0")
+        Image.fromarray(pixels).save(stream, format="JPEG", quality=resize.quality, subsampling="4:2:0")
     except OSError:  # JPEG stops at 65,500 pixels a side
-        raise UnreadableImage(f"{size[0]} x {size[1]} pixels after the reduction do not fit into a JPEG") from None
+        size = f"{pixels.shape[1]} x {pixels.shape[0]}"
+        raise UnreadableImage(f"{size} pixels after the reduction do not fit into a JPEG") from None
     return stream.getvalue()

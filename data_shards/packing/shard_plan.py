@@ -45,6 +45,7 @@ class ShardPlan:
     numbers: Int64s  # image numbers, counted across all splits of the source
     classes: tuple[str, ...]
     split: SplitName = "train"
+    first_number: int = 0  # added in keys: images of the set before this packing
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -55,7 +56,7 @@ class ShardPlan:
 
     def key(self, position: int) -> str:
         name = self.classes[self.labels[position]] if self.labels.ndim == 1 else None
-        return sample_key(name, self.images.trace(position), int(self.numbers[position]))
+        return sample_key(name, self.images.trace(position), self.first_number + int(self.numbers[position]))
 
     def line(self, position: int) -> Line:
         """Format an image for a list; `label` is a class name, or a list of them if multi-label."""

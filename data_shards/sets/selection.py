@@ -12,14 +12,14 @@ from io import BytesIO
 from pathlib import Path
 
 from shardvit.data_shards.errors import UserError
-from shardvit.data_shards.reading.opening import manifest_of, splits_below
+from shardvit.data_shards.reading.opening import manifest_of, set_of, splits_below
 from shardvit.data_shards.sets.keeping import replace_manifest
 from shardvit.data_shards.sets.statistics import STATISTICS_FILE
 from shardvit.data_shards.sets.where import rows_where
 from shardvit.data_shards.shards.location import join, redacted
 from shardvit.data_shards.shards.manifest import Manifest, Shard, manifest_name, split_manifest
 from shardvit.data_shards.shards.row_bitmap import pack_rows, stored_rows, unpack_rows
-from shardvit.data_shards.shards.shard_set import Report
+from shardvit.data_shards.shards.shard_set import Report, ShardSet
 from shardvit.data_shards.store.folders import Folder, LocalFolder, open_folder
 from shardvit.data_shards.store.store import Store
 from shardvit.data_shards.text import counted
@@ -51,6 +51,11 @@ def write_choices(choices: Sequence[Choice], *, name: str, report: Report) -> No
         report(f"{redacted(join(folder, file))}: {known}{describe(choice)}")
 
 
+def open_where(location: str, text: str, *, store: Store) -> ShardSet:
+    """Open the samples of one split of which an expression is true; raises as `choose` does."""
+    return set_of(_choose_of_split(location, text, store=store).chosen, location)
+
+
 def describe(choice: Choice) -> str:
     """Say how many images were chosen, and by what."""
     kept, every = choice.chosen.num_samples, choice.of.num_samples
@@ -67,7 +72,7 @@ def _choose_of_split(location: str, text: str, *, store: Store) -> Choice:
     for shard in of.shards:
         if (rows := said.get(shard.file)) is None or len(rows) != _stored(shard):
             raise UserError(
-                f"{name}: it does not have the samples of {shard.file}; shardvit check --decode writes it again"
+                f"{name}: it lacks samples of {shard.file}; shardvit check --decode --statistics writes it again"
             )
         rows = rows & unpack_rows(shard.rows) if shard.rows else rows
         if count := int(rows.sum()):
@@ -83,7 +88,9 @@ def _stored(shard: Shard) -> int:
 
 def _table(folder: Folder, name: str) -> Path | BytesIO:
     if folder.size(STATISTICS_FILE) is None:
-        raise UserError(f"{name}: it is not there, so nothing can be chosen; shardvit check --decode writes it")
+        raise UserError(
+            f"{name}: it is not there, so nothing can be chosen; shardvit check --decode --statistics writes it"
+        )
     if isinstance(folder, LocalFolder):
         return folder.path / STATISTICS_FILE
     return BytesIO(folder.read(STATISTICS_FILE))

@@ -11,8 +11,9 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -142,7 +143,6 @@ def write_statistics(
     facts = {
         "name": manifest.name,
         "split": manifest.split,
-        "set": manifest.digest,
         "labels": manifest.labels.kind,
         "classes": manifest.classes,
         "shards": [shard.file for shard in manifest.shards],
@@ -190,6 +190,25 @@ def _regrouped(tables: Iterable[pa.Table], plain: pa.Schema) -> Iterator[pa.Tabl
             waiting = waiting.slice(ROWS)
     if len(waiting):
         yield waiting.combine_chunks()
+
+
+def rows_by_shard(table: Path | BinaryIO, manifest: Manifest) -> Iterator[tuple[int, bytes]]:
+    """Cut a table into the rows of the manifest's shards, as `write_statistics` takes them; others are left out."""
+    import pyarrow.parquet as pq
+
+    number_of = {shard.file: number for number, shard in enumerate(manifest.shards)}
+    with pq.ParquetFile(table) as file:
+        numbers = [number_of.get(name) for name in read_facts(file.schema_arrow.metadata)["shards"]]
+        for batch in file.iter_batches(ROWS):
+            shards = batch.column("shard").to_numpy()
+            starts = np.flatnonzero(np.diff(shards, prepend=-1))
+            for start, stop in zip(starts, [*starts[1:], len(shards)], strict=True):
+                if (number := numbers[shards[start]]) is not None:
+                    rows = batch.slice(start, stop - start).drop_columns(["shard", "duplicate"])
+                    sink = BytesIO()
+                    with pq.ParquetWriter(sink, rows.schema.remove_metadata()) as writer:
+                        writer.write_batch(rows)
+                    yield number, sink.getvalue()
 
 
 def repeated(digests: NDArray[np.uint64]) -> NDArray[np.bool_]:

@@ -101,7 +101,9 @@ def rows_where(text: str, table: Path | BinaryIO, *, name: str) -> dict[str, NDA
     except (OSError, KeyError, ValueError, TypeError, pa.ArrowException) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{name}: cannot be read ({error}); shardvit check --decode writes it again") from None
+        raise UserError(
+            f"{name}: cannot be read ({error}); shardvit check --decode --statistics writes it again"
+        ) from None
     parts = np.split(np.concatenate([np.zeros(0, np.bool_), *said]), np.cumsum(counts)[:-1])
     return dict(zip(facts["shards"], parts, strict=True))
 

@@ -114,10 +114,15 @@ class Downloads:
     """Read remote objects with retries; picklable if `sleep`, which takes seconds, is."""
 
     def __init__(
-        self, policy: RetryPolicy, *, sleep: Callable[[float], None] = time.sleep, commands: Commands = "refuse"
+        self,
+        policy: RetryPolicy,
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+        commands: Commands = "refuse",
+        requests: int = 1,
     ) -> None:
         self.policy, self._sleep = policy, sleep
-        self._remotes = Remotes(policy.connect_timeout_seconds, policy.stall_timeout_seconds, commands)
+        self._remotes = Remotes(policy.connect_timeout_seconds, policy.stall_timeout_seconds, commands, requests)
 
     def about(self, url: str, *, patiently: bool = True, stop: Stop = lambda: False) -> tuple[int | None, str]:
         """Size and fingerprint of an object (None and "" if unknown); arguments and errors as in `download`."""

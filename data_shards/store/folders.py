@@ -6,18 +6,17 @@ visible with the last one; a failed upload is aborted. Nothing is ever decided b
 
 from __future__ import annotations
 
-import os
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from shardvit.data_shards.durable import flush, replaced
+from shardvit.data_shards.durable import replaced
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.shards.location import is_local, join, local_path, protocol, redacted
 from shardvit.data_shards.store import ranges
-from shardvit.data_shards.store.upload import WRITABLE, abort_unfinished, remove, upload_bytes, upload_file
+from shardvit.data_shards.store.upload import WRITABLE, abort_unfinished, remove, upload
 
 
 class Folder(Protocol):
@@ -71,14 +70,8 @@ class LocalFolder:
     def put(self, name: str, file: Path) -> None:
         place = self._place(name)
         place.parent.mkdir(parents=True, exist_ok=True)
-        if file.stat().st_dev == place.parent.stat().st_dev:
-            flush(file)
-            os.replace(file, place)
-            flush(place.parent)
-            return
         with replaced(place, writers="several") as beside:
-            shutil.copyfile(file, beside)
-        file.unlink()
+            shutil.move(file, beside)
 
     def size(self, name: str) -> int | None:
         try:
@@ -110,10 +103,10 @@ class StoreFolder:
         return ranges.read_whole(self._url(name))
 
     def write(self, name: str, data: bytes) -> None:
-        upload_bytes(ranges.SHARED, self._url(name), data)
+        upload(self._url(name), data)
 
     def put(self, name: str, file: Path) -> None:
-        upload_file(ranges.SHARED, self._url(name), file)
+        upload(self._url(name), file)
         file.unlink()
 
     def size(self, name: str) -> int | None:
@@ -123,10 +116,10 @@ class StoreFolder:
             return None
 
     def remove(self, name: str) -> None:
-        remove(ranges.SHARED, self._url(name))
+        remove(self._url(name))
 
     def tidy(self) -> None:
-        abort_unfinished(ranges.SHARED, self.location)
+        abort_unfinished(self.location)
 
     def _url(self, name: str) -> str:
         return join(self.location, _demand_inside(name, redacted(self.location)))

@@ -1,13 +1,12 @@
 """Read byte ranges of files anywhere, and list folders anywhere: what workers need that pack from a bucket.
 
-A range costs a request (in stores without S3's protocol two), at most 32 at a time in a process, retried as downloads
-are. Listing a bucket takes a request for each 1,000 names, several at a time where there are folders; memory is that
-of a folder's names. Web servers have no listing.
+A range costs one request (two in stores without S3's protocol), at most 32 at a time in a process, retried as downloads
+are. Listing a bucket takes a request for each 1,000 names, several at a time where there are folders, and the memory of
+a folder's names. Web servers have no listing.
 """
 
-from __future__ import annotations
-
 import errno
+import io
 import os
 import threading
 from collections import deque
@@ -20,7 +19,7 @@ from shardvit.data_shards.shards.location import is_local, join, local_path, pro
 from shardvit.data_shards.store.bucket import Listed, is_bucket, page, read_stamped
 from shardvit.data_shards.store.download import Downloads, MissingObject, RetryPolicy
 from shardvit.data_shards.store.remote import REQUESTS_IN_FLIGHT, fingerprint_of
-from shardvit.data_shards.store.remote_errors import Missing, Refused, Transient
+from shardvit.data_shards.store.remote_errors import Missing, Transient
 
 SHARED = Downloads(RetryPolicy())  # a process has one file system, and its connections, for each store
 _IN_FLIGHT = threading.BoundedSemaphore(REQUESTS_IN_FLIGHT)
@@ -30,7 +29,7 @@ _LEVELS = 3
 
 
 def read_range(location: str, offset: int, size: int, *, stamp: str = "") -> bytes:
-    """Read `size` bytes of a path or URL; see `read_stamped_range`. OSError if it has another stamp (unless "")."""
+    """Read `size` bytes of a path or URL; errors as in `read_stamped_range`, OSError for another stamp (unless "")."""
     data, found = read_stamped_range(location, offset, size)
     if stamp and found != stamp:
         raise _changed(location)
@@ -41,7 +40,7 @@ def read_whole(location: str, *, stamp: str = "") -> bytes:
     """Read a small file whole; errors as in `read_range`."""
     size, found = stat_url(location)
     if size is None:
-        raise UserError(f"{redacted(location)}: the server does not tell its size: copy it to a folder first")
+        raise _without_size(location)
     return read_range(location, 0, size, stamp=stamp or found)
 
 
@@ -51,26 +50,22 @@ def read_stamped_range(location: str, offset: int, size: int) -> tuple[bytes, st
     OSError if it is not there, or shorter; StoreError if the store fails for ten minutes or refuses.
     """
     if is_local(location):
-        with open(local_path(location), "rb", buffering=0) as file:
-            data, stamp = os.pread(file.fileno(), size, offset), _local_stamp(os.fstat(file.fileno()))
-            while len(data) < size and (more := os.pread(file.fileno(), size - len(data), offset + len(data))):
-                data += more
+        with open(local_path(location), "rb") as file:
+            file.seek(offset)
+            data, stamp = file.read(size), _local_stamp(os.fstat(file.fileno()))
         if len(data) < size:
             raise _changed(location)
         return data, stamp
     if size == 0:  # HTTP has no empty ranges
         return b"", stat_url(location)[1]
+    end = offset + size
 
     def attempt(remote: Any) -> tuple[bytes, str]:
         with _IN_FLIGHT:
-            data, stamp = (
-                read_stamped(remote, offset, offset + size)
-                if is_bucket(remote)
-                else remote.stamped(offset, offset + size)
-            )
+            data, stamp = read_stamped(remote, offset, end) if is_bucket(remote) else remote.stamped(offset, end)
         if len(data) != size:
-            about = remote.about()
-            is_short = about.num_bytes is not None and about.num_bytes < offset + size
+            num_bytes = remote.about().num_bytes
+            is_short = num_bytes is not None and num_bytes < end
             raise (Missing if is_short else Transient)(f"{len(data)} bytes came where {size} were asked for")
         return data, stamp
 
@@ -86,32 +81,65 @@ def stat_url(location: str) -> tuple[int | None, str]:
         status = os.stat(local_path(location))
         return status.st_size, _local_stamp(status)
     try:
-        with _IN_FLIGHT:
-            return SHARED.about(location)
+        return SHARED.about(location)
     except MissingObject as error:
         raise FileNotFoundError(errno.ENOENT, str(error), redacted(location)) from None
+
+
+class RangedFile(io.RawIOBase):
+    """A file anywhere, opened for reading by ranges, as pyarrow reads the parts of parquet that it needs.
+
+    OSError if it changes meanwhile; FileNotFoundError if there is none.
+    """
+
+    def __init__(self, location: str) -> None:
+        super().__init__()
+        self.location = location
+        size, self.stamp = stat_url(location)
+        if size is None:
+            raise _without_size(location)
+        self.num_bytes, self._at = size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.num_bytes}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        size = max(0, min(len(buffer), self.num_bytes - self._at))
+        if size:
+            buffer[:size] = read_range(self.location, self._at, size, stamp=self.stamp)
+        self._at += size
+        return size
 
 
 def list_url(location: str) -> Iterator[Listed]:
     """List all files below a folder: name relative to it, bytes, stamp; in the order of the names' UTF-8 bytes."""
     if protocol(location) in ("http", "https"):
         raise UserError(f"{redacted(location)}: a web server lists no folder: name the tars, .../{{00000..00099}}.tar")
-    waiting = deque[Listed | Future[list[Listed]]]()
+    ahead = deque[Listed | Future[list[Listed]]]()
     with ThreadPoolExecutor(_LISTERS) as pool:
-        try:
-            for each in _spread(location, "", levels=_LEVELS):
-                if each == "":
-                    yield from _below(location, "")
-                else:
-                    waiting.append(
-                        pool.submit(lambda name: list(_below(location, name)), each) if isinstance(each, str) else each
-                    )
-                while len(waiting) > 2 * _LISTERS:
-                    yield from _taken(waiting.popleft())
-            while waiting:
-                yield from _taken(waiting.popleft())
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        for each in _spread(location, "", levels=_LEVELS):
+            if each == "":
+                yield from _below(location, "")
+            else:
+                ahead.append(pool.submit(_listed, location, each) if isinstance(each, str) else each)
+            while len(ahead) > 2 * _LISTERS:
+                yield from _taken(ahead.popleft())
+        while ahead:
+            yield from _taken(ahead.popleft())
+
+
+def _listed(location: str, below: str) -> list[Listed]:
+    return list(_below(location, below))
 
 
 def _taken(entry: Listed | Future[list[Listed]]) -> list[Listed]:
@@ -119,7 +147,7 @@ def _taken(entry: Listed | Future[list[Listed]]) -> list[Listed]:
 
 
 def _spread(url: str, below: str, *, levels: int) -> Iterator[Listed | str]:
-    """Yield, in order, the files of a folder and the folders ("" for itself) that are to be listed whole."""
+    """Yield, in order, the files of a folder, and the folders ("" for itself) that are to be listed whole."""
     files, folders = list[Listed](), list[str]()
     for found_files, found_folders in _pages(url, below, delimiter="/"):
         files += found_files
@@ -127,73 +155,53 @@ def _spread(url: str, below: str, *, levels: int) -> Iterator[Listed | str]:
         if len(files) > _MOST_LOOSE:
             yield below
             return
-    for each in sorted([*files, *folders], key=_in_order):
+    for each in _in_order(files, folders):
         if isinstance(each, str) and levels and len(folders) < _LISTERS:
             yield from _spread(url, each, levels=levels - 1)
         else:
             yield each
 
 
-def _in_order(entry: Listed | str) -> bytes:
-    return (entry if isinstance(entry, str) else entry[0]).encode(errors="surrogateescape")
-
-
 def _below(url: str, below: str) -> Iterator[Listed]:
     for files, folders in _pages(url, below, delimiter=""):
-        for each in sorted([*files, *folders], key=_in_order):
-            if isinstance(each, str):
-                yield from _below(url, each)
-            else:
-                yield each
+        for each in _in_order(files, folders):
+            yield from _below(url, each) if isinstance(each, str) else [each]
+
+
+def _in_order(files: list[Listed], folders: list[str]) -> list[Listed | str]:
+    return sorted([*files, *folders], key=lambda each: (each if isinstance(each, str) else each[0]).encode())
 
 
 def _pages(url: str, below: str, *, delimiter: str) -> Iterator[tuple[list[Listed], list[str]]]:
-    """List files and folders by name below `url`; without delimiter a bucket has no folders."""
-    if is_local(url):
-        yield _local_level(url, below)
-        return
-    after = ""
-    while True:
-        files, folders, after = SHARED.retried(
-            join(url, below) if below else url,
-            lambda remote, after=after: (
-                page(remote, after=after, delimiter=delimiter) if is_bucket(remote) else _level(remote)
-            ),
-        )
+    """List files and folders by name below `url`; a bucket has no folders without `delimiter`, other stores always."""
+
+    def attempt(remote: Any) -> tuple[list[Listed], list[str], str]:
+        return page(remote, after=after, delimiter=delimiter) if is_bucket(remote) else _level(remote)
+
+    after, is_done = "", False
+    while not is_done:
+        files, folders, after = SHARED.retried(join(url, below) if below else url, attempt)
         yield [(below + name, size, stamp) for name, size, stamp in files], [below + name for name in folders]
-        if not after:
-            return
+        is_done = not after
 
 
 def _level(remote: Any) -> tuple[list[Listed], list[str], str]:
-    if not hasattr(remote, "fs"):
-        raise Refused("a program's output is no folder")
-    files, folders = list[Listed](), list[str]()
-    for entry in remote.call("ls", remote.path, detail=True):
-        name = entry["name"].rstrip("/").rpartition("/")[2]
-        if entry["name"].rstrip("/") == remote.path.rstrip("/"):
-            continue  # the folder itself
-        if entry["type"] == "directory":
-            folders.append(name + "/")
-        else:
-            files.append((name, entry["size"], fingerprint_of(entry)))
+    entries = [
+        (each["name"].rstrip("/").rpartition("/")[2], each)
+        for each in remote.call("ls", remote.path, detail=True)
+        if each["name"].rstrip("/") != remote.path.rstrip("/")  # the folder itself
+    ]
+    folders = [f"{name}/" for name, entry in entries if entry["type"] == "directory"]
+    files = [(name, entry["size"], fingerprint_of(entry)) for name, entry in entries if entry["type"] != "directory"]
     return files, folders, ""
 
 
-def _local_level(url: str, below: str) -> tuple[list[Listed], list[str]]:
-    files, folders = list[Listed](), list[str]()
-    with os.scandir(os.path.join(local_path(url), below)) as entries:
-        for entry in entries:
-            if entry.is_dir():
-                folders.append(f"{below}{entry.name}/")
-            else:
-                status = entry.stat()
-                files.append((below + entry.name, status.st_size, _local_stamp(status)))
-    return files, folders
-
-
 def _local_stamp(status: os.stat_result) -> str:
-    return f"{status.st_size}-{status.st_mtime_ns}"
+    return fingerprint_of({"mtime": status.st_mtime})  # as fsspec has it
+
+
+def _without_size(location: str) -> UserError:
+    return UserError(f"{redacted(location)}: the server does not tell its size: copy it to a folder first")
 
 
 def _changed(location: str) -> OSError:

@@ -65,9 +65,13 @@ class About:
 
 
 class Remotes:
-    """Open remote objects by URL; picklable. A transfer without a byte for `stall_seconds` is lost."""
+    """Open remote objects by URL; picklable. A transfer without a byte for `stall_seconds` is lost.
 
-    def __init__(self, connect_seconds: float, stall_seconds: float, commands: Commands) -> None:
+    `requests` is the number of times that boto tries each one to a bucket.
+    """
+
+    def __init__(self, connect_seconds: float, stall_seconds: float, commands: Commands, requests: int = 1) -> None:
+        self._requests = requests
         self._connect_seconds, self._stall_seconds = connect_seconds, stall_seconds
         self._commands: Commands = commands
         self._file_systems: dict[tuple[object, ...], Any] = {}
@@ -126,7 +130,8 @@ class Remotes:
             return {"client_kwargs": {**client, **configured.get("client_kwargs", {})}}
         if kind in ("s3", "s3a"):
             config = {"connect_timeout": self._connect_seconds, "read_timeout": self._stall_seconds}
-            config |= {"retries": {"total_max_attempts": 1}, "max_pool_connections": REQUESTS_IN_FLIGHT}
+            config |= {"retries": {"mode": "standard", "total_max_attempts": self._requests}}
+            config |= {"max_pool_connections": REQUESTS_IN_FLIGHT}
             return {"config_kwargs": {**config, **configured.get("config_kwargs", {})}}
         return {}
 

@@ -1,6 +1,6 @@
 """Gather and write the page of `shardvit show`: index.html, and each picture as a PNG and an SVG file.
 
-Skips and lists damage. Reads batches with training's own code. Takes some seconds, mostly drawing.
+Skips and lists damage. Reads batches with training's own code, and statistics from their table alone. Takes seconds.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -12,6 +12,7 @@ from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.images.decode import PixelLimit
 from shardvit.data_shards.reading.opening import open_shards, splits_below
 from shardvit.data_shards.reading.overview import Overview
+from shardvit.data_shards.sets.statistics_summary import SetStatistics, summarise
 from shardvit.data_shards.shards.location import redacted
 from shardvit.data_shards.shards.shard_set import ShardSet, ShardsSpec
 from shardvit.data_shards.store.store import Store
@@ -19,7 +20,7 @@ from shardvit.data_shards.text import counted, one_line, show_bytes
 from shardvit.launch.flags import INDEX_FILE
 from shardvit.launch.pages.blocks import PageBlock, PageImage, PagePicture, PageSection, PageTable, PageText
 from shardvit.launch.pages.page import render_page
-from shardvit.pipeline.pictures.set_figures import contact_sheet, image_sizes, label_histogram
+from shardvit.pipeline.pictures.set_figures import contact_sheet, image_sizes, label_histogram, statistics_figures
 from shardvit.pipeline.pictures.style import Drawn, rendered
 from shardvit.pipeline.recipe.schema import Recipe
 from shardvit.pipeline.recipe.vocabulary import StageName
@@ -106,6 +107,21 @@ def show_recipe(recipe: Recipe, *, stage: StageName, step: int, inspect: Inspect
     return made
 
 
+def show_statistics(location: str, *, store: Store) -> Shown:
+    """Show the statistics of a split, or of the splits in a folder. UserError if a table is missing or damaged."""
+    splits = {} if location.endswith(".parquet") else splits_below(location, store=store)
+    seen = {split: summarise(each) for split, each in (splits or {"": location}).items()}
+    first = next(iter(seen.values()))
+    facts = [(f"{each.images:,}", f"images{', ' if split else ''}{split}") for split, each in seen.items()]
+    facts += [(f"{len(first.classes):,}", "classes"), (show_bytes(sum(each.bytes for each in seen.values())), "in all")]
+    made = Shown(title=f"{first.name}: statistics of all images", lead=first.location, facts=tuple(facts))
+    for split, each in seen.items():
+        _add_statistics(
+            made, each, title=split or each.split, prefix=f"{split}_" if split in ("train", "val", "test") else ""
+        )
+    return made
+
+
 def _add_set(made: Shown, seen: Overview, *, title: str, prefix: str, image_size: int | None = None) -> None:
     shards = seen.shards
     drawn = (contact_sheet(seen), label_histogram(seen), image_sizes(seen, image_size=image_size))
@@ -131,6 +147,24 @@ def _add_set(made: Shown, seen: Overview, *, title: str, prefix: str, image_size
     intro = (
         f"{shards.source}: {counted(shards.num_samples, 'image')} of {shards.num_classes:,} classes in "
         f"{counted(len(shards.shards), 'shard')}{size}. To look at it, {effort}."
+    )
+    made.sections.append(PageSection(title, blocks, intro=intro))
+
+
+def _add_statistics(made: Shown, seen: SetStatistics, *, title: str, prefix: str) -> None:
+    blocks = made.pictures(statistics_figures(seen), prefix=prefix)
+    counts = seen.images_of_class.tolist()
+    order = sorted(range(len(counts)), key=lambda number: (-counts[number], number))[:_MOST_CLASSES]
+    filled = [count for count in counts if count]
+    imbalance = f", the largest {max(filled) / min(filled):,.3g} times the smallest with any" if filled else ""
+    rows = [(image.what, image.key, image.shard, image.width, image.height, image.bytes) for image in seen.extremes]
+    columns = ("", "Image", "Shard", "Width", "Height", "Bytes")
+    blocks.append(PageTable(columns, rows, title="The most extreme images", folded=True))
+    classes = [(seen.classes[number], counts[number]) for number in order]
+    blocks.append(PageTable(("Class", "Images"), classes, title="Classes, the largest first", folded=True))
+    intro = (
+        f"{seen.images:,} images of {len(counts):,} classes{imbalance}. {seen.duplicates:,} are copies, byte for "
+        f"byte, of earlier ones; {seen.unreadable:,} could not be read."
     )
     made.sections.append(PageSection(title, blocks, intro=intro))
 

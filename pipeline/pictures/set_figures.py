@@ -1,15 +1,28 @@
-"""Draw a set of shards from an `Overview`: contact sheet, images per class, image sizes."""
+"""Draw a set of shards from an `Overview` (contact sheet, images per class, image sizes) or from its statistics."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardvit.data_shards.reading.overview import Overview
+from shardvit.data_shards.sets.statistics_summary import LEVELS, SetStatistics
 from shardvit.data_shards.text import counted, show_bytes
 from shardvit.pipeline.pictures.grid import Cell, image_grid, label_names, shortened, whole_percent
-from shardvit.pipeline.pictures.style import ACCENT, BAD, GRID, INK, MUTED, SERIES, Drawn, new_figure, plain_numbers
+from shardvit.pipeline.pictures.style import (
+    ACCENT,
+    BAD,
+    DASHES,
+    GRID,
+    INK,
+    MUTED,
+    SERIES,
+    Drawn,
+    new_figure,
+    plain_numbers,
+)
 from shardvit.pipeline.runs.pictures import Picture
 
 if TYPE_CHECKING:
@@ -51,22 +64,25 @@ def label_histogram(seen: Overview) -> Drawn | None:
     """Draw images per class, largest first; None if no label was read."""
     if not seen.labelled:
         return None
-    counts, classes = seen.images_of_class, seen.shards.classes
-    order = np.lexsort((np.arange(len(counts)), -counts)).tolist()
     base = f"Labels of all {seen.labelled:,} images"
     if seen.damaged or not seen.is_whole:
         base = f"Labels of {seen.labelled:,} images in {seen.opened:,} of {len(seen.shards.shards):,} shards"
     if not seen.is_whole:
         base += f", drawn at random (seed {seen.seed}): what the other shards hold may differ"
+    without = f" {seen.without_label:,} images have no label." if seen.without_label else ""
+    return _class_counts(
+        seen.images_of_class, seen.shards.classes, base, several=seen.shards.is_multi_label, more=without
+    )
+
+
+def _class_counts(counts: np.ndarray, classes: Sequence[str], base: str, *, several: bool, more: str) -> Drawn:
+    order: list[int] = np.lexsort((np.arange(len(counts)), -counts)).tolist()
     smallest, median, largest = int(counts.min()), float(np.median(counts)), int(counts.max())
     have = f"{smallest:,} to {largest:,} images, the median is {median:,.0f}"
     if smallest == largest:
         have = f"{counted(smallest, 'image')} each"
     caption = f"{base}. The {len(classes):,} classes have {have}."
-    if seen.shards.is_multi_label:
-        caption += " An image with several labels counts for each."
-    if seen.without_label:
-        caption += f" {seen.without_label:,} images have no label."
+    caption += f"{' An image with several labels counts for each.' if several else ''}{more}"
     if empty := int((counts == 0).sum()):
         caption += f" {empty:,} of the {len(classes):,} classes have no image."
     picture = Picture(
@@ -115,7 +131,68 @@ def image_sizes(seen: Overview, *, image_size: int | None = None) -> Drawn | Non
     return Picture("image_sizes", "Sizes of the images", caption, alt=words, group="data"), figure
 
 
-def _bars(names: list[str], counts: list[int]) -> Figure:
+def statistics_figures(seen: SetStatistics) -> list[Drawn]:
+    """Draw classes, sizes, bytes, brightness and contrast of all images of a table; nothing if it has none."""
+    if not seen.images:
+        return []
+    of = f"All {seen.images:,} images"
+    unlabelled = seen.labels_an_image.get(0, 0)
+    more = f" {unlabelled:,} images have no label." if unlabelled else ""
+    base = f"Labels of all {seen.images:,} images"
+    drawn = [_class_counts(seen.images_of_class, seen.classes, base, several=seen.is_multi_label, more=more)]
+    figure, axes = new_figure(width=10.0, height=5.6, rows=2, columns=2)
+    labels = {"width": "width (px)", "height": "height (px)", "aspect": "width / height", "bytes": "bytes"}
+    for panel, (what, label) in zip(axes.ravel(), labels.items(), strict=True):
+        _histogram(panel, *seen.bins(what), label=label, mark=1.0 if what == "aspect" else None)
+    words = "; ".join(f"{label} {_spread_of(*seen.bins(what))}" for what, label in labels.items())
+    caption = f"{of}, least, median and most: {words}."
+    drawn.append((_picture("sizes", "Sizes of the images", caption), figure))
+    figure, [panels] = new_figure(width=10.0, height=3.2, columns=2)
+    names = ("red", "green", "blue")
+    for panel, moments, label in zip(panels, np.split(seen.moments, 2), ("mean", "deviation"), strict=True):
+        for number, counts in enumerate(moments):
+            color = SERIES[(1, 2, 0)[number]]
+            panel.step(
+                np.arange(len(counts)) * LEVELS + LEVELS / 2,
+                counts,
+                where="mid",
+                color=color,
+                ls=DASHES[number],
+                label=names[number],
+            )
+        panel.set(xlabel=f"{label} of an image's pixels (0 to 255)", ylabel="images", xlim=(0, None), ylim=(0, None))
+        panel.legend(frameon=False)
+        _whole_numbers(panel.yaxis)
+    mean, std = (", ".join(f"{value:.4f}" for value in each) for each in (seen.mean, seen.std))
+    caption = (
+        f"Mean and deviation of each image, by channel. Of all pixels, from 0 to 1, each image with the same weight: "
+        f"mean [{mean}], std [{std}]. Recipes normalise as Google's code does, with 0.5 and 0.5, whatever these are."
+    )
+    drawn.append((_picture("channels", "Brightness and contrast", caption), figure))
+    if seen.is_multi_label:
+        figure, [[panel]] = new_figure(width=6.0, height=2.8)
+        values, counts = np.array(sorted(seen.labels_an_image.items())).T
+        panel.bar(values, counts, color=ACCENT)
+        panel.set(xlabel="labels of an image", ylabel="images")
+        _whole_numbers(panel.xaxis)
+        _whole_numbers(panel.yaxis)
+        caption = (
+            f"{of} have {values.min():,} to {values.max():,} labels, {values @ counts / seen.images:.3g} on average."
+        )
+        drawn.append((_picture("labels", "Labels of an image", caption), figure))
+    return drawn
+
+
+def _picture(name: str, title: str, caption: str) -> Picture:
+    return Picture(name, title, caption, alt=caption, group="data")
+
+
+def _spread_of(values: np.ndarray, counts: np.ndarray) -> str:
+    median = values[np.searchsorted(np.cumsum(counts), counts.sum() / 2)]
+    return ", ".join(f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in (values[0], median, values[-1]))
+
+
+def _bars(names: Sequence[str], counts: list[int]) -> Figure:
     figure, [[axes]] = new_figure(width=7.0, height=0.75 + 0.235 * len(names))
     places = np.arange(len(names))
     axes.barh(places, counts, height=0.68, color=ACCENT)
@@ -131,7 +208,7 @@ def _bars(names: list[str], counts: list[int]) -> Figure:
     return figure
 
 
-def _ranked(names: list[str], counts: list[int]) -> Figure:
+def _ranked(names: Sequence[str], counts: list[int]) -> Figure:
     figure, [[axes, ends]] = new_figure(width=9.4, height=3.7, columns=2, width_ratios=[1.9, 1])
     ranks = np.arange(1, len(counts) + 1)
     axes.fill_between(ranks, counts, step="mid", color=SERIES[4], alpha=0.45, linewidth=0)
@@ -181,14 +258,16 @@ def _scatter(axes: Axes, width: np.ndarray, height: np.ndarray, *, image_size: i
     axes.set_box_aspect(1)
 
 
-def _histogram(axes: Axes, values: np.ndarray, *, label: str, mark: float | None = None) -> None:
+def _histogram(
+    axes: Axes, values: np.ndarray, counts: np.ndarray | None = None, *, label: str, mark: float | None = None
+) -> None:
     low, high = values.min(), values.max()
     bins = np.linspace(low, high, 31) if high > low else np.linspace(0.5 * low, 1.5 * low, 31)
     if low > 0 and high > _SPREAD * low:
         bins = np.geomspace(low, high * 1.0001, 31)
         axes.set_xscale("log")
         plain_numbers(axes.xaxis)
-    axes.hist(values, bins=bins.tolist(), color=ACCENT)
+    axes.hist(values, bins=bins.tolist(), weights=counts, color=ACCENT)
     if mark is not None:
         axes.axvline(mark, color=MUTED, lw=0.9)
         _note(axes, "square", (mark, 1.0), xycoords=axes.get_xaxis_transform(), xytext=(3, -8))

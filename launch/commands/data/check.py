@@ -27,6 +27,7 @@ class Thoroughness:
     """Flags for what to check."""
 
     decode: Annotated[bool, switch("Decode every image in full: finds truncated ones.")] = False
+    statistics: Annotated[bool, switch("With --decode: write statistics.parquet beside each manifest.")] = False
     digests: Annotated[bool, Parameter(help="Compare SHA-256 with the manifest's.")] = True
     world_size: Annotated[int | None, Parameter(help="Say how the shards suit this many training processes.")] = None
     lanes: Annotated[int | None, Parameter(help="data.lanes of that training; default: near 256.")] = None
@@ -38,9 +39,11 @@ class Thoroughness:
         demand_counts(world_size=self.world_size, lanes=self.lanes, gpus_per_node=self.gpus_per_node)
         if self.world_size is None and (self.lanes, self.gpus_per_node) != (None, None):
             raise UserError("--lanes, --gpus-per-node: they say how --world-size processes would read; give that too")
+        if self.statistics and not self.decode:
+            raise UserError("--statistics: they are of decoded images; give --decode too")
         per_node = self.gpus_per_node or CheckOptions.processes_per_node
         limit = pixel_limit(max_image_pixels)
-        return CheckOptions(self.decode, self.digests, limit, self.world_size, self.lanes, per_node)
+        return CheckOptions(self.decode, self.statistics, self.digests, limit, self.world_size, self.lanes, per_node)
 
 
 def check(
@@ -55,7 +58,10 @@ def check(
     ] = None,
     report: Annotated[
         Path | None,
-        Parameter(name=["--output", "--report"], help="For --against: matches.jsonl, and pictures in matches.html."),
+        Parameter(
+            name=["--output", "--report"],
+            help="For --against: matches.jsonl, and pictures in matches.html; the table of --statistics.",
+        ),
     ] = None,
     as_json_text: JsonFlag = False,
     force: Force = False,
@@ -65,7 +71,7 @@ def check(
     SHARDS is what a recipe names: a packed folder, the folder with its train/
     and val/ (checks each, and whether they share images), a folder of tars made
     by other tools, a pattern such as "data/x-{000..127}.tar", or a URL. Reads
-    all bytes and changes nothing. Exit code 1 if there is a problem.
+    all bytes; only --statistics writes into it. Exit code 1 if there is a problem.
 
     --against finds copies that were re-encoded, resized, squeezed, mirrored,
     turned grey, given a border, cropped to the centre square or to 70 % of each
@@ -78,7 +84,7 @@ def check(
 
     Some examples:
         shardvit check shards/photos
-        shardvit check shards/photos --decode --world-size 64
+        shardvit check shards/photos --decode --statistics --world-size 64
         shardvit check shards/in21k --against shards/cifar10/val --output seen
         shardvit check "laion/{00000..00099}.tar" --label json:label --json
     """
@@ -89,12 +95,19 @@ def check(
 
     chosen = thoroughness.options(options.max_image_pixels)
     cache = options.cache_of(shards, *(against or ()))
-    _demand_report(report, against=against, force=force)  # before hours of reading
+    _demand_report(None if chosen.statistics and not against else report, against=against, force=force)
     retry = RetryPolicy(give_up_seconds=60.0)  # the user is waiting
     store = Store(cache, retry=retry, commands="run")  # SHARDS as typed; a manifest cannot name commands
-    result = check_shards(options.spec(shards), options=chosen, store=store, against=against or (), report=_say)
+    result = check_shards(
+        options.spec(shards),
+        options=chosen,
+        store=store,
+        against=against or (),
+        statistics_to=report and str(report),
+        report=_say,
+    )
     print(json.dumps(as_json(result), indent=1) if as_json_text else as_text(result), flush=True)
-    if report is not None:
+    if report is not None and against:
         replace_lines(report / _LINES_FILE, (one.line(match) for one in result.matches for match in one.matches))
         write_duplicates(report / MATCHES_PAGE, result.matches, chosen.pixel_limit)
     return result.exit_code

@@ -24,6 +24,7 @@ from shardvit.launch.flags import (
     demand_target,
     page_mark,
     pixel_limit,
+    switch,
 )
 from shardvit.launch.local.env import paths_file
 
@@ -47,6 +48,7 @@ def show(
     images: Annotated[int, Parameter(help="Images on each contact sheet.")] = 40,
     labels: Annotated[int, Parameter(help="Most labels to count; larger sets are sampled by shard.")] = 200_000,
     seed: Annotated[int, Parameter(help="Draws which images and shards are shown.")] = 0,
+    statistics: Annotated[bool, switch("Show the table of all images: sizes, classes, colours, copies.")] = False,
     data: DataFile = None,
     options: ShardsOptions = ShardsOptions(),  # noqa: B008 - frozen
     force: Force = False,
@@ -62,10 +64,12 @@ def show(
     labels), one image in several epochs, and the crops of evaluation.
 
     Reads the labels and a few images of local shards, and fetches at most four
-    remote shards. Uses no GPU and touches no run.
+    remote shards; --statistics reads statistics.parquet alone, which `shardvit
+    pack` and `shardvit check --statistics` write. Uses no GPU, touches no run.
 
     Some examples:
         shardvit show shards/photos
+        shardvit show s3://bucket/photos --statistics
         shardvit show my.yaml --step 1000
         shardvit show digits pretrain.augment.mixup_alpha=0.2 --output look
         shardvit show "laion/{00000..00099}.tar" --label json:label
@@ -81,6 +85,7 @@ def show(
         given = {
             f"--{each.name.replace('_', '-')}": getattr(options, each.name) != each.default for each in fields(options)
         }
+        given |= {"--statistics": statistics}
         _refuse(given, to=f"{what}, which is a recipe: it has keys for that")
 
     from shardvit.data_shards.reading.overview import inspect_shards
@@ -88,7 +93,7 @@ def show(
 
     inspect = partial(inspect_shards, images=images, most_labels=labels, seed=seed)
     if recipe is None:
-        made = _show_shards(what, options, inspect)
+        made = _show_shards(what, options, None if statistics else inspect)
     else:
         made = show_recipe(recipe, stage=_stage(recipe, stage), step=step or 0, inspect=inspect, report=_report)
     page = made.write(output, command="show")
@@ -106,13 +111,16 @@ def _demand_numbers(*, images: int, labels: int, seed: int) -> None:
         raise UserError(f"--seed: it is {seed}; give 0 or more")
 
 
-def _show_shards(what: str, options: ShardsOptions, inspect: Inspect) -> Shown:
+def _show_shards(what: str, options: ShardsOptions, inspect: Inspect | None) -> Shown:
+    """Show the table of statistics if `inspect` is None."""
     from shardvit.data_shards.store.download import RetryPolicy
     from shardvit.data_shards.store.store import Store
-    from shardvit.launch.pages.shards_page import show_shards
+    from shardvit.launch.pages.shards_page import show_shards, show_statistics
 
     store = Store(options.cache_of(what), retry=RetryPolicy(give_up_seconds=_GIVE_UP_SECONDS))
     limit = pixel_limit(options.max_image_pixels)
+    if inspect is None:
+        return show_statistics(what, store=store)
     return show_shards(options.spec(what), store=store, limit=limit, inspect=inspect, report=_report)
 
 

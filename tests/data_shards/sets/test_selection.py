@@ -107,7 +107,7 @@ def test_names_that_are_no_file_are_refused(out: Path, name: str):
 def test_statistics_of_other_shards_are_refused(out: Path):
     manifest = read_manifest(out / "train")
     measure(replace(manifest, shards=manifest.shards[1:]))
-    with pytest.raises(UserError, match=rf"does not have the samples of {manifest.shards[0].file}"):
+    with pytest.raises(UserError, match=rf"lacks samples of {manifest.shards[0].file}"):
         select(out / "train", "width > 0")
 
 

@@ -15,6 +15,7 @@ from shardvit.data_shards.sets.statistics import (
     image_statistics,
     read_facts,
     repeated,
+    rows_by_shard,
     to_parquet,
     write_statistics,
 )
@@ -91,3 +92,21 @@ def test_an_empty_set_has_an_empty_table(tmp_path):
 def test_copies_by_pandas_with_equal_first_words():
     digests = np.random.default_rng(1).integers(0, 5, (500, 2), dtype=np.uint64)
     assert (repeated(digests) == pd.DataFrame(digests).duplicated().to_numpy()).all()
+
+
+def test_a_table_is_cut_into_shards_and_joined_with_more_as_if_written_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(statistics, "ROWS", 4)
+    parts = [(number, to_parquet(samples(5, start=5 * number))) for number in range(3)]
+    table(tmp_path / "whole", parts)
+    table(tmp_path / "first", parts[:2], shards=2)
+    manifest = Manifest(
+        tmp_path, "x", "train", ("cat", "dog"), (Shard("x-0.tar", 5, 1, ""), Shard("x-1.tar", 5, 1, "")), ""
+    )
+    cut = rows_by_shard(tmp_path / "first" / STATISTICS_FILE, manifest)
+    table(tmp_path / "joined", [*cut, parts[2]])
+    same = [(tmp_path / name / STATISTICS_FILE).read_bytes() for name in ("whole", "joined")]
+    assert same[0] == same[1]
+    again = rows_by_shard(
+        tmp_path / "joined" / STATISTICS_FILE, manifest
+    )  # as of a killed packing: its rows are left out
+    assert {number for number, _ in again} == {0, 1}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shardvit.data_shards.store import ranges
+from shardvit.data_shards.store import ranges, upload
 from shardvit.data_shards.store.download import Downloads
 from shardvit.data_shards.store.folders import Folder, open_folder
 from tests.data_shards.opened import QUICK
@@ -13,6 +13,7 @@ from tests.data_shards.opened import QUICK
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranges, "SHARED", Downloads(QUICK))
+    monkeypatch.setattr(upload, "UPLOADS", Downloads(QUICK))
 
 
 @pytest.fixture(params=["local", "s3", "memory"])

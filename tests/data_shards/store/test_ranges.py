@@ -1,6 +1,5 @@
 """Ranges and listings, here and of stores, with faults."""
 
-import os
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -123,10 +122,3 @@ def test_a_web_server_without_ranges(server: FaultServer):
     assert read_whole(f"{server.url}/a") == CONTENT
     with pytest.raises(StoreError, match="no ranges"):
         read_range(f"{server.url}/a", 5, 5)
-
-
-def test_a_link_in_a_local_folder(tmp_path: Path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "x").write_bytes(b"1")
-    os.symlink(tmp_path / "a", tmp_path / "b")
-    assert [name for name, *_ in list_url(str(tmp_path))] == ["a/x", "b/x"]

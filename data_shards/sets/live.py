@@ -1,0 +1,109 @@
+"""A packed set that images are appended to: what it has, and how plan, manifests and statistics go on from there.
+
+    OUT/appended/001/pack.json    the request of what was appended first, and the digests of the manifests before it
+    OUT/appended/001/...          its images.bin, duplicates.jsonl, ... as in OUT
+    OUT/train/manifest-DIGEST.json    the manifest before
+
+An appended packing counts from when the manifest of train, the last one, is another than before. Killed until then, it
+is done again from the manifests before it, with the same names, so nothing is appended twice, nor half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.reading.opening import manifest_of
+from shardvit.data_shards.sets.keeping import replace_manifest
+from shardvit.data_shards.shards.location import join, redacted
+from shardvit.data_shards.shards.manifest import MANIFEST_FILE, Manifest, json_text, manifest_name
+from shardvit.data_shards.store.folders import Folder
+from shardvit.data_shards.store.store import Store
+from shardvit.data_shards.text import parse_json
+
+PACK_FILE = "pack.json"
+_SPLITS = ("train", "val", "test")
+
+
+@dataclass(frozen=True)
+class LiveSet:
+    """A packed set; `packings` are the contents of their pack.json, in order."""
+
+    folder: Folder
+    packings: tuple[dict[str, Any], ...]
+    manifests: Mapping[str, Manifest]
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self.manifests["train"].classes
+
+    def lists(self, packing: int) -> Folder:
+        """Return the folder of a packing's lists; `len(packings)` is the next one."""
+        return self.folder.at(f"appended/{packing:03d}") if packing else self.folder
+
+    def begin(self, content: Mapping[str, object]) -> None:
+        """Write what is to be appended; again with what was found, before the manifests are replaced."""
+        before = {split: manifest.digest for split, manifest in self.manifests.items()}
+        text = json_text({**content, "before": before})
+        self.lists(len(self.packings)).write(PACK_FILE, text.encode())
+
+    def finish(self, added: Mapping[str, Manifest]) -> list[Manifest]:
+        """Replace the manifests, that of train last, and return them."""
+        both = join_manifests(self.manifests, added)
+        for split in sorted(both, key=lambda split: split == "train"):
+            replace_manifest(self.folder.at(split), both[split])
+        return list(both.values())
+
+
+def open_live(folder: Folder) -> LiveSet:
+    """Open a set to append to it; UserError if it is none, or was packed by other means."""
+    shown = redacted(folder.location)
+    packings = list(_packings(folder))
+    if not packings:
+        raise UserError(f"{shown}: there is no {PACK_FILE} of a set to append to; leave out --append to make one")
+    manifests: dict[str, Manifest] = {}
+    for split in _SPLITS:
+        if folder.size(f"{split}/{MANIFEST_FILE}") is not None:
+            manifests[split] = manifest_of(join(folder.location, split), store=Store())
+    if "train" not in manifests:
+        raise UserError(f"{shown}: there is no train/{MANIFEST_FILE} to append to; leave out --append to make a set")
+    if len(packings) > 1 and (before := packings[-1]["before"])["train"] == manifests["train"].digest:
+        packings.pop()  # killed
+        manifests = {split: _as_before(folder, split, manifests[split], digest) for split, digest in before.items()}
+    return LiveSet(folder, tuple(packings), manifests)
+
+
+def _packings(folder: Folder) -> Iterator[dict[str, Any]]:
+    for number in range(1000):
+        file = f"appended/{number:03d}/{PACK_FILE}" if number else PACK_FILE
+        try:
+            yield dict(parse_json(folder.read(file)))
+        except FileNotFoundError:
+            return
+        except (ValueError, TypeError):
+            raise UserError(
+                f"{redacted(join(folder.location, file))}: it is broken; pack into another folder"
+            ) from None
+
+
+def _as_before(folder: Folder, split: str, now: Manifest, digest: str) -> Manifest:
+    if now.digest == digest:
+        return now
+    return replace(manifest_of(join(folder.at(split).location, manifest_name(digest)), store=Store()), root=now.root)
+
+
+def join_manifests(before: Mapping[str, Manifest], added: Mapping[str, Manifest]) -> dict[str, Manifest]:
+    """Put a set's shards and those appended together; all splits get all classes."""
+    classes = added["train"].classes
+    both: dict[str, Manifest] = {}
+    for split in _SPLITS:
+        old, new = before.get(split), added.get(split)
+        if old is None or new is None:
+            if one := old or new:
+                both[split] = replace(one, classes=classes)
+            continue
+        without = tuple(digest for digest in old.without_matches_of if digest in new.without_matches_of)
+        both[split] = replace(old, classes=classes, shards=(*old.shards, *new.shards), without_matches_of=without)
+    return both

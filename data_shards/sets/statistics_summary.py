@@ -1,0 +1,171 @@
+"""Summarise a set's `statistics.parquet`: sizes, classes, moments, copies, and the most extreme images.
+
+Reads only the columns that it needs, a row group at a time, here or in a store by ranges: 10^8 rows take some minutes
+and, as bytes are counted to 0.2 %, some megabytes. Knows the set only from the table.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.sets.statistics import CHANNELS, STATISTICS_FILE, read_facts
+from shardvit.data_shards.shards.location import join, redacted
+from shardvit.data_shards.shards.manifest import split_manifest
+from shardvit.data_shards.store.ranges import RangedFile
+
+_MOST_EXTREME = 5
+LEVELS = 8  # of 256, in a bin of means and deviations
+_STEP = 1.002  # of the bins of aspect and bytes
+_SIDES = ("width", "height")
+_MOMENTS = [f"{name}_{channel}" for name in ("mean", "std") for channel in CHANNELS]
+_COLUMNS = ["shard", "row", "labels", "width", "height", "bytes", *_MOMENTS, "duplicate"]
+
+
+class Bins(NamedTuple):
+    """Values and how often each was counted."""
+
+    values: NDArray[np.float64]
+    counts: NDArray[np.int64]
+
+
+class ExtremeImage(NamedTuple):
+    """An image that has most of something, or least."""
+
+    what: str  # "widest"
+    key: str
+    shard: str
+    width: int
+    height: int
+    bytes: int
+
+
+@dataclass
+class SetStatistics:
+    """What a table says of a split; moments are of images, each of the same weight."""
+
+    location: str
+    name: str
+    split: str
+    classes: tuple[str, ...]
+    is_multi_label: bool
+    shards: tuple[str, ...]
+    unreadable: int  # left out by packing, or not decoded by `check`
+    images: int = 0  # readable
+    duplicates: int = 0
+    bytes: int = 0
+    images_of_class: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    labels_an_image: Counter[int] = field(default_factory=Counter)
+    sizes: dict[str, Counter[int]] = field(default_factory=dict)  # of "width", ...: see `bins`
+    moments: NDArray[np.int64] = field(
+        default_factory=lambda: np.zeros((6, 256 // LEVELS), np.int64)
+    )  # images by level
+    sums: NDArray[np.float64] = field(default_factory=lambda: np.zeros((2, 3)))  # of means, of mean squares
+    extremes: tuple[ExtremeImage, ...] = ()
+
+    @property
+    def mean(self) -> NDArray[np.float64]:
+        """Of all pixels, from 0 to 1, red, green, blue."""
+        return self.sums[0] / max(self.images, 1) / 255
+
+    @property
+    def std(self) -> NDArray[np.float64]:
+        """Of all pixels about that mean, from 0 to 1."""
+        return np.sqrt(np.maximum(self.sums[1] / max(self.images, 1) / 255**2 - self.mean**2, 0))
+
+    def bins(self, what: str) -> Bins:
+        """Counts of "width" and "height"; of "aspect" (width / height) and "bytes" to 0.2 %."""
+        values, counts = np.array(sorted(self.sizes[what].items()), np.int64).reshape(-1, 2).T
+        return Bins(values.astype(float) if what in _SIDES else _STEP ** values.astype(float), counts)
+
+
+def summarise(location: str) -> SetStatistics:
+    """Read the table of a split, SET/SPLIT or the file itself; a path or a URL. UserError if there is none."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if not location.endswith(".parquet"):
+        location = join(split_manifest(location)[0], STATISTICS_FILE)
+    shown = redacted(location)
+    try:
+        file = pq.ParquetFile(RangedFile(location))
+        made = _described(shown, read_facts(file.schema_arrow.metadata))
+        heaps: dict[str, list[tuple[float, int, int]]] = {}
+        for group in range(file.num_row_groups):
+            _add(made, file.read_row_group(group, columns=_COLUMNS), group=group, heaps=heaps)
+        made.extremes = tuple(_named(file, made, heaps))
+    except FileNotFoundError:
+        raise UserError(
+            f"{shown}: there is no such table: make it with `shardvit check SET --decode --statistics`"
+        ) from None
+    except (OSError, KeyError, ValueError, TypeError, IndexError, pa.ArrowException) as error:
+        reason = str(error) or type(error).__name__
+        raise UserError(f"{shown}: is no table of a set's statistics ({reason}); make it again") from None
+    return made
+
+
+def _described(location: str, facts: Mapping[str, Any]) -> SetStatistics:
+    classes, shards = tuple(map(str, facts["classes"])), tuple(map(str, facts["shards"]))
+    is_multi_label, unreadable = facts["labels"] == "multi", int(facts["unreadable"])
+    made = SetStatistics(location, str(facts["name"]), str(facts["split"]), classes, is_multi_label, shards, unreadable)
+    made.images_of_class = np.zeros(len(classes), np.int64)
+    return made
+
+
+def _add(made: SetStatistics, table: Any, *, group: int, heaps: dict[str, list[tuple[float, int, int]]]) -> None:
+    at = np.flatnonzero(is_readable := table.column("width").to_numpy() > 0)
+    made.unreadable += len(table) - len(at)
+    table = table.filter(is_readable)
+    made.images += len(table)
+    made.duplicates += int(table.column("duplicate").to_numpy().sum())
+    labels = table.column("labels").combine_chunks()
+    made.images_of_class += np.bincount(labels.flatten().to_numpy(), minlength=len(made.classes))
+    made.labels_an_image.update(_counted(labels.value_lengths().to_numpy()))
+    width, height, num_bytes = (table.column(name).to_numpy().astype(np.float64) for name in _COLUMNS[3:6])
+    made.bytes += int(num_bytes.sum())
+    sizes = {"width": width, "height": height, "aspect": width / height, "bytes": num_bytes}
+    for name, values in sizes.items():
+        rounded = values if name in _SIDES else np.rint(np.log(values) / np.log(_STEP))
+        made.sizes.setdefault(name, Counter()).update(_counted(rounded.astype(np.int64)))
+    moments = np.stack([table.column(name).to_numpy().astype(np.float64) for name in _MOMENTS])
+    for counts, values in zip(made.moments, moments, strict=True):
+        counts += np.bincount(np.clip(values, 0, 255).astype(np.int64) // LEVELS, minlength=len(counts))
+    means, stds = moments[:3], moments[3:]
+    made.sums += np.stack([means.sum(axis=1), (means**2 + stds**2).sum(axis=1)])
+    ranked = {
+        ("smallest", "largest"): width * height,
+        ("narrowest", "widest"): sizes["aspect"],
+        ("fewest bytes", "most bytes"): num_bytes,
+        ("darkest", "brightest"): means.mean(axis=0),
+        ("flattest", "most contrast"): stds.mean(axis=0),
+    }
+    for (least, most), values in ranked.items():
+        for what, scores in ((least, -values), (most, values)):
+            best = np.argsort(-scores, kind="stable")[:_MOST_EXTREME]
+            entries = [(float(scores[row]), -group, -int(at[row])) for row in best.tolist()]
+            heaps[what] = heapq.nlargest(_MOST_EXTREME, heaps.get(what, []) + entries)
+
+
+def _named(file: Any, made: SetStatistics, heaps: dict[str, list[tuple[float, int, int]]]) -> list[ExtremeImage]:
+    """Read the names of the extreme images, and no other row groups."""
+    columns = ["key", "shard", *_COLUMNS[3:6]]
+    read = lru_cache(1)(lambda group: file.read_row_group(group, columns=columns))
+    places = [(-group, -row, what) for what, entries in heaps.items() for _, group, row in entries]
+    found: dict[tuple[int, int, str], ExtremeImage] = {}
+    for group, row, what in sorted(places):
+        key, shard, *size = read(group).slice(row, 1).to_pylist()[0].values()
+        found[group, row, what] = ExtremeImage(what, key, made.shards[shard], *size)
+    return [found[place] for place in places]
+
+
+def _counted(values: NDArray[Any]) -> dict[int, int]:
+    found, counts = np.unique(values, return_counts=True)
+    return dict(zip(found.tolist(), counts.tolist(), strict=True))
