@@ -11,7 +11,13 @@ from shardvit.data_shards.packing.sources.base import SUFFIXES, Source, SplitNam
 from shardvit.data_shards.packing.sources.folder import folder_source
 from shardvit.data_shards.packing.sources.imagenet import is_class_tar
 from shardvit.data_shards.packing.sources.label_list import LabelList, label_list_source
-from shardvit.data_shards.packing.sources.tars.samples import SPLITS, SampleOptions, Unfit, set_source, tar_source
+from shardvit.data_shards.packing.sources.tars.samples import (
+    SPLITS,
+    SampleOptions,
+    Unfit,
+    set_source,
+    tar_source,
+)
 from shardvit.data_shards.packing.sources.tree import FolderTree, list_tree
 from shardvit.data_shards.reading.opening import open_shards
 from shardvit.data_shards.shards.location import PIPE, expand_braces, is_local, join, local_path, redacted

@@ -17,7 +17,7 @@ from shardvit.data_shards.packing.sources.label_list import (
     label_list_source,
     path_lists_source,
 )
-from shardvit.data_shards.packing.sources.tars.samples import SampleOptions
+from shardvit.data_shards.packing.sources.tars.samples import ONLY_SAMPLES, SampleOptions
 from shardvit.data_shards.packing.sources.tree import LocalTree
 
 _NAMED = {"digits": arrays.digits_source, "fashion-mnist": arrays.fashion_mnist_source}
@@ -72,7 +72,7 @@ def open_source(
         raise UserError(f"{spec}: there is no such folder, and no source of that name (names: {', '.join(_NAMED)})")
     if not root.is_dir():
         if samples != SampleOptions():
-            raise UserError(f"{spec}: --label, --label-kind and --class-names are for tars of samples; leave them out")
+            raise UserError(f"{spec}: {ONLY_SAMPLES}")
         if labels is not None:
             raise UserError(f"{spec}: --labels names files in a folder, and this is a file; give the folder")
         if source := _published_file(root, published, unpacking=unpacking, unfit=unfit):

@@ -47,6 +47,7 @@ from shardvit.data_shards.text import counted
 from shardvit.data_shards.vocabulary import SPLIT_FOLDERS, LabelKind
 
 _PEEKED_BYTES = 1 << 22  # of a .tar.gz
+ONLY_SAMPLES = "--label and --label-kind are for tars of samples, --class-names for these or --labels; leave them out"
 SPLITS: dict[str, SplitName] = {"train": "train", "val": "val", "validation": "val", "test": "test"}
 
 Unfit = Literal["refuse", "skip"]
