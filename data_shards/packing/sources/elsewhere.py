@@ -66,9 +66,7 @@ def tree_source(tree: FolderTree, options: SampleOptions, *, unpacking: Unpackin
         places = [*map(tree.place, tars)]
         return tar_source(tree.spec, places, options, unpacking=unpacking, unfit=unfit)
     if options != SampleOptions():
-        raise UserError(
-            f"{tree.spec}: --label, --label-kind and --class-names are for samples; it holds no tars of any"
-        )
+        raise UserError(f"{tree.spec}: {ONLY_SAMPLES}")
     return folder_source(tree, unfit=unfit)
 
 
