@@ -12,6 +12,7 @@ from shardvit.data_shards.packing.sources.folder import folder_source
 from shardvit.data_shards.packing.sources.imagenet import is_class_tar
 from shardvit.data_shards.packing.sources.label_list import LabelList, label_list_source
 from shardvit.data_shards.packing.sources.tars.samples import (
+    ONLY_SAMPLES,
     SPLITS,
     SampleOptions,
     Unfit,
