@@ -136,7 +136,7 @@ class PackCost:
             rows.append("  time       unknown: no image can be read before the source is decompressed")
         else:
             each = f"{1000 * self.trial.cpu_seconds:.2f} ± {1000 * self.trial.error_seconds:.2f} ms an image"
-            rows.append(f"  cores      {self.core_hours:.3g} hours, {each} by a trial of {self.trial.images}")
+            rows.append(f"  cores      {self.core_hours:,.3f} hours, {each} by a trial of {self.trial.images}")
             rows.append(f"  time       {show_duration(self.hours * _HOUR)} on {counted(self.workers, 'core')}")
         if self.trial.unreadable:
             rows.append(f"  damaged    {self.trial.unreadable} of {self.trial.images} images tried")

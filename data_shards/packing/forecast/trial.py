@@ -1,18 +1,31 @@
-"""Pack a few random images in memory, to extrapolate from: at most 64, or 2 seconds."""
+"""Foresee a packing: plan it, pack a few random images in memory, and extrapolate. Takes the plan, and 2 seconds."""
 
 from __future__ import annotations
 
 import io
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
 from shardvit.data_shards.errors import UnreadableImage
-from shardvit.data_shards.packing.forecast.cost import Trial
+from shardvit.data_shards.packing.forecast.cost import PackCost, Requests, SplitCost, Trial
 from shardvit.data_shards.packing.image import prepare_image
 from shardvit.data_shards.packing.request import PackRequest
-from shardvit.data_shards.packing.shard_plan import PackPlan, tar_bytes
+from shardvit.data_shards.packing.shard_plan import (
+    INDEX_BYTES,
+    TAR_END_BYTES,
+    PackPlan,
+    ShardPlan,
+    make_plan,
+    tar_bytes,
+)
+from shardvit.data_shards.packing.sources.base import Source
 from shardvit.data_shards.sets.statistics import image_statistics
+from shardvit.data_shards.shards.location import is_local
 from shardvit.data_shards.shards.webdataset_parts import tar_writer
 
 _MOST_IMAGES, _MOST_SECONDS = 64, 2.0
@@ -33,15 +46,14 @@ def try_images(plan: PackPlan, request: PackRequest) -> Trial:
                 image_statistics(image.pixels, image.data)
                 extension, label = shard.label_member(position)
                 writer.write({"__key__": shard.key(position), image.extension: image.data, extension: label})
-                after = len(image.data)
+                sizes.append((before, len(image.data)))
             except (UnreadableImage, OSError):
-                unreadable, after = unreadable + (number > 0), 0
+                unreadable += number > 0
         if number:
             seconds.append(time.thread_time() - start)
-            sizes.append((before, after))
         if time.monotonic() - begun > _MOST_SECONDS and seconds:
             break
-    before, after = tar_bytes(np.array(sizes, np.int64)).sum(axis=0).tolist()
+    before, after = tar_bytes(np.array([(0, 0), *sizes], np.int64)).sum(axis=0).tolist()
     error = float(np.std(seconds, ddof=1) / len(seconds) ** 0.5) if len(seconds) > 1 else float(np.mean(seconds))
     return Trial(len(seconds), float(np.mean(seconds)), error, after / before, unreadable)
 
@@ -91,3 +103,13 @@ def forecast(
         bytes_per_second=bytes_per_second,
         prices=prices,
     )
+
+
+def _split_cost(split: str, shards: Sequence[ShardPlan], trial: Trial) -> SplitCost:
+    tars = [int(trial.growth * tar_bytes(shard.images.num_bytes).sum()) + TAR_END_BYTES for shard in shards]
+    images = sum(map(len, shards))
+    return SplitCost(split, images, len(shards), sum(tars) + images * INDEX_BYTES, max(tars))
+
+
+def _requests_of_writing(splits: Sequence[SplitCost]) -> Requests:
+    return Requests()
