@@ -58,6 +58,7 @@ from shardvit.data_shards.packing.sources.base import Source, SplitName
 from shardvit.data_shards.packing.sources.recognise import open_source
 from shardvit.data_shards.processes import num_cores
 from shardvit.data_shards.progress_line import Progress
+from shardvit.data_shards.shards.location import is_local
 from shardvit.data_shards.shards.manifest import Manifest, read_manifest, write_json, write_manifest, write_timm_info
 from shardvit.data_shards.shards.shard_set import Report
 from shardvit.data_shards.shards.tar_index import index_path
@@ -99,7 +100,8 @@ def list_source(
     """Check the options and list the images; raises as `pack` does."""
     request = PackRequest(holdout_list=HoldoutList(holdout_list, {}) if holdout_list else None, **options)
     if holdout_list is not None:
-        listed = read_holdout_list(holdout_list, root=Path(source_spec).expanduser())
+        root = Path(source_spec).expanduser() if is_local(source_spec) else None
+        listed = read_holdout_list(holdout_list, root=root)
         request = replace(request, holdout_list=listed)
     slow = threading.Timer(_SAID_SECONDS, report, [f"{source_spec}: listing its images"])
     slow.daemon = True
@@ -109,6 +111,7 @@ def list_source(
             source_spec,
             labels=request.labels,
             published=request.published,
+            samples=request.samples,
             unpacking=Unpacking(unpacked_path(out), report),
             unfit=request.unreadable,
         )
