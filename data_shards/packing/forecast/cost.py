@@ -1,6 +1,6 @@
 """Reckon what a packing takes before it starts: requests, bytes, time, space and money. Pure arithmetic.
 
-Times and, where images are encoded, sizes are extrapolated from a trial of a few images (`trial`). Requests are those
+Times and, where images are encoded, sizes are extrapolated from a trial of a few images (`trial`). StoreRequests are those
 of a packing in which nothing fails: retries cost more.
 """
 
@@ -21,15 +21,15 @@ _GB, _HOUR = 1e9, 3600.0
 
 
 @dataclass(frozen=True)
-class Requests:
-    """Requests to stores. Stores charge HEAD as GET, and the start and end of an upload in parts as PUT."""
+class StoreRequests:
+    """StoreRequests to stores. Stores charge HEAD as GET, and the start and end of an upload in parts as PUT."""
 
     list: int = 0  # of up to 1,000 names
     get: int = 0
     put: int = 0
 
-    def __add__(self, other: Requests) -> Requests:
-        return Requests(self.list + other.list, self.get + other.get, self.put + other.put)
+    def __add__(self, other: StoreRequests) -> StoreRequests:
+        return StoreRequests(self.list + other.list, self.get + other.get, self.put + other.put)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class PackCost:
     splits: tuple[SplitCost, ...]
     source_bytes: int
     remote_bytes: int  # read from stores
-    requests: Requests
+    requests: StoreRequests
     destination: Literal["disk", "store"]
     scratch_bytes: int  # meanwhile, on this machine
     trial: Trial

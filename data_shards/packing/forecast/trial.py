@@ -12,7 +12,7 @@ from types import MappingProxyType
 import numpy as np
 
 from shardvit.data_shards.errors import UnreadableImage
-from shardvit.data_shards.packing.forecast.cost import PackCost, Requests, SplitCost, Trial
+from shardvit.data_shards.packing.forecast.cost import PackCost, SplitCost, StoreRequests, Trial
 from shardvit.data_shards.packing.image import prepare_image
 from shardvit.data_shards.packing.request import PackRequest
 from shardvit.data_shards.packing.shard_plan import (
@@ -69,7 +69,7 @@ def forecast(
 ) -> PackCost:
     """Plan the packing of a listed source, try some images, and reckon. UserError as in packing; writes nothing."""
     plan = make_plan(source, replace(request, name=request.name or "x"))
-    remote_bytes, requests = 0, Requests()
+    remote_bytes, requests = 0, StoreRequests()
     scratch: dict[str, int] = {}  # by what is decompressed
     for images in {id(each.files): each.files for each in source.splits.values()}.values():
         for number, container in enumerate(images.containers):
@@ -83,7 +83,7 @@ def forecast(
         # Every image is read once more before the shards are written.
         passes = 1 + (request.duplicates == "drop") + (request.exclusion is not None and shard.split == "train")
         remote_bytes += passes * int(shard.images.num_bytes[taken].sum())
-        requests += Requests(get=passes * int(taken.sum()))
+        requests += StoreRequests(get=passes * int(taken.sum()))
     trial = try_images(plan, request) if not scratch else Trial(0)
     splits = tuple(_split_cost(split, shards, trial) for split, shards in plan.splits.items())
     if not (is_here := is_local(out)):
@@ -111,5 +111,5 @@ def _split_cost(split: str, shards: Sequence[ShardPlan], trial: Trial) -> SplitC
     return SplitCost(split, images, len(shards), sum(tars) + images * INDEX_BYTES, max(tars))
 
 
-def _requests_of_writing(splits: Sequence[SplitCost]) -> Requests:
-    return Requests()
+def _requests_of_writing(splits: Sequence[SplitCost]) -> StoreRequests:
+    return StoreRequests()

@@ -146,7 +146,7 @@ class ForecastOptions:
 
     dry_run: Annotated[bool, switch("Say what it would take, by a trial of 64 images; write nothing.")] = False
     price: Annotated[
-        str | None, Parameter(help="For that: get=,put=,list= (1,000 requests), egress=,storage= (GB), core_hour=.")
+        str | None, Parameter(help="Its get=,put=,list= (per 1000), egress=,storage= (GB), core_hour=.")
     ] = None
     bandwidth: Annotated[str | None, Parameter(help="For that: the network's, such as 10Gbit (a second).")] = None
     as_json_text: JsonFlag = False
@@ -180,7 +180,6 @@ def pack(
         shardvit pack photos/ shards/photos --holdout 0.1
         shardvit pack imagenet/ shards/imagenet-320 --resize-short 320 --shard-size 256MB
         shardvit pack "s3://raw/{00000..09999}.tar" shards/raw --label json:class
-        shardvit pack photos/ shards/photos --dry-run --price core_hour=0.04
         shardvit pack shards/photos --where "width >= 128 and not duplicate"
     """
     from shardvit.data_shards.packing.pack import pack as pack_images

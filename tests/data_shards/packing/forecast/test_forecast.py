@@ -9,8 +9,8 @@ from PIL import Image
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.forecast.cost import (
     PackCost,
-    Requests,
     SplitCost,
+    StoreRequests,
     Trial,
     parse_bandwidth,
     parse_prices,
@@ -51,7 +51,7 @@ def test_images_shards_and_bytes_are_those_of_the_packing_and_nothing_is_written
         assert abs(each.largest_bytes - max(shard.num_bytes for shard in manifest.shards)) <= 12_000
     assert cost.images == 40 and cost.classes == 2
     assert cost.source_bytes == sum(path.stat().st_size for path in source.rglob("*.*g"))
-    assert cost.requests == Requests() and cost.remote_bytes == cost.sent_bytes == 0
+    assert cost.requests == StoreRequests() and cost.remote_bytes == cost.sent_bytes == 0
     assert cost.trial.images == 40 and cost.trial.unreadable == 0 and cost.trial.growth == 1
 
 
@@ -78,7 +78,7 @@ def made(**changed: object) -> PackCost:
         "splits": splits,
         "source_bytes": 10**11,
         "remote_bytes": 10**11,
-        "requests": Requests(list=2000, get=1_000_000, put=4000),
+        "requests": StoreRequests(list=2000, get=1_000_000, put=4000),
         "destination": "store",
         "scratch_bytes": 10**9,
         "trial": Trial(64, 0.0036, 0.0001),
