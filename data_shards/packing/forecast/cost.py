@@ -1,6 +1,6 @@
 """Reckon what a packing takes before it starts: requests, bytes, time, space and money. Pure arithmetic.
 
-Times and, where images are encoded, sizes are extrapolated from a trial of a few images (`trial`). StoreRequests are those
+Times and, where images are encoded, sizes are extrapolated from a trial of a few images (`trial`). Requests are those
 of a packing in which nothing fails: retries cost more.
 """
 
