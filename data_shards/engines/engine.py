@@ -6,11 +6,15 @@ Parts must be repeatable: a part whose worker died is done again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, TypeVar
 
+from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.processes import num_cores, run_parts
+from shardvit.data_shards.vocabulary import EngineName
 
 _Request = TypeVar("_Request")
 _Part = TypeVar("_Part", bound=Hashable)
@@ -53,3 +57,25 @@ class LocalEngine:
 def local_engine(workers: int | None = None) -> LocalEngine:
     """Use `workers` processes; None: one per core."""
     return LocalEngine(workers or num_cores())
+
+
+@contextmanager
+def open_engine(
+    name: EngineName = "processes",
+    *,
+    workers: int | None = None,
+    address: str | None = None,
+    seen_by_all: Sequence[Path] = (),
+) -> Iterator[PartsEngine]:
+    """Open an engine; a local Ray ends with the block, a running cluster stays. `address`: of that, default:
+    RAY_ADDRESS's, else a local Ray. `seen_by_all`: what all nodes must have; into folders of it that can be written, a
+    hidden file is put meanwhile. UserError if the engine cannot be opened."""
+    if name == "ray":
+        from shardvit.data_shards.engines.ray_engine import open_ray
+
+        with open_ray(address=address, workers=workers, seen_by_all=tuple(seen_by_all)) as engine:
+            yield engine
+        return
+    if address is not None:
+        raise UserError("--address: it is a Ray cluster's; give --engine ray, too")
+    yield local_engine(workers)

@@ -92,10 +92,7 @@ def pack(
     """
     start, text = time.monotonic(), str(out)
     location = os.path.abspath(local_path(text)) if is_local(text) else text.rstrip("/")
-    request = PackRequest(holdout_list=HoldoutList(holdout_list, {}) if holdout_list else None, **options)
-    if holdout_list is not None:
-        listed = read_holdout_list(holdout_list, root=Path(source_spec).expanduser())
-        request = replace(request, holdout_list=listed)
+    request = _request(source_spec, holdout_list, options)
     packing = _Packing(text, location, request, engine or _local_engine(), report)
     try:
         counts, compared = packing.run(source_spec) if step == "all" else packing.run_step(source_spec, step, task, of)
@@ -107,6 +104,45 @@ def pack(
     for line in result.lines(dropped=request.duplicates == "drop") if manifests else ():
         report(line)
     return result
+
+
+def list_source(
+    source_spec: str, out: Path | str, *, holdout_list: Path | None = None, report: Report = print, **options: Any
+) -> tuple[Source, PackRequest]:
+    """Check the options and list the images; raises as `pack` does."""
+    request = _request(source_spec, holdout_list, options)
+    return _open(source_spec, str(out), request, report), request
+
+
+def _request(source_spec: str, holdout_list: Path | None, options: Mapping[str, Any]) -> PackRequest:
+    request = PackRequest(holdout_list=HoldoutList(holdout_list, {}) if holdout_list else None, **options)
+    if holdout_list is None:
+        return request
+    root = Path(source_spec).expanduser() if is_local(source_spec) else None
+    return replace(request, holdout_list=read_holdout_list(holdout_list, root=root))
+
+
+def _open(source_spec: str, out: str, request: PackRequest, report: Report) -> Source:
+    slow = threading.Timer(_SAID_SECONDS, report, [f"{source_spec}: listing its images"])
+    slow.daemon = True
+    slow.start()
+    try:
+        source = open_source(
+            source_spec,
+            labels=request.labels,
+            published=request.published,
+            samples=request.samples,
+            unpacking=Unpacking(unpacked_path(out), report),
+            unfit=request.unreadable,
+        )
+    finally:
+        slow.cancel()
+    images, classes = counted(source.num_images, "image"), counted(len(source.classes), "class")
+    report(f"{source.spec}: {images} of {classes} found")
+    # A name like "digits" is not a folder.
+    if is_local(out) and Path(source.spec).is_dir() and local_path(out).resolve().is_relative_to(source.spec):
+        raise UserError(f"{out}: it lies inside {source.spec}, whose images are packed; choose an OUT outside of it")
+    return source
 
 
 def _local_engine() -> PartsEngine:
@@ -167,25 +203,7 @@ class _Packing:
         return None, ""
 
     def _open(self, source_spec: str) -> tuple[Source, dict[str, Any]]:
-        slow = threading.Timer(_SAID_SECONDS, self.report, [f"{source_spec}: listing its images"])
-        slow.daemon = True
-        slow.start()
-        try:
-            source = open_source(
-                source_spec,
-                labels=self.request.labels,
-                published=self.request.published,
-                unpacking=Unpacking(unpacked_path(self.out), self.report),
-                unfit=self.request.unreadable,
-            )
-        finally:
-            slow.cancel()
-        images, classes = counted(source.num_images, "image"), counted(len(source.classes), "class")
-        self.report(f"{source.spec}: {images} of {classes} found")
-        inside = is_local(self.out) and Path(self.out).resolve().is_relative_to(source.spec)
-        if inside and Path(source.spec).is_dir():  # a name like "digits" is not a folder
-            where = f"it lies inside {source.spec}, whose images are packed"
-            raise UserError(f"{self.shown}: {where}; choose an OUT outside of it")
+        source = _open(source_spec, self.shown, self.request, self.report)
         request = self.request.as_json(source.spec)
         return source, {"version": PACK_VERSION, "request": request, "fingerprint": source.fingerprint()}
 
