@@ -47,6 +47,7 @@ from shardvit.data_shards.text import counted
 from shardvit.data_shards.vocabulary import SPLIT_FOLDERS, LabelKind
 
 _PEEKED_BYTES = 1 << 22  # of a .tar.gz
+_WORTH_PROCESSES_SECONDS = 4.0
 ONLY_SAMPLES = "--label and --label-kind are for tars of samples, --class-names for these or --labels; leave them out"
 SPLITS: dict[str, SplitName] = {"train": "train", "val": "val", "validation": "val", "test": "test"}
 
@@ -162,7 +163,12 @@ def _list(
             done[1] = time.monotonic()
             unpacking.report(f"{redacted(spec)}: {done[0]:,} of {counted(len(tars), 'tar')} listed")
 
-    files = (unpacking.engine or local_engine()).run(list_tar, request, range(len(tars)), done=show)
+    engine = unpacking.engine
+    if engine is None:
+        list_tar(request, 0)  # a process takes 0.2 to 2 s to start
+        is_quick = (time.monotonic() - done[1]) * len(tars) < _WORTH_PROCESSES_SECONDS
+        engine = local_engine(1 if is_quick else None)
+    files = engine.run(list_tar, request, range(len(tars)), done=show)
     if missing := [redacted(tar) for number, tar in enumerate(tars) if number not in files]:
         raise UserError(f"{missing[0]}: the process that listed it crashed; is there enough memory?")
     return [read_listing(work, files[number]) for number in range(len(tars))]
