@@ -21,10 +21,12 @@ from shardvit.data_shards.packing.sources.tars.samples import (
 )
 from shardvit.data_shards.packing.sources.tree import FolderTree, list_tree
 from shardvit.data_shards.reading.opening import open_shards
+from shardvit.data_shards.sets.selection import open_where
 from shardvit.data_shards.shards.location import PIPE, expand_braces, is_local, join, local_path, redacted
 from shardvit.data_shards.shards.manifest import manifest_at, split_manifest
 from shardvit.data_shards.shards.shard_set import ShardSet
 from shardvit.data_shards.store.ranges import stat_url
+from shardvit.data_shards.store.store import Store
 from shardvit.data_shards.vocabulary import SPLIT_FOLDERS
 
 
@@ -59,6 +61,15 @@ def elsewhere_source(
     return tree_source(tree, options, unpacking=unpacking, unfit=unfit)
 
 
+def chosen_source(spec: str, options: SampleOptions, *, unpacking: Unpacking) -> Source:
+    """Open the samples of a packed set of which `options.where` is true; UserError as in `sets.where`."""
+    if options != SampleOptions(where=options.where):
+        raise UserError(f"{redacted(spec)}: a packed set says its labels; leave out --label and the like with --where")
+    if sets := _sets(spec, where=options.where):
+        return set_source(sets, spec=spec, unpacking=unpacking)
+    raise UserError(f"--where: {redacted(spec)} is no packed set, so it has no statistics; pack it first")
+
+
 def tree_source(tree: FolderTree, options: SampleOptions, *, unpacking: Unpacking, unfit: Unfit) -> Source:
     """Open a folder of tars, or of class folders."""
     if tars := _tars(tree):
@@ -71,7 +82,7 @@ def tree_source(tree: FolderTree, options: SampleOptions, *, unpacking: Unpackin
     return folder_source(tree, unfit=unfit)
 
 
-def _sets(spec: str) -> dict[SplitName, ShardSet]:
+def _sets(spec: str, *, where: str | None = None) -> dict[SplitName, ShardSet]:
     """Open the splits of a packed set, or one of them; none if there is no manifest."""
 
     def is_set(place: str) -> bool:
@@ -86,6 +97,8 @@ def _sets(spec: str) -> dict[SplitName, ShardSet]:
         places = {SPLITS[top]: join(spec, top) for top in tops}
         if tops and tops[0] != "train":
             raise UserError(f"{redacted(spec)}: it holds {', '.join(tops)} without train; give one of them")
+    if where is not None:
+        return {split: open_where(place, where, store=Store()) for split, place in places.items()}
     return {split: open_shards(place) for split, place in places.items()}
 
 

@@ -9,7 +9,7 @@ from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources import arrays, imagenet, oxford
 from shardvit.data_shards.packing.sources.archive import Unpacking, is_archive, open_files
 from shardvit.data_shards.packing.sources.base import SUFFIXES, Source
-from shardvit.data_shards.packing.sources.elsewhere import elsewhere_source, tree_source
+from shardvit.data_shards.packing.sources.elsewhere import chosen_source, elsewhere_source, tree_source
 from shardvit.data_shards.packing.sources.label_list import (
     VTAB_TEST,
     VTAB_TRAIN,
@@ -58,6 +58,8 @@ def open_source(
 
     `labels` replaces the layout's labels. `unfit`: refuse (UserError) or skip empty class folders and stray images.
     """
+    if samples.where is not None:
+        return chosen_source(spec, samples, unpacking=unpacking)
     if labels is not None and spec in _NAMED:
         raise UserError(f"{spec}: these images have labels of their own; leave out labels or give a folder")
     if labels is not None or spec in _NAMED:

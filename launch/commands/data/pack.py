@@ -118,7 +118,8 @@ class PackOptions:
     def _samples(self) -> SampleOptions:
         from shardvit.data_shards.packing.sources.tars.samples import SampleOptions
 
-        return SampleOptions(self.label, self.label_kind, None if self.labels else self.class_names)
+        names = None if self.labels else self.class_names
+        return SampleOptions(self.label, self.label_kind, names, self.where)
 
     def _exclusion(self) -> Exclusion | None:
         from shardvit.data_shards.packing.request import Exclusion
@@ -186,8 +187,10 @@ def pack(
 
     forecast.demand_fit()
     go_on()
-    if options.where is not None or out is None:
+    if out is None:
         return _choose(source, options)
+    if options.manifest is not None:
+        raise UserError("--manifest: it names what --where writes without OUT; leave one of them out")
     if forecast.dry_run:
         return _foresee(source, out, options, forecast)
     pack_images(source, out, report=_say, **options.request())

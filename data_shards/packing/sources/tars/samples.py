@@ -55,11 +55,12 @@ Unfit = Literal["refuse", "skip"]
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """Where a sample's label is, as in `ShardsSpec`."""
+    """Where a sample's label is, as in `ShardsSpec`; of a packed set, which samples (see `sets.where`)."""
 
     label: str | None = None  # "cls", "txt", "json:KEY" or "tar", the tar's name; None: `cls`, if it exists
     kind: LabelKind = "single"
     class_names: Path | None = None  # None: found in the labels
+    where: str | None = None  # None: all
 
     def as_json(self) -> dict[str, str | None] | None:
         """Format for pack.json; None for the defaults."""
