@@ -1,89 +1,32 @@
 """Sources in stores and in tars of samples: the same images and labels wherever they lie, and however listing ends."""
 
-import dataclasses
-import hashlib
 import io
-import json
 import os
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
 
-from shardvit.data_shards.engines.engine import LocalEngine
 from shardvit.data_shards.errors import UserError
-from shardvit.data_shards.packing.pack import pack
-from shardvit.data_shards.packing.sources.archive import Unpacking
-from shardvit.data_shards.packing.sources.base import Source
 from shardvit.data_shards.packing.sources.label_list import LabelList
-from shardvit.data_shards.packing.sources.recognise import open_source
-from shardvit.data_shards.packing.sources.tars.samples import SampleOptions
-from shardvit.data_shards.shards.manifest import read_manifest, write_manifest
-from shardvit.data_shards.shards.row_bitmap import pack_rows
 from tests.data_shards.http_server import FaultServer
 from tests.data_shards.packing.sources.opening import touch
-
-CLASSES = ("cat", "dog", "owl")
-IMAGES = {f"{name}/{number:03d}.jpg": f"{name} {number}".encode() * 50 for name in CLASSES for number in range(7)}
-Put = Callable[[str, bytes], None]
-Triple = tuple[str, str, bytes]
-
-
-def open_at(spec: Path | str, work: Path, *, workers: int = 1, **options: Any) -> Source:
-    labels, unfit = options.pop("labels", None), options.pop("unfit", "refuse")
-    unpacking = Unpacking(work, lambda line: None, LocalEngine(workers))
-    return open_source(str(spec), labels=labels, samples=SampleOptions(**options), unpacking=unpacking, unfit=unfit)
-
-
-def images_of(source: Source) -> set[Triple]:
-    """Split, class and bytes of every image."""
-    return {
-        (split, source.classes[int(images.labels[row])], images.read(row))
-        for split, images in source.splits.items()
-        for row in range(len(images))
-    }
-
-
-EXPECTED = {("train", name.partition("/")[0], data) for name, data in IMAGES.items()}
-
-
-def tar_of(members: dict[str, bytes], *, gz: bool = False) -> bytes:
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w:gz" if gz else "w") as tar:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return stream.getvalue()
-
-
-def sample_tars(*, label: str = "cls", gz: bool = False) -> dict[str, bytes]:
-    """The images in three tars, not sorted by class; the label in KEY.`label`."""
-    parts: list[dict[str, bytes]] = [{}, {}, {}]
-    for number, (name, data) in enumerate(IMAGES.items()):
-        folder = name.partition("/")[0]
-        text = json.dumps({"about": {"class": folder}, "caption": "a b"}) if label == "json" else folder
-        parts[number % 3] |= {f"{number:05d}.jpg": data, f"{number:05d}.{label}": text.encode()}
-    return {f"{number:03d}.tar{'.gz' if gz else ''}": tar_of(part, gz=gz) for number, part in enumerate(parts)}
-
-
-def write(folder: Path, files: dict[str, bytes]) -> Path:
-    for name, data in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(data)
-    return folder
-
-
-def put_all(put: Put, above: str, files: dict[str, bytes]) -> None:
-    for name, data in files.items():
-        put(f"{above}/{name}", data)
-
+from tests.data_shards.packing.sources.places import (
+    CLASSES,
+    EXPECTED,
+    IMAGES,
+    Put,
+    images_of,
+    open_at,
+    put_all,
+    refused_at,
+    sample_tars,
+    tar_of,
+    write,
+)
 
 # ---- one set at many places
 
@@ -232,37 +175,30 @@ def test_a_remote_tar_is_read_once_in_order_and_large_members_not_at_all(tmp_pat
 # ---- what cannot be used
 
 
-def refused(spec: Path | str, work: Path, message: str, **options: Any) -> str:
-    with pytest.raises(UserError, match=message) as caught:
-        open_at(spec, work, **options)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 def test_mistakes_are_told_in_a_sentence(tmp_path: Path, s3: FaultServer, server: FaultServer, put: Put):
     folder = write(tmp_path / "raw", sample_tars(label="json"))
-    assert "json:about.class" in refused(folder, tmp_path, "no .cls member")
-    refused(folder, tmp_path, "caption", label="json:caption.more")
-    refused("pipe:cat x.tar", tmp_path, "command")
-    refused(f"{folder}/{{000..003}}.tar", tmp_path, "003.tar: there is no such tar", label="json:about.class")
-    refused(f"{folder}/{{000..000}}.tar::{folder}/000.tar", tmp_path, "twice", label="json:about.class")
-    refused(server.url + "/photos/", tmp_path, "web server")
-    refused("s3://shards/nothing/", tmp_path, "nothing in it")
-    refused("s3://shards/raw/{a,b}/", tmp_path, "pattern stands for tars")
-    refused(touch(tmp_path / "folders", "a/1.jpg", "b/1.jpg"), tmp_path, "0 .cls members", label="cls")
-    refused(touch(tmp_path / "more", "a/1.jpg", "b/1.jpg"), tmp_path, "--label-kind", kind="multi")
+    assert "json:about.class" in refused_at(folder, tmp_path, "no .cls member")
+    refused_at(folder, tmp_path, "caption", label="json:caption.more")
+    refused_at("pipe:cat x.tar", tmp_path, "command")
+    refused_at(f"{folder}/{{000..003}}.tar", tmp_path, "003.tar: there is no such tar", label="json:about.class")
+    refused_at(f"{folder}/{{000..000}}.tar::{folder}/000.tar", tmp_path, "twice", label="json:about.class")
+    refused_at(server.url + "/photos/", tmp_path, "web server")
+    refused_at("s3://shards/nothing/", tmp_path, "nothing in it")
+    refused_at("s3://shards/raw/{a,b}/", tmp_path, "pattern stands for tars")
+    refused_at(touch(tmp_path / "folders", "a/1.jpg", "b/1.jpg"), tmp_path, "0 .cls members", label="cls")
+    refused_at(touch(tmp_path / "more", "a/1.jpg", "b/1.jpg"), tmp_path, "--label-kind", kind="multi")
 
 
 @pytest.mark.parametrize(
     ("name", "message"), [("../../x.jpg", "leads outside"), ("/etc/x.jpg", "leads outside"), ("link", "is a link")]
 )
-def test_unsafe_members_are_refused(tmp_path: Path, name: str, message: str):
+def test_unsafe_members_are_refused_at(tmp_path: Path, name: str, message: str):
     with tarfile.open(tmp_path / "000.tar", "w") as tar:
         info = tarfile.TarInfo("a.jpg" if name == "link" else name)
         if name == "link":
             info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
         tar.addfile(info, io.BytesIO())
-    refused(f"{tmp_path}/{{000..000}}.tar", tmp_path / "work", message, label="cls")
+    refused_at(f"{tmp_path}/{{000..000}}.tar", tmp_path / "work", message, label="cls")
 
 
 def test_damaged_and_odd_samples_are_refused_or_passed_over(tmp_path: Path):
@@ -271,7 +207,7 @@ def test_damaged_and_odd_samples_are_refused_or_passed_over(tmp_path: Path):
     folder = write(
         tmp_path / "raw", {"0.tar": whole, "1.tar": again, "2.tar": tar_of({"a.jpg": b"8" * 999, "a.cls": b"0"})[:900]}
     )
-    refused(folder, tmp_path / "work", "skip-unreadable", label="cls")
+    refused_at(folder, tmp_path / "work", "skip-unreadable", label="cls")
     source = open_at(folder, tmp_path / "work", label="cls", unfit="skip")
     assert {data for _, _, data in images_of(source)} == {b"1", b"5", b"6"}
     assert {"0/2", "0/3", "0/4"} <= {name for _, name in source.left_out} and any(
@@ -282,7 +218,7 @@ def test_damaged_and_odd_samples_are_refused_or_passed_over(tmp_path: Path):
 def test_a_gzipped_tar_that_is_cut(tmp_path: Path):
     tars = sample_tars(gz=True)
     folder = write(tmp_path / "raw", {name: data[: len(data) // 2] for name, data in tars.items()})
-    refused(folder, tmp_path / "work", "cannot be decompressed", label="cls")
+    refused_at(folder, tmp_path / "work", "cannot be decompressed", label="cls")
 
 
 def test_class_names_and_several_labels(tmp_path: Path):
@@ -294,114 +230,4 @@ def test_class_names_and_several_labels(tmp_path: Path):
     assert source.kind == "multi" and source.classes == ("z", "b", "a")
     assert source.splits["train"].labels.tolist() == [[1, 2], [-1, -1]]
     (tmp_path / "names.txt").write_text("z\nb\n")
-    assert "--class-names" in refused(folder, tmp_path / "work", "'a'", **given)
-
-
-# ---- img2dataset's output (its writers: webdataset, files)
-
-
-def img2dataset(folder: Path, *, files: bool) -> set[Triple]:
-    """Two shards of six URLs, of which two could not be fetched, as img2dataset 1.47 writes them."""
-    from shardvit.data_shards.shards.webdataset_parts import part
-
-    expected: set[Triple] = set()
-    folder.mkdir()
-    for shard in range(2):
-        rows: list[dict[str, Any]] = []
-        stream = io.BytesIO()
-        with part("writer").TarWriter(stream) as tar:
-            for number in range(3):
-                key, found = f"{shard:05d}{number:04d}", number != 1
-                meta = {"url": f"http://images/{key}", "caption": f"a photo, {number}", "class": CLASSES[number]}
-                meta |= {"key": key, "status": "success" if found else "failed_to_download"}
-                meta |= {"error_message": None if found else "HTTP Error 404"}
-                meta |= dict.fromkeys(("width", "height", "original_width", "original_height"), 8 if found else None)
-                meta |= {"exif": "{}", "sha256": key * 4 if found else None}
-                rows.append(meta)
-                if found:
-                    data = f"image {key}".encode()
-                    expected.add(("train", CLASSES[number], data))
-                    sample = {"jpg": data, "txt": meta["caption"], "json": json.dumps(meta, indent=4)}
-                    tar.write({"__key__": key, **sample})
-                    for end, content in sample.items() if files else ():
-                        content = content if isinstance(content, bytes) else content.encode()
-                        write(folder, {f"{shard:05d}/{key}.{end}": content})
-        if not files:
-            (folder / f"{shard:05d}.tar").write_bytes(stream.getvalue())
-        pq.write_table(pa.Table.from_pylist(rows), folder / f"{shard:05d}.parquet")
-        stats = {
-            "count": 3,
-            "successes": 2,
-            "failed_to_download": 1,
-            "status_dict": {"success": 2, "HTTP Error 404": 1},
-        }
-        (folder / f"{shard:05d}_stats.json").write_text(json.dumps(stats, indent=4))
-    return expected
-
-
-@pytest.mark.parametrize("files", [False, True])
-def test_img2dataset_s_output(tmp_path: Path, s3: FaultServer, put: Put, files: bool):
-    folder = tmp_path / "laion"
-    expected = img2dataset(folder, files=files)
-    put_all(put, "laion", {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*.*")})
-    for number, place in enumerate((folder, "s3://shards/laion")):
-        source = open_at(place, tmp_path / f"work{number}", label="json:class")
-        assert images_of(source) == expected and source.classes == ("cat", "owl")
-        assert source.splits["train"].trace(0) == "00000/000000000.jpg"
-        refused(place, tmp_path, "json:KEY" if files else "json:class")
-
-
-# ---- packed
-
-
-def digests(out: Path) -> dict[str, str]:
-    return {
-        str(tar.relative_to(out)): hashlib.sha256(tar.read_bytes()).hexdigest() for tar in sorted(out.rglob("*.tar"))
-    }
-
-
-def png(number: int) -> bytes:
-    stream = io.BytesIO()
-    Image.new("RGB", (8, 8), (number, number, number)).save(stream, format="PNG")
-    return stream.getvalue()
-
-
-def test_packed_from_anywhere_the_shards_are_the_same(tmp_path: Path, s3: FaultServer, put: Put):
-    folders = {f"{CLASSES[n % 3]}/{n:02d}.png": png(n) for n in range(30)}
-    tars = {
-        f"{t:03d}.tar": tar_of(
-            {
-                f"{n:02d}.{end}": data
-                for n in range(t, 30, 3)
-                for end, data in (("png", png(n)), ("cls", b"%d" % (n % 3)))
-            }
-        )
-        for t in range(3)
-    }
-    put_all(put, "folders", folders)
-    put_all(put, "raw", tars)
-
-    def packed(name: str, spec: Path | str) -> dict[str, str]:
-        pack(str(spec), tmp_path / name, name="set", samples_per_shard=8, holdout=0.2, report=lambda line: None)
-        return digests(tmp_path / name)
-
-    here = packed("a", write(tmp_path / "folders", folders))
-    assert len(here) == 4 and packed("b", "s3://shards/folders") == here
-    here = packed("c", write(tmp_path / "raw", tars))
-    assert packed("d", "s3://shards/raw/{000..002}.tar") == here
-    assert packed("e", f"{s3.url}/shards/raw/{{000..002}}.tar") == here
-    with pytest.raises(UserError, match="leave out"):
-        open_at(tmp_path / "c", tmp_path, label="cls")
-    pack(str(tmp_path / "c"), tmp_path / "f", name="set", samples_per_shard=5, report=lambda line: None)
-    before, after = (open_at(tmp_path / name, tmp_path / "work") for name in ("c", "f"))
-    assert images_of(before) == images_of(after) and {*before.splits} == {"train", "val"}
-    put_all(
-        put, "set", {str(each.relative_to(tmp_path / "c")): each.read_bytes() for each in (tmp_path / "c").rglob("*.*")}
-    )
-    assert images_of(open_at("s3://shards/set", tmp_path / "work")) == images_of(before)
-    manifest = read_manifest(tmp_path / "c/train")
-    first = manifest.shards[0]
-    some = dataclasses.replace(first, num_samples=2, rows=pack_rows(np.arange(first.num_samples) % 4 == 1))
-    write_manifest(dataclasses.replace(manifest, shards=(some,)), file="manifest-some.json")
-    chosen = open_at(tmp_path / "c/train/manifest-some.json", tmp_path / "work")
-    assert images_of(chosen) < images_of(before) and len(chosen.splits["train"]) == 2
+    assert "--class-names" in refused_at(folder, tmp_path / "work", "'a'", **given)
