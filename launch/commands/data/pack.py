@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,13 +13,14 @@ from cyclopts import Parameter
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.text import printable
-from shardvit.data_shards.vocabulary import USUAL_MOST_PIXELS
-from shardvit.launch.flags import MaxImagePixels, pixel_limit, size_bytes, switch
+from shardvit.data_shards.vocabulary import USUAL_MOST_PIXELS, LabelKind
+from shardvit.launch.flags import JsonFlag, MaxImagePixels, pixel_limit, size_bytes, switch
 from shardvit.launch.local.output import go_on
 
 if TYPE_CHECKING:
     from shardvit.data_shards.packing.request import Exclusion
     from shardvit.data_shards.packing.sources.label_list import LabelList
+    from shardvit.data_shards.packing.sources.tars.samples import SampleOptions
 
 
 _CHOSEN = "chosen"  # the manifest of --where
@@ -38,7 +41,11 @@ class PackOptions:
     label_column: Annotated[str | None, Parameter(help="Column or key of the labels in --labels; default: label.")] = (
         None
     )
-    class_names: Annotated[Path | None, Parameter(help="Names of classes 0, 1, ... of --labels, one a line.")] = None
+    class_names: Annotated[Path | None, Parameter(help="Names of the labels' classes 0, 1, ..., one a line.")] = None
+    label: Annotated[
+        str | None, Parameter(help="Of samples in tars: cls (default), txt, json:KEY, tar (its name).")
+    ] = None
+    label_kind: Annotated[LabelKind, Parameter(help="One --label a sample, or any number.")] = "single"
     val: Annotated[Path | None, Parameter(help="Published val images elsewhere: tar, folder, val200.txt.")] = None
     val_labels: Annotated[
         Path | None, Parameter(help="Their classes: Kaggle's CSV, the devkit, or 'FILE CLASS' lines.")
@@ -85,6 +92,7 @@ class PackOptions:
         same = ("name", "holdout", "holdout_images", "holdout_list", "samples_per_shard", "seed")
         return {name: getattr(self, name) for name in same} | {
             "labels": self._label_list(),
+            "samples": self._samples(),
             "classes": [each.strip() for each in self.classes.split(",")] if self.classes else None,
             "doubtful_classes": "keep" if self.keep_classes else "refuse",
             "published": Published(self.val, self.val_labels, "coarse" if self.superclasses else "fine"),
@@ -103,9 +111,15 @@ class PackOptions:
         if self.labels is not None:
             columns = self.path_column or "path", self.label_column or "label"
             return LabelList(self.labels, *columns, self.class_names)
-        if (self.path_column, self.label_column, self.class_names) != (None, None, None):
-            raise UserError("--path-column, --label-column, --class-names: they describe --labels; give that too")
+        if (self.path_column, self.label_column) != (None, None):
+            raise UserError("--path-column, --label-column: they describe --labels; give that too")
         return None
+
+    def _samples(self) -> SampleOptions:
+        from shardvit.data_shards.packing.sources.tars.samples import SampleOptions
+
+        names = None if self.labels else self.class_names
+        return SampleOptions(self.label, self.label_kind, names, self.where)
 
     def _exclusion(self) -> Exclusion | None:
         from shardvit.data_shards.packing.request import Exclusion
@@ -126,13 +140,39 @@ class PackOptions:
         return Exclusion(opened, store, partial(write_duplicates, command="pack"))
 
 
-def pack(source: str, out: Path | None = None, /, *, options: PackOptions = PackOptions()) -> int:
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ForecastOptions:
+    """Flags of `shardvit pack --dry-run`."""
+
+    dry_run: Annotated[bool, switch("Say what it would take, by a trial of 64 images; write nothing.")] = False
+    price: Annotated[
+        str | None, Parameter(help="Its get=,put=,list= (per 1000), egress=,storage= (GB), core_hour=.")
+    ] = None
+    bandwidth: Annotated[str | None, Parameter(help="For that: the network's, such as 10Gbit (a second).")] = None
+    as_json_text: JsonFlag = False
+
+    def demand_fit(self) -> None:
+        """UserError for flags that only a dry run heeds."""
+        if not self.dry_run and self != ForecastOptions():
+            raise UserError("--price, --bandwidth, --json: they are for --dry-run; give that too")
+
+
+def pack(
+    source: str,
+    out: Path | None = None,
+    /,
+    *,
+    options: PackOptions = PackOptions(),
+    forecast: ForecastOptions = ForecastOptions(),
+) -> int:
     """Pack images into WebDataset shards with a manifest.
 
     SOURCE: a folder or tar of class folders (or of train/, val/, test/ with them), any folder with
-    --labels, MNIST's IDX files, "fashion-mnist" (Debian's), "digits" (scikit-learn's), or ImageNet,
-    CIFAR, Pets, Flowers or VTAB as published. OUT gets a folder per split. Unreadable images
-    stop it, and all are listed. If interrupted, run it again: the result is byte-identical.
+    --labels, tars of samples or a pattern of them, all these also at a URL; MNIST's IDX files,
+    "fashion-mnist" (Debian's), "digits" (scikit-learn's), or ImageNet, CIFAR, Pets, Flowers or VTAB
+    as published. OUT gets a folder per split. Unreadable images stop it, and all are listed.
+    If interrupted, run it again: the result is byte-identical.
     --labels photos.csv: "path,label", then "a/1.jpg,cat" or, with two labels, "a/2.jpg,cat|dog".
     JSONL: {"path": "a/2.jpg", "label": ["cat", "dog"]}. Paths: relative to SOURCE, or absolute in it.
     --exclude-matches-of lists what it leaves out; doubtful pairs stay, and are listed in unsure.jsonl.
@@ -140,15 +180,38 @@ def pack(source: str, out: Path | None = None, /, *, options: PackOptions = Pack
     Some examples:
         shardvit pack photos/ shards/photos --holdout 0.1
         shardvit pack imagenet/ shards/imagenet-320 --resize-short 320 --shard-size 256MB
+        shardvit pack "s3://raw/{00000..09999}.tar" shards/raw --label json:class
         shardvit pack shards/photos --where "width >= 128 and not duplicate"
     """
     from shardvit.data_shards.packing.pack import pack as pack_images
 
+    forecast.demand_fit()
     go_on()
-    if options.where is not None or out is None:
+    if out is None:
         return _choose(source, options)
+    if options.manifest is not None:
+        raise UserError("--manifest: it names what --where writes without OUT; leave one of them out")
+    if forecast.dry_run:
+        return _foresee(source, out, options, forecast)
     pack_images(source, out, report=_say, **options.request())
     return 0
+
+
+def _foresee(source: str, out: Path, options: PackOptions, asked: ForecastOptions) -> int:
+    from shardvit.data_shards.packing.forecast.cost import parse_bandwidth, parse_prices
+    from shardvit.data_shards.packing.forecast.trial import forecast
+    from shardvit.data_shards.packing.pack import list_source
+    from shardvit.data_shards.processes import num_cores
+
+    prices, bandwidth = parse_prices(asked.price), parse_bandwidth(asked.bandwidth)  # before an hour of listing
+    listed, request = list_source(source, out, report=_tell, **options.request())
+    cost = forecast(listed, request, str(out), workers=num_cores(), bytes_per_second=bandwidth, prices=prices)
+    print(json.dumps(cost.as_json(), indent=1) if asked.as_json_text else printable("\n".join(cost.lines())))
+    return 0
+
+
+def _tell(line: str) -> None:
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def _choose(source: str, options: PackOptions) -> int:
