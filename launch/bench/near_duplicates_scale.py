@@ -73,7 +73,7 @@ def _drawn(numbers: Numbers) -> NDArray[np.float32]:
     frequency = np.add.outer(np.arange(_FREQUENCIES), np.arange(_FREQUENCIES))
     drawn = drawn * np.where(frequency > 0, 200 / np.maximum(1, frequency), 0).astype(np.float32)
     cosines = _cosines()
-    return 128 + cosines.T @ drawn @ cosines
+    return (128 + cosines.T @ drawn @ cosines).astype(np.float32)
 
 
 def made_thumbnails(numbers: Numbers) -> NDArray[np.uint8]:

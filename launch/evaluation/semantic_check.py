@@ -25,9 +25,7 @@ SEMANTIC_FILE = "semantic.jsonl"
 class SemanticOptions:
     """Flags for semantic duplicates."""
 
-    features: Annotated[
-        Path | None, Parameter(help="List images alike by this model's features, too (SemDeDup); never a problem.")
-    ] = None
+    features: Annotated[Path | None, Parameter(help="MODEL: list images alike by its features; no problems.")] = None
     similar: Annotated[float | None, Parameter(help="For --features: least cosine; default: 0.95.")] = None
 
     def check(self) -> None:

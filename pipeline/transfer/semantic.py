@@ -33,27 +33,28 @@ def semantic_matches(features: FeatureStore, shards: ShardSet, *, similar: float
     from sklearn.cluster import MiniBatchKMeans
 
     number = max(1, min(_MOST_CLUSTERS, shards.num_samples // _CLUSTER_IMAGES))
-    kmeans = MiniBatchKMeans(number, init="random", n_init=1, random_state=0)
+    kmeans = MiniBatchKMeans(number, init="random", random_state=0)
     found: list[Match] = []
-    damaged = 0
+    damaged = width = 0
     with tempfile.TemporaryDirectory(prefix="shardvit-semantic-") as scratch, ExitStack() as stack:
         for part in features.blocks(shards, store=store):
             damaged += len(part.damaged)
-            if len(part.samples) >= number:
+            if len(part.samples) >= number:  # only the last one may have fewer
+                width = part.values.shape[1]
                 kmeans.partial_fit(_units(part))
-        if not hasattr(kmeans, "cluster_centers_"):
+        if not width:
             raise UserError(f"{shards.source}: hardly any image can be read: check it with --decode")
         paths = [Path(scratch) / str(each) for each in range(min(number, _FILES))]
         files = [stack.enter_context(path.open("wb")) for path in paths]
         for part in features.blocks(shards, store=store):
-            rows = np.empty(len(part.samples), _row(part.values.shape[1]))
+            rows = np.empty(len(part.samples), _row(width))
             rows["image"], rows["values"] = part.samples, _units(part)
             rows["cluster"] = kmeans.predict(rows["values"]) if len(rows) else 0
             for each, file in enumerate(files):
                 file.write(rows[rows["cluster"] % len(files) == each].tobytes())
         stack.close()
         for path in paths:
-            rows = np.fromfile(path, _row(kmeans.cluster_centers_.shape[1]))
+            rows = np.fromfile(path, _row(width))
             for cluster in np.unique(rows["cluster"]):
                 found += _alike(rows[rows["cluster"] == cluster], similar)
     found.sort(key=lambda match: (-match.likeness, match.image))

@@ -71,7 +71,7 @@ _PAIRS_LOADED = 1 << 15  # whose thumbnails are in memory
 
 _ENTRY = np.dtype([("words", np.uint64, NUM_WORDS), ("code", np.int64)])  # code: image * _MOST_WINDOWS + window
 _Entries = NDArray[Any]
-_Values = NDArray[np.uint16]
+_Values = NDArray[Any]  # unsigned, up to 16 bits
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def check(
         Path | None,
         Parameter(
             name=["--output", "--report"],
-            help="For --against, --features: lists, and pictures in matches.html; the table of --statistics.",
+            help="What --against, --features list, with pictures; --statistics.",
         ),
     ] = None,
     as_json_text: JsonFlag = False,
@@ -77,11 +77,10 @@ def check(
 
     --against finds copies that were re-encoded, resized, squeezed, mirrored,
     turned grey, given a border, cropped to the centre square or to 70 % of each
-    side anywhere, or several of these. Doubtful pairs are listed as unsure: they
-    do not count as problems, and `shardvit pack` does not leave them out.
-    Missed: copies that are rotated, upside down, cropped further, tinted or much
-    brighter or darker, that have text or logos on more than a 64th of the area
-    (some are unsure), and parts of a collage. Images below 16 pixels a side or
+    side anywhere (two sets above 500,000 images: to 90 %), or several of these.
+    Doubtful pairs are listed as unsure and are no problems. Missed: copies that
+    are rotated, cropped further, tinted, much brighter or darker, or have text or
+    logos on more than a 64th of the area. Images below 16 pixels a side or
     without contrast match only by equal pixels.
 
     Some examples:
@@ -118,7 +117,7 @@ def check(
     print(json.dumps(as_json(result), indent=1) if as_json_text else as_text(result), flush=True)
     if report is not None and is_listed:
         semantic_ones = [found for _, found in alike]
-        for file, listed in ((_LINES_FILE, against and result.matches), (SEMANTIC_FILE, semantic_ones)):
+        for file, listed in ((_LINES_FILE, result.matches if against else ()), (SEMANTIC_FILE, semantic_ones)):
             if listed:
                 replace_lines(report / file, (one.line(match) for one in listed for match in one.matches))
         write_duplicates(report / MATCHES_PAGE, [*result.matches, *semantic_ones], chosen.pixel_limit)
