@@ -14,7 +14,16 @@ from shardvit.data_shards.durable import replace_lines
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.text import printable
 from shardvit.launch.evaluation.semantic_check import SEMANTIC_FILE, SemanticOptions
-from shardvit.launch.flags import Force, JsonFlag, ShardsOptions, demand_counts, demand_target, pixel_limit, switch
+from shardvit.launch.flags import (
+    EngineOptions,
+    Force,
+    JsonFlag,
+    ShardsOptions,
+    demand_counts,
+    demand_target,
+    pixel_limit,
+    switch,
+)
 
 if TYPE_CHECKING:
     from shardvit.data_shards.checking.scan import CheckOptions
@@ -53,6 +62,7 @@ def check(
     *,
     thoroughness: Thoroughness = Thoroughness(),
     options: ShardsOptions = ShardsOptions(),  # noqa: B008 - frozen
+    engine: EngineOptions = EngineOptions(),  # noqa: B008
     against: Annotated[
         list[str] | None,
         Parameter(negative="", consume_multiple=True, help="Find images also in these shards, such as test sets."),
@@ -79,9 +89,9 @@ def check(
     turned grey, given a border, cropped to the centre square or to 70 % of each
     side anywhere (two sets above 500,000 images: to 90 %), or several of these.
     Doubtful pairs are listed as unsure and are no problems. Missed: copies that
-    are rotated, cropped further, tinted, much brighter or darker, or have text or
-    logos on more than a 64th of the area. Images below 16 pixels a side or
-    without contrast match only by equal pixels.
+    are rotated, upside down, cropped further, tinted, much brighter or darker, in
+    a collage, or with text or logos on more than a 64th of the area. Images below
+    16 pixels a side or without contrast match only by equal pixels.
 
     Some examples:
         shardvit check shards/photos
@@ -103,14 +113,16 @@ def check(
     _demand_report(None if chosen.statistics and not is_listed else report, against, listed=is_listed, force=force)
     retry = RetryPolicy(give_up_seconds=60.0)  # the user is waiting
     store = Store(cache, retry=retry, commands="run")  # SHARDS as typed; a manifest cannot name commands
-    result = check_shards(
-        options.spec(shards),
-        options=chosen,
-        store=store,
-        against=against or (),
-        statistics_to=report and str(report),
-        report=_say,
-    )
+    with engine.open(shards, *_fingerprints(against)) as opened:
+        result = check_shards(
+            options.spec(shards),
+            options=chosen,
+            store=store,
+            engine=opened,
+            against=against or (),
+            statistics_to=report and str(report),
+            report=_say,
+        )
     alike = semantic.matches(options.spec(shards), store=store, limit=chosen.pixel_limit)
     findings = [each for split, found in alike for each in match_findings(found, split=split)]
     result = replace(result, findings=(*result.findings, *findings))
@@ -126,6 +138,16 @@ def check(
 
 def _say(line: str) -> None:
     print(printable(line), file=sys.stderr, flush=True)
+
+
+def _fingerprints(against: list[str] | None) -> list[str]:
+    """List what --against needs, besides the shards."""
+    from shardvit.data_shards.checking.near_duplicates.fingerprint import default_fingerprint_folder
+
+    if not against:
+        return []
+    default_fingerprint_folder().mkdir(parents=True, exist_ok=True)
+    return [*against, str(default_fingerprint_folder())]
 
 
 def _demand_report(report: Path | None, against: list[str] | None, *, listed: bool, force: bool) -> None:

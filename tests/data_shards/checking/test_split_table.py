@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 from PIL import Image
 
+from shardvit.data_shards.engines.engine import local_engine
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.pack import pack
 from shardvit.data_shards.reading.opening import manifest_of
@@ -70,7 +71,7 @@ def test_moments_are_torchvisions_over_all_pixels(copies: Path, tmp_path: Path):
 def test_one_process_or_three_write_the_same_bytes(copies: Path):
     measured(copies / "train")
     one = (copies / "train" / STATISTICS_FILE).read_bytes()
-    measured(copies / "train", processes=3)
+    measured(copies / "train", engine=local_engine(3))
     assert (copies / "train" / STATISTICS_FILE).read_bytes() == one
     left = {path.name for path in (copies / "train").iterdir() if path.name.startswith(".")}
     assert left == set()
