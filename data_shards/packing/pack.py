@@ -58,6 +58,7 @@ from shardvit.data_shards.packing.sources.base import Source, SplitName
 from shardvit.data_shards.packing.sources.recognise import open_source
 from shardvit.data_shards.processes import num_cores
 from shardvit.data_shards.progress_line import Progress
+from shardvit.data_shards.shards.location import is_local
 from shardvit.data_shards.shards.manifest import Manifest, read_manifest, write_json, write_manifest, write_timm_info
 from shardvit.data_shards.shards.shard_set import Report
 from shardvit.data_shards.shards.tar_index import index_path
@@ -83,7 +84,8 @@ def pack(
     out = Path(out)
     request = PackRequest(holdout_list=HoldoutList(holdout_list, {}) if holdout_list else None, **options)
     if holdout_list is not None:
-        listed = read_holdout_list(holdout_list, root=Path(source_spec).expanduser())
+        root = Path(source_spec).expanduser() if is_local(source_spec) else None
+        listed = read_holdout_list(holdout_list, root=root)
         request = replace(request, holdout_list=listed)
     try:
         result = _pack(source_spec, out, request, report)
@@ -105,6 +107,7 @@ def _pack(source_spec: str, out: Path, request: PackRequest, report: Report) -> 
             source_spec,
             labels=request.labels,
             published=request.published,
+            samples=request.samples,
             unpacking=Unpacking(unpacked_path(out), report),
             unfit=request.unreadable,
         )

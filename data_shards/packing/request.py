@@ -14,6 +14,7 @@ from shardvit.data_shards.packing.image import PACKED_LIMIT, Resize
 from shardvit.data_shards.packing.sources.base import Source
 from shardvit.data_shards.packing.sources.label_list import LabelList, at_line, clean_path, read_lines
 from shardvit.data_shards.packing.sources.recognise import Published
+from shardvit.data_shards.packing.sources.tars.samples import SampleOptions
 from shardvit.data_shards.shards.shard_set import ShardSet
 from shardvit.data_shards.store.store import Store
 
@@ -43,8 +44,8 @@ class HoldoutList(NamedTuple):
         return f"{self.file.resolve()} ({digest})"
 
 
-def read_holdout_list(file: Path, *, root: Path) -> HoldoutList:
-    """Read a list of paths below `root`, one a line; UserError if it is malformed or empty."""
+def read_holdout_list(file: Path, *, root: Path | None) -> HoldoutList:
+    """Read a list of paths below `root` (None: a URL), one a line; UserError if it is malformed or empty."""
     lines: dict[str, int] = {}
     for line, text in read_lines(file):
         with at_line(file, line):
@@ -61,6 +62,7 @@ class PackRequest:
     name: str | None = None  # of the set; default: OUT's name
     labels: LabelList | None = None  # replaces the names of class folders
     published: Published = field(default_factory=Published)
+    samples: SampleOptions = field(default_factory=SampleOptions)
     classes: Sequence[str] | None = None  # pack these only, labelled 0, 1, ... in this order
     # Refuse or keep names that differ only by case or blanks, and a lone class of several folders.
     doubtful_classes: Literal["refuse", "keep"] = "refuse"
@@ -102,6 +104,7 @@ class PackRequest:
             "name": self.name,
             "holdout_list": str(self.holdout_list) if self.holdout_list else None,
             "labels": self.labels.as_json() if self.labels else None,
+            "samples": self.samples.as_json(),
             "val": str(val.resolve()) if val else None,
             "val_labels": str(val_labels.resolve()) if val_labels else None,
             "cifar_labels": cifar_labels if cifar_labels != "fine" else None,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardvit.data_shards.errors import UserError
-from shardvit.data_shards.reading.indexing import Indexed, Indexing
+from shardvit.data_shards.reading.indexing import Indexing
 from shardvit.data_shards.reading.tar_summary import FoundLabels, TarSummary
 from shardvit.data_shards.shards.labels import LabelSpec
 from shardvit.data_shards.shards.location import is_local, local_path, redacted
@@ -52,10 +52,10 @@ def open_external(
     if not used:
         raise UserError(f"{source}: there are no samples in its tars: {damage[0] if damage else 'they are empty'}")
     if spec.classes is None:
-        classes = _found_classes(indexed, source=source)
+        classes = found_classes(indexed.found, indexed.label, source=source)
     else:
         classes = read_classes(spec.classes)
-        if unknown := _unknown(indexed.found, classes, labels=indexed.label):
+        if unknown := unknown_label(indexed.found, classes, labels=indexed.label):
             sentence = f"{source}: the label {unknown} is not one of the {len(classes)} classes in {spec.classes}"
             if damaged == "refuse":
                 raise UserError(f"{sentence}: add it there, or choose another file or label")
@@ -118,8 +118,8 @@ def _cut_samples(facts: Sequence[TarSummary]) -> int:
     return sum(max(1, usual - size) for size, damage in sizes if damage)
 
 
-def _found_classes(indexed: Indexed, *, source: str) -> tuple[str, ...]:
-    found, labels = indexed.found, indexed.label
+def found_classes(found: FoundLabels, labels: LabelSpec, *, source: str) -> tuple[str, ...]:
+    """Name the classes of labels without a list of classes; UserError if they are no classes."""
     names, numbers_below = sorted(found.names), found.numbers_below
     if labels.part == "txt" and names and all(map(_is_number, names)):
         numbers_below, names = 1 + max(map(int, names)), []
@@ -140,7 +140,7 @@ def _found_classes(indexed: Indexed, *, source: str) -> tuple[str, ...]:
     return tuple(names) or tuple(map(str, range(numbers_below)))
 
 
-def _unknown(found: FoundLabels, classes: tuple[str, ...], *, labels: LabelSpec) -> str:
+def unknown_label(found: FoundLabels, classes: tuple[str, ...], *, labels: LabelSpec) -> str:
     """Find a label that is not a class; "" if there is none."""
     for name in sorted(found.names - set(classes)):
         if not (labels.part == "txt" and _is_number(name) and int(name) < len(classes)):

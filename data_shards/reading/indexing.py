@@ -12,11 +12,11 @@ import hashlib
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +41,7 @@ _MOST_PROCESSES = 32
 _REMOTE_THREADS = 8  # each holds a whole tar in the store's cache
 _STAT_THREADS = 32
 _PROGRESS_SECONDS = 5.0
-_PEEKED_TARS = 3
+PEEKED_TARS = 3
 
 _ABSENT = IndexedTar(TarSummary(0, 0, "there is no such tar", 0, (), "", ""), FoundLabels())
 
@@ -237,20 +237,28 @@ class Indexing:
     def _cls_if_there(self) -> LabelSpec:
         labels = LabelSpec(kind=self.spec.kind)
         present = [number for number, (fingerprint, _) in enumerate(self._found) if fingerprint != "absent"]
-        parts: set[str] = set()
-        suggestions: dict[str, None] = {}
-        for number in present[:_PEEKED_TARS]:
-            with self._local_copy(number, labels) as path:
-                parts_here, suggestions_here = peek(path)
-            if "cls" in parts_here:
-                return labels
-            parts |= parts_here
-            suggestions |= dict.fromkeys(suggestions_here)
-        if not parts:
-            return labels  # No tar can be read: report the damage instead.
-        choice = f"give label: {' or '.join(suggestions)}" if suggestions else "none of these can be a label"
+
+        def peeked(number: int) -> tuple[set[str], list[str]]:
+            with self._local_copy(number, labels) as path, open(path, "rb", buffering=0) as tar:
+                return peek(partial(os.pread, tar.fileno()), os.fstat(tar.fileno()).st_size)
+
+        demand_cls(map(peeked, present[:PEEKED_TARS]), source=self.source)
+        return labels
+
+
+def demand_cls(peeked: Iterable[tuple[set[str], list[str]]], *, source: str, key: str = "label:") -> None:
+    """UserError unless some of the first tars (see `peek`) have .cls members; says which to give as `key`."""
+    parts: set[str] = set()
+    suggestions: dict[str, None] = {}
+    for parts_here, suggestions_here in peeked:
+        if "cls" in parts_here:
+            return
+        parts |= parts_here
+        suggestions |= dict.fromkeys(suggestions_here)
+    if parts:  # else no tar can be read, and the damage is reported instead
+        choice = f"give {key} {' or '.join(suggestions)}" if suggestions else "none of these can be a label"
         found = ", ".join(sorted(parts))
-        raise UserError(f"{self.source}: its samples have no .cls member to be the label, only {found}: {choice}")
+        raise UserError(f"{source}: its samples have no .cls member to be the label, only {found}: {choice}")
 
 
 def _hashed(identity: object) -> str:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +22,7 @@ from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.shards.labels import LabelSpec, read_values
 from shardvit.data_shards.shards.shard_index import MOST_TAR_BYTES, ShardIndex, load_note, save_index
 from shardvit.data_shards.shards.tar_index import IMAGE_EXTENSIONS, readable_index
-from shardvit.data_shards.shards.tar_walk import TarDamage, walk_tar
+from shardvit.data_shards.shards.tar_walk import Pread, TarDamage, walk_tar
 from shardvit.data_shards.shards.webdataset_parts import split_name
 from shardvit.data_shards.text import parse_json
 
@@ -51,6 +53,13 @@ class FoundLabels:
     numbers_below: int = 0
     names: frozenset[str] = frozenset()
     num_values: int = 0
+
+    @classmethod
+    def of(cls, values: Sequence[Sequence[int | str]]) -> FoundLabels:
+        """Summarise samples' labels."""
+        numbers = (value for each in values for value in each if isinstance(value, int))
+        names = frozenset(value for each in values for value in each if isinstance(value, str))
+        return cls(1 + max(numbers, default=-1), names, sum(map(len, values)))
 
     def __or__(self, other: FoundLabels) -> FoundLabels:
         below = max(self.numbers_below, other.numbers_below)
@@ -86,17 +95,21 @@ def index_tar(path: str, *, target: Path, labels: LabelSpec, name: str) -> Index
     except ValueError:  # broken, or of another version
         target.unlink(missing_ok=True)
     readable = readable_index(path, label=labels.part, name=name)
-    left_out = [f"{key!r} {reason}" for key, reason in readable.left_out]
+    unlabelled: list[tuple[str, str]] = []
     try:
         num_bytes = os.stat(path).st_size
-        good, found, digest = _read_labels(path, readable.index, labels=labels, left_out=left_out)
+        with open(path, "rb", buffering=0) as tar:
+            read = partial(os.pread, tar.fileno())
+            good, values = read_labels(readable.index, read, labels=labels, left_out=unlabelled)
         index = readable.index.take(good)
         pixels = pixels_digest(path, index)
     except OSError as error:
         raise UserError(f"{name}: cannot be read ({error.strerror})") from None
-    examples = tuple(left_out[:_MOST_NAMED])
+    left_out = [f"{key!r} {reason}" for key, reason in readable.left_out]
+    left_out += [f"{key!r}: {reason}" for key, reason in unlabelled]
+    examples, digest = tuple(left_out[:_MOST_NAMED]), _digest(index, values)
     summary = TarSummary(len(index), num_bytes, readable.damage, len(left_out), examples, digest, pixels)
-    indexed = IndexedTar(summary, found)
+    indexed = IndexedTar(summary, FoundLabels.of(values))
     save_index(index, target, note=_INDEXED.dump_json(indexed).decode())
     return indexed
 
@@ -118,44 +131,44 @@ def spread(count: int, *, most: int) -> list[int]:
     return [number * (count - 1) // max(1, most - 1) for number in range(most)]
 
 
-def _read_labels(
-    path: str, index: ShardIndex, *, labels: LabelSpec, left_out: list[str]
-) -> tuple[list[int], FoundLabels, str]:
-    """Return the rows with a readable label, all labels, and a digest; add reasons for other rows to `left_out`."""
+def read_labels(
+    index: ShardIndex, read: Pread, *, labels: LabelSpec, left_out: list[tuple[str, str]]
+) -> tuple[list[int], list[list[int | str]]]:
+    """Return the rows with a readable label, and their labels; add keys and reasons of others to `left_out`."""
     good: list[int] = []
-    names: set[str] = set()
-    below = num_values = 0
+    found: list[list[int | str]] = []
+    places = zip(index.label_offset.tolist(), index.label_size.tolist(), strict=True)
+    for row, (key, (offset, size)) in enumerate(zip(index.keys, places, strict=True)):
+        try:
+            values = read_values(read(size, offset), spec=labels)
+            if (least := min((value for value in values if isinstance(value, int)), default=0)) < 0:
+                raise ValueError(f"the label is {least}, which is no class number")
+        except ValueError as error:
+            left_out.append((key, str(error)))
+            continue
+        good.append(row)
+        found.append(values)
+    return good, found
+
+
+def _digest(index: ShardIndex, values: list[list[int | str]]) -> str:
     digest = hashlib.sha256()
-    with open(path, "rb", buffering=0) as tar:
-        places = zip(index.label_offset.tolist(), index.label_size.tolist(), index.image_size.tolist(), strict=True)
-        for row, (key, (offset, size, image_size)) in enumerate(zip(index.keys, places, strict=True)):
-            try:
-                values = read_values(os.pread(tar.fileno(), size, offset), spec=labels)
-                numbers = [value for value in values if isinstance(value, int)]
-                if numbers and min(numbers) < 0:
-                    raise ValueError(f"the label is {min(numbers)}, which is no class number")
-            except ValueError as error:
-                left_out.append(f"{key!r}: {error}")
-                continue
-            good.append(row)
-            below = max(below, *(number + 1 for number in numbers), 0)
-            names.update(value for value in values if isinstance(value, str))
-            num_values += len(values)
-            digest.update(f"{key!r} {image_size} {values!r}\n".encode("utf-8", "surrogateescape"))
-    return good, FoundLabels(below, frozenset(names), num_values), digest.hexdigest()
+    for key, image_size, each in zip(index.keys, index.image_size.tolist(), values, strict=True):
+        digest.update(f"{key!r} {image_size} {each!r}\n".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
 
 
-def peek(path: str) -> tuple[set[str], list[str]]:
+def peek(read: Pread, num_bytes: int) -> tuple[set[str], list[str]]:
     """Find the parts of a tar's first samples, and which could be labels, in `LabelSpec.parse`'s notation."""
     parts: set[str] = set()
     keys: dict[str, None] = {}
-    with open(path, "rb", buffering=0) as tar, suppress(TarDamage):  # indexing reports it
-        for member in islice(walk_tar(tar.fileno()), _PEEKED_MEMBERS):
+    with suppress(TarDamage):  # indexing reports it
+        for member in islice(walk_tar(read, end=num_bytes), _PEEKED_MEMBERS):
             if (split := split_name(member.name)) is None:
                 continue
             parts.add(split[1])
             if split[1] == "json" and member.size <= _MOST_PEEKED_BYTES:
-                keys |= dict.fromkeys(_label_keys(os.pread(tar.fileno(), member.size, member.offset)))
+                keys |= dict.fromkeys(_label_keys(read(member.size, member.offset)))
     suggestions = [part for part in ("cls", "txt") if part in parts] + [f"json:{key}" for key in keys]
     return {"image" if part in IMAGE_EXTENSIONS else part for part in parts}, suggestions
 

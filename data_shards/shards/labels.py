@@ -66,7 +66,7 @@ def parse_label(content: bytes, *, spec: LabelSpec, label_map: Mapping[str, int]
         if digits.isdigit() and len(digits) <= _MOST_DIGITS and int(digits) < num_classes:
             return (int(digits),)
     values = read_values(content, spec=spec)
-    return tuple(dict.fromkeys(_class_number(value, spec, label_map, num_classes) for value in values))
+    return tuple(dict.fromkeys(class_number(value, spec, label_map, num_classes) for value in values))
 
 
 def read_values(content: bytes, *, spec: LabelSpec) -> list[int | str]:
@@ -101,7 +101,8 @@ def _plain(value: Any, *, part: LabelPart) -> int | str:
     raise ValueError(f"the label is {shown}: no class number and no name of a class")
 
 
-def _class_number(value: int | str, spec: LabelSpec, label_map: Mapping[str, int], num_classes: int) -> int:
+def class_number(value: int | str, spec: LabelSpec, label_map: Mapping[str, int], num_classes: int) -> int:
+    """Look up a number or name of `read_values`; ValueError if it is no class."""
     if isinstance(value, str):
         number = label_map.get(value)
         if number is None and spec.part == "txt" and value.isascii() and value.isdigit() and len(value) <= _MOST_DIGITS:

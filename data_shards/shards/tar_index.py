@@ -78,7 +78,7 @@ def readable_open(descriptor: int, *, label: LabelPart) -> ReadableIndex:
             members.append(member)
     except TarDamage as error:
         damage = str(error)
-    return _grouped(members, label=label, damage=damage)
+    return grouped(members, label=label, damage=damage)
 
 
 def write_index(index: ShardIndex, path: Path | str, *, label: LabelPart = "cls") -> None:
@@ -103,7 +103,7 @@ def read_index(path: Path | str, *, label: LabelPart = "cls") -> ShardIndex:
         if version != _VERSION or len(fields) % 4:
             raise ValueError(f"it should start with '{_VERSION}', and have four fields for each member")
         members = zip(fields[3::4], map(_place, fields[1::4]), map(_place, fields[2::4]), strict=True)
-        found = _grouped(map(Member._make, members), label=label)
+        found = grouped(map(Member._make, members), label=label)
         if int(count) != len(found.index) + len(found.left_out):
             raise ValueError(f"it should have the {count} samples that it starts with")
     except FileNotFoundError:
@@ -141,8 +141,8 @@ def _place(text: str) -> int:
     return number
 
 
-def _grouped(members: Iterable[Member], *, label: LabelPart, damage: str = "") -> ReadableIndex:
-    """Group members by key into samples, and take those with exactly one image and one label."""
+def grouped(members: Iterable[Member], *, label: LabelPart | None, damage: str = "") -> ReadableIndex:
+    """Group members by key into samples, and take those with exactly one image and one label (None: no label)."""
     keys: list[str] = []
     images: list[list[tuple[str, int, int]]] = []  # per sample: extension, offset, size
     labels: list[list[tuple[int, int]]] = []
@@ -158,15 +158,17 @@ def _grouped(members: Iterable[Member], *, label: LabelPart, damage: str = "") -
             labels[-1].append((offset, size))
         elif extension in IMAGE_EXTENSIONS:
             images[-1].append((extension, offset, size))
-    whole = [row for row in range(len(keys)) if len(images[row]) == len(labels[row]) == 1]
+    counts, num_labels = [*zip(map(len, images), map(len, labels), strict=True)], int(label is not None)
+    whole = [row for row, count in enumerate(counts) if count == (1, num_labels)]
     left_out = [
-        (keys[row], f"has {len(images[row])} images and {len(labels[row])} .{label} members")
-        for row in range(len(keys))
-        if len(images[row]) != 1 or len(labels[row]) != 1
+        (keys[row], f"has {count[0]} images" + (f" and {count[1]} .{label} members" if label else ""))
+        for row, count in enumerate(counts)
+        if count != (1, num_labels)
     ]
     if damage and left_out and left_out[-1][0] == keys[-1]:
         left_out.pop()  # cut through by the damage, which is reported anyway
-    places = np.array([(*images[row][0][1:], *labels[row][0]) for row in whole], dtype=np.int64).reshape(-1, 4)
+    places = np.array([(*images[row][0][1:], *(labels[row] or [(0, 0)])[0]) for row in whole], dtype=np.int64)
+    places = places.reshape(-1, 4)
     extensions = Texts.of(images[row][0][0] for row in whole)
     index = ShardIndex(Texts.of(keys[row] for row in whole), extensions, *np.ascontiguousarray(places.T))
     return ReadableIndex(index, damage, tuple(left_out))

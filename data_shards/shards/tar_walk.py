@@ -7,7 +7,8 @@ raises `TarDamage`. Refuses compressed tars (no usable offsets) and sparse membe
 
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 BLOCK_BYTES = 512  # tar pads every member to whole blocks
@@ -23,6 +24,8 @@ _EXTENDED = b"LKxXg"  # headers about the next member, or (g) about all
 _ADLER_MODULUS = 65521
 _ZEROS = bytes(BLOCK_BYTES)
 
+Pread = Callable[[int, int], bytes]  # (size, offset) -> bytes, fewer only at the end
+
 
 class Member(NamedTuple):
     """A regular file in a tar, and where its bytes are."""
@@ -37,15 +40,18 @@ class TarDamage(ValueError):
 
 
 def walk_tar(
-    descriptor: int, *, start: int = 0, end: int | None = None, links: list[str] | None = None
+    source: int | Pread, *, start: int = 0, end: int | None = None, links: list[str] | None = None
 ) -> Iterator[Member]:
-    """Yield the regular files of an open tar, in order; TarDamage after the last readable member.
+    """Yield the regular files of a tar, in order; TarDamage after the last readable member.
 
-    `start` and `end` select a tar inside another one. Hard and symbolic links are skipped, their names added to
-    `links`.
+    `source` is a descriptor, or a function that reads bytes, which needs `end`. `start` and `end` select a tar inside
+    another one. Hard and symbolic links are skipped, their names added to `links`.
     """
-    num_bytes = os.fstat(descriptor).st_size if end is None else end
-    for kind, member in _members(descriptor, start, num_bytes):
+    pread = partial(os.pread, source) if isinstance(source, int) else source
+    if end is None:
+        assert isinstance(source, int)
+        end = os.fstat(source).st_size
+    for kind, member in _members(pread, start, end):
         if kind in _LINKS:
             if links is not None:
                 links.append(member.name)
@@ -53,7 +59,7 @@ def walk_tar(
             yield member
 
 
-def _members(descriptor: int, tar_start: int, num_bytes: int) -> Iterator[tuple[bytes, Member]]:
+def _members(pread: Pread, tar_start: int, num_bytes: int) -> Iterator[tuple[bytes, Member]]:
     chunk, chunk_start, position = b"", 0, tar_start
     every: dict[bytes, bytes] = {}  # pax records for all members that follow
     records: dict[bytes, bytes] = {}  # pax records (or a long name) for the next member
@@ -63,7 +69,7 @@ def _members(descriptor: int, tar_start: int, num_bytes: int) -> Iterator[tuple[
         first = start - chunk_start
         if first < 0 or first + size > len(chunk):
             most = min(max(size, _READ_BYTES), max(num_bytes - start, 0))
-            chunk, chunk_start, first = os.pread(descriptor, most, start), start, 0
+            chunk, chunk_start, first = pread(most, start), start, 0
         return chunk[first : first + size]
 
     while (header := read(position, BLOCK_BYTES)) != _ZEROS:
@@ -94,7 +100,7 @@ def _members(descriptor: int, tar_start: int, num_bytes: int) -> Iterator[tuple[
         _check_end(start + size, num_bytes, what=f"the member {name!r}")
         yield kind, Member(name, start, size)
         position, records = start + _padded(size), {}
-    _check_tail(descriptor, position, end=num_bytes)
+    _check_tail(pread, position, end=num_bytes)
 
 
 def stated_member(header: bytes) -> tuple[str, int]:
@@ -176,10 +182,10 @@ def _check_end(end: int, num_bytes: int, *, what: str) -> None:
         raise TarDamage(f"the tar is cut short at byte {num_bytes}, inside {what}")
 
 
-def _check_tail(descriptor: int, position: int, *, end: int) -> None:
+def _check_tail(pread: Pread, position: int, *, end: int) -> None:
     """Require zeros after the end marker; anything else means a lost part, or two joined tars."""
     start = position
-    while data := os.pread(descriptor, min(_TAIL_READ_BYTES, max(end - start, 0)), start):
+    while data := pread(min(_TAIL_READ_BYTES, max(end - start, 0)), start):
         if data.count(0) != len(data):
             first = start + len(data) - len(data.lstrip(b"\0"))
             raise TarDamage(

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardvit.data_shards.durable import replaced
+from shardvit.data_shards.engines.engine import PartsEngine
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources.base import (
     GZIPPED,
@@ -28,6 +29,7 @@ from shardvit.data_shards.packing.sources.base import (
     walk_folder,
 )
 from shardvit.data_shards.packing.sources.located import Container, LocatedFiles, folder_files, stamp_of
+from shardvit.data_shards.shards.location import redacted
 from shardvit.data_shards.shards.shard_index import MOST_TAR_BYTES, Texts, default_index_folder, read_arrays
 from shardvit.data_shards.shards.shard_set import Report
 from shardvit.data_shards.shards.tar_walk import Member, TarDamage, walk_tar
@@ -42,10 +44,11 @@ _MOST_SMALL_BYTES = 1 << 28  # of a file read whole: CIFAR-100's training part h
 
 @dataclass(frozen=True)
 class Unpacking:
-    """Folder for decompressed archives (None: refuse gzipped ones), and a progress reporter."""
+    """Folder for decompressed archives (None: refuse gzipped ones), a progress reporter, and who lists tars."""
 
     folder: Path | None = None
     report: Report = print
+    engine: PartsEngine | None = None
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,11 @@ def is_archive(path: Path) -> bool:
     return path.name.lower().endswith(SUFFIXES) and path.is_file()
 
 
+def is_tar(location: str) -> bool:
+    """True for the name of a tar, gzipped or not, whatever follows in a URL."""
+    return redacted(location).lower().endswith(SUFFIXES)
+
+
 def read_small(files: LocatedFiles, row: int) -> bytes:
     """Read a whole file, such as a list; UserError if it is missing, or larger than any published one."""
     try:
@@ -138,12 +146,22 @@ def rows_by_name(files: LocatedFiles, wanted: Iterable[str] | None = None) -> di
     return {name: row for name, row in last if not name.startswith(".") and (names is None or name in names)}
 
 
-def inner_name(name: str, *, archive: Path) -> str:
+def inner_name(name: str, *, archive: Path | str) -> str:
     """Normalise a member's name: `./a//b.jpg` -> `a/b.jpg`; UserError if it leads outside."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if name.startswith("/") or ".." in parts or not parts or "\0" in name:
         raise UserError(f"{archive}: it holds a file named {name!a}, which leads outside of it; fetch another copy")
     return "/".join(parts)
+
+
+def refuse_links(links: Sequence[str], *, archive: Path | str) -> None:
+    """UserError if an image is among the links of a tar."""
+    images = [name for name in links if is_image(name)]
+    if images:
+        raise UserError(
+            f"{archive}: {images[0]!a} in it is a link to an image ({len(images):,} of them); give the folder, or "
+            "make the tar with --dereference --hard-dereference"
+        )
 
 
 def stem(name: str) -> str:
@@ -210,12 +228,7 @@ def _walk(descriptor: int, path: Path, *, above: str, part: tuple[int, int | Non
     except TarDamage as error:
         within = f" ({above}.tar in it)" if part[1] is not None else ""
         raise UserError(f"{path}{within}: {error}; fetch it again") from None
-    images = [name for name in links if is_image(name)]
-    if images:
-        raise UserError(
-            f"{path}: {images[0]!a} in it is a link to an image ({len(images):,} of them); give the folder, or "
-            "make the tar with --dereference --hard-dereference"
-        )
+    refuse_links(links, archive=path)
     return found
 
 

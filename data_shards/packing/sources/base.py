@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardvit.data_shards.errors import UserError
-from shardvit.data_shards.packing.sources.located import LocatedFiles, array_files, folder_files
+from shardvit.data_shards.packing.sources.located import LocatedFiles, array_files
 from shardvit.data_shards.shards.tar_index import IMAGE_EXTENSIONS
 from shardvit.data_shards.text import counted
 from shardvit.data_shards.vocabulary import LabelKind
@@ -106,11 +106,6 @@ def array_images(origin: str, pixels: NDArray[np.uint8], labels: Int64s) -> Imag
     return ImageSet(array_files(origin, pixels), np.arange(len(pixels)), labels)
 
 
-def file_images(root: Path, names: list[str], labels: Iterable[int] | Int64s) -> ImageSet:
-    """Wrap image files below `root`."""
-    return ImageSet(folder_files(root, names), np.arange(len(names)), np.asarray(labels, dtype=np.int64))
-
-
 def class_images(files: LocatedFiles, by_class: Mapping[str, Sequence[int]], classes: Sequence[str]) -> ImageSet:
     """Select the rows of each class, labelled by its index in `classes`."""
     rows = [np.array(by_class.get(name, ()), dtype=np.int64) for name in classes]
@@ -132,18 +127,27 @@ def scan_folder(folder: Path) -> tuple[list[str], list[str], list[str]]:
 
 
 def walk_folder(root: Path, start: str = "") -> tuple[list[str], list[str]]:
-    """List visible images and other files below ROOT/start, relative to `root`, depth first in code-point order."""
+    """List visible images and other files below ROOT/start, relative to `root`, as `walk` does."""
+    return walk(lambda folder: scan_folder(root / folder), start, place=lambda folder: os.path.realpath(root / folder))
+
+
+def walk(
+    scan: Callable[[str], tuple[list[str], list[str], list[str]]], start: str, *, place: Callable[[str], str] = str
+) -> tuple[list[str], list[str]]:
+    """List images and other files below a folder, depth first in code-point order; `scan` lists one folder.
+
+    A folder whose `place` was visited already (by a symbolic link) is passed over.
+    """
     all_images: list[str] = []
     all_others: list[str] = []
     seen: set[str] = set()
     stack = [start]
     while stack:
         folder = stack.pop()
-        real = os.path.realpath(root / folder)
-        if real in seen:  # a symbolic link to a folder already visited
+        if place(folder) in seen:
             continue
-        seen.add(real)
-        folders, images, others = scan_folder(root / folder)
+        seen.add(place(folder))
+        folders, images, others = scan(folder)
         above = f"{folder}/" if folder else ""
         all_images += [f"{above}{name}" for name in images]
         all_others += [f"{above}{name}" for name in others]
@@ -167,7 +171,7 @@ def refuse_all(problems: Sequence[str]) -> None:
         raise UserError(f"{len(problems):,} problems: {shown}{more}")
 
 
-def left_out_notes(place: Path, others: Sequence[str]) -> list[str]:
+def left_out_notes(place: Path | str, others: Sequence[str]) -> list[str]:
     """Note files that are not images."""
     if not others:
         return []

@@ -17,17 +17,16 @@ from shardvit.data_shards.packing.sources.base import (
     class_images,
     left_out_notes,
     refuse_all,
-    scan_folder,
     walk_folder,
 )
-from shardvit.data_shards.packing.sources.located import folder_files
+from shardvit.data_shards.packing.sources.tree import FolderTree
 from shardvit.data_shards.text import named
 from shardvit.data_shards.vocabulary import SPLIT_FOLDERS
 
 
 @dataclass
 class _Listing:
-    root: Path
+    tree: FolderTree
     unfit: Literal["refuse", "skip"]
     names: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -40,7 +39,7 @@ class _Listing:
         else:
             self.problems.append(f"{what}; {remedy} with --skip-unreadable")
 
-    def skip_loose(self, base: Path, paths: list[str], *, split: SplitName) -> None:
+    def skip_loose(self, base: str, paths: list[str], *, split: SplitName) -> None:
         if paths:
             self.skip(
                 f"{base}: {named([path.rpartition('/')[2] for path in paths])} {'lies' if len(paths) == 1 else 'lie'} "
@@ -52,9 +51,9 @@ class _Listing:
 
     def read_split(self, folder: str, *, split: SplitName) -> dict[str, range]:
         """Map each class to the rows of its images in ROOT[/FOLDER]/CLASS."""
-        base = self.root / folder
+        base = self.tree.at(folder)
         above = f"{folder}/" if folder else ""
-        folders, images, skipped = scan_folder(base)
+        folders, images, skipped = self.tree.scan(folder)
         self.skip_loose(base, [above + name for name in images], split=split)
         skipped = [above + name for name in skipped]
         by_class: dict[str, range] = {}
@@ -62,10 +61,10 @@ class _Listing:
             if not name.isprintable():
                 self.problems.append(f"{base}: the class folder {name!a} has a name that cannot be written; rename it")
                 continue
-            images, others = walk_folder(self.root, above + name)
+            images, others = self.tree.walk(above + name)
             if not images:
                 self.skip(
-                    f"{base / name}: there is no image in this class folder",
+                    f"{self.tree.at(above + name)}: there is no image in this class folder",
                     consequence=", which was skipped",
                     remedy="add some, remove the folder, or pass over it",
                 )
@@ -76,9 +75,9 @@ class _Listing:
         return by_class
 
 
-def folder_source(root: Path, *, unfit: Literal["refuse", "skip"] = "refuse") -> Source:
-    """Recognise the layout below `root`; one UserError lists all mistakes but those that `unfit` skips."""
-    found = _Listing(root, unfit)
+def folder_source(tree: FolderTree, *, unfit: Literal["refuse", "skip"] = "refuse") -> Source:
+    """Recognise the layout of a folder; one UserError lists all mistakes but those that `unfit` skips."""
+    found = _Listing(tree, unfit)
     used = _splits(found)
     by_class: dict[SplitName, dict[str, range]] = {
         split: found.read_split(folder, split=split) for split, folder in used.items()
@@ -89,18 +88,18 @@ def folder_source(root: Path, *, unfit: Literal["refuse", "skip"] = "refuse") ->
         here = {name for name, images in by_class[split].items() if images or name in classes or unfit == "refuse"}
         both = (("train", folder, {*classes} - here), (folder, "train", here - {*classes}))
         found.problems += [
-            f"{root}: {len(missing)} class folders of {one} are missing in {other} (the first: {min(missing)}); both "
-            "must have the same classes"
+            f"{tree.at('')}: {len(missing)} class folders of {one} are missing in {other} (the first: {min(missing)}); "
+            "both must have the same classes"
             for one, other, missing in both
             if missing
         ]
     refuse_all(found.problems)
-    files = folder_files(root, found.names)
+    files = tree.files(found.names)
     splits: dict[SplitName, ImageSet] = {}
     for split, its in by_class.items():
         splits[split] = class_images(files, its, classes)
     return Source(
-        spec=str(root.resolve()),
+        spec=tree.spec,
         classes=classes,
         splits=splits,
         notes=tuple(found.notes),
@@ -111,19 +110,19 @@ def folder_source(root: Path, *, unfit: Literal["refuse", "skip"] = "refuse") ->
 
 def _splits(found: _Listing) -> dict[SplitName, str]:
     """Map each split, train included, to its folder ("": the root); UserError if no layout is recognised."""
-    root, problems = found.root, found.problems
-    folders, images, _ = scan_folder(root)
-    with_classes = [name for name in SPLIT_FOLDERS if name in folders and scan_folder(root / name)[0]]
+    tree, problems, root = found.tree, found.problems, found.tree.at("")
+    folders, images, _ = tree.scan("")
+    with_classes = [name for name in SPLIT_FOLDERS if name in folders and tree.scan(name)[0]]
     if with_classes or not folders:  # else root is train itself
         found.skip_loose(root, images, split="train")
     if not folders:
         refuse_all(problems or [f"{root}: there are no class folders in it; expected is ROOT/CLASS/*.jpg"])
     if not with_classes:
-        if len(folders) == 1 and "train" in scan_folder(root / folders[0])[0]:
-            likely = root / folders[0]
+        if len(folders) == 1 and "train" in tree.scan(folders[0])[0]:
+            likely = tree.at(folders[0])
             raise UserError(f"{root}: its only folder holds train/ as a data set does; did you mean {likely}?")
         if {*folders} <= {*SPLIT_FOLDERS}:
-            where = f"{root / folders[0]}: images lie in it without class folders"
+            where = f"{tree.at(folders[0])}: images lie in it without class folders"
             refuse_all([*problems, f"{where}; expected is ROOT/train/CLASS/*.jpg"])
         return {"train": ""}
     strangers = [name for name in folders if name not in SPLIT_FOLDERS]
@@ -136,8 +135,8 @@ def _splits(found: _Listing) -> dict[SplitName, str]:
         problems.append(f"{root}: {with_classes[0]} is there without train; expected is ROOT/train/CLASS/*.jpg")
         refuse_all(problems)
     problems += [
-        f"{root / name}: there are no class folders in it as there are in train; sort its images into class folders or "
-        "move it away"
+        f"{tree.at(name)}: there are no class folders in it as there are in train; sort its images into class folders "
+        "or move it away"
         for name in folders
         if name not in with_classes and name not in strangers
     ]
@@ -145,7 +144,7 @@ def _splits(found: _Listing) -> dict[SplitName, str]:
     for name in with_classes:
         split: SplitName = "train" if name == "train" else "test" if name == "test" and "val" in used else "val"
         if used.setdefault(split, name) != name:
-            found.notes.append(f"{root / name} was left out, {used[split]} serves as the held-out split")
+            found.notes.append(f"{tree.at(name)} was left out, {used[split]} serves as the held-out split")
     return used
 
 

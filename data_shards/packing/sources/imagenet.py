@@ -124,6 +124,11 @@ def holds_class_tars(folder: Path) -> bool:
         return False
 
 
+def is_class_tar(name: str) -> bool:
+    """True for n01440764.tar and the like, in any folder."""
+    return _WORDNET_TAR.fullmatch(name.rpartition("/")[2]) is not None
+
+
 def _title(train: Path, classes: tuple[str, ...], num_images: int) -> str:
     for title, num_classes, published in _RELEASES if all(map(_WORDNET_ID.fullmatch, classes)) else ():
         if num_classes == len(classes):

@@ -33,12 +33,11 @@ from shardvit.data_shards.packing.sources.base import (
     Int64s,
     Source,
     SplitName,
-    file_images,
     published_source,
     refuse_all,
-    walk_folder,
 )
 from shardvit.data_shards.packing.sources.located import ABSENT
+from shardvit.data_shards.packing.sources.tree import FolderTree, LocalTree
 from shardvit.data_shards.text import brief, one_line, parse_json
 
 VTAB_TRAIN, VTAB_TEST = "train800val200.txt", "test.txt"
@@ -67,23 +66,23 @@ class _Row(NamedTuple):
     labels: tuple[Label, ...]
 
 
-def label_list_source(root: Path, labels: LabelList) -> Source:
+def label_list_source(tree: FolderTree, labels: LabelList) -> Source:
     """Read a list as split train; UserError names file and lines."""
     problems: list[str] = []
-    is_multi, rows = _read_rows(labels, root=root, problems=problems)
+    is_multi, rows = _read_rows(labels, tree=tree, problems=problems)
     lines: dict[str, tuple[Path, int]] = {}
     problems += _repeats(labels.file, rows, lines)
     if not rows and not problems:
         raise UserError(f"{labels.file}: it names no image; each line should have a path and a label")
     refuse_all(problems)
     numbers, classes = _number_labels(rows, labels)
-    images = _images(labels.file, rows, _label_array(numbers, is_multi=is_multi), root=root)
+    images = _images(labels.file, rows, _label_array(numbers, is_multi=is_multi), tree=tree)
     notes: tuple[str, ...] = ()
-    if left := [path for path in walk_folder(root)[0] if path not in lines]:
-        what = f"{len(left):,} images below {root}, which were left out (the first: {left[0]!a})"
+    if left := [path for path in tree.walk("")[0] if path not in lines]:
+        what = f"{len(left):,} images below {tree.at('')}, which were left out (the first: {left[0]!a})"
         notes = (f"{labels.file} does not name {what}",)
     kind = "multi" if is_multi else "single"
-    return Source(str(root.resolve()), classes, {"train": images}, notes=notes, kind=kind, empty_classes="report")
+    return Source(tree.spec, classes, {"train": images}, notes=notes, kind=kind, empty_classes="report")
 
 
 def path_lists_source(train: Path, val: Path | None, *, spec: Path) -> Source:
@@ -99,16 +98,21 @@ def path_lists_source(train: Path, val: Path | None, *, spec: Path) -> Source:
         if not rows:
             raise UserError(f"{file}: it names no image; write 'PATH NUMBER' on each line")
         refuse_all(_repeats(file, rows, seen)[:1])
-        splits[split] = _images(file, rows, np.array([label for _, _, (label,) in rows], dtype=np.int64), root=root)
+        splits[split] = _images(
+            file, rows, np.array([label for _, _, (label,) in rows], dtype=np.int64), tree=LocalTree(root)
+        )
     num_classes = 1 + max(int(images.labels.max()) for images in splits.values())
     what = ", ".join(f"{file.name} is {each}" for each, file in lists.items())
     return published_source(spec, map(str, range(num_classes)), splits, title=f"lists of images: {what}")
 
 
-def clean_path(text: str, *, root: Path) -> str:
-    """Normalise a path: `./a//b.jpg` and `ROOT/a/b.jpg` -> `a/b.jpg`; ValueError if it leads outside `root`."""
+def clean_path(text: str, *, root: Path | None) -> str:
+    """Normalise a path: `./a//b.jpg` and `ROOT/a/b.jpg` -> `a/b.jpg`; ValueError if it leads outside `root`.
+
+    Without a `root` (a URL's), no absolute path leads inside.
+    """
     path = PurePosixPath(text)
-    if path.is_absolute() and "\0" not in text:
+    if path.is_absolute() and "\0" not in text and root is not None:
         # An absolute path may spell `root` as given or resolved; others are resolved.
         spelt = [Path(os.path.abspath(root)), root.resolve()]
         candidates = [] if ".." in path.parts else [(path, base) for base in spelt]
@@ -150,15 +154,15 @@ def _reading(file: Path) -> Iterator[None]:
         raise UserError(f"{file}: not a readable CSV file ({error}); correct it") from None
 
 
-def _images(file: Path, rows: Sequence[_Row], labels: Int64s, *, root: Path) -> ImageSet:
-    images = file_images(root, [row.path for row in rows], labels)
+def _images(file: Path, rows: Sequence[_Row], labels: Int64s, *, tree: FolderTree) -> ImageSet:
+    images = ImageSet(tree.files([row.path for row in rows]), np.arange(len(rows)), labels)
     absent = np.flatnonzero(images.num_bytes == ABSENT)
     if len(absent):
         row = rows[int(absent[0])]
         more = f" ({len(absent) - 1:,} more are missing)" if len(absent) > 1 else ""
         raise UserError(
-            f"{file}, line {row.line}: {one_line(row.path)} is not a file below {root}{more}; paths are relative "
-            "to that folder: correct it or these lines"
+            f"{file}, line {row.line}: {one_line(row.path)} is not a file below {tree.at('')}{more}; paths are "
+            "relative to that folder: correct it or these lines"
         )
     return images
 
@@ -183,7 +187,7 @@ def _numbered_row(file: Path, line: int, text: str, *, root: Path) -> _Row:
         return _Row(line, clean_path(path.strip(), root=root), (int(number),))
 
 
-def _read_rows(labels: LabelList, *, root: Path, problems: list[str]) -> tuple[bool, list[_Row]]:
+def _read_rows(labels: LabelList, *, tree: FolderTree, problems: list[str]) -> tuple[bool, list[_Row]]:
     match labels.file.suffix.lower():
         case ".csv":
             found = list(_csv_rows(labels))
@@ -208,13 +212,13 @@ def _read_rows(labels: LabelList, *, root: Path, problems: list[str]) -> tuple[b
     for line, path, values in entries:
         try:
             with at_line(labels.file, line):
-                rows.append(_row(line, path, values, root=root))
+                rows.append(_row(line, path, values, tree=tree))
         except UserError as error:
             problems.append(str(error))
     return is_multi, rows
 
 
-def _row(line: int, path: Any, values: list[Any], *, root: Path) -> _Row:
+def _row(line: int, path: Any, values: list[Any], *, tree: FolderTree) -> _Row:
     if not isinstance(path, str):
         raise ValueError(f"the path {brief(path)} is not text")
     for value in values:
@@ -223,7 +227,7 @@ def _row(line: int, path: Any, values: list[Any], *, root: Path) -> _Row:
             raise ValueError(f"the label {brief(value)} is neither a class name nor a class number")
         if isinstance(value, str) and not (value and value.isprintable()):
             raise ValueError(f"the label {value!a} is {'a name that cannot be written' if value else 'empty'}")
-    return _Row(line, clean_path(path, root=root), tuple(dict.fromkeys(values)))
+    return _Row(line, clean_path(path.removeprefix(f"{tree.spec}/"), root=tree.root), tuple(dict.fromkeys(values)))
 
 
 def _csv_rows(labels: LabelList) -> Iterator[tuple[int, str, str]]:

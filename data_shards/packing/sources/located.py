@@ -50,7 +50,7 @@ class Container:
     def plain(self, report: Report) -> str:
         """Return the location, decompressed if need be; UserError if that fails."""
         if self.compressed:
-            decompressed(Path(self.compressed), Path(self.location), report=report)
+            decompressed(self.compressed, Path(self.location), report=report)
         return self.location
 
 

@@ -9,6 +9,7 @@ from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources import arrays, imagenet, oxford
 from shardvit.data_shards.packing.sources.archive import Unpacking, is_archive, open_files
 from shardvit.data_shards.packing.sources.base import SUFFIXES, Source
+from shardvit.data_shards.packing.sources.elsewhere import elsewhere_source
 from shardvit.data_shards.packing.sources.folder import folder_source
 from shardvit.data_shards.packing.sources.label_list import (
     VTAB_TEST,
@@ -17,6 +18,8 @@ from shardvit.data_shards.packing.sources.label_list import (
     label_list_source,
     path_lists_source,
 )
+from shardvit.data_shards.packing.sources.tars.samples import SampleOptions
+from shardvit.data_shards.packing.sources.tree import LocalTree
 
 _NAMED = {"digits": arrays.digits_source, "fashion-mnist": arrays.fashion_mnist_source}
 _LAYOUT = (
@@ -48,10 +51,11 @@ def open_source(
     *,
     labels: LabelList | None = None,
     published: Published = Published(),
+    samples: SampleOptions = SampleOptions(),  # noqa: B008 - frozen
     unpacking: Unpacking = Unpacking(),  # noqa: B008 - frozen
     unfit: imagenet.Unfit = "refuse",
 ) -> Source:
-    """Open `digits`, `fashion-mnist`, a folder (`./digits` for one of that name), an archive or a list.
+    """Open `digits`, `fashion-mnist`, a folder (`./digits` for one of that name), an archive, a list, a URL or tars.
 
     `labels` replaces the layout's labels. `unfit`: refuse (UserError) or skip empty class folders and stray images.
     """
@@ -61,6 +65,11 @@ def open_source(
         published.refuse(because="it is for published data sets with labels of their own")
     if spec in _NAMED:
         return _NAMED[spec]()
+    if source := elsewhere_source(spec, samples, labels=labels, unpacking=unpacking, unfit=unfit):
+        published.refuse(because=f"{source.spec} is no published set that it is for")
+        return source
+    if samples != SampleOptions():
+        raise UserError(f"{spec}: --label, --label-kind and --class-names are for tars of samples; leave them out")
     root = Path(spec).expanduser()
     if not root.exists():
         raise UserError(f"{spec}: there is no such folder, and no source of that name (names: {', '.join(_NAMED)})")
@@ -80,11 +89,11 @@ def open_source(
     if not names:
         raise UserError(f"{spec}: the folder is empty; expected is {_LAYOUT}")
     if labels is not None:
-        return label_list_source(root, labels)
+        return label_list_source(LocalTree(root), labels)
     is_idx = any(name.removesuffix(".gz") in arrays.IDX_NAMES for name in names)
     if not is_idx and (source := _published_folder(root, published, unpacking=unpacking, unfit=unfit)):
         return source
-    source = arrays.idx_source(root) if is_idx else folder_source(root, unfit=unfit)
+    source = arrays.idx_source(root) if is_idx else folder_source(LocalTree(root), unfit=unfit)
     published.refuse(because=f"{source.spec} is no published set that it is for")
     return source
 

@@ -11,13 +11,14 @@ from cyclopts import Parameter
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.text import printable
-from shardvit.data_shards.vocabulary import USUAL_MOST_PIXELS
+from shardvit.data_shards.vocabulary import USUAL_MOST_PIXELS, LabelKind
 from shardvit.launch.flags import MaxImagePixels, pixel_limit, size_bytes, switch
 from shardvit.launch.local.output import go_on
 
 if TYPE_CHECKING:
     from shardvit.data_shards.packing.request import Exclusion
     from shardvit.data_shards.packing.sources.label_list import LabelList
+    from shardvit.data_shards.packing.sources.tars.samples import SampleOptions
 
 
 _CHOSEN = "chosen"  # the manifest of --where
@@ -38,7 +39,11 @@ class PackOptions:
     label_column: Annotated[str | None, Parameter(help="Column or key of the labels in --labels; default: label.")] = (
         None
     )
-    class_names: Annotated[Path | None, Parameter(help="Names of classes 0, 1, ... of --labels, one a line.")] = None
+    class_names: Annotated[Path | None, Parameter(help="Names of the labels' classes 0, 1, ..., one a line.")] = None
+    label: Annotated[
+        str | None, Parameter(help="Of samples in tars: cls (default), txt, json:KEY, tar (its name).")
+    ] = None
+    label_kind: Annotated[LabelKind, Parameter(help="One --label a sample, or any number.")] = "single"
     val: Annotated[Path | None, Parameter(help="Published val images elsewhere: tar, folder, val200.txt.")] = None
     val_labels: Annotated[
         Path | None, Parameter(help="Their classes: Kaggle's CSV, the devkit, or 'FILE CLASS' lines.")
@@ -85,6 +90,7 @@ class PackOptions:
         same = ("name", "holdout", "holdout_images", "holdout_list", "samples_per_shard", "seed")
         return {name: getattr(self, name) for name in same} | {
             "labels": self._label_list(),
+            "samples": self._samples(),
             "classes": [each.strip() for each in self.classes.split(",")] if self.classes else None,
             "doubtful_classes": "keep" if self.keep_classes else "refuse",
             "published": Published(self.val, self.val_labels, "coarse" if self.superclasses else "fine"),
@@ -103,9 +109,14 @@ class PackOptions:
         if self.labels is not None:
             columns = self.path_column or "path", self.label_column or "label"
             return LabelList(self.labels, *columns, self.class_names)
-        if (self.path_column, self.label_column, self.class_names) != (None, None, None):
-            raise UserError("--path-column, --label-column, --class-names: they describe --labels; give that too")
+        if (self.path_column, self.label_column) != (None, None):
+            raise UserError("--path-column, --label-column: they describe --labels; give that too")
         return None
+
+    def _samples(self) -> SampleOptions:
+        from shardvit.data_shards.packing.sources.tars.samples import SampleOptions
+
+        return SampleOptions(self.label, self.label_kind, None if self.labels else self.class_names)
 
     def _exclusion(self) -> Exclusion | None:
         from shardvit.data_shards.packing.request import Exclusion
@@ -130,9 +141,10 @@ def pack(source: str, out: Path | None = None, /, *, options: PackOptions = Pack
     """Pack images into WebDataset shards with a manifest.
 
     SOURCE: a folder or tar of class folders (or of train/, val/, test/ with them), any folder with
-    --labels, MNIST's IDX files, "fashion-mnist" (Debian's), "digits" (scikit-learn's), or ImageNet,
-    CIFAR, Pets, Flowers or VTAB as published. OUT gets a folder per split. Unreadable images
-    stop it, and all are listed. If interrupted, run it again: the result is byte-identical.
+    --labels, tars of samples or a pattern of them, all these also at a URL; MNIST's IDX files,
+    "fashion-mnist" (Debian's), "digits" (scikit-learn's), or ImageNet, CIFAR, Pets, Flowers or VTAB
+    as published. OUT gets a folder per split. Unreadable images stop it, and all are listed.
+    If interrupted, run it again: the result is byte-identical.
     --labels photos.csv: "path,label", then "a/1.jpg,cat" or, with two labels, "a/2.jpg,cat|dog".
     JSONL: {"path": "a/2.jpg", "label": ["cat", "dog"]}. Paths: relative to SOURCE, or absolute in it.
     --exclude-matches-of lists what it leaves out; doubtful pairs stay, and are listed in unsure.jsonl.
@@ -140,6 +152,7 @@ def pack(source: str, out: Path | None = None, /, *, options: PackOptions = Pack
     Some examples:
         shardvit pack photos/ shards/photos --holdout 0.1
         shardvit pack imagenet/ shards/imagenet-320 --resize-short 320 --shard-size 256MB
+        shardvit pack "s3://raw/{00000..09999}.tar" shards/raw --label json:class
         shardvit pack shards/photos --where "width >= 128 and not duplicate"
     """
     from shardvit.data_shards.packing.pack import pack as pack_images

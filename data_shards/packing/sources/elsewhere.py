@@ -1,0 +1,88 @@
+"""Recognise what is no folder of images on this machine: a URL, a pattern of tars, a packed set, tars of samples.
+
+A folder of a store is listed once. Web servers have no listing, so there the tars are named by a pattern.
+"""
+
+from dataclasses import replace
+
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.sources.archive import Unpacking, is_tar
+from shardvit.data_shards.packing.sources.base import SUFFIXES, Source, SplitName
+from shardvit.data_shards.packing.sources.folder import folder_source
+from shardvit.data_shards.packing.sources.imagenet import is_class_tar
+from shardvit.data_shards.packing.sources.label_list import LabelList, label_list_source
+from shardvit.data_shards.packing.sources.tars.samples import SPLITS, SampleOptions, Unfit, set_source, tar_source
+from shardvit.data_shards.packing.sources.tree import FolderTree, LocalTree, list_tree
+from shardvit.data_shards.reading.opening import open_shards
+from shardvit.data_shards.shards.location import PIPE, expand_braces, is_local, join, local_path, redacted
+from shardvit.data_shards.shards.manifest import manifest_at, split_manifest
+from shardvit.data_shards.shards.shard_set import ShardSet
+from shardvit.data_shards.store.ranges import stat_url
+from shardvit.data_shards.vocabulary import SPLIT_FOLDERS
+
+
+def elsewhere_source(
+    spec: str, options: SampleOptions, *, labels: LabelList | None, unpacking: Unpacking, unfit: Unfit
+) -> Source | None:
+    """Open a URL, a pattern, a packed set or tars of samples; None for any other folder or file of this machine."""
+    if spec.startswith(PIPE):
+        raise UserError(f"{redacted(spec)} is a command, whose output can be read only once; give the files themselves")
+    path = local_path(spec).expanduser() if is_local(spec) else None
+    if path is None or (("{" in spec or "::" in spec) and not path.exists()):
+        tars = [
+            str(local_path(each).expanduser().absolute()) if is_local(each) else each for each in expand_braces(spec)
+        ]
+        if all(map(is_tar, tars)):
+            return tar_source(spec, tars, options, unpacking=unpacking, unfit=unfit)
+        if len(tars) > 1 or path is not None:
+            raise UserError(f"{redacted(spec)}: a pattern stands for tars ({', '.join(SUFFIXES)}); give one folder")
+    elif path.is_file() and is_tar(spec) and options.label is not None:
+        return tar_source(spec, [str(path.absolute())], options, unpacking=unpacking, unfit=unfit)
+    elif not path.is_dir() and split_manifest(spec)[0] == spec:
+        return None
+    if sets := _sets(spec):
+        if options != SampleOptions():
+            raise UserError(f"{redacted(spec)} is a packed set, which says its labels; leave out --label and the like")
+        return set_source(sets, spec=spec, unpacking=unpacking)
+    tree = list_tree(spec) if path is None else LocalTree(path)
+    if labels is not None:
+        return None if path is not None else label_list_source(tree, labels)
+    if tars := _tars(tree):
+        if all(map(is_class_tar, tars)):
+            if path is not None:
+                return None
+            options = replace(options, label="tar")
+        places = [str(path.absolute() / tar) if path else join(spec, tar) for tar in tars]
+        return tar_source(spec, places, options, unpacking=unpacking, unfit=unfit)
+    return None if path is not None else folder_source(tree, unfit=unfit)
+
+
+def _sets(spec: str) -> dict[SplitName, ShardSet]:
+    """Open the splits of a packed set, or one of them; none if there is no manifest."""
+
+    def is_set(place: str) -> bool:
+        try:
+            return bool(stat_url(manifest_at(place)))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    places: dict[SplitName, str] = {"train": spec} if is_set(spec) else {}
+    if not places and split_manifest(spec)[0] == spec:
+        tops = [top for top in ("train", "val", "test") if is_set(join(spec, top))]
+        places = {SPLITS[top]: join(spec, top) for top in tops}
+        if tops and tops[0] != "train":
+            raise UserError(f"{redacted(spec)}: it holds {', '.join(tops)} without train; give one of them")
+    return {split: open_shards(place) for split, place in places.items()}
+
+
+def _tars(tree: FolderTree) -> list[str]:
+    """Name the tars of a folder, or of its train, val and test, if there is nothing else to pack."""
+    folders, images, others = tree.scan("")
+    if "train" in folders and {*folders} <= {*SPLIT_FOLDERS} and not images:
+        inside = {top: tree.scan(top) for top in folders}
+    else:
+        inside = {"": (folders, images, others)}
+    found = [(top, name) for top, (_, _, names) in inside.items() for name in names if is_tar(name)]
+    if any(folders or images for folders, images, _ in inside.values()) or {top for top, _ in found} != {*inside}:
+        return []
+    return [f"{top}/{name}".lstrip("/") for top, name in found]

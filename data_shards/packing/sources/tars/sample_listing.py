@@ -1,0 +1,197 @@
+"""List the samples of one tar into a parquet file of the work folder: a part that any worker can do, once.
+
+A local tar costs a small read a member. A remote one is read in order, once, without keeping it; of members above 4 MiB
+only the headers. A .tar.gz is decompressed into the work folder, from where its images are read. Reads no image.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from io import BytesIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.sources.archive import inner_name, refuse_links
+from shardvit.data_shards.packing.sources.base import GZIPPED
+from shardvit.data_shards.packing.sources.decompress import decompressed, open_bytes
+from shardvit.data_shards.packing.sources.located import Container, LocatedFiles, stamp_of
+from shardvit.data_shards.reading.tar_summary import FoundLabels, read_labels
+from shardvit.data_shards.shards.labels import LabelSpec, class_number
+from shardvit.data_shards.shards.location import is_local, join, local_path, redacted
+from shardvit.data_shards.shards.shard_index import Texts
+from shardvit.data_shards.shards.tar_index import grouped
+from shardvit.data_shards.shards.tar_walk import Member, Pread, TarDamage, walk_tar
+from shardvit.data_shards.shards.webdataset_parts import split_name
+from shardvit.data_shards.store.folders import Folder, open_folder
+from shardvit.data_shards.store.ranges import stat_url
+
+_VERSION = 1
+_MOST_LABEL_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class SampleTars:
+    """Tars to list: the request of `list_tar`."""
+
+    locations: tuple[str, ...]  # absolute local paths, URLs
+    stems: tuple[str, ...]  # folders of their images' names; unique
+    labels: tuple[LabelSpec | None, ...]  # None: images alone
+    work: str
+
+
+@dataclass(frozen=True)
+class TarSamples:
+    """The samples of one tar, and what is wrong with it."""
+
+    files: LocatedFiles  # their images; its path is the tar's location, to be shown
+    labels: NDArray[np.int32]  # [samples]: index in `values`
+    values: tuple[str, ...]  # different labels, as JSON lists of numbers and names
+    damage: str = ""
+    left_out: tuple[tuple[str, str], ...] = ()  # (name, reason)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def take(self, rows: NDArray[np.int64]) -> TarSamples:
+        return replace(self, files=self.files.take(rows), labels=self.labels[rows])
+
+    @property
+    def found(self) -> FoundLabels:
+        values = [json.loads(text) for text in self.values]
+        return replace(FoundLabels.of(values), num_values=sum(len(values[code]) for code in self.labels.tolist()))
+
+    def numbers(self, spec: LabelSpec, label_map: Mapping[str, int]) -> NDArray[np.int64]:
+        """Look up the labels' classes: [samples], or [samples, most labels] padded with -1."""
+        rows = [
+            sorted({class_number(value, spec, label_map, len(label_map)) for value in json.loads(text)})
+            for text in self.values
+        ]
+        table = np.full((len(rows), max(map(len, rows), default=1)), -1, np.int64)
+        for row, numbers in zip(table, rows, strict=True):
+            row[: len(numbers)] = numbers
+        return table[self.labels, 0] if spec.kind == "single" else table[self.labels]
+
+
+def list_tar(request: SampleTars, number: int) -> str:
+    """Write `listing/NNNNN-MARK.parquet` unless it is there, and return its name; UserError if the tar is unsafe."""
+    location, stem, labels = request.locations[number], request.stems[number], request.labels[number]
+    work = open_folder(request.work)
+    num_bytes, stamp = state_of(location)
+    identity = repr((_VERSION, location, num_bytes, stamp, stem, labels)).encode("utf-8", "surrogateescape")
+    mark = f"{number:05d}-{hashlib.sha256(identity).hexdigest()[:16]}"
+    file = f"listing/{mark}.parquet"
+    if work.size(file) is None:
+        container = Container("tar", location, stamp)
+        if is_gzipped(location):
+            container, num_bytes = _unpacked(container, work, file=f"spool/{mark}.tar")
+        with open_bytes(container.location, num_bytes, stamp=container.stamp) as read:
+            samples = _samples(read, num_bytes, request, number)
+        names, sizes = samples.files.names, samples.files.sizes.tolist()
+        stamps = np.array([stamp_of(*each, stamp) for each in zip(names, sizes, strict=True)], np.uint64)
+        files = replace(samples.files, containers=(container,), stamps=stamps)
+        work.write(file, _parquet(replace(samples, files=files)))
+    return file
+
+
+def read_listing(work: Folder, file: str) -> TarSamples:
+    """Read what `list_tar` wrote."""
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(BytesIO(work.read(file)))
+    facts, count = json.loads((table.schema.metadata or {})[b"tar"]), table.num_rows
+    _, ends, blob = table["name"].combine_chunks().buffers() if count else (None, bytes(8), b"")
+    names = Texts(np.frombuffer(blob, np.uint8), np.frombuffer(ends, np.int64)[1 : count + 1])
+    offsets, sizes, stamps, labels = (table[name].to_numpy() for name in ("offset", "size", "stamp", "label"))
+    containers = (Container(*facts["container"]),)
+    files = LocatedFiles(facts["path"], containers, names, np.zeros(count, np.int32), offsets, sizes, stamps)
+    left_out = tuple((name, reason) for name, reason in facts["left_out"])
+    return TarSamples(files, labels, tuple(facts["values"]), facts["damage"], left_out)
+
+
+def state_of(location: str) -> tuple[int, str]:
+    """Return a tar's size and stamp; UserError if it is not there."""
+    try:
+        num_bytes, stamp = stat_url(location)
+    except FileNotFoundError:
+        raise UserError(f"{redacted(location)}: there is no such tar; correct the pattern or copy it there") from None
+    if num_bytes is None:
+        raise UserError(f"{redacted(location)}: the server does not tell its size; copy it to a folder first")
+    return num_bytes, stamp
+
+
+def is_gzipped(location: str) -> bool:
+    """True for a .tar.gz or .tgz, whatever follows in a URL."""
+    return redacted(location).lower().endswith(GZIPPED)
+
+
+def _unpacked(gzipped: Container, work: Folder, *, file: str) -> tuple[Container, int]:
+    """Decompress a tar into the work folder, unless it is there; return it and its size."""
+    place = join(work.location, file)
+    if is_local(place):
+        decompressed(gzipped.location, local_path(place), report=lambda line: None)
+    elif work.size(file) is None:
+        with TemporaryDirectory() as beside:
+            decompressed(gzipped.location, plain := Path(beside, "plain.tar"), report=lambda line: None)
+            work.put(file, plain)
+    num_bytes, stamp = state_of(place)
+    return Container("tar", place, stamp), num_bytes
+
+
+def _samples(read: Pread, num_bytes: int, request: SampleTars, number: int) -> TarSamples:
+    shown, stem, labels = redacted(request.locations[number]), request.stems[number], request.labels[number]
+    members: list[Member] = []
+    contents: dict[int, bytes] = {}
+    links: list[str] = []
+    damage = ""
+    try:
+        for member in walk_tar(read, end=num_bytes, links=links):
+            members.append(member._replace(name=inner_name(member.name, archive=shown)))
+            split = split_name(members[-1].name)
+            if labels is not None and split is not None and split[1] == labels.part:
+                contents[member.offset] = read(min(member.size, _MOST_LABEL_BYTES), member.offset)
+    except TarDamage as error:
+        damage = str(error)
+    refuse_links(links, archive=shown)
+    found = grouped(members, label=None if labels is None else labels.part, damage=damage)
+    left_out, index = list(found.left_out), found.index
+    values: list[list[int | str]] = [[]] * len(index)
+    if labels is not None:
+        good, values = read_labels(index, lambda size, offset: contents[offset], labels=labels, left_out=left_out)
+        index = index.take(good)
+    rows = dict[str, int]()
+    for row, (key, extension) in enumerate(zip(index.keys, index.image_extension, strict=True)):
+        if rows.setdefault(f"{stem}/{key}.{extension}", row) != row:
+            left_out.append((key, "is there already, earlier in the tar"))
+    kept = np.array(list(rows.values()), np.int64)
+    known: dict[str, int] = {}
+    codes = [known.setdefault(json.dumps(values[row]), len(known)) for row in kept.tolist()]
+    nothing = np.zeros(len(kept), np.int32)
+    places = index.image_offset[kept], index.image_size[kept], nothing.astype(np.uint64)
+    files = LocatedFiles(shown, (), Texts.of(rows), nothing, *places)
+    unusable = tuple((f"{stem}/{key}", reason) for key, reason in left_out)
+    return TarSamples(files, np.array(codes, np.int32), tuple(known), damage, unusable)
+
+
+def _parquet(samples: TarSamples) -> bytes:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    files = samples.files
+    buffers = [pa.py_buffer(np.append(np.int64(0), files.names.ends)), pa.py_buffer(files.names.blob)]
+    names = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(files.names), [None, *buffers])
+    columns = {"name": names, "offset": files.offsets, "size": files.sizes, "stamp": files.stamps}
+    (container,) = files.containers
+    facts = {name: getattr(samples, name) for name in ("values", "damage", "left_out")}
+    facts |= {"path": files.path, "container": [container.kind, container.location, container.stamp]}
+    written = BytesIO()
+    pq.write_table(
+        pa.table({**columns, "label": samples.labels}, metadata={b"tar": json.dumps(facts).encode()}), written
+    )
+    return written.getvalue()

@@ -1,0 +1,202 @@
+"""Open tars of samples as a source: other tools' (img2dataset, webdataset, timm), or a packed set's to pack again.
+
+Each tar is listed by a worker (see `sample_listing`); here are only names, places and labels: 40 bytes an image and its
+name. Samples are named STEM/KEY.EXT, the stem being the tar's name below the folder that all tars share.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import takewhile
+from operator import or_
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from shardvit.data_shards.engines.engine import local_engine
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.sources.archive import Unpacking, stem
+from shardvit.data_shards.packing.sources.base import ImageSet, Int64s, Source, SplitName
+from shardvit.data_shards.packing.sources.decompress import gunzipped, open_bytes
+from shardvit.data_shards.packing.sources.located import join_located
+from shardvit.data_shards.packing.sources.tars.sample_listing import (
+    SampleTars,
+    TarSamples,
+    is_gzipped,
+    list_tar,
+    read_listing,
+    state_of,
+)
+from shardvit.data_shards.progress_line import LINE_SECONDS
+from shardvit.data_shards.reading.external_shards import found_classes, read_classes, unknown_label
+from shardvit.data_shards.reading.indexing import PEEKED_TARS, demand_cls
+from shardvit.data_shards.reading.tar_summary import peek
+from shardvit.data_shards.shards.holdout import rows_of
+from shardvit.data_shards.shards.labels import LabelSpec
+from shardvit.data_shards.shards.location import is_local, local_path, redacted
+from shardvit.data_shards.shards.shard_index import default_index_folder
+from shardvit.data_shards.shards.shard_set import ShardEntry, ShardSet, class_difference
+from shardvit.data_shards.store.folders import open_folder
+from shardvit.data_shards.text import counted
+from shardvit.data_shards.vocabulary import SPLIT_FOLDERS, LabelKind
+
+_PEEKED_BYTES = 1 << 22  # of a .tar.gz
+SPLITS: dict[str, SplitName] = {"train": "train", "val": "val", "validation": "val", "test": "test"}
+
+Unfit = Literal["refuse", "skip"]
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """Where a sample's label is, as in `ShardsSpec`."""
+
+    label: str | None = None  # "cls", "txt", "json:KEY" or "tar", the tar's name; None: `cls`, if it exists
+    kind: LabelKind = "single"
+    class_names: Path | None = None  # None: found in the labels
+
+    def as_json(self) -> dict[str, str | None] | None:
+        """Format for pack.json; None for the defaults."""
+        names = str(self.class_names.resolve()) if self.class_names else None
+        return None if self == SampleOptions() else {**vars(self), "class_names": names}
+
+
+def tar_source(
+    spec: str, tars: Sequence[str], options: SampleOptions, *, unpacking: Unpacking, unfit: Unfit = "refuse"
+) -> Source:
+    """Open tars (paths, URLs) that have no manifest; in folders train and val, if all are in such.
+
+    UserError names a tar that is missing, damaged or unsafe, or samples without an image and a label that `unfit`
+    refuses, or says which label to give.
+    """
+    try:
+        is_named = options.label == "tar"
+        labels = LabelSpec.parse("cls" if is_named else options.label or "cls", kind=options.kind)
+    except ValueError as error:
+        raise UserError(f"--label: {error}") from None
+    if options.label is None:
+        demand_cls(map(_peeked, tars[:PEEKED_TARS]), source=redacted(spec), key="--label")
+    stems = _stems(spec, tars)
+    tops = [name.partition("/")[0] for name in stems]
+    has_splits = "train" in tops and {*tops} <= {*SPLIT_FOLDERS}
+    splits: list[SplitName] = [SPLITS[top] if has_splits else "train" for top in tops]
+    listed = _list(spec, tars, stems, [None if is_named else labels] * len(tars), unpacking=unpacking)
+    if is_named:
+        names = [json.dumps([name.rpartition("/")[2]]) for name in stems]
+        listed = [replace(each, values=(name,)) for each, name in zip(listed, names, strict=True)]
+    classes = None if options.class_names is None else read_classes(options.class_names)
+    return _source(spec, [*zip(splits, listed, strict=True)], labels, classes=classes, unfit=unfit)
+
+
+def set_source(sets: Mapping[SplitName, ShardSet], *, spec: str, unpacking: Unpacking) -> Source:
+    """Open the samples that packed sets count, to pack them again; UserError if their classes differ."""
+    first, *others = sets.values()
+    for other in others:
+        if difference := class_difference(first, other, called=(first.source, other.source)):
+            raise UserError(f"{redacted(spec)}: its splits have different classes ({difference}); pack one of them")
+    entries: list[tuple[SplitName, ShardEntry]] = [
+        (split, entry) for split, each in sets.items() for entry in each.shards
+    ]
+    tars = [entry.url for _, entry in entries]
+    listed = _list(spec, tars, _stems(spec, tars), [entry.labels for _, entry in entries], unpacking=unpacking)
+    parts: list[tuple[SplitName, TarSamples]] = [
+        (split, samples if entry.subset is None else samples.take(rows_of(entry.subset)))
+        for (split, entry), samples in zip(entries, listed, strict=True)
+    ]
+    return _source(spec, parts, entries[0][1].labels, classes=first.classes, unfit="refuse")
+
+
+def _peeked(location: str) -> tuple[set[str], list[str]]:
+    num_bytes, stamp = state_of(location)
+    with open_bytes(location, num_bytes, stamp=stamp) as read:
+        if not is_gzipped(location):
+            return peek(read, num_bytes)
+        with gunzipped(read, name=redacted(location)) as stream:
+            head = stream.read(_PEEKED_BYTES)
+    return peek(lambda size, offset: head[offset : offset + size], len(head))
+
+
+def _stems(spec: str, tars: Sequence[str]) -> list[str]:
+    """Name each tar by its path below the folder that all share."""
+    paths = [stem(redacted(tar)).split("/") for tar in tars]
+    columns = zip(*(path[:-1] for path in paths), strict=False)
+    shared = len([*takewhile(lambda column: len({*column}) == 1, columns)])
+    stems = ["/".join(path[shared:]) for path in paths]
+    if len({*stems}) < len(stems):
+        raise UserError(f"{redacted(spec)}: it names a tar twice, or two that differ in their ending alone; correct it")
+    return stems
+
+
+def _list(
+    spec: str, tars: Sequence[str], stems: Sequence[str], labels: Sequence[LabelSpec | None], *, unpacking: Unpacking
+) -> list[TarSamples]:
+    work = open_folder(unpacking.folder or default_index_folder())
+    request = SampleTars(tuple(tars), tuple(stems), tuple(labels), work.location)
+    done = [0, time.monotonic()]
+
+    def show(file: str) -> None:
+        done[0] += 1
+        if time.monotonic() - done[1] > LINE_SECONDS:
+            done[1] = time.monotonic()
+            unpacking.report(f"{redacted(spec)}: {done[0]:,} of {counted(len(tars), 'tar')} listed")
+
+    files = (unpacking.engine or local_engine()).run(list_tar, request, range(len(tars)), done=show)
+    if missing := [redacted(tar) for number, tar in enumerate(tars) if number not in files]:
+        raise UserError(f"{missing[0]}: the process that listed it crashed; is there enough memory?")
+    return [read_listing(work, files[number]) for number in range(len(tars))]
+
+
+def _source(
+    spec: str,
+    parts: Sequence[tuple[SplitName, TarSamples]],
+    labels: LabelSpec,
+    *,
+    classes: tuple[str, ...] | None,
+    unfit: Unfit,
+) -> Source:
+    shown = redacted(spec)
+    notes = [f"{each.files.path}: {each.damage}" for _, each in parts if each.damage]
+    left_out: list[tuple[SplitName, str, str]] = [
+        (split, name, reason) for split, each in parts for name, reason in each.left_out
+    ]
+    if left_out:
+        examples = "; ".join(f"{name} {reason}" for _, name, reason in left_out[:3])
+        notes.append(f"{shown}: {counted(len(left_out), 'sample')} left out ({examples})")
+    if notes and unfit == "refuse":
+        more = f" (and {len(notes) - 1:,} more)" if len(notes) > 1 else ""
+        raise UserError(f"{notes[0]}{more}; mend it, or pass over what is unusable with --skip-unreadable")
+    found = reduce(or_, (each.found for _, each in parts))
+    if not sum(len(each) for _, each in parts):
+        raise UserError(f"{shown}: there is no sample in its tars" + "".join(f" ({note})" for note in notes))
+    if classes is None:
+        classes = found_classes(found, labels, source=shown)
+    elif unknown := unknown_label(found, classes, labels=labels):
+        raise UserError(f"{shown}: the label {unknown} is none of the {len(classes)} classes; correct --class-names")
+    label_map = {name: number for number, name in enumerate(classes)}
+    splits: dict[SplitName, ImageSet] = {}
+    for split in ("train", "val", "test"):
+        if its := [each for each_split, each in parts if each_split == split]:
+            files = join_located(shown, [each.files for each in its])
+            numbers = _stacked([each.numbers(labels, label_map) for each in its])
+            splits[split] = ImageSet(files, np.arange(len(numbers)), numbers)
+    return Source(
+        os.path.abspath(local_path(spec)) if is_local(spec) else shown,
+        classes,
+        splits,
+        notes=tuple(notes),
+        left_out=tuple((split, name) for split, name, _ in left_out),
+        kind=labels.kind,
+        empty_classes="report",
+    )
+
+
+def _stacked(parts: Sequence[Int64s]) -> Int64s:
+    if parts[0].ndim == 1:
+        return np.concatenate(parts)
+    most = max(part.shape[1] for part in parts)
+    return np.concatenate([np.pad(part, ((0, 0), (0, most - part.shape[1])), constant_values=-1) for part in parts])
