@@ -69,7 +69,8 @@ def open_source(
         published.refuse(because=f"{source.spec} is no published set that it is for")
         return source
     if samples != SampleOptions():
-        raise UserError(f"{spec}: --label, --label-kind and --class-names are for tars of samples; leave them out")
+        flags = "--label, --label-kind, --class-names, --image-column and --label-column"
+        raise UserError(f"{spec}: {flags} are for tars of samples, tables and --labels; leave them out")
     root = Path(spec).expanduser()
     if not root.exists():
         raise UserError(f"{spec}: there is no such folder, and no source of that name (names: {', '.join(_NAMED)})")
