@@ -88,7 +88,7 @@ def imported_packages(folders: list[str]) -> dict[str, str]:
 
 # Imported inside a function that says which extra to install where it is missing.
 EXTRAS = {name: "onnx" for name in ("google", "onnx", "onnxruntime", "onnxscript")} | {
-    name: name for name in ("tensorboard", "wandb")
+    name: name for name in ("ray", "tensorboard", "wandb")
 }
 BENCH_PEERS = (
     "launch/bench/data_peers.py",

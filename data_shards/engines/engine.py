@@ -6,15 +6,18 @@ Parts must be repeatable: a part whose worker died is done again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
+from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.processes import num_cores, run_parts
 
 _Request = TypeVar("_Request")
 _Part = TypeVar("_Part", bound=Hashable)
 _Result = TypeVar("_Result")
+EngineName = Literal["processes", "ray"]
 
 
 class PartsEngine(Protocol):
@@ -53,3 +56,25 @@ class LocalEngine:
 def local_engine(workers: int | None = None) -> LocalEngine:
     """Use `workers` processes; None: one per core."""
     return LocalEngine(workers or num_cores())
+
+
+@contextmanager
+def open_engine(
+    name: EngineName = "processes",
+    *,
+    workers: int | None = None,
+    address: str | None = None,
+    seen_by_all: Sequence[str] = (),
+) -> Iterator[PartsEngine]:
+    """Open an engine; a local Ray ends with the block, a running cluster stays. `address`: of that, default:
+    RAY_ADDRESS's, else a local Ray. `seen_by_all`: paths that every node must have. UserError if it cannot be opened.
+    """
+    if name == "ray":
+        from shardvit.data_shards.engines.ray_engine import open_ray
+
+        with open_ray(address=address, workers=workers, seen_by_all=tuple(seen_by_all)) as engine:
+            yield engine
+        return
+    if address is not None:
+        raise UserError("--address: it is a Ray cluster's; give --engine ray, too")
+    yield local_engine(workers)

@@ -82,13 +82,9 @@ def pack(
     """
     start = time.monotonic()
     out = Path(out)
-    request = PackRequest(holdout_list=HoldoutList(holdout_list, {}) if holdout_list else None, **options)
-    if holdout_list is not None:
-        root = Path(source_spec).expanduser() if is_local(source_spec) else None
-        listed = read_holdout_list(holdout_list, root=root)
-        request = replace(request, holdout_list=listed)
     try:
-        result = _pack(source_spec, out, request, report)
+        source, request = list_source(source_spec, out, holdout_list=holdout_list, report=report, **options)
+        result = _pack(source, out, request, report)
     finally:  # kept if the attempt left shards
         if not work_path(out).is_dir():
             shutil.rmtree(unpacked_path(out), ignore_errors=True)
@@ -98,7 +94,15 @@ def pack(
     return result
 
 
-def _pack(source_spec: str, out: Path, request: PackRequest, report: Report) -> PackReport:
+def list_source(
+    source_spec: str, out: Path, *, holdout_list: Path | None = None, report: Report = print, **options: Any
+) -> tuple[Source, PackRequest]:
+    """Check the options and list the images; raises as `pack` does."""
+    request = PackRequest(holdout_list=HoldoutList(holdout_list, {}) if holdout_list else None, **options)
+    if holdout_list is not None:
+        root = Path(source_spec).expanduser() if is_local(source_spec) else None
+        listed = read_holdout_list(holdout_list, root=root)
+        request = replace(request, holdout_list=listed)
     slow = threading.Timer(_SAID_SECONDS, report, [f"{source_spec}: listing its images"])
     slow.daemon = True
     slow.start()
@@ -117,6 +121,10 @@ def _pack(source_spec: str, out: Path, request: PackRequest, report: Report) -> 
     report(f"{source.spec}: {counted(source.num_images, 'image')} of {classes} found")
     if Path(source.spec).is_dir() and out.resolve().is_relative_to(source.spec):  # a name like "digits" is not a folder
         raise UserError(f"{out}: it lies inside {source.spec}, whose images are packed; choose an OUT outside of it")
+    return source, request
+
+
+def _pack(source: Source, out: Path, request: PackRequest, report: Report) -> PackReport:
     content = {"version": PACK_VERSION, "request": request.as_json(source), "fingerprint": source.fingerprint()}
     compared = ""
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):  # an empty folder does not count

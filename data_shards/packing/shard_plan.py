@@ -31,9 +31,9 @@ LABEL_SPECS: Mapping[LabelKind, LabelSpec] = {
     "single": LabelSpec(),
     "multi": LabelSpec(part="json", key="label", kind="multi"),
 }
-_INDEX_BYTES = 120  # a line of the index, for keys of 40 to 70 characters
+INDEX_BYTES = 120  # a line of the index, for keys of 40 to 70 characters
 _BLOCK_BYTES = 512
-_TAR_END_BYTES = 1024 + 10_240  # two blocks of zeros, padded to a multiple of 10,240
+TAR_END_BYTES = 1024 + 10_240  # two blocks of zeros, padded to a multiple of 10,240
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def needed_bytes(shards: Sequence[ShardPlan], *, most_image_bytes: int | None) -
     for shard in shards:
         sizes = shard.images.num_bytes
         sizes = sizes if most_image_bytes is None else np.minimum(sizes, most_image_bytes)
-        total += int(tar_bytes(sizes).sum()) + _TAR_END_BYTES + len(shard) * _INDEX_BYTES
+        total += int(tar_bytes(sizes).sum()) + TAR_END_BYTES + len(shard) * INDEX_BYTES
     return total
 
 
@@ -303,7 +303,7 @@ def _cut(order: Int64s, sample_bytes: Int64s, request: PackRequest) -> list[Int6
     if request.samples_per_shard is not None:
         return np.array_split(order, -(-len(order) // request.samples_per_shard))
     ends = np.cumsum(sample_bytes)
-    num_shards = -(-int(ends[-1]) // max((request.shard_size_bytes or 0) - _TAR_END_BYTES, 1))
+    num_shards = -(-int(ends[-1]) // max((request.shard_size_bytes or 0) - TAR_END_BYTES, 1))
     shares = ends[-1] * np.arange(1, num_shards) / num_shards
     # A sample belongs to the share that holds its middle: a piece exceeds its share by half a sample at each end.
     return [piece for piece in np.split(order, np.searchsorted(ends - sample_bytes / 2, shares)) if len(piece)]

@@ -142,6 +142,11 @@ def _open_packed(spec: ShardsSpec, *, damaged: Damaged, report: Report, store: S
         if _is_there(kept, store=store) and (before := manifest_of(kept, store=store)).digest == spec.digest:
             report(f"{redacted(location)} has changed since: going on with {redacted(kept)}, as it was")
             location, manifest = kept, before
+    return set_of(manifest, location, damaged=damaged)
+
+
+def set_of(manifest: Manifest, location: str, *, damaged: Damaged = "refuse") -> ShardSet:
+    """Return the set that a manifest describes, which is read from `location` or might be written there."""
     return _open_local(manifest, location, damaged=damaged) if is_local(location) else _packed(manifest, location)
 
 

@@ -12,14 +12,14 @@ from io import BytesIO
 from pathlib import Path
 
 from shardvit.data_shards.errors import UserError
-from shardvit.data_shards.reading.opening import manifest_of, splits_below
+from shardvit.data_shards.reading.opening import manifest_of, set_of, splits_below
 from shardvit.data_shards.sets.keeping import replace_manifest
 from shardvit.data_shards.sets.statistics import STATISTICS_FILE
 from shardvit.data_shards.sets.where import rows_where
 from shardvit.data_shards.shards.location import join, redacted
 from shardvit.data_shards.shards.manifest import Manifest, Shard, manifest_name, split_manifest
 from shardvit.data_shards.shards.row_bitmap import pack_rows, stored_rows, unpack_rows
-from shardvit.data_shards.shards.shard_set import Report
+from shardvit.data_shards.shards.shard_set import Report, ShardSet
 from shardvit.data_shards.store.folders import Folder, LocalFolder, open_folder
 from shardvit.data_shards.store.store import Store
 from shardvit.data_shards.text import counted
@@ -49,6 +49,11 @@ def write_choices(choices: Sequence[Choice], *, name: str, report: Report) -> No
         is_new = replace_manifest(open_folder(folder), manifest, file=file)
         known = "" if is_new else "was written before: "
         report(f"{redacted(join(folder, file))}: {known}{describe(choice)}")
+
+
+def open_where(location: str, text: str, *, store: Store) -> ShardSet:
+    """Open the samples of one split of which an expression is true; raises as `choose` does."""
+    return set_of(_choose_of_split(location, text, store=store).chosen, location)
 
 
 def describe(choice: Choice) -> str:

@@ -3,8 +3,8 @@
 Keys are the four bands of 16 bits of a hash's first word: words that differ in at most 3 bits share one for certain. Of
 copies of 350 photographs, 0.99 or more share one that are re-encoded, resized, mirrored, grey or have a border, 0.97 of
 those cropped to 90 % or more of each side or to the centre square, but 0.1 of those cropped to 80 %: only 15 of the 68
-windows are joined (`MILD_PARTS`). Under one key a hash meets 16,384 others at most: where there are more, some bits of
-another band must be equal too, and if that is not enough the earliest stand for all.
+windows are joined (`MILD_PARTS`). A key has fewer bits below 4 million images. Under one key a hash meets 16,384 others
+at most: where there are more, some bits of another band must be equal too, and beyond that the earliest stand for all.
 
 For each band the 19 hashes of each image are written, cut by the first bits of the key (456 bytes an image, removed
 after the band), and each cut is joined alone; equal digests likewise. Then the thumbnails of near hashes are aligned,
@@ -59,10 +59,10 @@ _Batch = tuple[_Side, int, int]  # and its first part, and that of the next one
 
 _KEYS: tuple[_Key, ...] = ("bytes", "pixels", 0, 1, 2, 3)
 _BANDS = (0, 1, 2, 3)
-_KEY_BITS = 16
+_BAND_BITS = 16
 _WINDOWS = {"wholes": WHOLE, "parts": MILD_PARTS}
 _MOST_WINDOWS = 16
-_CUT_ENTRIES = 1 << 21
+_CUT_ENTRIES, _KEY_ENTRIES = 1 << 21, 1 << 10  # at least, while bits are left
 _BATCH_IMAGES = 1 << 16
 _MOST_COMPARED = 1 << 14  # others under a key, per hash
 _CELLS = 1 << 17  # compared at once: they stay in the core's cache
@@ -78,7 +78,8 @@ class _Join:
     images: KeptFingerprints
     others: KeptFingerprints
     folder: Path
-    cut_bits: int  # first bits of a key, which say its cut
+    key_bits: int  # of a band: fewer of them in smaller sets
+    cut_bits: int  # the first of them, which say an entry's cut
     batch_images: int
     key: _Key = "bytes"
 
@@ -102,8 +103,11 @@ class _Join:
         return self.folder / f"{self.key}-{batch[0]}-{role}-{batch[1]}"
 
     def values(self, words: NDArray[np.uint64]) -> Int64s:
-        """Take the 16 bits of the key."""
-        return _band(words, self.key if isinstance(self.key, int) else 3)
+        """Take the key."""
+        return _band(words, self.key if isinstance(self.key, int) else 3) >> (_BAND_BITS - self.key_bits)
+
+    def cuts(self, words: NDArray[np.uint64]) -> Int64s:
+        return self.values(words) >> (self.key_bits - self.cut_bits)
 
     def entries(self, side: _Side, role: str, cut: int) -> _Entries:
         """Read a cut of all batches, ordered by image."""
@@ -122,8 +126,8 @@ def find_on_disk(
     """Find candidates as `find_candidates` does; files of pairs in `folder`, each image's in one of them."""
     num_images = int(images.starts[-1])
     entries = max(num_images, int(others.starts[-1])) * len(MILD_PARTS)
-    cut_bits = min(_KEY_BITS, max(0, int(np.ceil(np.log2(max(1, entries) / _CUT_ENTRIES)))))
-    join = _Join(images, others, folder, cut_bits, _BATCH_IMAGES)
+    cut_bits, key_bits = (min(_BAND_BITS, int(entries / most).bit_length()) for most in (_CUT_ENTRIES, _KEY_ENTRIES))
+    join = _Join(images, others, folder, max(key_bits, cut_bits), cut_bits, _BATCH_IMAGES)
     for key in _KEYS:
         join = replace(join, key=key)
         status = f"joining with {others.name}, {_KEYS.index(key) + 1} of {len(_KEYS)}"
@@ -181,8 +185,7 @@ def _write_entries(join: _Join, batch: _Batch) -> None:
                     found.setdefault(role, []).append(_entries(hashes, start + chosen))
     for role, each in found.items():
         entries = np.concatenate(each)
-        cuts = join.values(entries["words"][:, 0]) >> (_KEY_BITS - join.cut_bits)
-        _write_groups(join.stem(batch, role), entries, cuts, 1 << join.cut_bits)
+        _write_groups(join.stem(batch, role), entries, join.cuts(entries["words"][:, 0]), 1 << join.cut_bits)
 
 
 def _join_cut(join: _Join, cut: int) -> None:
@@ -198,8 +201,7 @@ def _join_cut(join: _Join, cut: int) -> None:
             theirs = _thinned(join.entries("others", their_role, cut))
             for is_mirrored in (False, True):
                 change = mask * np.uint64(is_mirrored)
-                from_cut = cut ^ int(join.values(change[:1])[0]) >> (_KEY_BITS - join.cut_bits)
-                own = join.entries("images", role, from_cut)
+                own = join.entries("images", role, cut ^ int(join.cuts(change[:1])[0]))
                 own["words"] ^= change
                 for rows, places, bits in _search(join, own, theirs):
                     pairs = _numbered(join, own[rows], theirs[places], bits, is_mirrored=is_mirrored, role=role)
@@ -254,11 +256,12 @@ def _compare(
         if join.is_within:  # earlier ones alone
             end = int(np.searchsorted(codes, some["code"][-1] // _MOST_WINDOWS * _MOST_WINDOWS))
         is_near = np.bitwise_count(some["words"][:, :1] ^ words[:end]) <= MOST_FIRST
-        row, place = np.divmod(np.flatnonzero(is_near), max(1, end))
+        if not is_near.any():
+            continue
+        row, place = np.divmod(np.flatnonzero(is_near), end)
         bits = distances(some["words"][row], theirs["words"][place])
         kept = bits <= MOST_BITS
-        if kept.any():
-            yield rows[at + row[kept]], places[place[kept]], bits[kept]
+        yield rows[at + row[kept]], places[place[kept]], bits[kept]
 
 
 def _groups(keys: Int64s, their_keys: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
@@ -318,7 +321,7 @@ class _Nearest:
 
 
 def _band(words: NDArray[np.uint64], band: int) -> Int64s:
-    return (words >> np.uint64(_KEY_BITS * band)).astype(np.int64) & 0xFFFF
+    return (words >> np.uint64(_BAND_BITS * band)).astype(np.int64) & 0xFFFF
 
 
 def _entries(words: NDArray[np.uint64], images: Int64s) -> _Entries:

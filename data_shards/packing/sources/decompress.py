@@ -49,10 +49,13 @@ def decompressed(archive: str, plain: Path, *, report: Report) -> None:
                 f"{folder} (more than {show_bytes(num_bytes)}, removed when the shards are complete)"
             )
         # One thread and process at a time, which overwrites what a dead one left.
-        with locked(plain.with_suffix(".lock")):
-            if not plain.exists():  # another may have made it meanwhile
-                with replaced(plain) as beside:
-                    _decompress(archive, num_bytes, beside, report)
+        with locked(lock := plain.with_suffix(".lock")):
+            try:
+                if not plain.exists():  # another may have made it meanwhile
+                    with replaced(plain) as beside:
+                        _decompress(archive, num_bytes, beside, report)
+            finally:
+                lock.unlink(missing_ok=True)  # who waits for it has it open
     except OSError as error:
         raise UserError(
             f"{shown}: it cannot be decompressed into {folder} ({error.strerror}); make room or choose an OUT "

@@ -1,4 +1,4 @@
-"""Recognise what is no folder of images on this machine: a URL, a pattern of tars, a packed set, tars of samples.
+"""Recognise what is no folder of images on this machine: a URL, a pattern, a packed set, tars of samples, tables.
 
 A folder of a store is listed once. Web servers have no listing, so there the tars are named by a pattern.
 """
@@ -14,33 +14,31 @@ from shardvit.data_shards.packing.sources.folder import folder_source
 from shardvit.data_shards.packing.sources.imagenet import is_class_tar
 from shardvit.data_shards.packing.sources.label_list import LabelList, label_list_source
 from shardvit.data_shards.packing.sources.tables.columns import TABLES, is_table
-from shardvit.data_shards.packing.sources.tables.joined_labels import MOST_LISTED_BYTES, join_labels
+from shardvit.data_shards.packing.sources.tables.joined_labels import is_held, join_labels
 from shardvit.data_shards.packing.sources.tables.table_source import table_source, tables_in
-from shardvit.data_shards.packing.sources.tars.samples import SPLITS, SampleOptions, Unfit, set_source, tar_source
-from shardvit.data_shards.packing.sources.tree import FolderTree, LocalTree, list_tree
+from shardvit.data_shards.packing.sources.tars.samples import (
+    ONLY_SAMPLES,
+    SPLITS,
+    SampleOptions,
+    Unfit,
+    set_source,
+    tar_source,
+)
+from shardvit.data_shards.packing.sources.tree import FolderTree, list_tree
 from shardvit.data_shards.reading.opening import open_shards
+from shardvit.data_shards.sets.selection import open_where
 from shardvit.data_shards.shards.location import PIPE, expand_braces, is_local, join, local_path, redacted
 from shardvit.data_shards.shards.manifest import manifest_at, split_manifest
 from shardvit.data_shards.shards.shard_set import ShardSet
 from shardvit.data_shards.store.ranges import stat_url
+from shardvit.data_shards.store.store import Store
 from shardvit.data_shards.vocabulary import SPLIT_FOLDERS
 
 
 def elsewhere_source(
     spec: str, options: SampleOptions, *, labels: LabelList | None, unpacking: Unpacking, unfit: Unfit
 ) -> Source | None:
-    """Open a URL, a pattern, a packed set or tars of samples; None for any other folder or file of this machine."""
-
-    def opened_tars(tars: list[str]) -> Source:
-        if (options.image_column, options.label_column) != (None, None):
-            raise UserError(f"{redacted(spec)}: --image-column and --label-column are for tables; tars have --label")
-        chosen = options if labels is None else replace(options, label="tar")
-        return _joined(tar_source(spec, tars, chosen, unpacking=unpacking, unfit=unfit), labels)
-
-    def opened_tables(tables: list[str]) -> Source:
-        key = labels.path_column if labels else ""
-        return _joined(table_source(spec, tables, options, unpacking=unpacking, unfit=unfit, key=key), labels)
-
+    """Open a URL, a pattern, a packed set, tars or tables; None for any other folder or file of this machine."""
     if spec.startswith(PIPE):
         raise UserError(f"{redacted(spec)} is a command, whose output can be read only once; give the files themselves")
     path = local_path(spec).expanduser() if is_local(spec) else None
@@ -48,50 +46,75 @@ def elsewhere_source(
         tars = [
             str(local_path(each).expanduser().absolute()) if is_local(each) else each for each in expand_braces(spec)
         ]
-        if all(map(is_tar, tars)):
-            return opened_tars(tars)
-        if all(map(is_table, tars)):
-            return opened_tables(tars)
+        if source := _files_source(spec, tars, options, labels=labels, unpacking=unpacking, unfit=unfit):
+            return source
         if len(tars) > 1 or path is not None:
-            shown = ", ".join((*SUFFIXES, *TABLES))
-            raise UserError(f"{redacted(spec)}: a pattern stands for tars or tables ({shown}); give one folder")
-    elif path.is_file() and is_table(spec):
-        return opened_tables([str(path.absolute())])
-    elif path.is_file() and is_tar(spec) and (options.label is not None or labels is not None):
-        return opened_tars([str(path.absolute())])
+            kinds = ", ".join((*SUFFIXES, *TABLES))
+            raise UserError(f"{redacted(spec)}: a pattern stands for tars or tables ({kinds}); give one folder")
+    elif path.is_file() and (is_table(spec) or (is_tar(spec) and (options.label or labels))):
+        place = [str(path.absolute())]
+        return _files_source(spec, place, options, labels=labels, unpacking=unpacking, unfit=unfit)
     elif not path.is_dir() and split_manifest(spec)[0] == spec:
         return None
     if sets := _sets(spec):
         if options != SampleOptions():
             raise UserError(f"{redacted(spec)} is a packed set, which says its labels; leave out --label and the like")
-        return _joined(set_source(sets, spec=spec, unpacking=unpacking), labels)
-    tree = list_tree(spec) if path is None else LocalTree(path)
+        source = set_source(sets, spec=spec, unpacking=unpacking)
+        return source if labels is None else join_labels(source, labels)
+    if path is not None:
+        return None
+    return tree_source(list_tree(spec), options, labels=labels, unpacking=unpacking, unfit=unfit)
 
-    def places(names: list[str]) -> list[str]:
-        return [str(path.absolute() / name) if path else join(spec, name) for name in names]
 
-    if tars := _tars(tree):
-        if all(map(is_class_tar, tars)):
-            if path is not None and labels is None:
-                return None
-            options = replace(options, label="tar")
-        return opened_tars(places(tars))
-    if tables := tables_in(tree):
-        return opened_tables(places(tables))
+def chosen_source(spec: str, options: SampleOptions, *, unpacking: Unpacking) -> Source:
+    """Open the samples of a packed set of which `options.where` is true; UserError as in `sets.where`."""
+    if options != SampleOptions(where=options.where):
+        raise UserError(f"{redacted(spec)}: a packed set says its labels; leave out --label and the like with --where")
+    if sets := _sets(spec, where=options.where):
+        return set_source(sets, spec=spec, unpacking=unpacking)
+    raise UserError(f"--where: {redacted(spec)} is no packed set, so it has no statistics; pack it first")
+
+
+def tree_source(
+    tree: FolderTree, options: SampleOptions, *, labels: LabelList | None, unpacking: Unpacking, unfit: Unfit
+) -> Source:
+    """Open a folder of tars, of tables, of class folders, or of images with a list of labels."""
+    tars = _tars(tree)
+    if tars and options.label is None and all(map(is_class_tar, tars)):
+        options = replace(options, label="tar")
+    if files := tars or tables_in(tree):
+        places = [*map(tree.place, files)]
+        if source := _files_source(tree.spec, places, options, labels=labels, unpacking=unpacking, unfit=unfit):
+            return source
+    if options != SampleOptions():
+        raise UserError(f"{tree.spec}: {ONLY_SAMPLES}")
     if labels is None:
-        return None if path is not None else folder_source(tree, unfit=unfit)
-    if is_table(labels.file.name) or (labels.file.is_file() and labels.file.stat().st_size > MOST_LISTED_BYTES):
-        files = tree.files(tree.walk("")[0])
-        everything = ImageSet(files, np.arange(len(files)), np.zeros(len(files), np.int64))
-        return _joined(Source(tree.spec, ("",), {"train": everything}), labels)
-    return label_list_source(tree, labels)
+        return folder_source(tree, unfit=unfit)
+    if is_held(labels):
+        return label_list_source(tree, labels)
+    files = tree.files(tree.walk("")[0])
+    images = ImageSet(files, np.arange(len(files)), np.zeros(len(files), np.int64))
+    return join_labels(Source(tree.spec, ("",), {"train": images}), labels)
 
 
-def _joined(source: Source, labels: LabelList | None) -> Source:
+def _files_source(
+    spec: str, files: list[str], options: SampleOptions, *, labels: LabelList | None, unpacking: Unpacking, unfit: Unfit
+) -> Source | None:
+    """Open tars or tables; None if they are neither."""
+    if all(map(is_tar, files)):
+        if (options.image_column, options.label_column) != (None, None):
+            raise UserError(f"{redacted(spec)}: --image-column and --label-column are for tables; tars have --label")
+        chosen = options if labels is None else replace(options, label="tar")  # their own labels are not read
+        source = tar_source(spec, files, chosen, unpacking=unpacking, unfit=unfit)
+    elif all(map(is_table, files)):
+        key = labels.path_column if labels else ""
+        source = table_source(spec, files, options, unpacking=unpacking, unfit=unfit, key=key)
+    else:
+        return None
     return source if labels is None else join_labels(source, labels)
 
 
-def _sets(spec: str) -> dict[SplitName, ShardSet]:
+def _sets(spec: str, *, where: str | None = None) -> dict[SplitName, ShardSet]:
     """Open the splits of a packed set, or one of them; none if there is no manifest."""
 
     def is_set(place: str) -> bool:
@@ -106,6 +129,8 @@ def _sets(spec: str) -> dict[SplitName, ShardSet]:
         places = {SPLITS[top]: join(spec, top) for top in tops}
         if tops and tops[0] != "train":
             raise UserError(f"{redacted(spec)}: it holds {', '.join(tops)} without train; give one of them")
+    if where is not None:
+        return {split: open_where(place, where, store=Store()) for split, place in places.items()}
     return {split: open_shards(place) for split, place in places.items()}
 
 

@@ -230,7 +230,8 @@ def _row(line: int, path: Any, values: list[Any], *, tree: FolderTree) -> LabelR
     if not isinstance(path, str):
         raise ValueError(f"the path {brief(path)} is not text")
     checked = checked_labels(values)
-    return LabelRow(line, clean_path(path.removeprefix(f"{tree.spec}/"), root=tree.root), checked)
+    below = path if tree.root else path.removeprefix(f"{tree.spec.rstrip('/')}/")
+    return LabelRow(line, clean_path(below, root=tree.root), checked)
 
 
 def checked_labels(values: Sequence[Any]) -> tuple[Label, ...]:

@@ -9,16 +9,14 @@ from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources import arrays, imagenet, oxford
 from shardvit.data_shards.packing.sources.archive import Unpacking, is_archive, open_files
 from shardvit.data_shards.packing.sources.base import SUFFIXES, Source
-from shardvit.data_shards.packing.sources.elsewhere import elsewhere_source
-from shardvit.data_shards.packing.sources.folder import folder_source
+from shardvit.data_shards.packing.sources.elsewhere import chosen_source, elsewhere_source, tree_source
 from shardvit.data_shards.packing.sources.label_list import (
     VTAB_TEST,
     VTAB_TRAIN,
     LabelList,
-    label_list_source,
     path_lists_source,
 )
-from shardvit.data_shards.packing.sources.tars.samples import SampleOptions
+from shardvit.data_shards.packing.sources.tars.samples import ONLY_SAMPLES, SampleOptions
 from shardvit.data_shards.packing.sources.tree import LocalTree
 
 _NAMED = {"digits": arrays.digits_source, "fashion-mnist": arrays.fashion_mnist_source}
@@ -59,6 +57,8 @@ def open_source(
 
     `labels` replaces the layout's labels. `unfit`: refuse (UserError) or skip empty class folders and stray images.
     """
+    if samples.where is not None:
+        return chosen_source(spec, samples, unpacking=unpacking)
     if labels is not None and spec in _NAMED:
         raise UserError(f"{spec}: these images have labels of their own; leave out labels or give a folder")
     if labels is not None or spec in _NAMED:
@@ -68,13 +68,12 @@ def open_source(
     if source := elsewhere_source(spec, samples, labels=labels, unpacking=unpacking, unfit=unfit):
         published.refuse(because=f"{source.spec} is no published set that it is for")
         return source
-    if samples != SampleOptions():
-        flags = "--label, --label-kind, --class-names, --image-column and --label-column"
-        raise UserError(f"{spec}: {flags} are for tars of samples, tables and --labels; leave them out")
     root = Path(spec).expanduser()
     if not root.exists():
         raise UserError(f"{spec}: there is no such folder, and no source of that name (names: {', '.join(_NAMED)})")
     if not root.is_dir():
+        if samples != SampleOptions():
+            raise UserError(f"{spec}: {ONLY_SAMPLES}")
         if labels is not None:
             raise UserError(f"{spec}: --labels names files in a folder, and this is a file; give the folder")
         if source := _published_file(root, published, unpacking=unpacking, unfit=unfit):
@@ -90,11 +89,19 @@ def open_source(
     if not names:
         raise UserError(f"{spec}: the folder is empty; expected is {_LAYOUT}")
     if labels is not None:
-        return label_list_source(LocalTree(root), labels)
+        return tree_source(LocalTree(root), samples, labels=labels, unpacking=unpacking, unfit=unfit)
     is_idx = any(name.removesuffix(".gz") in arrays.IDX_NAMES for name in names)
-    if not is_idx and (source := _published_folder(root, published, unpacking=unpacking, unfit=unfit)):
+    if (
+        not is_idx
+        and samples == SampleOptions()
+        and (source := _published_folder(root, published, unpacking=unpacking, unfit=unfit))
+    ):
         return source
-    source = arrays.idx_source(root) if is_idx else folder_source(LocalTree(root), unfit=unfit)
+    source = (
+        arrays.idx_source(root)
+        if is_idx
+        else tree_source(LocalTree(root), samples, labels=None, unpacking=unpacking, unfit=unfit)
+    )
     published.refuse(because=f"{source.spec} is no published set that it is for")
     return source
 

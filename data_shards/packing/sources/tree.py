@@ -37,6 +37,7 @@ class FolderTree(Protocol):
     def root(self) -> Path | None: ...  # None: in a store
     @property
     def spec(self) -> str: ...  # reopens it
+    def place(self, name: str) -> str: ...  # absolute path, or URL
     def at(self, name: str) -> str: ...  # to be shown
     def scan(self, folder: str) -> Scanned: ...  # sorted, without hidden ones
     def walk(self, folder: str) -> tuple[list[str], list[str]]: ...  # images and other files below, depth first
@@ -52,6 +53,9 @@ class LocalTree:
     @property
     def spec(self) -> str:
         return str(self.root.resolve())
+
+    def place(self, name: str) -> str:
+        return str((self.root / name).absolute())
 
     def at(self, name: str) -> str:
         return str(self.root / name)
@@ -82,8 +86,11 @@ class StoreTree:
     def spec(self) -> str:
         return redacted(self.location)
 
+    def place(self, name: str) -> str:
+        return join(self.location, name) if name else self.location
+
     def at(self, name: str) -> str:
-        return redacted(join(self.location, name)) if name else self.spec
+        return redacted(self.place(name))
 
     def scan(self, folder: str) -> Scanned:
         return self.scans.get(folder, ([], [], []))

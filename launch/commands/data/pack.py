@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +14,7 @@ from cyclopts import Parameter
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.text import printable
 from shardvit.data_shards.vocabulary import USUAL_MOST_PIXELS, LabelKind
-from shardvit.launch.flags import MaxImagePixels, pixel_limit, size_bytes, switch
+from shardvit.launch.flags import JsonFlag, MaxImagePixels, pixel_limit, size_bytes, switch
 from shardvit.launch.local.output import go_on
 
 if TYPE_CHECKING:
@@ -121,7 +123,7 @@ class PackOptions:
 
         of_list = self.labels is not None
         names, column = (None, None) if of_list else (self.class_names, self.label_column)
-        return SampleOptions(self.label, self.label_kind, names, self.image_column, column)
+        return SampleOptions(self.label, self.label_kind, names, self.where, self.image_column, column)
 
     def _exclusion(self) -> Exclusion | None:
         from shardvit.data_shards.packing.request import Exclusion
@@ -142,7 +144,32 @@ class PackOptions:
         return Exclusion(opened, store, partial(write_duplicates, command="pack"))
 
 
-def pack(source: str, out: Path | None = None, /, *, options: PackOptions = PackOptions()) -> int:
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ForecastOptions:
+    """Flags of `shardvit pack --dry-run`."""
+
+    dry_run: Annotated[bool, switch("Say what it would take, by a trial of 64 images; write nothing.")] = False
+    price: Annotated[
+        str | None, Parameter(help="Its get=,put=,list= (per 1000), egress=,storage= (GB), core_hour=.")
+    ] = None
+    bandwidth: Annotated[str | None, Parameter(help="For that: the network's, such as 10Gbit (a second).")] = None
+    as_json_text: JsonFlag = False
+
+    def demand_fit(self) -> None:
+        """UserError for flags that only a dry run heeds."""
+        if not self.dry_run and self != ForecastOptions():
+            raise UserError("--price, --bandwidth, --json: they are for --dry-run; give that too")
+
+
+def pack(
+    source: str,
+    out: Path | None = None,
+    /,
+    *,
+    options: PackOptions = PackOptions(),
+    forecast: ForecastOptions = ForecastOptions(),
+) -> int:
     """Pack images into WebDataset shards with a manifest.
 
     SOURCE: a folder or tar of class folders (or of train/, val/, test/ with them), any folder with
@@ -162,11 +189,33 @@ def pack(source: str, out: Path | None = None, /, *, options: PackOptions = Pack
     """
     from shardvit.data_shards.packing.pack import pack as pack_images
 
+    forecast.demand_fit()
     go_on()
-    if options.where is not None or out is None:
+    if out is None:
         return _choose(source, options)
+    if options.manifest is not None:
+        raise UserError("--manifest: it names what --where writes without OUT; leave one of them out")
+    if forecast.dry_run:
+        return _foresee(source, out, options, forecast)
     pack_images(source, out, report=_say, **options.request())
     return 0
+
+
+def _foresee(source: str, out: Path, options: PackOptions, asked: ForecastOptions) -> int:
+    from shardvit.data_shards.packing.forecast.cost import parse_bandwidth, parse_prices
+    from shardvit.data_shards.packing.forecast.trial import forecast
+    from shardvit.data_shards.packing.pack import list_source
+    from shardvit.data_shards.processes import num_cores
+
+    prices, bandwidth = parse_prices(asked.price), parse_bandwidth(asked.bandwidth)  # before an hour of listing
+    listed, request = list_source(source, out, report=_tell, **options.request())
+    cost = forecast(listed, request, str(out), workers=num_cores(), bytes_per_second=bandwidth, prices=prices)
+    print(json.dumps(cost.as_json(), indent=1) if asked.as_json_text else printable("\n".join(cost.lines())))
+    return 0
+
+
+def _tell(line: str) -> None:
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def _choose(source: str, options: PackOptions) -> int:

@@ -8,6 +8,7 @@ import pytest
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.pack import pack
+from shardvit.data_shards.packing.sources.tars.samples import SampleOptions
 from shardvit.data_shards.reading.opening import open_shards
 from shardvit.data_shards.sets.selection import choose, write_choices
 from shardvit.data_shards.shards.manifest import read_manifest
@@ -127,3 +128,29 @@ def test_in_a_bucket(packed: Path, s3: FaultServer):
     select("s3://shards/out", "class_name == 'cat'")
     chosen = open_shards("s3://shards/out/train/manifest-x.json")
     assert chosen.num_samples == len(expected(packed / "train", classes="cat"))
+
+
+def test_packed_again_it_is_the_same_samples_with_the_same_bytes(out: Path, tmp_path: Path):
+    where = "class_name != 'dog' and bytes >= 400"
+    select(out, where)
+    pack(
+        str(out), tmp_path / "again", samples=SampleOptions(where=where), samples_per_shard=3, report=lambda line: None
+    )
+    for split in ("train", "val"):
+        again, chosen = (
+            read_manifest(tmp_path / "again" / split),
+            expected(out / split, classes="cat eel", least_bytes=400),
+        )
+        assert sorted(each[1:] for each in by_index(again)) == sorted(each[1:] for each in chosen)
+        assert again.classes == ("cat", "dog", "eel")
+    pack(str(out / "train/manifest-x.json"), tmp_path / "third", samples_per_shard=3, report=lambda line: None)
+    assert {each[1:] for each in by_index(read_manifest(tmp_path / "third/train"))} == {
+        each[1:] for each in expected(out / "train", classes="cat eel", least_bytes=400)
+    }
+
+
+@pytest.mark.parametrize("spec", ["digits", "in", "in/cat/im. 0.png", "none"])
+def test_what_is_no_packed_set_has_no_choice(packed: Path, tmp_path: Path, spec: str):
+    source = spec if spec == "digits" else str(packed.parent / spec)
+    with pytest.raises(UserError, match=r"--where: .* no packed set"):
+        pack(source, tmp_path / "x", samples=SampleOptions(where="width > 1"), report=lambda line: None)

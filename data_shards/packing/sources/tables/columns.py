@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -66,29 +66,22 @@ def find_columns(schema: pa.Schema, *, image: str | None, label: str | None, key
     """Find the columns; `label` "" for none. UserError names those to choose from."""
     import pyarrow.types as is_
 
-    forms = {field.name: _form(field) for field in schema}
-    if image is None:
-        found = [name for name, form in forms.items() if form == "struct"]
-        found = found or [name for name, form in forms.items() if form == "bytes"]
-        found = found or [name for name in _PATHS if forms.get(name) == "path"]
-        if len(found) != 1:
-            what = f"several columns may hold the images ({', '.join(found)})" if found else _no_image(schema)
-            raise UserError(f"{table}: {what}; choose with --image-column")
-        image = found[0]
-    _demand(schema, image, flag="--image-column", table=table)
-    if (form := forms[image]) is None:
+    forms = {str(field.name): _form(field) for field in schema}
+    chosen = image or _only_image(forms, table)
+    _demand(schema, chosen, flag="--image-column", table=table)
+    if (form := forms[chosen]) is None:
         raise UserError(
-            f"{table}: the column {image!r} is of type {_type(schema.field(image))}: images are bytes, "
+            f"{table}: the column {chosen!r} is of type {_type(schema.field(chosen))}: images are bytes, "
             "{bytes, path} or paths; choose with --image-column"
         )
     if label is None:
-        named = [name for name in _LABELS if name in forms and name != image]
+        named = [name for name in _LABELS if name in forms and name != chosen]
         if len(named) != 1:
-            known = ", ".join(named or [name for name in forms if name != image]) or "none other"
+            known = ", ".join(named or [name for name in forms if name != chosen]) or "none other"
             raise UserError(f"{table}: which column holds the labels ({known})? Name it with --label-column")
         label = named[0]
     if not label:
-        return Columns(image, form, key=key if key in forms else "")
+        return Columns(chosen, form, key=key if key in forms else "")
     _demand(schema, label, flag="--label-column", table=table)
     field = schema.field(label)
     is_list = is_.is_list(field.type) or is_.is_large_list(field.type) or is_.is_fixed_size_list(field.type)
@@ -100,7 +93,7 @@ def find_columns(schema: pa.Schema, *, image: str | None, label: str | None, key
             f"{table}: the column {label!r} is of type {_type(field)}: a label is a whole number, a name, or a list "
             "of these; choose with --label-column"
         )
-    return Columns(image, form, label, "multi" if is_list else "single", classes=_class_names(schema, label))
+    return Columns(chosen, form, label, "multi" if is_list else "single", classes=_class_names(schema, label))
 
 
 def open_schema(location: str) -> tuple[pa.Schema, list[Rows]]:
@@ -225,8 +218,16 @@ def _type(field: pa.Field) -> str:
     return f"the extension {name}, which is not unpickled or run" if name else str(field.type)[:80]
 
 
-def _no_image(schema: pa.Schema) -> str:
-    return f"none of its columns ({', '.join(schema.names[:20])}) holds images or is called path or file_name"
+def _only_image(forms: Mapping[str, Form | None], table: str) -> str:
+    found = [name for name, form in forms.items() if form == "struct"]
+    found = found or [name for name, form in forms.items() if form == "bytes"]
+    found = found or [name for name in _PATHS if forms.get(name) == "path"]
+    if len(found) == 1:
+        return found[0]
+    what = f"several columns may hold the images ({', '.join(found)})"
+    if not found:
+        what = f"none of its columns ({', '.join([*forms][:20])}) holds images' bytes or is called path or file_name"
+    raise UserError(f"{table}: {what}; choose with --image-column")
 
 
 def _demand(schema: pa.Schema, name: str, *, flag: str, table: str) -> None:

@@ -32,15 +32,22 @@ from shardvit.data_shards.packing.sources.tables.columns import is_table, open_s
 from shardvit.data_shards.shards.shard_index import Texts
 from shardvit.data_shards.text import counted, named, one_line
 
-MOST_LISTED_BYTES = 1 << 28  # of a list that is held, so that mistakes are told by line
+_MOST_HELD_BYTES = 1 << 28  # of a list that is held, so that mistakes are told by line
 _ROWS_AT_ONCE = 1 << 16
+
+
+def is_held(labels: LabelList) -> bool:
+    """True for a list that `label_list` reads, which tells mistakes by line; False for large lists and tables."""
+    file = labels.file
+    return not is_table(file.name) and not (file.is_file() and file.stat().st_size > _MOST_HELD_BYTES)
 
 
 def key_hashes(keys: Sequence[str]) -> NDArray[np.uint64]:
     """Hash texts, each to 8 bytes; the same in every process."""
-    from pandas.util import hash_array
+    from pandas import util
 
-    return hash_array(np.array(keys, dtype=object), categorize=False) if len(keys) else np.zeros(0, np.uint64)
+    hashed: NDArray[np.uint64] = util.hash_array(np.array(keys, dtype=object), categorize=False)  # pyright: ignore
+    return hashed
 
 
 def join_labels(source: Source, labels: LabelList) -> Source:

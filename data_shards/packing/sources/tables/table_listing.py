@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import tarfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -66,87 +67,77 @@ def list_table(request: TableParts, number: int) -> str:
     beside = local_path(work.location) if is_local(work.location) else None
     if beside is not None:
         beside.mkdir(parents=True, exist_ok=True)
-    listing = _Listing(columns)
+    left_out: list[tuple[str, str]] = []
     with TemporaryDirectory(dir=beside, prefix="spool-") as folder:
         plain = Path(folder, "spool.tar")
         with plain.open("wb") as stream, tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-            for row, (image, label, key) in enumerate(read_rows(part.location, part.rows, columns), part.rows.begin):
-                listing.add(tar, f"{part.stem}/{row}", image, label, key)
-        if listing.is_spooled:
+            found = [*_taken(part, columns, tar, left_out)]
+        is_spooled = any(each.size for each in found)
+        if is_spooled:
+            left_out += [(each.name, "has no image") for each in found if not each.size]
+            found = [each for each in found if each.size]
             work.put(f"spool/{mark}.tar", plain)
-    container = Container("folder", request.root)
-    if listing.is_spooled:
-        container = Container("tar", place, state_of(place)[1])
-    elif columns.form != "bytes":
-        listing.place_paths(request.root, below=part.stem.rpartition("/")[0])
-    write_listing(work, file, listing.samples(container, shown=redacted(part.location)))
+        else:
+            found = [*_placed(found, request.root, part.stem.rpartition("/")[0], left_out)]
+    container = Container("tar", place, state_of(place)[1]) if is_spooled else Container("folder", request.root)
+    known: dict[str, int] = {}
+    files = LocatedFiles(
+        redacted(part.location),
+        (container,),
+        Texts.of(f"{each.name}{PATH_MARK}{each.given}" if is_spooled else each.given for each in found),
+        np.zeros(len(found), np.int32),
+        np.array([each.offset for each in found], np.int64),
+        np.array([each.size for each in found], np.int64),
+        np.array([each.stamp for each in found], np.uint64),
+    )
+    codes = np.array([known.setdefault(each.label, len(known)) for each in found], np.int32)
+    write_listing(work, file, TarSamples(files, codes, tuple(known), left_out=tuple(left_out)))
     return file
 
 
-class _Listing:
-    def __init__(self, columns: Columns) -> None:
-        self.columns, self.is_spooled = columns, False
-        self.names, self.places, self.codes = list[str](), list[tuple[int, int, int]](), list[int]()
-        self.known: dict[str, int] = {}
-        self.left_out: list[tuple[str, str]] = []
+class _Taken(NamedTuple):
+    name: str  # STEM/ROW
+    given: str  # path or key in the table, or ""
+    label: str  # JSON list of numbers and names
+    offset: int = 0
+    size: int = 0  # 0: a path alone
+    stamp: int = 0
 
-    def add(self, tar: tarfile.TarFile, name: str, image: Any, label: Any, key: Any) -> None:
-        """Take a row: spool its bytes, or note its path."""
-        path = image.get("path") if isinstance(image, dict) else image if isinstance(image, str) else None
-        data = image.get("bytes") if isinstance(image, dict) else image if isinstance(image, bytes) else None
+
+def _taken(
+    part: TablePart, columns: Columns, tar: tarfile.TarFile, left_out: list[tuple[str, str]]
+) -> Iterator[_Taken]:
+    """Yield the rows, their bytes put into a tar."""
+    for row, (image, label, key) in enumerate(read_rows(part.location, part.rows, columns), part.rows.begin):
+        name, inside = f"{part.stem}/{row}", image if isinstance(image, dict) else {}
+        data = image if isinstance(image, bytes) else inside.get("bytes")
+        path = image if isinstance(image, str) else inside.get("path")
+        values = label if isinstance(label, list) else [label if columns.label else 0]
         if not data and not path:
-            self.left_out.append((name, "has no image"))
-            return
-        values = label if isinstance(label, list) else [label]
-        if self.columns.label and (label is None or any(each in (None, "", -1) for each in values)):
-            self.left_out.append((name, "has no label"))
-            return
-        place = 0, 0, 0
-        if data:
-            info = tarfile.TarInfo(f"{len(self.names):08d}")
-            info.size = len(data)
-            place = tar.offset + BLOCK_BYTES, len(data), _stamp(data)
-            tar.addfile(info, BytesIO(data))
-            self.is_spooled = True
-        given = key if isinstance(key, str | int) else path
-        self.names.append(name if given is None else f"{name}{PATH_MARK}{given}")
-        self.places.append(place)
-        values = [] if not self.columns.label else values
-        self.codes.append(self.known.setdefault(json.dumps(values), len(self.known)))
-
-    def place_paths(self, root: str, *, below: str) -> None:
-        """Name the files by their paths below `root`; leave out what leads outside."""
-        kept = list[int]()
-        top = f"{root.rstrip('/')}/"
-        for row, name in enumerate(self.names):
-            given = name.partition(PATH_MARK)[2]
-            try:
-                is_whole = given.startswith(("/", top))
-                path = given.removeprefix(top)
-                if "://" in path:
-                    raise ValueError(f"the path {one_line(given)} is a URL outside SOURCE; img2dataset downloads those")
-                inside = clean_path(path, root=local_path(root) if is_local(root) else None)
-                self.names[row] = f"{below}/{inside}" if below and not is_whole else inside
-                kept.append(row)
-            except ValueError as error:
-                self.left_out.append((name.partition(PATH_MARK)[0], str(error)))
-        self.names, self.places, self.codes = (
-            [column[row] for row in kept] for column in (self.names, self.places, self.codes)
-        )
-
-    def samples(self, container: Container, *, shown: str) -> TarSamples:
-        """Return what was listed; images without bytes are left out if others have them."""
-        kept = [row for row, (_, size, _) in enumerate(self.places) if size or not self.is_spooled]
-        lost = [self.names[row].partition(PATH_MARK)[0] for row in sorted({*range(len(self.names))} - {*kept})]
-        offsets, sizes, stamps = np.array([self.places[row] for row in kept], object).reshape(-1, 3).T
-        names, codes = Texts.of(self.names[row] for row in kept), np.array([self.codes[row] for row in kept], np.int32)
-        of_container = np.zeros(len(kept), np.int32)
-        columns = of_container, offsets.astype(np.int64), sizes.astype(np.int64), stamps.astype(np.uint64)
-        left_out = [*self.left_out, *((name, "has no image") for name in lost)]
-        return TarSamples(
-            LocatedFiles(shown, (container,), names, *columns), codes, tuple(self.known), left_out=tuple(left_out)
-        )
+            left_out.append((name, "has no image"))
+        elif any(each in (None, "", -1) for each in values):
+            left_out.append((name, "has no label"))
+        else:
+            taken = _Taken(name, str(path or "" if key is None else key), json.dumps(values))
+            if data:
+                info = tarfile.TarInfo(f"{row:08d}")
+                info.size = len(data)
+                stamp = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+                taken = taken._replace(offset=tar.offset + BLOCK_BYTES, size=len(data), stamp=stamp)
+                tar.addfile(info, BytesIO(data))
+            yield taken
 
 
-def _stamp(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+def _placed(found: list[_Taken], root: str, below: str, left_out: list[tuple[str, str]]) -> Iterator[_Taken]:
+    """Yield what lies below the source, by its path there; `below` it lies the table."""
+    top = f"{root.rstrip('/')}/"
+    for each in found:
+        path = each.given.removeprefix(top)
+        try:
+            if "://" in path:
+                raise ValueError(f"{one_line(path)} is a URL outside of SOURCE: img2dataset downloads such")
+            inside = clean_path(path, root=local_path(root) if is_local(root) else None)
+            is_relative = path == each.given and not path.startswith("/")
+            yield each._replace(given=f"{below}/{inside}" if below and is_relative else inside)
+        except ValueError as error:
+            left_out.append((each.name, f"cannot be used: {error}"))

@@ -63,12 +63,15 @@ def table_source(
         opened = list(pool.map(open_schema, tables))
         states = list(pool.map(state_of, tables))
     label = "" if key else options.label_column
-    given = {"image": options.image_column, "label": label, "key": key}
-    columns = find_columns(opened[0][0], **given, table=redacted(tables[0]))
-    for table, (schema, _) in zip(tables, opened, strict=True):
-        if find_columns(schema, **given, table=redacted(table)) != columns:
+    found = [
+        find_columns(schema, image=options.image_column, label=label, key=key, table=redacted(table))
+        for table, (schema, _) in zip(tables, opened, strict=True)
+    ]
+    columns = found[0]
+    for table, its in zip(tables, found, strict=True):
+        if its != columns:
             raise UserError(f"{redacted(table)}: it has other columns or classes than {names[0]}; give one data set")
-    parts = [
+    parts: list[tuple[SplitName, TablePart]] = [
         (split, TablePart(table, stamp, os.path.splitext(name)[0], rows))
         for table, name, split, (_, stamp), (_, each) in zip(tables, names, splits, states, opened, strict=True)
         for rows in each
@@ -78,7 +81,9 @@ def table_source(
     listed = list_parts(spec, list_table, request, shown, unpacking=unpacking)
     is_spooled = any(each.files.containers[0].kind == "tar" for each in listed)
     listed = _named(listed) if is_spooled else _found(listed, columns, root)
-    by_split = [(split, each) for (split, _), each in zip(parts, listed, strict=True)]
+    by_split: list[tuple[SplitName, TarSamples]] = [
+        (split, each) for (split, _), each in zip(parts, listed, strict=True)
+    ]
     bare = {split for split, _ in by_split if not any(len(each) for its, each in by_split if its == split)} - {"train"}
     classes = ("",) if not columns.label else read_classes(options.class_names) if options.class_names else None
     source = sample_source(

@@ -47,6 +47,10 @@ from shardvit.data_shards.text import counted
 from shardvit.data_shards.vocabulary import SPLIT_FOLDERS, LabelKind
 
 _PEEKED_BYTES = 1 << 22  # of a .tar.gz
+ONLY_SAMPLES = (
+    "--label and --label-kind are for tars of samples, --image-column and --label-column for tables, --class-names and "
+    "--label-column also for --labels; leave them out"
+)
 SPLITS: dict[str, SplitName] = {"train": "train", "val": "val", "validation": "val", "test": "test"}
 
 Unfit = Literal["refuse", "skip"]
@@ -55,11 +59,12 @@ _Request = TypeVar("_Request")
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """Where a sample's label is, as in `ShardsSpec`."""
+    """Where a sample's label is, as in `ShardsSpec`; of a packed set, which samples (see `sets.where`)."""
 
     label: str | None = None  # "cls", "txt", "json:KEY" or "tar", the tar's name; None: `cls`, if it exists
     kind: LabelKind = "single"
     class_names: Path | None = None  # None: found in the labels
+    where: str | None = None  # None: all
     image_column: str | None = None  # of a table; None: found
     label_column: str | None = None
 

@@ -37,6 +37,7 @@ def on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Join on disk whatever the size, in several cuts and ranges of images."""
     monkeypatch.setattr(matches_module, "_JOINED_ON_DISK", 0)
     monkeypatch.setattr(disk_join, "_CUT_ENTRIES", 200)
+    monkeypatch.setattr(disk_join, "_KEY_ENTRIES", 0.01)  # all bits
     monkeypatch.setattr(disk_join, "_BATCH_IMAGES", 40)
 
 

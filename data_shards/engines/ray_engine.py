@@ -1,0 +1,200 @@
+"""Run parts on a Ray cluster, running or started here. The only file that imports ray.
+
+A dead node costs its unfinished parts. A worker gets the request once and runs in the command's working folder, if its
+node has it; it imports shardvit from the driver's place and nothing from the working folder. Costs 5 s to start, 1 ms
+a part. Does not move files: sources and OUT are paths or URLs that all nodes see.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import chdir, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.processes import num_cores
+from shardvit.data_shards.working_folder import import_folder
+
+_Request = TypeVar("_Request")
+_Part = TypeVar("_Part", bound=Hashable)
+_Result = TypeVar("_Result")
+
+_PARTS_PER_CPU = 2  # one runs, one waits at its side
+_MOST_CRASHES = 2  # of one part, as `run_parts`
+_ANSWER_SECONDS = 20.0  # of a cluster's head
+_LOOK_SECONDS = 1.0  # at the cluster's size
+_STORE_BYTES = 2**28  # a local Ray's object store; parts return little
+_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+_log = logging.getLogger(__name__)
+
+
+class _Given(NamedTuple):
+    """What a worker gets once."""
+
+    work: Callable[[Any, Any], Any]
+    request: Any
+    folder: str
+    seen_by_all: tuple[str, ...]
+
+
+_own: tuple[str, _Given] | None = None  # of this worker, and the reference that it came by
+
+
+@dataclass(frozen=True)
+class RayEngine:
+    """A connected Ray cluster; it may grow and shrink meanwhile."""
+
+    most_parts: int | None  # running at a time; None: as the cluster has CPUs
+    seen_by_all: tuple[str, ...] = ()  # paths that every node must have
+
+    @property
+    def workers(self) -> int:
+        return self.most_parts or max(1, _num_cpus())
+
+    def run(
+        self,
+        work: Callable[[_Request, _Part], _Result],
+        request: _Request,
+        parts: Sequence[_Part],
+        *,
+        done: Callable[[_Result], None],
+    ) -> dict[_Part, _Result]:
+        import ray
+        from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, RayTaskError, WorkerCrashedError
+
+        # In a list: Ray would unpickle an argument itself for each part.
+        given = [ray.put(_Given(work, request, os.getcwd(), self.seen_by_all))]
+        remote = ray.remote(num_cpus=1, max_retries=0)(_work_in_worker)
+        waiting, crashes, results = deque(parts), Counter[_Part](), dict[_Part, _Result]()
+        flying: dict[Any, _Part] = {}
+        most = _Most(self.most_parts)
+        try:
+            while waiting or flying:
+                while waiting and len(flying) < most.parts():
+                    part = waiting.popleft()
+                    flying[remote.remote(given, part)] = part
+                for ready in ray.wait(list(flying), timeout=_LOOK_SECONDS)[0]:
+                    part = flying.pop(ready)
+                    try:
+                        result = ray.get(ready)
+                    except (NodeDiedError, ObjectLostError):
+                        waiting.append(part)
+                    except (WorkerCrashedError, OutOfMemoryError):
+                        crashes[part] += 1
+                        if crashes[part] < _MOST_CRASHES:
+                            waiting.append(part)
+                    except RayTaskError as error:
+                        raise getattr(error, "cause", None) or error from error
+                    else:
+                        results[part] = result
+                        done(result)
+        finally:
+            for each in flying:
+                ray.cancel(each, force=True)
+        return results
+
+
+@contextmanager
+def open_ray(*, address: str | None, workers: int | None, seen_by_all: tuple[str, ...]) -> Iterator[RayEngine]:
+    """Connect to a cluster: `address`, or RAY_ADDRESS's, or a Ray on this machine, which ends with the block. UserError
+    if ray is not installed or nothing answers."""
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray
+    except ImportError:
+        raise UserError("--engine ray: Ray is not installed; pip install 'shardvit[ray]'") from None
+    if ray.is_initialized():  # the caller's own
+        yield RayEngine(workers, seen_by_all)
+        return
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
+    options: dict[str, Any] = {}
+    if address == "local":
+        cores = workers or num_cores()
+        options = {"num_cpus": cores, "include_dashboard": False, "object_store_memory": _STORE_BYTES}
+    else:
+        _demand_answer(address)
+    shown = os.environ.get("RAY_LOG_TO_DRIVER", "0").lower() in ("1", "true")
+    try:
+        # Ray puts the folder that it is started in before all others of a worker's sys.path.
+        with chdir(import_folder()):
+            ray.init(address, log_to_driver=shown, logging_level=logging.ERROR, **options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise _no_answer(address, error) from error
+    if not shown:
+        # Ray's words on each dead process and node would go to standard output, where results are.
+        from ray._private import worker
+
+        worker.print_to_stdstream = lambda data, *, ignore_prefix: None
+    try:
+        yield RayEngine(None if address == "local" else workers, seen_by_all)
+    finally:
+        ray.shutdown()
+
+
+def _demand_answer(address: str) -> None:
+    """UserError if nothing listens there: Ray itself would wait for minutes."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if host and port.isdecimal():
+        try:
+            socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS).close()
+        except OSError as error:
+            raise _no_answer(address, error) from None
+
+
+def _no_answer(address: str, error: Exception) -> UserError:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return UserError(
+        f"--address {address}: no Ray cluster answers there ({lines[0] if lines else type(error).__name__})"
+    )
+
+
+class _Most:
+    """How many parts may be in flight, by the size of the cluster."""
+
+    def __init__(self, most_parts: int | None) -> None:
+        self._parts, self._is_fixed = most_parts or 0, most_parts is not None
+        self._next, self._said = 0.0, False
+
+    def parts(self) -> int:
+        if not self._is_fixed and time.monotonic() >= self._next:
+            self._next = time.monotonic() + _LOOK_SECONDS
+            cpus = _num_cpus()
+            if not cpus and not self._said:
+                self._said = True
+                _log.warning("the Ray cluster has no CPUs: waiting for nodes")
+            self._parts = max(1, cpus) * _PARTS_PER_CPU
+        return self._parts
+
+
+def _num_cpus() -> int:
+    import ray
+
+    return int(ray.cluster_resources().get("CPU", 0))
+
+
+def _work_in_worker(given: list[Any], part: Any) -> Any:
+    global _own
+    key = given[0].hex()
+    if _own is None or _own[0] != key:
+        _own = key, _begin(given[0])
+    return _own[1].work(_own[1].request, part)
+
+
+def _begin(reference: Any) -> _Given:
+    import ray
+
+    given: _Given = ray.get(reference)
+    with suppress(OSError):
+        os.chdir(given.folder)
+    for path in given.seen_by_all:
+        if not os.path.exists(path):
+            node = ray.util.get_node_ip_address()
+            raise UserError(f"{path}: node {node} does not have it; with --engine ray, give a place that all nodes see")
+    return given

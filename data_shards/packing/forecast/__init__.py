@@ -1,0 +1,1 @@
+"""What a packing would take, before anything is written."""

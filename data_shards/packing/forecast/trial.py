@@ -1,0 +1,115 @@
+"""Foresee a packing: plan it, pack a few random images in memory, and extrapolate. Takes the plan, and 2 seconds."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+from shardvit.data_shards.errors import UnreadableImage
+from shardvit.data_shards.packing.forecast.cost import PackCost, SplitCost, StoreRequests, Trial
+from shardvit.data_shards.packing.image import prepare_image
+from shardvit.data_shards.packing.request import PackRequest
+from shardvit.data_shards.packing.shard_plan import (
+    INDEX_BYTES,
+    TAR_END_BYTES,
+    PackPlan,
+    ShardPlan,
+    make_plan,
+    tar_bytes,
+)
+from shardvit.data_shards.packing.sources.base import Source
+from shardvit.data_shards.sets.statistics import image_statistics
+from shardvit.data_shards.shards.location import is_local
+from shardvit.data_shards.shards.webdataset_parts import tar_writer
+
+_MOST_IMAGES, _MOST_SECONDS = 64, 2.0
+
+
+def try_images(plan: PackPlan, request: PackRequest) -> Trial:
+    """Measure CPU time and bytes of random images, the first of them twice, since it pays for the imports."""
+    draw = np.random.default_rng(request.seed)
+    numbers = draw.choice(plan.num_images, min(_MOST_IMAGES, plan.num_images), replace=False).tolist()
+    begun, unreadable = time.monotonic(), 0
+    seconds: list[float] = []
+    sizes: list[tuple[int, int]] = []  # bytes at the source, and in the tar
+    for number, (shard, position) in enumerate(plan.locate([numbers[0], *numbers])):
+        start, before = time.thread_time(), int(shard.images.num_bytes[position])
+        with tar_writer(io.BytesIO()) as writer:
+            try:
+                image = prepare_image(shard.images.read(position), resize=request.resize, limit=request.pixel_limit)
+                image_statistics(image.pixels, image.data)
+                extension, label = shard.label_member(position)
+                writer.write({"__key__": shard.key(position), image.extension: image.data, extension: label})
+                sizes.append((before, len(image.data)))
+            except (UnreadableImage, OSError):
+                unreadable += number > 0
+        if number:
+            seconds.append(time.thread_time() - start)
+        if time.monotonic() - begun > _MOST_SECONDS and seconds:
+            break
+    before, after = tar_bytes(np.array([(0, 0), *sizes], np.int64)).sum(axis=0).tolist()
+    error = float(np.std(seconds, ddof=1) / len(seconds) ** 0.5) if len(seconds) > 1 else float(np.mean(seconds))
+    return Trial(len(seconds), float(np.mean(seconds)), error, after / before, unreadable)
+
+
+def forecast(
+    source: Source,
+    request: PackRequest,
+    out: str,
+    *,
+    workers: int,
+    bytes_per_second: float | None = None,
+    prices: Mapping[str, float] = MappingProxyType({}),
+) -> PackCost:
+    """Plan the packing of a listed source, try some images, and reckon. UserError as in packing; writes nothing."""
+    plan = make_plan(source, replace(request, name=request.name or "x"))
+    remote_bytes, requests = 0, StoreRequests()
+    scratch: dict[str, int] = {}  # by what is decompressed
+    for images in {id(each.files): each.files for each in source.splits.values()}.values():
+        for number, container in enumerate(images.containers):
+            if container.compressed and not Path(container.location).exists():
+                rows = images.container == number
+                scratch[container.location] = int((images.offsets[rows] + images.sizes[rows]).max(initial=0))
+    for shard in plan.shards:
+        files = shard.images.files
+        is_remote = np.array([not is_local(each.location) for each in files.containers])
+        taken = is_remote[files.container[shard.images.rows]]
+        # Every image is read once more before the shards are written.
+        passes = 1 + (request.duplicates == "drop") + (request.exclusion is not None and shard.split == "train")
+        remote_bytes += passes * int(shard.images.num_bytes[taken].sum())
+        requests += StoreRequests(get=passes * int(taken.sum()))
+    trial = try_images(plan, request) if not scratch else Trial(0)
+    splits = tuple(_split_cost(split, shards, trial) for split, shards in plan.splits.items())
+    if not (is_here := is_local(out)):
+        requests += _requests_of_writing(splits)
+        scratch[out] = workers * max(each.largest_bytes for each in splits)
+    return PackCost(
+        source=source.spec,
+        classes=len(plan.classes),
+        splits=splits,
+        source_bytes=sum(int(shard.images.num_bytes.sum()) for shard in plan.shards),
+        remote_bytes=remote_bytes,
+        requests=requests,
+        destination="disk" if is_here else "store",
+        scratch_bytes=sum(scratch.values()),
+        trial=trial,
+        workers=workers,
+        bytes_per_second=bytes_per_second,
+        prices=prices,
+    )
+
+
+def _split_cost(split: str, shards: Sequence[ShardPlan], trial: Trial) -> SplitCost:
+    tars = [int(trial.growth * tar_bytes(shard.images.num_bytes).sum()) + TAR_END_BYTES for shard in shards]
+    images = sum(map(len, shards))
+    return SplitCost(split, images, len(shards), sum(tars) + images * INDEX_BYTES, max(tars))
+
+
+def _requests_of_writing(splits: Sequence[SplitCost]) -> StoreRequests:
+    return StoreRequests()
