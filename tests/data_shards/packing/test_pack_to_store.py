@@ -1,4 +1,4 @@
-"""Packing from and to a bucket, with faults: the bytes of a local packing, and nothing half-written to be taken for whole."""
+"""Packing from and to a bucket, with faults: the bytes of a local packing, and nothing half-written to see."""
 
 import hashlib
 import os
