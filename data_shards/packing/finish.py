@@ -168,7 +168,8 @@ def sweep(job: PackJob, old: PackJob | None, finished: Sequence[int]) -> int:
 
 
 def remove_work(job: PackJob) -> None:
-    """Remove the work folder in a store, by name; the plan's last, as it has the names."""
+    """Remove the work folder in a store, by name, the plan's last, as it has the names; and what was never uploaded."""
+    job.result.tidy()
     above = job.work.location.rstrip("/") + "/"
     made = [each.location.removeprefix(above) for each in job.containers if each.location.startswith(above)]
     records = [record_file(job.file(number)) for number in range(len(job.plan.sizes))]

@@ -58,6 +58,7 @@ from shardvit.data_shards.progress_line import Progress
 from shardvit.data_shards.shards.location import is_local, join, local_path, redacted
 from shardvit.data_shards.shards.manifest import MANIFEST_FILE, Manifest, parse_manifest, read_manifest
 from shardvit.data_shards.shards.shard_set import Report
+from shardvit.data_shards.store.download import StoreError
 from shardvit.data_shards.store.folders import open_folder
 from shardvit.data_shards.text import counted, parse_json, printable, show_bytes
 
@@ -393,6 +394,8 @@ def _demand_same(out: str, content: Mapping[str, Any]) -> Counts:
         before = dict(packed["request"])
         version, fingerprint = packed["version"], packed["fingerprint"]
         counts = Counts(**packed["found"])
+    except StoreError:
+        raise
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{shown}: it exists and was not packed by shardvit; {remedy}") from None
     if not content:
