@@ -19,7 +19,7 @@ from shardvit.data_shards.checking.judge import SplitScan, SplitSummary, finding
 from shardvit.data_shards.checking.near_duplicates.fingerprint import ShardImages
 from shardvit.data_shards.checking.near_duplicates.matches import MATCH_KINDS, Match, Matches, MatchKind, find_matches
 from shardvit.data_shards.checking.scan import CheckOptions, PartScan, ScanRequest, ShardPart, scan_part
-from shardvit.data_shards.checking.split_table import SplitTable, split_table
+from shardvit.data_shards.checking.split_table import split_table
 from shardvit.data_shards.engines.engine import PartsEngine, local_engine
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.progress_line import Progress
@@ -90,9 +90,9 @@ def check(
             findings.append(finding("unusable-set", split=split, places=[FoundAt("", "", opened)]))
             continue
         request = ScanRequest(opened, store, options)
-        tables = split_table(opened, statistics_to, report=report) if options.statistics else nullcontext()
-        with tables as table:
-            scan = SplitScan(opened, _scan_set(request, engine=engine, report=report, table=table))
+        table = split_table(opened, statistics_to, report=report) if options.statistics else nullcontext(_ignore)
+        with table as take_rows:
+            scan = SplitScan(opened, _scan_set(request, engine=engine, report=report, take_rows=take_rows))
         scans.append(scan)
         findings += split_findings(scan, digests=options.digests)
         first = scan if number == 0 else first
@@ -147,8 +147,12 @@ def _has_manifest(location: str) -> bool:
     return local_path(manifest_at(location)).is_file()
 
 
+def _ignore(scan: PartScan) -> None:
+    pass
+
+
 def _scan_set(
-    request: ScanRequest, *, engine: PartsEngine | None, report: Report, table: SplitTable | None
+    request: ScanRequest, *, engine: PartsEngine | None, report: Report, take_rows: Callable[[PartScan], None]
 ) -> list[PartScan]:
     shards = request.shards
     if engine is None:
@@ -160,8 +164,7 @@ def _scan_set(
 
         def done(scan: PartScan) -> None:
             progress.add(len(scan.samples))
-            if table is not None:
-                table.take(scan)
+            take_rows(scan)
 
         scans = engine.run(scan_part, request, parts, done=done)
     for part in parts:
