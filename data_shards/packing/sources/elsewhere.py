@@ -3,6 +3,7 @@
 A folder of a store is listed once. Web servers have no listing, so there the tars are named by a pattern.
 """
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -33,6 +34,8 @@ from shardvit.data_shards.shards.shard_set import ShardSet
 from shardvit.data_shards.store.ranges import stat_url
 from shardvit.data_shards.store.store import Store
 from shardvit.data_shards.vocabulary import SPLIT_FOLDERS
+
+_IMG2DATASET = re.compile(r"\d+_stats\.json")
 
 
 def elsewhere_source(
@@ -78,7 +81,7 @@ def chosen_source(spec: str, options: SampleOptions, *, unpacking: Unpacking) ->
 def tree_source(
     tree: FolderTree, options: SampleOptions, *, labels: LabelList | None, unpacking: Unpacking, unfit: Unfit
 ) -> Source:
-    """Open a folder of tars, of tables, of class folders, or of images with a list of labels."""
+    """Open a folder of tars, of tables, of samples in files (with a label), of class folders, or of listed images."""
     tars = _tars(tree)
     if tars and options.label is None and all(map(is_class_tar, tars)):
         options = replace(options, label="tar")
@@ -86,15 +89,23 @@ def tree_source(
         places = [*map(tree.place, files)]
         if source := _files_source(tree.spec, places, options, labels=labels, unpacking=unpacking, unfit=unfit):
             return source
+    folders, images, others = tree.scan("")
+    if options.label is not None and not (folders and images) and labels is None:
+        root = tree.place("")
+        return tar_source(tree.spec, folders or [""], options, root=root, unpacking=unpacking, unfit=unfit)
     if options != SampleOptions():
         raise UserError(f"{tree.spec}: {ONLY_SAMPLES}")
+    if labels is None and any(map(_IMG2DATASET.fullmatch, others)):
+        raise UserError(
+            f"{tree.spec}: these are img2dataset's files: say which labels, by --label json:KEY or --labels"
+        )
     if labels is None:
         return folder_source(tree, unfit=unfit)
     if is_held(labels):
         return label_list_source(tree, labels)
-    files = tree.files(tree.walk("")[0])
-    images = ImageSet(files, np.arange(len(files)), np.zeros(len(files), np.int64))
-    return join_labels(Source(tree.spec, ("",), {"train": images}), labels)
+    found = tree.files(tree.walk("")[0])
+    unlabelled = ImageSet(found, np.arange(len(found)), np.zeros(len(found), np.int64))
+    return join_labels(Source(tree.spec, ("",), {"train": unlabelled}), labels)
 
 
 def _files_source(
