@@ -38,6 +38,7 @@ from shardvit.data_shards.shards.manifest import (
     timm_info,
 )
 from shardvit.data_shards.shards.shard_set import Report
+from shardvit.data_shards.store.download import StoreError
 from shardvit.data_shards.store.folders import open_folder
 from shardvit.data_shards.text import counted, parse_json
 
@@ -240,6 +241,8 @@ def demand_same(out: str, content: Mapping[str, Any]) -> Counts:
         before = dict(packed["request"])
         version, fingerprint = packed["version"], packed["fingerprint"]
         counts = Counts(**packed["found"])
+    except StoreError:
+        raise
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{shown}: it exists and was not packed by shardvit; {remedy}") from None
     if not content:
