@@ -83,7 +83,7 @@ def make_shard(job: PackJob, number: int) -> MadeShard:
         record = write_shard(plan, tar, mark=job.plan.marks[number], resize=job.resize, pixel_limit=job.pixel_limit)
         for each in (index_path(tar), tar):
             job.result.put(f"{file.rpartition('/')[0]}/{each.name}", each)
-        job.work.put(statistics_file(file), _statistics_path(tar))
+        job.work.write(statistics_file(file), _statistics_path(tar).read_bytes())
     content = {**vars(record), "shard": record.shard.as_json(), "image_digests": record.image_digests.hex()}
     job.work.write(record_file(file), json.dumps(content).encode())
     return made
