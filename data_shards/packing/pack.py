@@ -7,6 +7,7 @@
                                         KEY.cls (ASCII label), or KEY.json ({"label": [3, 7]}) if multi-label
     OUT/train/NAME-train-000000.idx     offsets of the samples
     OUT/train/manifest.json             and sizes.json for open_clip
+    OUT/train/statistics.parquet        a row a sample, see `data_shards.sets.statistics`
     OUT/val/..., OUT/test/...           the same for other splits of the source; val also with a holdout
     OUT/duplicates.jsonl, OUT/unreadable.jsonl, OUT/excluded.*, OUT/unsure.jsonl     see `found`, `exclusion`
 
