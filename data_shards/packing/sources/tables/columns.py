@@ -66,8 +66,8 @@ def find_columns(schema: pa.Schema, *, image: str | None, label: str | None, key
     """Find the columns; `label` "" for none. UserError names those to choose from."""
     import pyarrow.types as is_
 
-    forms = {str(field.name): _form(field) for field in schema}
-    chosen = image or _only_image(forms, table)
+    forms: dict[str, Form | None] = {str(field.name): _form(field) for field in schema}
+    chosen = image or _only_image(schema, forms, table)
     _demand(schema, chosen, flag="--image-column", table=table)
     if (form := forms[chosen]) is None:
         raise UserError(
@@ -153,10 +153,12 @@ def reading(location: str) -> Iterator[None]:
         raise UserError(f"{redacted(location)}: it cannot be read as a table ({text}); fetch it again") from None
 
 
-def _parquet(location: str) -> Any:
+@contextmanager
+def _parquet(location: str) -> Iterator[Any]:
     import pyarrow.parquet as pq
 
-    return pq.ParquetFile(_opened(location), buffer_size=_READ_BYTES, pre_buffer=False)
+    with _opened(location) as source:
+        yield pq.ParquetFile(source, buffer_size=_READ_BYTES, pre_buffer=False)
 
 
 @contextmanager
@@ -218,10 +220,11 @@ def _type(field: pa.Field) -> str:
     return f"the extension {name}, which is not unpickled or run" if name else str(field.type)[:80]
 
 
-def _only_image(forms: Mapping[str, Form | None], table: str) -> str:
+def _only_image(schema: pa.Schema, forms: Mapping[str, Form | None], table: str) -> str:
     found = [name for name, form in forms.items() if form == "struct"]
     found = found or [name for name, form in forms.items() if form == "bytes"]
     found = found or [name for name in _PATHS if forms.get(name) == "path"]
+    found = found or [field.name for field in schema if _is_extension(field)]  # refused by its type
     if len(found) == 1:
         return found[0]
     what = f"several columns may hold the images ({', '.join(found)})"
