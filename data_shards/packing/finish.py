@@ -46,6 +46,7 @@ from shardvit.data_shards.shards.manifest import (
     timm_info,
 )
 from shardvit.data_shards.shards.shard_set import Report
+from shardvit.data_shards.store.download import StoreError
 from shardvit.data_shards.store.folders import open_folder
 from shardvit.data_shards.text import counted, parse_json
 
@@ -205,7 +206,8 @@ def sweep(job: PackJob, old: PackJob | None, finished: Sequence[int]) -> int:
 
 
 def remove_work(job: PackJob) -> None:
-    """Remove the work folder in a store, by name; the plan's last, as it has the names."""
+    """Remove the work folder in a store, by name, the plan's last, as it has the names; and what was never uploaded."""
+    job.result.tidy()
     above = job.work.location.rstrip("/") + "/"
     made = [each.location.removeprefix(above) for each in job.containers if each.location.startswith(above)]
     files = [job.file(number) for number in range(len(job.plan.sizes))]
@@ -271,6 +273,8 @@ def demand_same(out: str, content: Mapping[str, Any]) -> Counts:
         before = dict(packed["request"])
         version, fingerprint = packed["version"], packed["fingerprint"]
         counts = Counts(**packed["found"])
+    except StoreError:
+        raise
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{shown}: it exists and was not packed by shardvit; {remedy}") from None
     if not content:

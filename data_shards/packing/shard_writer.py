@@ -32,6 +32,7 @@ from shardvit.data_shards.shards.location import is_local, local_path
 from shardvit.data_shards.shards.manifest import Shard
 from shardvit.data_shards.shards.tar_index import build_index, index_path, write_index
 from shardvit.data_shards.shards.webdataset_parts import tar_writer
+from shardvit.data_shards.store.download import StoreError
 from shardvit.data_shards.text import parse_json
 
 if TYPE_CHECKING:
@@ -98,6 +99,8 @@ def find_record(job: PackJob, number: int, *, unread: Literal["retry", "accept"]
         record = ShardRecord(**{**content, "refused": tuple(RefusedImage(*entry) for entry in content["refused"])})
         good = record.mark == job.plan.marks[number]
         good &= unread == "accept" or all(refused.was_read for refused in record.refused)
+    except StoreError:
+        raise
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
     sizes = ((file, record.shard.num_bytes), (index_file(file), record.index_bytes))
