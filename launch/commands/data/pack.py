@@ -164,7 +164,7 @@ class ForecastOptions:
 
 def pack(
     source: str,
-    out: Path | None = None,
+    out: str | None = None,
     /,
     *,
     options: PackOptions = PackOptions(),
@@ -201,7 +201,7 @@ def pack(
     return 0
 
 
-def _foresee(source: str, out: Path, options: PackOptions, asked: ForecastOptions) -> int:
+def _foresee(source: str, out: str, options: PackOptions, asked: ForecastOptions) -> int:
     from shardvit.data_shards.packing.forecast.cost import parse_bandwidth, parse_prices
     from shardvit.data_shards.packing.forecast.trial import forecast
     from shardvit.data_shards.packing.pack import list_source
@@ -209,7 +209,7 @@ def _foresee(source: str, out: Path, options: PackOptions, asked: ForecastOption
 
     prices, bandwidth = parse_prices(asked.price), parse_bandwidth(asked.bandwidth)  # before an hour of listing
     listed, request = list_source(source, out, report=_tell, **options.request())
-    cost = forecast(listed, request, str(out), workers=num_cores(), bytes_per_second=bandwidth, prices=prices)
+    cost = forecast(listed, request, out, workers=num_cores(), bytes_per_second=bandwidth, prices=prices)
     print(json.dumps(cost.as_json(), indent=1) if asked.as_json_text else printable("\n".join(cost.lines())))
     return 0
 
