@@ -8,8 +8,8 @@ from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.store import ranges
 from shardvit.data_shards.store.download import Downloads, RetryPolicy
 from tests import hub as hubs
+from tests.data_shards.packing.sources.places import CLASSES, EXPECTED, images_of, open_at
 from tests.data_shards.packing.sources.tables.test_tables import NAMES, hub_table, pushed, write_parquet
-from tests.data_shards.packing.sources.test_elsewhere import CLASSES, EXPECTED, images_of, open_at
 
 
 def find(hub: hubs.Hub, home: Path, monkeypatch: pytest.MonkeyPatch, *, token: str = "") -> None:

@@ -11,8 +11,8 @@ import pytest
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources.label_list import LabelList
 from shardvit.data_shards.packing.sources.tables import joined_labels
+from tests.data_shards.packing.sources.places import CLASSES, EXPECTED, IMAGES, images_of, open_at, tar_of
 from tests.data_shards.packing.sources.tables.test_tables import NAMES, hub_table, write_parquet
-from tests.data_shards.packing.sources.test_elsewhere import CLASSES, EXPECTED, IMAGES, images_of, open_at, tar_of
 
 ROWS = [(name, name.partition("/")[0]) for name in sorted(IMAGES, key=hash)]
 
