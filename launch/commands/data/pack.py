@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.text import printable
 from shardvit.data_shards.vocabulary import USUAL_MOST_PIXELS, LabelKind
-from shardvit.launch.flags import JsonFlag, MaxImagePixels, pixel_limit, size_bytes, switch
+from shardvit.launch.flags import EngineOptions, JsonFlag, MaxImagePixels, pixel_limit, size_bytes, switch
 from shardvit.launch.local.output import go_on
 
 if TYPE_CHECKING:
@@ -81,6 +81,19 @@ class PackOptions:
     manifest: Annotated[str | None, Parameter(help="Without OUT: it becomes manifest-NAME.json; default: chosen.")] = (
         None
     )
+
+    def arguments(self) -> list[str]:
+        """Return the flags as one would type them."""
+        words: list[str] = []
+        for each in fields(self):
+            value, flag = getattr(self, each.name), f"--{each.name.replace('_', '-')}"
+            if value == each.default:
+                continue
+            if isinstance(value, list):
+                words += [flag, *value]
+            else:
+                words.append(flag if value is True else f"{flag}={value}")
+        return words
 
     def request(self) -> dict[str, Any]:
         from shardvit.data_shards.packing.image import DEFAULT_QUALITY, Resize
@@ -158,6 +171,24 @@ class ForecastOptions:
             raise UserError("--price, --bandwidth, --json: they are for --dry-run; give that too")
 
 
+@Parameter(name="*", show=False)
+@dataclass(frozen=True)
+class StepOptions:
+    """Flags of the jobs of `shardvit submit --pack`, or of any other scheduler's."""
+
+    step: Literal["plan", "shards", "finish"] | None = None
+    task: int | None = None
+    of: int | None = None
+
+    def chosen(self) -> dict[str, Any]:
+        """Return `pack`'s arguments."""
+        if (self.step == "shards") != (self.task is not None) or (self.task is None) != (self.of is None):
+            raise UserError("--task, --of: --step shards needs both, for the shards TASK, TASK + OF, ...; no other does")
+        if self.step is None:
+            return {}
+        return {"step": self.step} if self.task is None else {"step": self.step, "task": self.task, "of": self.of}
+
+
 def pack(
     source: str,
     out: Path | None = None,
@@ -165,6 +196,8 @@ def pack(
     *,
     options: PackOptions = PackOptions(),
     forecast: ForecastOptions = ForecastOptions(),
+    engine: EngineOptions = EngineOptions(),
+    steps: StepOptions = StepOptions(),
 ) -> int:
     """Pack images into WebDataset shards with a manifest.
 
@@ -186,6 +219,7 @@ def pack(
     from shardvit.data_shards.packing.pack import pack as pack_images
 
     forecast.demand_fit()
+    step = steps.chosen()
     go_on()
     if out is None:
         return _choose(source, options)
@@ -193,7 +227,8 @@ def pack(
         raise UserError("--manifest: it names what --where writes without OUT; leave one of them out")
     if forecast.dry_run:
         return _foresee(source, out, options, forecast)
-    pack_images(source, out, report=_say, **options.request())
+    with engine.open(source, str(out.parent)) as opened:
+        pack_images(source, out, engine=opened, report=_say, **options.request(), **step)
     return 0
 
 
