@@ -62,7 +62,7 @@ def _progress(job: PackJob, *, now: float) -> dict[str, Any]:
 def _records(job: PackJob) -> dict[str, float]:
     """When each record was written; a listing will do for a look."""
     if not is_local(job.work.location):
-        return {each.name: 0.0 for each in list_url(join(job.work.location, "records"))}
+        return {name: 0.0 for name, *_ in list_url(join(job.work.location, "records"))}
     folder = local_path(job.work.location) / "records"
     return {each.name: each.stat().st_mtime for each in folder.glob("*.json")}
 

@@ -183,7 +183,9 @@ class StepOptions:
     def chosen(self) -> dict[str, Any]:
         """Return `pack`'s arguments."""
         if (self.step == "shards") != (self.task is not None) or (self.task is None) != (self.of is None):
-            raise UserError("--task, --of: --step shards needs both, for the shards TASK, TASK + OF, ...; no other does")
+            raise UserError(
+                "--task, --of: --step shards needs both, for the shards TASK, TASK + OF, ...; no other does"
+            )
         if self.step is None:
             return {}
         return {"step": self.step} if self.task is None else {"step": self.step, "task": self.task, "of": self.of}
@@ -191,12 +193,12 @@ class StepOptions:
 
 def pack(
     source: str,
-    out: Path | None = None,
+    out: str | None = None,
     /,
     *,
     options: PackOptions = PackOptions(),
     forecast: ForecastOptions = ForecastOptions(),
-    engine: EngineOptions = EngineOptions(),
+    engine: EngineOptions = EngineOptions(),  # noqa: B008 - frozen
     steps: StepOptions = StepOptions(),
 ) -> int:
     """Pack images into WebDataset shards with a manifest.
@@ -217,17 +219,21 @@ def pack(
         shardvit pack shards/photos --where "width >= 128 and not duplicate"
     """
     from shardvit.data_shards.packing.pack import pack as pack_images
+    from shardvit.data_shards.shards.location import is_local, local_path
 
     forecast.demand_fit()
     step = steps.chosen()
     go_on()
     if out is None:
+        if (engine, steps) != (EngineOptions(), StepOptions()):
+            raise UserError("--engine, --workers, --address, --step: they are for packing; name OUT, too")
         return _choose(source, options)
     if options.manifest is not None:
         raise UserError("--manifest: it names what --where writes without OUT; leave one of them out")
     if forecast.dry_run:
-        return _foresee(source, out, options, forecast)
-    with engine.open(source, str(out.parent)) as opened:
+        return _foresee(source, Path(out), options, forecast)
+    beside = str(local_path(out).absolute().parent) if is_local(out) else out
+    with engine.open(source, beside) as opened:
         pack_images(source, out, engine=opened, report=_say, **options.request(), **step)
     return 0
 

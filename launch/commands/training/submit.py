@@ -36,7 +36,7 @@ def submit(
     at_once: Annotated[
         int | None, Parameter(help="With --sweep, --pack: the most points or tasks at a time; default: all.")
     ] = None,
-    packing: Annotated[PackOptions, Parameter(name="*", show=False)] = PackOptions(),
+    packing: Annotated[PackOptions, Parameter(name="*", show=False)] = PackOptions(),  # noqa: B008 - frozen
 ) -> int:
     """Submit a recipe's unfinished stages to SLURM, one job each, in order.
 
