@@ -19,7 +19,7 @@ from shardvit.data_shards.checking.judge import SplitScan, SplitSummary, finding
 from shardvit.data_shards.checking.near_duplicates.fingerprint import ShardImages
 from shardvit.data_shards.checking.near_duplicates.matches import MATCH_KINDS, Match, Matches, MatchKind, find_matches
 from shardvit.data_shards.checking.scan import CheckOptions, PartScan, ScanRequest, ShardPart, scan_part
-from shardvit.data_shards.checking.split_table import SplitTable, split_table
+from shardvit.data_shards.checking.split_table import split_table
 from shardvit.data_shards.engines.engine import PartsEngine, local_engine
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.progress_line import Progress
@@ -39,7 +39,9 @@ _MEANING: dict[MatchKind, str] = {
     "equal-pixels": "equal pixels of",
     "near-duplicate": "near-duplicates of",
     "unsure": "perhaps near-duplicates of",
+    "semantic": "alike, by the model's features,",
 }
+_NO_FAULT: tuple[MatchKind, ...] = ("unsure", "semantic")
 _COPIED = "they are trained on more often than others: drop the copies at the source if that is not meant"
 
 Report = Callable[[str], None]
@@ -90,9 +92,9 @@ def check(
             findings.append(finding("unusable-set", split=split, places=[FoundAt("", "", opened)]))
             continue
         request = ScanRequest(opened, store, options)
-        tables = split_table(opened, statistics_to, report=report) if options.statistics else nullcontext()
-        with tables as table:
-            scan = SplitScan(opened, _scan_set(request, engine=engine, report=report, table=table))
+        table = split_table(opened, statistics_to, report=report) if options.statistics else nullcontext(_ignore)
+        with table as take_rows:
+            scan = SplitScan(opened, _scan_set(request, engine=engine, report=report, take_rows=take_rows))
         scans.append(scan)
         findings += split_findings(scan, digests=options.digests)
         first = scan if number == 0 else first
@@ -105,7 +107,7 @@ def check(
             images = ShardImages(scan.shards, store, damaged="report")
             limit = options.pixel_limit
             matches.append(find_matches(images, theirs, pixel_limit=limit, engine=engine, report=report))
-            findings += _match_findings(matches[-1], split=scan.shards.split)
+            findings += match_findings(matches[-1], split=scan.shards.split)
     fitness, more = _assess(first, options)
     findings += more
     return CheckResult(
@@ -147,8 +149,12 @@ def _has_manifest(location: str) -> bool:
     return local_path(manifest_at(location)).is_file()
 
 
+def _ignore(scan: PartScan) -> None:
+    pass
+
+
 def _scan_set(
-    request: ScanRequest, *, engine: PartsEngine | None, report: Report, table: SplitTable | None
+    request: ScanRequest, *, engine: PartsEngine | None, report: Report, take_rows: Callable[[PartScan], None]
 ) -> list[PartScan]:
     shards = request.shards
     if engine is None:
@@ -160,8 +166,7 @@ def _scan_set(
 
         def done(scan: PartScan) -> None:
             progress.add(len(scan.samples))
-            if table is not None:
-                table.take(scan)
+            take_rows(scan)
 
         scans = engine.run(scan_part, request, parts, done=done)
     for part in parts:
@@ -186,7 +191,7 @@ def _assess(scan: SplitScan | None, options: CheckOptions) -> tuple[Fitness | No
     )
 
 
-def _match_findings(found: Matches, *, split: str) -> list[Finding]:
+def match_findings(found: Matches, *, split: str) -> list[Finding]:
     """Grade the matches of one split: problems, but warnings within one set, and notes if unsure."""
     findings: list[Finding] = []
     for number, other in enumerate(found.others):
@@ -203,8 +208,8 @@ def _match_findings(found: Matches, *, split: str) -> list[Finding]:
                     count=len(matches),
                     message=f"{counted(len(matches), 'image')}: {_MEANING[kind]} {where}",
                     places=[_found_at(found, match) for match in matches[:MOST_PLACES]],
-                    severity="warning" if within and kind != "unsure" else None,
-                    remedy=_COPIED if within and kind != "unsure" else "",
+                    severity="warning" if within and kind not in _NO_FAULT else None,
+                    remedy=_COPIED if within and kind not in _NO_FAULT else "",
                 )
             )
     for name, count in found.undecoded.items():

@@ -17,7 +17,6 @@ plus 1.5 to 2 kB each (tar blocks).
 """
 
 import errno
-import json
 import os
 import shutil
 import threading
@@ -25,7 +24,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +36,7 @@ from shardvit.data_shards.engines.threads import ThreadEngine
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing import found
 from shardvit.data_shards.packing.exclusion import Excluded, find_excluded
-from shardvit.data_shards.packing.finish import PACK_FILE, finish, remove_work, sweep
+from shardvit.data_shards.packing.finish import clear, demand_same, difference, finish, is_there, manifests_of, sweep
 from shardvit.data_shards.packing.found import Counts, PackReport
 from shardvit.data_shards.packing.plan_file import PackJob, PlanTable, load_job, save_job, write_table
 from shardvit.data_shards.packing.request import HoldoutList, PackRequest, read_holdout_list
@@ -55,11 +54,9 @@ from shardvit.data_shards.packing.sources.recognise import open_source
 from shardvit.data_shards.packing.work import has_records, open_work, unpacked_path, work_folder, work_path
 from shardvit.data_shards.processes import num_cores
 from shardvit.data_shards.progress_line import Progress
-from shardvit.data_shards.shards.location import is_local, join, local_path, redacted
-from shardvit.data_shards.shards.manifest import MANIFEST_FILE, Manifest, parse_manifest, read_manifest
+from shardvit.data_shards.shards.location import is_local, local_path, redacted
 from shardvit.data_shards.shards.shard_set import Report
-from shardvit.data_shards.store.folders import open_folder
-from shardvit.data_shards.text import counted, parse_json, printable, show_bytes
+from shardvit.data_shards.text import counted, printable, show_bytes
 
 PACK_VERSION = 1
 PackStep = Literal["all", "plan", "shards", "finish"]
@@ -99,7 +96,7 @@ def pack(
     finally:  # kept if the attempt left shards, or a plan
         if is_local(location) and not work_path(Path(location)).is_dir():
             shutil.rmtree(unpacked_path(location), ignore_errors=True)
-    manifests = () if counts is None else _manifests(location, text)
+    manifests = () if counts is None else manifests_of(location, text)
     result = PackReport(text, manifests, counts or Counts(), compared, seconds=time.monotonic() - start)
     for line in result.lines(dropped=request.duplicates == "drop") if manifests else ():
         report(line)
@@ -161,7 +158,7 @@ class _Packing:
     def run(self, source_spec: str) -> tuple[Counts, str]:
         """Return what was found, and what was compared if OUT was there."""
         source, content = self._open(source_spec)
-        if _is_there(self.out):
+        if is_there(self.out):
             return self._compare(source, content)
         chosen = self._choose(source)
         try:
@@ -170,14 +167,14 @@ class _Packing:
                 self._make(job, left)
                 return finish(job, report=self.report), ""
         except (OSError, UserError):
-            if not is_local(self.out) and _is_there(self.out):  # another process has finished the same
+            if not is_local(self.out) and is_there(self.out):  # another process has finished the same
                 return self._compare(source, content)
             raise
 
     def run_step(self, source_spec: str, step: PackStep, task: int, of: int) -> tuple[Counts | None, str]:
         if step == "plan":
             source, content = self._open(source_spec)
-            if _is_there(self.out):
+            if is_there(self.out):
                 return self._compare(source, content)
             with open_work(self.out, keep=True), self._explain_full_disk():
                 job, left = self._plan(source, content, *self._choose(source))
@@ -185,16 +182,16 @@ class _Packing:
             self.report(f"{self.shown}: planned, {shards} to be made")
             return None, ""
         if (job := load_job(self.out)) is None:
-            if step == "finish" and _is_there(self.out):
-                return _demand_same(self.out, {}), "nothing"
+            if step == "finish" and is_there(self.out):
+                return demand_same(self.out, {}), "nothing"
             raise UserError(f"{self.shown}: it is not planned yet; take step plan first")
         before = job.content["request"]
-        if different := _different(before, self.request.as_json(before["source"])):
+        if different := difference(before, self.request.as_json(before["source"])):
             raise UserError(f"{self.shown}: it was planned with another request ({different}); take step plan again")
         if step == "finish":
             with open_work(self.out, keep=True), self._explain_full_disk():
                 counts = finish(job, report=self.report)
-            _clear(self.out)
+            clear(self.out)
             return counts, ""
         if not 0 <= task < of:
             raise UserError(f"task {task} of {of}: tasks are numbered from 0 to {of - 1}")
@@ -208,9 +205,9 @@ class _Packing:
         return source, {"version": PACK_VERSION, "request": request, "fingerprint": source.fingerprint()}
 
     def _compare(self, source: Source, content: dict[str, Any]) -> tuple[Counts, str]:
-        counts = _demand_same(self.out, content)
+        counts = demand_same(self.out, content)
         compared = compare_seen(self.out, source, self.request, report=self.report)
-        _clear(self.out)  # killed before the end
+        clear(self.out)  # killed before the end
         return counts, compared
 
     def _named(self) -> PackRequest:
@@ -227,7 +224,7 @@ class _Packing:
     ) -> tuple[PackJob, Sequence[int]]:
         """Write the plan; return it with the shards that are not finished."""
         request, old = self._named(), load_job(self.out)
-        if old and not is_local(self.out) and (different := _different(old.content["request"], content["request"])):
+        if old and not is_local(self.out) and (different := difference(old.content["request"], content["request"])):
             where = redacted(old.work.location)
             raise UserError(f"{self.shown}: another request is packed into it ({different}); wait, or delete {where}")
         all_files = {id(images.files): images.files for images in source.splits.values()}
@@ -347,60 +344,3 @@ class _Packing:
                 f"{folder.parent}: the shards need about {show_bytes(needed)} and {show_bytes(free)} are free; "
                 f"make room or choose an OUT on another disk"
             )
-
-
-def _is_there(out: str) -> bool:
-    """True if OUT is a finished set, or a local folder with anything in it; an empty one does not count."""
-    if is_local(out):
-        return os.path.lexists(out) and (not os.path.isdir(out) or bool(os.listdir(out)))
-    return open_folder(out).size(f"train/{MANIFEST_FILE}") is not None
-
-
-def _clear(out: str) -> None:
-    """Remove the work folder of a finished packing."""
-    if is_local(out):
-        if (path := work_path(Path(out))).is_dir():
-            with open_work(out):
-                shutil.rmtree(path)
-    elif (job := load_job(out)) is not None:
-        remove_work(job)
-
-
-def _manifests(out: str, shown: str) -> tuple[Manifest, ...]:
-    if is_local(out):
-        splits = ("train", *(split for split in ("val", "test") if os.path.isdir(os.path.join(out, split))))
-        return tuple(read_manifest(os.path.join(shown, split)) for split in splits)
-    found: list[Manifest] = []
-    for split in ("train", "val", "test"):
-        with suppress(FileNotFoundError):
-            content = open_folder(out).read(f"{split}/{MANIFEST_FILE}")
-            found.append(parse_manifest(content, root=Path(), name=join(redacted(out), split)))
-    return tuple(found)
-
-
-def _different(before: Mapping[str, Any], request: Mapping[str, Any]) -> str:
-    """Say what differs between two requests, if anything."""
-    request = parse_json(json.dumps(request))
-    key = next((key for key in {**request, **before} if before.get(key) != request.get(key)), None)
-    return "" if key is None else f"{key}: {before.get(key)!r} then, {request.get(key)!r} now"
-
-
-def _demand_same(out: str, content: Mapping[str, Any]) -> Counts:
-    """Return OUT's counts; UserError unless it was packed by this request from this source ({}: any)."""
-    shown, remedy = redacted(out), "choose another folder or delete it"
-    try:
-        packed = parse_json(open_folder(out).read(PACK_FILE))
-        before = dict(packed["request"])
-        version, fingerprint = packed["version"], packed["fingerprint"]
-        counts = Counts(**packed["found"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"{shown}: it exists and was not packed by shardvit; {remedy}") from None
-    if not content:
-        return counts
-    different = _different(before, content["request"])
-    if different or version != content["version"]:
-        then = different or f"version: {version!r} then, {content['version']!r} now"
-        raise UserError(f"{shown}: it exists and was packed with another request ({then}); {remedy}")
-    if fingerprint != content["fingerprint"]:
-        raise UserError(f"{shown}: it was packed from {before['source']}, which has changed since; {remedy}")
-    return counts
