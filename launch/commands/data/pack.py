@@ -235,14 +235,16 @@ def pack(
     if options.manifest is not None:
         raise UserError("--manifest: it names what --where writes without OUT; leave one of them out")
     if forecast.dry_run:
-        return _foresee(source, Path(out), options, forecast)
+        if engine.engine == "ray" or step:
+            raise UserError("--dry-run: give it the CPUs of the cluster as --workers, without --engine ray and --step")
+        return _foresee(source, out, options, forecast, engine.workers)
     beside = str(local_path(out).absolute().parent) if is_local(out) else out
     with engine.open(source, beside) as opened:
         pack_images(source, out, engine=opened, report=_say, **options.request(), **step)
     return 0
 
 
-def _foresee(source: str, out: Path, options: PackOptions, asked: ForecastOptions) -> int:
+def _foresee(source: str, out: str, options: PackOptions, asked: ForecastOptions, workers: int | None) -> int:
     from shardvit.data_shards.packing.forecast.cost import parse_bandwidth, parse_prices
     from shardvit.data_shards.packing.forecast.trial import forecast
     from shardvit.data_shards.packing.pack import list_source
@@ -250,7 +252,9 @@ def _foresee(source: str, out: Path, options: PackOptions, asked: ForecastOption
 
     prices, bandwidth = parse_prices(asked.price), parse_bandwidth(asked.bandwidth)  # before an hour of listing
     listed, request = list_source(source, out, report=_tell, **options.request())
-    cost = forecast(listed, request, str(out), workers=num_cores(), bytes_per_second=bandwidth, prices=prices)
+    cost = forecast(
+        listed, request, str(out), workers=workers or num_cores(), bytes_per_second=bandwidth, prices=prices
+    )
     print(json.dumps(cost.as_json(), indent=1) if asked.as_json_text else printable("\n".join(cost.lines())))
     return 0
 
