@@ -7,6 +7,7 @@
                                         KEY.cls (ASCII label), or KEY.json ({"label": [3, 7]}) if multi-label
     OUT/train/NAME-train-000000.idx     offsets of the samples
     OUT/train/manifest.json             and sizes.json for open_clip
+    OUT/train/statistics.parquet        a row a sample, see `data_shards.sets.statistics`
     OUT/val/..., OUT/test/...           the same for other splits of the source; val also with a holdout
     OUT/duplicates.jsonl, OUT/unreadable.jsonl, OUT/excluded.*, OUT/unsure.jsonl     see `found`, `exclusion`
 
@@ -56,6 +57,7 @@ from shardvit.data_shards.processes import num_cores
 from shardvit.data_shards.progress_line import Progress
 from shardvit.data_shards.shards.location import is_local, local_path, redacted
 from shardvit.data_shards.shards.shard_set import Report
+from shardvit.data_shards.store.folders import open_folder
 from shardvit.data_shards.text import counted, printable, show_bytes
 
 PACK_VERSION = 1
@@ -89,6 +91,7 @@ def pack(
     """
     start, text = time.monotonic(), str(out)
     location = os.path.abspath(local_path(text)) if is_local(text) else text.rstrip("/")
+    open_folder(location)  # UserError before the source is listed
     request = _request(source_spec, holdout_list, options)
     packing = _Packing(text, location, request, engine or _local_engine(), report)
     try:

@@ -252,9 +252,7 @@ def _foresee(source: str, out: str, options: PackOptions, asked: ForecastOptions
 
     prices, bandwidth = parse_prices(asked.price), parse_bandwidth(asked.bandwidth)  # before an hour of listing
     listed, request = list_source(source, out, report=_tell, **options.request())
-    cost = forecast(
-        listed, request, str(out), workers=workers or num_cores(), bytes_per_second=bandwidth, prices=prices
-    )
+    cost = forecast(listed, request, out, workers=workers or num_cores(), bytes_per_second=bandwidth, prices=prices)
     print(json.dumps(cost.as_json(), indent=1) if asked.as_json_text else printable("\n".join(cost.lines())))
     return 0
 
