@@ -191,6 +191,8 @@ def pack(
 
     forecast.demand_fit()
     go_on()
+    if out is None and forecast.dry_run:
+        raise UserError("--dry-run: it reckons with the place of OUT; name that too")
     if out is None:
         return _choose(source, options)
     if options.manifest is not None:
@@ -205,12 +207,15 @@ def _foresee(source: str, out: str, options: PackOptions, asked: ForecastOptions
     from shardvit.data_shards.packing.forecast.cost import parse_bandwidth, parse_prices
     from shardvit.data_shards.packing.forecast.trial import forecast
     from shardvit.data_shards.packing.pack import list_source
+    from shardvit.data_shards.packing.work import unpacked_path
     from shardvit.data_shards.processes import num_cores
 
     prices, bandwidth = parse_prices(asked.price), parse_bandwidth(asked.bandwidth)  # before an hour of listing
     listed, request = list_source(source, out, report=_tell, **options.request())
     cost = forecast(listed, request, out, workers=num_cores(), bytes_per_second=bandwidth, prices=prices)
     print(json.dumps(cost.as_json(), indent=1) if asked.as_json_text else printable("\n".join(cost.lines())))
+    if (kept := unpacked_path(out)).is_dir():
+        _tell(f"{kept}: what listing had to decompress or copy stays for the packing; delete it if none follows")
     return 0
 
 
