@@ -99,6 +99,7 @@ def tar_source(
     if options.label is None:
         demand_cls(map(_peeked, tars[:PEEKED_TARS]), source=redacted(spec), key="--label")
     stems = list(tars) if root else _stems(spec, tars)
+    tars = [join(root, tar) if tar else root for tar in tars] if root else tars
     tops = [name.partition("/")[0] for name in stems]
     has_splits = "train" in tops and {*tops} <= {*SPLIT_FOLDERS}
     splits: list[SplitName] = [SPLITS[top] if has_splits else "train" for top in tops]
@@ -158,9 +159,14 @@ def _list(
     root: str = "",
     unpacking: Unpacking,
 ) -> list[TarSamples]:
-    places = tuple(join(root, tar) if root and tar else root or tar for tar in tars)
-    request = SampleTars(places, tuple(stems), tuple(labels), listing_folder(unpacking).location, root)
+    places = tuple(map(_absolute, tars))
+    work = listing_folder(unpacking).location
+    request = SampleTars(places, tuple(stems), tuple(labels), work, root and _absolute(root))
     return list_parts(spec, list_tar, request, [redacted(tar) for tar in tars], unpacking=unpacking)
+
+
+def _absolute(location: str) -> str:
+    return os.path.abspath(local_path(location)) if is_local(location) else location
 
 
 def listing_folder(unpacking: Unpacking) -> Folder:
@@ -226,7 +232,7 @@ def sample_source(
             numbers = _stacked([each.numbers(labels, label_map) for each in its])
             splits[split] = ImageSet(files, np.arange(len(numbers)), numbers)
     return Source(
-        os.path.abspath(local_path(spec)) if is_local(spec) else shown,
+        _absolute(spec) if is_local(spec) else shown,
         classes,
         splits,
         notes=tuple(notes),
