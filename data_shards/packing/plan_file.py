@@ -156,12 +156,17 @@ class PackJob:
             yield file.read_row_group(group, columns=columns, use_threads=False).combine_chunks()
 
 
+def shards_per_part(sizes: Sequence[int]) -> int:
+    """Choose how many shards' images a file of the plan holds."""
+    return max(1, min(_PART_SHARDS, _PART_ROWS // max(sizes)))
+
+
 def write_table(shards: Sequence[ShardPlan], name: str, job: PackJob, *, first: Mapping[int, int]) -> PlanTable:
     """Write the plan's images, a row group a shard; `first`: id of a split's files -> number of its first container."""
     import pyarrow.parquet as pq
 
     sizes = [len(shard) for shard in shards]
-    per_part = max(1, min(_PART_SHARDS, _PART_ROWS // max(sizes)))
+    per_part = shards_per_part(sizes)
     splits: dict[SplitName, int] = {}
     marks: list[str] = []
     table = PlanTable(name, splits, sizes, marks, per_part)

@@ -36,7 +36,7 @@ class PackOptions:
     """Flags of `shardvit pack`."""
 
     name: Annotated[str | None, Parameter(help="Data set's name, in file names too; default: OUT's.")] = None
-    labels: Annotated[Path | None, Parameter(help="CSV or JSONL of paths and labels, instead of class folders.")] = None
+    labels: Annotated[Path | None, Parameter(help="CSV, JSONL, parquet of paths and labels, not class folders.")] = None
     path_column: Annotated[str | None, Parameter(help="Column or key of the paths in --labels; default: path.")] = None
     label_column: Annotated[str | None, Parameter(help="Of the labels in --labels or the table; default: label.")] = (
         None
@@ -208,10 +208,11 @@ def pack(
     """Pack images into WebDataset shards with a manifest.
 
     SOURCE: a folder or tar of class folders (or of train/, val/, test/ with them), any folder with
-    --labels, tars of samples or a pattern of them, all these also at a URL; MNIST's IDX files,
-    "fashion-mnist" (Debian's), "digits" (scikit-learn's), or ImageNet, CIFAR, Pets, Flowers or VTAB
-    as published. OUT gets a folder per split. Unreadable images stop it, and all are listed.
-    If interrupted, run it again: the result is byte-identical.
+    --labels, tars of samples or parquet or Arrow tables or a pattern of them, all these also at a
+    URL, as hf://datasets/OWNER/NAME; MNIST's IDX files, "fashion-mnist" (Debian's), "digits"
+    (scikit-learn's), or ImageNet, CIFAR, Pets, Flowers or VTAB as published. OUT gets a folder per
+    split. Unreadable images stop it, and all are listed. If interrupted, run it again: the result
+    is byte-identical.
     --labels photos.csv: "path,label", then "a/1.jpg,cat" or, with two labels, "a/2.jpg,cat|dog".
     JSONL: {"path": "a/2.jpg", "label": ["cat", "dog"]}. Paths: relative to SOURCE, or absolute in it.
     --exclude-matches-of lists what it leaves out; doubtful pairs stay, and are listed in unsure.jsonl.
@@ -220,6 +221,7 @@ def pack(
         shardvit pack photos/ shards/photos --holdout 0.1
         shardvit pack imagenet/ shards/imagenet-320 --resize-short 320 --shard-size 256MB
         shardvit pack "s3://raw/{00000..09999}.tar" shards/raw --label json:class
+        shardvit pack hf://datasets/OWNER/NAME shards/name
         shardvit pack shards/photos --where "width >= 128 and not duplicate"
     """
     from shardvit.data_shards.packing.pack import pack as pack_images
@@ -228,6 +230,8 @@ def pack(
     forecast.demand_fit()
     step = steps.chosen()
     go_on()
+    if out is None and forecast.dry_run:
+        raise UserError("--dry-run: it reckons with the place of OUT; name that too")
     if out is None:
         if (engine, steps) != (EngineOptions(), StepOptions()):
             raise UserError("--engine, --workers, --address, --step: they are for packing; name OUT, too")
@@ -248,12 +252,15 @@ def _foresee(source: str, out: str, options: PackOptions, asked: ForecastOptions
     from shardvit.data_shards.packing.forecast.cost import parse_bandwidth, parse_prices
     from shardvit.data_shards.packing.forecast.trial import forecast
     from shardvit.data_shards.packing.pack import list_source
+    from shardvit.data_shards.packing.work import unpacked_path
     from shardvit.data_shards.processes import num_cores
 
     prices, bandwidth = parse_prices(asked.price), parse_bandwidth(asked.bandwidth)  # before an hour of listing
     listed, request = list_source(source, out, report=_tell, **options.request())
     cost = forecast(listed, request, out, workers=workers or num_cores(), bytes_per_second=bandwidth, prices=prices)
     print(json.dumps(cost.as_json(), indent=1) if asked.as_json_text else printable("\n".join(cost.lines())))
+    if (kept := unpacked_path(out)).is_dir():
+        _tell(f"{kept}: what listing had to decompress or copy stays for the packing; delete it if none follows")
     return 0
 
 

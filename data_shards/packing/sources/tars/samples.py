@@ -171,7 +171,7 @@ def _absolute(location: str) -> str:
 
 def listing_folder(unpacking: Unpacking) -> Folder:
     """Return the folder in which sources are listed."""
-    return open_folder(unpacking.folder or default_index_folder())
+    return open_folder(unpacking.work or unpacking.folder or default_index_folder())
 
 
 def list_parts(
@@ -186,11 +186,9 @@ def list_parts(
             done[1] = time.monotonic()
             unpacking.report(f"{redacted(spec)}: {done[0]:,} of {counted(len(parts), 'part')} listed")
 
-    engine = unpacking.engine
-    if engine is None:
-        work(request, 0)  # a process takes 0.2 to 2 s to start
-        is_quick = (time.monotonic() - done[1]) * len(parts) < _WORTH_PROCESSES_SECONDS
-        engine = local_engine(1 if is_quick else None)
+    work(request, 0)  # a process takes 0.2 to 2 s to start
+    is_quick = (time.monotonic() - done[1]) * len(parts) < _WORTH_PROCESSES_SECONDS
+    engine = local_engine(1) if is_quick else unpacking.engine or local_engine()
     files = engine.run(work, request, range(len(parts)), done=show)
     if missing := [name for number, name in enumerate(parts) if number not in files]:
         raise UserError(f"{missing[0]}: the process that listed it crashed; is there enough memory?")
