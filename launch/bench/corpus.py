@@ -1,7 +1,7 @@
 """Plan a corpus of made-up images: time and peak memory from columns to the tables of the plan.
 
-Run `python -m shardvit.launch.bench.corpus 1000000 3000000 10000000`. Each number of images is a process of its own. The
-images are members of 10,000 tars that are not there, named as in ImageNet: planning reads none. Listing costs what
+Run `python -m shardvit.launch.bench.corpus 1000000 3000000 10000000`. Each number of images is a process of its own.
+The images are members of 10,000 tars that are not there, named as in ImageNet: planning reads none. Listing costs what
 the disk or the store costs, and is not measured here. Output in records/corpus.txt. Five minutes.
 """
 
