@@ -26,6 +26,7 @@ from shardvit.data_shards.packing.shard_plan import (
     tar_bytes,
 )
 from shardvit.data_shards.packing.sources.base import Source
+from shardvit.data_shards.packing.work import unpacked_path
 from shardvit.data_shards.sets.statistics import image_statistics
 from shardvit.data_shards.shards.location import is_local
 from shardvit.data_shards.shards.webdataset_parts import tar_writer
@@ -75,7 +76,9 @@ def forecast(
     """Plan the packing of a listed source, try some images, and reckon. UserError as in packing; writes nothing."""
     plan = make_plan(source, replace(request, name=request.name or "x"))
     remote_bytes, requests = 0, StoreRequests()
-    scratch: dict[str, int] = {}  # by what is decompressed
+    kept = unpacked_path(out)  # what listing has decompressed, or copied out of tables
+    scratch = {str(kept): sum(path.stat().st_size for path in kept.rglob("*") if path.is_file())}
+    is_compressed = False
     for images in {id(each.files): each.files for each in source.splits.values()}.values():
         for number, container in enumerate(images.containers):
             rows = images.container == number
@@ -84,6 +87,7 @@ def forecast(
                     list=_listings([images.names[row] for row in np.flatnonzero(rows).tolist()])
                 )
             if container.compressed and not Path(container.location).exists():
+                is_compressed = True
                 scratch[container.location] = int((images.offsets[rows] + images.sizes[rows]).max(initial=0))
     for shard in plan.shards:
         files = shard.images.files
@@ -93,7 +97,7 @@ def forecast(
         passes = 1 + (request.duplicates == "drop") + (request.exclusion is not None and shard.split == "train")
         remote_bytes += passes * int(shard.images.num_bytes[taken].sum())
         requests += StoreRequests(get=passes * int(taken.sum()))
-    trial = try_images(plan, request) if not scratch else Trial(0)
+    trial = Trial(0) if is_compressed else try_images(plan, request)
     tars = {shard.file: _tar_bytes(shard, trial) for shard in plan.shards}
     splits = tuple(
         SplitCost(
