@@ -179,11 +179,12 @@ class _Packing:
         try:
             with open_work(self.out), self._explain_full_disk():
                 job, left = self._plan(source, content, *chosen)
+                del source, chosen  # 100 bytes an image, and the plan is written
                 self._make(job, left)
                 return finish(job, report=self.report), ""
         except (OSError, UserError):
             if not is_local(self.out) and is_there(self.out):  # another process has finished the same
-                return self._compare(source, content)
+                return self._compare(*self._open(source_spec))
             raise
 
     def run_step(self, source_spec: str, step: PackStep, task: int, of: int) -> tuple[Counts | None, str]:
