@@ -28,11 +28,10 @@ from shardvit.data_shards.packing.shard_writer import (
     find_record,
     index_file,
     record_file,
-    scratch_path,
     statistics_file,
 )
 from shardvit.data_shards.packing.sources.base import SplitName
-from shardvit.data_shards.packing.work import open_work, unpacked_path, work_path
+from shardvit.data_shards.packing.work import open_work, scratch_folder, unpacked_path, work_path
 from shardvit.data_shards.sets.statistics import write_statistics
 from shardvit.data_shards.shards.location import is_local, join, local_path, redacted
 from shardvit.data_shards.shards.manifest import (
@@ -80,7 +79,7 @@ def finish(job: PackJob, *, report: Report) -> Counts:
     if not job.drops_duplicates:
         seen = add_digests(seen, numbers, b"".join(digests))
     groups = found.duplicate_groups(job, read_digests_of(seen, numbers), unreadable=unreadable)
-    reason = "it is not in a class folder, so it has no label"
+    reason = "it has no label: it is not in a class folder, or is no sample with one image and one label"
     unreadable[:0] = [{"path": path, "split": split, "label": None, "reason": reason} for split, path in job.left_out]
     counts = Counts(unreadable=len(unreadable), **job.excluded, **found.count_groups(groups))
     result = job.result
@@ -97,9 +96,8 @@ def finish(job: PackJob, *, report: Report) -> Counts:
     for manifest, numbers in zip(manifests, kept.values(), strict=True):
         of_split = (record for number, record in records.items() if job.plan.split(number)[0] == manifest.split)
         lost = sum(len(record.refused) for record in of_split)
-        if scratch := scratch_path(job.out):
-            scratch.mkdir(exist_ok=True)
-        write_statistics(result.at(manifest.split), manifest, _rows(job, numbers), unreadable=lost, scratch=scratch)
+        with scratch_folder(job.out) as own:
+            write_statistics(result.at(manifest.split), manifest, _rows(job, numbers), unreadable=lost, scratch=own)
     for manifest in reversed(manifests):  # train's is the last: with it the set is there
         sizes = {shard.file: shard.num_samples for shard in manifest.shards}
         result.write(f"{manifest.split}/sizes.json", json_text(sizes).encode())
