@@ -45,6 +45,7 @@ CropInterpolation = Literal["bilinear", "bicubic", "area"]
 Antialias = Literal["antialiased", "none", "cast"]
 RandAugmentRanges = Literal["timm", "big_vision"]
 WorkerKind = Literal["thread", "process"]
+EngineName = Literal["processes", "ray"]  # where parts of a corpus' work run
 OnCorrupt = Literal["stop", "substitute"]  # a damaged training image
 LabelPart = Literal["cls", "json", "txt"]  # the tar member that holds the label
 PartName = Literal["held_out", "rest"]  # of a set of shards

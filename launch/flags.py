@@ -7,6 +7,8 @@ own place there; never to a device, FIFO, socket or symbolic link.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -15,12 +17,13 @@ from cyclopts import Parameter
 
 from shardvit.data_shards.durable import replace_text
 from shardvit.data_shards.errors import UserError
-from shardvit.data_shards.vocabulary import USUAL_MOST_PIXELS
+from shardvit.data_shards.vocabulary import USUAL_MOST_PIXELS, EngineName
 from shardvit.pipeline.recipe.vocabulary import ALL_STAGES, RECIPE_FILE, STAGE_FILE, WeightsKind
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
+    from shardvit.data_shards.engines.engine import PartsEngine
     from shardvit.data_shards.images.decode import PixelLimit
     from shardvit.data_shards.shards.shard_set import ShardsSpec
     from shardvit.data_shards.store.cache import CacheConfig
@@ -87,6 +90,32 @@ class ShardsOptions:
         if (self.cache, self.cache_limit) != (None, None):
             raise UserError(f"--cache, --cache-limit: {locations[0]} is local and is not copied; leave them out")
         return None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class EngineOptions:
+    """Flags of commands whose work is in parts: where these run."""
+
+    engine: Annotated[
+        EngineName, Parameter(show_choices=False, show_default=False, help="processes (of this machine) or ray.")
+    ] = "processes"
+    workers: Annotated[int | None, Parameter(help="Most parts at a time; default: as there are CPUs.")] = None
+    address: Annotated[str | None, Parameter(help="Of a running Ray; default: $RAY_ADDRESS, else one here.")] = None
+
+    @contextmanager
+    def open(self, *locations: str) -> Iterator[PartsEngine | None]:
+        """Open the engine, which must see local ones of `locations` on all nodes; None: no flag was given."""
+        from shardvit.data_shards.engines.engine import open_engine
+        from shardvit.data_shards.shards.location import is_local, local_path
+
+        demand_counts(workers=self.workers)
+        if self == EngineOptions():
+            yield None
+            return
+        seen = [path for each in locations if is_local(each) and (path := local_path(each)).exists()]
+        with open_engine(self.engine, workers=self.workers, address=self.address, seen_by_all=seen) as engine:
+            yield engine
 
 
 def pixel_limit(max_image_pixels: int) -> PixelLimit:

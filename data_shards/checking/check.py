@@ -19,10 +19,9 @@ from shardvit.data_shards.checking.judge import SplitScan, SplitSummary, finding
 from shardvit.data_shards.checking.near_duplicates.fingerprint import ShardImages
 from shardvit.data_shards.checking.near_duplicates.matches import MATCH_KINDS, Match, Matches, MatchKind, find_matches
 from shardvit.data_shards.checking.scan import CheckOptions, PartScan, ScanRequest, ShardPart, scan_part
-from shardvit.data_shards.checking.split_table import SplitTable, split_table
-from shardvit.data_shards.engines.engine import local_engine
+from shardvit.data_shards.checking.split_table import split_table
+from shardvit.data_shards.engines.engine import PartsEngine, local_engine
 from shardvit.data_shards.errors import UserError
-from shardvit.data_shards.processes import num_cores, run_parts
 from shardvit.data_shards.progress_line import Progress
 from shardvit.data_shards.reading.opening import open_all_splits, open_shards, splits_below
 from shardvit.data_shards.shards.location import is_local, local_path, redacted
@@ -34,7 +33,7 @@ from shardvit.data_shards.text import counted
 # Starting a process takes 0.3 s, so less work than this starts none.
 _LITTLE_SECONDS = 0.5
 _SECONDS_PER_SAMPLE, _SECONDS_PER_BYTE = 22e-6, 1e-9  # measured: headers, label, hashes; SHA-256 twice
-_PARTS_PER_PROCESS = 4  # balances processes even with few shards
+_PARTS_PER_WORKER = 4  # balances workers even with few shards
 _MEANING: dict[MatchKind, str] = {
     "equal-bytes": "equal bytes of",
     "equal-pixels": "equal pixels of",
@@ -70,14 +69,15 @@ def check(
     *,
     options: CheckOptions = CheckOptions(),  # noqa: B008 - frozen
     store: Store | None = None,
-    processes: int | None = None,
+    engine: PartsEngine | None = None,
     against: Sequence[str] = (),
     statistics_to: str | None = None,
     report: Report = print,
 ) -> CheckResult:
     """Check a set, or all splits below a folder; UserError if there is none, or one of `against` is damaged.
 
-    Statistics are written to the folder or URL `statistics_to`, by default beside the manifests.
+    `engine` None: this machine's processes, or none for a little set. Statistics are written to the folder or URL
+    `statistics_to`, by default beside the manifests.
     """
     start = time.monotonic()
     store = store or Store()
@@ -90,9 +90,9 @@ def check(
             findings.append(finding("unusable-set", split=split, places=[FoundAt("", "", opened)]))
             continue
         request = ScanRequest(opened, store, options)
-        tables = split_table(opened, statistics_to, report=report) if options.statistics else nullcontext()
-        with tables as table:
-            scan = SplitScan(opened, _scan_set(request, processes=processes, report=report, table=table))
+        table = split_table(opened, statistics_to, report=report) if options.statistics else nullcontext(_ignore)
+        with table as take_rows:
+            scan = SplitScan(opened, _scan_set(request, engine=engine, report=report, take_rows=take_rows))
         scans.append(scan)
         findings += split_findings(scan, digests=options.digests)
         first = scan if number == 0 else first
@@ -104,9 +104,7 @@ def check(
         if theirs:
             images = ShardImages(scan.shards, store, damaged="report")
             limit = options.pixel_limit
-            matches.append(
-                find_matches(images, theirs, pixel_limit=limit, engine=local_engine(processes), report=report)
-            )
+            matches.append(find_matches(images, theirs, pixel_limit=limit, engine=engine, report=report))
             findings += _match_findings(matches[-1], split=scan.shards.split)
     fitness, more = _assess(first, options)
     findings += more
@@ -149,23 +147,26 @@ def _has_manifest(location: str) -> bool:
     return local_path(manifest_at(location)).is_file()
 
 
+def _ignore(scan: PartScan) -> None:
+    pass
+
+
 def _scan_set(
-    request: ScanRequest, *, processes: int | None, report: Report, table: SplitTable | None
+    request: ScanRequest, *, engine: PartsEngine | None, report: Report, take_rows: Callable[[PartScan], None]
 ) -> list[PartScan]:
     shards = request.shards
-    if processes is None:
+    if engine is None:
         seconds = shards.num_samples * _SECONDS_PER_SAMPLE + (shards.num_bytes or 0) * _SECONDS_PER_BYTE
-        processes = num_cores() if request.options.decode or seconds >= _LITTLE_SECONDS else 1
-    num_parts = max(1, _PARTS_PER_PROCESS * processes // max(1, len(shards.shards))) if processes > 1 else 1
+        engine = local_engine(None if request.options.decode or seconds >= _LITTLE_SECONDS else 1)
+    num_parts = max(1, _PARTS_PER_WORKER * engine.workers // max(1, len(shards.shards))) if engine.workers > 1 else 1
     parts = [ShardPart(shard, number, num_parts) for shard in range(len(shards.shards)) for number in range(num_parts)]
     with Progress(shards.num_samples, report, status=f"checking {shards.split or shards.name}") as progress:
 
         def done(scan: PartScan) -> None:
             progress.add(len(scan.samples))
-            if table is not None:
-                table.take(scan)
+            take_rows(scan)
 
-        scans = run_parts(scan_part, request, parts, processes=processes, done=done)
+        scans = engine.run(scan_part, request, parts, done=done)
     for part in parts:
         if part not in scans:
             scans[part] = PartScan(part)

@@ -4,7 +4,7 @@ The rows of parts, which engines bring in any order, wait in the system's tempor
 """
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,43 +18,42 @@ from shardvit.data_shards.store.download import StoreError
 from shardvit.data_shards.store.folders import Folder, open_folder
 
 
-class SplitTable:
-    """Take the rows out of each part as it comes; `scratch` holds them."""
+@contextmanager
+def split_table(shards: ShardSet, output: str | None, *, report: Report) -> Iterator[Callable[[PartScan], None]]:
+    """Yield what takes the rows of each part, and write the table at the end of the block.
 
-    def __init__(self, scratch: Path) -> None:
-        self._scratch = scratch
+    UserError at once if it cannot be written there.
+    """
+    folder = _folder(shards, output)
+    with _explained(folder):
+        folder.write(f".{STATISTICS_FILE}", b"")
+        folder.remove(f".{STATISTICS_FILE}")
+    with tempfile.TemporaryDirectory(prefix="shardvit-statistics-") as scratch:
 
-    def take(self, scan: PartScan) -> None:
-        if scan.statistics:
-            self._file(scan.part.shard, scan.part.number).write_bytes(scan.statistics)
-        scan.statistics = b""
+        def take(scan: PartScan) -> None:
+            if scan.statistics:  # else the shard is lost
+                Path(scratch, f"{scan.part.shard:09}-{scan.part.number:09}").write_bytes(scan.statistics)
+            scan.statistics = b""
 
-    def rows(self) -> Iterator[tuple[int, bytes]]:
-        for shard, part in sorted(tuple(map(int, file.name.split("-"))) for file in self._scratch.iterdir()):
-            yield shard, self._file(shard, part).read_bytes()
-
-    def _file(self, shard: int, part: int) -> Path:
-        return self._scratch / f"{shard}-{part}"
+        yield take
+        source = shards.shards.sources[0]
+        names = list(shards.shards.files) if source.folder else [entry.name for entry in shards.shards]
+        files = tuple(Shard(name, 0, 0, "") for name in names)
+        described = Manifest(Path(), shards.name, shards.split, shards.classes, files, "", labels=source.labels)
+        parts = sorted(Path(scratch).iterdir())
+        with _explained(folder):
+            rows = ((int(part.name.partition("-")[0]), part.read_bytes()) for part in parts)
+            write_statistics(folder, described, rows)
+    report(f"{redacted(folder.location)}/{STATISTICS_FILE}: written")
 
 
 @contextmanager
-def split_table(shards: ShardSet, output: str | None, *, report: Report) -> Iterator[SplitTable]:
-    """Write the table at the end of the block. UserError at once if it cannot be written there."""
-    folder = _folder(shards, output)
-    shown = redacted(folder.location)
+def _explained(folder: Folder) -> Iterator[None]:
     try:
-        folder.write(f".{STATISTICS_FILE}", b"")
-        folder.remove(f".{STATISTICS_FILE}")
-        with tempfile.TemporaryDirectory(prefix="shardvit-statistics-") as scratch:
-            yield (table := SplitTable(Path(scratch)))
-            (source, *_) = shards.shards.sources
-            names = list(shards.shards.files) if source.folder else [entry.name for entry in shards.shards]
-            files = tuple(Shard(name, 0, 0, "") for name in names)
-            described = Manifest(Path(), shards.name, shards.split, shards.classes, files, "", labels=source.labels)
-            write_statistics(folder, described, table.rows())
+        yield
     except (OSError, StoreError) as error:
-        raise UserError(f"{shown}: the statistics cannot be written there ({error}); give --output FOLDER") from None
-    report(f"{shown}/{STATISTICS_FILE}: written")
+        where = redacted(folder.location)
+        raise UserError(f"{where}: the statistics cannot be written there ({error}); give --output FOLDER") from None
 
 
 def _folder(shards: ShardSet, output: str | None) -> Folder:

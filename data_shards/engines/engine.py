@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from pathlib import Path
+from typing import Protocol, TypeVar
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.processes import num_cores, run_parts
+from shardvit.data_shards.vocabulary import EngineName
 
 _Request = TypeVar("_Request")
 _Part = TypeVar("_Part", bound=Hashable)
 _Result = TypeVar("_Result")
-EngineName = Literal["processes", "ray"]
 
 
 class PartsEngine(Protocol):
@@ -64,11 +65,11 @@ def open_engine(
     *,
     workers: int | None = None,
     address: str | None = None,
-    seen_by_all: Sequence[str] = (),
+    seen_by_all: Sequence[Path] = (),
 ) -> Iterator[PartsEngine]:
     """Open an engine; a local Ray ends with the block, a running cluster stays. `address`: of that, default:
-    RAY_ADDRESS's, else a local Ray. `seen_by_all`: paths that every node must have. UserError if it cannot be opened.
-    """
+    RAY_ADDRESS's, else a local Ray. `seen_by_all`: what all nodes must have; into folders of it that can be written, a
+    hidden file is put meanwhile. UserError if the engine cannot be opened."""
     if name == "ray":
         from shardvit.data_shards.engines.ray_engine import open_ray
 

@@ -10,16 +10,21 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import chdir, contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, chdir, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.processes import num_cores
 from shardvit.data_shards.working_folder import import_folder
+
+if TYPE_CHECKING:
+    from ray.exceptions import RayTaskError
 
 _Request = TypeVar("_Request")
 _Part = TypeVar("_Part", bound=Hashable)
@@ -40,7 +45,7 @@ class _Given(NamedTuple):
     work: Callable[[Any, Any], Any]
     request: Any
     folder: str
-    seen_by_all: tuple[str, ...]
+    seen_by_all: Mapping[str, str]
 
 
 _own: tuple[str, _Given] | None = None  # of this worker, and the reference that it came by
@@ -51,7 +56,7 @@ class RayEngine:
     """A connected Ray cluster; it may grow and shrink meanwhile."""
 
     most_parts: int | None  # running at a time; None: as the cluster has CPUs
-    seen_by_all: tuple[str, ...] = ()  # paths that every node must have
+    seen_by_all: Mapping[str, str] = field(default_factory=dict)  # path that every node must have -> its name
 
     @property
     def workers(self) -> int:
@@ -90,7 +95,7 @@ class RayEngine:
                         if crashes[part] < _MOST_CRASHES:
                             waiting.append(part)
                     except RayTaskError as error:
-                        raise getattr(error, "cause", None) or error from error
+                        raise _own_error(error) from error
                     else:
                         results[part] = result
                         done(result)
@@ -101,7 +106,7 @@ class RayEngine:
 
 
 @contextmanager
-def open_ray(*, address: str | None, workers: int | None, seen_by_all: tuple[str, ...]) -> Iterator[RayEngine]:
+def open_ray(*, address: str | None, workers: int | None, seen_by_all: Sequence[Path]) -> Iterator[RayEngine]:
     """Connect to a cluster: `address`, or RAY_ADDRESS's, or a Ray on this machine, which ends with the block. UserError
     if ray is not installed or nothing answers."""
     for name, value in _QUIET.items():
@@ -110,10 +115,18 @@ def open_ray(*, address: str | None, workers: int | None, seen_by_all: tuple[str
         import ray
     except ImportError:
         raise UserError("--engine ray: Ray is not installed; pip install 'shardvit[ray]'") from None
-    if ray.is_initialized():  # the caller's own
-        yield RayEngine(workers, seen_by_all)
-        return
-    address = address or os.environ.get("RAY_ADDRESS") or "local"
+    with ExitStack() as stack:
+        if not ray.is_initialized():  # else it is the caller's own
+            address = address or os.environ.get("RAY_ADDRESS") or "local"
+            _connect(address, workers=workers)
+            stack.callback(ray.shutdown)
+            workers = None if address == "local" else workers
+        yield RayEngine(workers, dict(stack.enter_context(_marked(path)) for path in seen_by_all))
+
+
+def _connect(address: str, *, workers: int | None) -> None:
+    import ray
+
     options: dict[str, Any] = {}
     if address == "local":
         cores = workers or num_cores()
@@ -132,10 +145,18 @@ def open_ray(*, address: str | None, workers: int | None, seen_by_all: tuple[str
         from ray._private import worker
 
         worker.print_to_stdstream = lambda data, *, ignore_prefix: None
-    try:
-        yield RayEngine(None if address == "local" else workers, seen_by_all)
-    finally:
-        ray.shutdown()
+
+
+@contextmanager
+def _marked(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield a path for nodes to look for, and its name: another node may have a folder of that name."""
+    name = os.path.abspath(path)
+    with ExitStack() as stack:
+        mark = name
+        with suppress(OSError):
+            if os.path.isdir(name):
+                mark = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".seen-", dir=name)).name
+        yield mark, name
 
 
 def _demand_answer(address: str) -> None:
@@ -173,6 +194,18 @@ class _Most:
         return self._parts
 
 
+def _own_error(error: RayTaskError) -> Exception:
+    """Return what the work raised; UserError for a file that is missing on its node alone."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, FileNotFoundError) and cause.filename and os.path.exists(cause.filename):
+        return _unseen(os.fsdecode(cause.filename), error.ip)
+    return cause or error
+
+
+def _unseen(name: str, node: str) -> UserError:
+    return UserError(f"{name}: node {node} does not see it; with --engine ray, give a place that all nodes see")
+
+
 def _num_cpus() -> int:
     import ray
 
@@ -193,8 +226,7 @@ def _begin(reference: Any) -> _Given:
     given: _Given = ray.get(reference)
     with suppress(OSError):
         os.chdir(given.folder)
-    for path in given.seen_by_all:
+    for path, name in given.seen_by_all.items():
         if not os.path.exists(path):
-            node = ray.util.get_node_ip_address()
-            raise UserError(f"{path}: node {node} does not have it; with --engine ray, give a place that all nodes see")
+            raise _unseen(name, ray.util.get_node_ip_address())
     return given

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -73,8 +74,10 @@ def forecast(
     scratch: dict[str, int] = {}  # by what is decompressed
     for images in {id(each.files): each.files for each in source.splits.values()}.values():
         for number, container in enumerate(images.containers):
+            rows = images.container == number
+            if container.kind == "folder" and not is_local(container.location):
+                requests += StoreRequests(list=_listings([images.names[row] for row in np.flatnonzero(rows).tolist()]))
             if container.compressed and not Path(container.location).exists():
-                rows = images.container == number
                 scratch[container.location] = int((images.offsets[rows] + images.sizes[rows]).max(initial=0))
     for shard in plan.shards:
         files = shard.images.files
@@ -103,6 +106,16 @@ def forecast(
         bytes_per_second=bytes_per_second,
         prices=prices,
     )
+
+
+def _listings(names: Sequence[str]) -> int:
+    """Count the pages of 1,000 names that listing folders takes, with those above them."""
+    files = Counter(name.rpartition("/")[0] for name in names)
+    for folder in [*files]:
+        while folder:
+            folder = folder.rpartition("/")[0]
+            files[folder] += 0
+    return sum(max(1, -(-count // 1000)) for count in files.values())
 
 
 def _split_cost(split: str, shards: Sequence[ShardPlan], trial: Trial) -> SplitCost:

@@ -3,6 +3,7 @@
 A folder of a store is listed once. Web servers have no listing, so there the tars are named by a pattern.
 """
 
+import re
 from dataclasses import replace
 
 from shardvit.data_shards.errors import UserError
@@ -28,6 +29,8 @@ from shardvit.data_shards.shards.shard_set import ShardSet
 from shardvit.data_shards.store.ranges import stat_url
 from shardvit.data_shards.store.store import Store
 from shardvit.data_shards.vocabulary import SPLIT_FOLDERS
+
+_IMG2DATASET = re.compile(r"\d+_stats\.json")
 
 
 def elsewhere_source(
@@ -71,14 +74,22 @@ def chosen_source(spec: str, options: SampleOptions, *, unpacking: Unpacking) ->
 
 
 def tree_source(tree: FolderTree, options: SampleOptions, *, unpacking: Unpacking, unfit: Unfit) -> Source:
-    """Open a folder of tars, or of class folders."""
+    """Open a folder of tars, of samples in files (with a label), or of class folders."""
     if tars := _tars(tree):
         if options.label is None and all(map(is_class_tar, tars)):
             options = replace(options, label="tar")
         places = [*map(tree.place, tars)]
         return tar_source(tree.spec, places, options, unpacking=unpacking, unfit=unfit)
+    folders, images, others = tree.scan("")
+    if options.label is not None and not (folders and images):
+        root = tree.place("")
+        return tar_source(tree.spec, folders or [""], options, root=root, unpacking=unpacking, unfit=unfit)
     if options != SampleOptions():
         raise UserError(f"{tree.spec}: {ONLY_SAMPLES}")
+    if any(map(_IMG2DATASET.fullmatch, others)):
+        raise UserError(
+            f"{tree.spec}: these are img2dataset's files: say which labels, by --label json:KEY or --labels"
+        )
     return folder_source(tree, unfit=unfit)
 
 

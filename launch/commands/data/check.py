@@ -13,7 +13,16 @@ from cyclopts import Parameter
 from shardvit.data_shards.durable import replace_lines
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.text import printable
-from shardvit.launch.flags import Force, JsonFlag, ShardsOptions, demand_counts, demand_target, pixel_limit, switch
+from shardvit.launch.flags import (
+    EngineOptions,
+    Force,
+    JsonFlag,
+    ShardsOptions,
+    demand_counts,
+    demand_target,
+    pixel_limit,
+    switch,
+)
 
 if TYPE_CHECKING:
     from shardvit.data_shards.checking.scan import CheckOptions
@@ -52,6 +61,7 @@ def check(
     *,
     thoroughness: Thoroughness = Thoroughness(),
     options: ShardsOptions = ShardsOptions(),  # noqa: B008 - frozen
+    engine: EngineOptions = EngineOptions(),  # noqa: B008
     against: Annotated[
         list[str] | None,
         Parameter(negative="", consume_multiple=True, help="Find images also in these shards, such as test sets."),
@@ -98,14 +108,16 @@ def check(
     _demand_report(None if chosen.statistics and not against else report, against=against, force=force)
     retry = RetryPolicy(give_up_seconds=60.0)  # the user is waiting
     store = Store(cache, retry=retry, commands="run")  # SHARDS as typed; a manifest cannot name commands
-    result = check_shards(
-        options.spec(shards),
-        options=chosen,
-        store=store,
-        against=against or (),
-        statistics_to=report and str(report),
-        report=_say,
-    )
+    with engine.open(shards, *_fingerprints(against)) as opened:
+        result = check_shards(
+            options.spec(shards),
+            options=chosen,
+            store=store,
+            engine=opened,
+            against=against or (),
+            statistics_to=report and str(report),
+            report=_say,
+        )
     print(json.dumps(as_json(result), indent=1) if as_json_text else as_text(result), flush=True)
     if report is not None and against:
         replace_lines(report / _LINES_FILE, (one.line(match) for one in result.matches for match in one.matches))
@@ -115,6 +127,16 @@ def check(
 
 def _say(line: str) -> None:
     print(printable(line), file=sys.stderr, flush=True)
+
+
+def _fingerprints(against: list[str] | None) -> list[str]:
+    """List what --against needs, besides the shards."""
+    from shardvit.data_shards.checking.near_duplicates.fingerprint import default_fingerprint_folder
+
+    if not against:
+        return []
+    default_fingerprint_folder().mkdir(parents=True, exist_ok=True)
+    return [*against, str(default_fingerprint_folder())]
 
 
 def _demand_report(report: Path | None, *, against: list[str] | None, force: bool) -> None:

@@ -13,6 +13,7 @@ from PIL import Image
 
 from shardvit.data_shards.checking.check import CheckOptions, CheckResult, check
 from shardvit.data_shards.checking.findings import Finding
+from shardvit.data_shards.engines.engine import local_engine
 from shardvit.data_shards.shards.shard_set import ShardsSpec
 from shardvit.data_shards.shards.tar_index import index_path, open_index
 from tests.data_shards.external_tars import write_tar
@@ -34,7 +35,7 @@ def tars(folder: Path) -> list[Path]:
 def looked_at(location: Path | str, **options: Any) -> CheckResult:
     spec = options.pop("spec", None) or ShardsSpec(str(location))
     chosen = CheckOptions(**{name: options.pop(name) for name in vars(CheckOptions()) if name in options})
-    return check(spec, options=chosen, **{"processes": 1, "report": lambda line: None, **options})
+    return check(spec, options=chosen, **{"engine": local_engine(1), "report": lambda line: None, **options})
 
 
 def by_kind(result: CheckResult) -> dict[str, Finding]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from shardvit.data_shards.checking.page import as_json, as_text
+from shardvit.data_shards.engines.engine import local_engine
 from shardvit.data_shards.shards.shard_set import ShardEntry
 from shardvit.data_shards.shards.tar_index import index_path
 from shardvit.data_shards.store.store import Store
@@ -61,7 +62,7 @@ def test_processes_find_what_one_finds(shards: Path):
     _, offset, size = image_place(second, 4)
     overwrite(second, offset, bytes(size))
     alone = looked_at(shards, decode=True)
-    together = looked_at(shards, decode=True, processes=2)
+    together = looked_at(shards, decode=True, engine=local_engine(2))
     assert alone.findings and alone.findings == together.findings
     for one, other in zip(alone.splits, together.splits, strict=True):
         assert one.classes == other.classes and one.height == other.height
@@ -193,7 +194,7 @@ class KillingStore(Store):
 
 
 def test_a_crash_is_pinned_to_its_shard(shards: Path):
-    result = looked_at(shards / "train", store=KillingStore(), processes=2)
+    result = looked_at(shards / "train", store=KillingStore(), engine=local_engine(2))
     found = only(result, "crashed-check")
     assert {place.shard for place in found.places} == {tars(shards / "train")[0].name}
     assert result.splits[0].samples == 27
@@ -204,5 +205,5 @@ def test_where_no_process_can_be_started_it_is_done_without(shards: Path, monkey
         raise BrokenProcessPool
 
     monkeypatch.setattr(ProcessPoolExecutor, "submit", broken)
-    result = looked_at(shards, decode=True, processes=2)
+    result = looked_at(shards, decode=True, engine=local_engine(2))
     assert result.findings == () and result.splits[0].samples == 36

@@ -12,8 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
-from shardvit.data_shards.engines.engine import EngineName, PartsEngine, open_engine
+from shardvit.data_shards.engines.engine import LocalEngine, PartsEngine, open_engine
 from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.vocabulary import EngineName
 from tests.data_shards.engines import parts
 from tests.data_shards.opened import wait_until
 
@@ -72,8 +73,10 @@ def test_results_are_by_part_and_arrive_one_by_one(engine: PartsEngine, tmp_path
 
 def test_a_part_whose_process_dies_twice_is_left_out_and_others_are_done(engine: PartsEngine, tmp_path: Path):
     found = engine.run(parts.dies, tmp_path, list(range(8)), done=lambda _: None)
-    assert found == {part: part for part in range(8) if part != 3}
-    assert len(list(tmp_path.glob("3-*"))) == 2
+    assert 3 not in found and len(list(tmp_path.glob("3-*"))) == 2
+    if not isinstance(engine, LocalEngine):  # there part 5 may be tried first when it is alone
+        assert found[5] == 5 and len(list(tmp_path.glob("5-*"))) == 2
+    assert {part: found[part] for part in (0, 1, 2, 4, 6, 7)} == {part: part for part in (0, 1, 2, 4, 6, 7)}
 
 
 def test_a_users_mistake_passes_as_itself(engine: PartsEngine):
@@ -114,7 +117,7 @@ def test_a_node_that_dies_costs_its_unfinished_parts_and_one_that_joins_takes_so
 
 
 def test_paths_that_a_node_does_not_have_are_named_with_it(cluster: Any, tmp_path: Path):
-    missing = str(tmp_path / "photos")
+    missing = tmp_path / "photos"
     has_node = pytest.raises(UserError, match=r"photos: node \d+\.\d+\.\d+\.\d+ ")
     with open_engine("ray", address=cluster.address, seen_by_all=[missing]) as engine, has_node:
         engine.run(parts.square, tmp_path, [1, 2], done=lambda _: None)
@@ -179,3 +182,12 @@ def test_a_local_ray_is_silent_imports_nothing_of_the_working_folder_and_ends_wi
     assert "ray" not in complained.partition("Traceback")[0]
     _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
+
+
+def test_a_folder_that_other_nodes_see_is_left_as_it_was(cluster: Any, tmp_path: Path):
+    seen, notes = tmp_path / "photos", tmp_path / "notes"
+    seen.mkdir()
+    notes.mkdir()
+    with open_engine("ray", address=cluster.address, seen_by_all=[seen]) as engine:
+        assert set(engine.run(parts.square, notes, [1, 2], done=lambda _: None)) == {1, 2}
+    assert not list(seen.iterdir())

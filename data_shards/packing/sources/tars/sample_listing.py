@@ -1,14 +1,15 @@
-"""List the samples of one tar into a parquet file of the work folder: a part that any worker can do, once.
+"""List the samples of a tar, or of a folder, into a parquet file of the work folder: a part that any worker can do.
 
 A local tar costs a small read a member. A remote one is read in order, once, without keeping it; of members above 4 MiB
-only the headers. A .tar.gz is decompressed into the work folder, from where its images are read. Reads no image.
+only the headers. Labels in files cost a request each. A .tar.gz is decompressed into the work folder, from where its
+images are read. Reads no image.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
@@ -29,8 +30,9 @@ from shardvit.data_shards.shards.shard_index import Texts
 from shardvit.data_shards.shards.tar_index import grouped
 from shardvit.data_shards.shards.tar_walk import Member, Pread, TarDamage, walk_tar
 from shardvit.data_shards.shards.webdataset_parts import split_name
+from shardvit.data_shards.store.bucket import Listed
 from shardvit.data_shards.store.folders import Folder, open_folder
-from shardvit.data_shards.store.ranges import stat_url
+from shardvit.data_shards.store.ranges import list_url, read_range, stat_url
 
 _VERSION = 1
 _MOST_LABEL_BYTES = 1 << 24
@@ -44,6 +46,7 @@ class SampleTars:
     stems: tuple[str, ...]  # folders of their images' names; unique
     labels: tuple[LabelSpec | None, ...]  # None: images alone
     work: str
+    root: str = ""  # of folders of samples in files, in place of tars: `root` and a stem is a location
 
 
 @dataclass(frozen=True)
@@ -81,22 +84,26 @@ class TarSamples:
 
 def list_tar(request: SampleTars, number: int) -> str:
     """Write `listing/NNNNN-MARK.parquet` unless it is there, and return its name; UserError if the tar is unsafe."""
-    location, stem, labels = request.locations[number], request.stems[number], request.labels[number]
-    work = open_folder(request.work)
-    num_bytes, stamp = state_of(location)
-    identity = repr((_VERSION, location, num_bytes, stamp, stem, labels)).encode("utf-8", "surrogateescape")
-    mark = f"{number:05d}-{hashlib.sha256(identity).hexdigest()[:16]}"
-    file = f"listing/{mark}.parquet"
-    if work.size(file) is None:
+    location, work = request.locations[number], open_folder(request.work)
+    listed = [*list_url(location)] if request.root else None
+    num_bytes, stamp = state_of(location) if listed is None else (0, str(stamp_of(listed)))
+    identity = (_VERSION, location, num_bytes, stamp, request.stems[number], request.labels[number])
+    digest = hashlib.sha256(repr(identity).encode("utf-8", "surrogateescape")).hexdigest()
+    file = f"listing/{number:05d}-{digest[:16]}.parquet"
+    if work.size(file) is not None:
+        return file
+    if listed is not None:
+        container, samples = Container("folder", request.root), _of_files(listed, request, number)
+    else:
         container = Container("tar", location, stamp)
         if is_gzipped(location):
-            container, num_bytes = _unpacked(container, work, file=f"spool/{mark}.tar")
+            container, num_bytes = _unpacked(container, work, file=f"spool/{number:05d}-{digest[:16]}.tar")
         with open_bytes(container.location, num_bytes, stamp=container.stamp) as read:
-            samples = _samples(read, num_bytes, request, number)
-        names, sizes = samples.files.names, samples.files.sizes.tolist()
-        stamps = np.array([stamp_of(*each, stamp) for each in zip(names, sizes, strict=True)], np.uint64)
-        files = replace(samples.files, containers=(container,), stamps=stamps)
-        work.write(file, _parquet(replace(samples, files=files)))
+            samples = _of_tar(read, num_bytes, request, number)
+    names, sizes = samples.files.names, samples.files.sizes.tolist()
+    stamps = np.array([stamp_of(*each, stamp) for each in zip(names, sizes, strict=True)], np.uint64)
+    files = replace(samples.files, containers=(container,), stamps=stamps)
+    work.write(file, _parquet(replace(samples, files=files)))
     return file
 
 
@@ -144,8 +151,8 @@ def _unpacked(gzipped: Container, work: Folder, *, file: str) -> tuple[Container
     return Container("tar", place, stamp), num_bytes
 
 
-def _samples(read: Pread, num_bytes: int, request: SampleTars, number: int) -> TarSamples:
-    shown, stem, labels = redacted(request.locations[number]), request.stems[number], request.labels[number]
+def _of_tar(read: Pread, num_bytes: int, request: SampleTars, number: int) -> TarSamples:
+    shown = redacted(request.locations[number])
     members: list[Member] = []
     contents: dict[int, bytes] = {}
     links: list[str] = []
@@ -153,12 +160,37 @@ def _samples(read: Pread, num_bytes: int, request: SampleTars, number: int) -> T
     try:
         for member in walk_tar(read, end=num_bytes, links=links):
             members.append(member._replace(name=inner_name(member.name, archive=shown)))
-            split = split_name(members[-1].name)
-            if labels is not None and split is not None and split[1] == labels.part:
+            if _is_label(members[-1].name, request.labels[number]):
                 contents[member.offset] = read(min(member.size, _MOST_LABEL_BYTES), member.offset)
     except TarDamage as error:
         damage = str(error)
     refuse_links(links, archive=shown)
+    return _samples(members, contents, request, number, damage=damage)
+
+
+def _of_files(listed: Sequence[Listed], request: SampleTars, number: int) -> TarSamples:
+    members = [Member(name, place, size or 0) for place, (name, size, _) in enumerate(listed)]
+    contents = {
+        place: read_range(join(request.locations[number], name), 0, min(size, _MOST_LABEL_BYTES))
+        for name, place, size in members
+        if _is_label(name, request.labels[number])
+    }
+    samples = _samples(members, contents, request, number)
+    above = f"{request.stems[number]}/" if request.stems[number] else ""
+    names = Texts.of(above + listed[place][0] for place in samples.files.offsets.tolist())
+    return replace(samples, files=replace(samples.files, names=names, offsets=np.zeros_like(samples.files.offsets)))
+
+
+def _is_label(name: str, labels: LabelSpec | None) -> bool:
+    split = split_name(name)
+    return labels is not None and split is not None and split[1] == labels.part
+
+
+def _samples(
+    members: Sequence[Member], contents: Mapping[int, bytes], request: SampleTars, number: int, *, damage: str = ""
+) -> TarSamples:
+    """Group members to samples; `contents` are the labels' by the members' offsets."""
+    stem, labels = request.stems[number], request.labels[number]
     found = grouped(members, label=None if labels is None else labels.part, damage=damage)
     left_out, index = list(found.left_out), found.index
     values: list[list[int | str]] = [[]] * len(index)
@@ -174,8 +206,8 @@ def _samples(read: Pread, num_bytes: int, request: SampleTars, number: int) -> T
     codes = [known.setdefault(json.dumps(values[row]), len(known)) for row in kept.tolist()]
     nothing = np.zeros(len(kept), np.int32)
     places = index.image_offset[kept], index.image_size[kept], nothing.astype(np.uint64)
-    files = LocatedFiles(shown, (), Texts.of(rows), nothing, *places)
-    unusable = tuple((f"{stem}/{key}", reason) for key, reason in left_out)
+    files = LocatedFiles(redacted(request.locations[number]), (), Texts.of(rows), nothing, *places)
+    unusable = tuple((f"{stem}/{key}".lstrip("/"), reason) for key, reason in left_out)
     return TarSamples(files, np.array(codes, np.int32), tuple(known), damage, unusable)
 
 

@@ -39,7 +39,7 @@ from shardvit.data_shards.reading.indexing import PEEKED_TARS, demand_cls
 from shardvit.data_shards.reading.tar_summary import peek
 from shardvit.data_shards.shards.holdout import rows_of
 from shardvit.data_shards.shards.labels import LabelSpec
-from shardvit.data_shards.shards.location import is_local, local_path, redacted
+from shardvit.data_shards.shards.location import is_local, join, local_path, redacted
 from shardvit.data_shards.shards.shard_index import default_index_folder
 from shardvit.data_shards.shards.shard_set import ShardEntry, ShardSet, class_difference
 from shardvit.data_shards.store.folders import open_folder
@@ -47,6 +47,7 @@ from shardvit.data_shards.text import counted
 from shardvit.data_shards.vocabulary import SPLIT_FOLDERS, LabelKind
 
 _PEEKED_BYTES = 1 << 22  # of a .tar.gz
+_WORTH_PROCESSES_SECONDS = 4.0
 ONLY_SAMPLES = "--label and --label-kind are for tars of samples, --class-names for these or --labels; leave them out"
 SPLITS: dict[str, SplitName] = {"train": "train", "val": "val", "validation": "val", "test": "test"}
 
@@ -69,9 +70,17 @@ class SampleOptions:
 
 
 def tar_source(
-    spec: str, tars: Sequence[str], options: SampleOptions, *, unpacking: Unpacking, unfit: Unfit = "refuse"
+    spec: str,
+    tars: Sequence[str],
+    options: SampleOptions,
+    *,
+    root: str = "",
+    unpacking: Unpacking,
+    unfit: Unfit = "refuse",
 ) -> Source:
     """Open tars (paths, URLs) that have no manifest; in folders train and val, if all are in such.
+
+    With `root`, `tars` are names of folders below it, whose samples are in files.
 
     UserError names a tar that is missing, damaged or unsafe, or samples without an image and a label that `unfit`
     refuses, or says which label to give.
@@ -83,11 +92,11 @@ def tar_source(
         raise UserError(f"--label: {error}") from None
     if options.label is None:
         demand_cls(map(_peeked, tars[:PEEKED_TARS]), source=redacted(spec), key="--label")
-    stems = _stems(spec, tars)
+    stems = list(tars) if root else _stems(spec, tars)
     tops = [name.partition("/")[0] for name in stems]
     has_splits = "train" in tops and {*tops} <= {*SPLIT_FOLDERS}
     splits: list[SplitName] = [SPLITS[top] if has_splits else "train" for top in tops]
-    listed = _list(spec, tars, stems, [None if is_named else labels] * len(tars), unpacking=unpacking)
+    listed = _list(spec, tars, stems, [None if is_named else labels] * len(tars), root=root, unpacking=unpacking)
     if is_named:
         names = [json.dumps([name.rpartition("/")[2]]) for name in stems]
         listed = [replace(each, values=(name,)) for each, name in zip(listed, names, strict=True)]
@@ -135,10 +144,17 @@ def _stems(spec: str, tars: Sequence[str]) -> list[str]:
 
 
 def _list(
-    spec: str, tars: Sequence[str], stems: Sequence[str], labels: Sequence[LabelSpec | None], *, unpacking: Unpacking
+    spec: str,
+    tars: Sequence[str],
+    stems: Sequence[str],
+    labels: Sequence[LabelSpec | None],
+    *,
+    root: str = "",
+    unpacking: Unpacking,
 ) -> list[TarSamples]:
     work = open_folder(unpacking.folder or default_index_folder())
-    request = SampleTars(tuple(tars), tuple(stems), tuple(labels), work.location)
+    places = tuple(join(root, tar) if root and tar else root or tar for tar in tars)
+    request = SampleTars(places, tuple(stems), tuple(labels), work.location, root)
     done = [0, time.monotonic()]
 
     def show(file: str) -> None:
@@ -147,7 +163,12 @@ def _list(
             done[1] = time.monotonic()
             unpacking.report(f"{redacted(spec)}: {done[0]:,} of {counted(len(tars), 'tar')} listed")
 
-    files = (unpacking.engine or local_engine()).run(list_tar, request, range(len(tars)), done=show)
+    engine = unpacking.engine
+    if engine is None:
+        list_tar(request, 0)  # a process takes 0.2 to 2 s to start
+        is_quick = (time.monotonic() - done[1]) * len(tars) < _WORTH_PROCESSES_SECONDS
+        engine = local_engine(1 if is_quick else None)
+    files = engine.run(list_tar, request, range(len(tars)), done=show)
     if missing := [redacted(tar) for number, tar in enumerate(tars) if number not in files]:
         raise UserError(f"{missing[0]}: the process that listed it crashed; is there enough memory?")
     return [read_listing(work, files[number]) for number in range(len(tars))]

@@ -1,10 +1,8 @@
 """Sources in stores and in tars of samples: the same images and labels wherever they lie, and however listing ends."""
 
 import io
-import json
 import os
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,71 +10,23 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from shardvit.data_shards.engines.engine import LocalEngine
 from shardvit.data_shards.errors import UserError
-from shardvit.data_shards.packing.sources.archive import Unpacking
-from shardvit.data_shards.packing.sources.base import Source
 from shardvit.data_shards.packing.sources.label_list import LabelList
-from shardvit.data_shards.packing.sources.recognise import open_source
-from shardvit.data_shards.packing.sources.tars.samples import SampleOptions
 from tests.data_shards.http_server import FaultServer
 from tests.data_shards.packing.sources.opening import touch
-
-CLASSES = ("cat", "dog", "owl")
-IMAGES = {f"{name}/{number:03d}.jpg": f"{name} {number}".encode() * 50 for name in CLASSES for number in range(7)}
-Put = Callable[[str, bytes], None]
-Triple = tuple[str, str, bytes]
-
-
-def open_at(spec: Path | str, work: Path, *, workers: int = 1, **options: Any) -> Source:
-    labels, unfit = options.pop("labels", None), options.pop("unfit", "refuse")
-    unpacking = Unpacking(work, lambda line: None, LocalEngine(workers))
-    return open_source(str(spec), labels=labels, samples=SampleOptions(**options), unpacking=unpacking, unfit=unfit)
-
-
-def images_of(source: Source) -> set[Triple]:
-    """Split, class and bytes of every image."""
-    return {
-        (split, source.classes[int(images.labels[row])], images.read(row))
-        for split, images in source.splits.items()
-        for row in range(len(images))
-    }
-
-
-EXPECTED = {("train", name.partition("/")[0], data) for name, data in IMAGES.items()}
-
-
-def tar_of(members: dict[str, bytes], *, gz: bool = False) -> bytes:
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w:gz" if gz else "w") as tar:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return stream.getvalue()
-
-
-def sample_tars(*, label: str = "cls", gz: bool = False) -> dict[str, bytes]:
-    """The images in three tars, not sorted by class; the label in KEY.`label`."""
-    parts: list[dict[str, bytes]] = [{}, {}, {}]
-    for number, (name, data) in enumerate(IMAGES.items()):
-        folder = name.partition("/")[0]
-        text = json.dumps({"about": {"class": folder}, "caption": "a b"}) if label == "json" else folder
-        parts[number % 3] |= {f"{number:05d}.jpg": data, f"{number:05d}.{label}": text.encode()}
-    return {f"{number:03d}.tar{'.gz' if gz else ''}": tar_of(part, gz=gz) for number, part in enumerate(parts)}
-
-
-def write(folder: Path, files: dict[str, bytes]) -> Path:
-    for name, data in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(data)
-    return folder
-
-
-def put_all(put: Put, above: str, files: dict[str, bytes]) -> None:
-    for name, data in files.items():
-        put(f"{above}/{name}", data)
-
+from tests.data_shards.packing.sources.places import (
+    CLASSES,
+    EXPECTED,
+    IMAGES,
+    Put,
+    images_of,
+    open_at,
+    put_all,
+    refused_at,
+    sample_tars,
+    tar_of,
+    write,
+)
 
 # ---- one set at many places
 
@@ -170,7 +120,7 @@ def counted_listing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from shardvit.data_shards.packing.sources.tars import sample_listing
 
     walked: list[str] = []
-    real = sample_listing._samples
+    real = sample_listing._of_tar
 
     def samples(read: Any, num_bytes: int, request: Any, number: int) -> Any:
         walked.append(request.locations[number])
@@ -178,7 +128,7 @@ def counted_listing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             raise KeyboardInterrupt
         return real(read, num_bytes, request, number)
 
-    monkeypatch.setattr(sample_listing, "_samples", samples)
+    monkeypatch.setattr(sample_listing, "_of_tar", samples)
     return walked
 
 
@@ -225,36 +175,30 @@ def test_a_remote_tar_is_read_once_in_order_and_large_members_not_at_all(tmp_pat
 # ---- what cannot be used
 
 
-def refused(spec: Path | str, work: Path, message: str, **options: Any) -> str:
-    with pytest.raises(UserError, match=message) as caught:
-        open_at(spec, work, **options)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 def test_mistakes_are_told_in_a_sentence(tmp_path: Path, s3: FaultServer, server: FaultServer, put: Put):
     folder = write(tmp_path / "raw", sample_tars(label="json"))
-    assert "json:about.class" in refused(folder, tmp_path, "no .cls member")
-    refused(folder, tmp_path, "caption", label="json:caption.more")
-    refused("pipe:cat x.tar", tmp_path, "command")
-    refused(f"{folder}/{{000..003}}.tar", tmp_path, "003.tar: there is no such tar", label="json:about.class")
-    refused(f"{folder}/{{000..000}}.tar::{folder}/000.tar", tmp_path, "twice", label="json:about.class")
-    refused(server.url + "/photos/", tmp_path, "web server")
-    refused("s3://shards/nothing/", tmp_path, "nothing in it")
-    refused("s3://shards/raw/{a,b}/", tmp_path, "pattern stands for tars")
-    refused(touch(tmp_path / "folders", "a/1.jpg", "b/1.jpg"), tmp_path, "--label", label="cls")
+    assert "json:about.class" in refused_at(folder, tmp_path, "no .cls member")
+    refused_at(folder, tmp_path, "caption", label="json:caption.more")
+    refused_at("pipe:cat x.tar", tmp_path, "command")
+    refused_at(f"{folder}/{{000..003}}.tar", tmp_path, "003.tar: there is no such tar", label="json:about.class")
+    refused_at(f"{folder}/{{000..000}}.tar::{folder}/000.tar", tmp_path, "twice", label="json:about.class")
+    refused_at(server.url + "/photos/", tmp_path, "web server")
+    refused_at("s3://shards/nothing/", tmp_path, "nothing in it")
+    refused_at("s3://shards/raw/{a,b}/", tmp_path, "pattern stands for tars")
+    refused_at(touch(tmp_path / "folders", "a/1.jpg", "b/1.jpg"), tmp_path, "0 .cls members", label="cls")
+    refused_at(touch(tmp_path / "more", "a/1.jpg", "b/1.jpg"), tmp_path, "--label-kind", kind="multi")
 
 
 @pytest.mark.parametrize(
     ("name", "message"), [("../../x.jpg", "leads outside"), ("/etc/x.jpg", "leads outside"), ("link", "is a link")]
 )
-def test_unsafe_members_are_refused(tmp_path: Path, name: str, message: str):
+def test_unsafe_members_are_refused_at(tmp_path: Path, name: str, message: str):
     with tarfile.open(tmp_path / "000.tar", "w") as tar:
         info = tarfile.TarInfo("a.jpg" if name == "link" else name)
         if name == "link":
             info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
         tar.addfile(info, io.BytesIO())
-    refused(f"{tmp_path}/{{000..000}}.tar", tmp_path / "work", message, label="cls")
+    refused_at(f"{tmp_path}/{{000..000}}.tar", tmp_path / "work", message, label="cls")
 
 
 def test_damaged_and_odd_samples_are_refused_or_passed_over(tmp_path: Path):
@@ -263,7 +207,7 @@ def test_damaged_and_odd_samples_are_refused_or_passed_over(tmp_path: Path):
     folder = write(
         tmp_path / "raw", {"0.tar": whole, "1.tar": again, "2.tar": tar_of({"a.jpg": b"8" * 999, "a.cls": b"0"})[:900]}
     )
-    refused(folder, tmp_path / "work", "skip-unreadable", label="cls")
+    refused_at(folder, tmp_path / "work", "skip-unreadable", label="cls")
     source = open_at(folder, tmp_path / "work", label="cls", unfit="skip")
     assert {data for _, _, data in images_of(source)} == {b"1", b"5", b"6"}
     assert {"0/2", "0/3", "0/4"} <= {name for _, name in source.left_out} and any(
@@ -274,7 +218,7 @@ def test_damaged_and_odd_samples_are_refused_or_passed_over(tmp_path: Path):
 def test_a_gzipped_tar_that_is_cut(tmp_path: Path):
     tars = sample_tars(gz=True)
     folder = write(tmp_path / "raw", {name: data[: len(data) // 2] for name, data in tars.items()})
-    refused(folder, tmp_path / "work", "cannot be decompressed", label="cls")
+    refused_at(folder, tmp_path / "work", "cannot be decompressed", label="cls")
 
 
 def test_class_names_and_several_labels(tmp_path: Path):
@@ -286,4 +230,4 @@ def test_class_names_and_several_labels(tmp_path: Path):
     assert source.kind == "multi" and source.classes == ("z", "b", "a")
     assert source.splits["train"].labels.tolist() == [[1, 2], [-1, -1]]
     (tmp_path / "names.txt").write_text("z\nb\n")
-    assert "--class-names" in refused(folder, tmp_path / "work", "'a'", **given)
+    assert "--class-names" in refused_at(folder, tmp_path / "work", "'a'", **given)
