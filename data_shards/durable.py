@@ -50,8 +50,14 @@ def replace_text(path: Path, text: str, *, sync: Sync = "disk", writers: Writers
 
 def replace_lines(path: Path, entries: Iterable[object]) -> None:
     """Write one JSON entry a line with `replaced`; bytes in names that are not UTF-8 become JSON escapes."""
-    with replaced(path) as beside, open(beside, "w", encoding="utf-8", errors="backslashreplace") as stream:
-        stream.writelines(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
+    with replaced(path) as beside:
+        beside.write_bytes(lines_text(entries))
+
+
+def lines_text(entries: Iterable[object]) -> bytes:
+    """Format entries for `replace_lines`."""
+    lines = (json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
+    return "".join(lines).encode("utf-8", "backslashreplace")
 
 
 def break_links(path: Path) -> None:

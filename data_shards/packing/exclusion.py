@@ -6,6 +6,7 @@ shows both as pairs. Decodes every training image once more; fingerprints stay i
 """
 
 import hashlib
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,13 @@ import numpy as np
 
 from shardvit.data_shards.checking.near_duplicates.fingerprint import ImagePlace, ShardImages, UnreadNow
 from shardvit.data_shards.checking.near_duplicates.matches import Match, Matches, find_matches
-from shardvit.data_shards.durable import replace_lines
+from shardvit.data_shards.durable import lines_text
 from shardvit.data_shards.packing.found import EXCLUDED_FILE, UNSURE_FILE
 from shardvit.data_shards.packing.request import PackRequest
 from shardvit.data_shards.packing.shard_plan import Line, Marks, PackPlan, ShardPlan
 from shardvit.data_shards.packing.sources.base import Source
 from shardvit.data_shards.shards.shard_set import Report
+from shardvit.data_shards.store.folders import Folder
 
 EXCLUDED_PAGE = "excluded.html"
 
@@ -64,13 +66,20 @@ class Excluded:
     def count(self, file: str) -> int:
         return len({line["path"] for line in self.lines[file]})
 
-    def write(self, folder: Path, request: PackRequest) -> None:
+    @property
+    def counts(self) -> dict[str, int]:
+        """For `Counts`."""
+        return {"excluded": self.count(EXCLUDED_FILE), "unsure": self.count(UNSURE_FILE)}
+
+    def write(self, folder: Folder, request: PackRequest) -> None:
         for file, lines in self.lines.items():
             if lines:
-                replace_lines(folder / file, lines)
+                folder.write(file, lines_text(lines))
         show = request.exclusion and request.exclusion.show
         if self.matches.matches and show:
-            show(folder / EXCLUDED_PAGE, [self.matches], request.pixel_limit)
+            with tempfile.TemporaryDirectory() as scratch:
+                show(Path(scratch) / EXCLUDED_PAGE, [self.matches], request.pixel_limit)
+                folder.put(EXCLUDED_PAGE, Path(scratch) / EXCLUDED_PAGE)
 
 
 def find_excluded(plan: PackPlan, source: Source, request: PackRequest, *, report: Report) -> Excluded | None:

@@ -5,18 +5,19 @@ if multi-label) and whether it was packed. OUT/unreadable.jsonl (next to OUT if 
 line: path, split, label, reason. Neither is written empty. Costs 16 bytes and about 0.5 µs an image.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from shardvit.data_shards.checking.judge import equal_groups
-from shardvit.data_shards.durable import replace_lines
+from shardvit.data_shards.durable import lines_text, replace_lines
 from shardvit.data_shards.errors import UserError
-from shardvit.data_shards.packing.shard_plan import Line, PackPlan
-from shardvit.data_shards.packing.shard_writer import DIGEST_BYTES, ShardRecord
-from shardvit.data_shards.packing.sources.base import Source
+from shardvit.data_shards.packing.plan_file import PackJob
+from shardvit.data_shards.packing.shard_plan import Line
+from shardvit.data_shards.packing.shard_writer import DIGEST_BYTES
+from shardvit.data_shards.shards.location import is_local, join, local_path, redacted
 from shardvit.data_shards.shards.manifest import Manifest
 from shardvit.data_shards.text import counted, show_bytes, show_duration
 
@@ -44,7 +45,7 @@ class Counts:
 class PackReport:
     """Contents of OUT. `compared`: what was compared with the source, if OUT existed before."""
 
-    out: Path
+    out: str  # a local path or a URL
     manifests: tuple[Manifest, ...]
     counts: Counts
     compared: str
@@ -65,7 +66,7 @@ class PackReport:
     def lines(self, *, dropped: bool) -> list[str]:
         verb = "was packed before, with" if self.compared else f"packed in {show_duration(self.seconds)}:"
         classes = counted(self.train.num_classes, "class")
-        lines = [f"{self.out}: {verb} {counted(self.num_images, 'image')} of {classes}"]
+        lines = [f"{redacted(self.out)}: {verb} {counted(self.num_images, 'image')} of {classes}"]
         for manifest in self.manifests:
             lines.append(
                 f"  {manifest.split:<6} {counted(manifest.num_samples, 'image'):>18}"
@@ -78,7 +79,7 @@ class PackReport:
             ("unreadable", "left out", UNREADABLE_FILE),
         ):
             if number := getattr(self.counts, label):
-                lines.append(f"  {label}: {counted(number, 'image')} {what}: see {self.out / file}")
+                lines.append(f"  {label}: {counted(number, 'image')} {what}: see {join(self.out, file)}")
             elif label == "unreadable":
                 lines.append("  unreadable: none")
         lines += [f"  compared: {self.compared}"] if self.compared else []
@@ -89,7 +90,7 @@ class PackReport:
         if not counts.duplicates:
             return ["  duplicates: none"]
         images = f"{counted(counts.duplicates, 'image')}{' left out' * dropped} with the bytes of an earlier one"
-        lines = [f"  duplicates: {images} ({counted(counts.groups, 'group')}): see {self.out / DUPLICATES_FILE}"]
+        lines = [f"  duplicates: {images} ({counted(counts.groups, 'group')}): see {join(self.out, DUPLICATES_FILE)}"]
         if counts.straddling_groups:
             where, keeper = f"both in {splits[0]} and in {splits[-1]}", "train"
             if len(splits) > 2:
@@ -120,38 +121,34 @@ def equal_digests(digests: bytes) -> list[list[int]]:
     return [groups[number].tolist() for number in range(len(groups))]
 
 
-def unreadable_files(plan: PackPlan, records: Mapping[str, ShardRecord]) -> list[Line]:
-    """List unreadable images in plan order."""
-    return [
-        {**shard.line(refused.position), "reason": refused.reason}
-        for shard in plan.shards
-        for refused in records[shard.file].refused
-    ]
-
-
-def duplicate_groups(plan: PackPlan, digests: bytes, *, packs_all: bool, unreadable: Sequence[Line]) -> list[Line]:
-    """List groups of equal images in plan order; unless `packs_all`, only the first of each is packed."""
+def duplicate_groups(job: PackJob, digests: bytes, *, unreadable: Sequence[Line]) -> list[Line]:
+    """List groups of equal images in plan order; if duplicates are dropped, only the first of each is packed."""
     bad = {file["path"] for file in unreadable}
-    groups: list[Line] = []
-    for numbers in equal_digests(digests):
+    groups = equal_digests(digests)
+    lines = job.lines(job.whole, (number for numbers in groups for number in numbers))
+    entries: list[Line] = []
+    for numbers in groups:
         images: list[Line] = []
-        for shard, position in plan.locate(numbers):
-            line = shard.line(position)
-            is_packed = line["path"] not in bad and (packs_all or not images)
-            images.append({**line, "key": shard.key(position), "packed": is_packed})
+        for line in map(lines.__getitem__, numbers):
+            is_packed = line["path"] not in bad and not (images and job.drops_duplicates)
+            images.append({**line, "packed": is_packed})
         start = numbers[0] * DIGEST_BYTES
-        groups.append({"digest": digests[start : start + DIGEST_BYTES].hex(), "images": images})
-    return groups
+        entries.append({"digest": digests[start : start + DIGEST_BYTES].hex(), "images": images})
+    return entries
 
 
-def unreadable_error(files: Sequence[Line], source: Source, plan: PackPlan, out: Path) -> UserError:
-    """Make an error that names the first unreadable images, and list all next to OUT."""
-    path = list_beside(out)
-    replace_lines(path, files)
+def unreadable_error(files: Sequence[Line], job: PackJob) -> UserError:
+    """Make an error that names the first unreadable images, and list all next to OUT, or in a store's work folder."""
+    if is_local(job.out):
+        path = str(list_beside(local_path(job.out)))
+        replace_lines(Path(path), files)
+    else:
+        job.work.write(UNREADABLE_FILE, lines_text(files))
+        path = redacted(job.work.at(UNREADABLE_FILE).location)
     first = "; ".join(f"{file['path']} ({file['reason']})" for file in files[:_MOST_NAMED])
     more = f"; and {len(files) - _MOST_NAMED:,} more" if len(files) > _MOST_NAMED else ""
     return UserError(
-        f"{source.spec}: {len(files):,} of {plan.num_images:,} images cannot be read: {first}{more}; all are listed "
+        f"{job.source}: {len(files):,} of {sum(job.plan.sizes):,} images cannot be read: {first}{more}; all are listed "
         f"in {path}: fix or remove them, or add --skip-unreadable, and the command resumes from here"
     )
 

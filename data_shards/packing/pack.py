@@ -1,4 +1,4 @@
-"""Pack images into tar shards with indexes and manifests: `shard_plan` plans, `shard_writer` writes.
+"""Pack images into tar shards with indexes and manifests: list the source, plan, make each shard by itself, finish.
 
     OUT/pack.json                       the request, to recognise its repetition, and counts of what was found
     OUT/images.bin                      a record of each source image, see `seen`
@@ -10,99 +10,119 @@
     OUT/val/..., OUT/test/...           the same for other splits of the source; val also with a holdout
     OUT/duplicates.jsonl, OUT/unreadable.jsonl, OUT/excluded.*, OUT/unsure.jsonl     see `found`, `exclusion`
 
-A hidden folder next to OUT is renamed when complete; an existing OUT is never changed. After a kill, a full disk or an
-unreadable image, the same command resumes with a byte-identical result. Costs one decode an image (60,000 JPEGs of
-32x32: 6 CPU seconds, 1,000 ImageNet photographs: 2) and the images' size plus 1.5 to 2 kB each (tar blocks).
+A hidden folder next to OUT is renamed when complete; at a URL, train/manifest.json is the last file. An existing OUT is
+never changed. After a kill, a full disk or an unreadable image, the same command resumes with a byte-identical result.
+Costs one decode an image (60,000 JPEGs of 32x32: 6 CPU seconds, 1,000 ImageNet photographs: 2) and the images' size
+plus 1.5 to 2 kB each (tar blocks).
 """
 
 import errno
+import json
 import os
 import shutil
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from shardvit.data_shards.durable import flush, replace_lines
+from shardvit.data_shards.engines.engine import LocalEngine, PartsEngine
+from shardvit.data_shards.engines.threads import ThreadEngine
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing import found
 from shardvit.data_shards.packing.exclusion import Excluded, find_excluded
+from shardvit.data_shards.packing.finish import PACK_FILE, finish, remove_work, sweep
 from shardvit.data_shards.packing.found import Counts, PackReport
+from shardvit.data_shards.packing.plan_file import PackJob, PlanTable, load_job, save_job, write_table
 from shardvit.data_shards.packing.request import HoldoutList, PackRequest, read_holdout_list
-from shardvit.data_shards.packing.seen import compare_seen, write_seen
-from shardvit.data_shards.packing.shard_plan import (
-    LABEL_SPECS,
-    PackPlan,
-    ShardPlan,
-    class_numbers,
-    make_plan,
-    needed_bytes,
-)
+from shardvit.data_shards.packing.seen import SEEN_FILE, compare_seen, new_seen
+from shardvit.data_shards.packing.shard_plan import PackPlan, ShardPlan, make_plan, needed_bytes
 from shardvit.data_shards.packing.shard_writer import (
-    ShardRecord,
-    WorkFolder,
-    open_work,
-    plan_mark,
-    read_digests,
-    unpacked_path,
-    work_path,
-    write_shards,
+    MadeShard,
+    digest_shard,
+    find_record,
+    make_shard,
 )
 from shardvit.data_shards.packing.sources.archive import Unpacking
-from shardvit.data_shards.packing.sources.base import Source, SplitName
+from shardvit.data_shards.packing.sources.base import Source
 from shardvit.data_shards.packing.sources.recognise import open_source
+from shardvit.data_shards.packing.work import has_records, open_work, unpacked_path, work_folder, work_path
 from shardvit.data_shards.processes import num_cores
 from shardvit.data_shards.progress_line import Progress
-from shardvit.data_shards.shards.location import is_local
-from shardvit.data_shards.shards.manifest import Manifest, read_manifest, write_json, write_manifest, write_timm_info
+from shardvit.data_shards.shards.location import is_local, join, local_path, redacted
+from shardvit.data_shards.shards.manifest import MANIFEST_FILE, Manifest, parse_manifest, read_manifest
 from shardvit.data_shards.shards.shard_set import Report
-from shardvit.data_shards.shards.tar_index import index_path
+from shardvit.data_shards.store.folders import open_folder
 from shardvit.data_shards.text import counted, parse_json, printable, show_bytes
 
-PACK_FILE = "pack.json"
 PACK_VERSION = 1
+PackStep = Literal["all", "plan", "shards", "finish"]
 _SAID_SECONDS = 30  # listing that takes longer is told
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_REQUESTS = 16  # to a store, at a time
+_MOST_THREADS = 8  # beyond, the interpreter's lock costs more than processes
 # ImageNet downscaled to 320 pixels takes 43 kB an image at quality 90.
 _REDUCED_BYTES_PER_SQUARE_PIXEL = 0.42
 
 
 def pack(
-    source_spec: str, out: Path, *, holdout_list: Path | None = None, report: Report = print, **options: Any
+    source_spec: str,
+    out: Path | str,
+    *,
+    holdout_list: Path | None = None,
+    engine: PartsEngine | None = None,
+    step: PackStep = "all",
+    task: int = 0,
+    of: int = 1,
+    report: Report = print,
+    **options: Any,
 ) -> PackReport:
     """Pack a source (see `open_source`) into OUT, with a folder per split.
 
-    Equal source, options (see `PackRequest`) and library versions give byte-identical tars, for any number of cores and
-    interruptions. UserError for bad input, an OUT of another request or source, unreadable images, or a full disk.
+    Equal source, options (see `PackRequest`) and library versions give byte-identical tars, for any engine, number of
+    workers and interruptions. UserError for bad input, an OUT of another request or source, unreadable images, or a
+    full disk. A batch system takes the steps "plan", "shards" (`task`, from 0, makes each `of`-th shard) and "finish",
+    with the same options; only the last has manifests to report.
     """
-    start = time.monotonic()
-    out = Path(out)
+    start, text = time.monotonic(), str(out)
+    location = os.path.abspath(local_path(text)) if is_local(text) else text.rstrip("/")
+    request = _request(source_spec, holdout_list, options)
+    packing = _Packing(text, location, request, engine or _local_engine(), report)
     try:
-        source, request = list_source(source_spec, out, holdout_list=holdout_list, report=report, **options)
-        result = _pack(source, out, request, report)
-    finally:  # kept if the attempt left shards
-        if not work_path(out).is_dir():
-            shutil.rmtree(unpacked_path(out), ignore_errors=True)
-    result = replace(result, seconds=time.monotonic() - start)
-    for line in result.lines(dropped=request.duplicates == "drop"):
+        counts, compared = packing.run(source_spec) if step == "all" else packing.run_step(source_spec, step, task, of)
+    finally:  # kept if the attempt left shards, or a plan
+        if is_local(location) and not work_path(Path(location)).is_dir():
+            shutil.rmtree(unpacked_path(location), ignore_errors=True)
+    manifests = () if counts is None else _manifests(location, text)
+    result = PackReport(text, manifests, counts or Counts(), compared, seconds=time.monotonic() - start)
+    for line in result.lines(dropped=request.duplicates == "drop") if manifests else ():
         report(line)
     return result
 
 
 def list_source(
-    source_spec: str, out: Path, *, holdout_list: Path | None = None, report: Report = print, **options: Any
+    source_spec: str, out: Path | str, *, holdout_list: Path | None = None, report: Report = print, **options: Any
 ) -> tuple[Source, PackRequest]:
     """Check the options and list the images; raises as `pack` does."""
+    request = _request(source_spec, holdout_list, options)
+    return _open(source_spec, str(out), request, report), request
+
+
+def _request(source_spec: str, holdout_list: Path | None, options: Mapping[str, Any]) -> PackRequest:
     request = PackRequest(holdout_list=HoldoutList(holdout_list, {}) if holdout_list else None, **options)
-    if holdout_list is not None:
-        root = Path(source_spec).expanduser() if is_local(source_spec) else None
-        listed = read_holdout_list(holdout_list, root=root)
-        request = replace(request, holdout_list=listed)
+    if holdout_list is None:
+        return request
+    root = Path(source_spec).expanduser() if is_local(source_spec) else None
+    return replace(request, holdout_list=read_holdout_list(holdout_list, root=root))
+
+
+def _open(source_spec: str, out: str, request: PackRequest, report: Report) -> Source:
     slow = threading.Timer(_SAID_SECONDS, report, [f"{source_spec}: listing its images"])
     slow.daemon = True
     slow.start()
@@ -117,105 +137,209 @@ def list_source(
         )
     finally:
         slow.cancel()
-    classes = counted(len(source.classes), "class")
-    report(f"{source.spec}: {counted(source.num_images, 'image')} of {classes} found")
-    if Path(source.spec).is_dir() and out.resolve().is_relative_to(source.spec):  # a name like "digits" is not a folder
+    images, classes = counted(source.num_images, "image"), counted(len(source.classes), "class")
+    report(f"{source.spec}: {images} of {classes} found")
+    # A name like "digits" is not a folder.
+    if is_local(out) and Path(source.spec).is_dir() and local_path(out).resolve().is_relative_to(source.spec):
         raise UserError(f"{out}: it lies inside {source.spec}, whose images are packed; choose an OUT outside of it")
-    return source, request
+    return source
 
 
-def _pack(source: Source, out: Path, request: PackRequest, report: Report) -> PackReport:
-    content = {"version": PACK_VERSION, "request": request.as_json(source), "fingerprint": source.fingerprint()}
-    compared = ""
-    if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):  # an empty folder does not count
-        counts = _demand_same(out, **content)
-        compared = compare_seen(out, source, request, report=report)
-        if work_path(out).is_dir():  # killed between the rename and the end
-            with open_work(out) as work:
-                shutil.rmtree(work.path)
-    else:
-        request = replace(request, name=request.name or printable(out.resolve().name))
-        counts = _Packing(source, request, out, report).run(content)
-    splits = ("train", *(split for split in ("val", "test") if (out / split).is_dir()))
-    return PackReport(out, tuple(read_manifest(out / split) for split in splits), counts, compared, seconds=0.0)
+def _local_engine() -> PartsEngine:
+    cores = num_cores()
+    return ThreadEngine(cores) if cores <= _MOST_THREADS else LocalEngine(cores)
 
 
 @dataclass(frozen=True)
 class _Packing:
-    source: Source
+    shown: str  # OUT, as it was given
+    out: str
     request: PackRequest
-    out: Path
+    engine: PartsEngine
     report: Report
 
-    def run(self, content: dict[str, object]) -> Counts:
-        source, request = self.source, self.request
-        plan = make_plan(source, request)
+    def run(self, source_spec: str) -> tuple[Counts, str]:
+        """Return what was found, and what was compared if OUT was there."""
+        source, content = self._open(source_spec)
+        if _is_there(self.out):
+            return self._compare(source, content)
+        chosen = self._choose(source)
+        try:
+            with open_work(self.out), self._explain_full_disk():
+                job, left = self._plan(source, content, *chosen)
+                self._make(job, left)
+                return finish(job, report=self.report), ""
+        except (OSError, UserError):
+            if not is_local(self.out) and _is_there(self.out):  # another process has finished the same
+                return self._compare(source, content)
+            raise
+
+    def run_step(self, source_spec: str, step: PackStep, task: int, of: int) -> tuple[Counts | None, str]:
+        if step == "plan":
+            source, content = self._open(source_spec)
+            if _is_there(self.out):
+                return self._compare(source, content)
+            with open_work(self.out, keep=True), self._explain_full_disk():
+                job, left = self._plan(source, content, *self._choose(source))
+            shards = f"{len(left):,} of {counted(len(job.plan.sizes), 'shard')}"
+            self.report(f"{self.shown}: planned, {shards} to be made")
+            return None, ""
+        if (job := load_job(self.out)) is None:
+            if step == "finish" and _is_there(self.out):
+                return _demand_same(self.out, {}), "nothing"
+            raise UserError(f"{self.shown}: it is not planned yet; take step plan first")
+        before = job.content["request"]
+        if different := _different(before, self.request.as_json(before["source"])):
+            raise UserError(f"{self.shown}: it was planned with another request ({different}); take step plan again")
+        if step == "finish":
+            with open_work(self.out, keep=True), self._explain_full_disk():
+                counts = finish(job, report=self.report)
+            _clear(self.out)
+            return counts, ""
+        if not 0 <= task < of:
+            raise UserError(f"task {task} of {of}: tasks are numbered from 0 to {of - 1}")
+        with open_work(self.out, lock="shared", keep=True), self._explain_full_disk():
+            self._make(job, range(task, len(job.plan.sizes), of))
+        return None, ""
+
+    def _open(self, source_spec: str) -> tuple[Source, dict[str, Any]]:
+        source = _open(source_spec, self.shown, self.request, self.report)
+        request = self.request.as_json(source.spec)
+        return source, {"version": PACK_VERSION, "request": request, "fingerprint": source.fingerprint()}
+
+    def _compare(self, source: Source, content: dict[str, Any]) -> tuple[Counts, str]:
+        counts = _demand_same(self.out, content)
+        compared = compare_seen(self.out, source, self.request, report=self.report)
+        _clear(self.out)  # killed before the end
+        return counts, compared
+
+    def _named(self) -> PackRequest:
+        last = os.path.basename(os.path.realpath(self.out)) if is_local(self.out) else self.out.rpartition("/")[2]
+        return replace(self.request, name=self.request.name or printable(last))
+
+    def _choose(self, source: Source) -> tuple[PackPlan, Excluded | None]:
+        plan = make_plan(source, request := self._named())
         excluded = find_excluded(plan, source, request, report=self.report)
-        without = None if excluded is None else excluded.marks
-        whole_plan = plan = plan if without is None else make_plan(source, request, without=without)
-        digests = None
-        if request.duplicates == "drop":
-            with Progress(plan.num_images, self.report, status="looking for duplicates") as progress:
-                parts = [shard.images for shard in plan.shards]
-                digests = read_digests(parts, num_threads=num_cores(), progress=progress)
-            marks = np.zeros(source.num_images, dtype=np.bool_) if without is None else without.copy()
-            repeated = [number for group in found.equal_digests(digests) for number in group[1:]]
-            marks[plan.numbers[repeated]] = True
+        return (plan if excluded is None else make_plan(source, request, without=excluded.marks)), excluded
+
+    def _plan(
+        self, source: Source, content: dict[str, Any], plan: PackPlan, excluded: Excluded | None
+    ) -> tuple[PackJob, Sequence[int]]:
+        """Write the plan; return it with the shards that are not finished."""
+        request, old = self._named(), load_job(self.out)
+        if old and not is_local(self.out) and (different := _different(old.content["request"], content["request"])):
+            where = redacted(old.work.location)
+            raise UserError(f"{self.shown}: another request is packed into it ({different}); wait, or delete {where}")
+        all_files = {id(images.files): images.files for images in source.splits.values()}
+        saved = [files.saved(work_folder(self.out)) for files in all_files.values()]
+        starts = np.cumsum([0, *(len(files.containers) for files in saved)]).tolist()
+        first = dict(zip(all_files, starts, strict=False))
+        empty = PlanTable("", {}, [], [], 1)
+        job = PackJob(
+            out=self.out,
+            content=content,
+            name=request.name or "",
+            source=source.spec,
+            classes=plan.classes,
+            kind=plan.kind,
+            containers=tuple(container for files in saved for container in files.containers),
+            plan=empty,
+            whole=empty,
+            resize=request.resize,
+            max_image_pixels=request.pixel_limit.pixels,
+            skips_unreadable=request.unreadable == "skip",
+            drops_duplicates=request.duplicates == "drop",
+            without_matches_of=tuple(each.digest for each in request.exclusion.sets) if request.exclusion else (),
+            left_out=source.left_out,
+            excluded=excluded.counts if excluded else {},
+        )
+        for files in saved:
+            files.prepare(self.report)
+        numbers, digests = plan.numbers[:0], b""
+        if job.drops_duplicates:
+            whole = job = replace(job, whole=write_table(plan.shards, "whole", job, first=first))
+            numbers, digests = plan.numbers, self._digests(whole)
+            marks = np.zeros(source.num_images, dtype=np.bool_) if excluded is None else excluded.marks.copy()
+            marks[numbers[[number for group in found.equal_digests(digests) for number in group[1:]]]] = True
             plan = make_plan(source, request, without=marks)
+        table = write_table(plan.shards, "plan", job, first=first)
+        job = replace(job, plan=table, whole=job.whole if job.drops_duplicates else table)
+        job.work.write(SEEN_FILE, new_seen(source, numbers, digests))
+        save_job(job)
         for note in (*source.notes, *plan.notes):
             self.report(note)
-        with open_work(self.out) as work:
-            with self._explain_full_disk(work):
-                records = self._write_shards(plan, work)
-                digests = digests or b"".join(records[shard.file].image_digests for shard in plan.shards)
-                counts = self._write_lists(plan, whole_plan, records, digests, excluded, work.result)
-                manifests = [self._write_manifest(split, plan, records, work.result) for split in plan.splits]
-                write_timm_info(work.result, manifests)
-                write_seen(work.result, source, whole_plan, digests)
-                write_json(work.result / PACK_FILE, {**content, "found": vars(counts)})
-                for folder in (*(work.result / split for split in plan.splits), work.result):
-                    flush(folder)
-            try:
-                os.rename(work.result, self.out)  # replaces an empty folder, fails on any other
-            except OSError as error:
-                reason = f"the folder could not be put in place ({error.strerror})"
-                raise UserError(f"{self.out}: {reason}; choose another") from None
-            flush(self.out.parent)
-        found.list_beside(self.out).unlink(missing_ok=True)
-        return counts
+        left = self._left(job, old)
+        if is_local(self.out):
+            self._demand_space([plan.shards[number] for number in left])
+        if excluded is not None:
+            excluded.write(job.result, request)
+        return job, left
+
+    def _digests(self, job: PackJob) -> bytes:
+        sizes = job.whole.sizes
+        with Progress(sum(sizes), self.report, status="looking for duplicates") as progress:
+            parts = range(len(sizes))
+            digests = self.engine.run(
+                digest_shard, job, parts, done=lambda each: progress.add(len(each) // found.DIGEST_BYTES)
+            )
+        self._demand_all(job, parts, digests)
+        return b"".join(digests[part] for part in parts)
+
+    def _left(self, job: PackJob, old: PackJob | None) -> list[int]:
+        """List the shards that are not finished; remove what an earlier attempt left of others."""
+        everything = range(len(job.plan.sizes))
+        with ThreadPoolExecutor(1 if is_local(self.out) else _REQUESTS) as pool:
+            is_done = old is not None and list(
+                pool.map(lambda number: find_record(job, number) is not None, everything)
+            )
+        finished = [number for number in everything if is_done and is_done[number]]
+        if finished:
+            of_all = f"{len(finished):,} of {counted(len(everything), 'shard')}"
+            self.report(f"{self.shown}: resuming: {of_all} finished in an earlier attempt")
+        if num_others := sweep(job, old, finished):
+            self.report(
+                f"{self.shown}: {counted(num_others, 'shard')} of an earlier attempt discarded: "
+                f"the request or the source has changed since, or an image could not be read"
+            )
+        return sorted({*everything} - {*finished})
+
+    def _make(self, job: PackJob, numbers: Sequence[int]) -> None:
+        sizes, of_these = job.plan.sizes, sum(job.plan.sizes[number] for number in numbers)
+        before = sum(sizes) - of_these if isinstance(numbers, list) else 0
+
+        def done(made: MadeShard) -> None:
+            progress.add(made.num_images)
+
+        # Pillow warns about large photographs and odd metadata; only undecodable images matter here. The filter is
+        # process-wide, so it is set around all threads.
+        with (
+            Progress(before + of_these, self.report, done_images=before) as progress,
+            warnings.catch_warnings(action="ignore"),
+        ):
+            self._demand_all(job, numbers, self.engine.run(make_shard, job, numbers, done=done))
+
+    def _demand_all(self, job: PackJob, parts: Sequence[int], made: Mapping[int, object]) -> None:
+        if missing := [part for part in parts if part not in made]:
+            raise UserError(
+                f"{self.shown}: {counted(len(missing), 'shard')} could not be read or made (the first: "
+                f"{job.file(missing[0])}): their processes died twice, of memory or in a decoder; "
+                "the same command goes on"
+            )
 
     @contextmanager
-    def _explain_full_disk(self, work: WorkFolder) -> Iterator[None]:
+    def _explain_full_disk(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             if error.errno not in _DISK_FULL:
                 raise
-            kept = f", it resumes from the finished shards in {work.path}" if work.has_records else ""
+            is_kept = is_local(self.out) and has_records(self.out)
+            kept = f", it resumes from the finished shards in {work_path(Path(self.out))}" if is_kept else ""
             reason = f"the disk is full ({os.strerror(error.errno)}); make room and type the same command again{kept}"
-            raise UserError(f"{self.out}: {reason}") from None
+            raise UserError(f"{self.shown}: {reason}") from None
 
-    def _write_shards(self, plan: PackPlan, work: WorkFolder) -> dict[str, ShardRecord]:
-        out, request = self.out, self.request
-        marks = {each.file: (each.split, plan_mark(each, request) if work.has_records else "") for each in plan.shards}
-        finished, num_others = work.recover(marks)
-        if finished:
-            of_all = f"{len(finished):,} of {counted(len(marks), 'shard')}"
-            self.report(f"{out}: resuming: {of_all} finished in an earlier attempt")
-        if num_others:
-            self.report(
-                f"{out}: {counted(num_others, 'shard')} of an earlier attempt discarded: "
-                f"the request or the source has changed since, or an image could not be read"
-            )
-        left = [shard for shard in plan.shards if shard.file not in finished]
-        self._demand_space(left, work.path)
-        paths = {work.result / shard.split / shard.file: shard for shard in left}
-        done_images = plan.num_images - sum(map(len, left))
-        with Progress(plan.num_images, self.report, done_images=done_images) as progress:
-            return finished | write_shards(paths, request, num_threads=num_cores(), progress=progress, save=work.save)
-
-    def _demand_space(self, shards: Sequence[ShardPlan], folder: Path) -> None:
-        resize = self.request.resize
+    def _demand_space(self, shards: Sequence[ShardPlan]) -> None:
+        folder, resize = work_path(Path(self.out)), self.request.resize
         most = None if resize is None else int(_REDUCED_BYTES_PER_SQUARE_PIXEL * resize.short_pixels**2)
         needed, free = needed_bytes(shards, most_image_bytes=most), shutil.disk_usage(folder).free
         if needed > free:
@@ -224,82 +348,59 @@ class _Packing:
                 f"make room or choose an OUT on another disk"
             )
 
-    def _write_lists(
-        self,
-        plan: PackPlan,
-        whole_plan: PackPlan,
-        records: Mapping[str, ShardRecord],
-        digests: bytes,
-        excluded: Excluded | None,
-        result: Path,
-    ) -> Counts:
-        """UserError if images are unreadable and the request refuses them."""
-        unreadable = found.unreadable_files(plan, records)
-        if unreadable and self.request.unreadable == "refuse":
-            raise found.unreadable_error(unreadable, self.source, plan, self.out)
-        packs_all = self.request.duplicates == "keep"
-        groups = found.duplicate_groups(whole_plan, digests, packs_all=packs_all, unreadable=unreadable)
-        reason = "it is not in a class folder, so it has no label"
-        loose = self.source.left_out
-        unreadable[:0] = [{"path": path, "split": split, "label": None, "reason": reason} for split, path in loose]
-        excluded_counts: dict[str, int] = {}
-        if excluded is not None:
-            excluded.write(result, self.request)
-            files = {"excluded": found.EXCLUDED_FILE, "unsure": found.UNSURE_FILE}
-            excluded_counts = {name: excluded.count(file) for name, file in files.items()}
-        for lines, file in ((groups, found.DUPLICATES_FILE), (unreadable, found.UNREADABLE_FILE)):
-            if lines:
-                replace_lines(result / file, lines)
-        return Counts(unreadable=len(unreadable), **excluded_counts, **found.count_groups(groups))
 
-    def _write_manifest(
-        self, split: SplitName, plan: PackPlan, records: Mapping[str, ShardRecord], result: Path
-    ) -> Manifest:
-        """Leave out and delete shards without a readable image."""
-        shards = plan.splits[split]
-        kept = [record.shard for each in shards if (record := records[each.file]).shard.num_samples]
-        for file in {shard.file for shard in shards} - {shard.file for shard in kept}:
-            for path in (result / split / file, index_path(result / split / file)):
-                path.unlink()
-        if not kept:
-            raise UserError(f"{self.source.spec}: no image of split {split} can be read; fix them")
-        refused, packed = set[int](), set[int]()
-        for shard in shards:
-            positions = [entry.position for entry in records[shard.file].refused]
-            refused.update(class_numbers(shard.labels[positions].ravel()))
-            packed.update(class_numbers(np.delete(shard.labels, positions, axis=0).ravel()))
-        for number in sorted(refused - packed):
-            self.report(f"no image of the class {plan.classes[number]} in split {split} can be read")
-        exclusion = self.request.exclusion if split == "train" else None
-        manifest = Manifest(
-            result / split,
-            self.request.name or "",
-            split,
-            plan.classes,
-            tuple(kept),
-            self.source.spec,
-            labels=LABEL_SPECS[plan.kind],
-            without_matches_of=tuple(each.digest for each in exclusion.sets) if exclusion else (),
-        )
-        write_manifest(manifest)
-        return manifest
+def _is_there(out: str) -> bool:
+    """True if OUT is a finished set, or a local folder with anything in it; an empty one does not count."""
+    if is_local(out):
+        return os.path.lexists(out) and (not os.path.isdir(out) or bool(os.listdir(out)))
+    return open_folder(out).size(f"train/{MANIFEST_FILE}") is not None
 
 
-def _demand_same(out: Path, *, version: int, request: Mapping[str, object], fingerprint: str) -> Counts:
-    """Return OUT's counts; UserError unless it was packed by this request from this source."""
-    remedy = "choose another folder or delete it"
+def _clear(out: str) -> None:
+    """Remove the work folder of a finished packing."""
+    if is_local(out):
+        if (path := work_path(Path(out))).is_dir():
+            with open_work(out):
+                shutil.rmtree(path)
+    elif (job := load_job(out)) is not None:
+        remove_work(job)
+
+
+def _manifests(out: str, shown: str) -> tuple[Manifest, ...]:
+    if is_local(out):
+        splits = ("train", *(split for split in ("val", "test") if os.path.isdir(os.path.join(out, split))))
+        return tuple(read_manifest(os.path.join(shown, split)) for split in splits)
+    found: list[Manifest] = []
+    for split in ("train", "val", "test"):
+        with suppress(FileNotFoundError):
+            content = open_folder(out).read(f"{split}/{MANIFEST_FILE}")
+            found.append(parse_manifest(content, root=Path(), name=join(redacted(out), split)))
+    return tuple(found)
+
+
+def _different(before: Mapping[str, Any], request: Mapping[str, Any]) -> str:
+    """Say what differs between two requests, if anything."""
+    request = parse_json(json.dumps(request))
+    key = next((key for key in {**request, **before} if before.get(key) != request.get(key)), None)
+    return "" if key is None else f"{key}: {before.get(key)!r} then, {request.get(key)!r} now"
+
+
+def _demand_same(out: str, content: Mapping[str, Any]) -> Counts:
+    """Return OUT's counts; UserError unless it was packed by this request from this source ({}: any)."""
+    shown, remedy = redacted(out), "choose another folder or delete it"
     try:
-        packed = parse_json((out / PACK_FILE).read_bytes())
+        packed = parse_json(open_folder(out).read(PACK_FILE))
         before = dict(packed["request"])
-        known, same = packed["version"] == version, packed["fingerprint"] == fingerprint
+        version, fingerprint = packed["version"], packed["fingerprint"]
         counts = Counts(**packed["found"])
     except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"{out}: it exists and was not packed by shardvit; {remedy}") from None
-    different = [key for key in {**request, **before} if before.get(key) != request.get(key)]
-    if not known or different:
-        key = different[0] if different else "version"
-        then = f"{key}: {before.get(key)!r} then, {request.get(key)!r} now"
-        raise UserError(f"{out}: it exists and was packed with another request ({then}); {remedy}")
-    if not same:
-        raise UserError(f"{out}: it was packed from {request['source']}, which has changed since; {remedy}")
+        raise UserError(f"{shown}: it exists and was not packed by shardvit; {remedy}") from None
+    if not content:
+        return counts
+    different = _different(before, content["request"])
+    if different or version != content["version"]:
+        then = different or f"version: {version!r} then, {content['version']!r} now"
+        raise UserError(f"{shown}: it exists and was packed with another request ({then}); {remedy}")
+    if fingerprint != content["fingerprint"]:
+        raise UserError(f"{shown}: it was packed from {before['source']}, which has changed since; {remedy}")
     return counts

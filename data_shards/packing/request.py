@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.images.decode import PixelLimit
 from shardvit.data_shards.packing.image import PACKED_LIMIT, Resize
-from shardvit.data_shards.packing.sources.base import Source
 from shardvit.data_shards.packing.sources.label_list import LabelList, at_line, clean_path, read_lines
 from shardvit.data_shards.packing.sources.recognise import Published
 from shardvit.data_shards.packing.sources.tars.samples import SampleOptions
@@ -97,8 +96,8 @@ class PackRequest:
         if self.resize is not None and self.shard_size_bytes is not None:
             raise UserError("shard_size: the size of reduced images is not known yet; give samples_per_shard instead")
 
-    def as_json(self, source: Source) -> dict[str, object]:
-        """Format for pack.json. Defaults are left out, so a new option changes no existing request."""
+    def as_json(self, source: str) -> dict[str, object]:
+        """Format for pack.json; `source` is its `spec`. Defaults are left out, so a new option changes no request."""
         val, val_labels, cifar_labels = vars(self.published).values()
         given: dict[str, object] = {
             "name": self.name,
@@ -117,7 +116,7 @@ class PackRequest:
             "duplicates": self.duplicates if self.duplicates == "drop" else None,
         }
         return {
-            "source": source.spec,
+            "source": source,
             "classes": None if self.classes is None else list(self.classes),
             "holdout": self.holdout,
             "samples_per_shard": self.samples_per_shard,

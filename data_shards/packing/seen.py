@@ -5,20 +5,20 @@ and the 16-byte digest of its bytes, zeros if unread. `Source.fingerprint` compa
 times, and the bytes of images whose time changed, or of all.
 """
 
-from pathlib import Path
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardvit.data_shards.durable import flush
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.request import PackRequest
-from shardvit.data_shards.packing.shard_plan import PackPlan
 from shardvit.data_shards.packing.shard_writer import DIGEST_BYTES, read_digests
-from shardvit.data_shards.packing.sources.base import Source
+from shardvit.data_shards.packing.sources.base import Int64s, Source
 from shardvit.data_shards.processes import num_cores
 from shardvit.data_shards.progress_line import Progress
+from shardvit.data_shards.shards.location import join, redacted
 from shardvit.data_shards.shards.shard_set import Report
+from shardvit.data_shards.store.folders import open_folder
 from shardvit.data_shards.text import counted
 
 SEEN_FILE = "images.bin"
@@ -26,21 +26,32 @@ _SEEN = np.dtype([("stamp", "V8"), ("digest", f"V{DIGEST_BYTES}")])
 _PIECE = 1000  # images a thread reads per task
 
 
-def write_seen(folder: Path, source: Source, plan: PackPlan, digests: bytes) -> None:
-    """Write the file; `digests` follow the plan's order."""
-    seen = _seen_now(source)
-    seen["digest"][plan.numbers] = np.frombuffer(digests, _SEEN["digest"])
-    seen.tofile(folder / SEEN_FILE)
-    flush(folder / SEEN_FILE)
+def new_seen(source: Source, numbers: Int64s, digests: bytes) -> bytes:
+    """Format the file; `digests` are those of the images `numbers`, if known yet."""
+    return add_digests(_seen_now(source).tobytes(), numbers, digests)
 
 
-def compare_seen(out: Path, source: Source, request: PackRequest, *, report: Report) -> str:
+def add_digests(seen: bytes, numbers: Int64s, digests: bytes) -> bytes:
+    """Fill in digests, in the order of `numbers`."""
+    rows = np.frombuffer(seen, _SEEN).copy()
+    rows["digest"][numbers] = np.frombuffer(digests, _SEEN["digest"])
+    return rows.tobytes()
+
+
+def read_digests_of(seen: bytes, numbers: Int64s) -> bytes:
+    """Return the digests of images in the order of `numbers`."""
+    return np.frombuffer(seen, _SEEN)["digest"][numbers].tobytes()
+
+
+def compare_seen(out: str, source: Source, request: PackRequest, *, report: Report) -> str:
     """Compare the source with the packed images; return what was compared. UserError if images differ."""
-    now, file = _seen_now(source), out / SEEN_FILE
-    before = np.fromfile(file, _SEEN) if file.is_file() else now[:0]
+    now, file, shown = _seen_now(source), join(redacted(out), SEEN_FILE), redacted(out)
+    before = now[:0]
+    with suppress(FileNotFoundError, ValueError):
+        before = np.frombuffer(open_folder(out).read(SEEN_FILE), _SEEN)
     if len(before) != len(now):
         if request.reread == "all":
-            raise UserError(f"{file} is missing or broken, so nothing can be verified: delete {out} and pack again")
+            raise UserError(f"{file} is missing or broken, so nothing can be verified: delete {shown} and pack again")
         return f"names and sizes of {counted(len(now), 'image')}, not times: {SEEN_FILE} is missing or broken"
     differs = before["stamp"] != now["stamp"]
     is_read = (differs | (request.reread == "all")) & (before["digest"] != now["digest"])  # zeros: unread
@@ -52,9 +63,10 @@ def compare_seen(out: Path, source: Source, request: PackRequest, *, report: Rep
             digests = read_digests(pieces, num_threads=num_cores(), progress=progress)
             changed = rows[before["digest"][first + rows] != np.frombuffer(digests, _SEEN["digest"])].tolist()
             if changed:
+                which = f"{counted(len(changed), 'image')} of the same size"
                 raise UserError(
-                    f"{out}: it was packed from {source.spec}, where {counted(len(changed), 'image')} of the same size "
-                    f"changed since (the first: {images.trace(changed[0])}); choose another folder or delete it"
+                    f"{shown}: it was packed from {source.spec}, where {which} changed since "
+                    f"(the first: {images.trace(changed[0])}); choose another folder or delete it"
                 )
             first += len(images)
     times = f" ({differs.sum():,} with other times)" if differs.any() else ""

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -131,12 +132,19 @@ def make_plan(source: Source, request: PackRequest, *, without: Marks | None = N
         notes += _check_counts(source, split, labels, chosen, may_be_empty=may_be_empty)
         # Neighbours in a source share a class; a shard, and so a shuffle window, should mix all classes.
         order = _hash_order(images, indices, f"shuffle-{split}", request.seed)
-        name = f"{file_name(request.name or '')}-{split}"
-        plans[split] = []
-        for piece in _cut(order, tar_bytes(images.num_bytes[indices[order]]), request):
-            taken = images.take(indices[piece], labels[piece])
-            file = f"{name}-{len(plans[split]):06d}.tar"
-            plans[split].append(ShardPlan(file, taken, first + indices[piece], chosen, split))
+        indices, labels = indices[order], labels[order]
+        pieces = _cut(tar_bytes(images.num_bytes[indices]), request)
+        ordered = images.take(indices, labels)  # shards are views of it
+        plans[split] = [
+            ShardPlan(
+                shard_file(request.name or "", split, number),
+                ImageSet(images.files, ordered.rows[start:end], labels[start:end]),
+                first + indices[start:end],
+                chosen,
+                split,
+            )
+            for number, (start, end) in enumerate(pieces)
+        ]
     return PackPlan(chosen, source.kind, plans, tuple(notes))
 
 
@@ -183,7 +191,8 @@ def _fraction(source: Source, indices: Int64s, fraction: float, seed: int) -> In
 
 def _listed(source: Source, indices: Int64s, holdout: HoldoutList) -> Int64s:
     images = source.splits["train"]
-    found = {trace: index for index in range(len(images)) if (trace := images.trace(index)) in holdout.lines}
+    traces = enumerate(chain.from_iterable(images.names()))
+    found = {trace: index for index, trace in traces if trace in holdout.lines}
     if missing := [path for path in holdout.lines if path not in found]:
         more = f" ({len(missing) - 1:,} more of the list are missing)" if len(missing) > 1 else ""
         raise UserError(
@@ -195,11 +204,21 @@ def _listed(source: Source, indices: Int64s, holdout: HoldoutList) -> Int64s:
 
 def _hash_order(images: ImageSet, indices: Int64s, purpose: str, seed: int) -> Int64s:
     prefix = f"{seed}\0{purpose}\0".encode()
-    hashes = [
-        hashlib.blake2b(prefix + images.trace(int(i)).encode(errors="surrogateescape"), digest_size=16).digest()
-        for i in indices
-    ]
-    return np.array(sorted(range(len(hashes)), key=hashes.__getitem__), dtype=np.int64)
+
+    def digest(name: bytes) -> bytes:
+        return hashlib.blake2b(prefix + name, digest_size=16).digest()
+
+    # By the first half of the digests; the rest only decides ties, of which 10^8 images have none, as a rule.
+    first_halves = (b"".join([digest(name)[:8] for name in names.encoded()]) for names in images.names(indices))
+    hashes = np.frombuffer(b"".join(first_halves), ">u8").astype(np.uint64)
+    order = np.argsort(hashes, kind="stable")
+    hashes = hashes[order]
+    ties = np.flatnonzero(hashes[1:] == hashes[:-1])
+    for run in np.split(ties, np.flatnonzero(np.diff(ties) != 1) + 1) if len(ties) else ():
+        tied = order[run[0] : run[-1] + 2]
+        names = next(images.names(indices[tied])).encoded()
+        tied[:] = [row for _, row in sorted(zip(map(digest, names), tied.tolist(), strict=True))]
+    return order
 
 
 def tar_bytes(image_bytes: Int64s) -> Int64s:
@@ -232,6 +251,11 @@ def sample_key(class_name: str | None, trace: str, number: int) -> str:
     if class_name is None:
         return f"{file_name(stem)[:40]}_{number:07d}"
     return f"{file_name(class_name)[:32]}_{_safe(stem)[:40]}_{number:07d}"
+
+
+def shard_file(name: str, split: SplitName, number: int) -> str:
+    """`photos`, train, 7 -> `photos-train-000007.tar`."""
+    return f"{file_name(name)}-{split}-{number:06d}.tar"
 
 
 def file_name(name: str) -> str:
@@ -269,8 +293,8 @@ def _doubts(source: Source, request: PackRequest) -> list[str]:
         )
     images, folders = source.splits["train"], dict[str, dict[str, None]]()
     by_folder = request.labels is None and source.kind == "single"
-    for row, label in enumerate(images.labels.tolist() if by_folder else ()):
-        folder, name = images.trace(row).rpartition("/")[0], source.classes[label]
+    for label, trace in zip(images.labels, chain.from_iterable(images.names()), strict=True) if by_folder else ():
+        folder, name = trace.rpartition("/")[0], source.classes[label]
         if name in folder.split("/"):  # else folders are not the classes
             folders.setdefault(name, {})[folder] = None
     spread = {name: list(its) for name, its in folders.items() if len(its) > 1}
@@ -299,11 +323,17 @@ def _check_counts(
     return [f"{int((counts == 0).sum()):,} of {len(classes):,} classes have no image in split {split} (first: {first})"]
 
 
-def _cut(order: Int64s, sample_bytes: Int64s, request: PackRequest) -> list[Int64s]:
+def _cut(sample_bytes: Int64s, request: PackRequest) -> list[tuple[int, int]]:
+    """Return the start and end of each shard."""
+    count = len(sample_bytes)
     if request.samples_per_shard is not None:
-        return np.array_split(order, -(-len(order) // request.samples_per_shard))
+        num_shards = -(-count // request.samples_per_shard)
+        small, num_large = divmod(count, num_shards)  # as np.array_split
+        starts = [number * small + min(number, num_large) for number in range(num_shards)]
+        return list(pairwise([*starts, count]))
     ends = np.cumsum(sample_bytes)
     num_shards = -(-int(ends[-1]) // max((request.shard_size_bytes or 0) - TAR_END_BYTES, 1))
     shares = ends[-1] * np.arange(1, num_shards) / num_shards
     # A sample belongs to the share that holds its middle: a piece exceeds its share by half a sample at each end.
-    return [piece for piece in np.split(order, np.searchsorted(ends - sample_bytes / 2, shares)) if len(piece)]
+    cuts = np.searchsorted(ends - sample_bytes / 2, shares).tolist()
+    return [(start, end) for start, end in pairwise([0, *cuts, count]) if start < end]

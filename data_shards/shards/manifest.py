@@ -174,18 +174,18 @@ def as_json(manifest: Manifest) -> dict[str, object]:
     return content | {name: value for name, value in given.items() if value}
 
 
-def write_timm_info(folder: Path, manifests: Iterable[Manifest]) -> None:
-    """Write `folder/_info.json`, so that timm reads the splits below it: `--dataset wds/ --data-dir FOLDER`."""
+def timm_info(manifests: Iterable[Manifest]) -> dict[str, object]:
+    """Format `_info.json`, beside the splits' folders, so that timm reads them: `--dataset wds/ --data-dir FOLDER`."""
     splits = {
         manifest.split: {
             "name": manifest.split,
             "num_samples": manifest.num_samples,
-            "filenames": [path.relative_to(folder).as_posix() for path in manifest.shard_paths],
+            "filenames": [f"{manifest.split}/{shard.file}" for shard in manifest.shards],
             "shard_lengths": [shard.num_samples for shard in manifest.shards],
         }
         for manifest in manifests
     }
-    write_json(folder / "_info.json", {"splits": splits})
+    return {"splits": splits}
 
 
 def write_json(path: Path, content: object) -> None:

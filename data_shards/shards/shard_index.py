@@ -68,6 +68,10 @@ class Texts(Sequence[str]):
         content = self.blob[begin : ends[-1]].tobytes()
         return [content[a - begin : b - begin].decode("utf-8", "surrogateescape") for a, b in pairwise(ends)]
 
+    def encoded(self) -> list[bytes]:
+        content, ends = self.blob.tobytes(), [0, *self.ends.tolist()]
+        return [content[a:b] for a, b in pairwise(ends)]
+
     def __iter__(self) -> Iterator[str]:
         return iter(self[:])
 

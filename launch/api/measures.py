@@ -52,7 +52,7 @@ def pack(source: PathLike, out: PathLike, *, report: Report = print, **options: 
     classes = options.pop("classes", None)
     request = options_of(PackOptions, options).request()
     request["classes"] = classes and list(classes)
-    return pack_images(os.fspath(source), Path(out), report=report, **request)
+    return pack_images(os.fspath(source), os.fspath(out), report=report, **request)
 
 
 def evaluate(

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources.located import LocatedFiles, array_files
+from shardvit.data_shards.shards.shard_index import Texts
 from shardvit.data_shards.shards.tar_index import IMAGE_EXTENSIONS
 from shardvit.data_shards.text import counted
 from shardvit.data_shards.vocabulary import LabelKind
@@ -24,6 +26,7 @@ from shardvit.data_shards.vocabulary import LabelKind
 GZIPPED = (".tar.gz", ".tgz")
 SUFFIXES = (".tar", *GZIPPED)  # of archives
 _MOST_PROBLEMS = 20
+_PIECE = 1 << 16  # names at a time
 
 SplitName = Literal["train", "val", "test"]
 Int64s = NDArray[np.int64]
@@ -48,6 +51,13 @@ class ImageSet:
 
     def read(self, index: int) -> bytes:
         return self.files.read(int(self.rows[index]))
+
+    def names(self, indices: Int64s | None = None) -> Iterator[Texts]:
+        """Yield traces in pieces, of all images or some."""
+        rows = self.rows if indices is None else indices
+        for start in range(0, len(rows), _PIECE):
+            piece = rows[start : start + _PIECE]
+            yield self.files.names.take(piece if indices is None else self.rows[piece])
 
     def trace(self, index: int) -> str:
         """Return the image's place, unique in the source: `train/cat/0338.jpg`."""
@@ -90,8 +100,9 @@ class Source:
                 digest.update(repr((images.files.path, pixels.shape)).encode())
                 digest.update(np.ascontiguousarray(pixels).tobytes())
                 continue
-            for row, size in enumerate(images.num_bytes.tolist()):
-                digest.update(f"{images.trace(row)}\0{size}\0".encode(errors="surrogateescape"))
+            sizes = iter(images.num_bytes)
+            for name in chain.from_iterable(images.names()):
+                digest.update(f"{name}\0{next(sizes)}\0".encode(errors="surrogateescape"))
         return digest.hexdigest()
 
 

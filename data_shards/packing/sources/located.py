@@ -15,17 +15,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardvit.data_shards.durable import replaced
 from shardvit.data_shards.packing.sources.decompress import decompressed
 from shardvit.data_shards.shards.location import is_local, join
 from shardvit.data_shards.shards.shard_index import Texts
 from shardvit.data_shards.shards.shard_set import Report
 from shardvit.data_shards.shards.tar_walk import BLOCK_BYTES, stated_member
+
+if TYPE_CHECKING:
+    from shardvit.data_shards.store.folders import Folder
 
 ContainerKind = Literal["folder", "tar", "array"]
 ABSENT = -1  # size of a missing file
@@ -70,13 +72,12 @@ class LocatedFiles:
         return len(self.names)
 
     def take(self, rows: NDArray[np.int64]) -> LocatedFiles:
-        """Take some files, as a worker needs them, with only their containers."""
-        used, container = np.unique(self.container[rows], return_inverse=True)
+        """Take some files, as a worker needs them."""
         return LocatedFiles(
             self.path,
-            tuple(self.containers[number] for number in used.tolist()),
+            self.containers,
             self.names.take(rows),
-            container.astype(np.int32),
+            self.container[rows],
             self.offsets[rows],
             self.sizes[rows],
             self.stamps[rows],
@@ -101,16 +102,16 @@ class LocatedFiles:
         for container in self.containers:
             container.plain(report)
 
-    def saved(self, folder: Path) -> LocatedFiles:
+    def saved(self, folder: Folder) -> LocatedFiles:
         """Write arrays in memory into a folder that other processes see, named by their content."""
         kept = list(self.containers)
         for number, container in enumerate(kept):
             if (pixels := container.pixels) is not None:
-                folder.mkdir(parents=True, exist_ok=True)
-                path = folder / f"{hashlib.sha256(pixels.tobytes()).hexdigest()[:32]}.npy"
-                with replaced(path, sync="none", writers="several") as beside, beside.open("wb") as stream:
-                    np.save(stream, pixels)
-                kept[number] = replace(container, location=str(path), pixels=None)
+                np.save(stream := io.BytesIO(), pixels)
+                name = f"{hashlib.sha256(stream.getbuffer()).hexdigest()[:32]}.npy"
+                if folder.size(name) != stream.tell():
+                    folder.write(name, stream.getvalue())
+                kept[number] = Container("array", folder.at(name).location)
         return replace(self, containers=tuple(kept))
 
 
@@ -142,7 +143,7 @@ def folder_files(root: Path, names: Sequence[str], *, path: Path | None = None) 
         looks = [*pool.map(_look, [str(root)] * len(pieces), pieces)] if len(pieces) > 1 else [_look(str(root), names)]
     sizes, stamps = (np.concatenate(each) for each in zip(*looks, strict=True))
     zeros = np.broadcast_to(np.int64(0), len(names))
-    container = (Container("folder", str(root)),)
+    container = (Container("folder", os.path.abspath(root)),)
     return LocatedFiles(
         str(path or root), container, Texts.of(names), zeros.astype(np.int32), zeros, sizes, stamps.view(np.uint64)
     )

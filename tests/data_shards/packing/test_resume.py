@@ -15,6 +15,7 @@ from PIL import Image
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.image import Resize
+from shardvit.data_shards.store.folders import LocalFolder
 from tests.data_shards.packing.folders import quiet, spoken, tree
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -197,16 +198,21 @@ class Stopper:
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, error: BaseException, *, at: int) -> None:
-    """The tar's and the index's flush are calls 1 and 2 of the first shard, and so on (on one thread)."""
-    stopper = Stopper(error, at=at)
+    """The index and the tar are put in place by calls 1 and 2 of the first shard, and so on (on one thread)."""
+    stopper, put = Stopper(error, at=at), LocalFolder.put
+
+    def put_or_stop(self: LocalFolder, name: str, file: Path) -> None:
+        stopper(file)
+        put(self, name, file)
+
     monkeypatch.setattr("shardvit.data_shards.packing.pack.num_cores", lambda: 1)
-    monkeypatch.setattr("shardvit.data_shards.packing.shard_writer.flush", stopper)
+    monkeypatch.setattr(LocalFolder, "put", put_or_stop)
 
 
 def test_a_full_disk_is_one_sentence_and_what_is_finished_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     arguments = {"classes": ["0", "1"], "samples_per_shard": 100}
     with monkeypatch.context() as patch:
-        fail_at(patch, OSError(28, "No space left on device"), at=6)  # the third index
+        fail_at(patch, OSError(28, "No space left on device"), at=6)  # the third tar
         with pytest.raises(UserError, match=r"the disk is full.*type the same command again") as caught:
             quiet("digits", tmp_path / "out", **arguments)
     assert "\n" not in str(caught.value)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from webdataset.tariterators import base_plus_ext
 
 from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.image import PACKED_LIMIT
 from shardvit.data_shards.packing.request import PackRequest
 from shardvit.data_shards.packing.shard_plan import PackPlan, make_plan, needed_bytes, sample_key, tar_bytes
-from shardvit.data_shards.packing.shard_writer import write_shards
+from shardvit.data_shards.packing.shard_writer import write_shard
 from shardvit.data_shards.packing.sources.base import Source, array_images
-from shardvit.data_shards.progress_line import Progress
 
 
 def array_source(labels: list[int]) -> Source:
@@ -139,9 +139,7 @@ def test_the_space_that_is_needed_is_what_is_taken(tmp_path: Path):
         pixels = np.random.default_rng(count).integers(0, 256, (count, 40, 50), dtype=np.uint8)
         images = array_images("x", pixels, np.zeros(count, dtype=np.int64))
         plan = make_plan(Source("x", ("a",), {"train": images}), PackRequest())
-        shards = {tmp_path / f"{count}.tar": plan.shards[0]}
-        with Progress(count, lambda line: None) as progress:
-            write_shards(shards, PackRequest(), num_threads=1, progress=progress, save=lambda record: None)
+        write_shard(plan.shards[0], tmp_path / f"{count}.tar", pixel_limit=PACKED_LIMIT)
         taken = sum((tmp_path / f"{count}.{kind}").stat().st_size for kind in ("tar", "idx"))
         assert 0.85 * taken - 20_000 <= needed_bytes(plan.shards, most_image_bytes=None) <= 1.1 * taken + 20_000
         assert needed_bytes(plan.shards, most_image_bytes=100) < needed_bytes(plan.shards, most_image_bytes=None)

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import io
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -10,13 +11,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from shardvit.data_shards.packing.image import Resize
-from shardvit.data_shards.packing.request import PackRequest
+from shardvit.data_shards.packing.image import PACKED_LIMIT, Resize
+from shardvit.data_shards.packing.plan_file import PackJob, PlanTable, write_table
 from shardvit.data_shards.packing.shard_plan import ShardPlan
-from shardvit.data_shards.packing.shard_writer import ShardRecord, plan_mark, write_shards
+from shardvit.data_shards.packing.shard_writer import ShardRecord, write_shard
 from shardvit.data_shards.packing.sources.base import ImageSet, array_images
 from shardvit.data_shards.packing.sources.located import LocatedFiles, folder_files
-from shardvit.data_shards.progress_line import Progress
 from shardvit.data_shards.shards.manifest import Shard
 from shardvit.data_shards.shards.tar_index import build_index, index_path, read_index
 
@@ -31,17 +31,11 @@ def plan(count: int, *, kind: str = "single", file: str = "x-train-000000.tar", 
     return ShardPlan(file, images.take(order, labels), 7 + order, ("cat", "dog", "owl"))
 
 
-def written(plans: list[ShardPlan], folder: Path, *, num_threads: int = 2) -> tuple[dict[str, ShardRecord], list[str]]:
-    saved: list[str] = []
-
-    def save(record: ShardRecord) -> None:
-        assert (folder / record.shard.file).stat().st_size == record.shard.num_bytes
-        assert index_path(folder / record.shard.file).stat().st_size == record.index_bytes
-        saved.append(record.shard.file)
-
-    paths = {folder / each.file: each for each in plans}
-    with Progress(sum(map(len, plans)), lambda line: None) as progress:
-        return write_shards(paths, PackRequest(), num_threads=num_threads, progress=progress, save=save), saved
+def written(shard: ShardPlan, folder: Path) -> ShardRecord:
+    record = write_shard(shard, folder / shard.file, pixel_limit=PACKED_LIMIT)
+    assert (folder / shard.file).stat().st_size == record.shard.num_bytes
+    assert index_path(folder / shard.file).stat().st_size == record.index_bytes
+    return record
 
 
 @pytest.mark.parametrize("kind", ["single", "multi"])
@@ -50,7 +44,7 @@ def test_tars_are_those_of_webdatasets_writer(tmp_path: Path, count: int, kind: 
     from webdataset.writer import TarWriter
 
     shard = plan(count, kind=kind)
-    records, saved = written([shard], tmp_path)
+    record = written(shard, tmp_path)
     stream = io.BytesIO()
     with TarWriter(cast(Any, stream), encoder=False, mtime=0, user="", group="") as tar:
         for position in range(len(shard)):
@@ -58,15 +52,14 @@ def test_tars_are_those_of_webdatasets_writer(tmp_path: Path, count: int, kind: 
             tar.write({"__key__": shard.key(position), "png": shard.images.read(position), extension: label})
     content = (tmp_path / shard.file).read_bytes()
     assert content == stream.getvalue()
-    record = records[shard.file]
     assert record.shard.sha256 == hashlib.sha256(content).hexdigest() and record.shard.num_samples == count
-    assert saved == [shard.file]
     part = "cls" if kind == "single" else "json"
     index = read_index(index_path(tmp_path / shard.file), label=part)
     assert list(index.keys) == [shard.key(i) for i in range(count)]
     assert np.array_equal(index.image_offset, build_index(tmp_path / shard.file, label=part).image_offset)
 
 
+NO_TABLE = PlanTable("", {}, [], [], 1)
 JPEG = base64.b85decode(
     "|JeWF01!$>Nk#wx0RR9200961|JwjV08lqPMm#c5MnOheRZw4e$bxuoZg};txsk~K|NsC0|NsC0|NsC0|NsC0|NsC0|NsC0|NsC0|NsC0|NsC0|Np"
     "=M3kU!K009935di<h02BZL00000000000000000004|HJ?k5CH%H0000000000000000095m00;pA002J#8~@n"
@@ -99,14 +92,37 @@ def test_a_plan_gives_the_same_bytes_with_every_version(tmp_path: Path, labels: 
     shard = ShardPlan(
         "x-train-000000.tar", ImageSet(write_files(tmp_path / "in"), order, labels), 7 + order, ("cat", "dog", "owl")
     )
-    records, _ = written([shard], tmp_path)
-    assert records[shard.file].shard == Shard(shard.file, 6, 20480, sha256)
+    assert written(shard, tmp_path).shard == Shard(shard.file, 6, 20480, sha256)
+
+
+def mark_of(shard: ShardPlan, resize: Resize | None = None) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        job = PackJob(
+            out=f"{folder}/out",
+            content={},
+            name="x",
+            source="x",
+            classes=shard.classes,
+            kind="single",
+            containers=(),
+            plan=NO_TABLE,
+            whole=NO_TABLE,
+            resize=resize,
+            max_image_pixels=100,
+            skips_unreadable=False,
+            drops_duplicates=False,
+            without_matches_of=(),
+            left_out=(),
+            excluded={},
+        )
+        (mark,) = write_table([shard], "plan", job, first={id(shard.images.files): 0}).marks
+    return mark
 
 
 def test_the_mark_changes_with_all_that_makes_a_shard():
     base = plan(6)
-    marks = [plan_mark(base, PackRequest())]
-    assert plan_mark(plan(6), PackRequest()) == marks[0]
+    marks = [mark_of(base)]
+    assert mark_of(plan(6)) == marks[0]
     other_label = base.labels.copy()
     other_label[2] = (other_label[2] + 1) % 3
     pixels = np.array(base.images.files.containers[0].pixels)
@@ -123,5 +139,5 @@ def test_the_mark_changes_with_all_that_makes_a_shard():
         (replace(base, numbers=base.numbers + 1), None),
         (replace(base, images=changed.take(base.images.rows, base.labels)), None),
     ):
-        marks.append(plan_mark(shard, PackRequest(resize=resize)))
+        marks.append(mark_of(shard, resize))
     assert len(set(marks)) == len(marks)

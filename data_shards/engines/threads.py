@@ -1,0 +1,58 @@
+"""Run parts in threads of this process: enough where decoding and I/O release the interpreter's lock, up to 8 cores."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from shardvit.data_shards.processes import run_threads
+
+_Request = TypeVar("_Request")
+_Part = TypeVar("_Part", bound=Hashable)
+_Result = TypeVar("_Result")
+_here = threading.local()
+
+
+class Stopped(Exception):
+    """Another part failed, or Ctrl-C was pressed: this one is given up."""
+
+
+def give_up_if_stopped() -> None:
+    """Raise `Stopped` in a thread of an engine that ends; long parts call it now and then."""
+    if (stop := getattr(_here, "stop", None)) is not None and stop.is_set():
+        raise Stopped
+
+
+@dataclass(frozen=True)
+class ThreadEngine:
+    """This process's threads; see `PartsEngine`."""
+
+    workers: int
+
+    def run(
+        self,
+        work: Callable[[_Request, _Part], _Result],
+        request: _Request,
+        parts: Sequence[_Part],
+        *,
+        done: Callable[[_Result], None],
+    ) -> dict[_Part, _Result]:
+        stop = threading.Event()
+
+        def one(part: _Part) -> _Result:
+            _here.stop = stop
+            try:
+                give_up_if_stopped()
+                return work(request, part)
+            except BaseException:
+                stop.set()  # here: the main thread only notices when it waits for this part
+                raise
+
+        results: dict[_Part, _Result] = {}
+        found = run_threads(one, [(part,) for part in parts], threads=self.workers, stop=stop)
+        for part, result in zip(parts, found, strict=True):
+            results[part] = result
+            done(result)
+        return results

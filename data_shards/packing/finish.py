@@ -1,0 +1,178 @@
+"""Finish a packing whose shards are made: lists of what was found, manifests last, in OUT or what becomes OUT.
+
+Reads each shard's record, in order. Takes 50 bytes of memory an image, for digests and `seen`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from shardvit.data_shards.durable import flush, lines_text
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing import found
+from shardvit.data_shards.packing.found import Counts
+from shardvit.data_shards.packing.plan_file import JOB_FILE, PackJob
+from shardvit.data_shards.packing.seen import SEEN_FILE, add_digests, read_digests_of
+from shardvit.data_shards.packing.shard_plan import LABEL_SPECS, Line, class_numbers
+from shardvit.data_shards.packing.shard_writer import ShardRecord, find_record, index_file, record_file
+from shardvit.data_shards.packing.sources.base import SplitName
+from shardvit.data_shards.packing.work import unpacked_path, work_path
+from shardvit.data_shards.shards.location import is_local, local_path, redacted
+from shardvit.data_shards.shards.manifest import MANIFEST_FILE, Manifest, Shard, as_json, json_text, timm_info
+from shardvit.data_shards.shards.shard_set import Report
+from shardvit.data_shards.text import counted
+
+PACK_FILE = "pack.json"
+_REQUESTS = 16  # to a store, at a time
+
+
+def finish(job: PackJob, *, report: Report) -> Counts:
+    """Write all files but the shards; a local OUT is then in place. UserError if shards are missing, or images are
+    unreadable and the request refuses them."""
+    records = dict(zip(range(len(job.plan.sizes)), _records(job, report), strict=True))
+    unreadable, digests = list[Line](), list[bytes]()
+    kept: dict[SplitName, list[int]] = {split: [] for split in job.plan.splits}
+    for number, record in records.items():
+        digests.append(record.image_digests)
+        if record.refused:
+            shard = job.shard(number)
+            unreadable += [{**shard.line(each.position), "reason": each.reason} for each in record.refused]
+        if record.shard.num_samples:
+            kept[job.plan.split(number)[0]].append(number)
+    if unreadable and not job.skips_unreadable:
+        raise found.unreadable_error(unreadable, job)
+    manifests = [
+        _manifest(job, split, [records[number].shard for number in numbers]) for split, numbers in kept.items()
+    ]
+    _report_lost_classes(job, records, report)
+    seen = job.work.read(SEEN_FILE)
+    numbers = job.numbers(job.whole)
+    if not job.drops_duplicates:
+        seen = add_digests(seen, numbers, b"".join(digests))
+    groups = found.duplicate_groups(job, read_digests_of(seen, numbers), unreadable=unreadable)
+    reason = "it is not in a class folder, so it has no label"
+    unreadable[:0] = [{"path": path, "split": split, "label": None, "reason": reason} for split, path in job.left_out]
+    counts = Counts(unreadable=len(unreadable), **job.excluded, **found.count_groups(groups))
+    result = job.result
+    for number, record in records.items():
+        if not record.shard.num_samples:
+            result.remove(job.file(number))
+            result.remove(index_file(job.file(number)))
+    for lines, file in ((groups, found.DUPLICATES_FILE), (unreadable, found.UNREADABLE_FILE)):
+        if lines:
+            result.write(file, lines_text(lines))
+    result.write(SEEN_FILE, seen)
+    result.write("_info.json", json_text(timm_info(manifests)).encode())
+    result.write(PACK_FILE, json_text({**job.content, "found": vars(counts)}).encode())
+    for manifest in reversed(manifests):  # train's is the last: with it the set is there
+        sizes = {shard.file: shard.num_samples for shard in manifest.shards}
+        result.write(f"{manifest.split}/sizes.json", json_text(sizes).encode())
+        result.write(f"{manifest.split}/{MANIFEST_FILE}", json_text(as_json(manifest)).encode())
+    _put_in_place(job)
+    return counts
+
+
+def _records(job: PackJob, report: Report) -> Iterator[ShardRecord]:
+    missing = list[int]()
+    with ThreadPoolExecutor(1 if is_local(job.out) else _REQUESTS) as pool:
+        numbers = range(len(job.plan.sizes))
+        for number, record in enumerate(pool.map(lambda each: find_record(job, each, unread="accept"), numbers)):
+            if record is None:
+                missing.append(number)
+            elif not missing:
+                yield record
+    if missing:
+        raise UserError(
+            f"{redacted(job.out)}: {len(missing):,} of {counted(len(job.plan.sizes), 'shard')} are not made yet (the "
+            f"first: {job.file(missing[0])}): make them, then finish"
+        )
+
+
+def _manifest(job: PackJob, split: SplitName, shards: Sequence[Shard]) -> Manifest:
+    if not shards:
+        raise UserError(f"{job.source}: no image of split {split} can be read; fix them")
+    return Manifest(
+        Path(split),
+        job.name,
+        split,
+        job.classes,
+        tuple(shards),
+        job.source,
+        labels=LABEL_SPECS[job.kind],
+        without_matches_of=job.without_matches_of if split == "train" else (),
+    )
+
+
+def _report_lost_classes(job: PackJob, records: dict[int, ShardRecord], report: Report) -> None:
+    """Name the classes of unreadable images that have no other image in the split."""
+    refused: dict[SplitName, set[int]] = {split: set() for split in job.plan.splits}
+    for number, record in records.items():
+        if record.refused:
+            positions = [each.position for each in record.refused]
+            shard = job.shard(number)
+            refused[shard.split].update(class_numbers(shard.labels[positions].ravel()))
+    for number, record in records.items() if any(refused.values()) else ():
+        if lost := refused[job.plan.split(number)[0]]:
+            labels = np.delete(job.shard(number).labels, [each.position for each in record.refused], axis=0)
+            lost -= {*class_numbers(labels.ravel())}
+    for split, lost in refused.items():
+        for label in sorted(lost):
+            report(f"no image of the class {job.classes[label]} in split {split} can be read")
+
+
+def _put_in_place(job: PackJob) -> None:
+    shutil.rmtree(unpacked_path(job.out), ignore_errors=True)
+    if not is_local(job.out):
+        remove_work(job)
+        return
+    out, work = local_path(job.out), work_path(local_path(job.out))
+    for folder in (*(work / "result" / split for split in job.plan.splits), work / "result"):
+        flush(folder)
+    try:
+        os.rename(work / "result", out)  # replaces an empty folder, fails on any other
+    except OSError as error:
+        reason = f"the folder could not be put in place ({error.strerror})"
+        raise UserError(f"{out}: {reason}; choose another") from None
+    flush(out.parent)
+    found.list_beside(out).unlink(missing_ok=True)
+
+
+def sweep(job: PackJob, old: PackJob | None, finished: Sequence[int]) -> int:
+    """Remove what an earlier attempt left of shards that are not finished; return the number of its records."""
+    files = {job.file(number) for number in finished}
+    if not is_local(job.out):
+        before = {old.file(number) for number in range(len(old.plan.sizes))} if old else set[str]()
+        planned = {job.file(number) for number in range(len(job.plan.sizes))}
+        for file in before - planned:
+            job.work.remove(record_file(file))
+            for name in (file, index_file(file)):
+                job.result.remove(name)
+        return len(before - planned)
+    work = work_path(local_path(job.out))
+    kept = {f"result/{name}" for file in files for name in (file, index_file(file))} | set(map(record_file, files))
+    records = len([*(work / "records").glob("*.json")]) if (work / "records").is_dir() else 0
+    for part in ("records", "result", "scratch"):
+        for path in sorted((work / part).rglob("*"), reverse=True):  # contents before their folder
+            if not path.is_dir() or path.is_symlink():
+                if path.relative_to(work).as_posix() not in kept:
+                    path.unlink()
+            elif not any(path.iterdir()):
+                path.rmdir()
+    return records - len(files)
+
+
+def remove_work(job: PackJob) -> None:
+    """Remove the work folder in a store, by name; the plan's last, as it has the names."""
+    above = job.work.location.rstrip("/") + "/"
+    made = [each.location.removeprefix(above) for each in job.containers if each.location.startswith(above)]
+    records = [record_file(job.file(number)) for number in range(len(job.plan.sizes))]
+    names = [*records, *made, *job.plan.parts, *job.whole.parts, SEEN_FILE, found.UNREADABLE_FILE]
+    with ThreadPoolExecutor(_REQUESTS) as pool:
+        list(pool.map(job.work.remove, dict.fromkeys(names)))
+    job.work.remove(JOB_FILE)

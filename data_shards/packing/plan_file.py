@@ -1,0 +1,248 @@
+"""The plan on disk or in a store: what a worker needs to make a shard, and what remains to be done at the end.
+
+    plan.json            `PackJob`
+    plan/00000.parquet   the images of some shards, a row group each; whole/...: with the duplicates that are dropped
+
+A worker reads one part of a megabyte or so; 10^8 images take about 5 GB, written part by part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.images.decode import PixelLimit
+from shardvit.data_shards.packing.image import PACKED_LIMIT, Resize
+from shardvit.data_shards.packing.shard_plan import Line, ShardPlan, shard_file
+from shardvit.data_shards.packing.sources.base import ImageSet, Int64s, SplitName
+from shardvit.data_shards.packing.sources.located import Container, LocatedFiles
+from shardvit.data_shards.packing.work import result_folder, work_folder
+from shardvit.data_shards.shards.location import redacted
+from shardvit.data_shards.shards.shard_index import Texts
+from shardvit.data_shards.store.folders import Folder
+from shardvit.data_shards.text import parse_json
+from shardvit.data_shards.vocabulary import LabelKind
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+JOB_FILE = "plan.json"
+_PART_ROWS, _PART_SHARDS = 1 << 16, 64  # most of a parquet file, which a worker reads whole
+_COLUMNS = ("container", "offset", "size", "stamp", "number")
+
+
+@dataclass(frozen=True)
+class PlanTable:
+    """Planned shards in order, split by split: images of each, and a mark of all that its bytes depend on."""
+
+    name: str  # folder of the tables
+    splits: Mapping[SplitName, int]  # shards of each
+    sizes: Sequence[int]
+    marks: Sequence[str]
+    shards_per_part: int
+
+    def split(self, number: int) -> tuple[SplitName, int]:
+        """Return a shard's split and its number there."""
+        for split, count in self.splits.items():
+            if number < count:
+                return split, number
+            number -= count
+        raise IndexError(number)
+
+    def part(self, number: int) -> tuple[str, int]:
+        """Return the file that holds a shard's images, and their row group in it."""
+        return f"{self.name}/{number // self.shards_per_part:05d}.parquet", number % self.shards_per_part
+
+    @property
+    def parts(self) -> list[str]:
+        return sorted({self.part(number)[0] for number in range(0, len(self.sizes), self.shards_per_part)})
+
+
+@dataclass(frozen=True)
+class PackJob:
+    """A planned packing, as its workers and its end need it; `content` is what pack.json will say of it."""
+
+    out: str
+    content: dict[str, Any]
+    name: str
+    source: str
+    classes: tuple[str, ...]
+    kind: LabelKind
+    containers: tuple[Container, ...]
+    plan: PlanTable
+    whole: PlanTable  # the same, unless duplicates are dropped
+    resize: Resize | None
+    max_image_pixels: int
+    skips_unreadable: bool
+    drops_duplicates: bool
+    without_matches_of: tuple[str, ...]
+    left_out: tuple[tuple[SplitName, str], ...]
+    excluded: Mapping[str, int]  # counts, for `Counts`
+
+    @property
+    def work(self) -> Folder:
+        return work_folder(self.out)
+
+    @property
+    def result(self) -> Folder:
+        return result_folder(self.out)
+
+    @property
+    def pixel_limit(self) -> PixelLimit:
+        return replace(PACKED_LIMIT, pixels=self.max_image_pixels)
+
+    def file(self, number: int) -> str:
+        """`train/NAME-train-000007.tar`: a shard's place in the result."""
+        split, at = self.plan.split(number)
+        return f"{split}/{shard_file(self.name, split, at)}"
+
+    def shard(self, number: int, table: PlanTable | None = None) -> ShardPlan:
+        """Read the images of a shard."""
+        table = table or self.plan
+        (found,) = self._read(table, [number])
+        split, at = table.split(number)
+        numbers, labels = _integers(found, "number"), _integers(found, "label")
+        files = LocatedFiles(
+            self.source,
+            self.containers,
+            _texts(found),
+            _integers(found, "container").astype(np.int32),
+            _integers(found, "offset"),
+            _integers(found, "size"),
+            _integers(found, "stamp").view(np.uint64),
+        )
+        if self.kind == "multi":
+            labels = labels.reshape(len(numbers), -1)
+        images = ImageSet(files, np.arange(len(numbers)), labels)
+        return ShardPlan(shard_file(self.name, split, at), images, numbers, self.classes, split)
+
+    def numbers(self, table: PlanTable) -> Int64s:
+        """Read all images' numbers in the source, in the plan's order."""
+        pieces = [_integers(each, "number") for each in self._read(table, range(len(table.sizes)), ["number"])]
+        return np.concatenate([np.zeros(0, np.int64), *pieces])
+
+    def lines(self, table: PlanTable, positions: Iterable[int]) -> dict[int, Line]:
+        """Format images by their positions in the plan, with their keys; reads each shard once."""
+        starts = np.cumsum([0, *table.sizes])
+        wanted = np.array(sorted(positions), dtype=np.int64)
+        lines: dict[int, Line] = {}
+        shards = np.searchsorted(starts, wanted, side="right") - 1
+        for number in np.unique(shards).tolist():
+            shard = self.shard(number, table)
+            for position in wanted[shards == number].tolist():
+                at = position - int(starts[number])
+                lines[position] = {**shard.line(at), "key": shard.key(at)}
+        return lines
+
+    def _read(self, table: PlanTable, numbers: Iterable[int], columns: list[str] | None = None) -> Iterator[pa.Table]:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        opened, file = "", None
+        for number in numbers:
+            name, group = table.part(number)
+            if file is None or name != opened:
+                opened, file = name, pq.ParquetFile(pa.BufferReader(self.work.read(name)))
+            yield file.read_row_group(group, columns=columns, use_threads=False).combine_chunks()
+
+
+def write_table(shards: Sequence[ShardPlan], name: str, job: PackJob, *, first: Mapping[int, int]) -> PlanTable:
+    """Write the plan's images, a row group a shard; `first`: id of a split's files -> number of its first container."""
+    import pyarrow.parquet as pq
+
+    sizes = [len(shard) for shard in shards]
+    per_part = max(1, min(_PART_SHARDS, _PART_ROWS // max(sizes)))
+    splits: dict[SplitName, int] = {}
+    marks: list[str] = []
+    table = PlanTable(name, splits, sizes, marks, per_part)
+    options = (job.resize, job.max_image_pixels, version("pillow"), version("simplejpeg"), job.classes)
+    base = hashlib.sha256(repr(options).encode())
+    for start in range(0, len(shards), per_part):
+        stream, writer = io.BytesIO(), None
+        for shard in shards[start : start + per_part]:
+            splits[shard.split] = splits.get(shard.split, 0) + 1
+            files = shard.images.files.take(shard.images.rows)
+            marks.append(_mark(shard, files, base))
+            rows = _arrow(shard, files, first[id(shard.images.files)])
+            writer = writer or pq.ParquetWriter(stream, rows.schema, use_dictionary=False, compression="zstd")
+            writer.write_table(rows, row_group_size=len(shard))
+        assert writer is not None
+        writer.close()
+        job.work.write(table.part(start)[0], stream.getvalue())
+    return table
+
+
+def save_job(job: PackJob) -> None:
+    """Write plan.json."""
+    content = {name: value for name, value in vars(job).items() if name not in ("out", "containers", "plan", "whole")}
+    content["resize"] = job.resize and asdict(job.resize)
+    content["containers"] = [(each.kind, each.location, each.stamp, each.compressed) for each in job.containers]
+    content |= {"plan": vars(job.plan), "whole": None if job.whole is job.plan else vars(job.whole)}
+    job.work.write(JOB_FILE, json.dumps(content).encode())
+
+
+def load_job(out: str) -> PackJob | None:
+    """Read plan.json; None if there is none, UserError if it is broken."""
+    work = work_folder(out)
+    try:
+        content = parse_json(work.read(JOB_FILE))
+        plan = PlanTable(**content["plan"])
+        whole = PlanTable(**content["whole"]) if content["whole"] else plan
+        resize = Resize(**content["resize"]) if content["resize"] else None
+        containers = tuple(Container(*each) for each in content["containers"])
+        names = ("classes", "without_matches_of", "left_out")
+        content |= {name: tuple(map(tuple, content[name]) if name == "left_out" else content[name]) for name in names}
+        return PackJob(
+            **content | {"out": out, "plan": plan, "whole": whole, "resize": resize, "containers": containers}
+        )
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{redacted(work.location)}: its {JOB_FILE} is broken; delete this folder") from None
+
+
+def _mark(shard: ShardPlan, files: LocatedFiles, base: Any) -> str:
+    """Hash everything the tar's bytes depend on: images, labels, order, and in `base` options and versions."""
+    digest = base.copy()
+    digest.update(shard.file.encode())
+    for array in (shard.labels, shard.numbers, files.stamps, files.names.ends, files.names.blob):
+        digest.update(f"{array.shape}".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()[:32]
+
+
+def _arrow(shard: ShardPlan, files: LocatedFiles, first: int) -> pa.Table:
+    import pyarrow as pa
+
+    ends = np.concatenate([np.zeros(1, np.int32), files.names.ends.astype(np.int32)])
+    buffers = [None, pa.py_buffer(ends), pa.py_buffer(files.names.blob)]
+    columns: dict[str, Any] = {"name": pa.Array.from_buffers(pa.binary(), len(files), buffers)}
+    values = (files.container + np.int32(first), files.offsets, files.sizes, files.stamps, shard.numbers)
+    columns |= {name: pa.array(np.ascontiguousarray(value)) for name, value in zip(_COLUMNS, values, strict=True)}
+    labels = pa.array(np.ascontiguousarray(shard.labels).ravel())
+    if shard.labels.ndim == 2:
+        labels = pa.FixedSizeListArray.from_arrays(labels, shard.labels.shape[1])
+    return pa.table({**columns, "label": labels})
+
+
+def _integers(table: pa.Table, column: str) -> Int64s:
+    found = table.column(column).combine_chunks()
+    if hasattr(found, "flatten") and found.type.num_fields:
+        found = found.flatten()
+    return found.to_numpy(zero_copy_only=False)
+
+
+def _texts(table: pa.Table) -> Texts:
+    found = table.column("name").combine_chunks()
+    _, ends, blob = found.buffers()
+    places = np.frombuffer(ends, np.int32)[found.offset : found.offset + len(found) + 1].astype(np.int64)
+    whole = np.frombuffer(blob, np.uint8) if blob is not None else np.zeros(0, np.uint8)
+    return Texts(whole[places[0] : places[-1]], places[1:] - places[0])
