@@ -17,7 +17,6 @@ from shardvit.data_shards.shards.manifest import Manifest
 from shardvit.data_shards.shards.shard_set import Report
 from shardvit.data_shards.text import counted, named
 
-
 _NUMBERED = re.compile(r"-(\d+)\.tar$")
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from shardvit.data_shards.durable import flush, lines_text
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing import found
+from shardvit.data_shards.packing.appending import append_manifests
 from shardvit.data_shards.packing.found import Counts
 from shardvit.data_shards.packing.plan_file import JOB_FILE, PackJob
 from shardvit.data_shards.packing.seen import SEEN_FILE, add_digests, read_digests_of
@@ -59,17 +60,23 @@ def finish(job: PackJob, *, report: Report) -> Counts:
     reason = "it is not in a class folder, so it has no label"
     unreadable[:0] = [{"path": path, "split": split, "label": None, "reason": reason} for split, path in job.left_out]
     counts = Counts(unreadable=len(unreadable), **job.excluded, **found.count_groups(groups))
-    result = job.result
+    result, lists = job.result, job.lists
     for number, record in records.items():
         if not record.shard.num_samples:
             result.remove(job.file(number))
             result.remove(index_file(job.file(number)))
     for lines, file in ((groups, found.DUPLICATES_FILE), (unreadable, found.UNREADABLE_FILE)):
         if lines:
-            result.write(file, lines_text(lines))
-    result.write(SEEN_FILE, seen)
+            lists.write(file, lines_text(lines))
+    lists.write(SEEN_FILE, seen)
+    content = {**job.content, "found": vars(counts)}
+    if job.start.packing:
+        packed = read_digests_of(seen, job.numbers(job.plan))
+        append_manifests(job, manifests, content, digests=packed, report=report)
+        _remove_work(job)
+        return counts
     result.write("_info.json", json_text(timm_info(manifests)).encode())
-    result.write(PACK_FILE, json_text({**job.content, "found": vars(counts)}).encode())
+    result.write(PACK_FILE, json_text(content).encode())
     for manifest in reversed(manifests):  # train's is the last: with it the set is there
         sizes = {shard.file: shard.num_samples for shard in manifest.shards}
         result.write(f"{manifest.split}/sizes.json", json_text(sizes).encode())
@@ -126,11 +133,20 @@ def _report_lost_classes(job: PackJob, records: dict[int, ShardRecord], report: 
             report(f"no image of the class {job.classes[label]} in split {split} can be read")
 
 
-def _put_in_place(job: PackJob) -> None:
+def _remove_work(job: PackJob) -> None:
     shutil.rmtree(unpacked_path(job.out), ignore_errors=True)
-    if not is_local(job.out):
+    if is_local(job.out):
+        shutil.rmtree(work_path(local_path(job.out)))
+        found.list_beside(local_path(job.out)).unlink(missing_ok=True)
+    else:
         remove_work(job)
+
+
+def _put_in_place(job: PackJob) -> None:
+    if not is_local(job.out):
+        _remove_work(job)
         return
+    shutil.rmtree(unpacked_path(job.out), ignore_errors=True)
     out, work = local_path(job.out), work_path(local_path(job.out))
     for folder in (*(work / "result" / split for split in job.plan.splits), work / "result"):
         flush(folder)
@@ -146,7 +162,8 @@ def _put_in_place(job: PackJob) -> None:
 def sweep(job: PackJob, old: PackJob | None, finished: Sequence[int]) -> int:
     """Remove what an earlier attempt left of shards that are not finished; return the number of its records."""
     files = {job.file(number) for number in finished}
-    if not is_local(job.out):
+    if not is_local(job.out) or job.start.packing:
+        old = old if old and old.start == job.start else None  # else its shards may be those of the set
         before = {old.file(number) for number in range(len(old.plan.sizes))} if old else set[str]()
         planned = {job.file(number) for number in range(len(job.plan.sizes))}
         for file in before - planned:

@@ -77,6 +77,7 @@ class PackOptions:
     verify: Annotated[bool, switch("If OUT is packed, compare all bytes, not just times.")] = False
     skip_unreadable: Annotated[bool, switch("Skip and list unreadable or stray images; pass empty folders.")] = False
     seed: Annotated[int, Parameter(help="Seed of the shuffle and the held-out choice.")] = 0
+    append: Annotated[bool, switch("Add the images to the set that OUT is.")] = False
     where: Annotated[str | None, Parameter(help="Of a packed SOURCE, the images of which this is true.")] = None
     manifest: Annotated[str | None, Parameter(help="Without OUT: it becomes manifest-NAME.json; default: chosen.")] = (
         None
@@ -102,6 +103,7 @@ class PackOptions:
             "pixel_limit": pixel_limit(self.max_image_pixels),
             "unreadable": "skip" if self.skip_unreadable else "refuse",
             "duplicates": "drop" if self.drop_duplicates else "keep",
+            "existing": "append" if self.append else "refuse",
             "exclusion": self._exclusion(),
         }
 
@@ -160,7 +162,7 @@ class ForecastOptions:
 
 def pack(
     source: str,
-    out: Path | None = None,
+    out: str | None = None,
     /,
     *,
     options: PackOptions = PackOptions(),
@@ -181,6 +183,7 @@ def pack(
         shardvit pack photos/ shards/photos --holdout 0.1
         shardvit pack imagenet/ shards/imagenet-320 --resize-short 320 --shard-size 256MB
         shardvit pack "s3://raw/{00000..09999}.tar" shards/raw --label json:class
+        shardvit pack photos/2026 shards/photos --append --drop-duplicates
         shardvit pack shards/photos --where "width >= 128 and not duplicate"
     """
     from shardvit.data_shards.packing.pack import pack as pack_images
@@ -188,6 +191,8 @@ def pack(
     forecast.demand_fit()
     go_on()
     if out is None:
+        if forecast.dry_run:
+            raise UserError("--dry-run: name OUT, too; without it nothing is packed")
         return _choose(source, options)
     if options.manifest is not None:
         raise UserError("--manifest: it names what --where writes without OUT; leave one of them out")
@@ -197,7 +202,7 @@ def pack(
     return 0
 
 
-def _foresee(source: str, out: Path, options: PackOptions, asked: ForecastOptions) -> int:
+def _foresee(source: str, out: str, options: PackOptions, asked: ForecastOptions) -> int:
     from shardvit.data_shards.packing.forecast.cost import parse_bandwidth, parse_prices
     from shardvit.data_shards.packing.forecast.trial import forecast
     from shardvit.data_shards.packing.pack import list_source
@@ -205,7 +210,7 @@ def _foresee(source: str, out: Path, options: PackOptions, asked: ForecastOption
 
     prices, bandwidth = parse_prices(asked.price), parse_bandwidth(asked.bandwidth)  # before an hour of listing
     listed, request = list_source(source, out, report=_tell, **options.request())
-    cost = forecast(listed, request, str(out), workers=num_cores(), bytes_per_second=bandwidth, prices=prices)
+    cost = forecast(listed, request, out, workers=num_cores(), bytes_per_second=bandwidth, prices=prices)
     print(json.dumps(cost.as_json(), indent=1) if asked.as_json_text else printable("\n".join(cost.lines())))
     return 0
 
