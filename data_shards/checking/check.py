@@ -39,7 +39,9 @@ _MEANING: dict[MatchKind, str] = {
     "equal-pixels": "equal pixels of",
     "near-duplicate": "near-duplicates of",
     "unsure": "perhaps near-duplicates of",
+    "semantic": "alike, by the model's features,",
 }
+_NO_FAULT: tuple[MatchKind, ...] = ("unsure", "semantic")
 _COPIED = "they are trained on more often than others: drop the copies at the source if that is not meant"
 
 Report = Callable[[str], None]
@@ -105,7 +107,7 @@ def check(
             images = ShardImages(scan.shards, store, damaged="report")
             limit = options.pixel_limit
             matches.append(find_matches(images, theirs, pixel_limit=limit, engine=engine, report=report))
-            findings += _match_findings(matches[-1], split=scan.shards.split)
+            findings += match_findings(matches[-1], split=scan.shards.split)
     fitness, more = _assess(first, options)
     findings += more
     return CheckResult(
@@ -189,7 +191,7 @@ def _assess(scan: SplitScan | None, options: CheckOptions) -> tuple[Fitness | No
     )
 
 
-def _match_findings(found: Matches, *, split: str) -> list[Finding]:
+def match_findings(found: Matches, *, split: str) -> list[Finding]:
     """Grade the matches of one split: problems, but warnings within one set, and notes if unsure."""
     findings: list[Finding] = []
     for number, other in enumerate(found.others):
@@ -206,8 +208,8 @@ def _match_findings(found: Matches, *, split: str) -> list[Finding]:
                     count=len(matches),
                     message=f"{counted(len(matches), 'image')}: {_MEANING[kind]} {where}",
                     places=[_found_at(found, match) for match in matches[:MOST_PLACES]],
-                    severity="warning" if within and kind != "unsure" else None,
-                    remedy=_COPIED if within and kind != "unsure" else "",
+                    severity="warning" if within and kind not in _NO_FAULT else None,
+                    remedy=_COPIED if within and kind not in _NO_FAULT else "",
                 )
             )
     for name, count in found.undecoded.items():

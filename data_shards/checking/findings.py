@@ -141,6 +141,7 @@ _KINDS: dict[Severity, dict[str, tuple[str, str]]] = {
         "few-shards": ("", ""),
     },
     "info": {
+        "semantic": ("", "look at the pairs (--output shows them); leave out those of semantic.jsonl if you wish"),
         "unsure": ("", "look at the pairs (--output shows them); they do not count as the same"),
         "not-compared": ("", ""),
         "no-digests": (

@@ -51,7 +51,7 @@ def _against(found: Matches) -> list[dict[str, Any]]:
     keys = ("equal_bytes", "equal_pixels", "near_duplicates", "unsure")
     return [
         {"split": _shards(found.images).split, "source": other.name, "digest": _shards(other).digest}
-        | {key: counts[number, kind] for key, kind in zip(keys, MATCH_KINDS, strict=True)}
+        | {key: counts[number, kind] for key, kind in zip(keys, MATCH_KINDS, strict=False)}
         for number, other in enumerate(found.others)
     ]
 

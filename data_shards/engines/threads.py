@@ -15,14 +15,14 @@ _Result = TypeVar("_Result")
 _here = threading.local()
 
 
-class Stopped(Exception):
+class GivenUp(Exception):
     """Another part failed, or Ctrl-C was pressed: this one is given up."""
 
 
 def give_up_if_stopped() -> None:
-    """Raise `Stopped` in a thread of an engine that ends; long parts call it now and then."""
+    """Raise `GivenUp` in a thread of an engine that ends; long parts call it now and then."""
     if (stop := getattr(_here, "stop", None)) is not None and stop.is_set():
-        raise Stopped
+        raise GivenUp
 
 
 @dataclass(frozen=True)

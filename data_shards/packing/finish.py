@@ -5,11 +5,14 @@ Reads each shard's record, in order. Takes 50 bytes of memory an image, for dige
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,16 +21,26 @@ from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing import found
 from shardvit.data_shards.packing.appending import append_manifests
 from shardvit.data_shards.packing.found import Counts
-from shardvit.data_shards.packing.plan_file import JOB_FILE, PackJob
+from shardvit.data_shards.packing.plan_file import JOB_FILE, PackJob, load_job
 from shardvit.data_shards.packing.seen import SEEN_FILE, add_digests, read_digests_of
 from shardvit.data_shards.packing.shard_plan import LABEL_SPECS, Line, class_numbers
 from shardvit.data_shards.packing.shard_writer import ShardRecord, find_record, index_file, record_file
 from shardvit.data_shards.packing.sources.base import SplitName
-from shardvit.data_shards.packing.work import unpacked_path, work_path
-from shardvit.data_shards.shards.location import is_local, local_path, redacted
-from shardvit.data_shards.shards.manifest import MANIFEST_FILE, Manifest, Shard, as_json, json_text, timm_info
+from shardvit.data_shards.packing.work import open_work, unpacked_path, work_path
+from shardvit.data_shards.shards.location import is_local, join, local_path, redacted
+from shardvit.data_shards.shards.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    Shard,
+    as_json,
+    json_text,
+    parse_manifest,
+    read_manifest,
+    timm_info,
+)
 from shardvit.data_shards.shards.shard_set import Report
-from shardvit.data_shards.text import counted
+from shardvit.data_shards.store.folders import open_folder
+from shardvit.data_shards.text import counted, parse_json
 
 PACK_FILE = "pack.json"
 _REQUESTS = 16  # to a store, at a time
@@ -193,3 +206,64 @@ def remove_work(job: PackJob) -> None:
     with ThreadPoolExecutor(_REQUESTS) as pool:
         list(pool.map(job.work.remove, dict.fromkeys(names)))
     job.work.remove(JOB_FILE)
+
+
+# ---- what a finished set is
+
+
+def is_there(out: str) -> bool:
+    """True if OUT is a finished set, or a local folder with anything in it; an empty one does not count."""
+    if is_local(out):
+        return os.path.lexists(out) and (not os.path.isdir(out) or bool(os.listdir(out)))
+    return open_folder(out).size(f"train/{MANIFEST_FILE}") is not None
+
+
+def clear(out: str) -> None:
+    """Remove the work folder of a finished packing."""
+    if is_local(out):
+        if (path := work_path(Path(out))).is_dir():
+            with open_work(out):
+                shutil.rmtree(path)
+    elif (job := load_job(out)) is not None:
+        remove_work(job)
+
+
+def manifests_of(out: str, shown: str) -> tuple[Manifest, ...]:
+    """Read the manifests of all splits; `shown` is OUT in messages and in a local manifest's root."""
+    if is_local(out):
+        splits = ("train", *(split for split in ("val", "test") if os.path.isdir(os.path.join(out, split))))
+        return tuple(read_manifest(os.path.join(shown, split)) for split in splits)
+    found: list[Manifest] = []
+    for split in ("train", "val", "test"):
+        with suppress(FileNotFoundError):
+            content = open_folder(out).read(f"{split}/{MANIFEST_FILE}")
+            found.append(parse_manifest(content, root=Path(), name=join(redacted(out), split)))
+    return tuple(found)
+
+
+def difference(before: Mapping[str, Any], request: Mapping[str, Any]) -> str:
+    """Say what differs between two requests, if anything."""
+    request = parse_json(json.dumps(request))
+    key = next((key for key in {**request, **before} if before.get(key) != request.get(key)), None)
+    return "" if key is None else f"{key}: {before.get(key)!r} then, {request.get(key)!r} now"
+
+
+def demand_same(out: str, content: Mapping[str, Any]) -> Counts:
+    """Return OUT's counts; UserError unless it was packed by this request from this source ({}: any)."""
+    shown, remedy = redacted(out), "choose another folder or delete it"
+    try:
+        packed = parse_json(open_folder(out).read(PACK_FILE))
+        before = dict(packed["request"])
+        version, fingerprint = packed["version"], packed["fingerprint"]
+        counts = Counts(**packed["found"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"{shown}: it exists and was not packed by shardvit; {remedy}") from None
+    if not content:
+        return counts
+    different = difference(before, content["request"])
+    if different or version != content["version"]:
+        then = different or f"version: {version!r} then, {content['version']!r} now"
+        raise UserError(f"{shown}: it exists and was packed with another request ({then}); {remedy}")
+    if fingerprint != content["fingerprint"]:
+        raise UserError(f"{shown}: it was packed from {before['source']}, which has changed since; {remedy}")
+    return counts

@@ -17,7 +17,6 @@ plus 1.5 to 2 kB each (tar blocks).
 """
 
 import errno
-import json
 import os
 import shutil
 import threading
@@ -25,7 +24,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -38,7 +37,16 @@ from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing import found
 from shardvit.data_shards.packing.appending import go_on, has_before, start_of
 from shardvit.data_shards.packing.exclusion import Excluded, find_excluded
-from shardvit.data_shards.packing.finish import PACK_FILE, finish, remove_work, sweep
+from shardvit.data_shards.packing.finish import (
+    clear,
+    demand_same,
+    difference,
+    finish,
+    is_there,
+    manifests_of,
+    remove_work,
+    sweep,
+)
 from shardvit.data_shards.packing.found import Counts, PackReport
 from shardvit.data_shards.packing.plan_file import PackJob, PlanTable, load_job, save_job, write_table
 from shardvit.data_shards.packing.request import HoldoutList, PackRequest, read_holdout_list
@@ -57,11 +65,10 @@ from shardvit.data_shards.packing.work import has_records, open_work, unpacked_p
 from shardvit.data_shards.processes import num_cores
 from shardvit.data_shards.progress_line import Progress
 from shardvit.data_shards.sets.live import LiveSet, open_live
-from shardvit.data_shards.shards.location import is_local, join, local_path, redacted
-from shardvit.data_shards.shards.manifest import MANIFEST_FILE, Manifest, parse_manifest, read_manifest
+from shardvit.data_shards.shards.location import is_local, local_path, redacted
 from shardvit.data_shards.shards.shard_set import Report
 from shardvit.data_shards.store.folders import open_folder
-from shardvit.data_shards.text import counted, parse_json, printable, show_bytes
+from shardvit.data_shards.text import counted, printable, show_bytes
 
 PACK_VERSION = 1
 PackStep = Literal["all", "plan", "shards", "finish"]
@@ -101,7 +108,7 @@ def pack(
     finally:  # kept if the attempt left shards, or a plan
         if is_local(location) and not work_path(Path(location)).is_dir():
             shutil.rmtree(unpacked_path(location), ignore_errors=True)
-    manifests = () if counts is None else _manifests(location, text)
+    manifests = () if counts is None else manifests_of(location, text)
     result = PackReport(text, manifests, counts or Counts(), compared, seconds=time.monotonic() - start)
     for line in result.lines(dropped=request.duplicates == "drop") if manifests else ():
         report(line)
@@ -174,7 +181,7 @@ class _Packing:
                     return finish(planned[0], report=self.report), ""
             return self._nothing_new()
         except (OSError, UserError):
-            if not live and not is_local(self.out) and _is_there(self.out):  # another process has finished the same
+            if not live and not is_local(self.out) and is_there(self.out):  # another process has finished the same
                 return self._compare(source, content)
             raise
 
@@ -193,16 +200,16 @@ class _Packing:
             self.report(f"{self.shown}: planned, {shards} to be made")
             return None, ""
         if (job := load_job(self.out)) is None:
-            if step == "finish" and _is_there(self.out):
-                return _demand_same(self.out, {}), "nothing"
+            if step == "finish" and is_there(self.out):
+                return demand_same(self.out, {}), "nothing"
             raise UserError(f"{self.shown}: it is not planned yet; take step plan first")
         before = job.content["request"]
-        if different := _different(before, self.request.as_json(before["source"])):
+        if different := difference(before, self.request.as_json(before["source"])):
             raise UserError(f"{self.shown}: it was planned with another request ({different}); take step plan again")
         if step == "finish":
             with open_work(self.out, keep=True), self._explain_full_disk():
                 counts = finish(job, report=self.report)
-            _clear(self.out)
+            clear(self.out)
             return counts, ""
         if not 0 <= task < of:
             raise UserError(f"task {task} of {of}: tasks are numbered from 0 to {of - 1}")
@@ -221,21 +228,21 @@ class _Packing:
     def _before(self, live: LiveSet | None, content: dict[str, Any]) -> str | None:
         """Locate the lists of an earlier packing that is to be compared; None if there is none."""
         if live is None:
-            return self.out if _is_there(self.out) else None
-        same = {key: parse_json(json.dumps(content[key])) for key in content}
+            return self.out if is_there(self.out) else None
         for number, packing in enumerate(live.packings):
-            if {key: packing.get(key) for key in same} == same:
+            same = not difference(packing.get("request", {}), content["request"])
+            if same and packing.get("fingerprint") == content["fingerprint"]:
                 return live.lists(number).location
         return None
 
     def _compare(self, source: Source, content: dict[str, Any], packing: str | None = None) -> tuple[Counts, str]:
-        counts = _demand_same(packing or self.out, content)
+        counts = demand_same(packing or self.out, content)
         compared = compare_seen(packing or self.out, source, self.request, report=self.report)
-        _clear(self.out)  # killed before the end
+        clear(self.out)  # killed before the end
         return counts, compared
 
     def _nothing_new(self) -> tuple[Counts, str]:
-        _clear(self.out)
+        clear(self.out)
         return Counts(), "the bytes of all images, which the set has already"
 
     def _named(self, live: LiveSet | None = None) -> PackRequest:
@@ -267,7 +274,7 @@ class _Packing:
             old
             and old.start == start
             and not is_local(self.out)
-            and (different := _different(old.content["request"], content["request"]))
+            and (different := difference(old.content["request"], content["request"]))
         ):
             where = redacted(old.work.location)
             raise UserError(f"{self.shown}: another request is packed into it ({different}); wait, or delete {where}")
@@ -398,60 +405,3 @@ class _Packing:
                 f"{folder.parent}: the shards need about {show_bytes(needed)} and {show_bytes(free)} are free; "
                 f"make room or choose an OUT on another disk"
             )
-
-
-def _is_there(out: str) -> bool:
-    """True if OUT is a finished set, or a local folder with anything in it; an empty one does not count."""
-    if is_local(out):
-        return os.path.lexists(out) and (not os.path.isdir(out) or bool(os.listdir(out)))
-    return open_folder(out).size(f"train/{MANIFEST_FILE}") is not None
-
-
-def _clear(out: str) -> None:
-    """Remove the work folder of a finished packing."""
-    if is_local(out):
-        if (path := work_path(Path(out))).is_dir():
-            with open_work(out):
-                shutil.rmtree(path)
-    elif (job := load_job(out)) is not None:
-        remove_work(job)
-
-
-def _manifests(out: str, shown: str) -> tuple[Manifest, ...]:
-    if is_local(out):
-        splits = ("train", *(split for split in ("val", "test") if os.path.isdir(os.path.join(out, split))))
-        return tuple(read_manifest(os.path.join(shown, split)) for split in splits)
-    found: list[Manifest] = []
-    for split in ("train", "val", "test"):
-        with suppress(FileNotFoundError):
-            content = open_folder(out).read(f"{split}/{MANIFEST_FILE}")
-            found.append(parse_manifest(content, root=Path(), name=join(redacted(out), split)))
-    return tuple(found)
-
-
-def _different(before: Mapping[str, Any], request: Mapping[str, Any]) -> str:
-    """Say what differs between two requests, if anything."""
-    request = parse_json(json.dumps(request))
-    key = next((key for key in {**request, **before} if before.get(key) != request.get(key)), None)
-    return "" if key is None else f"{key}: {before.get(key)!r} then, {request.get(key)!r} now"
-
-
-def _demand_same(out: str, content: Mapping[str, Any]) -> Counts:
-    """Return OUT's counts; UserError unless it was packed by this request from this source ({}: any)."""
-    shown, remedy = redacted(out), "choose another folder or delete it"
-    try:
-        packed = parse_json(open_folder(out).read(PACK_FILE))
-        before = dict(packed["request"])
-        version, fingerprint = packed["version"], packed["fingerprint"]
-        counts = Counts(**packed["found"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"{shown}: it exists and was not packed by shardvit; {remedy}") from None
-    if not content:
-        return counts
-    different = _different(before, content["request"])
-    if different or version != content["version"]:
-        then = different or f"version: {version!r} then, {content['version']!r} now"
-        raise UserError(f"{shown}: it exists and was packed with another request ({then}); {remedy}")
-    if fingerprint != content["fingerprint"]:
-        raise UserError(f"{shown}: it was packed from {before['source']}, which has changed since; {remedy}")
-    return counts

@@ -52,7 +52,17 @@ _STREAM_PIECE_BYTES = 2**20
 # A server is stalled below this average over the ranges in flight.
 _LEAST_BYTES_PER_SECOND = 100_000
 _POLL_SECONDS = 0.1
-_FINGERPRINTS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "mtime", "updated")
+_FINGERPRINTS = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "generation",
+    "blob_id",
+    "LastModified",
+    "last_modified",
+    "mtime",
+    "updated",
+)
 
 
 @dataclass(frozen=True)

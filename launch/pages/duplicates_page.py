@@ -21,6 +21,7 @@ _TITLES: dict[MatchKind, str] = {
     "equal-pixels": "Equal pixels",
     "near-duplicate": "Near-duplicates",
     "unsure": "Unsure: these may be the same, and do not count",
+    "semantic": "Semantic: alike by the model's features, and no fault",
 }
 
 
@@ -61,6 +62,7 @@ def _pair(found: Matches, match: Match, *, limit: PixelLimit) -> PagePicture:
     stream = io.BytesIO()
     paper.save(stream, "JPEG", quality=85)
     image, other = found.place(match), found.other_place(match)
-    how = f"likeness {match.likeness:.3f}{', mirrored' if match.mirrored else ''}"
+    measure = "cosine" if match.kind == "semantic" else "likeness"
+    how = f"{measure} {match.likeness:.3f}{', mirrored' if match.mirrored else ''}"
     caption = f"{image.key} in {image.part}; {other.key} in {other.part}"
     return PagePicture("" if match.kind.startswith("equal") else how, caption, caption, [PageImage(stream.getvalue())])

@@ -126,6 +126,19 @@ class FeatureStore:
             _remove_old(self._folder, keep=folder)
         return _joined(known, wanted, source=shards.source)
 
+    def blocks(self, shards: ShardSet, *, store: Store | None = None) -> Iterator[Features]:
+        """Yield the features of 16,384 samples after the other, some perhaps damaged; UserError as `features`."""
+        folder = self._folder / self._key(shards)
+        for start in range(0, shards.num_samples, _PART_SAMPLES):
+            samples = np.arange(start, min(start + _PART_SAMPLES, shards.num_samples))
+            file = folder / f"{_digest(samples.tobytes())}.npz"
+            part = _read(file)
+            if part is None:
+                folder.mkdir(parents=True, exist_ok=True)
+                part = self._compute(shards, store=store, samples=samples)
+                _write(file, part)
+            yield replace(part, damaged=np.setdiff1d(samples, part.samples))
+
     def _key(self, shards: ShardSet) -> str:
         meta = self.predictor.meta
         about = meta.model_dump(mode="json", include={"model", "image_size", "head", "mean", "std"})

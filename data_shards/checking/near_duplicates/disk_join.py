@@ -71,6 +71,7 @@ _PAIRS_LOADED = 1 << 15  # whose thumbnails are in memory
 
 _ENTRY = np.dtype([("words", np.uint64, NUM_WORDS), ("code", np.int64)])  # code: image * _MOST_WINDOWS + window
 _Entries = NDArray[Any]
+_Values = NDArray[Any]  # unsigned, up to 16 bits
 
 
 @dataclass(frozen=True)
@@ -102,12 +103,15 @@ class _Join:
     def stem(self, batch: _Batch, role: str) -> Path:
         return self.folder / f"{self.key}-{batch[0]}-{role}-{batch[1]}"
 
-    def values(self, words: NDArray[np.uint64]) -> Int64s:
+    def values(self, words: NDArray[np.uint64]) -> _Values:
         """Take the key."""
         return _band(words, self.key if isinstance(self.key, int) else 3) >> (_BAND_BITS - self.key_bits)
 
-    def cuts(self, words: NDArray[np.uint64]) -> Int64s:
+    def cuts(self, words: NDArray[np.uint64]) -> _Values:
         return self.values(words) >> (self.key_bits - self.cut_bits)
+
+    def by_key(self, entries: _Entries) -> _Entries:
+        return entries[np.argsort(self.values(entries["words"][:, 0]), kind="stable")]
 
     def entries(self, side: _Side, role: str, cut: int) -> _Entries:
         """Read a cut of all batches, ordered by image."""
@@ -198,14 +202,13 @@ def _join_cut(join: _Join, cut: int) -> None:
     else:
         mask = mirrored(np.zeros(NUM_WORDS, np.uint64))
         for role, their_role in (("wholes", "parts"), ("parts", "wholes")):
-            theirs = _thinned(join.entries("others", their_role, cut))
+            theirs = join.by_key(_thinned(join.entries("others", their_role, cut)))
             for is_mirrored in (False, True):
                 change = mask * np.uint64(is_mirrored)
                 own = join.entries("images", role, cut ^ int(join.cuts(change[:1])[0]))
                 own["words"] ^= change
-                for rows, places, bits in _search(join, own, theirs):
-                    pairs = _numbered(join, own[rows], theirs[places], bits, is_mirrored=is_mirrored, role=role)
-                    near.add(pairs)
+                for one, other, bits in _search(join, join.by_key(own), theirs):
+                    near.add(_numbered(join, one, other, bits, is_mirrored=is_mirrored, role=role))
     pairs = near.get(MOST_NEAR)
     _write_groups(join.folder / f"near-{join.key}-{cut}", pairs, pairs["image"] // join.batch_images, join.num_ranges)
 
@@ -229,42 +232,59 @@ def _align_range(join: _Join, number: int) -> Path:
     return file
 
 
-def _search(join: _Join, own: _Entries, theirs: _Entries) -> Iterator[tuple[Int64s, Int64s, NDArray[np.uint8]]]:
-    """Find near hashes under one key: positions in `own` and in `theirs`, and how many bits differ."""
-    first, their_first = own["words"][:, 0], theirs["words"][:, 0]
-    for rows, places in _groups(join.values(first), join.values(their_first)):
-        if len(places) <= _MOST_COMPARED:
-            yield from _compare(join, own[rows], theirs[places], rows, places)
-            continue
-        for band in set(_BANDS) - {join.key}:
-            keys, their_keys = _band(first[rows], band), _band(their_first[places], band)
-            most = _MOST_COMPARED // (len(_BANDS) - 1)
-            # as few bits more as will do
-            left = next((left for left in range(15, 0, -1) if np.bincount(their_keys >> left).max() <= most), 0)
-            for some, there in _groups(keys >> left, their_keys >> left):
-                some, there = rows[some], places[there[:most]]
-                yield from _compare(join, own[some], theirs[there], some, there)
+def _search(join: _Join, own: _Entries, theirs: _Entries) -> Iterator[tuple[_Entries, _Entries, NDArray[np.uint8]]]:
+    """Find near hashes under one key, given entries by key: those of both sides, and how many bits differ."""
+    (words, codes), (their_words, their_codes) = (
+        (np.ascontiguousarray(each["words"][:, 0]), np.ascontiguousarray(each["code"])) for each in (own, theirs)
+    )
 
+    def compared(rows: Int64s, places: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
+        step = max(1, _CELLS // len(places))
+        found = their_words[places]
+        for at in range(0, len(rows), step):
+            some, end = rows[at : at + step], len(places)
+            if join.is_within:  # earlier ones alone
+                end = int(np.searchsorted(their_codes[places], codes[some[-1]] // _MOST_WINDOWS * _MOST_WINDOWS))
+            near = np.flatnonzero(np.bitwise_count(words[some][:, None] ^ found[:end]) <= MOST_FIRST)
+            if len(near):
+                row, place = np.divmod(near, end)
+                yield some[row], places[place]
 
-def _compare(
-    join: _Join, own: _Entries, theirs: _Entries, rows: Int64s, places: Int64s
-) -> Iterator[tuple[Int64s, Int64s, NDArray[np.uint8]]]:
-    words, codes = np.ascontiguousarray(theirs["words"][:, 0]), np.ascontiguousarray(theirs["code"])
-    step = max(1, _CELLS // len(theirs))
-    for at in range(0, len(own), step):
-        some, end = own[at : at + step], len(theirs)
-        if join.is_within:  # earlier ones alone
-            end = int(np.searchsorted(codes, some["code"][-1] // _MOST_WINDOWS * _MOST_WINDOWS))
-        is_near = np.bitwise_count(some["words"][:, :1] ^ words[:end]) <= MOST_FIRST
-        if not is_near.any():
-            continue
-        row, place = np.divmod(np.flatnonzero(is_near), end)
-        bits = distances(some["words"][row], theirs["words"][place])
+    def under_keys() -> Iterator[tuple[Int64s, Int64s]]:
+        for rows, places in _groups(join.values(words), join.values(their_words)):
+            if len(places) <= _MOST_COMPARED:
+                yield from compared(rows, places)
+                continue
+            for band in set(_BANDS) - {join.key}:
+                keys, their_keys = _band(words[rows], band), _band(their_words[places], band)
+                most = _MOST_COMPARED // (len(_BANDS) - 1)
+                # as few bits more as will do
+                left = next((left for left in range(15, 0, -1) if np.bincount(their_keys >> left).max() <= most), 0)
+                for some, there in _groups(keys >> left, their_keys >> left):
+                    yield from compared(rows[some], places[there[:most]])
+
+    for near in _gathered(under_keys()):
+        rows, places = map(np.concatenate, zip(*near, strict=True))
+        one, other = own[rows], theirs[places]
+        bits = distances(one["words"], other["words"])
         kept = bits <= MOST_BITS
-        yield rows[at + row[kept]], places[place[kept]], bits[kept]
+        yield one[kept], other[kept], bits[kept]
 
 
-def _groups(keys: Int64s, their_keys: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
+def _gathered(pairs: Iterator[tuple[Int64s, Int64s]]) -> Iterator[list[tuple[Int64s, Int64s]]]:
+    """Yield lists of a million or so."""
+    found, number = [], 0
+    for each in pairs:
+        found.append(each)
+        number += len(each[0])
+        if number >= _MOST_PAIRS:
+            yield found
+            found, number = [], 0
+    if found:
+        yield found
+
+
+def _groups(keys: _Values, their_keys: _Values) -> Iterator[tuple[Int64s, Int64s]]:
     """Yield positions on both sides for each key that both have, in their order."""
     order, their_order = np.argsort(keys, kind="stable"), np.argsort(their_keys, kind="stable")
     keys, their_keys = keys[order], their_keys[their_order]
@@ -277,11 +297,15 @@ def _groups(keys: Int64s, their_keys: Int64s) -> Iterator[tuple[Int64s, Int64s]]
 
 def _thinned(entries: _Entries) -> _Entries:
     """Keep the first few images of a hash of one window."""
-    code, words = entries["code"], entries["words"]
+    first = entries["words"][:, 0]
+    order = np.argsort(first)
+    is_again = np.diff(first[order]) == 0
+    several = np.unique(order[np.append(is_again, False) | np.append(False, is_again)])
+    code, words = entries["code"][several], entries["words"][several]
     columns = (code % _MOST_WINDOWS, words[:, 0], words[:, 1])
     order = np.lexsort((code, *columns))
     is_first = np.append(True, np.any([np.diff(each[order]) != 0 for each in columns], axis=0))[: len(order)]
-    return entries[np.sort(order[ranks(is_first) < MOST_OF_ONE_HASH])]
+    return np.delete(entries, several[order[ranks(is_first) >= MOST_OF_ONE_HASH]])
 
 
 def _numbered(
@@ -308,20 +332,21 @@ class _Nearest:
     """Pairs, of which the nearest of each image are kept whenever there are many."""
 
     def __init__(self) -> None:
-        self._pairs, self._kept = [np.empty(0, PAIR)], 0
+        self._pairs, self._number, self._kept = [np.empty(0, PAIR)], 0, 0
 
     def add(self, pairs: Pairs) -> None:
         self._pairs.append(pairs)
-        if sum(map(len, self._pairs)) > max(_MOST_PAIRS, 2 * self._kept):
-            self._kept = len(self.get(MOST_NEAR))
+        self._number += len(pairs)
+        if self._number > max(_MOST_PAIRS, 2 * self._kept):
+            self._number = self._kept = len(self.get(MOST_NEAR))
 
     def get(self, most: int) -> Pairs:
         self._pairs = [nearest(np.concatenate(self._pairs), most)]
         return self._pairs[0]
 
 
-def _band(words: NDArray[np.uint64], band: int) -> Int64s:
-    return (words >> np.uint64(_BAND_BITS * band)).astype(np.int64) & 0xFFFF
+def _band(words: NDArray[np.uint64], band: int) -> _Values:
+    return (words >> np.uint64(_BAND_BITS * band)).astype(np.uint16)  # its stable sort is a radix sort
 
 
 def _entries(words: NDArray[np.uint64], images: Int64s) -> _Entries:
@@ -332,7 +357,7 @@ def _entries(words: NDArray[np.uint64], images: Int64s) -> _Entries:
     return found.ravel()
 
 
-def _write_groups(stem: Path, rows: NDArray[Any], groups: Int64s, number: int) -> None:
+def _write_groups(stem: Path, rows: NDArray[Any], groups: NDArray[Any], number: int) -> None:
     order = np.argsort(groups, kind="stable")
     np.save(f"{stem}.npy", rows[order])
     np.save(f"{stem}.starts.npy", np.searchsorted(groups[order], np.arange(number + 1)))

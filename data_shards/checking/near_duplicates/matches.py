@@ -4,6 +4,7 @@
     equal-pixels    equal, both decoded in full
     near-duplicate  decoded and aligned, the same picture (see `likeness`)
     unsure          decoded and aligned, much alike: worth inspecting, not counted as the same
+    semantic        alike by a model's features: found by pipeline/transfer/semantic.py, not here
 
 Each image is listed once per other collection, with its nearest match. An undecodable image is compared by its bytes
 alone, and counted. On one core a photograph takes 1.2 ms once (see `fingerprint`), 0.6 to look up among 350 others, 1.8
@@ -45,7 +46,7 @@ from shardvit.data_shards.images.decode import USUAL_LIMIT, PixelLimit, read_ima
 from shardvit.data_shards.processes import num_cores
 from shardvit.data_shards.progress_line import Progress
 
-MatchKind = Literal["equal-bytes", "equal-pixels", "near-duplicate", "unsure"]
+MatchKind = Literal["equal-bytes", "equal-pixels", "near-duplicate", "unsure", "semantic"]
 MATCH_KINDS: tuple[MatchKind, ...] = get_args(MatchKind)
 
 _Chunk = tuple[Path, int, int]  # a file of pairs, and which of them

@@ -1,4 +1,4 @@
-"""Recognise what is no folder of images on this machine: a URL, a pattern of tars, a packed set, tars of samples.
+"""Recognise what is no folder of images on this machine: a URL, a pattern, a packed set, tars of samples, tables.
 
 A folder of a store is listed once. Web servers have no listing, so there the tars are named by a pattern.
 """
@@ -6,12 +6,17 @@ A folder of a store is listed once. Web servers have no listing, so there the ta
 import re
 from dataclasses import replace
 
+import numpy as np
+
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources.archive import Unpacking, is_tar
-from shardvit.data_shards.packing.sources.base import SUFFIXES, Source, SplitName
+from shardvit.data_shards.packing.sources.base import SUFFIXES, ImageSet, Source, SplitName
 from shardvit.data_shards.packing.sources.folder import folder_source
 from shardvit.data_shards.packing.sources.imagenet import is_class_tar
 from shardvit.data_shards.packing.sources.label_list import LabelList, label_list_source
+from shardvit.data_shards.packing.sources.tables.columns import TABLES, is_table
+from shardvit.data_shards.packing.sources.tables.joined_labels import is_held, join_labels
+from shardvit.data_shards.packing.sources.tables.table_source import table_source, tables_in
 from shardvit.data_shards.packing.sources.tars.samples import (
     ONLY_SAMPLES,
     SPLITS,
@@ -36,7 +41,7 @@ _IMG2DATASET = re.compile(r"\d+_stats\.json")
 def elsewhere_source(
     spec: str, options: SampleOptions, *, labels: LabelList | None, unpacking: Unpacking, unfit: Unfit
 ) -> Source | None:
-    """Open a URL, a pattern, a packed set or tars of samples; None for any other folder or file of this machine."""
+    """Open a URL, a pattern, a packed set, tars or tables; None for any other folder or file of this machine."""
     if spec.startswith(PIPE):
         raise UserError(f"{redacted(spec)} is a command, whose output can be read only once; give the files themselves")
     path = local_path(spec).expanduser() if is_local(spec) else None
@@ -44,24 +49,24 @@ def elsewhere_source(
         tars = [
             str(local_path(each).expanduser().absolute()) if is_local(each) else each for each in expand_braces(spec)
         ]
-        if all(map(is_tar, tars)):
-            return tar_source(spec, tars, options, unpacking=unpacking, unfit=unfit)
+        if source := _files_source(spec, tars, options, labels=labels, unpacking=unpacking, unfit=unfit):
+            return source
         if len(tars) > 1 or path is not None:
-            raise UserError(f"{redacted(spec)}: a pattern stands for tars ({', '.join(SUFFIXES)}); give one folder")
-    elif path.is_file() and is_tar(spec) and options.label is not None:
-        return tar_source(spec, [str(path.absolute())], options, unpacking=unpacking, unfit=unfit)
+            kinds = ", ".join((*SUFFIXES, *TABLES))
+            raise UserError(f"{redacted(spec)}: a pattern stands for tars or tables ({kinds}); give one folder")
+    elif path.is_file() and (is_table(spec) or (is_tar(spec) and (options.label or labels))):
+        place = [str(path.absolute())]
+        return _files_source(spec, place, options, labels=labels, unpacking=unpacking, unfit=unfit)
     elif not path.is_dir() and split_manifest(spec)[0] == spec:
         return None
     if sets := _sets(spec):
         if options != SampleOptions():
             raise UserError(f"{redacted(spec)} is a packed set, which says its labels; leave out --label and the like")
-        return set_source(sets, spec=spec, unpacking=unpacking)
+        source = set_source(sets, spec=spec, unpacking=unpacking)
+        return source if labels is None else join_labels(source, labels)
     if path is not None:
         return None
-    tree = list_tree(spec)
-    if labels is not None:
-        return label_list_source(tree, labels)
-    return tree_source(tree, options, unpacking=unpacking, unfit=unfit)
+    return tree_source(list_tree(spec), options, labels=labels, unpacking=unpacking, unfit=unfit)
 
 
 def chosen_source(spec: str, options: SampleOptions, *, unpacking: Unpacking) -> Source:
@@ -73,24 +78,51 @@ def chosen_source(spec: str, options: SampleOptions, *, unpacking: Unpacking) ->
     raise UserError(f"--where: {redacted(spec)} is no packed set, so it has no statistics; pack it first")
 
 
-def tree_source(tree: FolderTree, options: SampleOptions, *, unpacking: Unpacking, unfit: Unfit) -> Source:
-    """Open a folder of tars, of samples in files (with a label), or of class folders."""
-    if tars := _tars(tree):
-        if options.label is None and all(map(is_class_tar, tars)):
-            options = replace(options, label="tar")
-        places = [*map(tree.place, tars)]
-        return tar_source(tree.spec, places, options, unpacking=unpacking, unfit=unfit)
+def tree_source(
+    tree: FolderTree, options: SampleOptions, *, labels: LabelList | None, unpacking: Unpacking, unfit: Unfit
+) -> Source:
+    """Open a folder of tars, of tables, of samples in files (with a label), of class folders, or of listed images."""
+    tars = _tars(tree)
+    if tars and options.label is None and all(map(is_class_tar, tars)):
+        options = replace(options, label="tar")
+    if files := tars or tables_in(tree):
+        places = [*map(tree.place, files)]
+        if source := _files_source(tree.spec, places, options, labels=labels, unpacking=unpacking, unfit=unfit):
+            return source
     folders, images, others = tree.scan("")
-    if options.label is not None and not (folders and images):
+    if options.label is not None and not (folders and images) and labels is None:
         root = tree.place("")
         return tar_source(tree.spec, folders or [""], options, root=root, unpacking=unpacking, unfit=unfit)
     if options != SampleOptions():
         raise UserError(f"{tree.spec}: {ONLY_SAMPLES}")
-    if any(map(_IMG2DATASET.fullmatch, others)):
+    if labels is None and any(map(_IMG2DATASET.fullmatch, others)):
         raise UserError(
             f"{tree.spec}: these are img2dataset's files: say which labels, by --label json:KEY or --labels"
         )
-    return folder_source(tree, unfit=unfit)
+    if labels is None:
+        return folder_source(tree, unfit=unfit)
+    if is_held(labels):
+        return label_list_source(tree, labels)
+    found = tree.files(tree.walk("")[0])
+    unlabelled = ImageSet(found, np.arange(len(found)), np.zeros(len(found), np.int64))
+    return join_labels(Source(tree.spec, ("",), {"train": unlabelled}), labels)
+
+
+def _files_source(
+    spec: str, files: list[str], options: SampleOptions, *, labels: LabelList | None, unpacking: Unpacking, unfit: Unfit
+) -> Source | None:
+    """Open tars or tables; None if they are neither."""
+    if all(map(is_tar, files)):
+        if (options.image_column, options.label_column) != (None, None):
+            raise UserError(f"{redacted(spec)}: --image-column and --label-column are for tables; tars have --label")
+        chosen = options if labels is None else replace(options, label="tar")  # their own labels are not read
+        source = tar_source(spec, files, chosen, unpacking=unpacking, unfit=unfit)
+    elif all(map(is_table, files)):
+        key = labels.path_column if labels else ""
+        source = table_source(spec, files, options, unpacking=unpacking, unfit=unfit, key=key)
+    else:
+        return None
+    return source if labels is None else join_labels(source, labels)
 
 
 def _sets(spec: str, *, where: str | None = None) -> dict[SplitName, ShardSet]:

@@ -60,7 +60,9 @@ class LabelList:
         return {name: str(value.resolve()) if isinstance(value, Path) else value for name, value in vars(self).items()}
 
 
-class _Row(NamedTuple):
+class LabelRow(NamedTuple):
+    """An image's path, its different labels, and the line that has them."""
+
     line: int
     path: str
     labels: tuple[Label, ...]
@@ -75,8 +77,8 @@ def label_list_source(tree: FolderTree, labels: LabelList) -> Source:
     if not rows and not problems:
         raise UserError(f"{labels.file}: it names no image; each line should have a path and a label")
     refuse_all(problems)
-    numbers, classes = _number_labels(rows, labels)
-    images = _images(labels.file, rows, _label_array(numbers, is_multi=is_multi), tree=tree)
+    numbers, classes = number_labels(rows, labels)
+    images = _images(labels.file, rows, label_array(numbers, is_multi=is_multi), tree=tree)
     notes: tuple[str, ...] = ()
     if left := [path for path in tree.walk("")[0] if path not in lines]:
         what = f"{len(left):,} images below {tree.at('')}, which were left out (the first: {left[0]!a})"
@@ -154,7 +156,7 @@ def _reading(file: Path) -> Iterator[None]:
         raise UserError(f"{file}: not a readable CSV file ({error}); correct it") from None
 
 
-def _images(file: Path, rows: Sequence[_Row], labels: Int64s, *, tree: FolderTree) -> ImageSet:
+def _images(file: Path, rows: Sequence[LabelRow], labels: Int64s, *, tree: FolderTree) -> ImageSet:
     images = ImageSet(tree.files([row.path for row in rows]), np.arange(len(rows)), labels)
     absent = np.flatnonzero(images.num_bytes == ABSENT)
     if len(absent):
@@ -167,7 +169,7 @@ def _images(file: Path, rows: Sequence[_Row], labels: Int64s, *, tree: FolderTre
     return images
 
 
-def _repeats(file: Path, rows: Sequence[_Row], seen: dict[str, tuple[Path, int]]) -> list[str]:
+def _repeats(file: Path, rows: Sequence[LabelRow], seen: dict[str, tuple[Path, int]]) -> list[str]:
     problems: list[str] = []
     for row in rows:
         before, line = seen.setdefault(row.path, (file, row.line))
@@ -177,38 +179,31 @@ def _repeats(file: Path, rows: Sequence[_Row], seen: dict[str, tuple[Path, int]]
     return problems
 
 
-def _numbered_row(file: Path, line: int, text: str, *, root: Path) -> _Row:
+def _numbered_row(file: Path, line: int, text: str, *, root: Path) -> LabelRow:
     path, _, number = text.strip().rpartition(" ")
     with at_line(file, line):
         if not path or not (number.isascii() and number.isdigit()) or len(number) > 9:
             raise ValueError("a path and the number of a class are expected")
         if int(number) >= _MOST_CLASS_NUMBERS:
             raise ValueError(f"{number} would make more than {_MOST_CLASS_NUMBERS:,} classes")
-        return _Row(line, clean_path(path.strip(), root=root), (int(number),))
+        return LabelRow(line, clean_path(path.strip(), root=root), (int(number),))
 
 
-def _read_rows(labels: LabelList, *, tree: FolderTree, problems: list[str]) -> tuple[bool, list[_Row]]:
+def _read_rows(labels: LabelList, *, tree: FolderTree, problems: list[str]) -> tuple[bool, list[LabelRow]]:
     match labels.file.suffix.lower():
         case ".csv":
             found = list(_csv_rows(labels))
-            is_multi = any(_SEPARATOR in value for _, _, value in found)
-            entries: list[tuple[int, Any, list[Any]]] = [(line, path, [value]) for line, path, value in found]
-            if is_multi:
-                entries = [
-                    (line, path, [label.strip() for label in value.split(_SEPARATOR)] if value.strip() else [])
-                    for line, path, value in found
-                ]
-            names = set(_class_names(labels.class_names) if labels.class_names else ())
-            texts = {text for _, _, values in entries for text in values}
-            if not texts <= names and all(re.fullmatch(r"[0-9]{1,18}", text) for text in texts):
-                entries = [(line, path, [int(text) for text in values]) for line, path, values in entries]
+            is_multi, texts = parsed_texts([value for *_, value in found], labels)
+            entries: list[tuple[int, Any, list[Any]]] = [
+                (line, path, values) for (line, path, _), values in zip(found, texts, strict=True)
+            ]
         case ".jsonl":
-            found = list(_jsonl_rows(labels))
+            found = list(jsonl_rows(labels))
             is_multi = any(isinstance(value, list) for _, _, value in found)
             entries = [(line, path, value if isinstance(value, list) else [value]) for line, path, value in found]
         case _:
             raise UserError(f"{labels.file}: a list of labels must be a .csv or .jsonl file; convert it or rename it")
-    rows: list[_Row] = []
+    rows: list[LabelRow] = []
     for line, path, values in entries:
         try:
             with at_line(labels.file, line):
@@ -218,17 +213,36 @@ def _read_rows(labels: LabelList, *, tree: FolderTree, problems: list[str]) -> t
     return is_multi, rows
 
 
-def _row(line: int, path: Any, values: list[Any], *, tree: FolderTree) -> _Row:
+def parsed_texts(texts: Sequence[str], labels: LabelList) -> tuple[bool, list[list[Label]]]:
+    """Read the labels of a CSV: whether images have several, and each one's names, or numbers if all are such."""
+    is_multi = any(_SEPARATOR in text for text in texts)
+    parts = [text.split(_SEPARATOR) if text.strip() or not is_multi else [] for text in texts]
+    if is_multi:
+        parts = [[part.strip() for part in each] for each in parts]
+    names = set(_class_names(labels.class_names) if labels.class_names else ())
+    found = {part for each in parts for part in each}
+    if not found <= names and all(re.fullmatch(r"[0-9]{1,18}", part) for part in found):
+        return is_multi, [[int(part) for part in each] for each in parts]
+    return is_multi, [[*each] for each in parts]
+
+
+def _row(line: int, path: Any, values: list[Any], *, tree: FolderTree) -> LabelRow:
     if not isinstance(path, str):
         raise ValueError(f"the path {brief(path)} is not text")
+    checked = checked_labels(values)
+    below = path if tree.root else path.removeprefix(f"{tree.spec.rstrip('/')}/")
+    return LabelRow(line, clean_path(below, root=tree.root), checked)
+
+
+def checked_labels(values: Sequence[Any]) -> tuple[Label, ...]:
+    """Return different names or numbers of classes; ValueError for anything else."""
     for value in values:
         is_number = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**18
         if not is_number and not isinstance(value, str):
             raise ValueError(f"the label {brief(value)} is neither a class name nor a class number")
         if isinstance(value, str) and not (value and value.isprintable()):
             raise ValueError(f"the label {value!a} is {'a name that cannot be written' if value else 'empty'}")
-    below = path if tree.root else path.removeprefix(f"{tree.spec.rstrip('/')}/")
-    return _Row(line, clean_path(below, root=tree.root), tuple(dict.fromkeys(values)))
+    return tuple(dict.fromkeys(values))
 
 
 def _csv_rows(labels: LabelList) -> Iterator[tuple[int, str, str]]:
@@ -249,7 +263,8 @@ def _csv_rows(labels: LabelList) -> Iterator[tuple[int, str, str]]:
             yield reader.line_num, fields[path], fields[label]
 
 
-def _jsonl_rows(labels: LabelList) -> Iterator[tuple[int, Any, Any]]:
+def jsonl_rows(labels: LabelList) -> Iterator[tuple[int, Any, Any]]:
+    """Yield (line, path, label or labels); UserError names a line without them."""
     for line, text in read_lines(labels.file):
         with at_line(labels.file, line):
             entry = parse_json(text)
@@ -274,7 +289,8 @@ def _class_names(file: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _number_labels(rows: list[_Row], labels: LabelList) -> tuple[list[list[int]], tuple[str, ...]]:
+def number_labels(rows: list[LabelRow], labels: LabelList) -> tuple[list[list[int]], tuple[str, ...]]:
+    """Number the labels of each row, and name the classes; UserError names a line with a label that is none."""
     kinds = {type(label): row for row in rows for label in row.labels}
     if len(kinds) > 1:
         line = max(row.line for row in kinds.values())
@@ -296,7 +312,7 @@ def _number_labels(rows: list[_Row], labels: LabelList) -> tuple[list[list[int]]
     return [[_known(label, row, known, labels) for label in row.labels] for row in rows], classes
 
 
-def _known(label: Label, row: _Row, known: dict[Label, int], labels: LabelList) -> int:
+def _known(label: Label, row: LabelRow, known: dict[Label, int], labels: LabelList) -> int:
     if label in known:
         return known[label]
     if isinstance(label, int):
@@ -307,7 +323,8 @@ def _known(label: Label, row: _Row, known: dict[Label, int], labels: LabelList) 
     raise UserError(f"{labels.file}, line {row.line}: {reason}; correct one of the two files")
 
 
-def _label_array(numbers: list[list[int]], *, is_multi: bool) -> Int64s:
+def label_array(numbers: list[list[int]], *, is_multi: bool) -> Int64s:
+    """Stack class numbers: [rows], or [rows, most labels] padded with -1."""
     if not is_multi:
         return np.array([row[0] for row in numbers], dtype=np.int64)
     array = np.full((len(numbers), max(map(len, numbers))), -1, dtype=np.int64)

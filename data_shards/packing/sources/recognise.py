@@ -14,7 +14,6 @@ from shardvit.data_shards.packing.sources.label_list import (
     VTAB_TEST,
     VTAB_TRAIN,
     LabelList,
-    label_list_source,
     path_lists_source,
 )
 from shardvit.data_shards.packing.sources.tars.samples import ONLY_SAMPLES, SampleOptions
@@ -90,7 +89,7 @@ def open_source(
     if not names:
         raise UserError(f"{spec}: the folder is empty; expected is {_LAYOUT}")
     if labels is not None:
-        return label_list_source(LocalTree(root), labels)
+        return tree_source(LocalTree(root), samples, labels=labels, unpacking=unpacking, unfit=unfit)
     is_idx = any(name.removesuffix(".gz") in arrays.IDX_NAMES for name in names)
     if (
         not is_idx
@@ -99,7 +98,9 @@ def open_source(
     ):
         return source
     source = (
-        arrays.idx_source(root) if is_idx else tree_source(LocalTree(root), samples, unpacking=unpacking, unfit=unfit)
+        arrays.idx_source(root)
+        if is_idx
+        else tree_source(LocalTree(root), samples, labels=None, unpacking=unpacking, unfit=unfit)
     )
     published.refuse(because=f"{source.spec} is no published set that it is for")
     return source

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +13,7 @@ from cyclopts import Parameter
 from shardvit.data_shards.durable import replace_lines
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.text import printable
+from shardvit.launch.evaluation.semantic_check import SEMANTIC_FILE, SemanticOptions
 from shardvit.launch.flags import (
     EngineOptions,
     Force,
@@ -70,11 +71,12 @@ def check(
         Path | None,
         Parameter(
             name=["--output", "--report"],
-            help="For --against: matches.jsonl, and pictures in matches.html; the table of --statistics.",
+            help="What --against, --features list, with pictures; --statistics.",
         ),
     ] = None,
     as_json_text: JsonFlag = False,
     force: Force = False,
+    semantic: SemanticOptions = SemanticOptions(),  # noqa: B008 - frozen
 ) -> int:
     """Check shards for damage, duplicates and wrong labels, and how they suit a number of GPUs.
 
@@ -85,27 +87,30 @@ def check(
 
     --against finds copies that were re-encoded, resized, squeezed, mirrored,
     turned grey, given a border, cropped to the centre square or to 70 % of each
-    side anywhere, or several of these. Doubtful pairs are listed as unsure: they
-    do not count as problems, and `shardvit pack` does not leave them out.
-    Missed: copies that are rotated, upside down, cropped further, tinted or much
-    brighter or darker, that have text or logos on more than a 64th of the area
-    (some are unsure), and parts of a collage. Images below 16 pixels a side or
-    without contrast match only by equal pixels.
+    side anywhere (two sets above 500,000 images: to 90 %), or several of these.
+    Doubtful pairs are listed as unsure and are no problems. Missed: copies that
+    are rotated, upside down, cropped further, tinted, much brighter or darker, in
+    a collage, or with text or logos on more than a 64th of the area. Images below
+    16 pixels a side or without contrast match only by equal pixels.
 
     Some examples:
         shardvit check shards/photos
         shardvit check shards/photos --decode --statistics --world-size 64
         shardvit check shards/in21k --against shards/cifar10/val --output seen
+        shardvit check shards/photos --features runs/photos --output alike
         shardvit check "laion/{00000..00099}.tar" --label json:label --json
     """
     from shardvit.data_shards.checking.check import check as check_shards
+    from shardvit.data_shards.checking.check import match_findings
     from shardvit.data_shards.checking.page import as_json, as_text
     from shardvit.data_shards.store.store import RetryPolicy, Store
     from shardvit.launch.pages.duplicates_page import MATCHES_PAGE, write_duplicates
 
     chosen = thoroughness.options(options.max_image_pixels)
     cache = options.cache_of(shards, *(against or ()))
-    _demand_report(None if chosen.statistics and not against else report, against=against, force=force)
+    semantic.check()
+    is_listed = bool(against or semantic.features)
+    _demand_report(None if chosen.statistics and not is_listed else report, against, listed=is_listed, force=force)
     retry = RetryPolicy(give_up_seconds=60.0)  # the user is waiting
     store = Store(cache, retry=retry, commands="run")  # SHARDS as typed; a manifest cannot name commands
     with engine.open(shards, *_fingerprints(against)) as opened:
@@ -118,10 +123,16 @@ def check(
             statistics_to=report and str(report),
             report=_say,
         )
+    alike = semantic.matches(options.spec(shards), store=store, limit=chosen.pixel_limit)
+    findings = [each for split, found in alike for each in match_findings(found, split=split)]
+    result = replace(result, findings=(*result.findings, *findings))
     print(json.dumps(as_json(result), indent=1) if as_json_text else as_text(result), flush=True)
-    if report is not None and against:
-        replace_lines(report / _LINES_FILE, (one.line(match) for one in result.matches for match in one.matches))
-        write_duplicates(report / MATCHES_PAGE, result.matches, chosen.pixel_limit)
+    if report is not None and is_listed:
+        semantic_ones = [found for _, found in alike]
+        for file, listed in ((_LINES_FILE, result.matches if against else ()), (SEMANTIC_FILE, semantic_ones)):
+            if listed:
+                replace_lines(report / file, (one.line(match) for one in listed for match in one.matches))
+        write_duplicates(report / MATCHES_PAGE, [*result.matches, *semantic_ones], chosen.pixel_limit)
     return result.exit_code
 
 
@@ -139,15 +150,15 @@ def _fingerprints(against: list[str] | None) -> list[str]:
     return [*against, str(default_fingerprint_folder())]
 
 
-def _demand_report(report: Path | None, *, against: list[str] | None, force: bool) -> None:
+def _demand_report(report: Path | None, against: list[str] | None, *, listed: bool, force: bool) -> None:
     from shardvit.launch.pages.duplicates_page import MATCHES_PAGE, TITLE
 
     if against is not None and not against:
         raise UserError("--against: it is followed by no shards; name the sets to compare with")
     if report is None:
         return
-    if not against:
-        raise UserError("--output: it is for what --against finds; give that too")
+    if not listed:
+        raise UserError("--output: it is for what --against or --features finds; give one too")
     demand_target(report, flag="--output", force=force, mark=f"<title>{TITLE}</title>", file=MATCHES_PAGE)
     try:
         report.mkdir(parents=True, exist_ok=True)

@@ -38,9 +38,12 @@ class PackOptions:
     name: Annotated[str | None, Parameter(help="Data set's name, in file names too; default: OUT's.")] = None
     labels: Annotated[Path | None, Parameter(help="CSV or JSONL of paths and labels, instead of class folders.")] = None
     path_column: Annotated[str | None, Parameter(help="Column or key of the paths in --labels; default: path.")] = None
-    label_column: Annotated[str | None, Parameter(help="Column or key of the labels in --labels; default: label.")] = (
+    label_column: Annotated[str | None, Parameter(help="Of the labels in --labels or the table; default: label.")] = (
         None
     )
+    image_column: Annotated[
+        str | None, Parameter(help="Of a table: images' bytes or paths; default: the only one.")
+    ] = None
     class_names: Annotated[Path | None, Parameter(help="Names of the labels' classes 0, 1, ..., one a line.")] = None
     label: Annotated[
         str | None, Parameter(help="Of samples in tars: cls (default), txt, json:KEY, tar (its name).")
@@ -113,15 +116,16 @@ class PackOptions:
         if self.labels is not None:
             columns = self.path_column or "path", self.label_column or "label"
             return LabelList(self.labels, *columns, self.class_names)
-        if (self.path_column, self.label_column) != (None, None):
-            raise UserError("--path-column, --label-column: they describe --labels; give that too")
+        if self.path_column is not None:
+            raise UserError("--path-column: it describes --labels; give that too")
         return None
 
     def _samples(self) -> SampleOptions:
         from shardvit.data_shards.packing.sources.tars.samples import SampleOptions
 
-        names = None if self.labels else self.class_names
-        return SampleOptions(self.label, self.label_kind, names, self.where)
+        of_list = self.labels is not None
+        names, column = (None, None) if of_list else (self.class_names, self.label_column)
+        return SampleOptions(self.label, self.label_kind, names, self.where, self.image_column, column)
 
     def _exclusion(self) -> Exclusion | None:
         from shardvit.data_shards.packing.request import Exclusion

@@ -103,8 +103,27 @@ def list_tar(request: SampleTars, number: int) -> str:
     names, sizes = samples.files.names, samples.files.sizes.tolist()
     stamps = np.array([stamp_of(*each, stamp) for each in zip(names, sizes, strict=True)], np.uint64)
     files = replace(samples.files, containers=(container,), stamps=stamps)
-    work.write(file, _parquet(replace(samples, files=files)))
+    write_listing(work, file, replace(samples, files=files))
     return file
+
+
+def write_listing(work: Folder, file: str, samples: TarSamples) -> None:
+    """Write the samples of one container for `read_listing`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    files = samples.files
+    buffers = [pa.py_buffer(np.append(np.int64(0), files.names.ends)), pa.py_buffer(files.names.blob)]
+    names = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(files.names), [None, *buffers])
+    columns = {"name": names, "offset": files.offsets, "size": files.sizes, "stamp": files.stamps}
+    (container,) = files.containers
+    facts = {name: getattr(samples, name) for name in ("values", "damage", "left_out")}
+    facts |= {"path": files.path, "container": [container.kind, container.location, container.stamp]}
+    written = BytesIO()
+    pq.write_table(
+        pa.table({**columns, "label": samples.labels}, metadata={b"tar": json.dumps(facts).encode()}), written
+    )
+    work.write(file, written.getvalue())
 
 
 def read_listing(work: Folder, file: str) -> TarSamples:
@@ -209,21 +228,3 @@ def _samples(
     files = LocatedFiles(redacted(request.locations[number]), (), Texts.of(rows), nothing, *places)
     unusable = tuple((f"{stem}/{key}".lstrip("/"), reason) for key, reason in left_out)
     return TarSamples(files, np.array(codes, np.int32), tuple(known), damage, unusable)
-
-
-def _parquet(samples: TarSamples) -> bytes:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    files = samples.files
-    buffers = [pa.py_buffer(np.append(np.int64(0), files.names.ends)), pa.py_buffer(files.names.blob)]
-    names = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(files.names), [None, *buffers])
-    columns = {"name": names, "offset": files.offsets, "size": files.sizes, "stamp": files.stamps}
-    (container,) = files.containers
-    facts = {name: getattr(samples, name) for name in ("values", "damage", "left_out")}
-    facts |= {"path": files.path, "container": [container.kind, container.location, container.stamp]}
-    written = BytesIO()
-    pq.write_table(
-        pa.table({**columns, "label": samples.labels}, metadata={b"tar": json.dumps(facts).encode()}), written
-    )
-    return written.getvalue()

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import takewhile
 from operator import or_
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -42,16 +42,20 @@ from shardvit.data_shards.shards.labels import LabelSpec
 from shardvit.data_shards.shards.location import is_local, join, local_path, redacted
 from shardvit.data_shards.shards.shard_index import default_index_folder
 from shardvit.data_shards.shards.shard_set import ShardEntry, ShardSet, class_difference
-from shardvit.data_shards.store.folders import open_folder
+from shardvit.data_shards.store.folders import Folder, open_folder
 from shardvit.data_shards.text import counted
 from shardvit.data_shards.vocabulary import SPLIT_FOLDERS, LabelKind
 
 _PEEKED_BYTES = 1 << 22  # of a .tar.gz
 _WORTH_PROCESSES_SECONDS = 4.0
-ONLY_SAMPLES = "--label and --label-kind are for tars of samples, --class-names for these or --labels; leave them out"
+ONLY_SAMPLES = (
+    "--label and --label-kind are for tars of samples, --image-column and --label-column for tables, --class-names and "
+    "--label-column also for --labels; leave them out"
+)
 SPLITS: dict[str, SplitName] = {"train": "train", "val": "val", "validation": "val", "test": "test"}
 
 Unfit = Literal["refuse", "skip"]
+_Request = TypeVar("_Request")
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,8 @@ class SampleOptions:
     kind: LabelKind = "single"
     class_names: Path | None = None  # None: found in the labels
     where: str | None = None  # None: all
+    image_column: str | None = None  # of a table; None: found
+    label_column: str | None = None
 
     def as_json(self) -> dict[str, str | None] | None:
         """Format for pack.json; None for the defaults."""
@@ -101,7 +107,7 @@ def tar_source(
         names = [json.dumps([name.rpartition("/")[2]]) for name in stems]
         listed = [replace(each, values=(name,)) for each, name in zip(listed, names, strict=True)]
     classes = None if options.class_names is None else read_classes(options.class_names)
-    return _source(spec, [*zip(splits, listed, strict=True)], labels, classes=classes, unfit=unfit)
+    return sample_source(spec, [*zip(splits, listed, strict=True)], labels, classes=classes, unfit=unfit)
 
 
 def set_source(sets: Mapping[SplitName, ShardSet], *, spec: str, unpacking: Unpacking) -> Source:
@@ -119,7 +125,7 @@ def set_source(sets: Mapping[SplitName, ShardSet], *, spec: str, unpacking: Unpa
         (split, samples if entry.subset is None else samples.take(rows_of(entry.subset)))
         for (split, entry), samples in zip(entries, listed, strict=True)
     ]
-    return _source(spec, parts, entries[0][1].labels, classes=first.classes, unfit="refuse")
+    return sample_source(spec, parts, entries[0][1].labels, classes=first.classes, unfit="refuse")
 
 
 def _peeked(location: str) -> tuple[set[str], list[str]]:
@@ -152,29 +158,40 @@ def _list(
     root: str = "",
     unpacking: Unpacking,
 ) -> list[TarSamples]:
-    work = open_folder(unpacking.folder or default_index_folder())
     places = tuple(join(root, tar) if root and tar else root or tar for tar in tars)
-    request = SampleTars(places, tuple(stems), tuple(labels), work.location, root)
+    request = SampleTars(places, tuple(stems), tuple(labels), listing_folder(unpacking).location, root)
+    return list_parts(spec, list_tar, request, [redacted(tar) for tar in tars], unpacking=unpacking)
+
+
+def listing_folder(unpacking: Unpacking) -> Folder:
+    """Return the folder in which sources are listed."""
+    return open_folder(unpacking.folder or default_index_folder())
+
+
+def list_parts(
+    spec: str, work: Callable[[_Request, int], str], request: _Request, parts: Sequence[str], *, unpacking: Unpacking
+) -> list[TarSamples]:
+    """List the parts of a source, which are shown by these names, on the engine; UserError if a worker crashed."""
     done = [0, time.monotonic()]
 
     def show(file: str) -> None:
         done[0] += 1
         if time.monotonic() - done[1] > LINE_SECONDS:
             done[1] = time.monotonic()
-            unpacking.report(f"{redacted(spec)}: {done[0]:,} of {counted(len(tars), 'tar')} listed")
+            unpacking.report(f"{redacted(spec)}: {done[0]:,} of {counted(len(parts), 'part')} listed")
 
     engine = unpacking.engine
     if engine is None:
-        list_tar(request, 0)  # a process takes 0.2 to 2 s to start
-        is_quick = (time.monotonic() - done[1]) * len(tars) < _WORTH_PROCESSES_SECONDS
+        work(request, 0)  # a process takes 0.2 to 2 s to start
+        is_quick = (time.monotonic() - done[1]) * len(parts) < _WORTH_PROCESSES_SECONDS
         engine = local_engine(1 if is_quick else None)
-    files = engine.run(list_tar, request, range(len(tars)), done=show)
-    if missing := [redacted(tar) for number, tar in enumerate(tars) if number not in files]:
+    files = engine.run(work, request, range(len(parts)), done=show)
+    if missing := [name for number, name in enumerate(parts) if number not in files]:
         raise UserError(f"{missing[0]}: the process that listed it crashed; is there enough memory?")
-    return [read_listing(work, files[number]) for number in range(len(tars))]
+    return [read_listing(listing_folder(unpacking), files[number]) for number in range(len(parts))]
 
 
-def _source(
+def sample_source(
     spec: str,
     parts: Sequence[tuple[SplitName, TarSamples]],
     labels: LabelSpec,
@@ -182,6 +199,7 @@ def _source(
     classes: tuple[str, ...] | None,
     unfit: Unfit,
 ) -> Source:
+    """Make the source of listed samples; UserError for damage and left-out samples unless `unfit` skips them."""
     shown = redacted(spec)
     notes = [f"{each.files.path}: {each.damage}" for _, each in parts if each.damage]
     left_out: list[tuple[SplitName, str, str]] = [
@@ -195,7 +213,7 @@ def _source(
         raise UserError(f"{notes[0]}{more}; mend it, or pass over what is unusable with --skip-unreadable")
     found = reduce(or_, (each.found for _, each in parts))
     if not sum(len(each) for _, each in parts):
-        raise UserError(f"{shown}: there is no sample in its tars" + "".join(f" ({note})" for note in notes))
+        raise UserError(f"{shown}: there is no sample in it" + "".join(f" ({note})" for note in notes))
     if classes is None:
         classes = found_classes(found, labels, source=shown)
     elif unknown := unknown_label(found, classes, labels=labels):

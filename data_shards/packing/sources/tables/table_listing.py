@@ -1,0 +1,143 @@
+"""List a part of a table into a parquet file of the work folder, and its images into a plain tar beside it, once.
+
+Costs one reading of the image, label and key columns, the images' size on disk, and the memory of 64 images. An image
+is stamped by its bytes. Paths are only listed: their files are read where they lie.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+import numpy as np
+
+from shardvit.data_shards.packing.sources.label_list import clean_path
+from shardvit.data_shards.packing.sources.located import Container, LocatedFiles
+from shardvit.data_shards.packing.sources.tables.columns import Columns, Rows, read_rows
+from shardvit.data_shards.packing.sources.tars.sample_listing import TarSamples, state_of, write_listing
+from shardvit.data_shards.shards.location import is_local, join, local_path, redacted
+from shardvit.data_shards.shards.shard_index import Texts
+from shardvit.data_shards.shards.tar_walk import BLOCK_BYTES
+from shardvit.data_shards.store.folders import open_folder
+from shardvit.data_shards.text import one_line
+
+_VERSION = 1
+PATH_MARK = "\0"  # between STEM/ROW and the path that the table gives
+
+
+@dataclass(frozen=True)
+class TablePart:
+    """Some rows of a table; `stem` is its path in the source without the ending."""
+
+    location: str
+    stamp: str
+    stem: str
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class TableParts:
+    """The request of `list_table`. Paths in a table are relative to `root`, the table's folder below the source."""
+
+    parts: tuple[TablePart, ...]
+    columns: Columns
+    root: str  # the source's folder
+    work: str
+
+
+def list_table(request: TableParts, number: int) -> str:
+    """Write `listing/NNNNN-MARK.parquet` unless it is there, and return its name; UserError if the table is damaged.
+
+    Images are named STEM/ROW, with `PATH_MARK` and the table's own path or key if it has any; paths by themselves.
+    """
+    part, columns, work = request.parts[number], request.columns, open_folder(request.work)
+    identity = repr((_VERSION, part, columns, request.root)).encode("utf-8", "surrogateescape")
+    mark = f"{number:05d}-{hashlib.sha256(identity).hexdigest()[:16]}"
+    file = f"listing/{mark}.parquet"
+    if work.size(file) is not None:
+        return file
+    place = join(work.location, f"spool/{mark}.tar")
+    beside = local_path(work.location) if is_local(work.location) else None
+    if beside is not None:
+        beside.mkdir(parents=True, exist_ok=True)
+    left_out: list[tuple[str, str]] = []
+    with TemporaryDirectory(dir=beside, prefix="spool-") as folder:
+        plain = Path(folder, "spool.tar")
+        with plain.open("wb") as stream, tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+            found = [*_taken(part, columns, tar, left_out)]
+        is_spooled = any(each.size for each in found)
+        if is_spooled:
+            left_out += [(each.name, "has no image") for each in found if not each.size]
+            found = [each for each in found if each.size]
+            work.put(f"spool/{mark}.tar", plain)
+        else:
+            found = [*_placed(found, request.root, part.stem.rpartition("/")[0], left_out)]
+    container = Container("tar", place, state_of(place)[1]) if is_spooled else Container("folder", request.root)
+    known: dict[str, int] = {}
+    files = LocatedFiles(
+        redacted(part.location),
+        (container,),
+        Texts.of(f"{each.name}{PATH_MARK}{each.given}" if is_spooled else each.given for each in found),
+        np.zeros(len(found), np.int32),
+        np.array([each.offset for each in found], np.int64),
+        np.array([each.size for each in found], np.int64),
+        np.array([each.stamp for each in found], np.uint64),
+    )
+    codes = np.array([known.setdefault(each.label, len(known)) for each in found], np.int32)
+    write_listing(work, file, TarSamples(files, codes, tuple(known), left_out=tuple(left_out)))
+    return file
+
+
+class _Taken(NamedTuple):
+    name: str  # STEM/ROW
+    given: str  # path or key in the table, or ""
+    label: str  # JSON list of numbers and names
+    offset: int = 0
+    size: int = 0  # 0: a path alone
+    stamp: int = 0
+
+
+def _taken(
+    part: TablePart, columns: Columns, tar: tarfile.TarFile, left_out: list[tuple[str, str]]
+) -> Iterator[_Taken]:
+    """Yield the rows, their bytes put into a tar."""
+    for row, (image, label, key) in enumerate(read_rows(part.location, part.rows, columns), part.rows.begin):
+        name, inside = f"{part.stem}/{row}", image if isinstance(image, dict) else {}
+        data = image if isinstance(image, bytes) else inside.get("bytes")
+        path = image if isinstance(image, str) else inside.get("path")
+        values = label if isinstance(label, list) else [label if columns.label else 0]
+        if not data and not path:
+            left_out.append((name, "has no image"))
+        elif any(each in (None, "", -1) for each in values):
+            left_out.append((name, "has no label"))
+        else:
+            taken = _Taken(name, str(path or "" if key is None else key), json.dumps(values))
+            if data:
+                info = tarfile.TarInfo(f"{row:08d}")
+                info.size = len(data)
+                stamp = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+                taken = taken._replace(offset=tar.offset + BLOCK_BYTES, size=len(data), stamp=stamp)
+                tar.addfile(info, BytesIO(data))
+            yield taken
+
+
+def _placed(found: list[_Taken], root: str, below: str, left_out: list[tuple[str, str]]) -> Iterator[_Taken]:
+    """Yield what lies below the source, by its path there; `below` it lies the table."""
+    top = f"{root.rstrip('/')}/"
+    for each in found:
+        path = each.given.removeprefix(top)
+        try:
+            if "://" in path:
+                raise ValueError(f"{one_line(path)} is a URL outside of SOURCE: img2dataset downloads such")
+            inside = clean_path(path, root=local_path(root) if is_local(root) else None)
+            is_relative = path == each.given and not path.startswith("/")
+            yield each._replace(given=f"{below}/{inside}" if below and is_relative else inside)
+        except ValueError as error:
+            left_out.append((each.name, f"cannot be used: {error}"))
