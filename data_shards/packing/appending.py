@@ -1,7 +1,7 @@
 """Continue a packed set's numbers with the plan of what is appended to it."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +14,6 @@ from shardvit.data_shards.packing.shard_plan import LABEL_SPECS, PackPlan, Shard
 from shardvit.data_shards.sets.live import LiveSet, open_live
 from shardvit.data_shards.shards.location import redacted
 from shardvit.data_shards.shards.manifest import Manifest
-from shardvit.data_shards.shards.shard_set import Report
 from shardvit.data_shards.text import counted, named
 
 _NUMBERED = re.compile(r"-(\d+)\.tar$")
@@ -77,15 +76,17 @@ def _known(live: LiveSet) -> list[NDArray[np.uint64]]:
     return [known_digests(live.lists(number)) for number in range(len(live.packings))]
 
 
-def append_manifests(
-    job: PackJob, added: Sequence[Manifest], content: Mapping[str, object], *, digests: bytes, report: Report
-) -> None:
-    """Put the manifests of a set and of what is appended in place; UserError if the set is another than planned."""
-    live, shown = open_live(job.result), redacted(job.out)
+def open_again(job: PackJob) -> LiveSet:
+    """Open the set that a planned packing is appended to; UserError if it is another than then."""
+    live = open_live(job.result)
     if start_of(live) != job.start:
-        raise UserError(f"{shown}: other images were appended since this was planned; plan it again")
+        raise UserError(f"{redacted(job.out)}: other images were appended since this was planned; plan it again")
+    return live
+
+
+def appended_line(job: PackJob, live: LiveSet, added: Sequence[Manifest], digests: bytes) -> str:
+    """Say what is appended, and how much of it the set had."""
     images, shards = sum(each.num_samples for each in added), sum(len(each.shards) for each in added)
     known = int(has_before(live, digests).sum())
     copies = f"; the set had the bytes of {known:,} of them (--drop-duplicates leaves such out)" if known else ""
-    live.finish(content, {manifest.split: manifest for manifest in added})
-    report(f"{shown}: {counted(images, 'image')} appended in {counted(shards, 'shard')}{copies}")
+    return f"{redacted(job.out)}: {counted(images, 'image')} appended in {counted(shards, 'shard')}{copies}"

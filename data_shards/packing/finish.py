@@ -19,14 +19,23 @@ import numpy as np
 from shardvit.data_shards.durable import flush, lines_text
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing import found
-from shardvit.data_shards.packing.appending import append_manifests
+from shardvit.data_shards.packing.appending import appended_line, open_again
 from shardvit.data_shards.packing.found import Counts
 from shardvit.data_shards.packing.plan_file import JOB_FILE, PackJob, load_job
 from shardvit.data_shards.packing.seen import SEEN_FILE, add_digests, read_digests_of
 from shardvit.data_shards.packing.shard_plan import LABEL_SPECS, Line, class_numbers
-from shardvit.data_shards.packing.shard_writer import ShardRecord, find_record, index_file, record_file
+from shardvit.data_shards.packing.shard_writer import (
+    ShardRecord,
+    find_record,
+    index_file,
+    record_file,
+    scratch_path,
+    statistics_file,
+)
 from shardvit.data_shards.packing.sources.base import SplitName
 from shardvit.data_shards.packing.work import open_work, unpacked_path, work_path
+from shardvit.data_shards.sets.live import join_manifests
+from shardvit.data_shards.sets.statistics import write_statistics
 from shardvit.data_shards.shards.location import is_local, join, local_path, redacted
 from shardvit.data_shards.shards.manifest import (
     MANIFEST_FILE,
@@ -39,11 +48,13 @@ from shardvit.data_shards.shards.manifest import (
     timm_info,
 )
 from shardvit.data_shards.shards.shard_set import Report
+from shardvit.data_shards.store.download import StoreError
 from shardvit.data_shards.store.folders import open_folder
 from shardvit.data_shards.text import counted, parse_json
 
 PACK_FILE = "pack.json"
 _REQUESTS = 16  # to a store, at a time
+_ROWS_AHEAD = 4 * _REQUESTS  # shards
 
 
 def finish(job: PackJob, *, report: Report) -> Counts:
@@ -83,12 +94,23 @@ def finish(job: PackJob, *, report: Report) -> Counts:
             lists.write(file, lines_text(lines))
     lists.write(SEEN_FILE, seen)
     content = {**job.content, "found": vars(counts)}
-    if job.start.packing:
-        packed = read_digests_of(seen, job.numbers(job.plan))
-        append_manifests(job, manifests, content, digests=packed, report=report)
+    live = open_again(job) if job.start.packing else None
+    added = dict(zip(kept, manifests, strict=True))
+    whole = join_manifests(live.manifests if live else {}, added)
+    for split, manifest in whole.items():
+        of_split = (record for number, record in records.items() if job.plan.split(number)[0] == split)
+        lost = sum(len(record.refused) for record in of_split)
+        if scratch := scratch_path(job.out):
+            scratch.mkdir(exist_ok=True)
+        rows = _rows(job, kept.get(split, []))
+        if live is None or (rows := live.statistics(split, rows)):
+            write_statistics(result.at(split), manifest, rows, unreadable=lost, scratch=scratch)
+    result.write("_info.json", json_text(timm_info(whole.values())).encode())
+    if live is not None:
+        report(appended_line(job, live, manifests, read_digests_of(seen, job.numbers(job.plan))))
+        live.finish(content, whole)
         _remove_work(job)
         return counts
-    result.write("_info.json", json_text(timm_info(manifests)).encode())
     result.write(PACK_FILE, json_text(content).encode())
     for manifest in reversed(manifests):  # train's is the last: with it the set is there
         sizes = {shard.file: shard.num_samples for shard in manifest.shards}
@@ -96,6 +118,14 @@ def finish(job: PackJob, *, report: Report) -> Counts:
         result.write(f"{manifest.split}/{MANIFEST_FILE}", json_text(as_json(manifest)).encode())
     _put_in_place(job)
     return counts
+
+
+def _rows(job: PackJob, numbers: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+    """Read the rows of shards' statistics, with their numbers in the manifest; a few ahead."""
+    with ThreadPoolExecutor(1 if is_local(job.out) else _REQUESTS) as pool:
+        for start in range(0, len(numbers), _ROWS_AHEAD):
+            names = [statistics_file(job.file(number)) for number in numbers[start : start + _ROWS_AHEAD]]
+            yield from enumerate(pool.map(job.work.read, names), start)
 
 
 def _records(job: PackJob, report: Report) -> Iterator[ShardRecord]:
@@ -180,7 +210,8 @@ def sweep(job: PackJob, old: PackJob | None, finished: Sequence[int]) -> int:
         before = {old.file(number) for number in range(len(old.plan.sizes))} if old else set[str]()
         planned = {job.file(number) for number in range(len(job.plan.sizes))}
         for file in before - planned:
-            job.work.remove(record_file(file))
+            for name in (record_file(file), statistics_file(file)):
+                job.work.remove(name)
             for name in (file, index_file(file)):
                 job.result.remove(name)
         return len(before - planned)
@@ -198,11 +229,20 @@ def sweep(job: PackJob, old: PackJob | None, finished: Sequence[int]) -> int:
 
 
 def remove_work(job: PackJob) -> None:
-    """Remove the work folder in a store, by name; the plan's last, as it has the names."""
+    """Remove the work folder in a store, by name, the plan's last, as it has the names; and what was never uploaded."""
+    job.result.tidy()
     above = job.work.location.rstrip("/") + "/"
     made = [each.location.removeprefix(above) for each in job.containers if each.location.startswith(above)]
-    records = [record_file(job.file(number)) for number in range(len(job.plan.sizes))]
-    names = [*records, *made, *job.plan.parts, *job.whole.parts, SEEN_FILE, found.UNREADABLE_FILE]
+    files = [job.file(number) for number in range(len(job.plan.sizes))]
+    names = [
+        *map(record_file, files),
+        *map(statistics_file, files),
+        *made,
+        *job.plan.parts,
+        *job.whole.parts,
+        SEEN_FILE,
+        found.UNREADABLE_FILE,
+    ]
     with ThreadPoolExecutor(_REQUESTS) as pool:
         list(pool.map(job.work.remove, dict.fromkeys(names)))
     job.work.remove(JOB_FILE)
@@ -256,6 +296,8 @@ def demand_same(out: str, content: Mapping[str, Any]) -> Counts:
         before = dict(packed["request"])
         version, fingerprint = packed["version"], packed["fingerprint"]
         counts = Counts(**packed["found"])
+    except StoreError:
+        raise
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{shown}: it exists and was not packed by shardvit; {remedy}") from None
     if not content:

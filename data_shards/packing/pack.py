@@ -7,6 +7,7 @@
                                         KEY.cls (ASCII label), or KEY.json ({"label": [3, 7]}) if multi-label
     OUT/train/NAME-train-000000.idx     offsets of the samples
     OUT/train/manifest.json             and sizes.json for open_clip
+    OUT/train/statistics.parquet        a row a sample, see `data_shards.sets.statistics`
     OUT/val/..., OUT/test/...           the same for other splits of the source; val also with a holdout
     OUT/duplicates.jsonl, OUT/unreadable.jsonl, OUT/excluded.*, OUT/unsure.jsonl     see `found`, `exclusion`
 
@@ -37,27 +38,13 @@ from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing import found
 from shardvit.data_shards.packing.appending import go_on, has_before, start_of
 from shardvit.data_shards.packing.exclusion import Excluded, find_excluded
-from shardvit.data_shards.packing.finish import (
-    clear,
-    demand_same,
-    difference,
-    finish,
-    is_there,
-    manifests_of,
-    remove_work,
-    sweep,
-)
+from shardvit.data_shards.packing.finish import clear, demand_same, difference, finish, is_there, manifests_of, sweep
 from shardvit.data_shards.packing.found import Counts, PackReport
 from shardvit.data_shards.packing.plan_file import PackJob, PlanTable, load_job, save_job, write_table
 from shardvit.data_shards.packing.request import HoldoutList, PackRequest, read_holdout_list
 from shardvit.data_shards.packing.seen import SEEN_FILE, compare_seen, new_seen
 from shardvit.data_shards.packing.shard_plan import PackPlan, ShardPlan, Start, make_plan, needed_bytes
-from shardvit.data_shards.packing.shard_writer import (
-    MadeShard,
-    digest_shard,
-    find_record,
-    make_shard,
-)
+from shardvit.data_shards.packing.shard_writer import MadeShard, digest_shard, find_record, make_shard
 from shardvit.data_shards.packing.sources.archive import Unpacking
 from shardvit.data_shards.packing.sources.base import Source
 from shardvit.data_shards.packing.sources.recognise import open_source
@@ -101,6 +88,7 @@ def pack(
     """
     start, text = time.monotonic(), str(out)
     location = os.path.abspath(local_path(text)) if is_local(text) else text.rstrip("/")
+    open_folder(location)  # UserError before the source is listed
     request = _request(source_spec, holdout_list, options)
     packing = _Packing(text, location, request, engine or _local_engine(), report)
     try:
@@ -229,11 +217,8 @@ class _Packing:
         """Locate the lists of an earlier packing that is to be compared; None if there is none."""
         if live is None:
             return self.out if is_there(self.out) else None
-        for number, packing in enumerate(live.packings):
-            same = not difference(packing.get("request", {}), content["request"])
-            if same and packing.get("fingerprint") == content["fingerprint"]:
-                return live.lists(number).location
-        return None
+        number = live.find(content)
+        return None if number is None else live.lists(number).location
 
     def _compare(self, source: Source, content: dict[str, Any], packing: str | None = None) -> tuple[Counts, str]:
         counts = demand_same(packing or self.out, content)
@@ -270,12 +255,8 @@ class _Packing:
         request, old = self._named(live), load_job(self.out)
         start = start_of(live) if live else Start()
         plan = go_on(plan, live, start) if live else plan
-        if (
-            old
-            and old.start == start
-            and not is_local(self.out)
-            and (different := difference(old.content["request"], content["request"]))
-        ):
+        is_shared = old is not None and old.start == start and not is_local(self.out)
+        if old and is_shared and (different := difference(old.content["request"], content["request"])):
             where = redacted(old.work.location)
             raise UserError(f"{self.shown}: another request is packed into it ({different}); wait, or delete {where}")
         all_files = {id(images.files): images.files for images in source.splits.values()}
@@ -315,8 +296,7 @@ class _Packing:
                 self.report(f"{self.shown}: {counted(int(known.sum()), 'image')} left out that the set has already")
                 marks[numbers[known]] = True
                 if marks[numbers].all():
-                    if not is_local(self.out):
-                        remove_work(job)
+                    save_job(job)  # names what `clear` removes
                     return None
             plan = make_plan(source, request, without=marks)
             plan = go_on(plan, live, start) if live else plan

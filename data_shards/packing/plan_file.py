@@ -27,6 +27,7 @@ from shardvit.data_shards.packing.sources.located import Container, LocatedFiles
 from shardvit.data_shards.packing.work import result_folder, work_folder
 from shardvit.data_shards.shards.location import redacted
 from shardvit.data_shards.shards.shard_index import Texts
+from shardvit.data_shards.store.download import StoreError
 from shardvit.data_shards.store.folders import Folder, open_folder
 from shardvit.data_shards.text import parse_json
 from shardvit.data_shards.vocabulary import LabelKind
@@ -214,6 +215,8 @@ def load_job(out: str) -> PackJob | None:
         )
     except FileNotFoundError:
         return None
+    except StoreError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{redacted(work.location)}: its {JOB_FILE} is broken; delete this folder") from None
 

@@ -57,8 +57,9 @@ def compare_seen(out: str, source: Source, request: PackRequest, *, report: Repo
     """Compare the source with the packed images; return what was compared. UserError if images differ."""
     now, file, shown = _seen_now(source), join(redacted(out), SEEN_FILE), redacted(out)
     before = now[:0]
-    with suppress(FileNotFoundError, ValueError):
-        before = np.frombuffer(open_folder(out).read(SEEN_FILE), _SEEN)
+    with suppress(FileNotFoundError):
+        data = open_folder(out).read(SEEN_FILE)
+        before = np.frombuffer(data, _SEEN) if len(data) % _SEEN.itemsize == 0 else before
     if len(before) != len(now):
         if request.reread == "all":
             raise UserError(f"{file} is missing or broken, so nothing can be verified: delete {shown} and pack again")

@@ -22,15 +22,17 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 from shardvit.data_shards.engines.threads import give_up_if_stopped
 from shardvit.data_shards.errors import UnreadableImage
 from shardvit.data_shards.packing.image import prepare_image
-from shardvit.data_shards.packing.shard_plan import LABEL_SPECS, ShardPlan
+from shardvit.data_shards.packing.shard_plan import LABEL_SPECS, ShardPlan, class_numbers
 from shardvit.data_shards.packing.sources.base import ImageSet
 from shardvit.data_shards.packing.work import work_path
 from shardvit.data_shards.processes import run_threads
 from shardvit.data_shards.progress_line import Progress
+from shardvit.data_shards.sets.statistics import SampleStatistics, image_statistics, to_parquet
 from shardvit.data_shards.shards.location import is_local, local_path
 from shardvit.data_shards.shards.manifest import Shard
 from shardvit.data_shards.shards.tar_index import build_index, index_path, write_index
 from shardvit.data_shards.shards.webdataset_parts import tar_writer
+from shardvit.data_shards.store.download import StoreError
 from shardvit.data_shards.text import parse_json
 
 if TYPE_CHECKING:
@@ -82,6 +84,7 @@ def make_shard(job: PackJob, number: int) -> MadeShard:
         record = write_shard(plan, tar, mark=job.plan.marks[number], resize=job.resize, pixel_limit=job.pixel_limit)
         for each in (index_path(tar), tar):
             job.result.put(f"{file.rpartition('/')[0]}/{each.name}", each)
+        job.work.write(statistics_file(file), _statistics_path(tar).read_bytes())
     content = {**vars(record), "shard": record.shard.as_json(), "image_digests": record.image_digests.hex()}
     job.work.write(record_file(file), json.dumps(content).encode())
     return made
@@ -96,6 +99,8 @@ def find_record(job: PackJob, number: int, *, unread: Literal["retry", "accept"]
         record = ShardRecord(**{**content, "refused": tuple(RefusedImage(*entry) for entry in content["refused"])})
         good = record.mark == job.plan.marks[number]
         good &= unread == "accept" or all(refused.was_read for refused in record.refused)
+    except StoreError:
+        raise
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
     sizes = ((file, record.shard.num_bytes), (index_file(file), record.index_bytes))
@@ -110,6 +115,15 @@ def record_file(file: str) -> str:
 def index_file(file: str) -> str:
     """`train/x-000001.tar` -> `train/x-000001.idx`."""
     return f"{file.removesuffix('.tar')}.idx"
+
+
+def statistics_file(file: str) -> str:
+    """`train/x-000001.tar` -> `statistics/x-000001.parquet`."""
+    return f"statistics/{file.rpartition('/')[2].removesuffix('.tar')}.parquet"
+
+
+def _statistics_path(tar: Path) -> Path:
+    return tar.with_suffix(".parquet")
 
 
 def scratch_path(out: str) -> Path | None:
@@ -153,8 +167,9 @@ def _digest_all(images: ImageSet) -> bytes:
 def write_shard(
     plan: ShardPlan, path: Path, *, pixel_limit: PixelLimit, resize: Resize | None = None, mark: str = ""
 ) -> ShardRecord:
-    """Write the tar, and its index beside it."""
+    """Write the tar, and beside it its index and the rows of its statistics."""
     digests: list[bytes] = []
+    statistics: list[SampleStatistics] = []
     refused: list[RefusedImage] = []
     with open(path, "wb", buffering=_BUFFER_BYTES) as stream, tar_writer(tar := _Digested(stream)) as writer:
         for position in range(len(plan)):
@@ -168,10 +183,16 @@ def write_shard(
                 refused.append(RefusedImage(position, reason, was_read=data is not None))
             else:
                 extension, label = plan.label_member(position)
-                writer.write({"__key__": plan.key(position), image.extension: image.data, extension: label})
+                key, labels = plan.key(position), class_numbers(plan.labels[position])
+                writer.write({"__key__": key, image.extension: image.data, extension: label})
+                digest = image_digest(data) if image.data is data else b""
+                measured = image_statistics(image.pixels, image.data, digest=digest)
+                trace = plan.images.trace(position)
+                statistics.append(SampleStatistics(len(statistics), key, trace, labels, measured))
             digests.append(image_digest(data))
     part = LABEL_SPECS["single" if plan.labels.ndim == 1 else "multi"].part
     write_index(build_index(path, label=part), index_path(path), label=part)
+    _statistics_path(path).write_bytes(to_parquet(statistics))
     return ShardRecord(
         mark=mark,
         shard=Shard(plan.file, len(plan) - len(refused), tar.num_bytes, tar.digest.hexdigest()),

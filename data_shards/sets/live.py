@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.reading.opening import manifest_of
 from shardvit.data_shards.sets.keeping import replace_manifest
+from shardvit.data_shards.sets.statistics import open_table, rows_by_shard
 from shardvit.data_shards.shards.location import join, redacted
-from shardvit.data_shards.shards.manifest import MANIFEST_FILE, Manifest, json_text, manifest_name, timm_info
+from shardvit.data_shards.shards.manifest import MANIFEST_FILE, Manifest, json_text, manifest_name
 from shardvit.data_shards.store.folders import Folder
 from shardvit.data_shards.store.store import Store
 from shardvit.data_shards.text import parse_json
@@ -44,17 +45,29 @@ class LiveSet:
         """Return the folder of a packing's lists; `len(packings)` is the next one."""
         return self.folder.at(f"appended/{packing:03d}") if packing else self.folder
 
-    def finish(self, content: Mapping[str, object], added: Mapping[str, Manifest]) -> list[Manifest]:
-        """Replace the manifests, that of train last, after the packing's pack.json, and return all."""
-        both = join_manifests(self.manifests, added)
+    def find(self, content: Mapping[str, object]) -> int | None:
+        """Return the packing that was of the same request and source, if any."""
+        same = parse_json(json_text({key: content[key] for key in ("request", "fingerprint")}))
+        found = ({key: packing.get(key) for key in same} == same for packing in self.packings)
+        return next((number for number, is_same in enumerate(found) if is_same), None)
+
+    def statistics(self, split: str, more: Iterator[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]] | None:
+        """Put the rows of more shards behind those of a split (see `write_statistics`); None if that has no table."""
+        before = self.manifests.get(split)
+        if before is None:
+            return more
+        table = open_table(self.folder.at(split))
+        behind = ((len(before.shards) + number, rows) for number, rows in more)
+        return None if table is None else chain(rows_by_shard(table, before), behind)
+
+    def finish(self, content: Mapping[str, object], both: Mapping[str, Manifest]) -> None:
+        """Replace the manifests, that of train last, after the packing's pack.json."""
         before = {split: manifest.digest for split, manifest in self.manifests.items()}
-        changed = [split for split in reversed(both) if both[split].digest != before.get(split)]
+        changed = [split for split in reversed([*both]) if both[split].digest != before.get(split)]
         text = json_text({**content, "before": before, "last": changed[-1]})
         self.lists(len(self.packings)).write(PACK_FILE, text.encode())
-        self.folder.write("_info.json", json_text(timm_info(both.values())).encode())
         for split in changed:
             replace_manifest(self.folder.at(split), both[split])
-        return list(both.values())
 
 
 def open_live(folder: Folder) -> LiveSet:

@@ -133,7 +133,7 @@ def open_folder(location: str | Path) -> Folder:
     if (kind := protocol(text)) not in WRITABLE:
         raise UserError(
             f"{redacted(text)}: {kind}: cannot be written to: name a local folder, a bucket such as s3://bucket/set, "
-            f"or another URL of {', '.join(sorted(WRITABLE))}"
+            f"or another URL of {', '.join(sorted(WRITABLE - {'memory'}))}"
         )
     return StoreFolder(text)
 

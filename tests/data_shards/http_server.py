@@ -36,7 +36,7 @@ class FaultServer:
     tag: Literal["strong", "weak"] = "strong"  # kind of ETag
     upstream: tuple[str, int] | None = None
     # A fault by method and path with its query, "" for none: a status, "drop" (the connection is cut before the request
-    # is passed on) or "deaf" (cut after it, before the answer).
+    # is passed on), "deaf" (cut after it, before the answer) or "unlisted" (a listing of nothing).
     meddle: Callable[[str, str], str] = lambda method, path: ""
     pause_seconds: float = 0.0  # before each 64 KiB
     url: str = ""
@@ -74,9 +74,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         if meddled:
-            self.send_response_only(int(meddled))
-            self.send_header("Content-Length", "0")
+            listing = b"<ListBucketResult><KeyCount>0</KeyCount></ListBucketResult>" if meddled == "unlisted" else b""
+            self.send_response_only(200 if listing else int(meddled))
+            self.send_header("Content-Length", str(len(listing)))
             self.end_headers()
+            self.wfile.write(listing)
             return
         status, headers, content = self._upstream(body) if told.upstream else self._file(path, span)
         fault = ""

@@ -300,7 +300,7 @@ def _thinned(entries: _Entries) -> _Entries:
     first = entries["words"][:, 0]
     order = np.argsort(first)
     is_again = np.diff(first[order]) == 0
-    several = np.unique(order[np.append(is_again, False) | np.append(False, is_again)])
+    several = np.unique(np.concatenate([order[:-1][is_again], order[1:][is_again]]))
     code, words = entries["code"][several], entries["words"][several]
     columns = (code % _MOST_WINDOWS, words[:, 0], words[:, 1])
     order = np.lexsort((code, *columns))

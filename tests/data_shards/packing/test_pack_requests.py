@@ -128,7 +128,11 @@ def test_file_names_and_pack_json(tmp_path: Path):
         "pack.json",
         "images.bin",
         "_info.json",
-        *(f"{split}/{file}" for split in ("train", "val") for file in ("manifest.json", "sizes.json")),
+        *(
+            f"{split}/{file}"
+            for split in ("train", "val")
+            for file in ("manifest.json", "sizes.json", "statistics.parquet")
+        ),
         *(
             f"{split}/out-{split}-00000{i}.{kind}"
             for split in ("train", "val")

@@ -300,6 +300,15 @@ def test_the_join_is_the_same_in_one_cut_or_many_and_with_processes(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("on_disk")
+def test_the_join_of_sets_without_a_hash_finds_equal_pixels(tmp_path: Path):
+    tiny = [png(image.resize((12, 12))) for image in photographs(3)]
+    here, there = InMemory([*tiny, None, b"no image"]), InMemory([tiny[2] + b".", tiny[0], b"no image"], name="there")
+    found = matches(here, there, folder=tmp_path)
+    assert pairs(found) == {0: (1, "equal-bytes"), 2: (0, "equal-pixels"), 4: (2, "equal-bytes")}
+    assert pairs(matches(*[InMemory(tiny * 2)] * 2, folder=tmp_path)) == {n + 3: (n, "equal-bytes") for n in range(3)}
+
+
+@pytest.mark.usefixtures("on_disk")
 def test_a_crowd_under_one_key_is_thinned_and_copies_in_it_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """With every hash in one crowd, bits of the other bands decide which are compared."""
     monkeypatch.setattr(disk_join, "_MOST_COMPARED", 12)

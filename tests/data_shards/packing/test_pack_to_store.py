@@ -1,0 +1,140 @@
+"""Packing from and to a bucket, with faults: the bytes of a local packing, and nothing half-written to see."""
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.pack import pack
+from shardvit.data_shards.reading.opening import open_all_splits
+from shardvit.data_shards.shards.shard_set import Report
+from shardvit.data_shards.store import ranges, upload
+from shardvit.data_shards.store.download import Downloads
+from shardvit.data_shards.store.ranges import list_url, read_whole
+from shardvit.data_shards.store.store import Store
+from tests.data_shards.http_server import FaultServer
+from tests.data_shards.opened import QUICK
+from tests.data_shards.packing.folders import tree
+
+OUT = "s3://shards/some/set"
+quiet: Report = list[str]().append
+OPTIONS: dict[str, Any] = {"holdout": 0.2, "samples_per_shard": 300, "name": "digits"}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, s3: FaultServer) -> None:
+    monkeypatch.setattr(ranges, "SHARED", Downloads(QUICK))
+    monkeypatch.setattr(upload, "UPLOADS", Downloads(QUICK))
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    out = tmp_path_factory.mktemp("local") / "set"
+    pack("digits", out, report=quiet, **OPTIONS)
+    return tree(out)
+
+
+def stored() -> dict[str, str]:
+    return {name: hashlib.sha256(read_whole(f"{OUT}/{name}")).hexdigest() for name, *_ in list_url(OUT)}
+
+
+def test_a_set_in_a_bucket_has_the_bytes_of_a_local_one(expected: dict[str, str]):
+    told = list[str]()
+    report = pack("digits", OUT, report=told.append, **OPTIONS)
+    assert stored() == expected
+    assert sum(manifest.num_samples for manifest in report.manifests) == 1797
+    assert pack("digits", OUT, report=quiet, **OPTIONS).compared  # nothing is written again
+    with pytest.raises(UserError, match="another request"):
+        pack("digits", OUT, report=quiet, **OPTIONS | {"seed": 1})
+    assert stored() == expected
+
+
+def test_throttled_cut_and_never_listed(s3: FaultServer, expected: dict[str, str]):
+    """Each request fails at first, many later ones too, and no listing knows of any object."""
+    seen, keys = Counter[str](), Counter[tuple[str, str]]()
+
+    def meddle(method: str, path: str) -> str:
+        seen[method] += 1
+        keys[method, path] += 1
+        if method == "GET" and ("list-type" in path or "uploads" in path):
+            return "unlisted"
+        fault = ("503", "500", "drop", "deaf")[seen[method] % 4]
+        return fault if keys[method, path] == 1 and (seen[method] < 20 or seen[method] % 3 == 0) else ""
+
+    s3.meddle = meddle
+    pack("digits", OUT, report=quiet, **OPTIONS)
+    s3.meddle = lambda method, path: ""
+    assert stored() == expected
+
+
+KILLED = """
+import os, sys, threading
+from shardvit.data_shards.packing.pack import pack
+from shardvit.data_shards.store import upload
+
+put, count, most = upload._put, 0, int(sys.argv[2])
+
+def put_and_wait(remote, data, num_bytes):
+    global count
+    count += 1
+    if count > most:
+        print("held", flush=True)
+        threading.Event().wait()
+    put(remote, data, num_bytes)
+
+upload._put = put_and_wait
+pack("digits", sys.argv[1], holdout=0.2, samples_per_shard=300, name="digits", report=lambda line: None)
+"""
+
+
+@pytest.mark.parametrize("most_puts", [1, 6, 16])
+def test_killed_while_it_writes(most_puts: int, expected: dict[str, str]):
+    process = subprocess.Popen([sys.executable, "-c", KILLED, OUT, str(most_puts)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"held\n"
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    with pytest.raises(UserError, match="not there"):
+        open_all_splits([f"{OUT}/train"], store=Store(), report=quiet)
+    if most_puts > 4:  # the plan is there
+        with pytest.raises(UserError, match="another request"):
+            pack("digits", OUT, report=quiet, **OPTIONS | {"seed": 1})
+    pack("digits", OUT, report=quiet, **OPTIONS)
+    assert stored() == expected
+
+
+def test_two_at_once(expected: dict[str, str]):
+    errors = list[BaseException]()
+
+    def run() -> None:
+        try:
+            pack("digits", OUT, report=quiet, **OPTIONS)
+        except BaseException as error:  # noqa: BLE001 - for the main thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    pack("digits", OUT, report=quiet, **OPTIONS)
+    assert stored() == expected
+
+
+def test_places_that_cannot_be_written_to():
+    for out, reason in (
+        ("https://host/set", "cannot be written to"),
+        ("pipe:cat > x", "cannot be written to"),
+        ("s3://no-such-bucket/set", "not there"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            pack("digits", out, report=quiet, **OPTIONS)
