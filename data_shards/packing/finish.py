@@ -95,14 +95,14 @@ def finish(job: PackJob, *, report: Report) -> Counts:
     lists.write(SEEN_FILE, seen)
     content = {**job.content, "found": vars(counts)}
     live = open_again(job) if job.start.packing else None
-    added = dict(zip(kept, manifests, strict=True))
-    whole = join_manifests(live.manifests if live else {}, added)
+    whole = join_manifests(live.manifests if live else {}, {manifest.split: manifest for manifest in manifests})
+    made: dict[str, list[int]] = dict(kept.items())
     for split, manifest in whole.items():
         of_split = (record for number, record in records.items() if job.plan.split(number)[0] == split)
         lost = sum(len(record.refused) for record in of_split)
         if scratch := scratch_path(job.out):
             scratch.mkdir(exist_ok=True)
-        rows = _rows(job, kept.get(split, []))
+        rows = _rows(job, made.get(split, []))
         if live is None or (rows := live.statistics(split, rows)):
             write_statistics(result.at(split), manifest, rows, unreadable=lost, scratch=scratch)
     result.write("_info.json", json_text(timm_info(whole.values())).encode())
