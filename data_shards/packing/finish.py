@@ -50,6 +50,7 @@ from shardvit.data_shards.shards.manifest import (
 from shardvit.data_shards.shards.shard_set import Report
 from shardvit.data_shards.store.download import StoreError
 from shardvit.data_shards.store.folders import open_folder
+from shardvit.data_shards.store.ranges import list_url
 from shardvit.data_shards.text import counted, parse_json
 
 PACK_FILE = "pack.json"
@@ -234,6 +235,8 @@ def remove_work(job: PackJob) -> None:
     above = job.work.location.rstrip("/") + "/"
     made = [each.location.removeprefix(above) for each in job.containers if each.location.startswith(above)]
     files = [job.file(number) for number in range(len(job.plan.sizes))]
+    with suppress(FileNotFoundError):
+        made += [f"listing/{name}" for name, _, _ in list_url(job.work.at("listing").location)]
     names = [
         *map(record_file, files),
         *map(statistics_file, files),

@@ -90,7 +90,10 @@ def pack(
     location = os.path.abspath(local_path(text)) if is_local(text) else text.rstrip("/")
     open_folder(location)  # UserError before the source is listed
     request = _request(source_spec, holdout_list, options)
-    packing = _Packing(text, location, request, engine or _local_engine(), report)
+    is_alone = is_local(location) or (engine is None and step == "all")
+    work = "" if is_alone else work_folder(location).location
+    unpacking = Unpacking(unpacked_path(location), report, engine, work)
+    packing = _Packing(text, location, request, engine or _local_engine(), unpacking, report)
     try:
         counts, compared = packing.run(source_spec) if step == "all" else packing.run_step(source_spec, step, task, of)
     finally:  # kept if the attempt left shards, or a plan
@@ -108,7 +111,7 @@ def list_source(
 ) -> tuple[Source, PackRequest]:
     """Check the options and list the images; raises as `pack` does."""
     request = _request(source_spec, holdout_list, options)
-    return _open(source_spec, str(out), request, report), request
+    return _open(source_spec, str(out), request, Unpacking(unpacked_path(str(out)), report)), request
 
 
 def _request(source_spec: str, holdout_list: Path | None, options: Mapping[str, Any]) -> PackRequest:
@@ -119,7 +122,8 @@ def _request(source_spec: str, holdout_list: Path | None, options: Mapping[str, 
     return replace(request, holdout_list=read_holdout_list(holdout_list, root=root))
 
 
-def _open(source_spec: str, out: str, request: PackRequest, report: Report) -> Source:
+def _open(source_spec: str, out: str, request: PackRequest, unpacking: Unpacking) -> Source:
+    report = unpacking.report
     slow = threading.Timer(_SAID_SECONDS, report, [f"{source_spec}: listing its images"])
     slow.daemon = True
     slow.start()
@@ -129,7 +133,7 @@ def _open(source_spec: str, out: str, request: PackRequest, report: Report) -> S
             labels=request.labels,
             published=request.published,
             samples=request.samples,
-            unpacking=Unpacking(unpacked_path(out), report),
+            unpacking=unpacking,
             unfit=request.unreadable,
         )
     finally:
@@ -153,6 +157,7 @@ class _Packing:
     out: str
     request: PackRequest
     engine: PartsEngine
+    unpacking: Unpacking
     report: Report
 
     def run(self, source_spec: str) -> tuple[Counts, str]:
@@ -206,7 +211,7 @@ class _Packing:
         return None, ""
 
     def _open(self, source_spec: str) -> tuple[Source, dict[str, Any]]:
-        source = _open(source_spec, self.shown, self.request, self.report)
+        source = _open(source_spec, self.shown, self.request, self.unpacking)
         request = self.request.as_json(source.spec)
         return source, {"version": PACK_VERSION, "request": request, "fingerprint": source.fingerprint()}
 

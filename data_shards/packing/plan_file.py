@@ -17,6 +17,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.images.decode import PixelLimit
@@ -162,12 +163,17 @@ class PackJob:
             yield file.read_row_group(group, columns=columns, use_threads=False).combine_chunks()
 
 
+def shards_per_part(sizes: Sequence[int]) -> int:
+    """Choose how many shards' images a file of the plan holds."""
+    return max(1, min(_PART_SHARDS, _PART_ROWS // max(sizes)))
+
+
 def write_table(shards: Sequence[ShardPlan], name: str, job: PackJob, *, first: Mapping[int, int]) -> PlanTable:
     """Write the plan's images, a row group a shard; `first`: id of a split's files -> number of its first container."""
     import pyarrow.parquet as pq
 
     sizes = [len(shard) for shard in shards]
-    per_part = max(1, min(_PART_SHARDS, _PART_ROWS // max(sizes)))
+    per_part = shards_per_part(sizes)
     splits: dict[SplitName, int] = {}
     marks: list[str] = []
     table = PlanTable(name, splits, sizes, marks, per_part)
@@ -232,24 +238,28 @@ def _mark(shard: ShardPlan, files: LocatedFiles, base: Any) -> str:
 
 
 def _arrow(shard: ShardPlan, files: LocatedFiles, first: int) -> pa.Table:
+    """Make a table from buffers: `pa.array` would import pandas, which takes 45 MB."""
     import pyarrow as pa
+
+    def integers(values: NDArray[Any]) -> pa.Array:
+        values = np.ascontiguousarray(values)
+        return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), values.size, [None, pa.py_buffer(values)])
 
     ends = np.concatenate([np.zeros(1, np.int32), files.names.ends.astype(np.int32)])
     buffers = [None, pa.py_buffer(ends), pa.py_buffer(files.names.blob)]
-    columns: dict[str, Any] = {"name": pa.Array.from_buffers(pa.binary(), len(files), buffers)}
-    values = (files.container + np.int32(first), files.offsets, files.sizes, files.stamps, shard.numbers)
-    columns |= {name: pa.array(np.ascontiguousarray(value)) for name, value in zip(_COLUMNS, values, strict=True)}
-    labels = pa.array(np.ascontiguousarray(shard.labels).ravel())
+    names = pa.Array.from_buffers(pa.binary(), len(files), buffers)
+    labels = integers(shard.labels)
     if shard.labels.ndim == 2:
         labels = pa.FixedSizeListArray.from_arrays(labels, shard.labels.shape[1])
-    return pa.table({**columns, "label": labels})
+    values = (files.container + np.int32(first), files.offsets, files.sizes, files.stamps, shard.numbers)
+    return pa.Table.from_arrays([names, *map(integers, values), labels], names=["name", *_COLUMNS, "label"])
 
 
 def _integers(table: pa.Table, column: str) -> Int64s:
+    """Return a column as its numbers; those of a list one after the other."""
     found = table.column(column).combine_chunks()
-    if hasattr(found, "flatten") and found.type.num_fields:
-        found = found.flatten()
-    return found.to_numpy(zero_copy_only=False)
+    found = found.flatten() if found.type.num_fields else found
+    return np.frombuffer(found.buffers()[1], np.dtype(str(found.type)))[found.offset : found.offset + len(found)]
 
 
 def _texts(table: pa.Table) -> Texts:

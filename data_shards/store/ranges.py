@@ -36,12 +36,12 @@ def read_range(location: str, offset: int, size: int, *, stamp: str = "") -> byt
     return data
 
 
-def read_whole(location: str, *, stamp: str = "") -> bytes:
-    """Read a small file whole; errors as in `read_range`."""
+def read_whole(location: str) -> bytes:
+    """Read a small file whole; FileNotFoundError, and errors as in `read_range`."""
     size, found = stat_url(location)
     if size is None:
         raise _without_size(location)
-    return read_range(location, 0, size, stamp=stamp or found)
+    return read_range(location, 0, size, stamp=found)
 
 
 def read_stamped_range(location: str, offset: int, size: int) -> tuple[bytes, str]:
@@ -131,15 +131,13 @@ def list_url(location: str) -> Iterator[Listed]:
             if each == "":
                 yield from _below(location, "")
             else:
-                ahead.append(pool.submit(_listed, location, each) if isinstance(each, str) else each)
+                ahead.append(
+                    pool.submit(lambda below: [*_below(location, below)], each) if isinstance(each, str) else each
+                )
             while len(ahead) > 2 * _LISTERS:
                 yield from _taken(ahead.popleft())
         while ahead:
             yield from _taken(ahead.popleft())
-
-
-def _listed(location: str, below: str) -> list[Listed]:
-    return list(_below(location, below))
 
 
 def _taken(entry: Listed | Future[list[Listed]]) -> list[Listed]:

@@ -120,7 +120,8 @@ class Remotes:
                 self._file_systems[key] = made_by(**options, skip_instance_cache=True)
                 if kind in ("s3", "s3a"):
                     self._file_systems[key].retries = 1  # `download` retries
-                if (listings := getattr(self._file_systems[key], "dircache", None)) is not None:
+                listings = getattr(self._file_systems[key], "dircache", None)
+                if hasattr(listings, "use_listings_cache"):
                     listings.use_listings_cache = False  # it would answer for objects that others have written since
         except ImportError as error:
             raise UserError(f"{redacted(url)}: for {kind}:// a Python package is missing: {error}") from None

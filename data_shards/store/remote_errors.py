@@ -63,7 +63,8 @@ def failure_of(error: Exception) -> Failure:
         return failure_of_status(status)
     text = redact_text(" ".join(str(error).split()))[:300]
     reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    code = getattr(error.__cause__, "response", {}).get("Error", {}).get("Code", "")
+    response = getattr(error.__cause__, "response", None)
+    code = response.get("Error", {}).get("Code", "") if isinstance(response, dict) else ""
     if code in _DAMAGED:
         return Transient(reason)
     if code == "InvalidRange":

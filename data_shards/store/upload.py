@@ -33,6 +33,11 @@ def upload(url: str, data: bytes | Path) -> None:
         raise
 
 
+def count_requests(num_bytes: int) -> int:
+    """Count the PUTs and POSTs with which a bucket gets an object: beginning and end of one in parts are two."""
+    return 1 if num_bytes < 2 * PART_BYTES else 2 + -(-num_bytes // max(PART_BYTES, -(-num_bytes // _MOST_PARTS)))
+
+
 def remove(url: str) -> None:
     """Remove an object; missing is fine."""
     with suppress(MissingObject):

@@ -66,7 +66,7 @@ class Sbatch:
 class JobOptions:
     """The options of `shardvit submit`, in the order of the #SBATCH lines."""
 
-    nodes: Annotated[int, Parameter(help="Nodes of a training stage."), Sbatch("nodes", least=1, swap_head=1)]
+    nodes: Annotated[int, Parameter(help="Nodes of a training stage."), Sbatch("nodes", least=1, swap_head=1)] = 1
     tasks_per_node: Annotated[
         int | None,
         Parameter(help="Processes of a node; default: one for each GPU."),

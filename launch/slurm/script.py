@@ -102,6 +102,28 @@ def step_script(name: str, command: Sequence[str], *, job: SlurmJob, paths: Path
     )
 
 
+def packing_script(name: str, command: Sequence[str], *, job: SlurmJob, paths: Paths, array: str = "") -> str:
+    """Render the batch script of a step of a packing; with `array`, sbatch's list of tasks, each gets `--task`."""
+    stage: StageName = "pretrain"  # as much as one asks for
+    words = [*_inside(job, paths=paths), _python(job), "-u", *command]
+    signal_seconds = min(job.options.signal_seconds, job.limit_seconds - 1)
+    more = [f"--signal=B:USR1@{signal_seconds}", *([f"--array={array}"] if array else [])]
+    return _render(
+        "packing",
+        job=job,
+        paths=paths,
+        options=_options(name, stage, job=job, paths=paths, log=f"{name}-%a" if array else name, more=more),
+        name=name,
+        job_id="${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}" if array else "$SLURM_JOB_ID",
+        command=_command(
+            *_asking(stage, job, paths=paths),
+            [*words, *(("--task", _Shell('"$SLURM_ARRAY_TASK_ID"')) if array else ())],
+        ),
+        max_restarts=job.options.max_restarts,
+        exit_requeue=EXIT_STOPPED,
+    )
+
+
 def _python(job: SlurmJob) -> str:
     return job.site.python or ("python3" if job.site.container else sys.executable)
 

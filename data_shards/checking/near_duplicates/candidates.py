@@ -7,7 +7,7 @@ larger one streamed past each block on all cores: memory is constant apart from 
 of both sides, so two large ones are joined on disk (`disk_join`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -66,21 +66,19 @@ def find_candidates(
     is_swapped = sum(images.sizes) < sum(others.sizes)
     indexed, streamed = (images, others) if is_swapped else (others, images)
     starts = streamed.starts
-    found = np.empty(0, PAIR)
-    for block in _blocks(indexed, block_images, is_swapped=is_swapped):
 
-        def look_up(part: int, block: _Block = block) -> Pairs:
-            return block.look_up(streamed.load(part), first=int(starts[part]), within=within)
+    def found() -> Iterator[Pairs]:
+        for block in _blocks(indexed, block_images, is_swapped=is_swapped):
 
-        with ThreadPoolExecutor(threads) as pool:
-            waiting: list[Pairs] = [found]
-            for part, pairs in enumerate(pool.map(look_up, range(len(streamed.sizes)))):
-                waiting.append(pairs)
-                done(streamed.sizes[part])
-                if sum(map(len, waiting[1:])) > max(1 << 20, len(waiting[0])):
-                    waiting = [nearest(np.concatenate(waiting), MOST_CANDIDATES)]
-            found = nearest(np.concatenate(waiting), MOST_CANDIDATES)
-    return found
+            def look_up(part: int, block: _Block = block) -> Pairs:
+                return block.look_up(streamed.load(part), first=int(starts[part]), within=within)
+
+            with ThreadPoolExecutor(threads) as pool:
+                for part, pairs in enumerate(pool.map(look_up, range(len(streamed.sizes)))):
+                    yield pairs
+                    done(streamed.sizes[part])
+
+    return nearest_of(found(), MOST_CANDIDATES)
 
 
 class _Block:
@@ -227,6 +225,18 @@ def nearest(pairs: Pairs, most: int) -> Pairs:
     pairs = pairs[np.lexsort((pairs["other"], pairs["distance"], pairs["image"]))]
     is_first = np.append(True, pairs["image"][1:] != pairs["image"][:-1])[: len(pairs)]
     return pairs[ranks(is_first) < most]
+
+
+def nearest_of(found: Iterable[Pairs], most: int) -> Pairs:
+    """Keep the `most` nearest of an image, reducing whenever a million pairs or twice what is kept have come."""
+    waiting, number, kept = [np.empty(0, PAIR)], 0, 0
+    for pairs in found:
+        waiting.append(pairs)
+        number += len(pairs)
+        if number > max(1 << 20, kept):
+            waiting = [nearest(np.concatenate(waiting), most)]
+            number, kept = 0, len(waiting[0])
+    return nearest(np.concatenate(waiting), most)
 
 
 def ranks(is_first: NDArray[np.bool_]) -> Int64s:

@@ -11,32 +11,17 @@ after the band), and each cut is joined alone; equal digests likewise. Then the 
 for 65,536 images at a time (see `candidates`). A worker holds about 400 MB, the driver nothing.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardvit.data_shards.checking.near_duplicates.candidates import (
-    AT_ONCE,
-    EQUAL_BYTES,
-    EQUAL_PIXELS,
-    MOST_CANDIDATES,
-    MOST_NEAR,
-    MOST_OF_ONE_HASH,
-    PAIR,
-    PAIRS_AT_ONCE,
-    Digests,
-    Pairs,
-    earlier,
-    laid,
-    make_pairs,
-    nearest,
-    ranks,
-)
+from shardvit.data_shards.checking.near_duplicates import candidates
+from shardvit.data_shards.checking.near_duplicates.candidates import MOST_NEAR, PAIR, Pairs
 from shardvit.data_shards.checking.near_duplicates.fingerprint import KeptFingerprints, Kind
 from shardvit.data_shards.checking.near_duplicates.perceptual_hash import (
     MILD_PARTS,
@@ -54,10 +39,10 @@ from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.progress_line import Progress
 
 _Side = Literal["images", "others"]
-_Key = Literal["bytes", "pixels", 0, 1, 2, 3]  # a digest, or a band of the first word
+_Key = Literal["digests", 0, 1, 2, 3]  # those of bytes and of pixels, or a band of the first word
 _Batch = tuple[_Side, int, int]  # and its first part, and that of the next one
 
-_KEYS: tuple[_Key, ...] = ("bytes", "pixels", 0, 1, 2, 3)
+_KEYS: tuple[_Key, ...] = ("digests", 0, 1, 2, 3)
 _BANDS = (0, 1, 2, 3)
 _BAND_BITS = 16
 _WINDOWS = {"wholes": WHOLE, "parts": MILD_PARTS}
@@ -66,7 +51,6 @@ _CUT_ENTRIES, _KEY_ENTRIES = 1 << 21, 1 << 10  # at least, while bits are left
 _BATCH_IMAGES = 1 << 16
 _MOST_COMPARED = 1 << 14  # others under a key, per hash
 _CELLS = 1 << 17  # compared at once: they stay in the core's cache
-_MOST_PAIRS = 1 << 20  # before the nearest are chosen
 _PAIRS_LOADED = 1 << 15  # whose thumbnails are in memory
 
 _ENTRY = np.dtype([("words", np.uint64, NUM_WORDS), ("code", np.int64)])  # code: image * _MOST_WINDOWS + window
@@ -82,7 +66,7 @@ class _Join:
     key_bits: int  # of a band: fewer of them in smaller sets
     cut_bits: int  # the first of them, which say an entry's cut
     batch_images: int
-    key: _Key = "bytes"
+    key: _Key = "digests"
 
     @property
     def is_within(self) -> bool:
@@ -132,39 +116,23 @@ def find_on_disk(
     entries = max(num_images, int(others.starts[-1])) * len(MILD_PARTS)
     cut_bits, key_bits = (min(_BAND_BITS, int(entries / most).bit_length()) for most in (_CUT_ENTRIES, _KEY_ENTRIES))
     join = _Join(images, others, folder, max(key_bits, cut_bits), cut_bits, _BATCH_IMAGES)
+
+    def run(work: Callable[[_Join, Any], Any], parts: Sequence[Any], status: str) -> list[Any]:
+        with Progress(num_images, report, status=f"{status} with {others.name}") as progress:
+            found = engine.run(work, join, parts, done=lambda _: progress.add(num_images // len(parts)))
+        if len(found) < len(parts):
+            raise UserError(f"{status}: a worker was killed twice, probably for its memory: use fewer workers")
+        return [found[part] for part in parts]
+
     for key in _KEYS:
         join = replace(join, key=key)
-        status = f"joining with {others.name}, {_KEYS.index(key) + 1} of {len(_KEYS)}"
+        status = f"join {_KEYS.index(key) + 1} of {len(_KEYS)}"
         batches = dict.fromkeys([*join.batches("images"), *join.batches("others")])
-        _run(engine, _write_entries, join, [*batches], report=report, status=f"{status}: writing")
-        _run(engine, _join_cut, join, range(1 << join.cut_bits), report=report, status=f"{status}: comparing")
+        run(_write_entries, [*batches], f"{status}: writing")
+        run(_join_cut, range(1 << join.cut_bits), f"{status}: comparing")
         for file in folder.glob(f"{key}-*"):
             file.unlink()
-    ranges = range(join.num_ranges)
-    found = _run(engine, _align_range, join, ranges, report=report, status=f"aligning with {others.name}")
-    return [found[number] for number in ranges]
-
-
-_Part = TypeVar("_Part", bound=Hashable)
-_Result = TypeVar("_Result")
-
-
-def _run(
-    engine: PartsEngine,
-    work: Callable[[_Join, _Part], _Result],
-    join: _Join,
-    parts: Sequence[_Part],
-    *,
-    report: Callable[[str], None],
-    status: str,
-) -> dict[_Part, _Result]:
-    total = int(join.images.starts[-1])
-    shares = iter(np.diff(np.linspace(0, total, len(parts) + 1).astype(int)).tolist())
-    with Progress(total, report, status=status) as progress:
-        found = engine.run(work, join, parts, done=lambda _: progress.add(next(shares)))
-    if len(found) < len(parts):
-        raise UserError(f"{status}: a worker was killed twice, probably for its memory: use fewer workers")
-    return found
+    return run(_align_range, range(join.num_ranges), "aligning")
 
 
 def _write_entries(join: _Join, batch: _Batch) -> None:
@@ -174,16 +142,16 @@ def _write_entries(join: _Join, batch: _Batch) -> None:
     for part in range(first, end):
         rows, thumbnails = side.load(part)
         start, kinds = side.starts[part], rows["kind"]
-        if join.key == "bytes":
-            chosen = np.flatnonzero(kinds != Kind.UNREAD)
-            found.setdefault("digests", []).append(_entries(rows["bytes_digest"][chosen][:, None], start + chosen))
-        elif join.key == "pixels":
-            chosen = np.flatnonzero(kinds == Kind.PIXELS)
-            found.setdefault("digests", []).append(_entries(rows["words"][chosen][:, None], start + chosen))
+        if join.key == "digests":
+            for role, column, chosen in (
+                ("bytes", "bytes_digest", np.flatnonzero(kinds != Kind.UNREAD)),
+                ("pixels", "words", np.flatnonzero(kinds == Kind.PIXELS)),
+            ):
+                found.setdefault(role, []).append(_entries(rows[column][chosen][:, None], start + chosen))
         else:
             hashed = np.flatnonzero(kinds == Kind.HASH)
-            for at in range(0, max(1, len(hashed)), AT_ONCE):
-                chosen = hashed[at : at + AT_ONCE]
+            for at in range(0, max(1, len(hashed)), candidates.AT_ONCE):
+                chosen = hashed[at : at + candidates.AT_ONCE]
                 for role, windows in _WINDOWS.items():
                     hashes = hash_windows(thumbnails[chosen], windows)
                     found.setdefault(role, []).append(_entries(hashes, start + chosen))
@@ -193,95 +161,88 @@ def _write_entries(join: _Join, batch: _Batch) -> None:
 
 
 def _join_cut(join: _Join, cut: int) -> None:
-    near = _Nearest()
-    if isinstance(join.key, str):
-        own, theirs = join.entries("images", "digests", cut), join.entries("others", "digests", cut)
-        rows, places = Digests(theirs["words"], np.arange(len(theirs))).equal(own["words"], is_swapped=False)
-        distance = np.full(len(rows), EQUAL_BYTES if join.key == "bytes" else EQUAL_PIXELS)
-        near.add(_numbered(join, own[rows], theirs[places], distance))
-    else:
-        mask = mirrored(np.zeros(NUM_WORDS, np.uint64))
-        for role, their_role in (("wholes", "parts"), ("parts", "wholes")):
-            theirs = join.by_key(_thinned(join.entries("others", their_role, cut)))
-            for is_mirrored in (False, True):
-                change = mask * np.uint64(is_mirrored)
-                own = join.entries("images", role, cut ^ int(join.cuts(change[:1])[0]))
-                own["words"] ^= change
-                for one, other, bits in _search(join, join.by_key(own), theirs):
-                    near.add(_numbered(join, one, other, bits, is_mirrored=is_mirrored, role=role))
-    pairs = near.get(MOST_NEAR)
+    found = _equal(join, cut) if join.key == "digests" else _near(join, cut)
+    pairs = candidates.nearest_of(found, MOST_NEAR)
     _write_groups(join.folder / f"near-{join.key}-{cut}", pairs, pairs["image"] // join.batch_images, join.num_ranges)
 
 
+def _equal(join: _Join, cut: int) -> Iterator[Pairs]:
+    for role, distance in (("bytes", candidates.EQUAL_BYTES), ("pixels", candidates.EQUAL_PIXELS)):
+        own, theirs = join.entries("images", role, cut), join.entries("others", role, cut)
+        table = candidates.Digests(theirs["words"], np.arange(len(theirs)))
+        rows, places = table.equal(own["words"], is_swapped=False)
+        pairs = _numbered(own[rows], theirs[places], np.full(len(rows), distance))
+        yield candidates.earlier(pairs) if join.is_within else pairs
+
+
+def _near(join: _Join, cut: int) -> Iterator[Pairs]:
+    mask = mirrored(np.zeros(NUM_WORDS, np.uint64))
+    for role, their_role in (("wholes", "parts"), ("parts", "wholes")):
+        theirs = join.by_key(_thinned(join.entries("others", their_role, cut)))
+        for is_mirrored in (False, True):
+            change = mask * np.uint64(is_mirrored)
+            own = join.entries("images", role, cut ^ int(join.cuts(change[:1])[0]))
+            own["words"] ^= change
+            own = join.by_key(own)
+            for rows, places in _search(join, own, theirs):
+                bits = distances(own["words"][rows], theirs["words"][places])
+                kept = bits <= MOST_BITS
+                pairs = _numbered(own[rows[kept]], theirs[places[kept]], bits[kept])
+                pairs["here"] = _WINDOWS[role][own["code"][rows[kept]] % _MOST_WINDOWS]
+                pairs["there"] = _WINDOWS[their_role][theirs["code"][places[kept]] % _MOST_WINDOWS]
+                if is_mirrored:  # mirror the window back, since it was cut from the mirror image
+                    pairs["mirrored"] = True
+                    pairs["here"][:, 1::2] = 1 - pairs["here"][:, 3::-2]
+                yield candidates.earlier(pairs) if join.is_within else pairs
+
+
 def _align_range(join: _Join, number: int) -> Path:
-    nearest_ones = _Nearest()
-    for key, cut in product(_KEYS, range(1 << join.cut_bits)):
-        nearest_ones.add(_group(join.folder / f"near-{key}-{cut}", number, PAIR))
-    pairs = nearest_ones.get(MOST_NEAR)
+    spilled = product(_KEYS, range(1 << join.cut_bits))
+    every = (_group(join.folder / f"near-{key}-{cut}", number, PAIR) for key, cut in spilled)
+    pairs = candidates.nearest_of(every, MOST_NEAR)
     is_equal = pairs["distance"] < 0
     near = pairs[~np.isin(pairs["image"], pairs["image"][is_equal])]
     found = [pairs[is_equal]]
     for start in range(0, len(near), _PAIRS_LOADED):
         some = near[start : start + _PAIRS_LOADED]
         images, others = join.images.thumbnails(some["image"]), join.others.thumbnails(some["other"])
-        for at in range(0, len(some), PAIRS_AT_ONCE):
-            chosen = slice(at, at + PAIRS_AT_ONCE)
-            found.append(laid(some[chosen], images[chosen], others[chosen]))
+        for at in range(0, len(some), candidates.PAIRS_AT_ONCE):
+            chosen = slice(at, at + candidates.PAIRS_AT_ONCE)
+            found.append(candidates.laid(some[chosen], images[chosen], others[chosen]))
     file = join.folder / f"found-{number}.npy"
-    np.save(file, nearest(np.concatenate(found), MOST_CANDIDATES))
+    np.save(file, candidates.nearest(np.concatenate(found), candidates.MOST_CANDIDATES))
     return file
 
 
-def _search(join: _Join, own: _Entries, theirs: _Entries) -> Iterator[tuple[_Entries, _Entries, NDArray[np.uint8]]]:
-    """Find near hashes under one key, given entries by key: those of both sides, and how many bits differ."""
+def _search(join: _Join, own: _Entries, theirs: _Entries) -> Iterator[tuple[Int64s, Int64s]]:
+    """Find hashes whose first words are near, given entries by key: positions on both sides."""
     (words, codes), (their_words, their_codes) = (
         (np.ascontiguousarray(each["words"][:, 0]), np.ascontiguousarray(each["code"])) for each in (own, theirs)
     )
 
     def compared(rows: Int64s, places: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
         step = max(1, _CELLS // len(places))
-        found = their_words[places]
+        found, found_codes = their_words[places], their_codes[places]
         for at in range(0, len(rows), step):
             some, end = rows[at : at + step], len(places)
             if join.is_within:  # earlier ones alone
-                end = int(np.searchsorted(their_codes[places], codes[some[-1]] // _MOST_WINDOWS * _MOST_WINDOWS))
+                end = int(np.searchsorted(found_codes, codes[some[-1]] // _MOST_WINDOWS * _MOST_WINDOWS))
             near = np.flatnonzero(np.bitwise_count(words[some][:, None] ^ found[:end]) <= MOST_FIRST)
             if len(near):
                 row, place = np.divmod(near, end)
                 yield some[row], places[place]
 
-    def under_keys() -> Iterator[tuple[Int64s, Int64s]]:
-        for rows, places in _groups(join.values(words), join.values(their_words)):
-            if len(places) <= _MOST_COMPARED:
-                yield from compared(rows, places)
-                continue
-            for band in set(_BANDS) - {join.key}:
-                keys, their_keys = _band(words[rows], band), _band(their_words[places], band)
-                most = _MOST_COMPARED // (len(_BANDS) - 1)
-                # as few bits more as will do
-                left = next((left for left in range(15, 0, -1) if np.bincount(their_keys >> left).max() <= most), 0)
-                for some, there in _groups(keys >> left, their_keys >> left):
-                    yield from compared(rows[some], places[there[:most]])
-
-    for near in _gathered(under_keys()):
-        rows, places = map(np.concatenate, zip(*near, strict=True))
-        one, other = own[rows], theirs[places]
-        bits = distances(one["words"], other["words"])
-        kept = bits <= MOST_BITS
-        yield one[kept], other[kept], bits[kept]
-
-
-def _gathered(pairs: Iterator[tuple[Int64s, Int64s]]) -> Iterator[list[tuple[Int64s, Int64s]]]:
-    """Yield lists of a million or so."""
-    found, number = [], 0
-    for each in pairs:
-        found.append(each)
-        number += len(each[0])
-        if number >= _MOST_PAIRS:
-            yield found
-            found, number = [], 0
-    if found:
-        yield found
+    for rows, places in _groups(join.values(words), join.values(their_words)):
+        if len(places) <= _MOST_COMPARED:
+            yield from compared(rows, places)
+            continue
+        for band in set(_BANDS) - {join.key}:
+            keys, their_keys = _band(words[rows], band), _band(their_words[places], band)
+            most = _MOST_COMPARED // (len(_BANDS) - 1)
+            # as few bits more as will do
+            left = next((left for left in range(15, 0, -1) if np.bincount(their_keys >> left).max() <= most), 0)
+            for some, there in _groups(keys >> left, their_keys >> left):
+                yield from compared(rows[some], places[there[:most]])
 
 
 def _groups(keys: _Values, their_keys: _Values) -> Iterator[tuple[Int64s, Int64s]]:
@@ -305,44 +266,12 @@ def _thinned(entries: _Entries) -> _Entries:
     columns = (code % _MOST_WINDOWS, words[:, 0], words[:, 1])
     order = np.lexsort((code, *columns))
     is_first = np.append(True, np.any([np.diff(each[order]) != 0 for each in columns], axis=0))[: len(order)]
-    return np.delete(entries, several[order[ranks(is_first) >= MOST_OF_ONE_HASH]])
+    return np.delete(entries, several[order[candidates.ranks(is_first) >= candidates.MOST_OF_ONE_HASH]])
 
 
-def _numbered(
-    join: _Join,
-    own: _Entries,
-    theirs: _Entries,
-    found: NDArray[Any],
-    *,
-    is_mirrored: bool = False,
-    role: str | None = None,
-) -> Pairs:
-    code, their_code = own["code"], theirs["code"]
-    pairs = make_pairs(code // _MOST_WINDOWS, their_code // _MOST_WINDOWS, found, is_swapped=False)
-    pairs["mirrored"] = is_mirrored
-    if role is not None:
-        windows, their_windows = (WHOLE, MILD_PARTS) if role == "wholes" else (MILD_PARTS, WHOLE)
-        pairs["here"], pairs["there"] = windows[code % _MOST_WINDOWS], their_windows[their_code % _MOST_WINDOWS]
-    if is_mirrored:  # mirror the window back, since it was cut from the mirror image
-        pairs["here"][:, 1::2] = 1 - pairs["here"][:, 3::-2]
-    return earlier(pairs) if join.is_within else pairs
-
-
-class _Nearest:
-    """Pairs, of which the nearest of each image are kept whenever there are many."""
-
-    def __init__(self) -> None:
-        self._pairs, self._number, self._kept = [np.empty(0, PAIR)], 0, 0
-
-    def add(self, pairs: Pairs) -> None:
-        self._pairs.append(pairs)
-        self._number += len(pairs)
-        if self._number > max(_MOST_PAIRS, 2 * self._kept):
-            self._number = self._kept = len(self.get(MOST_NEAR))
-
-    def get(self, most: int) -> Pairs:
-        self._pairs = [nearest(np.concatenate(self._pairs), most)]
-        return self._pairs[0]
+def _numbered(own: _Entries, theirs: _Entries, found: NDArray[Any]) -> Pairs:
+    images, others = own["code"] // _MOST_WINDOWS, theirs["code"] // _MOST_WINDOWS
+    return candidates.make_pairs(images, others, found, is_swapped=False)
 
 
 def _band(words: NDArray[np.uint64], band: int) -> _Values:

@@ -15,6 +15,7 @@ import numpy as np
 from shardvit.data_shards.errors import UnreadableImage
 from shardvit.data_shards.packing.forecast.cost import PackCost, SplitCost, StoreRequests, Trial
 from shardvit.data_shards.packing.image import prepare_image
+from shardvit.data_shards.packing.plan_file import shards_per_part
 from shardvit.data_shards.packing.request import PackRequest
 from shardvit.data_shards.packing.shard_plan import (
     INDEX_BYTES,
@@ -25,11 +26,15 @@ from shardvit.data_shards.packing.shard_plan import (
     tar_bytes,
 )
 from shardvit.data_shards.packing.sources.base import Source
+from shardvit.data_shards.packing.work import unpacked_path
 from shardvit.data_shards.sets.statistics import image_statistics
 from shardvit.data_shards.shards.location import is_local
 from shardvit.data_shards.shards.webdataset_parts import tar_writer
+from shardvit.data_shards.store.upload import count_requests
 
 _MOST_IMAGES, _MOST_SECONDS = 64, 2.0
+_ROW_BYTES = 60  # of the table of statistics
+_LOOKS = StoreRequests(list=4, get=4)  # whether a folder of a store is a packed set
 
 
 def try_images(plan: PackPlan, request: PackRequest) -> Trial:
@@ -71,13 +76,18 @@ def forecast(
     """Plan the packing of a listed source, try some images, and reckon. UserError as in packing; writes nothing."""
     plan = make_plan(source, replace(request, name=request.name or "x"))
     remote_bytes, requests = 0, StoreRequests()
-    scratch: dict[str, int] = {}  # by what is decompressed
+    kept = unpacked_path(out)  # what listing has decompressed, or copied out of tables
+    scratch = {str(kept): sum(path.stat().st_size for path in kept.rglob("*") if path.is_file())}
+    is_compressed = False
     for images in {id(each.files): each.files for each in source.splits.values()}.values():
         for number, container in enumerate(images.containers):
             rows = images.container == number
             if container.kind == "folder" and not is_local(container.location):
-                requests += StoreRequests(list=_listings([images.names[row] for row in np.flatnonzero(rows).tolist()]))
+                requests += _LOOKS + StoreRequests(
+                    list=_listings([images.names[row] for row in np.flatnonzero(rows).tolist()])
+                )
             if container.compressed and not Path(container.location).exists():
+                is_compressed = True
                 scratch[container.location] = int((images.offsets[rows] + images.sizes[rows]).max(initial=0))
     for shard in plan.shards:
         files = shard.images.files
@@ -87,11 +97,21 @@ def forecast(
         passes = 1 + (request.duplicates == "drop") + (request.exclusion is not None and shard.split == "train")
         remote_bytes += passes * int(shard.images.num_bytes[taken].sum())
         requests += StoreRequests(get=passes * int(taken.sum()))
-    trial = try_images(plan, request) if not scratch else Trial(0)
-    splits = tuple(_split_cost(split, shards, trial) for split, shards in plan.splits.items())
+    trial = Trial(0) if is_compressed else try_images(plan, request)
+    tars = {shard.file: _tar_bytes(shard, trial) for shard in plan.shards}
+    splits = tuple(
+        SplitCost(
+            split,
+            sum(map(len, shards)),
+            len(shards),
+            sum(tars[shard.file] + len(shard) * INDEX_BYTES for shard in shards),
+            max(tars[shard.file] for shard in shards),
+        )
+        for split, shards in plan.splits.items()
+    )
     if not (is_here := is_local(out)):
-        requests += _requests_of_writing(splits)
-        scratch[out] = workers * max(each.largest_bytes for each in splits)
+        requests += _requests_of_writing(plan, [*tars.values()], tables=1 + (request.duplicates == "drop"))
+        scratch[out] = workers * max(tars.values())
     return PackCost(
         source=source.spec,
         classes=len(plan.classes),
@@ -118,11 +138,18 @@ def _listings(names: Sequence[str]) -> int:
     return sum(max(1, -(-count // 1000)) for count in files.values())
 
 
-def _split_cost(split: str, shards: Sequence[ShardPlan], trial: Trial) -> SplitCost:
-    tars = [int(trial.growth * tar_bytes(shard.images.num_bytes).sum()) + TAR_END_BYTES for shard in shards]
-    images = sum(map(len, shards))
-    return SplitCost(split, images, len(shards), sum(tars) + images * INDEX_BYTES, max(tars))
+def _tar_bytes(shard: ShardPlan, trial: Trial) -> int:
+    return int(trial.growth * tar_bytes(shard.images.num_bytes).sum()) + TAR_END_BYTES
 
 
-def _requests_of_writing(splits: Sequence[SplitCost]) -> StoreRequests:
-    return StoreRequests()
+def _requests_of_writing(plan: PackPlan, tar_bytes: Sequence[int], *, tables: int) -> StoreRequests:
+    """Count what `make_shard` and `finish` ask of a store; each upload is confirmed by a HEAD."""
+    sizes, splits = [len(shard) for shard in plan.shards], len(plan.splits)
+    parts = -(-len(sizes) // shards_per_part(sizes))
+    uploads = sum(map(count_requests, tar_bytes))
+    rows = sum(count_requests(_ROW_BYTES * sum(map(len, shards))) for shards in plan.splits.values())
+    return StoreRequests(
+        list=3 + len(sizes),  # what is looked for and is not there, records for one
+        get=10 + 5 * splits + (11 + 2 * tables) * len(sizes) + (2 + tables) * parts,
+        put=5 + 2 * splits + rows + 3 * len(sizes) + uploads + tables * parts,
+    )

@@ -44,11 +44,12 @@ _MOST_SMALL_BYTES = 1 << 28  # of a file read whole: CIFAR-100's training part h
 
 @dataclass(frozen=True)
 class Unpacking:
-    """Folder for decompressed archives (None: refuse gzipped ones), a progress reporter, and who lists tars."""
+    """Folder for decompressed archives (None: refuse gzipped ones), a progress reporter, and who lists tars, where."""
 
     folder: Path | None = None
     report: Report = print
-    engine: PartsEngine | None = None
+    engine: PartsEngine | None = None  # None: this machine's cores
+    work: str = ""  # a folder that all workers see; "": `folder`
 
 
 @dataclass(frozen=True)

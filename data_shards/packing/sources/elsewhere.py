@@ -81,7 +81,7 @@ def chosen_source(spec: str, options: SampleOptions, *, unpacking: Unpacking) ->
 def tree_source(
     tree: FolderTree, options: SampleOptions, *, labels: LabelList | None, unpacking: Unpacking, unfit: Unfit
 ) -> Source:
-    """Open a folder of tars, of tables, of samples in files (with a label), of class folders, or of listed images."""
+    """Open a folder of tars, of tables, of samples in files, of class folders, or of images with a list of labels."""
     tars = _tars(tree)
     if tars and options.label is None and all(map(is_class_tar, tars)):
         options = replace(options, label="tar")
@@ -90,22 +90,20 @@ def tree_source(
         if source := _files_source(tree.spec, places, options, labels=labels, unpacking=unpacking, unfit=unfit):
             return source
     folders, images, others = tree.scan("")
-    if options.label is not None and not (folders and images) and labels is None:
+    if options.label is not None and labels is None and not (folders and images):
         root = tree.place("")
         return tar_source(tree.spec, folders or [""], options, root=root, unpacking=unpacking, unfit=unfit)
     if options != SampleOptions():
         raise UserError(f"{tree.spec}: {ONLY_SAMPLES}")
     if labels is None and any(map(_IMG2DATASET.fullmatch, others)):
-        raise UserError(
-            f"{tree.spec}: these are img2dataset's files: say which labels, by --label json:KEY or --labels"
-        )
+        raise UserError(f"{tree.spec}: img2dataset made these files: say which labels, by --label json:KEY or --labels")
     if labels is None:
         return folder_source(tree, unfit=unfit)
     if is_held(labels):
         return label_list_source(tree, labels)
-    found = tree.files(tree.walk("")[0])
-    unlabelled = ImageSet(found, np.arange(len(found)), np.zeros(len(found), np.int64))
-    return join_labels(Source(tree.spec, ("",), {"train": unlabelled}), labels)
+    files = tree.files(tree.walk("")[0])
+    images = ImageSet(files, np.arange(len(files)), np.zeros(len(files), np.int64))
+    return join_labels(Source(tree.spec, ("",), {"train": images}), labels)
 
 
 def _files_source(

@@ -37,7 +37,7 @@ from shardvit.data_shards.packing.sources.base import (
     refuse_all,
 )
 from shardvit.data_shards.packing.sources.located import ABSENT
-from shardvit.data_shards.packing.sources.tree import FolderTree, LocalTree
+from shardvit.data_shards.packing.sources.tree import FolderTree, local_tree
 from shardvit.data_shards.text import brief, one_line, parse_json
 
 VTAB_TRAIN, VTAB_TEST = "train800val200.txt", "test.txt"
@@ -101,7 +101,7 @@ def path_lists_source(train: Path, val: Path | None, *, spec: Path) -> Source:
             raise UserError(f"{file}: it names no image; write 'PATH NUMBER' on each line")
         refuse_all(_repeats(file, rows, seen)[:1])
         splits[split] = _images(
-            file, rows, np.array([label for _, _, (label,) in rows], dtype=np.int64), tree=LocalTree(root)
+            file, rows, np.array([label for _, _, (label,) in rows], dtype=np.int64), tree=local_tree(root)
         )
     num_classes = 1 + max(int(images.labels.max()) for images in splits.values())
     what = ", ".join(f"{file.name} is {each}" for each, file in lists.items())

@@ -17,7 +17,7 @@ from shardvit.data_shards.packing.sources.label_list import (
     path_lists_source,
 )
 from shardvit.data_shards.packing.sources.tars.samples import ONLY_SAMPLES, SampleOptions
-from shardvit.data_shards.packing.sources.tree import LocalTree
+from shardvit.data_shards.packing.sources.tree import local_tree
 
 _NAMED = {"digits": arrays.digits_source, "fashion-mnist": arrays.fashion_mnist_source}
 _LAYOUT = (
@@ -89,7 +89,7 @@ def open_source(
     if not names:
         raise UserError(f"{spec}: the folder is empty; expected is {_LAYOUT}")
     if labels is not None:
-        return tree_source(LocalTree(root), samples, labels=labels, unpacking=unpacking, unfit=unfit)
+        return tree_source(local_tree(root), samples, labels=labels, unpacking=unpacking, unfit=unfit)
     is_idx = any(name.removesuffix(".gz") in arrays.IDX_NAMES for name in names)
     if (
         not is_idx
@@ -100,7 +100,7 @@ def open_source(
     source = (
         arrays.idx_source(root)
         if is_idx
-        else tree_source(LocalTree(root), samples, labels=None, unpacking=unpacking, unfit=unfit)
+        else tree_source(local_tree(root), samples, labels=None, unpacking=unpacking, unfit=unfit)
     )
     published.refuse(because=f"{source.spec} is no published set that it is for")
     return source

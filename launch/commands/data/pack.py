@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.text import printable
 from shardvit.data_shards.vocabulary import USUAL_MOST_PIXELS, LabelKind
-from shardvit.launch.flags import JsonFlag, MaxImagePixels, pixel_limit, size_bytes, switch
+from shardvit.launch.flags import EngineOptions, JsonFlag, MaxImagePixels, pixel_limit, size_bytes, switch
 from shardvit.launch.local.output import go_on
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class PackOptions:
     """Flags of `shardvit pack`."""
 
     name: Annotated[str | None, Parameter(help="Data set's name, in file names too; default: OUT's.")] = None
-    labels: Annotated[Path | None, Parameter(help="CSV or JSONL of paths and labels, instead of class folders.")] = None
+    labels: Annotated[Path | None, Parameter(help="CSV, JSONL, parquet of paths and labels, not class folders.")] = None
     path_column: Annotated[str | None, Parameter(help="Column or key of the paths in --labels; default: path.")] = None
     label_column: Annotated[str | None, Parameter(help="Of the labels in --labels or the table; default: label.")] = (
         None
@@ -85,6 +85,19 @@ class PackOptions:
     manifest: Annotated[str | None, Parameter(help="Without OUT: it becomes manifest-NAME.json; default: chosen.")] = (
         None
     )
+
+    def arguments(self) -> list[str]:
+        """Return the flags as one would type them."""
+        words: list[str] = []
+        for each in fields(self):
+            value, flag = getattr(self, each.name), f"--{each.name.replace('_', '-')}"
+            if value == each.default:
+                continue
+            if isinstance(value, list):
+                words += [flag, *value]
+            else:
+                words.append(flag if value is True else f"{flag}={value}")
+        return words
 
     def request(self) -> dict[str, Any]:
         from shardvit.data_shards.packing.image import DEFAULT_QUALITY, Resize
@@ -164,6 +177,26 @@ class ForecastOptions:
             raise UserError("--price, --bandwidth, --json: they are for --dry-run; give that too")
 
 
+@Parameter(name="*", show=False)
+@dataclass(frozen=True)
+class StepOptions:
+    """Flags of the jobs of `shardvit submit --pack`, or of any other scheduler's."""
+
+    step: Literal["plan", "shards", "finish"] | None = None
+    task: int | None = None
+    of: int | None = None
+
+    def chosen(self) -> dict[str, Any]:
+        """Return `pack`'s arguments."""
+        if (self.step == "shards") != (self.task is not None) or (self.task is None) != (self.of is None):
+            raise UserError(
+                "--task, --of: --step shards needs both, for the shards TASK, TASK + OF, ...; no other does"
+            )
+        if self.step is None:
+            return {}
+        return {"step": self.step} if self.task is None else {"step": self.step, "task": self.task, "of": self.of}
+
+
 def pack(
     source: str,
     out: str | None = None,
@@ -171,14 +204,17 @@ def pack(
     *,
     options: PackOptions = PackOptions(),
     forecast: ForecastOptions = ForecastOptions(),
+    engine: EngineOptions = EngineOptions(),  # noqa: B008 - frozen
+    steps: StepOptions = StepOptions(),
 ) -> int:
     """Pack images into WebDataset shards with a manifest.
 
     SOURCE: a folder or tar of class folders (or of train/, val/, test/ with them), any folder with
-    --labels, tars of samples or a pattern of them, all these also at a URL; MNIST's IDX files,
-    "fashion-mnist" (Debian's), "digits" (scikit-learn's), or ImageNet, CIFAR, Pets, Flowers or VTAB
-    as published. OUT gets a folder per split. Unreadable images stop it, and all are listed.
-    If interrupted, run it again: the result is byte-identical.
+    --labels, tars of samples or parquet or Arrow tables or a pattern of them, all these also at a
+    URL, as hf://datasets/OWNER/NAME; MNIST's IDX files, "fashion-mnist" (Debian's), "digits"
+    (scikit-learn's), or ImageNet, CIFAR, Pets, Flowers or VTAB as published. OUT gets a folder per
+    split. Unreadable images stop it, and all are listed. If interrupted, run it again: the result
+    is byte-identical.
     --labels photos.csv: "path,label", then "a/1.jpg,cat" or, with two labels, "a/2.jpg,cat|dog".
     JSONL: {"path": "a/2.jpg", "label": ["cat", "dog"]}. Paths: relative to SOURCE, or absolute in it.
     --exclude-matches-of lists what it leaves out; doubtful pairs stay, and are listed in unsure.jsonl.
@@ -187,35 +223,47 @@ def pack(
         shardvit pack photos/ shards/photos --holdout 0.1
         shardvit pack imagenet/ shards/imagenet-320 --resize-short 320 --shard-size 256MB
         shardvit pack "s3://raw/{00000..09999}.tar" shards/raw --label json:class
+        shardvit pack hf://datasets/OWNER/NAME shards/name
         shardvit pack photos/2026 shards/photos --append --drop-duplicates
         shardvit pack shards/photos --where "width >= 128 and not duplicate"
     """
     from shardvit.data_shards.packing.pack import pack as pack_images
+    from shardvit.data_shards.shards.location import is_local, local_path
 
     forecast.demand_fit()
+    step = steps.chosen()
     go_on()
+    if out is None and forecast.dry_run:
+        raise UserError("--dry-run: it reckons with the place of OUT; name that too")
     if out is None:
-        if forecast.dry_run:
-            raise UserError("--dry-run: name OUT, too; without it nothing is packed")
+        if (engine, steps) != (EngineOptions(), StepOptions()):
+            raise UserError("--engine, --workers, --address, --step: they are for packing; name OUT, too")
         return _choose(source, options)
     if options.manifest is not None:
         raise UserError("--manifest: it names what --where writes without OUT; leave one of them out")
     if forecast.dry_run:
-        return _foresee(source, out, options, forecast)
-    pack_images(source, out, report=_say, **options.request())
+        if engine.engine == "ray" or step:
+            raise UserError("--dry-run: give it the CPUs of the cluster as --workers, without --engine ray and --step")
+        return _foresee(source, out, options, forecast, engine.workers)
+    beside = str(local_path(out).absolute().parent) if is_local(out) else out
+    with engine.open(source, beside) as opened:
+        pack_images(source, out, engine=opened, report=_say, **options.request(), **step)
     return 0
 
 
-def _foresee(source: str, out: str, options: PackOptions, asked: ForecastOptions) -> int:
+def _foresee(source: str, out: str, options: PackOptions, asked: ForecastOptions, workers: int | None) -> int:
     from shardvit.data_shards.packing.forecast.cost import parse_bandwidth, parse_prices
     from shardvit.data_shards.packing.forecast.trial import forecast
     from shardvit.data_shards.packing.pack import list_source
+    from shardvit.data_shards.packing.work import unpacked_path
     from shardvit.data_shards.processes import num_cores
 
     prices, bandwidth = parse_prices(asked.price), parse_bandwidth(asked.bandwidth)  # before an hour of listing
     listed, request = list_source(source, out, report=_tell, **options.request())
-    cost = forecast(listed, request, out, workers=num_cores(), bytes_per_second=bandwidth, prices=prices)
+    cost = forecast(listed, request, out, workers=workers or num_cores(), bytes_per_second=bandwidth, prices=prices)
     print(json.dumps(cost.as_json(), indent=1) if asked.as_json_text else printable("\n".join(cost.lines())))
+    if (kept := unpacked_path(out)).is_dir():
+        _tell(f"{kept}: what listing had to decompress or copy stays for the packing; delete it if none follows")
     return 0
 
 

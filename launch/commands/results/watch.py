@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from shardvit.launch.terminal_curves import Glyphs
     from shardvit.launch.watch.look import Watcher
+    from shardvit.launch.watch.packing import PackingWatcher
 
 _LEAST_SECONDS = 0.2
 _STDIN = 0
@@ -42,7 +43,8 @@ def watch(
     RUN is its folder, RUNS/NAME; it may run here, on other hosts or in SLURM.
     Reads only the folder's files and SLURM's queue. Ends when the run is done
     or deleted, or when you press q (or Ctrl-C), which leaves the run alone.
-    For a sweep, RUNS/NAME-sweep, prints its table.
+    For a sweep, RUNS/NAME-sweep, prints its table. For a packing, OUT, says how
+    many shards are made, by whatever makes them.
 
     Some examples:
         shardvit watch runs/digits
@@ -58,7 +60,12 @@ def watch(
 
     from shardvit.launch.slurm.commands import Slurm
     from shardvit.launch.watch.look import Watcher
+    from shardvit.launch.watch.packing import PackingWatcher
 
+    packing = PackingWatcher(run, slurm=Slurm())
+    if packing.is_one:
+        once = once or as_json or not sys.stdout.isatty()
+        return _watch_packing(packing, as_json=as_json, every_seconds=None if once else interval)
     watcher = Watcher(run, slurm=Slurm())
     if as_json:
         view = watcher.look(queue="wait for it")
@@ -73,6 +80,22 @@ def watch(
             follow(watcher, console=console, interval_seconds=interval)
     except KeyboardInterrupt:
         pass  # the run continues
+    return 0
+
+
+def _watch_packing(packing: PackingWatcher, *, as_json: bool, every_seconds: float | None) -> int:
+    from rich.live import Live
+
+    from shardvit.launch.watch.packing import as_text
+
+    seen = packing.look()
+    if every_seconds is None:
+        print(json.dumps(seen, indent=1) if as_json else as_text(seen))
+        return 0
+    with suppress(KeyboardInterrupt), Live(as_text(seen), console=open_console(), auto_refresh=False) as live:
+        while seen["state"] != "packed":
+            time.sleep(every_seconds)
+            live.update(as_text(seen := packing.look()), refresh=True)
     return 0
 
 

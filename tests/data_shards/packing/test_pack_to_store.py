@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from shardvit.data_shards.store.ranges import list_url, read_whole
 from shardvit.data_shards.store.store import Store
 from tests.data_shards.http_server import FaultServer
 from tests.data_shards.opened import QUICK
-from tests.data_shards.packing.folders import tree
+from tests.data_shards.packing.folders import tree, write_folder
 
 OUT = "s3://shards/some/set"
 quiet: Report = list[str]().append
@@ -128,6 +130,51 @@ def test_two_at_once(expected: dict[str, str]):
     assert not errors
     pack("digits", OUT, report=quiet, **OPTIONS)
     assert stored() == expected
+
+
+def tars(files: dict[str, str]) -> dict[str, str]:
+    return {name: digest for name, digest in files.items() if name.endswith((".tar", ".idx"))}
+
+
+def test_from_and_to_a_throttled_bucket(tmp_path: Path, s3: FaultServer, put: Callable[[str, bytes], None]):
+    """Every object's first request fails, in reading, listing and writing."""
+    write_folder(tmp_path / "images", {"cat": 30, "dog": 20})
+    for path in (tmp_path / "images").rglob("*.*"):
+        put(f"images/{path.relative_to(tmp_path / 'images').as_posix()}", path.read_bytes())
+    options: dict[str, Any] = {"samples_per_shard": 20, "name": "pets", "report": quiet}
+    pack(str(tmp_path / "images"), tmp_path / "set", **options)
+    asked = Counter[tuple[str, str]]()
+
+    def meddle(method: str, path: str) -> str:
+        asked[method, path] += 1
+        return ("503", "500", "deaf")[len(asked) % 3] if asked[method, path] == 1 else ""
+
+    s3.meddle = meddle
+    pack("s3://shards/images", OUT, **options)
+    assert sum("/images/" in path for _, path in asked) >= 50
+    assert tars(stored()) == tars(tree(tmp_path / "set")) != {}
+
+
+def test_an_image_that_changes_after_it_was_listed(tmp_path: Path, s3: FaultServer, put: Callable[[str, bytes], None]):
+    """Another one of the same size, put there once the first image is read."""
+    write_folder(tmp_path / "images", {"cat": 6, "dog": 6})
+    contents = {f"images/{path.parent.name}/{path.name}": path.read_bytes() for path in tmp_path.rglob("*/*/*.*")}
+    for name, content in contents.items():
+        put(name, content)
+    changed = list[str]()
+
+    def meddle(method: str, path: str) -> str:
+        if method == "GET" and path.startswith("/shards/images/") and not changed:
+            changed.append(next(name for name in contents if not path.endswith(name)))
+            put(changed[0], contents[changed[0]][:-1] + b"x")
+        return ""
+
+    s3.meddle = meddle
+    with pytest.raises(UserError, match="changed since it was listed") as caught:
+        pack("s3://shards/images", OUT, name="pets", report=quiet)
+    assert changed[0].removeprefix("images/") in str(caught.value)
+    with pytest.raises(UserError, match="not there"):
+        open_all_splits([f"{OUT}/train"], store=Store(), report=quiet)
 
 
 def test_places_that_cannot_be_written_to():

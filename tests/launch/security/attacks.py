@@ -31,6 +31,9 @@ RESUME_ACCELERATE = (
     "tests/pipeline/engine/saved_state/test_reading.py: test_what_keeps_everything_whole_goes_on_from_no_pickle"
 )
 REDIRECT = "tests/data_shards/store/test_redirects.py: test_a_redirect_that_is_not_followed_ends_at_once"
+OF_HUB = (
+    "tests/data_shards/packing/sources/tables/test_hub_tables.py: test_a_data_set_of_a_hub_is_read_without_its_script"
+)
 SHOWN = "tests/launch/security/test_links.py: test_a_file_that_is_a_link_out_is_not_followed"
 SENT = "tests/pipeline/tracking/test_sent_later.py: test_only_files_of_the_run_are_sent_whatever_its_records_name"
 DRAWN = "tests/launch/figures/test_figures_command.py: test_weights_that_are_a_link_out_of_the_run_are_not_looked_at"
@@ -168,5 +171,12 @@ ROWS = (
         (shards.archive_above, shards.archive_absolute, shards.archive_of_links, shards.archive_of_text),
     ),
     Row("what was remembered of an archive", ("pack",), "read as data", (shards.listing_of_objects,)),
+    Row(
+        "parquet, Arrow: pickled or extension columns, `../` paths",
+        ("pack",),
+        "refused",
+        (shards.table_of_extensions, shards.table_of_pickles, shards.table_of_paths),
+    ),
+    Row("a data set of the hub, with scripts", ("pack",), "read as data", (), {"pack": OF_HUB}),
     Row("CSV, JSONL with paths outside", ("pack",), "refused", tuple(map(shards.labels_outside, ("csv", "jsonl")))),
 )

@@ -214,3 +214,36 @@ def labels_outside(ending: str) -> Attack:
 
     attack.__name__ = f"labels_{ending}"
     return attack
+
+
+def table_of_extensions(world: World) -> None:
+    """A type that pyarrow once unpickled when it read the schema, and one of Hugging Face's."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    metadata = {"ARROW:extension:name": "arrow.py_extension_type", "ARROW:extension:metadata": pickle.dumps(world.ran)}
+    image = pa.field("image", pa.binary(), metadata=metadata)
+    columns = [pa.array([world.image.read_bytes()]), pa.array([0])]
+    table = pa.table(columns, schema=pa.schema([image, pa.field("label", pa.int64())]))
+    pq.write_table(table, world.source / "x.parquet")
+
+
+def table_of_pickles(world: World) -> None:
+    """Pickles as images, and pandas' note that the column holds objects."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    column = {"name": "image", "field_name": "image", "pandas_type": "bytes", "numpy_type": "object", "metadata": None}
+    noted = {"pandas": json.dumps({"columns": [column], "index_columns": [], "pandas_version": "2"})}
+    table = pa.table({"image": [pickle.dumps(world.ran), world.image.read_bytes()], "label": ["a", "b"]})
+    pq.write_table(table.replace_schema_metadata(noted), world.source / "x.parquet")
+
+
+def table_of_paths(world: World) -> None:
+    import pyarrow as pa
+
+    shutil.copy(world.image, world.top / "secret.png")
+    paths = ["../secret.png", "/etc/passwd", world.pipe, "file:///etc/passwd"]
+    table = pa.table({"path": paths, "label": ["a"] * len(paths)})
+    with pa.OSFile(str(world.source / "x.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)

@@ -32,7 +32,7 @@ from shardvit.data_shards.packing.sources.tars.samples import (
     listing_folder,
     sample_source,
 )
-from shardvit.data_shards.packing.sources.tree import FolderTree, LocalTree, list_tree
+from shardvit.data_shards.packing.sources.tree import FolderTree, list_tree, local_tree
 from shardvit.data_shards.reading.external_shards import read_classes
 from shardvit.data_shards.shards.labels import LabelSpec
 from shardvit.data_shards.shards.location import is_local, local_path, redacted
@@ -166,7 +166,7 @@ def _found(listed: Sequence[TarSamples], columns: Columns, root: str) -> list[Ta
         row = int(np.setdiff1d(np.arange(len(hashes)), unique)[0])
         name = [name for each in listed for name in each.files.names][row]
         raise UserError(f"{redacted(root)}: column {columns.image!r} names {name} twice; name each image once")
-    tree: FolderTree = LocalTree(local_path(root)) if is_local(root) else list_tree(root)
+    tree: FolderTree = local_tree(local_path(root)) if is_local(root) else list_tree(root)
     made: list[TarSamples] = []
     for each in listed:
         files = tree.files(each.files.names[:])

@@ -99,6 +99,7 @@ def tar_source(
     if options.label is None:
         demand_cls(map(_peeked, tars[:PEEKED_TARS]), source=redacted(spec), key="--label")
     stems = list(tars) if root else _stems(spec, tars)
+    tars = [join(root, tar) if tar else root for tar in tars] if root else tars
     tops = [name.partition("/")[0] for name in stems]
     has_splits = "train" in tops and {*tops} <= {*SPLIT_FOLDERS}
     splits: list[SplitName] = [SPLITS[top] if has_splits else "train" for top in tops]
@@ -158,14 +159,19 @@ def _list(
     root: str = "",
     unpacking: Unpacking,
 ) -> list[TarSamples]:
-    places = tuple(join(root, tar) if root and tar else root or tar for tar in tars)
-    request = SampleTars(places, tuple(stems), tuple(labels), listing_folder(unpacking).location, root)
+    places = tuple(map(_absolute, tars))
+    work = listing_folder(unpacking).location
+    request = SampleTars(places, tuple(stems), tuple(labels), work, root and _absolute(root))
     return list_parts(spec, list_tar, request, [redacted(tar) for tar in tars], unpacking=unpacking)
+
+
+def _absolute(location: str) -> str:
+    return os.path.abspath(local_path(location)) if is_local(location) else location
 
 
 def listing_folder(unpacking: Unpacking) -> Folder:
     """Return the folder in which sources are listed."""
-    return open_folder(unpacking.folder or default_index_folder())
+    return open_folder(unpacking.work or unpacking.folder or default_index_folder())
 
 
 def list_parts(
@@ -180,11 +186,9 @@ def list_parts(
             done[1] = time.monotonic()
             unpacking.report(f"{redacted(spec)}: {done[0]:,} of {counted(len(parts), 'part')} listed")
 
-    engine = unpacking.engine
-    if engine is None:
-        work(request, 0)  # a process takes 0.2 to 2 s to start
-        is_quick = (time.monotonic() - done[1]) * len(parts) < _WORTH_PROCESSES_SECONDS
-        engine = local_engine(1 if is_quick else None)
+    work(request, 0)  # a process takes 0.2 to 2 s to start
+    is_quick = (time.monotonic() - done[1]) * len(parts) < _WORTH_PROCESSES_SECONDS
+    engine = local_engine(1) if is_quick else unpacking.engine or local_engine()
     files = engine.run(work, request, range(len(parts)), done=show)
     if missing := [name for number, name in enumerate(parts) if number not in files]:
         raise UserError(f"{missing[0]}: the process that listed it crashed; is there enough memory?")
@@ -226,7 +230,7 @@ def sample_source(
             numbers = _stacked([each.numbers(labels, label_map) for each in its])
             splits[split] = ImageSet(files, np.arange(len(numbers)), numbers)
     return Source(
-        os.path.abspath(local_path(spec)) if is_local(spec) else shown,
+        _absolute(spec) if is_local(spec) else shown,
         classes,
         splits,
         notes=tuple(notes),

@@ -1,6 +1,7 @@
 """Requests foreseen against those that a bucket sees."""
 
-from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -20,32 +21,42 @@ def connections_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload, "UPLOADS", Downloads(RetryPolicy(), requests=6))
 
 
-def quiet(line: str) -> None:
-    pass
-
-
-def seen(server: FaultServer) -> Counter[str]:
-    """Requests by kind, as stores charge them."""
-    kinds = Counter[str]()
+def seen(server: FaultServer) -> dict[str, int]:
+    """Requests by kind, as stores charge them; DELETE is free."""
+    kinds = {"list": 0, "get": 0, "put": 0}
     for method, path in server.asked:
         is_list = method == "GET" and "list-type=" in path
         kinds["list" if is_list else "get" if method in ("GET", "HEAD") else "put"] += method != "DELETE"
     return kinds
 
 
-@pytest.mark.parametrize("options", [{}, {"duplicates": "drop"}])
-def test_images_of_a_bucket_are_asked_for_as_often_as_foreseen(s3: FaultServer, put, tmp_path: Path, options: dict):
+@pytest.mark.parametrize("options", [{}, {"duplicates": "drop"}, {"samples_per_shard": 1}])
+@pytest.mark.parametrize("out", ["here", "s3://shards/set"])
+def test_a_bucket_sees_the_requests_that_were_foreseen(
+    s3: FaultServer, put: Callable[[str, bytes], None], tmp_path: Path, options: dict[str, object], out: str
+):
     sizes = 0
     for number in range(30):
         data = encoded(number)
         put(f"raw/{('cat', 'dog')[number % 2]}/{number}.png", data)
         sizes += len(data)
-    listed, request = list_source("s3://shards/raw", tmp_path / "set", report=quiet, **options)
-    looks = sum("list-type=" in path and "manifest.json" in path for _, path in s3.asked)  # whether it is a packed set
-    lists = seen(s3)["list"] - looks
-    cost = forecast(listed, request, str(tmp_path / "set"), workers=2)
-    assert cost.remote_bytes == sizes * (1 + bool(options))
-    assert cost.requests.list == lists and cost.requests.put == 0
+    out = out if out.startswith("s3") else str(tmp_path / out)
+    options = {"samples_per_shard": 4, "holdout": 0.2, "report": lambda line: None, **options}
+    listed, request = list_source("s3://shards/raw", out, **options)
+    cost = forecast(listed, request, out, workers=2)
+    assert not any(method in ("PUT", "POST") for method, _ in s3.asked)
     s3.asked.clear()
-    pack("s3://shards/raw", tmp_path / "set", report=quiet, **options)
-    assert sum(method == "GET" and ".png" in path for method, path in s3.asked) == cost.requests.get
+    pack("s3://shards/raw", out, **options)
+    assert asdict(cost.requests) == seen(s3)
+    assert cost.remote_bytes == sizes * (1 + ("duplicates" in options))
+    written = sum(each.bytes for each in cost.splits)
+    assert (cost.sent_bytes, cost.bytes - cost.sent_bytes) == ((written, 0) if "s3" in out else (0, written))
+
+
+def test_requests_of_an_upload_are_those_of_its_parts(s3: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(upload, "PART_BYTES", 5 * 2**20)  # S3's least
+    for size in (0, 10 * 2**20 - 1, 10 * 2**20, 11 * 2**20):
+        (tmp_path / "file").write_bytes(bytes(size))
+        s3.asked.clear()
+        upload.upload("s3://shards/file", tmp_path / "file")
+        assert sum(method in ("PUT", "POST") for method, _ in s3.asked) == upload.count_requests(size)

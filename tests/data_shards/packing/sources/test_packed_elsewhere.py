@@ -13,10 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from shardvit.data_shards.engines.engine import LocalEngine
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.pack import pack
 from shardvit.data_shards.shards.manifest import read_manifest, write_manifest
 from shardvit.data_shards.shards.row_bitmap import pack_rows
+from shardvit.data_shards.store.ranges import list_url, read_whole
 from tests.data_shards.http_server import FaultServer
 from tests.data_shards.packing.sources.places import (
     CLASSES,
@@ -138,3 +140,34 @@ def test_packed_from_anywhere_the_shards_are_the_same(tmp_path: Path, s3: FaultS
     write_manifest(dataclasses.replace(manifest, shards=(some,)), file="manifest-some.json")
     chosen = open_at(tmp_path / "c/train/manifest-some.json", tmp_path / "work")
     assert images_of(chosen) < images_of(before) and len(chosen.splits["train"]) == 2
+
+
+def test_a_cluster_s_packing_into_a_bucket_lists_and_decompresses_there_and_leaves_nothing(
+    tmp_path: Path, s3: FaultServer, put: Put
+):
+    members = [(f"{n:02d}", png(n), b"%d" % (n % 2)) for n in range(12)]
+    for tar in range(2):
+        content = {
+            f"{key}.{end}": data
+            for key, *both in members[tar::2]
+            for end, data in zip(("png", "cls"), both, strict=True)
+        }
+        put(f"raw/{tar}.tar.gz", tar_of(content, gz=True))
+    request = {"name": "set", "samples_per_shard": 5, "report": lambda line: None}
+    pack("s3://shards/raw", tmp_path / "here", **request)
+    pack("s3://shards/raw", "s3://shards/out", engine=LocalEngine(1), **request)
+    here = {
+        f"{split}/{shard.file}": shard.sha256
+        for split in ("train",)
+        for shard in read_manifest(tmp_path / "here/train").shards
+    }
+    names = [name for name, _, _ in list_url("s3://shards/out")]
+    there = {
+        name: hashlib.sha256(read_whole(f"s3://shards/out/{name}")).hexdigest()
+        for name in names
+        if name.endswith(".tar")
+    }
+    assert here == there and len(here) == 3
+    assert not [name for name in names if name.startswith(".packing/")]
+    assert any("/out/.packing/spool/" in path for _, path, _ in s3.requests)
+    assert any("/out/.packing/listing/" in path for _, path, _ in s3.requests)

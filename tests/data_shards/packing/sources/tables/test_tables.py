@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,8 +17,9 @@ import pytest
 
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.packing.sources.tables.columns import open_schema
+from tests.data_shards.http_server import FaultServer
 from tests.data_shards.packing.sources.opening import touch
-from tests.data_shards.packing.sources.test_elsewhere import CLASSES, EXPECTED, IMAGES, images_of, open_at
+from tests.data_shards.packing.sources.places import CLASSES, EXPECTED, IMAGES, Put, images_of, open_at
 
 NAMES, BYTES = sorted(IMAGES, key=lambda name: name[::-1]), dict(IMAGES)
 LABELS = [CLASSES.index(name.partition("/")[0]) for name in NAMES]
@@ -240,6 +242,58 @@ def test_several_data_sets_in_a_folder_are_named(tmp_path: Path) -> None:
         write_parquet(hub_table(), tmp_path / config / "train-0.parquet")
     with pytest.raises(UserError, match="big, small"):
         open_at(tmp_path, tmp_path / "work")
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from shardvit.data_shards.engines.engine import LocalEngine
+from shardvit.data_shards.packing.sources.archive import Unpacking
+from shardvit.data_shards.packing.sources.recognise import open_source
+from shardvit.data_shards.packing.sources.tables import columns, table_listing
+
+columns._PART_BYTES = 1
+write, left = table_listing.write_listing, [2]
+
+def killed(*arguments):
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left[0] -= 1
+    write(*arguments)
+
+class Here:
+    workers = 1
+    def run(self, work, request, parts, *, done):
+        return {part: work(request, part) for part in parts}
+
+table_listing.write_listing = killed
+open_source(sys.argv[1], unpacking=Unpacking(Path(sys.argv[2]), print, Here()))
+"""
+
+
+def test_killed_in_the_middle_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_parquet(hub_table(), tmp_path / "x.parquet")
+    monkeypatch.setattr("shardvit.data_shards.packing.sources.tables.columns._PART_BYTES", 1)
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(path), str(tmp_path / "work")], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    before = {each: each.stat().st_mtime_ns for each in (tmp_path / "work/listing").iterdir()}
+    assert len(before) == 2
+    resumed, whole = open_at(path, tmp_path / "work"), open_at(path, tmp_path / "fresh")
+    assert resumed.fingerprint() == whole.fingerprint() and images_of(resumed) == EXPECTED
+    assert before == {each: each.stat().st_mtime_ns for each in before}
+
+
+def test_tables_in_a_bucket(tmp_path: Path, s3: FaultServer, put: Put) -> None:
+    for made in (pushed(tmp_path / "hub"), paths(tmp_path / "paths").parent, on_disk(tmp_path / "disk")):
+        for path in made.rglob("*"):
+            if path.is_file():
+                put(f"{made.name}/{path.relative_to(made)}", path.read_bytes())
+    rows = [f"s3://shards/paths/data/{name}" for name in NAMES]
+    table = pa.table({"path": rows, "label": [CLASSES[label] for label in LABELS]})
+    put("paths/urls.parquet", write_parquet(table, tmp_path / "urls.parquet").read_bytes())
+    pattern = "s3://shards/hub/data/train-{00000..00001}-of-00002.parquet"
+    for spec in ("s3://shards/hub", pattern, "s3://shards/paths/urls.parquet", "s3://shards/disk"):
+        assert images_of(open_at(spec, tmp_path / "work")) == EXPECTED
 
 
 MEMORY = """

@@ -1,0 +1,109 @@
+"""`shardvit submit --pack`: a packing as SLURM jobs, without Ray.
+
+    plan     lists the source and fixes the order
+    shards   an array of N tasks; task i makes shards i, i + N, ...
+    finish   lists, statistics and manifests
+
+Each waits for the one before. A task that its node or the time limit ends is requeued and makes what is missing. Jobs
+and logs are in OUT.jobs/slurm beside OUT, or for a URL in RUNS/NAME.jobs. The same command again submits what is not
+done: nothing of a finished OUT, no plan if it is made, only tasks with unfinished shards.
+"""
+
+import json
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+from shardvit.data_shards.durable import replace_text
+from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.plan_file import load_job
+from shardvit.data_shards.packing.shard_writer import find_record
+from shardvit.data_shards.shards.location import is_local, local_path
+from shardvit.data_shards.shards.manifest import MANIFEST_FILE
+from shardvit.data_shards.store.folders import open_folder
+from shardvit.data_shards.text import parse_json
+from shardvit.launch.slurm.records import begin_jobs
+from shardvit.launch.slurm.script import Paths, packing_script
+from shardvit.launch.slurm.site import SlurmJob
+from shardvit.launch.slurm.submission import Job, SubmissionPlan, package_folder
+from shardvit.pipeline.recipe.vocabulary import StageName
+
+PACKING_FILE = "packing.json"
+_COMMAND = ("-m", "shardvit.launch.cli", "pack")
+
+
+def jobs_folder(out: str, *, runs: Path) -> Path:
+    """Locate the folder of scripts, logs and records."""
+    if is_local(out):
+        place = local_path(out).absolute()
+        return place.with_name(f"{place.name}.jobs")
+    return runs.absolute() / f"{out.rstrip('/').rpartition('/')[2]}.jobs"
+
+
+def is_packed(out: str) -> bool:
+    """True if the set is complete: its manifest comes last."""
+    return open_folder(out).size(f"train/{MANIFEST_FILE}") is not None
+
+
+def packing_of(folder: Path) -> tuple[Path, str] | None:
+    """Return (jobs folder, OUT) of a packing that was submitted; `folder` is either of them. None: there is none."""
+    for jobs in (folder, jobs_folder(str(folder), runs=Path())):
+        try:
+            return jobs, str(parse_json((jobs / PACKING_FILE).read_bytes())["out"])
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, KeyError, TypeError):
+            raise UserError(f"{jobs / PACKING_FILE}: it is damaged; remove it") from None
+    return None
+
+
+def plan_packing_jobs(
+    source: str, out: str, flags: Sequence[str], *, tasks: int, at_once: int | None, runs: Path, job: SlurmJob
+) -> SubmissionPlan:
+    """Render the scripts of what is not done; changes nothing on disk. `flags`: of `shardvit pack`."""
+    paths = Paths(run=jobs_folder(out, runs=runs), work=Path.cwd(), package=package_folder())
+    content = {"out": out if not is_local(out) else str(local_path(out).absolute()), "source": source}
+    command = [source, out, *flags]
+    jobs: list[Job] = []
+
+    def add(name: str, *more: str, array: str = "") -> None:
+        step = [*_COMMAND, *command, "--step", name, *more]
+        text = packing_script(name, step, job=job, paths=paths, array=array)
+        jobs.append(Job(name, paths.slurm / f"{name}.sbatch", text))
+
+    open_tasks = list(range(tasks))
+    if not is_packed(out):
+        planned = load_job(out)
+        if planned is None or _flags_before(paths.run) != command:
+            add("plan")
+        else:
+            is_open = [find_record(planned, number) is None for number in range(len(planned.plan.sizes))]
+            open_tasks = [task for task in range(tasks) if any(is_open[task::tasks])]
+        if open_tasks:
+            limit = f"%{at_once}" if at_once else ""
+            add("shards", "--of", str(tasks), array=f"{_ranges(open_tasks)}{limit}")
+        add("finish")
+
+    def begin() -> dict[StageName, int]:
+        begin_jobs(paths.slurm)
+        replace_text(paths.run / PACKING_FILE, json.dumps({**content, "command": command}, indent=1))
+        return {}
+
+    closing = f"{len(open_tasks)} tasks make shards; logs in {paths.slurm}"
+    return SubmissionPlan(paths, job, tuple(jobs), begin, closing=closing)
+
+
+def _flags_before(folder: Path) -> list[str] | None:
+    try:
+        return parse_json((folder / PACKING_FILE).read_bytes())["command"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> "0-2,5", as sbatch's --array."""
+    words: list[str] = []
+    for _, group in groupby(enumerate(numbers), key=lambda each: each[1] - each[0]):
+        (_, first), *more = group
+        words.append(f"{first}-{more[-1][1]}" if more else f"{first}")
+    return ",".join(words)
