@@ -29,11 +29,10 @@ from shardvit.data_shards.packing.shard_writer import (
     find_record,
     index_file,
     record_file,
-    scratch_path,
     statistics_file,
 )
 from shardvit.data_shards.packing.sources.base import SplitName
-from shardvit.data_shards.packing.work import open_work, unpacked_path, work_path
+from shardvit.data_shards.packing.work import open_work, scratch_folder, unpacked_path, work_path
 from shardvit.data_shards.sets.live import join_manifests
 from shardvit.data_shards.sets.statistics import write_statistics
 from shardvit.data_shards.shards.location import is_local, join, local_path, redacted
@@ -82,7 +81,7 @@ def finish(job: PackJob, *, report: Report) -> Counts:
     if not job.drops_duplicates:
         seen = add_digests(seen, numbers, b"".join(digests))
     groups = found.duplicate_groups(job, read_digests_of(seen, numbers), unreadable=unreadable)
-    reason = "it is not in a class folder, so it has no label"
+    reason = "it has no label: it is not in a class folder, or is no sample with one image and one label"
     unreadable[:0] = [{"path": path, "split": split, "label": None, "reason": reason} for split, path in job.left_out]
     counts = Counts(unreadable=len(unreadable), **job.excluded, **found.count_groups(groups))
     result, lists = job.result, job.lists
@@ -101,11 +100,10 @@ def finish(job: PackJob, *, report: Report) -> Counts:
     for split, manifest in whole.items():
         of_split = (record for number, record in records.items() if job.plan.split(number)[0] == split)
         lost = sum(len(record.refused) for record in of_split)
-        if scratch := scratch_path(job.out):
-            scratch.mkdir(exist_ok=True)
         rows = _rows(job, made.get(split, []))
         if live is None or (rows := live.statistics(split, rows)):
-            write_statistics(result.at(split), manifest, rows, unreadable=lost, scratch=scratch)
+            with scratch_folder(job.out) as own:
+                write_statistics(result.at(split), manifest, rows, unreadable=lost, scratch=own)
     result.write("_info.json", json_text(timm_info(whole.values())).encode())
     if live is not None:
         report(appended_line(job, live, manifests, read_digests_of(seen, job.numbers(job.plan))))

@@ -42,13 +42,20 @@ from shardvit.data_shards.packing.finish import clear, demand_same, difference, 
 from shardvit.data_shards.packing.found import Counts, PackReport
 from shardvit.data_shards.packing.plan_file import PackJob, PlanTable, load_job, save_job, write_table
 from shardvit.data_shards.packing.request import HoldoutList, PackRequest, read_holdout_list
-from shardvit.data_shards.packing.seen import SEEN_FILE, compare_seen, new_seen
+from shardvit.data_shards.packing.seen import SEEN_FILE, compare_seen, write_seen
 from shardvit.data_shards.packing.shard_plan import PackPlan, ShardPlan, Start, make_plan, needed_bytes
 from shardvit.data_shards.packing.shard_writer import MadeShard, digest_shard, find_record, make_shard
 from shardvit.data_shards.packing.sources.archive import Unpacking
 from shardvit.data_shards.packing.sources.base import Source
 from shardvit.data_shards.packing.sources.recognise import open_source
-from shardvit.data_shards.packing.work import has_records, open_work, unpacked_path, work_folder, work_path
+from shardvit.data_shards.packing.work import (
+    has_records,
+    open_work,
+    scratch_folder,
+    unpacked_path,
+    work_folder,
+    work_path,
+)
 from shardvit.data_shards.processes import num_cores
 from shardvit.data_shards.progress_line import Progress
 from shardvit.data_shards.sets.live import LiveSet, open_live
@@ -307,7 +314,9 @@ class _Packing:
             plan = go_on(plan, live, start) if live else plan
         table = write_table(plan.shards, "plan", job, first=first)
         job = replace(job, plan=table, whole=job.whole if job.drops_duplicates else table)
-        job.work.write(SEEN_FILE, new_seen(source, numbers, digests))
+        with scratch_folder(self.out) as scratch:
+            write_seen(scratch / SEEN_FILE, source, numbers, digests)
+            job.work.put(SEEN_FILE, scratch / SEEN_FILE)
         save_job(job)
         for note in (*source.notes, *plan.notes):
             self.report(note)

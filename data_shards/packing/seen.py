@@ -6,6 +6,7 @@ times, and the bytes of images whose time changed, or of all.
 """
 
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +25,16 @@ from shardvit.data_shards.text import counted
 SEEN_FILE = "images.bin"
 _SEEN = np.dtype([("stamp", "V8"), ("digest", f"V{DIGEST_BYTES}")])
 _PIECE = 1000  # images a thread reads per task
+_ROWS = 1 << 20  # written at a time
 
 
-def new_seen(source: Source, numbers: Int64s, digests: bytes) -> bytes:
-    """Format the file; `digests` are those of the images `numbers`, if known yet."""
-    return add_digests(_seen_now(source).tobytes(), numbers, digests)
+def write_seen(path: Path, source: Source, numbers: Int64s, digests: bytes) -> None:
+    """Write the file; `digests` are those of the images `numbers`, if known yet."""
+    with path.open("wb") as file:
+        for start in range(0, source.num_images, _ROWS):
+            _seen_now(source, start, start + _ROWS).tofile(file)
+    if digests:
+        path.write_bytes(add_digests(path.read_bytes(), numbers, digests))
 
 
 def add_digests(seen: bytes, numbers: Int64s, digests: bytes) -> bytes:
@@ -85,8 +91,14 @@ def compare_seen(out: str, source: Source, request: PackRequest, *, report: Repo
     return f"names, sizes and times of {counted(len(now), 'image')}{times}; bytes of {read}"
 
 
-def _seen_now(source: Source) -> NDArray[np.void]:
-    stamps = np.concatenate([images.stamps for images in source.splits.values()])
-    seen = np.zeros(len(stamps), _SEEN)
-    seen["stamp"] = stamps.view("V8")
+def _seen_now(source: Source, start: int = 0, end: int | None = None) -> NDArray[np.void]:
+    """Make the rows from `start` to `end`, without digests."""
+    pieces, first = [np.zeros(0, np.uint64)], 0
+    end = source.num_images if end is None else end
+    for images in source.splits.values():
+        rows = images.rows[max(start - first, 0) : max(end - first, 0)]
+        pieces.append(images.files.stamps[rows])
+        first += len(images)
+    seen = np.zeros(sum(map(len, pieces)), _SEEN)
+    seen["stamp"] = np.concatenate(pieces).view("V8")
     return seen

@@ -41,6 +41,8 @@ class SemanticOptions:
 
     def matches(self, spec: ShardsSpec, *, store: Store, limit: PixelLimit) -> list[tuple[str, Matches]]:
         """Find those of each split, by its name; UserError if the model or a split cannot be opened."""
+        if self.features is None:
+            return []  # before torch is imported
         from shardvit.data_shards.processes import num_cores
         from shardvit.data_shards.reading.opening import open_shards, splits_below
         from shardvit.launch.local.output import say, say_model
@@ -49,8 +51,6 @@ class SemanticOptions:
         from shardvit.pipeline.transfer.semantic import semantic_matches
         from shardvit.pipeline.using.predict import open_predictor
 
-        if self.features is None:
-            return []
         with closing(StartClock("check", say=say, part="loading the model")) as clock:
             predictor = open_predictor(self.features)
             say_model(self.features, origin=predictor.origin, notes=predictor.notes)

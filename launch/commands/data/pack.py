@@ -14,7 +14,15 @@ from cyclopts import Parameter
 from shardvit.data_shards.errors import UserError
 from shardvit.data_shards.text import printable
 from shardvit.data_shards.vocabulary import USUAL_MOST_PIXELS, LabelKind
-from shardvit.launch.flags import EngineOptions, JsonFlag, MaxImagePixels, pixel_limit, size_bytes, switch
+from shardvit.launch.flags import (
+    EngineOptions,
+    JsonFlag,
+    MaxImagePixels,
+    demand_counts,
+    pixel_limit,
+    size_bytes,
+    switch,
+)
 from shardvit.launch.local.output import go_on
 
 if TYPE_CHECKING:
@@ -242,8 +250,9 @@ def pack(
     if options.manifest is not None:
         raise UserError("--manifest: it names what --where writes without OUT; leave one of them out")
     if forecast.dry_run:
-        if engine.engine == "ray" or step:
-            raise UserError("--dry-run: give it the CPUs of the cluster as --workers, without --engine ray and --step")
+        if engine.engine == "ray" or engine.address or step:
+            raise UserError("--dry-run: give it a cluster's CPUs as --workers, without --engine, --address and --step")
+        demand_counts(workers=engine.workers)
         return _foresee(source, out, options, forecast, engine.workers)
     beside = str(local_path(out).absolute().parent) if is_local(out) else out
     with engine.open(source, beside) as opened:

@@ -93,16 +93,17 @@ def list_tar(request: SampleTars, number: int) -> str:
     if work.size(file) is not None:
         return file
     if listed is not None:
-        container, samples = Container("folder", request.root), _of_files(listed, request, number)
+        samples, stamps = _of_files(listed, request, number)
+        container = Container("folder", request.root)
     else:
         container = Container("tar", location, stamp)
         if is_gzipped(location):
             container, num_bytes = _unpacked(container, work, file=f"spool/{number:05d}-{digest[:16]}.tar")
         with open_bytes(container.location, num_bytes, stamp=container.stamp) as read:
             samples = _of_tar(read, num_bytes, request, number)
-    names, sizes = samples.files.names, samples.files.sizes.tolist()
-    stamps = np.array([stamp_of(*each, stamp) for each in zip(names, sizes, strict=True)], np.uint64)
-    files = replace(samples.files, containers=(container,), stamps=stamps)
+        places = zip(samples.files.names, samples.files.sizes.tolist(), strict=True)
+        stamps = [stamp_of(name, size, stamp) for name, size in places]
+    files = replace(samples.files, containers=(container,), stamps=np.array(stamps, np.uint64))
     write_listing(work, file, replace(samples, files=files))
     return file
 
@@ -187,7 +188,8 @@ def _of_tar(read: Pread, num_bytes: int, request: SampleTars, number: int) -> Ta
     return _samples(members, contents, request, number, damage=damage)
 
 
-def _of_files(listed: Sequence[Listed], request: SampleTars, number: int) -> TarSamples:
+def _of_files(listed: Sequence[Listed], request: SampleTars, number: int) -> tuple[TarSamples, list[int]]:
+    """Return samples and their images' stamps, as a `FolderTree` has them."""
     members = [Member(name, place, size or 0) for place, (name, size, _) in enumerate(listed)]
     contents = {
         place: read_range(join(request.locations[number], name), 0, min(size, _MOST_LABEL_BYTES))
@@ -196,8 +198,12 @@ def _of_files(listed: Sequence[Listed], request: SampleTars, number: int) -> Tar
     }
     samples = _samples(members, contents, request, number)
     above = f"{request.stems[number]}/" if request.stems[number] else ""
-    names = Texts.of(above + listed[place][0] for place in samples.files.offsets.tolist())
-    return replace(samples, files=replace(samples.files, names=names, offsets=np.zeros_like(samples.files.offsets)))
+    images = [
+        (above + name, size, stamp) for name, size, stamp in (listed[at] for at in samples.files.offsets.tolist())
+    ]
+    names, nothing = Texts.of(name for name, _, _ in images), np.zeros_like(samples.files.offsets)
+    files = replace(samples.files, names=names, offsets=nothing)
+    return replace(samples, files=files), [stamp_of(*image) for image in images]
 
 
 def _is_label(name: str, labels: LabelSpec | None) -> bool:

@@ -25,6 +25,7 @@ def test_a_dry_run_says_what_it_would_take_and_writes_nothing(images: Path, call
     assert code == 0 and "12 images of 2 classes" in output and "core_hour" in output
     code, output, _ = call("pack", str(images), str(images.parent / "set"), "--dry-run", "--json")
     found = json.loads(output)
+    assert json.loads(call("pack", str(images), "set", "--dry-run", "--json", "--workers", "7")[1])["workers"] == 7
     assert code == 0 and found["images"] == 12 and found["requests"] == {"list": 0, "get": 0, "put": 0}
     assert [path.name for path in images.parent.iterdir()] == ["images"]
 
@@ -36,6 +37,8 @@ def test_a_dry_run_says_what_it_would_take_and_writes_nothing(images: Path, call
         (["set", "--dry-run", "--price", "gold=1"], "--price"),
         (["set", "--dry-run", "--bandwidth", "fast"], "--bandwidth"),
         (["--dry-run"], "OUT"),
+        (["set", "--dry-run", "--workers", "0"], "--workers"),
+        (["set", "--dry-run", "--address", "here:1"], "--address"),
     ],
 )
 def test_mistakes(images: Path, call: Call, flags: list[str], word: str):
