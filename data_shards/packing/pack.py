@@ -256,12 +256,7 @@ class _Packing:
         return (plan if excluded is None else make_plan(source, request, without=excluded.marks)), excluded
 
     def _plan(
-        self,
-        source: Source,
-        content: dict[str, Any],
-        plan: PackPlan,
-        excluded: Excluded | None,
-        live: LiveSet | None,
+        self, source: Source, content: dict[str, Any], plan: PackPlan, excluded: Excluded | None, live: LiveSet | None
     ) -> tuple[PackJob, Sequence[int]] | None:
         """Write the plan; return it with the shards that are not finished. None if there is nothing to append."""
         request, old = self._named(live), load_job(self.out)
