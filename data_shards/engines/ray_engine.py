@@ -11,7 +11,6 @@ import logging
 import os
 import socket
 import tempfile
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, chdir, contextmanager, suppress
@@ -33,10 +32,9 @@ _Result = TypeVar("_Result")
 _PARTS_PER_CPU = 2  # one runs, one waits at its side
 _MOST_CRASHES = 2  # of one part, as `run_parts`
 _ANSWER_SECONDS = 20.0  # of a cluster's head
-_LOOK_SECONDS = 1.0  # at the cluster's size
+_LOOK_SECONDS = 1.0  # at the cluster's size, at the latest
 _STORE_BYTES = 2**28  # a local Ray's object store; parts return little
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-_log = logging.getLogger(__name__)
 
 
 class _Given(NamedTuple):
@@ -78,10 +76,10 @@ class RayEngine:
         remote = ray.remote(num_cpus=1, max_retries=0)(_work_in_worker)
         waiting, crashes, results = deque(parts), Counter[_Part](), dict[_Part, _Result]()
         flying: dict[Any, _Part] = {}
-        most = _Most(self.most_parts)
         try:
             while waiting or flying:
-                while waiting and len(flying) < most.parts():
+                most = self.most_parts or _PARTS_PER_CPU * self.workers
+                while waiting and len(flying) < most:
                     part = waiting.popleft()
                     flying[remote.remote(given, part)] = part
                 for ready in ray.wait(list(flying), timeout=_LOOK_SECONDS)[0]:
@@ -174,24 +172,6 @@ def _no_answer(address: str, error: Exception) -> UserError:
     return UserError(
         f"--address {address}: no Ray cluster answers there ({lines[0] if lines else type(error).__name__})"
     )
-
-
-class _Most:
-    """How many parts may be in flight, by the size of the cluster."""
-
-    def __init__(self, most_parts: int | None) -> None:
-        self._parts, self._is_fixed = most_parts or 0, most_parts is not None
-        self._next, self._said = 0.0, False
-
-    def parts(self) -> int:
-        if not self._is_fixed and time.monotonic() >= self._next:
-            self._next = time.monotonic() + _LOOK_SECONDS
-            cpus = _num_cpus()
-            if not cpus and not self._said:
-                self._said = True
-                _log.warning("the Ray cluster has no CPUs: waiting for nodes")
-            self._parts = max(1, cpus) * _PARTS_PER_CPU
-        return self._parts
 
 
 def _own_error(error: RayTaskError) -> Exception:

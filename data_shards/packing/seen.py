@@ -6,6 +6,7 @@ times, and the bytes of images whose time changed, or of all.
 """
 
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,17 +19,22 @@ from shardvit.data_shards.processes import num_cores
 from shardvit.data_shards.progress_line import Progress
 from shardvit.data_shards.shards.location import join, redacted
 from shardvit.data_shards.shards.shard_set import Report
-from shardvit.data_shards.store.folders import open_folder
+from shardvit.data_shards.store.folders import Folder, open_folder
 from shardvit.data_shards.text import counted
 
 SEEN_FILE = "images.bin"
 _SEEN = np.dtype([("stamp", "V8"), ("digest", f"V{DIGEST_BYTES}")])
 _PIECE = 1000  # images a thread reads per task
+_ROWS = 1 << 20  # written at a time
 
 
-def new_seen(source: Source, numbers: Int64s, digests: bytes) -> bytes:
-    """Format the file; `digests` are those of the images `numbers`, if known yet."""
-    return add_digests(_seen_now(source).tobytes(), numbers, digests)
+def write_seen(path: Path, source: Source, numbers: Int64s, digests: bytes) -> None:
+    """Write the file; `digests` are those of the images `numbers`, if known yet."""
+    with path.open("wb") as file:
+        for start in range(0, source.num_images, _ROWS):
+            _seen_now(source, start, start + _ROWS).tofile(file)
+    if digests:
+        path.write_bytes(add_digests(path.read_bytes(), numbers, digests))
 
 
 def add_digests(seen: bytes, numbers: Int64s, digests: bytes) -> bytes:
@@ -41,6 +47,16 @@ def add_digests(seen: bytes, numbers: Int64s, digests: bytes) -> bytes:
 def read_digests_of(seen: bytes, numbers: Int64s) -> bytes:
     """Return the digests of images in the order of `numbers`."""
     return np.frombuffer(seen, _SEEN)["digest"][numbers].tobytes()
+
+
+def known_digests(folder: Folder) -> NDArray[np.uint64]:
+    """Read the digests of a packing's images, [images, 2], zeros if unread; UserError without its file."""
+    try:
+        seen = np.frombuffer(folder.read(SEEN_FILE), _SEEN)
+    except (FileNotFoundError, ValueError):
+        shown = redacted(join(folder.location, SEEN_FILE))
+        raise UserError(f"{shown} is missing or broken, so nothing can be appended; pack into another folder") from None
+    return np.frombuffer(seen["digest"].tobytes(), np.uint64).reshape(-1, 2)
 
 
 def compare_seen(out: str, source: Source, request: PackRequest, *, report: Report) -> str:
@@ -75,8 +91,14 @@ def compare_seen(out: str, source: Source, request: PackRequest, *, report: Repo
     return f"names, sizes and times of {counted(len(now), 'image')}{times}; bytes of {read}"
 
 
-def _seen_now(source: Source) -> NDArray[np.void]:
-    stamps = np.concatenate([images.stamps for images in source.splits.values()])
-    seen = np.zeros(len(stamps), _SEEN)
-    seen["stamp"] = stamps.view("V8")
+def _seen_now(source: Source, start: int = 0, end: int | None = None) -> NDArray[np.void]:
+    """Make the rows from `start` to `end`, without digests."""
+    pieces, first = [np.zeros(0, np.uint64)], 0
+    end = source.num_images if end is None else end
+    for images in source.splits.values():
+        rows = images.rows[max(start - first, 0) : max(end - first, 0)]
+        pieces.append(images.files.stamps[rows])
+        first += len(images)
+    seen = np.zeros(sum(map(len, pieces)), _SEEN)
+    seen["stamp"] = np.concatenate(pieces).view("V8")
     return seen

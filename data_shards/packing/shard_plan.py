@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import chain, pairwise
 from typing import Any
@@ -35,6 +35,20 @@ LABEL_SPECS: Mapping[LabelKind, LabelSpec] = {
 INDEX_BYTES = 120  # a line of the index, for keys of 40 to 70 characters
 _BLOCK_BYTES = 512
 TAR_END_BYTES = 1024 + 10_240  # two blocks of zeros, padded to a multiple of 10,240
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a packing's numbers begin: behind those of the set that it is appended to."""
+
+    packing: int = 0  # of the set; 0: its first
+    images: int = 0  # of the sources before
+    shards: Mapping[SplitName, int] = field(default_factory=dict)
+
+    @property
+    def lists(self) -> str:
+        """Folder of the packing's lists in OUT; "": OUT itself."""
+        return f"appended/{self.packing:03d}" if self.packing else ""
 
 
 @dataclass(frozen=True)
@@ -120,25 +134,29 @@ def make_plan(source: Source, request: PackRequest, *, without: Marks | None = N
     if is_held:
         parts = hold_out(source, parts["train"], request)
     # Classes may lack val images if a number is held out, or if the source may lack some anyway.
-    may_be_empty = request.holdout_images is not None or source.empty_classes == "report"
+    is_more = request.existing == "append"  # of a set that has images of the classes
+    may_be_empty = request.holdout_images is not None or source.empty_classes == "report" or is_more
     plans: dict[SplitName, list[ShardPlan]] = {}
     notes = _doubts(source, request)
-    for split, indices in parts.items():
+    for split in parts:
+        indices = parts[split]
         source_split: SplitName = "train" if is_held else split
         images, first = source.splits[source_split], first_numbers[source_split]
         if without is not None:
             indices = indices[~without[first + indices]]
-        labels = new_label[images.labels[indices]]
-        notes += _check_counts(source, split, labels, chosen, may_be_empty=may_be_empty)
+        if is_more and not len(indices):
+            continue
+        notes += _check_counts(source, split, new_label[images.labels[indices]], chosen, may_be_empty=may_be_empty)
         # Neighbours in a source share a class; a shard, and so a shuffle window, should mix all classes.
         order = _hash_order(images, indices, f"shuffle-{split}", request.seed)
-        indices, labels = indices[order], labels[order]
-        pieces = _cut(tar_bytes(images.num_bytes[indices]), request)
-        ordered = images.take(indices, labels)  # shards are views of it
+        indices, parts[split] = indices[order], np.zeros(0, np.int64)
+        del order
+        pieces = _cut(images, indices, request)
+        labels, rows = new_label[images.labels[indices]], images.rows[indices]  # shards are views of these
         plans[split] = [
             ShardPlan(
                 shard_file(request.name or "", split, number),
-                ImageSet(images.files, ordered.rows[start:end], labels[start:end]),
+                ImageSet(images.files, rows[start:end], labels[start:end]),
                 first + indices[start:end],
                 chosen,
                 split,
@@ -209,10 +227,14 @@ def _hash_order(images: ImageSet, indices: Int64s, purpose: str, seed: int) -> I
         return hashlib.blake2b(prefix + name, digest_size=16).digest()
 
     # By the first half of the digests; the rest only decides ties, of which 10^8 images have none, as a rule.
-    first_halves = (b"".join([digest(name)[:8] for name in names.encoded()]) for names in images.names(indices))
-    hashes = np.frombuffer(b"".join(first_halves), ">u8").astype(np.uint64)
-    order = np.argsort(hashes, kind="stable")
-    hashes = hashes[order]
+    hashes = np.empty(len(indices), np.uint64)
+    done = 0
+    for names in images.names(indices):
+        halves = b"".join([digest(name)[:8] for name in names.encoded()])
+        hashes[done : done + len(names)] = np.frombuffer(halves, ">u8")
+        done += len(names)
+    order = np.argsort(hashes)
+    hashes.sort()
     ties = np.flatnonzero(hashes[1:] == hashes[:-1])
     for run in np.split(ties, np.flatnonzero(np.diff(ties) != 1) + 1) if len(ties) else ():
         tied = order[run[0] : run[-1] + 2]
@@ -323,14 +345,15 @@ def _check_counts(
     return [f"{int((counts == 0).sum()):,} of {len(classes):,} classes have no image in split {split} (first: {first})"]
 
 
-def _cut(sample_bytes: Int64s, request: PackRequest) -> list[tuple[int, int]]:
+def _cut(images: ImageSet, indices: Int64s, request: PackRequest) -> list[tuple[int, int]]:
     """Return the start and end of each shard."""
-    count = len(sample_bytes)
+    count = len(indices)
     if request.samples_per_shard is not None:
         num_shards = -(-count // request.samples_per_shard)
         small, num_large = divmod(count, num_shards)  # as np.array_split
         starts = [number * small + min(number, num_large) for number in range(num_shards)]
         return list(pairwise([*starts, count]))
+    sample_bytes = tar_bytes(images.num_bytes[indices])
     ends = np.cumsum(sample_bytes)
     num_shards = -(-int(ends[-1]) // max((request.shard_size_bytes or 0) - TAR_END_BYTES, 1))
     shares = ends[-1] * np.arange(1, num_shards) / num_shards

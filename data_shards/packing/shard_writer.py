@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,11 +22,10 @@ from shardvit.data_shards.errors import UnreadableImage
 from shardvit.data_shards.packing.image import prepare_image
 from shardvit.data_shards.packing.shard_plan import LABEL_SPECS, ShardPlan, class_numbers
 from shardvit.data_shards.packing.sources.base import ImageSet
-from shardvit.data_shards.packing.work import work_path
+from shardvit.data_shards.packing.work import scratch_folder
 from shardvit.data_shards.processes import run_threads
 from shardvit.data_shards.progress_line import Progress
 from shardvit.data_shards.sets.statistics import SampleStatistics, image_statistics, to_parquet
-from shardvit.data_shards.shards.location import is_local, local_path
 from shardvit.data_shards.shards.manifest import Shard
 from shardvit.data_shards.shards.tar_index import build_index, index_path, write_index
 from shardvit.data_shards.shards.webdataset_parts import tar_writer
@@ -76,11 +73,8 @@ def make_shard(job: PackJob, number: int) -> MadeShard:
     if find_record(job, number) is not None:
         return made
     plan, file = job.shard(number), job.file(number)
-    folder = str(scratch) if (scratch := scratch_path(job.out)) else None
-    if folder:
-        os.makedirs(folder, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".shard-") as own:
-        tar = Path(own) / plan.file
+    with scratch_folder(job.out) as own:
+        tar = own / plan.file
         record = write_shard(plan, tar, mark=job.plan.marks[number], resize=job.resize, pixel_limit=job.pixel_limit)
         for each in (index_path(tar), tar):
             job.result.put(f"{file.rpartition('/')[0]}/{each.name}", each)
@@ -124,11 +118,6 @@ def statistics_file(file: str) -> str:
 
 def _statistics_path(tar: Path) -> Path:
     return tar.with_suffix(".parquet")
-
-
-def scratch_path(out: str) -> Path | None:
-    """Folder for half-written shards, on OUT's disk; None for a URL: the system's."""
-    return work_path(local_path(out)) / "scratch" if is_local(out) else None
 
 
 def image_digest(data: bytes | None) -> bytes:

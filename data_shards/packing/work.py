@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,6 +50,16 @@ def unpacked_path(out: str) -> Path:
     from shardvit.data_shards.shards.shard_index import default_index_folder
 
     return default_index_folder().with_name("unpacked") / sha256(out.encode()).hexdigest()[:16]
+
+
+@contextmanager
+def scratch_folder(out: str) -> Iterator[Path]:
+    """Make a folder for what is half written, on OUT's disk (of a URL: where the system has such), and remove it."""
+    above = work_path(local_path(out)) / "scratch" if is_local(out) else None
+    if above:
+        above.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=above, prefix=".packing-") as own:
+        yield Path(own)
 
 
 def has_records(out: str) -> bool:

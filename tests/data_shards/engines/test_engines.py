@@ -5,18 +5,21 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from shardvit.data_shards.engines.engine import LocalEngine, PartsEngine, open_engine
+from shardvit.data_shards.engines.engine import LocalEngine, PartsEngine, local_engine, open_engine
+from shardvit.data_shards.engines.ray_engine import RayEngine
 from shardvit.data_shards.errors import UserError
+from shardvit.data_shards.packing.pack import pack
 from shardvit.data_shards.vocabulary import EngineName
 from tests.data_shards.engines import parts
 from tests.data_shards.opened import wait_until
+from tests.data_shards.packing.folders import tree
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -191,3 +194,26 @@ def test_a_folder_that_other_nodes_see_is_left_as_it_was(cluster: Any, tmp_path:
     with open_engine("ray", address=cluster.address, seen_by_all=[seen]) as engine:
         assert set(engine.run(parts.square, notes, [1, 2], done=lambda _: None)) == {1, 2}
     assert not list(seen.iterdir())
+
+
+def test_a_packing_has_the_same_bytes_on_a_cluster_that_loses_a_node(cluster: Any, tmp_path: Path):
+    class Losing(RayEngine):
+        """Loses a node as soon as anything is made."""
+
+        def run(self, work: Any, request: Any, parts: Any, *, done: Callable[[Any], None]) -> Any:
+            def first(result: Any) -> None:
+                if lost:
+                    cluster.remove_node(lost.pop(), allow_graceful=False)
+                done(result)
+
+            return super().run(work, request, parts, done=first)
+
+    lost = [cluster.add_node(num_cpus=2, **STORE)]
+    cluster.wait_for_nodes()
+    options: dict[str, Any] = {"holdout": 0.2, "samples_per_shard": 40, "name": "d", "report": lambda line: None}
+    with open_engine("ray", address=cluster.address, seen_by_all=[tmp_path]):
+        pack("digits", tmp_path / "ray", engine=Losing(None), **options)
+    assert not lost
+    pack("digits", tmp_path / "threads", **options)
+    pack("digits", tmp_path / "processes", engine=local_engine(2), **options)
+    assert tree(tmp_path / "ray") == tree(tmp_path / "threads") == tree(tmp_path / "processes")
