@@ -88,6 +88,7 @@ class PackOptions:
     verify: Annotated[bool, switch("If OUT is packed, compare all bytes, not just times.")] = False
     skip_unreadable: Annotated[bool, switch("Skip and list unreadable or stray images; pass empty folders.")] = False
     seed: Annotated[int, Parameter(help="Seed of the shuffle and the held-out choice.")] = 0
+    append: Annotated[bool, switch("Add the images to the set that OUT is.")] = False
     where: Annotated[str | None, Parameter(help="Of a packed SOURCE, the images of which this is true.")] = None
     manifest: Annotated[str | None, Parameter(help="Without OUT: it becomes manifest-NAME.json; default: chosen.")] = (
         None
@@ -126,6 +127,7 @@ class PackOptions:
             "pixel_limit": pixel_limit(self.max_image_pixels),
             "unreadable": "skip" if self.skip_unreadable else "refuse",
             "duplicates": "drop" if self.drop_duplicates else "keep",
+            "existing": "append" if self.append else "refuse",
             "exclusion": self._exclusion(),
         }
 
@@ -230,6 +232,7 @@ def pack(
         shardvit pack imagenet/ shards/imagenet-320 --resize-short 320 --shard-size 256MB
         shardvit pack "s3://raw/{00000..09999}.tar" shards/raw --label json:class
         shardvit pack hf://datasets/OWNER/NAME shards/name
+        shardvit pack photos/2026 shards/photos --append --drop-duplicates
         shardvit pack shards/photos --where "width >= 128 and not duplicate"
     """
     from shardvit.data_shards.packing.pack import pack as pack_images
