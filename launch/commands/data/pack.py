@@ -218,11 +218,10 @@ def pack(
     """Pack images into WebDataset shards with a manifest.
 
     SOURCE: a folder or tar of class folders (or of train/, val/, test/ with them), any folder with
-    --labels, tars of samples or parquet or Arrow tables or a pattern of them, all these also at a
-    URL, as hf://datasets/OWNER/NAME; MNIST's IDX files, "fashion-mnist" (Debian's), "digits"
-    (scikit-learn's), or ImageNet, CIFAR, Pets, Flowers or VTAB as published. OUT gets a folder per
-    split. Unreadable images stop it, and all are listed. If interrupted, run it again: the result
-    is byte-identical.
+    --labels, tars of samples, parquet or Arrow tables, patterns of these, all also at a URL such as
+    hf://datasets/OWNER/NAME; MNIST's IDX files, "fashion-mnist" (Debian's), "digits" (scikit-learn's),
+    or ImageNet, CIFAR, Pets, Flowers or VTAB as published. OUT gets a folder per split. Unreadable
+    images stop it, and all are listed. If interrupted, run it again: the result is byte-identical.
     --labels photos.csv: "path,label", then "a/1.jpg,cat" or, with two labels, "a/2.jpg,cat|dog".
     JSONL: {"path": "a/2.jpg", "label": ["cat", "dog"]}. Paths: relative to SOURCE, or absolute in it.
     --exclude-matches-of lists what it leaves out; doubtful pairs stay, and are listed in unsure.jsonl.
